@@ -1,0 +1,1 @@
+"""LightningModules and data modules on real data."""

@@ -1,0 +1,47 @@
+"""The whole batch on one device: the training that every other strategy must equal."""
+
+from collections.abc import Sequence
+
+import pytorch_lightning.strategies as pl_strategies
+import torch
+from typing_extensions import override
+
+from .exceptions import ConfigError
+from .types import Device
+
+
+class SingleDeviceStrategy(pl_strategies.SingleDeviceStrategy):
+    """Train on one device in one process.
+
+    Args:
+        device: where to train. None takes the trainer's one device (`accelerator=`, `devices=1`).
+
+    Raises:
+        ConfigError: the trainer was given more than one device.
+    """
+
+    strategy_name = "single_device"
+
+    def __init__(self, device: Device | None = None) -> None:
+        super().__init__(device="cpu" if device is None else torch.device(device))
+        self._given = device is not None
+
+    @property
+    def parallel_devices(self) -> list[torch.device]:
+        """The device as a list of one; empty until the trainer has chosen it."""
+        return [self.root_device] if self._given else []
+
+    @parallel_devices.setter
+    def parallel_devices(self, devices: Sequence[torch.device]) -> None:
+        if len(devices) != 1:
+            raise ConfigError(
+                f"single_device: {len(devices)} devices were given and it uses exactly one. "
+                "Set devices=1, or choose a strategy that spreads the work, such as strategy=ddp."
+            )
+        self._root_device = devices[0]
+        self._given = True
+
+    @override
+    def setup_environment(self) -> None:
+        assert self._given, "the trainer sets the device when it is constructed"
+        super().setup_environment()

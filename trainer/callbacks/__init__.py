@@ -1,0 +1,1 @@
+"""Callbacks that every run may use."""
