@@ -1,0 +1,127 @@
+"""Run a function on n ranks, as torchrun would, with a hard timeout: `run_ranks(function, 2, arguments)`.
+
+The ranks are forked from a server that has imported torch and Lightning once, so that a launch costs tenths of a
+second. The rendezvous store lives in the test process: its port is never guessed, and it outlives every rank.
+"""
+
+import faulthandler
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed import TCPStore
+
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(["torch", "pytorch_lightning", "evener.trainer", "evener.strategies"])
+
+
+class RankError(AssertionError):
+    """A rank raised, was killed, or did not finish in time; the message says which and where it was."""
+
+
+def run_ranks(
+    function: Callable[..., Any], num_ranks: int, *args: Any, timeout_s: float = 60.0, env: dict[str, str] | None = None
+) -> list[Any]:
+    """Run `function(*args)` in `num_ranks` processes that find the environment of torchrun.
+
+    Args:
+        function: a module-level function; it is pickled by name.
+        num_ranks: number of processes, one node.
+        args: its arguments, pickled.
+        timeout_s: seconds after which the ranks print their stacks and are killed.
+        env: further environment variables of the ranks.
+
+    Returns:
+        What the function returned, by rank.
+
+    Raises:
+        RankError: a rank failed or did not finish; with the output of every failed rank.
+    """
+    outcomes = run_ranks_unchecked(function, num_ranks, *args, timeout_s=timeout_s, env=env)
+    failed = [f"rank {rank}: {outcome}" for rank, outcome in enumerate(outcomes) if isinstance(outcome, RankError)]
+    if failed:
+        raise RankError("\n".join(failed))
+    return outcomes
+
+
+def run_ranks_unchecked(
+    function: Callable[..., Any], num_ranks: int, *args: Any, timeout_s: float = 60.0, env: dict[str, str] | None = None
+) -> list[Any]:
+    """As `run_ranks`, with a `RankError` in the place of a failed rank's result, so that failures can be tested."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = []
+        for rank in range(num_ranks):
+            variables = _torchrun_env(rank, num_ranks, store.port) | (env or {})
+            target = (function, args, variables, f"{folder}/{rank}")
+            ranks.append(_CONTEXT.Process(target=_rank_main, args=target, daemon=True))
+        for process in ranks:
+            process.start()
+        _join(ranks, timeout_s)
+        return [_outcome(process, Path(folder, str(rank))) for rank, process in enumerate(ranks)]
+
+
+def _torchrun_env(rank: int, num_ranks: int, port: int) -> dict[str, str]:
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "GROUP_RANK": "0",
+        "WORLD_SIZE": str(num_ranks),
+        "LOCAL_WORLD_SIZE": str(num_ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_RUN_ID": "test",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+
+
+def _rank_main(function: Callable[..., Any], args: tuple[Any, ...], env: dict[str, str], path: str) -> None:
+    os.environ.update(env)
+    with open(f"{path}.out", "w", buffering=1) as out:
+        os.dup2(out.fileno(), 1)
+        os.dup2(out.fileno(), 2)
+        faulthandler.register(signal.SIGUSR2, file=sys.stderr, all_threads=True)
+        torch.set_num_threads(1)
+        warnings.simplefilter("error")
+        try:
+            result = function(*args)
+        except BaseException:
+            traceback.print_exc()
+            raise
+        Path(f"{path}.tmp").write_bytes(pickle.dumps(result))
+        os.replace(f"{path}.tmp", path)
+
+
+def _join(ranks: list[BaseProcess], timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    for process in ranks:
+        process.join(max(0.0, deadline - time.monotonic()))
+    late = [process for process in ranks if process.is_alive()]
+    for process in late:
+        os.kill(process.pid or 0, signal.SIGUSR2)
+    if late:
+        time.sleep(0.5)  # the stacks of all threads go to the rank's output
+    for process in late:
+        process.kill()
+        process.join()
+
+
+def _outcome(process: BaseProcess, path: Path) -> Any:
+    if path.exists():
+        return pickle.loads(path.read_bytes())
+    output = Path(f"{path}.out")
+    said = output.read_text() if output.exists() else ""
+    return RankError(f"exit code {process.exitcode}\n{said}")
