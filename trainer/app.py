@@ -1,0 +1,87 @@
+"""`train(cfg)`: a composed configuration in, a result out. The command line is in `command.py`."""
+
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+
+from hydra import compose as hydra_compose
+from hydra import initialize_config_module
+from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
+
+from ..strategies import ConfigError
+from .checks import verify_config
+from .launch import launch
+from .result import Result
+
+
+def train(cfg: DictConfig) -> Result:
+    """Run what a configuration describes, in as many processes as its strategy needs.
+
+    Args:
+        cfg: composed by Hydra's main or by `compose`. It is not changed.
+
+    Returns:
+        Metrics, checkpoint paths and the run directory.
+
+    Raises:
+        ConfigError: something asked for can't be honoured.
+    """
+    return launch(prepare(cfg))
+
+
+def prepare(cfg: DictConfig) -> DictConfig:
+    """Check a configuration, resolve its interpolations, and make the run directory.
+
+    Returns:
+        A resolved copy.
+
+    Raises:
+        ConfigError: the first mistake found, or a run directory that can't be written.
+    """
+    cfg = cfg.copy()
+    if not inside_hydra(cfg):
+        with open_dict(cfg):
+            cfg.run_dir = str(default_run_dir(cfg))
+    try:
+        cfg = OmegaConf.create(OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True))
+    except OmegaConfBaseException as exc:
+        raise ConfigError(f"The configuration is not complete: {str(exc).splitlines()[0]}. Set that key.") from exc
+    verify_config(cfg)
+    cfg.run_dir = str(Path(cfg.run_dir).absolute())
+    try:
+        Path(cfg.run_dir).mkdir(parents=True, exist_ok=True)
+        (Path(cfg.run_dir) / "train.log").touch()
+    except OSError as exc:
+        raise ConfigError(
+            f"run_dir={cfg.run_dir} can't be written ({exc.strerror}). Set log_dir to a writable place."
+        ) from exc
+    return cfg
+
+
+def inside_hydra(cfg: DictConfig) -> bool:
+    """Whether `run_dir` has a value: it is Hydra's output directory unless it was set."""
+    try:
+        return cfg.run_dir is not None
+    except OmegaConfBaseException:
+        return False
+
+
+def default_run_dir(cfg: DictConfig) -> Path:
+    """The run directory of a configuration composed outside Hydra's main, as `conf/hydra` lays it out."""
+    strategy = str(cfg.strategy.get("_target_", "strategy")).rpartition(".")[2]
+    return Path(cfg.log_dir) / cfg.name / strategy / datetime.now().strftime("%Y-%m-%d_%H-%M-%S-%f")
+
+
+def compose(overrides: Sequence[str] = (), config_name: str = "train") -> DictConfig:
+    """Compose `conf/train.yaml` from Python, as the command line would.
+
+    Args:
+        overrides: such as `["strategy=ddp", "devices=2"]`.
+        config_name: the root configuration.
+
+    Returns:
+        The configuration for `train`.
+    """
+    with initialize_config_module("evener.conf", version_base="1.3"):
+        return hydra_compose(config_name, overrides=list(overrides))

@@ -1,0 +1,31 @@
+"""The learning rate of every optimizer."""
+
+from typing import Any
+
+import pytorch_lightning as pl
+from pytorch_lightning.callbacks import LearningRateMonitor
+from typing_extensions import override
+
+
+class LearningRate(LearningRateMonitor):
+    """Lightning's `LearningRateMonitor`, silent instead of failing where there is no logger.
+
+    Args:
+        logging_interval: `step` or `epoch`.
+        **kwargs: further arguments of `LearningRateMonitor`.
+    """
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
+        if trainer.loggers:
+            super().on_train_start(trainer, *args, **kwargs)
+
+    @override
+    def on_train_batch_start(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
+        if trainer.loggers:
+            super().on_train_batch_start(trainer, *args, **kwargs)
+
+    @override
+    def on_train_epoch_start(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
+        if trainer.loggers:
+            super().on_train_epoch_start(trainer, *args, **kwargs)

@@ -1,0 +1,96 @@
+"""Mistakes found before training: each check names what was given, what is allowed, and what to do."""
+
+import difflib
+from pathlib import Path
+from typing import Any
+
+import hydra.utils
+import pytorch_lightning as pl
+from omegaconf import DictConfig, OmegaConf
+from pytorch_lightning.loggers import Logger
+from pytorch_lightning.strategies import Strategy
+
+from ..strategies import ConfigError
+from ..strategies.devices import resolve_devices
+
+MODES = ("fit", "validate", "test", "predict")
+
+
+def verify_config(cfg: DictConfig) -> None:
+    """Check what can be checked without building anything.
+
+    Args:
+        cfg: the composed configuration of `conf/train.yaml`.
+
+    Raises:
+        ConfigError: the first mistake found.
+    """
+    verify_mode(cfg)
+    resolve_devices(plain(cfg.devices), cfg.accelerator)
+    verify_target("strategy", cfg.strategy, Strategy)
+    verify_target("trainer", cfg.trainer, pl.Trainer)
+    verify_target("module", cfg.module, pl.LightningModule)
+    for key, kind in (("data", pl.LightningDataModule), ("logger", Logger), ("checkpoint", pl.Callback)):
+        if cfg.get(key):
+            verify_target(key, cfg[key], kind)
+    for name, options in (cfg.get("callbacks") or {}).items():
+        verify_target(f"callbacks.{name}", options, pl.Callback)
+
+
+def verify_mode(cfg: DictConfig) -> None:
+    """Check the words that choose what to do, and that a checkpoint given by path exists."""
+    if cfg.mode not in MODES:
+        near = difflib.get_close_matches(str(cfg.mode), MODES, n=1)
+        hint = f" Did you mean mode={near[0]}?" if near else ""
+        raise ConfigError(f"mode={cfg.mode} is unknown. Choose one of {', '.join(MODES)}.{hint}")
+    if cfg.monitor_mode not in ("min", "max"):
+        raise ConfigError(f"monitor_mode={cfg.monitor_mode} is unknown. Choose min or max.")
+    if cfg.resume not in (None, "last") and not Path(cfg.resume).is_file():
+        raise ConfigError(f"resume={cfg.resume}: there is no such file. Give the path of a checkpoint, or resume=last.")
+
+
+def verify_target(key: str, options: Any, kind: type) -> type:
+    """Import the class that a config's `_target_` names, and check that it is of the expected kind.
+
+    Args:
+        key: the config key, for the message.
+        options: that part of the config.
+        kind: the class that the target must be a subclass of.
+
+    Returns:
+        The class.
+
+    Raises:
+        ConfigError: there is no `_target_`, it does not import, or it is something else.
+    """
+    target = options.get("_target_") if isinstance(options, (dict, DictConfig)) else None
+    expected = f"{'an' if kind.__name__[0] in 'AEIOU' else 'a'} {kind.__module__.split('.')[0]} {kind.__name__}"
+    if not isinstance(target, str):
+        raise ConfigError(f"{key}: no _target_ is given. Set {key}._target_ to the import path of {expected}.")
+    if target.startswith("__main__."):
+        raise ConfigError(
+            f"{key}._target_={target}: workers can't import __main__. Move the class to a module of its own."
+        )
+    try:
+        found = hydra.utils.get_object(target)
+    except Exception as exc:
+        reason = str(exc.__cause__ or exc).splitlines()[-1]
+        raise ConfigError(
+            f"{key}._target_={target} can't be imported: {reason}. Give the import path of {expected}."
+        ) from exc
+    if isinstance(found, type) and issubclass(found, kind):
+        return found
+    if isinstance(found, type) and any(base.__module__.startswith("lightning.pytorch") for base in found.__mro__):
+        raise ConfigError(
+            f"{key}._target_={target}: {found.__name__} comes from the lightning.pytorch namespace. "
+            "Import from pytorch_lightning instead (import pytorch_lightning as pl); both can't be mixed."
+        )
+    given = (
+        f"the class {found.__module__}.{found.__qualname__}" if isinstance(found, type) else f"a {type(found).__name__}"
+    )
+    raise ConfigError(f"{key}._target_={target} is {given}, which is not {expected}. Give one that is.")
+
+
+def plain(value: Any) -> Any:
+    """Turn an OmegaConf container into python's own lists and dicts."""
+    return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value

@@ -1,0 +1,86 @@
+"""The command line: Hydra composes the configuration, `train` runs it, mistakes are told in one sentence."""
+
+import os
+import re
+import sys
+from pathlib import Path
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import CompactHydraException, MissingConfigException
+from hydra.types import RunMode
+from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
+
+from ..strategies import ConfigError
+from .app import train
+from .summary import show_summary
+
+CONFIG_PACKAGE = "pkg://evener.conf"
+FULL_ERROR = "HYDRA_FULL_ERROR"
+
+
+def main(config_dir: str | Path | None = None, config_name: str = "train") -> None:
+    """Run the command line of `train.py`.
+
+    Args:
+        config_dir: a project's own configuration directory; its root configuration lists `pkg://evener.conf` under
+            `hydra.searchpath` to build on the groups here. None uses the configuration of this package.
+        config_name: the root configuration.
+    """
+    config_path = CONFIG_PACKAGE if config_dir is None else str(Path(config_dir).absolute())
+    wants_traceback = os.environ.get(FULL_ERROR, "0") == "1"
+    os.environ[FULL_ERROR] = "1"  # Hydra hands exceptions on, so that they can be told in one sentence here
+
+    def job(cfg: DictConfig) -> float | None:
+        try:
+            return run_job(cfg)
+        except ConfigError as exc:
+            if wants_traceback or HydraConfig.get().mode is RunMode.MULTIRUN:
+                raise  # Hydra names the job of a sweep, and runs the others
+            sys.exit(explain(exc))
+
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # a `_target_` beside the configuration imports, whatever started us
+    try:
+        hydra.main(version_base="1.3", config_path=config_path, config_name=config_name)(job)()
+    except Exception as exc:
+        sentence = explain(exc)
+        if wants_traceback or sentence is None:
+            raise
+        sys.exit(sentence)
+
+
+def run_job(cfg: DictConfig) -> float | None:
+    """Run one job, print its closing table, and return the monitored metric, which Hydra's sweepers optimize."""
+    result = train(cfg)
+    show_summary(result, cfg.log_dir)
+    return result.monitored
+
+
+def explain(exc: Exception) -> str | None:
+    """Put a user's mistake into one sentence.
+
+    Returns:
+        The sentence, or None for anything else, whose traceback is worth more.
+    """
+    if isinstance(exc, ConfigError):
+        return f"Error: {exc}"
+    if isinstance(exc, MissingConfigException) and exc.options is not None and exc.missing_cfg_file:
+        group, _, option = exc.missing_cfg_file.rpartition("/")
+        return f"Error: {group}={option} is unknown. Choose one of: {', '.join(sorted(exc.options))}."
+    if isinstance(exc, (CompactHydraException, OmegaConfBaseException)):
+        return f"Error: {composition_sentence(exc)}"
+    if isinstance(exc, OSError) and exc.filename is not None:
+        return f"Error: {exc.filename} can't be written ({exc.strerror}). Set log_dir to a writable place."
+    return None
+
+
+def composition_sentence(exc: Exception) -> str:
+    """Put Hydra's account of a configuration that does not compose into one sentence."""
+    lines = [line.strip() for line in str(exc).splitlines() if line.strip()]
+    unknown = re.match(r"Could not override '([^']+)'", lines[0])
+    if unknown:
+        key = unknown[1]
+        return f"{key} is no key or group here. --help lists them; write +{key}=... to add a new one."
+    return f"{lines[0].rstrip('.')}. `--cfg job` prints the configuration, --help the groups."

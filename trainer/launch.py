@@ -1,0 +1,165 @@
+"""Run the work in every process: here, under torch's elastic agent, or as a worker of torchrun, SLURM or Kubeflow."""
+
+import os
+import sys
+import tempfile
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from omegaconf import DictConfig, OmegaConf
+from pytorch_lightning.plugins.environments import (
+    KubeflowEnvironment,
+    MPIEnvironment,
+    SLURMEnvironment,
+    TorchElasticEnvironment,
+)
+from pytorch_lightning.strategies import ParallelStrategy, Strategy
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from ..strategies import ConfigError
+from ..strategies.devices import resolve_devices
+from .checks import plain, verify_target
+from .logs import run_log
+from .result import RESULT_FILE, Result
+from .run import run
+
+CLUSTERS = (TorchElasticEnvironment, SLURMEnvironment, MPIEnvironment, KubeflowEnvironment)
+
+
+class WorkerError(RuntimeError):
+    """A worker failed; the message holds its rank and its traceback."""
+
+
+def launch(cfg: DictConfig) -> Result:
+    """Run the configured work in as many processes as its strategy needs.
+
+    Args:
+        cfg: the resolved configuration; `run_dir` exists.
+
+    Returns:
+        The result. With several processes it is what rank 0 wrote.
+
+    Raises:
+        ConfigError: something asked for can't be honoured.
+        WorkerError: a worker failed, with its rank and traceback.
+    """
+    num_processes = processes_per_node(cfg)
+    if any(cluster.detect() for cluster in CLUSTERS):
+        rank = int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")))
+        with run_log(cfg.run_dir, rank):
+            return run(cfg)
+    if num_processes is None:
+        with run_log(cfg.run_dir):
+            return run(cfg)
+    if cfg.num_nodes > 1:
+        raise ConfigError(
+            f"num_nodes={cfg.num_nodes}: processes on other machines can't be started from here. "
+            f"Run on each machine: torchrun --nnodes={cfg.num_nodes} --nproc-per-node={num_processes} train.py ..."
+        )
+    with run_log(cfg.run_dir):
+        return launch_workers(cfg, num_processes)
+
+
+def processes_per_node(cfg: DictConfig) -> int | None:
+    """Count the processes that the strategy needs on each node.
+
+    A strategy class may define `count_processes(num_devices, **options) -> int` as a class method; Lightning's other
+    parallel strategies take one process per device.
+
+    Returns:
+        The count, or None for strategies of one process.
+    """
+    cls = verify_target("strategy", cfg.strategy, Strategy)
+    num_devices = len(resolve_devices(plain(cfg.devices), cfg.accelerator))
+    options = {key: value for key, value in plain(cfg.strategy).items() if key != "_target_"}
+    if count := getattr(cls, "count_processes", None):
+        return count(num_devices, **options)
+    return num_devices if issubclass(cls, ParallelStrategy) else None
+
+
+def launch_workers(cfg: DictConfig, num_processes: int) -> Result:
+    """Start one worker per process with torch's elastic agent, and wait for the result."""
+    (Path(cfg.run_dir) / RESULT_FILE).unlink(missing_ok=True)
+    with tempfile.TemporaryDirectory(prefix="evener-") as scratch, environment(worker_environment(num_processes)):
+        config_file = Path(scratch) / "config.yaml"
+        config_file.write_text(OmegaConf.to_yaml(cfg, resolve=True), encoding="utf-8")
+        agent = elastic_launch(launch_config(cfg, num_processes, scratch), entrypoint=sys.executable)
+        try:
+            agent("-m", "evener.trainer.worker", str(config_file))
+        except ChildFailedError as exc:
+            raise explain(exc) from None
+    return Result.read(cfg.run_dir)
+
+
+def launch_config(cfg: DictConfig, num_processes: int, log_dir: str) -> LaunchConfig:
+    """Describe one node's workers to the elastic agent; the port is chosen by the system, so runs never clash."""
+    return LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=num_processes,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        local_addr="localhost",
+        max_restarts=cfg.launcher.max_restarts,
+        monitor_interval=cfg.launcher.monitor_interval_s,
+        shutdown_timeout=cfg.launcher.shutdown_timeout_s,
+        logs_specs=DefaultLogsSpecs(log_dir=log_dir),
+    )
+
+
+def worker_environment(num_processes: int) -> dict[str, str]:
+    """Environment variables of the workers, beside the agent's own."""
+    threads = max(1, (os.cpu_count() or 1) // num_processes)
+    return {
+        # a restart re-reads stale addresses from the agent's shared store and hangs (torch 2.13)
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)),
+        # modules beside the user's train.py stay importable
+        "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
+    }
+
+
+@contextmanager
+def environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Set environment variables for a while."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def explain(exc: ChildFailedError) -> Exception:
+    """Turn the agent's report into the worker's own error: the refusal, or rank and traceback of the first failure."""
+    rank, failure = exc.get_first_failure()
+    kind, _, message = first_line(failure)
+    if kind == ConfigError.__name__:
+        return ConfigError(message)
+    return WorkerError(f"rank {rank} failed: {traceback_of(failure)}")
+
+
+def first_line(failure: ProcessFailure) -> tuple[str, str, str]:
+    """Split a failure's message into exception name, separator, and text."""
+    message = failure.error_file_data.get("message") if failure.error_file_data else None
+    text = message.get("message", "") if isinstance(message, dict) else str(message or "")
+    return text.partition(": ")
+
+
+def traceback_of(failure: ProcessFailure) -> str:
+    """The traceback that the worker left behind, or how it ended where it left none."""
+    message = failure.error_file_data.get("message") if failure.error_file_data else None
+    if isinstance(message, dict):
+        return message.get("extraInfo", {}).get("py_callstack") or message.get("message", "")
+    if failure.exitcode < 0:
+        return f"it was ended by {failure.signal_name()} (process {failure.pid})"
+    return f"it exited with status {failure.exitcode} (process {failure.pid})"

@@ -1,0 +1,46 @@
+"""One log file per run: `train.log`, each line once, however many processes there are."""
+
+import logging
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+LOG_FILE = "train.log"
+FORMAT = "[%(asctime)s][%(name)s][%(levelname)s] - %(message)s"
+LIGHTNING_LOGGERS = ("pytorch_lightning", "lightning_fabric")
+
+
+@contextmanager
+def run_log(run_dir: str | Path, rank: int = 0) -> Iterator[None]:
+    """Send the log of this process to `train.log` and the console.
+
+    Args:
+        run_dir: directory of the log file.
+        rank: this process's rank; ranks above 0 report errors only, on the console.
+
+    Lightning's loggers, which print by themselves, are sent the same way.
+    """
+    root = logging.getLogger()
+    level, root.level = root.level, logging.INFO
+    added: list[logging.Handler] = []
+    if not root.handlers:
+        added.append(logging.StreamHandler(sys.stdout))
+    if rank == 0:
+        added.append(logging.FileHandler(Path(run_dir) / LOG_FILE, encoding="utf-8"))
+    else:
+        root.level = logging.ERROR
+    for handler in added:
+        handler.setFormatter(logging.Formatter(FORMAT))
+        root.addHandler(handler)
+    for name in LIGHTNING_LOGGERS:
+        logger = logging.getLogger(name)
+        logger.handlers.clear()
+        logger.propagate = True
+    try:
+        yield
+    finally:
+        root.level = level
+        for handler in added:
+            root.removeHandler(handler)
+            handler.close()

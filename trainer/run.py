@@ -1,0 +1,231 @@
+"""The work of one process: configuration → objects → fit, validate, test or predict → result."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import hydra.utils
+import pytorch_lightning as pl
+import torch
+from hydra.errors import InstantiationException
+from omegaconf import DictConfig, OmegaConf
+from pytorch_lightning.loggers import Logger
+from pytorch_lightning.utilities.exceptions import MisconfigurationException
+from pytorch_lightning.utilities.model_helpers import is_overridden
+from pytorch_lightning.utilities.rank_zero import rank_zero_info, rank_zero_warn
+
+from ..strategies import ConfigError
+from .callbacks import RunSummary
+from .checkpoint import find_newest
+from .result import Result
+from .tensorboard import TensorBoardLogger
+
+
+@dataclass
+class Parts:
+    """The objects of a run, as the configuration names them."""
+
+    trainer: pl.Trainer
+    module: pl.LightningModule
+    data: pl.LightningDataModule | None
+    summary: RunSummary
+
+    @property
+    def best_checkpoint(self) -> str | None:
+        """Path of the best checkpoint; None where none was kept."""
+        return getattr(self.trainer.checkpoint_callback, "best_model_path", None) or None
+
+    @property
+    def last_checkpoint(self) -> str | None:
+        """Path of the newest checkpoint; None where none was kept."""
+        return getattr(self.trainer.checkpoint_callback, "last_model_path", None) or self.best_checkpoint
+
+
+def run(cfg: DictConfig) -> Result:
+    """Do what `cfg.mode` says, in this process (one rank of it, where there are several).
+
+    Args:
+        cfg: the resolved configuration, `run_dir` included.
+
+    Returns:
+        The result; rank 0 has written it to the run directory as well.
+
+    Raises:
+        ConfigError: something asked for can't be honoured.
+    """
+    if cfg.seed is not None:
+        pl.seed_everything(cfg.seed, workers=True)
+    checkpoint = starting_checkpoint(cfg)
+    parts = build(cfg)
+    log_config(parts.trainer, cfg)
+    metrics, predictions = work(parts, cfg, checkpoint)
+    result = collect(parts, cfg, metrics, predictions)
+    if parts.trainer.is_global_zero:
+        finish_loggers(parts.trainer.loggers, result)
+        result.write()
+    return result
+
+
+def starting_checkpoint(cfg: DictConfig) -> str | None:
+    """Find the checkpoint to start from: after a restart of this run its newest, else what `resume` says.
+
+    Raises:
+        ConfigError: `resume=last`, and there is no earlier checkpoint of this name.
+    """
+    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0:
+        newest = find_newest(cfg.run_dir)
+        if newest is not None:
+            rank_zero_info(f"Restarted: continuing from {newest}")
+            return str(newest)
+    if cfg.resume != "last":
+        return cfg.resume
+    home = Path(cfg.log_dir) / cfg.name
+    newest = find_newest(home)
+    if newest is None:
+        raise ConfigError(f"resume=last: there is no checkpoint under {home}. Train first, or give resume=<path>.")
+    return str(newest)
+
+
+def build(cfg: DictConfig) -> Parts:
+    """Make the objects that the configuration names."""
+    strategy = instantiate("strategy", cfg.strategy)
+    module: pl.LightningModule = instantiate("module", cfg.module)
+    data: pl.LightningDataModule | None = instantiate("data", cfg.data) if cfg.get("data") else None
+    summary = RunSummary()
+    callbacks: list[pl.Callback] = [
+        *(instantiate(f"callbacks.{name}", options) for name, options in (cfg.get("callbacks") or {}).items()),
+        *([instantiate("checkpoint", cfg.checkpoint)] if cfg.get("checkpoint") else []),
+        summary,
+    ]
+    if cfg.compile:
+        module.compile()
+    make_trainer = instantiate("trainer", cfg.trainer, _partial_=True)
+    logger: Logger | bool = instantiate("logger", cfg.logger) if cfg.get("logger") else False
+    try:
+        trainer: pl.Trainer = make_trainer(
+            strategy=strategy, callbacks=callbacks, logger=logger, enable_checkpointing=bool(cfg.get("checkpoint"))
+        )
+    except (TypeError, MisconfigurationException) as exc:
+        raise ConfigError(f"trainer: {exc}") from exc
+    return Parts(trainer, module, data, summary)
+
+
+def instantiate(key: str, options: DictConfig, **hydra_options: Any) -> Any:
+    """Build the object of one config group.
+
+    Args:
+        key: the group, for messages.
+        options: `_target_` and its arguments.
+        **hydra_options: such as `_partial_=True`.
+
+    Returns:
+        The object.
+
+    Raises:
+        ConfigError: the class refused its arguments.
+    """
+    try:
+        return hydra.utils.instantiate(options, _convert_="all", **hydra_options)
+    except InstantiationException as exc:
+        cause = exc.__cause__
+        if isinstance(cause, ConfigError):
+            raise cause from exc
+        if isinstance(cause, (TypeError, ValueError, MisconfigurationException)):
+            raise ConfigError(f"{key}: {options.get('_target_')} refused its options: {cause}") from exc
+        raise (cause or exc) from None
+
+
+def log_config(trainer: pl.Trainer, cfg: DictConfig) -> None:
+    """Give every logger the hyper-parameters, and TensorBoard the whole configuration as text."""
+    for logger in trainer.loggers:
+        logger.log_hyperparams(hyperparameters(cfg))
+        if isinstance(logger, TensorBoardLogger):
+            logger.log_config(OmegaConf.to_yaml(cfg))
+
+
+def hyperparameters(cfg: DictConfig) -> dict[str, Any]:
+    """Flatten what compares runs: the options of module, data and strategy, and the root keys that change training."""
+    values: dict[str, Any] = {key: str(cfg[key]) for key in ("devices", "precision", "seed")}
+    for group in ("strategy", "module", "data"):
+        options = cast("dict[str, Any]", OmegaConf.to_container(cfg[group])) if cfg.get(group) else {}
+        values[group] = str(options.pop("_target_", None)).rpartition(".")[2]
+        values |= {f"{group}/{key}": v if isinstance(v, (int, float, str)) else str(v) for key, v in options.items()}
+    return values
+
+
+def work(parts: Parts, cfg: DictConfig, checkpoint: str | None) -> tuple[dict[str, float], str | None]:
+    """Run the trainer in the configured mode.
+
+    Returns:
+        The final metrics by name, and the path of the predictions where there are any.
+    """
+    trainer, module, data = parts.trainer, parts.module, parts.data
+    if cfg.mode == "fit":
+        return fit(parts, cfg, checkpoint), None
+    if checkpoint is None:
+        rank_zero_warn(
+            f"mode={cfg.mode} without resume: the module is used as it was constructed.", category=UserWarning
+        )
+    if cfg.mode == "predict":
+        outputs = trainer.predict(module, datamodule=data, ckpt_path=checkpoint, weights_only=True)
+        return {}, write_predictions(trainer, cfg.run_dir, outputs)
+    evaluate = trainer.validate if cfg.mode == "validate" else trainer.test
+    evaluate(module, datamodule=data, ckpt_path=checkpoint, verbose=False, weights_only=True)
+    return final_metrics(trainer), None
+
+
+def fit(parts: Parts, cfg: DictConfig, checkpoint: str | None) -> dict[str, float]:
+    """Train, then test the best checkpoint (the final weights where none was kept)."""
+    trainer, module, data = parts.trainer, parts.module, parts.data
+    trainer.fit(module, datamodule=data, ckpt_path=checkpoint, weights_only=True)
+    metrics = final_metrics(trainer)
+    tested = is_overridden("test_step", module) and is_overridden("test_dataloader", data or module)
+    if cfg.test_after_fit and tested and not trainer.interrupted:
+        trainer.test(module, datamodule=data, ckpt_path=parts.best_checkpoint, verbose=False, weights_only=True)
+        metrics |= final_metrics(trainer)
+    return metrics
+
+
+def final_metrics(trainer: pl.Trainer) -> dict[str, float]:
+    """Read every logged metric's last value."""
+    return {name: float(value) for name, value in trainer.callback_metrics.items()}
+
+
+def write_predictions(trainer: pl.Trainer, run_dir: str, outputs: Any) -> str | None:
+    """Write what `predict_step` returned, batch by batch in the loader's order."""
+    if not trainer.is_global_zero:
+        return None
+    path = Path(run_dir) / "predictions.pt"
+    torch.save(outputs, path)
+    return str(path)
+
+
+def collect(parts: Parts, cfg: DictConfig, metrics: dict[str, float], predictions: str | None) -> Result:
+    """Put the outcome together."""
+    trainer, strategy = parts.trainer, parts.trainer.strategy
+    devices = getattr(strategy, "parallel_devices", None) or [strategy.root_device]
+    return Result(
+        mode=cfg.mode,
+        strategy=getattr(strategy, "strategy_name", type(strategy).__name__),
+        devices=[str(device) for device in devices],
+        num_processes=trainer.world_size,
+        run_dir=cfg.run_dir,
+        metrics=metrics,
+        monitor=cfg.monitor,
+        monitored=metrics.get(cfg.monitor),
+        global_batch=parts.summary.global_batch,
+        samples_per_s=parts.summary.samples_per_s,
+        num_steps=trainer.global_step,
+        best_checkpoint=parts.best_checkpoint,
+        last_checkpoint=parts.last_checkpoint,
+        predictions=predictions,
+    )
+
+
+def finish_loggers(loggers: list[Logger], result: Result) -> None:
+    """Write the final metrics beside the hyper-parameters, and close the event file."""
+    for logger in loggers:
+        if isinstance(logger, TensorBoardLogger):
+            logger.log_final_metrics(result.metrics)
+            logger.close()
