@@ -6,6 +6,15 @@ import torch
 
 from .exceptions import ConfigError
 
+ACCELERATORS = {
+    "auto": ("cuda", "mps", "cpu"),
+    "gpu": ("cuda", "mps"),
+    "cpu": ("cpu",),
+    "cuda": ("cuda",),
+    "mps": ("mps",),
+}
+"""What each word of `accelerator=` stands for, best first."""
+
 ALLOWED = "Give a count (devices=2), indices (devices=[0,1]), names (devices=[cuda:0,cpu]) or devices=auto"
 
 
@@ -22,16 +31,9 @@ def accelerator_type(accelerator: str) -> str:
         ConfigError: the word is unknown, or this machine has no such device.
     """
     present = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
-    candidates = {
-        "auto": ["cuda", "mps", "cpu"],
-        "gpu": ["cuda", "mps"],
-        "cpu": ["cpu"],
-        "cuda": ["cuda"],
-        "mps": ["mps"],
-    }
-    if accelerator not in candidates:
-        raise ConfigError(f"accelerator={accelerator} is unknown. Choose one of {', '.join(candidates)}.")
-    found = next((kind for kind in candidates[accelerator] if present[kind]), None)
+    if accelerator not in ACCELERATORS:
+        raise ConfigError(f"accelerator={accelerator} is unknown. Choose one of {', '.join(ACCELERATORS)}.")
+    found = next((kind for kind in ACCELERATORS[accelerator] if present[kind]), None)
     if found is None:
         raise ConfigError(f"accelerator={accelerator}: this machine has no such device. Set accelerator=cpu or auto.")
     return found
@@ -46,7 +48,7 @@ def resolve_devices(devices: int | str | Sequence[int | str], accelerator: str =
     """Name the devices that `devices=` and `accelerator=` mean on this machine.
 
     Args:
-        devices: a count, `auto` (or -1) for all, a list of indices, or a list of device names; names may repeat and mix.
+        devices: a count, `auto` (or -1) for all, a list of indices, or names; names may repeat and mix.
         accelerator: auto, cpu, gpu, cuda or mps; without effect on names.
 
     Returns:

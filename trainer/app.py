@@ -44,9 +44,11 @@ def prepare(cfg: DictConfig) -> DictConfig:
         with open_dict(cfg):
             cfg.run_dir = str(default_run_dir(cfg))
     try:
-        cfg = OmegaConf.create(OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True))
+        resolved = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as exc:
         raise ConfigError(f"The configuration is not complete: {str(exc).splitlines()[0]}. Set that key.") from exc
+    assert isinstance(resolved, dict)
+    cfg = OmegaConf.create({str(key): value for key, value in resolved.items()})
     verify_config(cfg)
     cfg.run_dir = str(Path(cfg.run_dir).absolute())
     try:

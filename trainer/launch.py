@@ -4,7 +4,7 @@ import os
 import sys
 import tempfile
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -125,7 +125,7 @@ def worker_environment(num_processes: int) -> dict[str, str]:
 
 
 @contextmanager
-def environment(variables: Mapping[str, str]) -> Iterator[None]:
+def environment(variables: Mapping[str, str]) -> Generator[None]:
     """Set environment variables for a while."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)

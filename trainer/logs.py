@@ -2,7 +2,7 @@
 
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -12,7 +12,7 @@ LIGHTNING_LOGGERS = ("pytorch_lightning", "lightning_fabric")
 
 
 @contextmanager
-def run_log(run_dir: str | Path, rank: int = 0) -> Iterator[None]:
+def run_log(run_dir: str | Path, rank: int = 0) -> Generator[None]:
     """Send the log of this process to `train.log` and the console.
 
     Args:

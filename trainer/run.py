@@ -13,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from pytorch_lightning.loggers import Logger
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from pytorch_lightning.utilities.model_helpers import is_overridden
-from pytorch_lightning.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from pytorch_lightning.utilities.rank_zero import rank_zero_info
 
 from ..strategies import ConfigError
 from .callbacks import RunSummary
@@ -164,9 +164,7 @@ def work(parts: Parts, cfg: DictConfig, checkpoint: str | None) -> tuple[dict[st
     if cfg.mode == "fit":
         return fit(parts, cfg, checkpoint), None
     if checkpoint is None:
-        rank_zero_warn(
-            f"mode={cfg.mode} without resume: the module is used as it was constructed.", category=UserWarning
-        )
+        rank_zero_info(f"mode={cfg.mode} without resume: the module is used as it was constructed.")
     if cfg.mode == "predict":
         outputs = trainer.predict(module, datamodule=data, ckpt_path=checkpoint, weights_only=True)
         return {}, write_predictions(trainer, cfg.run_dir, outputs)

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytorch_lightning.loggers as pl_loggers
 from pytorch_lightning.utilities.rank_zero import rank_zero_only
@@ -36,7 +36,7 @@ class TensorBoardLogger(pl_loggers.TensorBoardLogger):
         """Keep the hyper-parameters for the HPARAMS tab, which is written once the final metrics are known."""
         flat: Mapping[str, Any] = params if isinstance(params, Mapping) else vars(params)
         # metrics given here become no scalars: they would put a point at step 0 into each metric's curve
-        self.hparams = {**self.hparams, **flat}
+        self.hparams = {**cast("dict[str, Any]", self.hparams), **flat}
 
     @rank_zero_only
     def log_config(self, text: str) -> None:
