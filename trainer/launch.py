@@ -9,12 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
-from pytorch_lightning.plugins.environments import (
-    KubeflowEnvironment,
-    MPIEnvironment,
-    SLURMEnvironment,
-    TorchElasticEnvironment,
-)
+from pytorch_lightning.plugins.environments import MPIEnvironment, SLURMEnvironment, TorchElasticEnvironment
 from pytorch_lightning.strategies import ParallelStrategy, Strategy
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
@@ -27,7 +22,7 @@ from .logs import run_log
 from .result import RESULT_FILE, Result
 from .run import run
 
-CLUSTERS = (TorchElasticEnvironment, SLURMEnvironment, MPIEnvironment, KubeflowEnvironment)
+CLUSTERS = (TorchElasticEnvironment, SLURMEnvironment, MPIEnvironment)
 
 
 class WorkerError(RuntimeError):
@@ -48,7 +43,7 @@ def launch(cfg: DictConfig) -> Result:
         WorkerError: a worker failed, with its rank and traceback.
     """
     num_processes = processes_per_node(cfg)
-    if any(cluster.detect() for cluster in CLUSTERS):
+    if is_worker():
         rank = int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")))
         with run_log(cfg.run_dir, rank):
             return run(cfg)
@@ -62,6 +57,12 @@ def launch(cfg: DictConfig) -> Result:
         )
     with run_log(cfg.run_dir):
         return launch_workers(cfg, num_processes)
+
+
+def is_worker() -> bool:
+    """Whether a launcher started this process as one of several: torchrun, SLURM, MPI, or Kubeflow's PyTorchJob."""
+    kubeflow = all(name in os.environ for name in ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK"))
+    return kubeflow or any(cluster.detect() for cluster in CLUSTERS)
 
 
 def processes_per_node(cfg: DictConfig) -> int | None:

@@ -2,6 +2,7 @@
 
 import logging
 import sys
+import warnings
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,7 +30,7 @@ def run_log(run_dir: str | Path, rank: int = 0) -> Generator[None]:
     if rank == 0:
         added.append(logging.FileHandler(Path(run_dir) / LOG_FILE, encoding="utf-8"))
     else:
-        root.level = logging.ERROR
+        logging.disable(logging.WARNING)
     for handler in added:
         handler.setFormatter(logging.Formatter(FORMAT))
         root.addHandler(handler)
@@ -37,10 +38,19 @@ def run_log(run_dir: str | Path, rank: int = 0) -> Generator[None]:
         logger = logging.getLogger(name)
         logger.handlers.clear()
         logger.propagate = True
+    logging.getLogger("pytorch_lightning.utilities.rank_zero").addFilter(is_no_advertisement)
+    # Lightning 2.6 asks torch 2.13's pytree in a way that torch deprecates; no user can do anything about it
+    warnings.filterwarnings("ignore", message=".*isinstance.treespec, LeafSpec.*", category=FutureWarning)
     try:
         yield
     finally:
         root.level = level
+        logging.disable(logging.NOTSET)
         for handler in added:
             root.removeHandler(handler)
             handler.close()
+
+
+def is_no_advertisement(record: logging.LogRecord) -> bool:
+    """Keep Lightning's tips for other products out of the log."""
+    return "Tip:" not in record.getMessage()

@@ -1,7 +1,10 @@
 """The closing table of a run."""
 
+import os
+
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from .result import Result
 
@@ -18,12 +21,17 @@ def summary_rows(result: Result) -> list[tuple[str, str]]:
         ("devices", ", ".join(result.devices) + processes),
         ("global batch", "" if result.global_batch is None else f"{result.global_batch} samples"),
         ("speed", "" if result.samples_per_s is None else f"{result.samples_per_s:,.0f} samples/s"),
-        ("best checkpoint", result.best_checkpoint or ""),
-        ("predictions", result.predictions or ""),
+        ("best checkpoint", short_path(result.best_checkpoint)),
+        ("predictions", short_path(result.predictions)),
         *((name, f"{value:.4f}") for name, value in sorted(result.metrics.items()) if is_shown(name, result)),
-        ("run directory", result.run_dir),
+        ("run directory", short_path(result.run_dir)),
     ]
     return [(label, value) for label, value in rows if value]
+
+
+def short_path(path: str | None) -> str:
+    """A path relative to the current directory where that is shorter."""
+    return min(path, os.path.relpath(path), key=len) if path else ""
 
 
 def is_shown(name: str, result: Result) -> bool:
@@ -33,9 +41,12 @@ def is_shown(name: str, result: Result) -> bool:
 
 def show_summary(result: Result, log_dir: str = "logs") -> None:
     """Print the closing table, and the line that opens TensorBoard."""
+    rows = summary_rows(result)
     table = Table(title=f"{result.mode} finished", show_header=False, title_justify="left")
-    for label, value in summary_rows(result):
-        table.add_row(label, value, end_section=False)
-    console = Console(soft_wrap=True)
+    for label, value in rows:
+        table.add_row(label, Text(value, no_wrap=True))
+    # wide enough for whole paths: a cut one can't be pasted
+    width = max(len(value) for _, value in rows) + max(len(label) for label, _ in rows) + 7
+    console = Console(width=width)
     console.print(table)
-    console.print(f"tensorboard --logdir {log_dir}", highlight=False, markup=False)
+    console.print(Text(f"tensorboard --logdir {log_dir}"), soft_wrap=True)
