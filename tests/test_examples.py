@@ -1,0 +1,230 @@
+"""The examples train on real data, and what they log is what it says."""
+
+import builtins
+import inspect
+import math
+from typing import Any
+
+import pytest
+import pytorch_lightning as pl
+import torch
+from hydra.utils import get_class, instantiate
+
+from evener.examples.char_lm import CharLM
+from evener.examples.digits import DigitsClassifier, DigitsDataModule, load_digits
+from evener.examples.gan import DigitsGAN, energy_score
+from evener.examples.stdlib_text import PAD, UNKNOWN, VOCABULARY_SIZE, StdlibTextDataModule, collate, cut, encode
+from evener.strategies import ConfigError
+from evener.trainer import Trainer
+from evener.trainer.app import compose
+
+# The data is in memory: worker processes would only cost time.
+pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers")
+
+
+def trainer(**kwargs: Any) -> Trainer:
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    return Trainer(
+        strategy="single_device", accelerator="cpu", devices=1, enable_model_summary=False, **(quiet | kwargs)
+    )
+
+
+def indices(data: DigitsDataModule) -> list[list[int]]:
+    return [list(split.indices) for split in (data.train_set, data.val_set, data.test_set) if split is not None]
+
+
+# digits
+
+
+def test_digits_splits_are_all_the_samples_and_share_none() -> None:
+    data = DigitsDataModule()
+    data.setup()
+    train, val, test = indices(data)
+    assert (len(train), len(val), len(test)) == (1200, 297, 300)
+    assert sorted(train + val + test) == list(range(1797))
+
+
+def test_digits_splits_do_not_depend_on_the_seed_of_the_run() -> None:
+    first, second, other = DigitsDataModule(), DigitsDataModule(), DigitsDataModule(split_seed=1)
+    for seed, data in enumerate((first, second, other)):
+        torch.manual_seed(seed)
+        data.setup()
+    assert indices(first) == indices(second) != indices(other)
+
+
+def test_digits_are_scaled_to_one() -> None:
+    images, classes = load_digits()
+    assert images.shape == (1797, 1, 8, 8)
+    assert (images.min().item(), images.max().item()) == (0.0, 1.0)
+    assert classes.bincount().tolist() == [178, 182, 177, 183, 181, 182, 181, 179, 174, 180]
+
+
+def test_digits_learns_more_than_95_percent_in_ten_epochs() -> None:
+    pl.seed_everything(42, verbose=False)
+    module, data = DigitsClassifier(), DigitsDataModule()
+    fit = trainer(max_epochs=10, num_sanity_val_steps=0)
+    fit.fit(module, data)
+    [metrics] = fit.test(module, data, verbose=False)
+    assert metrics["test/acc"] > 0.95
+
+    # Batches of 64, 64, 64, 64 and 44: what is logged must be the share of right answers, not a mean of means.
+    predicted = torch.cat(fit.predict(module, data))
+    classes = load_digits()[1][indices(data)[2]]
+    assert metrics["test/acc"] == pytest.approx((predicted == classes).double().mean().item(), abs=1e-6)
+
+
+def test_digits_refuses_splits_that_leave_nothing_to_train_on() -> None:
+    with pytest.raises(ConfigError, match="num_val=1000 and num_test=797 leave 0 of 1797 samples"):
+        DigitsDataModule(num_val=1000, num_test=797).setup()
+
+
+def test_a_missing_scikit_learn_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    real_import = builtins.__import__
+
+    def without_sklearn(name: str, *args: Any, **kwargs: Any) -> Any:
+        if name.startswith("sklearn"):
+            raise ModuleNotFoundError(f"No module named {name!r}")
+        return real_import(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", without_sklearn)
+    with pytest.raises(ConfigError, match=r"pip install 'evener\[examples\]'"):
+        DigitsDataModule().setup()
+
+
+# char_lm
+
+
+def test_characters_outside_the_alphabet_are_unknown() -> None:
+    newline, tab, space, tilde = 2, 3, 4, 98
+    assert encode("\n\t ~é").tolist() == [newline, tab, space, tilde, UNKNOWN]
+    assert tilde + 1 == VOCABULARY_SIZE
+
+
+def test_text_is_cut_into_consecutive_sequences_of_unequal_length() -> None:
+    text = torch.arange(1000)
+    pieces = cut(text, 16, torch.Generator().manual_seed(0))
+    assert torch.cat(pieces).tolist() == list(range(sum(map(len, pieces))))
+    assert {len(piece) for piece in pieces} == set(range(4, 17)) | {len(pieces[-1])}
+    assert 1000 - sum(map(len, pieces)) < 4
+
+
+def test_loss_weight_is_the_number_of_predicted_characters() -> None:
+    module = CharLM(width=8, num_blocks=1, num_heads=2)
+    module.log = lambda *args, **kwargs: None  # no trainer here
+    batch = collate([encode("abcde"), encode("fg"), encode("h")])
+    assert batch.tolist()[1] == [*encode("fg").tolist(), PAD, PAD, PAD]
+    output = module.training_step(batch, 0)
+    # 4 after the first of "abcde", 1 after the first of "fg", none in "h".
+    assert output["loss_weight"].item() == 5
+    log_probs = module(batch[:, :-1]).log_softmax(dim=-1)
+    rows, positions = [0, 0, 0, 0, 1], [0, 1, 2, 3, 0]
+    expected = -log_probs[rows, positions, encode("bcdeg")].sum() / 5
+    torch.testing.assert_close(output["loss"], expected)
+
+
+def test_batches_differ_in_their_number_of_characters() -> None:
+    data = StdlibTextDataModule(max_chars=200_000)
+    data.setup()
+    counts = [(batch != PAD).sum().item() for batch in data.val_dataloader()]
+    assert len(set(counts)) == len(counts) > 1
+
+
+def test_padding_and_later_characters_change_nothing() -> None:
+    torch.manual_seed(0)
+    module = CharLM(width=8, num_blocks=2, num_heads=2).double()
+    alone = module(encode("import")[None])
+    padded = module(collate([encode("import os"), encode("import")]))
+    torch.testing.assert_close(padded[0, :6], alone[0], rtol=0, atol=1e-12)
+    torch.testing.assert_close(padded[1, :6], alone[0], rtol=0, atol=1e-12)
+
+
+def test_a_tied_embedding_is_one_parameter() -> None:
+    tied, untied = CharLM(tie_embedding=True), CharLM()
+    assert tied.head.weight is tied.embedding.chars.weight
+    sizes = [sum(p.numel() for p in module.parameters()) for module in (tied, untied)]
+    assert sizes[1] - sizes[0] == VOCABULARY_SIZE * 96
+
+
+def test_char_lm_learns_more_than_the_frequencies_of_characters() -> None:
+    pl.seed_everything(42, verbose=False)
+    module = CharLM(width=32, num_blocks=2, num_heads=2, max_length=64, lr=5e-3, warmup_steps=20)
+    data = StdlibTextDataModule(max_length=64, max_chars=500_000)
+    fit = trainer(max_epochs=1, limit_train_batches=150, limit_val_batches=20, num_sanity_val_steps=0)
+    fit.fit(module, data)
+    loss, bits = (fit.callback_metrics[key].item() for key in ("val/loss", "val/bits_per_char"))
+    assert loss < data.unigram_loss() - 0.3
+    assert bits == pytest.approx(loss / math.log(2), rel=1e-5)
+
+
+def test_unigram_loss_is_the_cross_entropy_of_frequencies() -> None:
+    data = StdlibTextDataModule()
+    data.train_set, data.val_set = [encode("aab")], [encode("abc")]
+    # Counts + 1 of 99 ids: a 3, b 2, c 1, of 102 in all; "b" and "c" are predicted.
+    assert data.unigram_loss() == pytest.approx(-(math.log(2 / 102) + math.log(1 / 102)) / 2)
+
+
+def test_char_lm_refuses_a_width_that_heads_do_not_divide() -> None:
+    with pytest.raises(ConfigError, match="width=10 does not divide into num_heads=4"):
+        CharLM(width=10, num_heads=4)
+
+
+def test_too_little_text_for_three_splits_is_refused() -> None:
+    with pytest.raises(ConfigError, match="max_chars=100 is reached after 1 files"):
+        StdlibTextDataModule(max_chars=100).setup()
+
+
+# gan
+
+
+def test_gan_takes_two_optimizer_steps_per_batch() -> None:
+    fit = trainer(max_epochs=1, limit_train_batches=7, limit_val_batches=1, num_sanity_val_steps=0)
+    fit.fit(DigitsGAN(), DigitsDataModule())
+    assert fit.global_step == 2 * 7
+
+
+def test_each_gan_optimizer_moves_its_own_network() -> None:
+    module = DigitsGAN()
+    module.trainer = trainer()
+    generator, discriminator = module.configure_optimizers()
+    owned = [
+        {id(p) for group in optimizer.param_groups for p in group["params"]} for optimizer in (generator, discriminator)
+    ]
+    assert owned == [{id(p) for p in network.parameters()} for network in (module.generator, module.discriminator)]
+
+
+def test_energy_score_by_hand() -> None:
+    generated, real = torch.tensor([[0.0], [4.0]]), torch.tensor([[1.0], [6.0]])
+    # E|x - y| = (1 + 3 + 6 + 2) / 4 = 3 and E|x - x'| = 4.
+    assert energy_score(generated, real).item() == pytest.approx(3 - 4 / 2)
+
+
+def test_gan_gets_better_than_the_mean_image() -> None:
+    pl.seed_everything(42, verbose=False)
+    module, data = DigitsGAN(), DigitsDataModule()
+    fit = trainer(max_epochs=40, num_sanity_val_steps=0, check_val_every_n_epoch=40)
+    fit.fit(module, data)
+    images = load_digits()[0].flatten(1)
+    train, val, _ = indices(data)
+    mean_image = (images[val] - images[train].mean(dim=0)).norm(dim=1).mean()
+    assert fit.callback_metrics["val/loss"].item() < mean_image.item()
+
+
+# configuration
+
+
+@pytest.mark.parametrize("name", ["digits", "char_lm", "gan"])
+def test_an_experiment_composes_into_its_module_and_data(name: str) -> None:
+    cfg = compose([f"experiment={name}"])
+    assert (cfg.name, cfg.monitor, cfg.monitor_mode) == (name, "val/loss", "min")
+    module, data = instantiate(cfg.module), instantiate(cfg.data)
+    assert isinstance(module, pl.LightningModule)
+    assert isinstance(data, pl.LightningDataModule)
+
+
+@pytest.mark.parametrize("file", ["data/digits", "data/char_lm", "module/digits", "module/char_lm", "module/gan"])
+def test_a_config_lists_every_option_with_the_default_of_its_class(file: str) -> None:
+    group, _, name = file.partition("/")
+    cfg = compose([f"{group}={name}", *(["data=char_lm"] if name == "char_lm" else [])])[group]
+    parameters = inspect.signature(get_class(cfg["_target_"])).parameters
+    defaults = {name: parameter.default for name, parameter in parameters.items()}
+    assert {key: value for key, value in cfg.items() if key != "_target_"} == defaults
