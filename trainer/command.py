@@ -14,6 +14,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from ..strategies import ConfigError
 from .app import train
+from .launch import environment
 from .summary import show_summary
 
 CONFIG_PACKAGE = "pkg://evener.conf"
@@ -30,7 +31,6 @@ def main(config_dir: str | Path | None = None, config_name: str = "train") -> No
     """
     config_path = CONFIG_PACKAGE if config_dir is None else str(Path(config_dir).absolute())
     wants_traceback = os.environ.get(FULL_ERROR, "0") == "1"
-    os.environ[FULL_ERROR] = "1"  # Hydra hands exceptions on, so that they can be told in one sentence here
 
     def job(cfg: DictConfig) -> float | None:
         try:
@@ -43,7 +43,8 @@ def main(config_dir: str | Path | None = None, config_name: str = "train") -> No
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # a `_target_` beside the configuration imports, whatever started us
     try:
-        hydra.main(version_base="1.3", config_path=config_path, config_name=config_name)(job)()
+        with environment({FULL_ERROR: "1"}):  # Hydra hands exceptions on, to be told in one sentence here
+            hydra.main(version_base="1.3", config_path=config_path, config_name=config_name)(job)()
     except Exception as exc:
         sentence = explain(exc)
         if wants_traceback or sentence is None:

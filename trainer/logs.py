@@ -39,6 +39,8 @@ def run_log(run_dir: str | Path, rank: int = 0) -> Generator[None]:
         logger.handlers.clear()
         logger.propagate = True
     logging.getLogger("pytorch_lightning.utilities.rank_zero").addFilter(is_no_advertisement)
+    # the interval is shortened to the epoch's length right after this warning
+    warnings.filterwarnings("ignore", message="The number of training batches .* is smaller than the logging interval")
     # Lightning 2.6 asks torch 2.13's pytree in a way that torch deprecates; no user can do anything about it
     warnings.filterwarnings("ignore", message=".*isinstance.treespec, LeafSpec.*", category=FutureWarning)
     try:

@@ -16,7 +16,7 @@ from pytorch_lightning.utilities.model_helpers import is_overridden
 from pytorch_lightning.utilities.rank_zero import rank_zero_info
 
 from ..strategies import ConfigError
-from .callbacks import RunSummary
+from .callbacks import LogEveryEpoch, RunSummary
 from .checkpoint import find_newest
 from .result import Result
 from .tensorboard import TensorBoardLogger
@@ -96,6 +96,7 @@ def build(cfg: DictConfig) -> Parts:
     callbacks: list[pl.Callback] = [
         *(instantiate(f"callbacks.{name}", options) for name, options in (cfg.get("callbacks") or {}).items()),
         *([instantiate("checkpoint", cfg.checkpoint)] if cfg.get("checkpoint") else []),
+        LogEveryEpoch(),
         summary,
     ]
     if cfg.compile:

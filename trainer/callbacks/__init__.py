@@ -2,6 +2,7 @@
 
 from .device_monitor import DeviceMonitor
 from .learning_rate import LearningRate
+from .log_interval import LogEveryEpoch
 from .run_summary import RunSummary
 
-__all__ = ["DeviceMonitor", "LearningRate", "RunSummary"]
+__all__ = ["DeviceMonitor", "LearningRate", "LogEveryEpoch", "RunSummary"]

@@ -1,0 +1,55 @@
+"""An installed wheel finds its configuration and runs from an empty directory."""
+
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that holds the wheel's files and nothing else of this project."""
+    home = tmp_path_factory.mktemp("wheel")
+    source = home / "source"
+    listed = subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, check=False
+    )
+    names = listed.stdout.decode().split() or [str(p.relative_to(ROOT)) for p in ROOT.rglob("*") if p.is_file()]
+    for name in names:
+        if (ROOT / name).is_file():
+            (source / name).parent.mkdir(parents=True, exist_ok=True)
+            (source / name).write_bytes((ROOT / name).read_bytes())
+    build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(home), str(source)]
+    subprocess.run(build, check=True, timeout=110, capture_output=True)
+    (wheel,) = home.glob("evener-*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(home / "site")
+    return home / "site"
+
+
+def test_wheel_holds_every_config_and_no_other_top_level_name(installed: Path) -> None:
+    assert {path.name for path in installed.iterdir() if not path.name.endswith(".dist-info")} == {"evener"}
+    here = {path.relative_to(ROOT / "conf") for path in (ROOT / "conf").rglob("*.yaml")}
+    assert {path.relative_to(installed / "evener/conf") for path in (installed / "evener/conf").rglob("*.yaml")} == here
+    for package in ("trainer", "strategies", "conf", "examples"):
+        assert (installed / "evener" / package / "py.typed").exists()
+
+
+def test_wheel_runs_from_an_empty_directory(installed: Path, tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(installed)}
+    where = [sys.executable, "-c", "import evener.trainer as t; print(t.__file__)"]
+    found = subprocess.run(where, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60, check=True)
+    assert found.stdout.startswith(str(installed)), "not the checkout's own files"
+    options = ["accelerator=cpu", "trainer.max_epochs=1", "trainer.limit_train_batches=2"]
+    run = subprocess.run(
+        [sys.executable, "-m", "evener.trainer", *options],
+        cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100, check=False,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr
+    assert "fit finished" in run.stdout
+    assert [path.name for path in tmp_path.iterdir()] == ["logs"]

@@ -1,0 +1,20 @@
+"""At least one logged point per epoch."""
+
+import math
+
+import pytorch_lightning as pl
+from typing_extensions import override
+
+
+class LogEveryEpoch(pl.Callback):
+    """Shorten `log_every_n_steps` to the optimizer steps of an epoch, where an epoch has fewer.
+
+    Lightning logs nothing at all when an epoch is shorter than the interval, and the curves stay empty.
+    """
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        batches = trainer.num_training_batches
+        if math.isfinite(batches) and batches > 0:
+            steps = math.ceil(batches / trainer.accumulate_grad_batches)
+            trainer.log_every_n_steps = min(trainer.log_every_n_steps, steps)
