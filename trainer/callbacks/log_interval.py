@@ -17,4 +17,5 @@ class LogEveryEpoch(pl.Callback):
         batches = trainer.num_training_batches
         if math.isfinite(batches) and batches > 0:
             steps = math.ceil(batches / trainer.accumulate_grad_batches)
-            trainer.log_every_n_steps = min(trainer.log_every_n_steps, steps)
+            interval: int = getattr(trainer, "log_every_n_steps")  # noqa: B009  # Lightning sets it undeclared
+            setattr(trainer, "log_every_n_steps", min(interval, steps))  # noqa: B010
