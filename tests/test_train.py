@@ -312,3 +312,29 @@ def test_a_sweep_runs_every_job_in_its_own_directory(tmp_path: Path) -> None:
     results: list[Any] = [Result.read(path.parent) for path in sorted(tmp_path.rglob("result.json"))]
     assert [result.strategy for result in results] == ["single_device", "single_device", "ddp", "ddp"]
     assert len({result.run_dir for result in results}) == 4
+
+
+FAILING = """
+import os
+from evener.examples.digits import DigitsClassifier
+
+class Failing(DigitsClassifier):
+    def training_step(self, batch, batch_idx):
+        if self.global_rank == 1 and batch_idx == 3:
+            raise KeyError("a mistake in the user's module")
+        return super().training_step(batch, batch_idx)
+"""
+
+
+def test_a_failing_rank_is_named_with_its_traceback(tmp_path: Path) -> None:
+    (tmp_path / "failing.py").write_text(FAILING)
+    train_py = Path(__file__).parents[1] / "train.py"
+    options = ["strategy=ddp", "devices=2", "module._target_=failing.Failing", *SHORT]
+    run = subprocess.run(
+        [sys.executable, str(train_py), *options],
+        cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False,
+    )  # fmt: skip
+    assert run.returncode == 1
+    told = run.stderr[run.stderr.index("Error: rank 1 failed") :]
+    assert "failing.py" in told
+    assert 'KeyError: "a mistake in the user\'s module"' in told

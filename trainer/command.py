@@ -14,7 +14,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from ..strategies import ConfigError
 from .app import train
-from .launch import environment
+from .launch import WorkerError, environment
 from .summary import show_summary
 
 CONFIG_PACKAGE = "pkg://evener.conf"
@@ -35,7 +35,7 @@ def main(config_dir: str | Path | None = None, config_name: str = "train") -> No
     def job(cfg: DictConfig) -> float | None:
         try:
             return run_job(cfg)
-        except ConfigError as exc:
+        except (ConfigError, WorkerError) as exc:
             if wants_traceback or HydraConfig.get().mode is RunMode.MULTIRUN:
                 raise  # Hydra names the job of a sweep, and runs the others
             sys.exit(explain(exc))
@@ -63,9 +63,10 @@ def explain(exc: Exception) -> str | None:
     """Put a user's mistake into one sentence.
 
     Returns:
-        The sentence, or None for anything else, whose traceback is worth more.
+        The sentence (for a failed worker its rank and traceback), or None for anything else, whose own traceback is
+        worth more.
     """
-    if isinstance(exc, ConfigError):
+    if isinstance(exc, (ConfigError, WorkerError)):
         return f"Error: {exc}"
     if isinstance(exc, MissingConfigException) and exc.options is not None and exc.missing_cfg_file:
         group, _, option = exc.missing_cfg_file.rpartition("/")
