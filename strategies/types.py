@@ -16,3 +16,6 @@ Sizes: TypeAlias = Sequence[int]
 
 Device: TypeAlias = torch.device | str | int
 """Anything that `torch.device` accepts."""
+
+Unit: TypeAlias = Any
+"""What a sampler yields: a list of indices where the loader collates batches, else a key of the dataset."""
