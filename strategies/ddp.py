@@ -1,29 +1,52 @@
-"""One process per device; gradients averaged by torch's DistributedDataParallel."""
+"""One process per device; gradients averaged by torch's DistributedDataParallel, weighted by what each rank had."""
 
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
+import pytorch_lightning as pl
 import pytorch_lightning.strategies as pl_strategies
+import torch
+import torch.distributed as dist
+from lightning_fabric.utilities.distributed import _init_dist_connection
 from pytorch_lightning.strategies.launchers import _MultiProcessingLauncher
+from pytorch_lightning.utilities.types import STEP_OUTPUT
+from torch import Tensor
+from torch.distributed import Work
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 from typing_extensions import override
 
+from .devices import precise_dtype
 from .exceptions import ConfigError
+from .loaders import BatchSizeIs, RankLoaders, Stage, next_share, positions
+from .partition import Even, Policy
+from .predictions import in_loader_order
+from .randomness import seed_rank
+from .sampling import Share
+from .traceless import traceless
+from .types import Batch
+from .weights import loss_weight, weighs_in_loop
 
 
 class DDPStrategy(pl_strategies.DDPStrategy):
     """One process per device, each with its own part of every global batch.
+
+    Training equals one device's on the same global batch: no sample is dropped or read twice, and each rank's gradient
+    counts by its samples (or by the `loss_weight` that the module returns). Evaluation sees every sample once.
 
     Under `train.py`, torchrun, SLURM or Kubeflow the processes exist already. In a plain script the trainer starts
     them itself, by fork on CPU and by spawn on accelerators, so that the script is not run once per device.
 
     Args:
         timeout_s: seconds that a rank waits for its peers in a collective before it fails.
+        batch_size_is: what the loader's batch is. `per_device`: one rank's, so that the global batch is as many times
+            larger as there are ranks. `global`: the global batch, divided among the ranks.
         backend: `gloo`, `nccl`, ...; None takes the one that suits the device.
         find_unused_parameters: look, in every step, for parameters that took no part in the loss.
         ddp_options: further keyword arguments of `torch.nn.parallel.DistributedDataParallel`.
 
     Raises:
-        ConfigError: `timeout_s` is not positive.
+        ConfigError: an option has a value that is not allowed.
     """
 
     strategy_name = "ddp"
@@ -31,18 +54,32 @@ class DDPStrategy(pl_strategies.DDPStrategy):
     def __init__(
         self,
         timeout_s: float = 1800.0,
+        batch_size_is: BatchSizeIs = "per_device",
         backend: str | None = None,
         find_unused_parameters: bool = False,
         **ddp_options: Any,
     ) -> None:
         if not timeout_s > 0:
             raise ConfigError(f"ddp: timeout_s={timeout_s} is not positive. Give seconds, for example timeout_s=1800.")
+        if batch_size_is not in ("per_device", "global"):
+            raise ConfigError(f"ddp: batch_size_is={batch_size_is} is unknown. Give per_device or global.")
         super().__init__(
             process_group_backend=backend,
             timeout=timedelta(seconds=timeout_s),
             find_unused_parameters=find_unused_parameters,
             **ddp_options,
         )
+        self.batch_size_is: BatchSizeIs = batch_size_is
+        self._trainer: pl.Trainer | None = None
+        self._loaders: RankLoaders | None = None
+        self._manages_samples = True
+        self._share: Share | None = None
+        self._scale: Tensor | float = 1.0
+
+    @property
+    def policy(self) -> Policy:
+        """How a global batch is divided among the ranks."""
+        return Even()
 
     @override
     def _configure_launcher(self) -> None:
@@ -51,3 +88,139 @@ class DDPStrategy(pl_strategies.DDPStrategy):
             return
         self._start_method = "fork" if self.root_device.type == "cpu" else "spawn"
         self._launcher = _MultiProcessingLauncher(self, start_method=self._start_method)
+
+    @override
+    def setup_distributed(self) -> None:
+        # as Lightning's, without its reset of the seed: the order of samples would not be one device's
+        self.set_world_ranks()
+        self._process_group_backend = self._get_process_group_backend()
+        assert self.cluster_environment is not None
+        device_id = self.root_device if self.root_device.type != "cpu" else None
+        _init_dist_connection(
+            self.cluster_environment, self._process_group_backend, timeout=self._timeout, device_id=device_id
+        )
+
+    @override
+    def setup(self, trainer: pl.Trainer) -> None:
+        connector = trainer._accelerator_connector
+        if self._trainer is not trainer:
+            self._trainer = trainer
+            self._manages_samples = connector.use_distributed_sampler
+            connector.use_distributed_sampler = False  # Lightning's sampler pads; ours cuts, in `process_dataloader`
+        small_sums = dist.new_group(backend="gloo", timeout=cast(timedelta, self._timeout))
+
+        def sum_over_ranks(values: Tensor) -> Work:
+            return cast(Work, dist.all_reduce(values, group=small_sums, async_op=True))
+
+        self._loaders = RankLoaders(
+            self.global_rank, self.world_size, self.batch_size_is, self.broadcast, sum_over_ranks, self.policy
+        )
+        super().setup(trainer)
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        assert self._loaders is not None
+        assert self._trainer is not None
+        stage: Stage = "train" if self._trainer.training else "predict" if self._trainer.predicting else "evaluate"
+        return self._loaders.process(dataloader, stage, self._manages_samples)
+
+    @override
+    def on_train_start(self) -> None:
+        assert self._trainer is not None
+        if not self._trainer.fit_loop.restarting:  # a resumed run has the streams that it was saved with
+            seed_rank(self.global_rank)
+
+    @override
+    def batch_to_device(self, batch: Batch, device: torch.device | None = None, dataloader_idx: int = 0) -> Batch:
+        assert self._trainer is not None
+        loader = self._trainer.fit_loop._combined_loader
+        if self._trainer.training and loader is not None:
+            self._share = next_share(loader.flattened[0])
+            self._scale = 1.0 if self._share is None else self.world_size * self._share.num / self._share.total
+        return super().batch_to_device(batch, device, dataloader_idx)
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        assert self.lightning_module is not None
+        assert self._trainer is not None
+        if self._share is not None and not self._share.num:
+            with traceless(self.lightning_module):
+                output = super().training_step(*args, **kwargs)
+            output = {**(output if isinstance(output, dict) else {"loss": output}), "loss_weight": 0.0}
+        else:
+            output = super().training_step(*args, **kwargs)
+        if weighs_in_loop(self._trainer):
+            self._scale = 1.0
+        elif isinstance(output, dict) and output.get("loss_weight") is not None:
+            own = loss_weight(output, args[0])
+            total = self.total_loss_weight(own)
+            self._scale = torch.where(total > 0, own / total, 0.0)
+        return output
+
+    @override
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        if isinstance(self._scale, Tensor) or self._scale != 1.0:
+            closure_loss = closure_loss * torch.as_tensor(self._scale, dtype=closure_loss.dtype)
+        return super().backward(closure_loss, optimizer, *args, **kwargs)
+
+    def total_loss_weight(self, local: Tensor | float) -> Tensor:
+        """Sum a loss's weight over the ranks, and divide it by their number, as DDP does with gradients.
+
+        Args:
+            local: this rank's weight, of shape ().
+
+        Returns:
+            The mean of all ranks' weights, on the root device; nothing is read back to the host.
+        """
+        total = torch.as_tensor(local, device=self.root_device).detach()
+        total = total.to(precise_dtype(self.root_device), copy=True)
+        dist.all_reduce(total)
+        return total / self.world_size
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        assert self.lightning_module is not None
+        with self.precision_plugin.val_step_context():
+            return self.lightning_module.validation_step(*args, **kwargs)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        assert self.lightning_module is not None
+        with self.precision_plugin.test_step_context():
+            return self.lightning_module.test_step(*args, **kwargs)
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        assert self.lightning_module is not None
+        with self.precision_plugin.predict_step_context():
+            return self.lightning_module.predict_step(*args, **kwargs)
+
+    @override
+    def on_validation_start(self) -> None:
+        # evaluation does not run through the wrapper, whose forward brings rank 0's buffers to all: ranks may have
+        # unequal numbers of batches
+        if isinstance(self.model, DistributedDataParallel) and self.model.will_sync_module_buffers():
+            self.model._sync_buffers()
+
+    @override
+    def on_predict_end(self) -> None:
+        assert self._trainer is not None
+        loop = self._trainer.predict_loop
+        if not loop.return_predictions:
+            return
+        for loader, predictions in zip(cast(Any, loop._combined_loader).flattened, loop._predictions, strict=True):
+            merged = in_loader_order(predictions, positions(loader), self.global_rank, self.world_size)
+            predictions[:] = merged if self.is_global_zero else predictions
+
+    @override
+    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
+        if not isinstance(tensor, Tensor) or not dist.is_initialized():
+            return tensor
+        mean = isinstance(reduce_op, str) and reduce_op.lower() in ("mean", "avg")
+        op = dist.ReduceOp.SUM if mean else reduce_op
+        op = getattr(dist.ReduceOp, op.upper()) if isinstance(op, str) else op or dist.ReduceOp.SUM
+        # a mean of whole numbers is not whole: Lightning's cuts it off, and with it every epoch mean of uneven ranks
+        whole = mean and not tensor.is_floating_point()
+        result = tensor.to(precise_dtype(tensor.device)) if whole else tensor
+        dist.all_reduce(result, op=op, group=group)
+        return result.div_(dist.get_world_size(group)) if mean else result

@@ -97,3 +97,8 @@ def _named_device(name: str) -> torch.device:
 def peak_memory_bytes(device: torch.device) -> int | None:
     """Peak memory that tensors took on a device, in bytes since the process started; None for the CPU."""
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+
+
+def precise_dtype(device: torch.device) -> torch.dtype:
+    """The widest float of a device, for counts and weights that must add up exactly."""
+    return torch.float32 if device.type == "mps" else torch.float64

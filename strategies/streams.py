@@ -28,6 +28,15 @@ class Stream:
             raise AttributeError(name)
         return getattr(self.loader, name)
 
+    @property
+    def _iterator(self) -> Any:
+        """Where Lightning finds a DataLoader's workers, to end them."""
+        return getattr(self.loader, "_iterator")  # noqa: B009  # AttributeError where the loader is no DataLoader
+
+    @_iterator.setter
+    def _iterator(self, iterator: Any) -> None:
+        setattr(self.loader, "_iterator", iterator)  # noqa: B010
+
     def set_epoch(self, epoch: int) -> None:
         """Tell the loader, its samplers and its dataset the epoch, where they want to know."""
         parts = [self.loader] + [getattr(self.loader, name, None) for name in ("sampler", "batch_sampler", "dataset")]

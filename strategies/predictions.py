@@ -1,0 +1,31 @@
+"""Bring all ranks' predictions to rank 0, in the order of the loader."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+
+def in_loader_order(
+    predictions: Sequence[Any], positions: Sequence[int] | None, rank: int, num_ranks: int
+) -> list[Any]:
+    """Gather predictions on rank 0.
+
+    Args:
+        predictions: one per batch of this rank, on the CPU.
+        positions: where each of them stands among all ranks' batches; None where the ranks read streams of their own,
+            whose predictions follow each other by rank.
+        rank: this rank.
+        num_ranks: number of ranks.
+
+    Returns:
+        On rank 0 all predictions in order, each once; an empty list elsewhere.
+    """
+    if positions is None:
+        places = [(rank, number) for number in range(len(predictions))]
+    else:
+        places = [(position, 0) for position in positions[: len(predictions)]]
+    gathered: list[Any] | None = [None] * num_ranks if rank == 0 else None
+    dist.gather_object(list(zip(places, predictions, strict=True)), gathered)
+    everything = [entry for part in gathered or [] for entry in part]
+    return [prediction for _, prediction in sorted(everything, key=lambda entry: entry[0])]
