@@ -1,5 +1,6 @@
 """One process per device; gradients averaged by torch's DistributedDataParallel, weighted by what each rank had."""
 
+from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any, cast
 
@@ -143,15 +144,15 @@ class DDPStrategy(pl_strategies.DDPStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         assert self.lightning_module is not None
         assert self._trainer is not None
-        if self._share is not None and not self._share.num:
-            with traceless(self.lightning_module):
-                output = super().training_step(*args, **kwargs)
-            output = {**(output if isinstance(output, dict) else {"loss": output}), "loss_weight": 0.0}
-        else:
+        counts = self._share is None or self._share.num > 0
+        with nullcontext() if counts else traceless(self.lightning_module):
             output = super().training_step(*args, **kwargs)
+        module_weighs = isinstance(output, dict) and output.get("loss_weight") is not None
+        if not counts:
+            output = {**(output if isinstance(output, dict) else {"loss": output}), "loss_weight": 0.0}
         if weighs_in_loop(self._trainer):
             self._scale = 1.0
-        elif isinstance(output, dict) and output.get("loss_weight") is not None:
+        elif module_weighs:
             own = loss_weight(output, args[0])
             total = self.total_loss_weight(own)
             self._scale = torch.where(total > 0, own / total, 0.0)

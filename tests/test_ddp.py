@@ -1,6 +1,8 @@
 """DDP trains as one device does: weights, metrics, predictions, whatever the number of ranks."""
 
 import warnings
+from collections.abc import Iterator
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -8,7 +10,8 @@ import pytorch_lightning as pl
 import torch
 from distributed import run_ranks
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torchmetrics import MeanMetric
 
 from evener.strategies import DDPStrategy, SingleDeviceStrategy
 from evener.trainer import Trainer
@@ -120,7 +123,111 @@ def test_ddp_trains_as_one_device_does(num_ranks: int) -> None:
         for rank in ranks:
             torch.testing.assert_close(rank["weights"], single["weights"], rtol=0, atol=1e-10)
         assert first["metrics"] == pytest.approx(single["metrics"], abs=1e-12), name
-        steps = [sorted(sum(parts, [])) for parts in zip(*(rank["trained"] for rank in ranks), strict=True)]
+        steps = [sorted(chain(*parts)) for parts in zip(*(rank["trained"] for rank in ranks), strict=True)]
         assert steps == [sorted(batch) for batch in single["trained"]], name
         seen = sorted(index for rank in ranks for index in rank["validated"])
         assert seen == sorted(2 * list(range(NUM_SAMPLES))), name
+
+
+class Uneven(IterableDataset[tuple[Tensor, Tensor, Tensor]]):
+    """Rank 0 has 5 batches of 2, rank 1 has 3: samples 0..9 and 10..15."""
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        data = Numbered()
+        yield from (data[i] for i in (range(10) if torch.distributed.get_rank() == 0 else range(10, 16)))
+
+
+class Keys(Dataset[tuple[Tensor, Tensor, Tensor]]):
+    """Whole batches by key: of 3, 1 and 2 samples."""
+
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor, Tensor]:
+        rows = [slice(0, 3), slice(3, 4), slice(4, 6)][index]
+        data = Numbered()
+        return data.x[rows], data.y[rows], torch.arange(rows.start, rows.stop)
+
+
+class Counting(Net):
+    """With a buffer and a metric, which a step that does not count must not change."""
+
+    total: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("total", torch.zeros(3, dtype=torch.float64))
+        self.mean = MeanMetric()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.trained.append(batch[2].tolist())
+        self.mean.update(batch[2])
+        self.log("largest", batch[2].max().double(), reduce_fx="max", on_step=False, on_epoch=True)
+        self.log("batches", 1.0, reduce_fx="sum", on_step=False, on_epoch=True, sync_dist=True)
+        self.total += batch[0].sum(0)
+        return self.net(batch[0]).square().mean()
+
+
+def _odd_loaders(num_ranks: int) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    module = Net()
+    trainer = quiet_trainer(DDPStrategy(timeout_s=20), num_ranks, max_epochs=1)
+    trainer.fit(module, DataLoader(Uneven(), 2))
+    found["uneven"] = outcome(module, trainer)
+    module = Net()
+    trainer = quiet_trainer(DDPStrategy(timeout_s=20), num_ranks, max_epochs=1)
+    trainer.fit(module, DataLoader(Keys(), batch_size=None))
+    found["keys"] = outcome(module, trainer)
+    counting = Counting()
+    trainer = quiet_trainer(DDPStrategy(timeout_s=20), num_ranks, max_epochs=1)
+    trainer.fit(counting, DataLoader(Numbered(9), 4))  # global batches of 8 and 1: rank 1 has nothing in the last
+    found["counting"] = [counting.total, counting.mean.compute(), counting.trained]
+    found["counted"] = {name: value.item() for name, value in trainer.callback_metrics.items()}
+    for num in (21, 1):
+        for batch_size_is in ("per_device", "global"):
+            trainer = quiet_trainer(DDPStrategy(batch_size_is=batch_size_is, timeout_s=20), num_ranks)
+            found["predict", num, batch_size_is] = trainer.predict(Net(), DataLoader(Numbered(num), 4))
+    trainer.validate(Net(), DataLoader(Numbered(21), 4), verbose=False)
+    found["validate"] = trainer.callback_metrics["val"].item()
+    return found
+
+
+def test_loaders_of_every_kind_finish_and_stay_exact() -> None:
+    by_rank = run_ranks(_odd_loaders, 2, 2, timeout_s=60)
+    first, second = by_rank
+    data = Numbered()
+
+    def trained_alone(batches: list[list[int]]) -> Tensor:
+        module = Net()
+        optimizer = module.configure_optimizers()
+        for rows in batches:
+            optimizer.zero_grad()
+            (module.net(data.x[rows]) - data.y[rows]).square().mean().backward()
+            optimizer.step()
+        return nn.utils.parameters_to_vector(module.parameters()).detach()
+
+    steps = [[0, 1, 10, 11], [2, 3, 12, 13], [4, 5, 14, 15], [6, 7], [8, 9]]
+    for rank in by_rank:
+        torch.testing.assert_close(rank["uneven"]["weights"], trained_alone(steps), rtol=0, atol=1e-10)
+        keyed = trained_alone([[0, 1, 2, 3], [4, 5]])
+        torch.testing.assert_close(rank["keys"]["weights"], keyed, rtol=0, atol=1e-10)
+    assert len(first["uneven"]["trained"]) == len(second["uneven"]["trained"]) == 5
+
+    total, metric, trained = second["counting"]
+    assert trained == [[4, 5, 6, 7], [8]]
+    torch.testing.assert_close(total, Numbered(9).x[4:8].sum(0))
+    assert metric == 4  # the mean of 0..8, over both ranks
+    assert second["counted"]["largest"] == 7
+    assert second["counted"]["batches"] == 3  # two of rank 0, one of rank 1
+
+    for num in (21, 1):
+        single = quiet_trainer(SingleDeviceStrategy()).predict(Net(), DataLoader(Numbered(num), 4))
+        for batch_size_is in ("per_device", "global"):
+            predictions = first["predict", num, batch_size_is]
+            assert torch.equal(torch.cat(predictions), torch.cat(single or []))  # type: ignore[arg-type]
+            if batch_size_is == "per_device":
+                assert [len(part) for part in predictions] == [len(part) for part in single or []]
+    single = quiet_trainer(SingleDeviceStrategy())
+    single.validate(Net(), DataLoader(Numbered(21), 4), verbose=False)
+    for rank in by_rank:
+        assert rank["validate"] == pytest.approx(single.callback_metrics["val"].item(), abs=1e-12)
