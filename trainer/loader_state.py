@@ -1,0 +1,178 @@
+"""The position of a stock DataLoader within an epoch, so that a run goes on at the very next sample.
+
+Three things make the samples of an epoch: the order in which the sampler yields indices, how many batches were taken,
+and the random numbers that augmentation draws. The order is made again from the random state at the moment when the
+sampler started; batches taken already are skipped without loading them (an `IterableDataset` must be read again). In
+workers every batch is loaded under a seed of its own, made from the epoch's seed, the rank and the batch's number, so
+that nothing depends on which batches a worker loaded before, nor on the number of workers.
+"""
+
+from collections.abc import Iterator
+from functools import lru_cache
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Generator
+from torch.utils.data import DataLoader, IterableDataset
+
+from . import random_state
+
+
+def make_resumable(loader: Any, rank: int) -> None:
+    """Let a DataLoader know its position; it stays the same object, of a subclass of its class.
+
+    Loaders with a `state_dict` of their own (torchdata's `StatefulDataLoader`) and other iterables are left alone.
+    """
+    if isinstance(loader, ResumableLoader):
+        loader.rank = rank
+    elif isinstance(loader, DataLoader) and not hasattr(loader, "state_dict"):
+        loader.__class__ = _subclass(type(loader))
+        loader.rank = rank
+
+
+@lru_cache(maxsize=None)
+def _subclass(cls: type[DataLoader[Any]]) -> type["ResumableLoader"]:
+    return type(cls.__name__, (ResumableLoader, cls), {"__module__": cls.__module__, "__doc__": cls.__doc__})
+
+
+class ResumableLoader(DataLoader[Any]):
+    """A DataLoader with a position: `state_dict` and `load_state_dict`. Made by `make_resumable`."""
+
+    rank = 0
+    _position = 0
+    _seed = 0
+    _start: dict[str, Any] | None = None
+    _resumed: dict[str, Any] | None = None
+    _pending: dict[str, Any] | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the current epoch is: batches handed out, how its order was made, and generators of its own."""
+        return {
+            "position": self._position,
+            "seed": self._seed,
+            "start": self._start,
+            "generators": self._generator_states(),
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Let the next iteration begin where the state says."""
+        self._pending = state_dict
+
+    def load_generators(self, state_dict: dict[str, Any]) -> None:
+        """Restore the loader's and its sampler's own generators, for a new epoch."""
+        for generator, state in zip(self._generators(), state_dict["generators"], strict=False):
+            generator.set_state(state)
+
+    def __iter__(self) -> Any:
+        self._resumed, self._pending = self._pending, None
+        self._position = 0 if self._resumed is None else self._resumed["position"]
+        self._seed = self._peek_seed() if self._resumed is None else self._resumed["seed"]
+        if not isinstance(self.dataset, IterableDataset):
+            return self._count(super().__iter__())
+        if self._resumed is None:
+            self._start = self._capture()
+            return self._count(super().__iter__())
+        return self._count(self._replay(super().__iter__))
+
+    @property
+    def _index_sampler(self) -> Any:
+        return _Indices(self, super()._index_sampler)
+
+    def _count(self, batches: Iterator[Any]) -> Iterator[Any]:
+        for batch in batches:
+            self._position += 1
+            yield batch
+
+    def _replay(self, start: Any) -> Iterator[Any]:
+        with random_state.isolated():
+            self._return_to_start()
+            batches = start()
+            for _ in range(self._position):
+                next(batches)
+        return batches
+
+    def begin(self, base: Any) -> Iterator[Any]:
+        """Start the sampler, and skip what was taken."""
+        if isinstance(self.dataset, IterableDataset):
+            return iter(base)
+        if self._resumed is None:
+            self._start = self._capture()
+            return iter(base)
+        with random_state.isolated():
+            self._return_to_start()
+            indices = iter(base)
+            # Taking one more makes sure that a sampler which draws its order at the first index has done so.
+            head = list(islice(indices, self._position, self._position + 1))
+        return _chain(head, indices)
+
+    def _return_to_start(self) -> None:
+        assert self._resumed is not None
+        self._start = self._resumed["start"]
+        self._resumed = None
+        if self._start is not None:
+            random_state.restore(self._start["random"])
+            self.load_generators(self._start)
+
+    def _capture(self) -> dict[str, Any]:
+        return {"random": random_state.capture(), "generators": self._generator_states()}
+
+    def _generators(self) -> list[Generator]:
+        samplers = (self.sampler, self.batch_sampler, getattr(self.batch_sampler, "sampler", None))
+        found = (getattr(owner, "generator", None) for owner in (self, *samplers))
+        return list({id(generator): generator for generator in found if isinstance(generator, Generator)}.values())
+
+    def _generator_states(self) -> list[torch.Tensor]:
+        return [generator.get_state() for generator in self._generators()]
+
+    def _peek_seed(self) -> int:
+        """The seed that torch's iterator is about to draw for its workers."""
+        generator = self.generator or torch.default_generator
+        before = generator.get_state()
+        seed = int(torch.empty((), dtype=torch.int64).random_(generator=generator))
+        generator.set_state(before)
+        return seed
+
+    def seeded(self, indices: Any, position: int) -> Any:
+        """Give a batch's indices the seed under which a worker is to load it."""
+        return _Seeded((self._seed, self.rank, position), indices) if self.num_workers else indices
+
+
+class _Indices:
+    """A loader's sampler of indices, started at the loader's position."""
+
+    def __init__(self, loader: ResumableLoader, base: Any) -> None:
+        self._loader = loader
+        self._base = base
+
+    def __len__(self) -> int:
+        return len(self._base)
+
+    def __iter__(self) -> Iterator[Any]:
+        loader = self._loader
+        first = 0 if isinstance(loader.dataset, IterableDataset) else loader._position
+        for position, indices in enumerate(loader.begin(self._base), first):
+            yield loader.seeded(indices, position)
+
+
+class _Seeded:
+    """Indices on their way to a worker, which is seeded as they arrive and then finds them bare."""
+
+    __slots__ = ("entropy", "indices")
+
+    def __init__(self, entropy: tuple[int, ...], indices: Any) -> None:
+        self.entropy = entropy
+        self.indices = indices
+
+    def __reduce__(self) -> Any:
+        return _arrive, (self.entropy, self.indices)
+
+
+def _arrive(entropy: tuple[int, ...], indices: Any) -> Any:
+    random_state.seed_all(*entropy)
+    return indices
+
+
+def _chain(head: list[Any], tail: Iterator[Any]) -> Iterator[Any]:
+    yield from head
+    yield from tail

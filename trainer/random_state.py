@@ -1,0 +1,61 @@
+"""Random-number states of a process: Python's, numpy's, torch's, and those of its devices."""
+
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def capture(devices: Sequence[torch.device] = ()) -> dict[str, Any]:
+    """Read the random states.
+
+    Args:
+        devices: accelerators whose generators belong to this process.
+
+    Returns:
+        Plain data (`to_plain`) for `restore`.
+    """
+    name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    return {
+        "python": random.getstate(),
+        "numpy": (name, torch.from_numpy(np.asarray(keys, dtype=np.int64)), position, has_gauss, cached),
+        "torch": torch.get_rng_state(),
+        "devices": [_module(device).get_rng_state(device) for device in devices if device.type != "cpu"],
+    }
+
+
+def restore(state: dict[str, Any], devices: Sequence[torch.device] = ()) -> None:
+    """Set the random states to what `capture` read, on as many devices as then."""
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal), gauss))
+    name, keys, position, has_gauss, cached = state["numpy"]
+    np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, cached))
+    torch.set_rng_state(state["torch"])
+    accelerators = [device for device in devices if device.type != "cpu"]
+    for device, device_state in zip(accelerators, state["devices"], strict=False):
+        _module(device).set_rng_state(device_state, device)
+
+
+@contextmanager
+def isolated() -> Iterator[None]:
+    """Whatever is drawn inside leaves no trace outside."""
+    before = capture()
+    try:
+        yield
+    finally:
+        restore(before)
+
+
+def seed_all(*entropy: int) -> None:
+    """Seed Python, numpy and torch of this process from numbers that need not be independent."""
+    seeds = np.random.SeedSequence(entropy).generate_state(4, np.uint32)
+    random.seed(int(seeds[0]))
+    np.random.seed(int(seeds[1]))
+    torch.default_generator.manual_seed((int(seeds[2]) << 31) ^ int(seeds[3]))
+
+
+def _module(device: torch.device) -> Any:
+    return torch.get_device_module(device)
