@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from evener.strategies import ConfigError
 from evener.trainer import Trainer
 from evener.trainer.checkpoint import Checkpoint, find_newest
+from evener.trainer.checkpoint_io import write
 
 QUIET = {
     "logger": False,
@@ -76,7 +77,6 @@ def test_find_newest_looks_through_all_runs_of_an_experiment(tmp_path: Path) -> 
     assert find_newest(tmp_path) is None
     for time, name in [(10, "a/checkpoints/last.ckpt"), (30, "b/checkpoints/last.ckpt"), (20, "c/checkpoints/x.ckpt")]:
         path = tmp_path / name
-        path.parent.mkdir(parents=True)
-        path.touch()
+        write({"state_dict": {}}, path)
         os.utime(path, (time, time))
     assert find_newest(tmp_path) == tmp_path / "b/checkpoints/last.ckpt"

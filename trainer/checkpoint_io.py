@@ -86,7 +86,7 @@ def write(checkpoint: dict[str, Any], path: str | Path) -> None:
         with open(temporary, "wb") as file:
             hashed = _HashedFile(file)
             try:
-                torch.save(checkpoint, hashed)
+                torch.save(checkpoint, hashed)  # pyright: ignore[reportArgumentType]  # `write` and `flush` are all it uses
             except RuntimeError as exc:
                 # torch's archive writer hides what went wrong behind an error of its own.
                 raise exc.__cause__ or exc.__context__ or OSError(str(exc)) from exc
@@ -147,7 +147,9 @@ def read(path: str | Path) -> dict[str, Any]:
     verify(path)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # Remarks on pickle protocols, of files that are refused below.
+            warnings.simplefilter(
+                "ignore", UserWarning
+            )  # Remarks on pickle protocols, of files that are refused below.
             return torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as exc:
         if found := re.search(r"GLOBAL ([\w.]+)", str(exc)):
@@ -221,7 +223,8 @@ class VerifiedCheckpointIO(TorchCheckpointIO):
     def __init__(self, background: bool = False, on_error: Literal["raise", "warn"] = "raise") -> None:
         self.background = background
         self.on_error = on_error
-        self.failed: set[str] = set()
+        self._failed: list[str] = []
+        self._kept: list[str] = []
         self._last_failed = False
         self._snapshot = Snapshot()
         self._executor: ThreadPoolExecutor | None = None
@@ -247,10 +250,18 @@ class VerifiedCheckpointIO(TorchCheckpointIO):
     @override
     def remove_checkpoint(self, path: _PATH) -> None:
         """Remove a file, unless the save that was to replace it failed."""
-        self._submit(lambda: None if self._last_failed else Path(path).unlink(missing_ok=True))
+        self._submit(lambda: self._remove(str(path)))
+
+    def take_failures(self) -> tuple[list[str], list[str]]:
+        """Tell, once, which files could not be written, and which were kept that they should have replaced."""
+        failures = (self._failed, self._kept)
+        self._failed, self._kept = [], []
+        return failures
 
     @override
-    def load_checkpoint(self, path: _PATH, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
+    def load_checkpoint(
+        self, path: _PATH, map_location: Any = None, weights_only: bool | None = None
+    ) -> dict[str, Any]:
         """Read a checkpoint; see `read`. It comes to the CPU, and the strategy moves it on.
 
         Raises:
@@ -291,11 +302,16 @@ class VerifiedCheckpointIO(TorchCheckpointIO):
             write(plain, path)
         except OSError as exc:
             self._last_failed = True
-            self.failed.add(path)
+            self._failed.append(path)
             message = f"The checkpoint {path} could not be written ({exc.strerror or exc}); older files are intact."
             if self.on_error == "raise":
                 raise CheckpointError(f"{message} Free the disk, or set checkpoint.on_error=warn.") from exc
             logger.warning("%s Training goes on without it.", message)
         else:
             self._last_failed = False
-            self.failed.discard(path)
+
+    def _remove(self, path: str) -> None:
+        if self._last_failed:
+            self._kept.append(path)
+        else:
+            Path(path).unlink(missing_ok=True)

@@ -8,7 +8,7 @@ that nothing depends on which batches a worker loaded before, nor on the number 
 """
 
 from collections.abc import Iterator
-from functools import lru_cache
+from functools import cache
 from itertools import islice
 from typing import Any
 
@@ -31,7 +31,7 @@ def make_resumable(loader: Any, rank: int) -> None:
         loader.rank = rank
 
 
-@lru_cache(maxsize=None)
+@cache
 def _subclass(cls: type[DataLoader[Any]]) -> type["ResumableLoader"]:
     return type(cls.__name__, (ResumableLoader, cls), {"__module__": cls.__module__, "__doc__": cls.__doc__})
 

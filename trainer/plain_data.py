@@ -17,6 +17,7 @@ from ..strategies.exceptions import ConfigError
 logger = logging.getLogger(__name__)
 
 _PLAIN = (torch.Tensor, str, bytes, bool, int, float, complex, torch.dtype, torch.device, torch.Size, type(None))
+_BASES: tuple[Any, ...] = (int, float, str, bytes)
 _HYPER_PARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters")
 
 
@@ -69,7 +70,7 @@ def _convert_leaf(value: Any, path: tuple[Any, ...], lenient: bool) -> Any:
         return value.name if isinstance(value, enum.Enum) else str(value)
     if isinstance(value, timedelta):
         return value.total_seconds()
-    for base in (bool, int, float, str, bytes):
+    for base in _BASES:
         if isinstance(value, base):
             return base(value)
     where = ".".join(map(str, path))

@@ -1,7 +1,7 @@
 """Random-number states of a process: Python's, numpy's, torch's, and those of its devices."""
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,8 +19,9 @@ def capture(devices: Sequence[torch.device] = ()) -> dict[str, Any]:
         Plain data (`to_plain`) for `restore`.
     """
     name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    version, internal, gauss = random.getstate()
     return {
-        "python": random.getstate(),
+        "python": (version, torch.tensor(internal), gauss),
         "numpy": (name, torch.from_numpy(np.asarray(keys, dtype=np.int64)), position, has_gauss, cached),
         "torch": torch.get_rng_state(),
         "devices": [_module(device).get_rng_state(device) for device in devices if device.type != "cpu"],
@@ -30,7 +31,7 @@ def capture(devices: Sequence[torch.device] = ()) -> dict[str, Any]:
 def restore(state: dict[str, Any], devices: Sequence[torch.device] = ()) -> None:
     """Set the random states to what `capture` read, on as many devices as then."""
     version, internal, gauss = state["python"]
-    random.setstate((version, tuple(internal), gauss))
+    random.setstate((version, tuple(internal.tolist()), gauss))
     name, keys, position, has_gauss, cached = state["numpy"]
     np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, cached))
     torch.set_rng_state(state["torch"])
@@ -40,7 +41,7 @@ def restore(state: dict[str, Any], devices: Sequence[torch.device] = ()) -> None
 
 
 @contextmanager
-def isolated() -> Iterator[None]:
+def isolated() -> Generator[None]:
     """Whatever is drawn inside leaves no trace outside."""
     before = capture()
     try:

@@ -3,9 +3,12 @@
 from typing import Any
 
 import pytorch_lightning as pl
+from lightning_fabric.plugins import TorchCheckpointIO
 from pytorch_lightning.strategies import Strategy
 
 from ..strategies import STRATEGIES
+from .checkpoint_io import VerifiedCheckpointIO
+from .resume import ResumingEpochLoop, ResumingFitLoop
 
 
 class Trainer(pl.Trainer):
@@ -20,3 +23,12 @@ class Trainer(pl.Trainer):
         if isinstance(strategy, str) and strategy in STRATEGIES:
             strategy = STRATEGIES[strategy]()
         super().__init__(strategy=strategy, **kwargs)
+        self._make_resumable()
+
+    def _make_resumable(self) -> None:
+        """Put loops that save and resume exactly in the place of Lightning's, and files that are verified."""
+        lightnings = self.fit_loop
+        self.fit_loop = ResumingFitLoop(self, lightnings.min_epochs, lightnings.max_epochs)
+        self.fit_loop.epoch_loop = ResumingEpochLoop(self, lightnings.min_steps, lightnings.max_steps)
+        if type(self.strategy.checkpoint_io) is TorchCheckpointIO:
+            self.strategy.checkpoint_io = VerifiedCheckpointIO()

@@ -1,0 +1,144 @@
+"""Runs that are killed: a small training in a process of its own, which tells what it did line by line."""
+
+import json
+import multiprocessing
+import os
+import random
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytorch_lightning as pl
+import torch
+from torch.utils.data import DataLoader, Dataset
+from torchmetrics import MeanMetric
+
+from evener.trainer import Trainer
+from evener.trainer.checkpoint import Checkpoint, find_newest
+
+NUM_SAMPLES = 22
+BATCH_SIZE = 4
+BATCHES_PER_EPOCH = 6
+NUM_EPOCHS = 2
+
+
+class Augmented(Dataset[tuple[torch.Tensor, int]]):
+    """Samples with noise from all three libraries, and their numbers."""
+
+    def __len__(self) -> int:
+        return NUM_SAMPLES
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        noise = random.random() + np.random.rand() + torch.rand(())
+        return torch.full((3,), index / 10, dtype=torch.float64) + noise, index
+
+
+class Recorder(pl.LightningModule):
+    """Writes sample numbers and loss of every batch to a file, and kills its process where it is told to."""
+
+    def __init__(self, record: Path, kill_at: str | None = None, num_workers: int = 0) -> None:
+        super().__init__()
+        self.layers = torch.nn.Sequential(
+            torch.nn.Linear(3, 8), torch.nn.Dropout(0.5), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 1)
+        ).double()
+        self.mean = MeanMetric()
+        self.record = record
+        self.kill_at = kill_at
+        self.num_workers = num_workers
+
+    def mark(self, place: str) -> None:
+        if place == self.kill_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.mark(f"step {self.trainer.current_epoch} {batch_idx}")
+        inputs, ids = batch
+        loss = self.layers(inputs).square().mean()
+        self.mean.update(loss.detach(), len(ids))
+        self.log("train/loss", loss, on_step=True, on_epoch=True, batch_size=len(ids))
+        line = [self.trainer.current_epoch, batch_idx, ids.tolist(), loss.item().hex()]
+        with open(f"{self.record}.{self.global_rank}", "a") as file:
+            file.write(json.dumps(line) + "\n")
+        return loss
+
+    def on_train_epoch_end(self) -> None:
+        self.mark(f"epoch end {self.trainer.current_epoch}")
+        self.log("train/mean", self.mean.compute())
+        self.mean.reset()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.mark(f"validation {self.trainer.current_epoch}")
+        self.log("val/loss", self.layers(batch[0]).square().mean())
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.05)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.7)]
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(
+            Augmented(),
+            batch_size=BATCH_SIZE,
+            shuffle=True,
+            num_workers=self.num_workers,
+            multiprocessing_context="fork" if self.num_workers else None,
+        )
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(Augmented(), batch_size=11)
+
+
+@dataclass
+class Plan:
+    """One kind of run."""
+
+    num_workers: int = 0
+    accumulate: int = 1
+    checkpoint: dict[str, Any] = field(default_factory=dict)
+    trainer: dict[str, Any] = field(default_factory=dict)
+    strategy: Callable[[], Any] | str = "single_device"
+
+    def run(self, directory: Path, name: str, kill_at: str | None = None) -> None:
+        """Train in this process from the newest checkpoint of the directory; record everything under a name."""
+        torch.set_num_threads(1)
+        pl.seed_everything(7, workers=True, verbose=False)
+        module = Recorder(directory / name, kill_at, self.num_workers)
+        trainer = Trainer(
+            max_epochs=NUM_EPOCHS,
+            accumulate_grad_batches=self.accumulate,
+            callbacks=[Checkpoint(directory / "checkpoints", **self.checkpoint)],
+            logger=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            accelerator="cpu",
+            devices=1,
+            strategy=self.strategy if isinstance(self.strategy, str) else self.strategy(),
+            **self.trainer,
+        )
+        newest = find_newest(directory)
+        trainer.fit(module, ckpt_path=None if newest is None else str(newest))
+        if trainer.is_global_zero:
+            metrics = {key: float(value).hex() for key, value in trainer.callback_metrics.items()}
+            torch.save((module.state_dict(), metrics), directory / f"{name}.end")
+
+
+def in_child(work: Callable[..., None], *args: Any, timeout_s: float = 60) -> int:
+    """Run a function in a forked process; return its exit status (minus the signal that killed it)."""
+    process = multiprocessing.get_context("fork").Process(target=work, args=args)
+    process.start()
+    deadline = time.monotonic() + timeout_s
+    while process.exitcode is None:  # `join` would wait for the data workers of a killed process, too.
+        if time.monotonic() > deadline:
+            process.kill()
+            raise TimeoutError(f"still running after {timeout_s} s")
+        time.sleep(0.01)
+    return process.exitcode
+
+
+def lines(directory: Path, name: str, rank: int = 0) -> list[Any]:
+    """What a run recorded."""
+    path = directory / f"{name}.{rank}"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []

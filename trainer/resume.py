@@ -1,0 +1,138 @@
+"""Saving and resuming at points where nothing is half done.
+
+Lightning saves inside hooks: the batch is trained but not logged, validation is over but the epoch is not, and a
+restart has to guess what is still to come. Here a checkpoint that is due is written *between* two batches, or after
+an epoch with all its hooks, and a resumed run simply takes the next batch.
+
+These loops are Lightning's with that one change.
+"""
+
+from typing import Any
+
+from lightning_fabric.utilities.data import _set_sampler_epoch
+from pytorch_lightning.loops.fetchers import _DataFetcher
+from pytorch_lightning.loops.fit_loop import _FitLoop
+from pytorch_lightning.loops.training_epoch_loop import _TrainingEpochLoop
+from pytorch_lightning.utilities.rank_zero import rank_zero_warn
+from typing_extensions import override
+
+from . import state
+from .checkpoint import Checkpoint
+from .loader_state import make_resumable
+
+BETWEEN_BATCHES = "between_batches"
+AFTER_EPOCH = "after_epoch"
+
+
+class ResumingFitLoop(_FitLoop):
+    """The epochs."""
+
+    _point: str | None = None
+    """The clean point at which a checkpoint is being written."""
+    _resumed_point: str | None = None
+    """The clean point at which the checkpoint being resumed was written."""
+    resumes_between_batches = False
+    """The next batch is the one after the checkpoint being resumed."""
+    _resumed_state: dict[str, Any] | None = None
+    _savers: tuple[Checkpoint, ...] = ()
+    has_clean_points = True
+
+    def between_batches(self) -> None:
+        """Write what is due after a batch and all that follows it: logging, validation, schedulers."""
+        for saver in self._savers:
+            if saver.due and not self.epoch_loop.batch_progress.is_last_batch:
+                self._save(saver, BETWEEN_BATCHES)
+
+    @override
+    def on_advance_end(self) -> None:
+        super().on_advance_end()
+        for saver in self._savers:
+            if saver.due:
+                self._save(saver, AFTER_EPOCH)
+
+    def _save(self, saver: Checkpoint, point: str) -> None:
+        self._point = point
+        try:
+            saver.save(self.trainer)
+        finally:
+            self._point = None
+
+    @override
+    def on_run_end(self) -> None:
+        for saver in self._savers:
+            if saver.lacks(self.trainer):
+                self._save(saver, AFTER_EPOCH)
+        super().on_run_end()
+
+    @override
+    def on_save_checkpoint(self) -> dict[str, Any]:
+        saved: dict[str, Any] = super().on_save_checkpoint()
+        if self.trainer.training or self.trainer.validating:
+            accumulating = self._point != AFTER_EPOCH and self.epoch_loop._should_accumulate()
+            saved["point"] = self._point
+            saved["ranks"] = state.capture(self.trainer, accumulating)
+        return saved
+
+    @override
+    def on_load_checkpoint(self, state_dict: dict[str, Any]) -> None:
+        super().on_load_checkpoint(state_dict)
+        ranks = state_dict.get("ranks") or []
+        self._resumed_point = state_dict.get("point")
+        if len(ranks) == self.trainer.world_size:
+            rank_state = ranks[self.trainer.global_rank]
+            self._resumed_state = rank_state
+            self._combined_loader_states_to_load = rank_state["loaders"]
+        elif ranks:
+            rank_zero_warn(
+                f"The checkpoint was written by {len(ranks)} ranks and is resumed by {self.trainer.world_size}: random "
+                "numbers start anew, and the samples left in this epoch are those of the new distribution."
+            )
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any], prefix: str = "") -> None:
+        super().load_state_dict(state_dict, prefix)
+        if self._resumed_point == AFTER_EPOCH:  # Lightning takes a run that is bounded by steps for unfinished.
+            self._restarting = self.epoch_loop._restarting = self.epoch_loop.val_loop._restarting = False
+
+    @override
+    def _load_combined_loader_states(self) -> None:
+        assert self._combined_loader is not None
+        progress: Any = self.epoch_progress.current
+        for loader in self._combined_loader.flattened:
+            make_resumable(loader, self.trainer.global_rank)
+            # Workers begin to load as soon as the iterator is made, before Lightning sets the epoch.
+            _set_sampler_epoch(loader, progress.processed)
+        super()._load_combined_loader_states()
+
+    @override
+    def on_run_start(self) -> None:
+        self._savers = tuple(cb for cb in self.trainer.checkpoint_callbacks if isinstance(cb, Checkpoint))
+        super().on_run_start()
+        self.resumes_between_batches = self._resumed_point == BETWEEN_BATCHES
+        if self._resumed_state is not None:
+            state.restore(self.trainer, self._resumed_state)
+        if self._resumed_point == AFTER_EPOCH:
+            # The iterator made while the loop was set up is replaced at the place where a running epoch makes it.
+            self._resuming_from_checkpoint = False
+            if self._resumed_state is not None and self._combined_loader is not None:
+                state.restore_generators(self._combined_loader, self._resumed_state["loaders"])
+        self._resumed_point = self._resumed_state = None
+
+
+class ResumingEpochLoop(_TrainingEpochLoop):
+    """The batches of an epoch."""
+
+    @override
+    def reset(self) -> None:
+        super().reset()
+        fit_loop = self.trainer.fit_loop
+        assert isinstance(fit_loop, ResumingFitLoop)
+        if fit_loop.resumes_between_batches:  # Nothing is half done, and no validation is to be finished.
+            self._restarting = self.val_loop._restarting = fit_loop.resumes_between_batches = False
+
+    # A subclass whose `on_advance_end` does not come here calls `between_batches` itself, at its very end.
+    @override
+    def on_advance_end(self, data_fetcher: _DataFetcher) -> None:
+        super().on_advance_end(data_fetcher)
+        assert isinstance(self.trainer.fit_loop, ResumingFitLoop)
+        self.trainer.fit_loop.between_batches()
