@@ -1,6 +1,8 @@
 """An installed wheel finds its configuration and runs from an empty directory."""
 
+import json
 import os
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -53,3 +55,19 @@ def test_wheel_runs_from_an_empty_directory(installed: Path, tmp_path: Path) -> 
     assert run.returncode == 0, run.stderr
     assert "fit finished" in run.stdout
     assert [path.name for path in tmp_path.iterdir()] == ["logs"]
+
+
+def test_a_project_of_its_own_runs_on_the_wheel(installed: Path, tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "examples" / "user_project", tmp_path / "project")
+    (tmp_path / "elsewhere").mkdir()
+    options = ["strategy=ddp", "devices=2", "accelerator=cpu", "trainer.enable_progress_bar=false"]
+    run = subprocess.run(
+        [sys.executable, str(tmp_path / "project" / "train.py"), *options],
+        cwd=tmp_path / "elsewhere", env={**os.environ, "PYTHONPATH": str(installed)},
+        capture_output=True, text=True, timeout=110, check=False,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr
+    (written,) = (tmp_path / "elsewhere" / "logs" / "wine" / "ddp").rglob("result.json")
+    result = json.loads(written.read_text())
+    assert result["metrics"]["test/acc"] > 0.85
+    assert result["num_processes"] == 2

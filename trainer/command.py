@@ -25,11 +25,13 @@ def main(config_dir: str | Path | None = None, config_name: str = "train") -> No
     """Run the command line of `train.py`.
 
     Args:
-        config_dir: a project's own configuration directory; its root configuration lists `pkg://evener.conf` under
-            `hydra.searchpath` to build on the groups here. None uses the configuration of this package.
+        config_dir: a project's own configuration directory, relative to its script; its root configuration lists
+            `pkg://evener.conf` under `hydra.searchpath` to build on the groups here (`examples/user_project` shows
+            how). None uses the configuration of this package.
         config_name: the root configuration.
     """
-    config_path = CONFIG_PACKAGE if config_dir is None else str(Path(config_dir).absolute())
+    script_dir = Path(getattr(sys.modules["__main__"], "__file__", None) or ".").absolute().parent
+    config_path = CONFIG_PACKAGE if config_dir is None else str(script_dir / config_dir)
     wants_traceback = os.environ.get(FULL_ERROR, "0") == "1"
 
     def job(cfg: DictConfig) -> float | None:
