@@ -65,12 +65,13 @@ def split(batch: Batch, sizes: Sizes) -> list[Chunk]:
     return _split(batch, list(sizes), num, "batch")
 
 
-def join(chunks: Sequence[Chunk], sizes: Sizes) -> Any:
+def join(chunks: Sequence[Chunk], sizes: Sizes, device: torch.device | None = None) -> Any:
     """Put the results of chunks together: the inverse of `split`.
 
     Args:
         chunks: one result per chunk, all of one structure; per-sample tensors have shape (sizes[i], ...).
         sizes: samples per chunk.
+        device: where joined tensors live; None takes the first chunk's.
 
     Returns:
         The same structure: rows and per-sample lists in order; numbers and tensors of shape () are means weighted by
@@ -80,7 +81,7 @@ def join(chunks: Sequence[Chunk], sizes: Sizes) -> Any:
         ConfigError: a value can't be joined; the message names it.
     """
     assert len(chunks) == len(sizes) > 0
-    return _join(list(chunks), list(sizes), "output")
+    return _join(list(chunks), list(sizes), "output", device)
 
 
 def _children(value: Any) -> _Items | None:
@@ -231,10 +232,10 @@ def _refusal(value: Any, name: str, what: str | None = None) -> ConfigError:
     )
 
 
-def _join(parts: list[Any], sizes: list[int], name: str) -> Any:
+def _join(parts: list[Any], sizes: list[int], name: str, device: torch.device | None) -> Any:
     first = parts[0]
     if isinstance(first, Tensor):
-        return _join_tensors(parts, sizes, name)
+        return _join_tensors(parts, sizes, name, device or first.device)
     if isinstance(first, np.ndarray) and first.ndim:
         return np.concatenate(parts)
     if isinstance(first, float):
@@ -245,20 +246,21 @@ def _join(parts: list[Any], sizes: list[int], name: str) -> Any:
     children = _children(first)
     if children is None:
         return first
-    return _join_structures(parts, children, sizes, name)
+    return _join_structures(parts, children, sizes, name, device)
 
 
-def _join_structures(parts: list[Any], children: _Items, sizes: list[int], name: str) -> Any:
+def _join_structures(
+    parts: list[Any], children: _Items, sizes: list[int], name: str, device: torch.device | None
+) -> Any:
     keys = [key for key, _ in children]
     columns = [dict(_children(part) or []) for part in parts]
     if any(list(column) != keys for column in columns):
         raise ConfigError(f"{name} differs between chunks in its keys or its length. Return one structure from all.")
-    joined = [_join([column[key] for column in columns], sizes, _named(name, key)) for key in keys]
+    joined = [_join([column[key] for column in columns], sizes, _named(name, key), device) for key in keys]
     return _rebuild(parts[0], joined)
 
 
-def _join_tensors(parts: list[Tensor], sizes: list[int], name: str) -> Tensor:
-    device = parts[0].device
+def _join_tensors(parts: list[Tensor], sizes: list[int], name: str, device: torch.device) -> Tensor:
     if not parts[0].dim():
         weights = torch.tensor(sizes, device=device)
         return (torch.stack([part.to(device) for part in parts]) * weights).sum() / sum(sizes)

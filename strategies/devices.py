@@ -1,8 +1,12 @@
 """Every difference between the CPU and accelerators."""
 
-from collections.abc import Sequence
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
 
+import pytorch_lightning.strategies as pl_strategies
 import torch
+from torch import Tensor
 
 from .exceptions import ConfigError
 
@@ -102,3 +106,96 @@ def peak_memory_bytes(device: torch.device) -> int | None:
 def precise_dtype(device: torch.device) -> torch.dtype:
     """The widest float of a device, for counts and weights that must add up exactly."""
     return torch.float32 if device.type == "mps" else torch.float64
+
+
+def give_devices(strategy: Any, devices: Any) -> dict[str, Any]:
+    """Give a strategy the devices that Lightning's trainer has no words for: names, which may repeat and mix.
+
+    Args:
+        strategy: a strategy object of one process.
+        devices: the trainer's `devices=`, a list of names (`["cuda:0", "cpu"]`).
+
+    Returns:
+        The arguments for Lightning's trainer: its `devices` and `accelerator` are those of the first device.
+
+    Raises:
+        ConfigError: the strategy can't be given devices, or one is not there.
+    """
+    if not hasattr(strategy, "parallel_devices") or isinstance(strategy, pl_strategies.ParallelStrategy):
+        raise ConfigError(
+            f"devices={list(devices)}: names are for strategies of one process. Give a count or indices, or choose "
+            "strategy=dp, balanced_dp, model_parallel or single_device."
+        )
+    strategy.parallel_devices = resolve_devices([str(device) for device in devices])
+    root = strategy.parallel_devices[0]
+    return {"accelerator": root.type, "devices": [root.index or 0] if is_accelerator(root) else 1}
+
+
+def are_names(devices: Any) -> bool:
+    """Whether `devices=` lists devices by name."""
+    return isinstance(devices, (list, tuple)) and any(isinstance(d, (str, torch.device)) for d in devices)
+
+
+def is_accelerator(device: torch.device) -> bool:
+    """Whether work on a device runs asynchronously, on streams."""
+    return device.type != "cpu"
+
+
+@contextmanager
+def on_device(device: torch.device, stream: torch.Stream | None = None) -> Generator[None]:
+    """Make a device, and a stream of it, the current ones; the CPU has neither."""
+    if not is_accelerator(device):
+        yield
+        return
+    with torch.accelerator.device_index(device.index or 0), stream or nullcontext():
+        yield
+
+
+def current_stream(device: torch.device) -> torch.Stream | None:
+    """The stream that work on a device is queued on; None on the CPU."""
+    return torch.accelerator.current_stream(device) if is_accelerator(device) else None
+
+
+def copy_coalesced(sources: Sequence[Tensor], targets: Sequence[Tensor], bucket_bytes: int = 2**26) -> None:
+    """Copy tensors to tensors of the same shapes on another device, in few transfers.
+
+    Between unequal devices the sources are packed into flat buckets, one transfer each; on one device one fused copy
+    does it. Call it under `torch.no_grad()`.
+
+    Args:
+        sources: tensors of one device.
+        targets: tensors of one device, in the same order.
+        bucket_bytes: bytes of a bucket at most (one larger tensor is a bucket of its own).
+    """
+    if not sources:
+        return
+    if sources[0].device == targets[0].device:
+        torch._foreach_copy_(list(targets), list(sources))
+        return
+    for bucket in _buckets(sources, bucket_bytes):
+        moved = move_coalesced([sources[i] for i in bucket], targets[0].device)
+        torch._foreach_copy_([targets[i] for i in bucket], moved)
+
+
+def move_coalesced(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """Move tensors of one dtype to a device in one transfer.
+
+    Returns:
+        Views of one flat tensor on the device, with the shapes of `tensors`.
+    """
+    flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+    flat = flat.to(device, non_blocking=is_accelerator(device))  # to the CPU the copy must have ended before it is read
+    parts = flat.split([tensor.numel() for tensor in tensors])
+    return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
+
+
+def _buckets(tensors: Sequence[Tensor], bucket_bytes: int) -> Iterator[list[int]]:
+    """Indices of tensors by dtype, in groups of at most `bucket_bytes`."""
+    open_buckets: dict[torch.dtype, tuple[list[int], int]] = {}
+    for i, tensor in enumerate(tensors):
+        bucket, size = open_buckets.get(tensor.dtype, ([], 0))
+        if bucket and size + tensor.nbytes > bucket_bytes:
+            yield bucket
+            bucket, size = [], 0
+        open_buckets[tensor.dtype] = ([*bucket, i], size + tensor.nbytes)
+    yield from (bucket for bucket, _ in open_buckets.values())

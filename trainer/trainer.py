@@ -7,6 +7,7 @@ from lightning_fabric.plugins import TorchCheckpointIO
 from pytorch_lightning.strategies import Strategy
 
 from ..strategies import STRATEGIES
+from ..strategies.devices import are_names, give_devices
 from .checkpoint_io import VerifiedCheckpointIO
 from .resume import ResumingEpochLoop, ResumingFitLoop
 
@@ -16,12 +17,15 @@ class Trainer(pl.Trainer):
 
     Args:
         strategy: a strategy object, or a name: those of `evener.strategies.STRATEGIES`, or any of Lightning's.
-        **kwargs: every argument of `pytorch_lightning.Trainer`, with the same meaning and the same default.
+        **kwargs: every argument of `pytorch_lightning.Trainer`, with the same meaning and the same default; `devices`
+            may also list names (`["cuda:0", "cpu"]`) for a strategy of one process.
     """
 
     def __init__(self, *, strategy: str | Strategy = "auto", **kwargs: Any) -> None:
         if isinstance(strategy, str) and strategy in STRATEGIES:
             strategy = STRATEGIES[strategy]()
+        if are_names(kwargs.get("devices")):
+            kwargs |= give_devices(strategy, kwargs["devices"])
         super().__init__(strategy=strategy, **kwargs)
         self._make_resumable()
 

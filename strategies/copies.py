@@ -1,0 +1,186 @@
+"""Copy one module to a device, module by module: own parameters and buffers, everything else shared.
+
+`copy.deepcopy` would fail on a lock or an open file that a module holds; here such attributes are shared by the copy.
+What refers to the module itself (its layers in plain lists, bound methods, hooks, closures) refers to the copy.
+"""
+
+import copy
+import functools
+import types
+import weakref
+from collections import OrderedDict
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torchmetrics import Metric, MetricCollection
+
+
+class StaysOnRoot:
+    """An attribute of this type is the root's alone: its copies keep what they had."""
+
+
+class ModuleCopy:
+    """A copy of a module on a device.
+
+    Args:
+        root: the module.
+        root_device: where it lives.
+        device: where the copy lives.
+
+    Attributes:
+        module: the copy.
+        pairs: (module of the root, its copy) for every module that is copied piece by piece.
+        metrics: (torchmetrics metric or collection of the root, its deep copy); these bind their own methods, so that
+            they can't be copied piece by piece.
+    """
+
+    def __init__(self, root: nn.Module, root_device: torch.device, device: torch.device) -> None:
+        self.device = device
+        self._root_device = root_device
+        self.pairs: list[tuple[nn.Module, nn.Module]] = []
+        self.metrics: list[tuple[nn.Module, nn.Module]] = []
+        self._copies: dict[int, tuple[Any, Any]] = {}  # originals are kept, so that no id is used again
+        self._open: set[int] = set()
+        with torch.inference_mode(False), torch.no_grad():
+            self.module = self._copy_module(root)
+            for original, replica in self.pairs:
+                for key, value in original.__dict__.items():
+                    self.set_attribute(replica, key, value)
+
+    def counterpart(self, value: Any) -> Any:
+        """The copy of a module, parameter or buffer of the root; None of anything else."""
+        found = self._copies.get(id(value))
+        return None if found is None else found[1]
+
+    def set_attribute(self, replica: nn.Module, key: str, value: Any) -> None:
+        """Give a copied module an attribute of its original, referring to the copy where that refers to the root."""
+        if key == "_device" and isinstance(value, torch.device):
+            replica.__dict__[key] = self.device
+        elif key not in ("_parameters", "_buffers", "_modules") and not isinstance(value, StaysOnRoot):
+            replica.__dict__[key] = self._translated(value)
+
+    def copy_tensor(self, original: Tensor) -> Tensor:
+        """A copy of a parameter or buffer on the device; the same copy for the same tensor."""
+        if id(original) not in self._copies:
+            values: Any = original.detach().to(self.device, copy=True)
+            if isinstance(original, nn.Parameter):
+                values = nn.Parameter(values, requires_grad=original.requires_grad)
+                values.__dict__.update(original.__dict__)
+            self._copies[id(original)] = (original, values)
+        return self._copies[id(original)][1]
+
+    def _copy_module(self, original: nn.Module) -> nn.Module:
+        if id(original) in self._copies:
+            return self._copies[id(original)][1]
+        if isinstance(original, (Metric, MetricCollection)):
+            return self._copy_metric(original)
+        if type(original).__name__ == "OptimizedModule":  # what torch.compile returns; importing it would take a second
+            compiled: Any = original
+            replica = type(compiled)(self._copy_module(compiled._orig_mod), compiled.dynamo_ctx)
+            self._copies[id(original)] = (original, replica)
+            return replica
+        replica = original._replicate_for_data_parallel()
+        del replica.__dict__["_is_replica"]  # a replica here has parameters of its own
+        self._copies[id(original)] = (original, replica)
+        self.pairs.append((original, replica))
+        replica._parameters = self._copy_tensors(original._parameters)
+        replica._buffers = self._copy_tensors(original._buffers)
+        replica._modules = {key: child and self._copy_module(child) for key, child in original._modules.items()}
+        return replica
+
+    def _copy_tensors(self, tensors: Any) -> dict[str, Any]:
+        return {key: None if tensor is None else self.copy_tensor(tensor) for key, tensor in tensors.items()}
+
+    def _copy_metric(self, original: Any) -> nn.Module:
+        replica = copy_metric(original, self.device)
+        for inner, inner_replica in zip(original.modules(), replica.modules(), strict=True):
+            self._copies[id(inner)] = (inner, inner_replica)
+        self.metrics.append((original, replica))
+        return replica
+
+    def _translated(self, value: Any) -> Any:
+        """A value that refers to the copy where the given one refers to the root; the same object where it doesn't."""
+        if id(value) in self._copies:
+            return self._copies[id(value)][1]
+        if isinstance(value, Tensor):
+            return value.detach().to(self.device) if value.device == self._root_device != self.device else value
+        translate = _TRANSLATORS.get(type(value))
+        if translate is None or id(value) in self._open:
+            return value
+        self._open.add(id(value))
+        translated = translate(self, value)
+        self._open.discard(id(value))
+        return translated
+
+    def _sequence(self, value: Any) -> Any:
+        items = [self._translated(item) for item in value]
+        changed = any(new is not old for new, old in zip(items, value, strict=True))
+        return type(value)(items) if changed else value
+
+    def _mapping(self, value: Any) -> Any:
+        items = {key: self._translated(item) for key, item in value.items()}
+        changed = any(items[key] is not item for key, item in value.items())
+        return type(value)(items) if changed else value
+
+    def _method(self, value: types.MethodType) -> Any:
+        owner = self.counterpart(value.__self__)
+        return value if owner is None else types.MethodType(value.__func__, owner)
+
+    def _partial(self, value: Any) -> Any:
+        func, args = self._translated(value.func), self._translated(value.args)
+        keywords = self._translated(value.keywords)
+        changed = func is not value.func or args is not value.args or keywords is not value.keywords
+        return functools.partial(func, *args, **keywords) if changed else value
+
+    def _reference(self, value: Any) -> Any:
+        target = self.counterpart(value())
+        return value if target is None else weakref.ref(target)
+
+    def _function(self, value: types.FunctionType) -> Any:
+        """A wrapper around a method of the module holds the method in a cell of its closure."""
+        cells = list(value.__closure__ or ())
+        contents = [self._translated(cell.cell_contents) if _is_filled(cell) else None for cell in cells]
+        changed = [
+            _is_filled(cell) and new is not cell.cell_contents for cell, new in zip(cells, contents, strict=True)
+        ]
+        if not any(changed):
+            return value
+        closure = tuple(
+            types.CellType(new) if differs else cell
+            for cell, new, differs in zip(cells, contents, changed, strict=True)
+        )
+        function = types.FunctionType(value.__code__, value.__globals__, value.__name__, value.__defaults__, closure)
+        function.__kwdefaults__ = value.__kwdefaults__
+        function.__dict__.update(value.__dict__)
+        return function
+
+
+def copy_metric(metric: Any, device: torch.device) -> Any:
+    """An empty metric, or collection of metrics, on a device that counts as the given one does."""
+    replica = copy.deepcopy(metric).to(device)
+    replica.reset()
+    if isinstance(replica, MetricCollection):
+        replica._enable_compute_groups = False  # every member keeps its own state, to be merged
+        replica._groups_checked = False
+    return replica
+
+
+def _is_filled(cell: types.CellType) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018  # an empty cell raises
+    except ValueError:
+        return False
+    return True
+
+
+_TRANSLATORS: dict[type, Any] = {
+    list: ModuleCopy._sequence,
+    tuple: ModuleCopy._sequence,
+    dict: ModuleCopy._mapping,
+    OrderedDict: ModuleCopy._mapping,
+    types.MethodType: ModuleCopy._method,
+    types.FunctionType: ModuleCopy._function,
+    functools.partial: ModuleCopy._partial,
+    weakref.ref: ModuleCopy._reference,
+}

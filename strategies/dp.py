@@ -1,0 +1,313 @@
+"""A copy of the module per device in one process; every batch is cut among them."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, get_args
+
+import pytorch_lightning as pl
+import pytorch_lightning.strategies as pl_strategies
+import torch
+from pytorch_lightning.trainer.states import TrainerFn
+from pytorch_lightning.utilities.rank_zero import rank_zero_info
+from pytorch_lightning.utilities.signature_utils import is_param_in_hook_signature
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from .chunks import join, num_samples, split
+from .exceptions import ConfigError
+from .partition import Even, Policy, without_single_samples
+from .reduction import ChunkLosses, LossReduction, chunk_losses
+from .replica_layout import ReplicaLayout
+from .submodule import ParallelForward, find_submodule
+from .types import Batch, Device
+
+
+class DataParallelStrategy(pl_strategies.SingleDeviceStrategy):
+    """Train with a replica of the module per device, in one process.
+
+    `training_step` runs on every replica with its chunk of the batch; the losses are combined to the mean of the whole
+    batch, and the gradients summed on the root device, which alone has an optimizer. Training equals
+    `SingleDeviceStrategy`'s, but for BatchNorm statistics and random streams (docs/data_parallel.md).
+
+    Where a module defines `training_step_end(outputs)`, the replicas' outputs are joined on the root device and given
+    to it; it returns the loss of the whole batch.
+
+    Args:
+        devices: one per replica; they may repeat and mix (`["cuda:0", "cpu"]`). None takes the trainer's.
+        loss_reduction: `mean` where the module's loss is a mean over samples (or `loss_weight`), `sum` where a sum.
+        submodule: dotted name of the part of the module to replicate; the rest runs on the root device. None
+            replicates the whole.
+        copy_frozen: after every optimizer step copy parameters without gradient, too, as code may write to
+            `parameter.data` unseen (moving averages); False copies them only when they were seen to change.
+        threads: run replicas in threads; None does so where a device is an accelerator.
+
+    Raises:
+        ConfigError: `loss_reduction` is neither of both.
+    """
+
+    strategy_name = "dp"
+
+    def __init__(
+        self,
+        devices: Sequence[Device] | None = None,
+        loss_reduction: LossReduction = "mean",
+        submodule: str | None = None,
+        copy_frozen: bool = True,
+        threads: bool | None = None,
+    ) -> None:
+        if loss_reduction not in get_args(LossReduction):
+            raise ConfigError(
+                f"{self.strategy_name}: loss_reduction={loss_reduction} is unknown. Choose one of mean, sum."
+            )
+        super().__init__(device="cpu")
+        self._parallel_devices: list[torch.device] = []
+        if devices is not None:
+            self.parallel_devices = [torch.device(device) for device in devices]
+        self.policy: Policy = Even()
+        self._loss_reduction: LossReduction = loss_reduction
+        self._submodule = submodule
+        self._threads = threads
+        self._copy_frozen = copy_frozen
+        self._has_batchnorm = False
+        self._told: set[str] = set()
+        self._parallel_forward: ParallelForward | None = None
+        self.layout: ReplicaLayout | None = None
+
+    @property
+    def parallel_devices(self) -> list[torch.device]:
+        """The devices, one per replica; empty until the trainer has chosen them."""
+        return self._parallel_devices
+
+    @parallel_devices.setter
+    def parallel_devices(self, devices: Sequence[torch.device]) -> None:
+        self._parallel_devices = list(devices)
+        self._root_device = self._parallel_devices[0]
+
+    @property
+    def _layer_sync(self) -> None:
+        """Where Lightning puts what `sync_batchnorm=True` stands for."""
+
+    @_layer_sync.setter
+    def _layer_sync(self, layer_sync: object) -> None:
+        if layer_sync is not None:
+            raise ConfigError(
+                f"{self.strategy_name}: sync_batchnorm=True synchronizes processes, and here is only one. Set "
+                "sync_batchnorm=False, or choose strategy=ddp."
+            )
+
+    @override
+    def setup(self, trainer: pl.Trainer) -> None:
+        module = self.lightning_module
+        assert module is not None
+        self._verify(trainer, module)
+        super().setup(trainer)
+        self._has_batchnorm = any(isinstance(part, _BatchNorm) for part in module.modules())
+        if len(self.parallel_devices) > 1:
+            self._make_replicas(module)
+
+    @override
+    def teardown(self) -> None:
+        if self._parallel_forward is not None:
+            self._parallel_forward.close()
+        elif self.layout is not None:
+            self.layout.close()
+        self.layout = self._parallel_forward = None
+        super().teardown()
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.train_step_context():
+            return self._training_step(*args, **kwargs)
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.val_step_context():
+            return self._evaluation_step("validation_step", *args, **kwargs)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.test_step_context():
+            return self._evaluation_step("test_step", *args, **kwargs)
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.predict_step_context():
+            return self._evaluation_step("predict_step", *args, **kwargs)
+
+    @override
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        module = self.lightning_module
+        assert module is not None
+        self.pre_backward(closure_loss)
+        closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
+        self.precision_plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
+        if self.layout is not None:
+            self.layout.sum_gradients()  # before `on_after_backward`, which may read them
+        closure_loss = self.precision_plugin.post_backward(closure_loss, module)
+        self.post_backward(closure_loss)
+        return closure_loss
+
+    @override
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
+        result = super().optimizer_step(optimizer, closure, *args, **kwargs)
+        if self.layout is not None:
+            self.layout.replicas.mark_changed(frozen=self._copy_frozen)
+        return result
+
+    @override
+    def on_train_start(self) -> None:
+        self._mark_changed()
+
+    @override
+    def on_validation_start(self) -> None:
+        self._mark_changed()
+
+    @override
+    def on_validation_end(self) -> None:
+        self._mark_changed()
+
+    @override
+    def on_test_start(self) -> None:
+        self._mark_changed()
+
+    @override
+    def on_predict_start(self) -> None:
+        self._mark_changed()
+
+    def _mark_changed(self) -> None:
+        """Callbacks that exchange weights (moving averages) do so at these hooks, often through `parameter.data`."""
+        if self.layout is not None:
+            self.layout.replicas.mark_changed()
+
+    def _verify(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        """Refuse, before anything is placed, what can't be honoured."""
+        self.policy.verify(len(self.parallel_devices), self.strategy_name)
+        if self._submodule is not None:
+            find_submodule(module, self._submodule, self.strategy_name)
+        if len(self.parallel_devices) == 1 or trainer.state.fn != TrainerFn.FITTING:
+            return
+        if not module.automatic_optimization:
+            raise ConfigError(
+                f"{self.strategy_name}: manual optimization would step the optimizer once per replica. Use "
+                "strategy=ddp, or strategy=single_device, or set automatic_optimization=True."
+            )
+        if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
+            raise ConfigError(
+                f"{self.strategy_name}: training_step(dataloader_iter) reads its own batches, which can't be cut. "
+                "Use training_step(batch, batch_idx), or strategy=ddp."
+            )
+
+    def _make_replicas(self, module: pl.LightningModule) -> None:
+        if self._submodule is None:
+            self.layout = self._new_layout(module, None)
+            return
+        part = find_submodule(module, self._submodule, self.strategy_name)
+        self._parallel_forward = ParallelForward(part, self._new_layout, self._sizes, self.strategy_name)
+        self.layout = self._parallel_forward.layout
+
+    def _new_layout(self, root: nn.Module, root_call: Callable[..., Any] | None) -> ReplicaLayout:
+        return ReplicaLayout(root, self.parallel_devices, self._threads, self.strategy_name, root_call)
+
+    def _training_step(self, batch: Batch, *rest: Any) -> Any:
+        if self.layout is None or self._parallel_forward is not None:
+            return self._ended(self._call("training_step", batch, *rest))
+        sizes = self._sizes(self._num_samples(batch))
+        chunks = split(batch, sizes)
+        outputs = self.layout.run("training_step", [((chunk, *rest), {}) for chunk in chunks], sizes)
+        return self._combined(outputs, chunks, sizes)
+
+    def _evaluation_step(self, name: str, batch: Batch, *rest: Any) -> Any:
+        if self.layout is None or self._parallel_forward is not None:
+            return self._call(name, batch, *rest)
+        sizes = self._sizes(self._num_samples(batch))
+        chunks = split(batch, sizes)
+        outputs = self.layout.run(name, [((chunk, *rest), {}) for chunk in chunks], sizes)
+        losses = self._losses(outputs, chunks, sizes) if all(_has_loss(output) for output in outputs) else None
+        self.layout.logs.replay(sizes, losses)
+        joined = join(outputs, [size for size in sizes if size > 0], self.root_device)
+        return joined if losses is None else _with_loss(joined, losses.combine(self.root_device))
+
+    def _call(self, name: str, *args: Any) -> Any:
+        return getattr(self.lightning_module, name)(*args)
+
+    def _num_samples(self, batch: Batch) -> int:
+        num = num_samples(batch)
+        if not num:
+            raise ConfigError(
+                f"{self.strategy_name}: a batch of type {type(batch).__name__} has no samples to split: it holds no "
+                "tensor with rows and no list. Give tensors of shape (samples, ...), or define split(sizes)."
+            )
+        return num
+
+    def _sizes(self, num: int) -> list[int]:
+        """Samples per device, as the policy cuts a batch of `num`."""
+        assert self.lightning_module is not None
+        sizes = self.policy.sizes(num, len(self.parallel_devices))
+        if not (self._has_batchnorm and self.lightning_module.training and 1 in sizes):
+            return sizes
+        self._info_once(
+            "BatchNorm can't normalise a single sample in training, so chunks of one sample are merged into others."
+        )
+        return without_single_samples(sizes)
+
+    def _combined(self, outputs: list[Any], chunks: list[Any], sizes: list[int]) -> Any:
+        """One result for the whole batch, of the kind that the module returned for its chunks."""
+        assert self.layout is not None
+        used = [i for i, size in enumerate(sizes) if size > 0]
+        used_sizes = [sizes[i] for i in used]
+        if self._end is not None:
+            self.layout.logs.replay(sizes)
+            return self._ended(join(outputs, used_sizes, self.root_device))
+        if all(output is None for output in outputs):
+            self.layout.logs.replay(sizes)
+            return None  # the module skips this batch
+        losses = self._losses(outputs, chunks, sizes)
+        self.layout.logs.replay(sizes, losses)
+        loss = losses.combine(self.root_device)
+        return self._with_extras(loss, losses, outputs, used_sizes) if isinstance(outputs[0], dict) else loss
+
+    def _losses(self, outputs: list[Any], chunks: list[Any], sizes: list[int]) -> ChunkLosses:
+        used = [i for i, size in enumerate(sizes) if size > 0]
+        used_chunks, used_sizes = [chunks[i] for i in used], [sizes[i] for i in used]
+        return chunk_losses(outputs, used_chunks, used_sizes, self._loss_reduction, self.strategy_name)
+
+    def _with_extras(
+        self, loss: Tensor, losses: ChunkLosses, outputs: list[dict[str, Any]], sizes: list[int]
+    ) -> dict[str, Any]:
+        """The loss, its weight and the scalars of an output; what is larger stays where it is."""
+        result: dict[str, Any] = {"loss": loss}
+        for key in outputs[0].keys() - {"loss"}:
+            values = [output.get(key) for output in outputs]
+            if key == "loss_weight":
+                result[key] = losses.total(self.root_device)
+            elif isinstance(values[0], (int, float, str)) or (isinstance(values[0], Tensor) and not values[0].dim()):
+                result[key] = join(values, sizes, self.root_device)
+            else:
+                self._info_once(
+                    f"training_step's output {key!r} stays on its replica and does not reach callbacks. Define "
+                    "training_step_end(outputs) to have the outputs of all replicas joined on the root device."
+                )
+        return result
+
+    @property
+    def _end(self) -> Callable[[Any], Any] | None:
+        return getattr(self.lightning_module, "training_step_end", None)
+
+    def _ended(self, output: Any) -> Any:
+        return output if self._end is None else self._end(output)
+
+    def _info_once(self, message: str) -> None:
+        if message not in self._told:
+            self._told.add(message)
+            rank_zero_info(f"{self.strategy_name}: {message}")
+
+
+def _has_loss(output: Any) -> bool:
+    """Whether an evaluation step returned a loss: a scalar, or a mapping with one."""
+    loss = output.get("loss") if isinstance(output, dict) else output
+    return isinstance(loss, Tensor) and not loss.dim()
+
+
+def _with_loss(output: Any, loss: Tensor) -> Any:
+    return {**output, "loss": loss} if isinstance(output, dict) else loss

@@ -1,0 +1,187 @@
+"""Combine what chunks gave: losses weighted by n_i/N, and gradients summed onto the root's parameters.
+
+With chunk losses L_i that are means over w_i samples (or tokens), the root optimizes sum(w_i / W * L_i), W = sum(w_i),
+which is the mean over the whole batch, however unequal the chunks are.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import Tensor
+
+from .devices import is_accelerator, move_coalesced
+from .exceptions import ConfigError
+from .weights import loss_weight
+
+LossReduction: TypeAlias = Literal["mean", "sum"]
+"""Whether a module's loss is a mean over samples or a sum."""
+
+BUCKET_BYTES = 2**25
+"""Bytes of gradients that are moved to the root in one transfer while backward goes on."""
+
+
+@dataclass(frozen=True)
+class ChunkLosses:
+    """The losses of all chunks of a batch.
+
+    Args:
+        losses: one scalar per chunk that has samples, each on its own device.
+        weights: samples per chunk, or what the module returned as `loss_weight`.
+        reduction: what a module's loss is.
+    """
+
+    losses: list[Tensor]
+    weights: list[Tensor | float]
+    reduction: LossReduction = "mean"
+
+    def combine(self, device: torch.device) -> Tensor:
+        """The loss of the whole batch, on `device`, of shape ()."""
+        moved = [loss.to(device).reshape(()) for loss in self.losses]
+        if self.reduction == "sum":
+            return torch.stack(moved).sum()
+        total = self.total(device)
+        parts = [loss * (_on(weight, device) / total) for loss, weight in zip(moved, self.weights, strict=True)]
+        return torch.stack(parts).sum() if len(parts) > 1 else parts[0]
+
+    def total(self, device: torch.device) -> Tensor | float:
+        """The sum of the weights; a float where all of them are."""
+        return sum((_on(weight, device) for weight in self.weights), start=0.0)
+
+
+def chunk_losses(
+    outputs: Sequence[Any], chunks: Sequence[Any], sizes: Sequence[int], reduction: LossReduction, strategy: str
+) -> ChunkLosses:
+    """Read the losses and their weights from what `training_step` returned for each chunk.
+
+    Args:
+        outputs: one per chunk, a loss or a mapping with `loss`.
+        chunks: the chunks.
+        sizes: samples per chunk.
+        reduction: what a module's loss is.
+        strategy: the name to begin errors with.
+
+    Raises:
+        ConfigError: a loss is missing, or is no scalar.
+    """
+    losses: list[Any] = [output.get("loss") if isinstance(output, dict) else output for output in outputs]
+    for i, loss in enumerate(losses):
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            found = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"type {type(loss).__name__}"
+            raise ConfigError(
+                f"{strategy}: training_step returned a loss of {found} for a chunk of {sizes[i]} samples. Return a "
+                "scalar, the mean over the chunk's samples; or define training_step_end(outputs) and compute it there."
+            )
+    given = [isinstance(output, dict) and output.get("loss_weight") is not None for output in outputs]
+    weights: list[Tensor | float] = [float(size) for size in sizes]
+    if any(given):
+        weights = [loss_weight(output, chunk) for output, chunk in zip(outputs, chunks, strict=True)]
+    return ChunkLosses(losses, weights, reduction)
+
+
+def _on(weight: Tensor | float, device: torch.device) -> Any:
+    return weight.to(device) if isinstance(weight, Tensor) else float(weight)
+
+
+class GradientSum:
+    """Sums the replicas' gradients onto the root's parameters after each backward.
+
+    A replica on another accelerator sends its gradients in buckets while its backward goes on; the others' are added
+    when backward has ended. The replicas keep no gradient.
+
+    Args:
+        root: the root's parameters.
+        replicas: for each other replica its parameters, in the order of the root's.
+        overlap: send while backward goes on; None decides by the devices.
+        bucket_bytes: bytes that are sent at once.
+    """
+
+    def __init__(
+        self,
+        root: Sequence[Tensor],
+        replicas: Sequence[Sequence[Tensor]],
+        overlap: bool | None = None,
+        bucket_bytes: int = BUCKET_BYTES,
+    ) -> None:
+        self._root = list(root)
+        self._senders = [_Sender(self._root, parameters, overlap, bucket_bytes) for parameters in replicas]
+
+    def collect(self) -> None:
+        """Add every replica's gradients to the root's."""
+        with torch.no_grad():
+            for sender in self._senders:
+                self._add(*sender.take())
+
+    def remove_hooks(self) -> None:
+        """Leave the replicas' parameters as they were."""
+        for sender in self._senders:
+            sender.remove_hooks()
+
+    def _add(self, indices: list[int], gradients: list[Tensor]) -> None:
+        sums: list[Tensor] = []
+        parts: list[Tensor] = []
+        for i, gradient in zip(indices, gradients, strict=True):
+            total = self._root[i].grad
+            if total is None or gradient.layout is not torch.strided or total.layout is not torch.strided:
+                self._root[i].grad = gradient if total is None else total + gradient
+            else:
+                sums.append(total)
+                parts.append(gradient)
+        if sums:
+            torch._foreach_add_(sums, parts)
+
+
+class _Sender:
+    """Takes one replica's gradients to the root's device."""
+
+    def __init__(
+        self, root: Sequence[Tensor], parameters: Sequence[Tensor], overlap: bool | None, bucket_bytes: int
+    ) -> None:
+        self._parameters = list(parameters)
+        self._device = root[0].device if root else torch.device("cpu")
+        self._bucket_bytes = bucket_bytes
+        self._bucket: list[tuple[int, Tensor]] = []
+        self._sent: list[tuple[int, Tensor]] = []
+        own = parameters[0].device if parameters else self._device
+        if overlap is None:
+            overlap = own != self._device and is_accelerator(own) and is_accelerator(self._device)
+        trained = [(i, p) for i, p in enumerate(parameters) if overlap and p.requires_grad]
+        self._hooks = [p.register_post_accumulate_grad_hook(self._ready(i)) for i, p in trained]
+
+    def take(self) -> tuple[list[int], list[Tensor]]:
+        """Indices and gradients, on the root's device, of all parameters that have one; the replica's are gone."""
+        for i, parameter in enumerate(self._parameters):
+            if parameter.grad is not None:
+                self._bucket.append((i, parameter.grad))
+                parameter.grad = None
+        self._send()
+        taken, self._sent = self._sent, []
+        # a parameter that was reached twice (reentrant checkpointing) is sent twice; each is added by itself
+        return [i for i, _ in taken], [gradient for _, gradient in taken]
+
+    def remove_hooks(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def _ready(self, i: int) -> Callable[[Tensor], None]:
+        def ready(parameter: Tensor) -> None:
+            assert parameter.grad is not None
+            self._bucket.append((i, parameter.grad))
+            parameter.grad = None
+            if sum(gradient.nbytes for _, gradient in self._bucket) >= self._bucket_bytes:
+                self._send()
+
+        return ready
+
+    def _send(self) -> None:
+        bucket, self._bucket = self._bucket, []
+        dense = [(i, gradient) for i, gradient in bucket if gradient.layout is torch.strided]
+        self._sent += [(i, gradient.to(self._device)) for i, gradient in bucket if gradient.layout is not torch.strided]
+        if dense and dense[0][1].device == self._device:
+            self._sent += dense
+            return
+        for dtype in {gradient.dtype for _, gradient in dense}:
+            same = [(i, gradient) for i, gradient in dense if gradient.dtype == dtype]
+            moved = move_coalesced([gradient for _, gradient in same], self._device)
+            self._sent += [(i, gradient) for (i, _), gradient in zip(same, moved, strict=True)]

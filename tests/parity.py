@@ -1,0 +1,327 @@
+"""What every strategy must equal, the same training on one device: modules, batches and a run for test_parity.py.
+
+Everything is tiny and in float64, where sums in another order differ by less than 1e-10.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import pytorch_lightning as pl
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+from evener.strategies import SingleDeviceStrategy
+from evener.trainer import Trainer
+
+FEATURES, CLASSES = 4, 3
+
+
+class Samples(Dataset[Any]):
+    """Fixed random samples; `make` shapes sample i as the module wants it."""
+
+    def __init__(self, num: int, make: Callable[[Tensor, Tensor, int], Any]) -> None:
+        generator = torch.Generator().manual_seed(7)
+        self.x = torch.randn(num, FEATURES, generator=generator, dtype=torch.float64)
+        self.y = torch.randint(0, CLASSES, (num,), generator=generator)
+        self.make = make
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, i: int) -> Any:
+        return self.make(self.x[i], self.y[i], i)
+
+
+class Net(pl.LightningModule):
+    """A small classifier that remembers every loss and every gradient that the root saw."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(FEATURES, 8), nn.Tanh(), nn.Linear(8, CLASSES))
+        self.losses: list[float] = []
+        self.gradients: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)
+
+    def read(self, batch: Any) -> tuple[Tensor, Tensor]:
+        """x and y of a batch."""
+        return batch[0], batch[1]
+
+    def size(self, batch: Any) -> int | None:
+        """What to log as `batch_size`; None where Lightning can count."""
+        return None
+
+    def loss(self, batch: Any) -> Tensor:
+        x, y = self.read(batch)
+        return nn.functional.cross_entropy(self(x), y)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        self.log("train_loss", loss, on_step=False, on_epoch=True, batch_size=self.size(batch))
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        self.log("val_loss", loss, batch_size=self.size(batch))
+        return loss
+
+    def test_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        self.log("test_loss", loss.detach(), batch_size=self.size(batch))
+        return {"loss": loss}
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        return self(self.read(batch)[0])
+
+    def on_after_backward(self) -> None:
+        gradients = [p.grad.flatten() for p in self.parameters() if p.grad is not None]
+        self.gradients.append(torch.cat(gradients).clone())
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.losses.append(float(outputs["loss"]))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.05, weight_decay=0.1)
+
+
+class TiedNet(Net):
+    """Tied weights, a frozen layer and a ParameterList."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(FEATURES, FEATURES), nn.Tanh(), nn.Linear(FEATURES, FEATURES))
+        self.net[2].weight = self.net[0].weight
+        self.frozen = nn.Linear(FEATURES, CLASSES).requires_grad_(False)
+        self.scales = nn.ParameterList([torch.ones(CLASSES), torch.full((CLASSES,), 0.5)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.frozen(self.net(x))
+        for scale in self.scales:
+            out = out * scale
+        return out
+
+
+class GroupsNet(Net):
+    """Several parameter groups, and a loss with a penalty that every chunk adds."""
+
+    def loss(self, batch: Any) -> Tensor:
+        return super().loss(batch) + 0.01 * self.net[0].weight.square().sum()
+
+    def configure_optimizers(self) -> Any:
+        first = {"params": self.net[0].parameters(), "lr": 0.1, "weight_decay": 0.0}
+        return torch.optim.SGD([first, {"params": self.net[2].parameters()}], lr=0.05, momentum=0.9, weight_decay=0.1)
+
+
+class TokenNet(Net):
+    """A loss that is a mean over valid tokens: its weight is their number, which differs between chunks."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = self.read(batch)
+        valid = (x > 0).sum(1).to(x.dtype)
+        losses = nn.functional.cross_entropy(self(x), y, reduction="none")
+        loss = (losses * valid).sum() / valid.sum().clamp(min=1)
+        self.log("train_loss", loss, on_step=False, on_epoch=True)
+        return {"loss": loss, "loss_weight": valid.sum(), "accuracy": 0.5}
+
+
+class SumNet(Net):
+    """A loss that is a sum over samples."""
+
+    def loss(self, batch: Any) -> Tensor:
+        x, y = self.read(batch)
+        return nn.functional.cross_entropy(self(x), y, reduction="sum") * 0.1
+
+
+class Pair(NamedTuple):
+    x: Tensor
+    y: Tensor
+
+
+@dataclass
+class Named:
+    x: Tensor
+    y: Tensor
+    names: list[str] = field(default_factory=list)
+
+
+def collate_named(samples: Sequence[Any]) -> Named:
+    xs, ys, names = zip(*samples, strict=True)
+    return Named(torch.stack(xs), torch.stack(ys), list(names))
+
+
+class DictNet(Net):
+    def read(self, batch: Any) -> tuple[Tensor, Tensor]:
+        assert [int(name[1:]) for name in batch["meta"]["name"]] == batch["meta"]["index"].tolist()
+        return batch["x"], batch["nested"][0]["y"]
+
+    def size(self, batch: Any) -> int:
+        return len(batch["x"])
+
+
+class PairNet(Net):
+    def read(self, batch: Any) -> tuple[Tensor, Tensor]:
+        assert isinstance(batch, Pair)
+        return batch.x, batch.y
+
+
+class NamedNet(Net):
+    def read(self, batch: Any) -> tuple[Tensor, Tensor]:
+        assert len(batch.names) == len(batch.x)
+        return batch.x, batch.y
+
+    def size(self, batch: Any) -> int:
+        return len(batch.x)
+
+
+def as_tuple(x: Tensor, y: Tensor, i: int) -> Any:
+    return x, y
+
+
+def as_dict(x: Tensor, y: Tensor, i: int) -> Any:
+    return {"x": x, "nested": [{"y": y}], "meta": {"name": f"n{i}", "index": i}}
+
+
+def as_pair(x: Tensor, y: Tensor, i: int) -> Any:
+    return Pair(x, y)
+
+
+def as_named(x: Tensor, y: Tensor, i: int) -> Any:
+    return x, y, f"n{i}"
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to train.
+
+    Args:
+        module: makes the module.
+        make: shapes a sample.
+        num: samples; 10 in batches of 4 end with a ragged batch of 2.
+        batch_size: samples per global batch.
+        collate: of the loader.
+        trainer: further arguments of the trainer.
+        strategy: further arguments of the strategy that is compared.
+        tolerance: largest allowed difference.
+        dtype: of parameters and samples.
+    """
+
+    module: Callable[[], Net] = Net
+    make: Callable[[Tensor, Tensor, int], Any] = as_tuple
+    num: int = 10
+    batch_size: int = 4
+    collate: Any = None
+    trainer: dict[str, Any] = field(default_factory=dict)
+    strategy: dict[str, Any] = field(default_factory=dict)
+    tolerance: float = 1e-10
+    dtype: torch.dtype = torch.float64
+
+    def loader(self) -> DataLoader[Any]:
+        samples = Samples(self.num, self.make)
+        samples.x = samples.x.to(self.dtype)
+        return DataLoader(samples, batch_size=self.batch_size, collate_fn=self.collate)
+
+
+CASES = {
+    "ragged": Case(),
+    "one_sample_left": Case(num=9),
+    "smaller_than_devices": Case(num=7, batch_size=3),
+    "accumulation_with_a_short_tail": Case(num=22, trainer={"accumulate_grad_batches": 4}),
+    "clip_by_norm": Case(trainer={"gradient_clip_val": 0.1}),
+    "clip_by_value": Case(trainer={"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
+    "float32": Case(dtype=torch.float32, tolerance=1e-5),
+    "bf16": Case(dtype=torch.float32, trainer={"precision": "bf16-mixed"}, tolerance=2e-2),
+    "tied_frozen_parameter_list": Case(TiedNet),
+    "groups_and_penalty": Case(GroupsNet),
+    "loss_weight": Case(TokenNet),
+    "loss_weight_accumulated": Case(TokenNet, num=22, trainer={"accumulate_grad_batches": 2}),
+    "sum": Case(SumNet, strategy={"loss_reduction": "sum"}),
+    "dict": Case(DictNet, as_dict),
+    "namedtuple": Case(PairNet, as_pair),
+    "dataclass": Case(NamedNet, as_named, collate=collate_named),
+}
+"""Ways to train, by name; a strategy that can't serve one says so where it is compared."""
+
+
+@dataclass
+class Run:
+    """What a training left behind."""
+
+    losses: Tensor
+    gradients: Tensor
+    weights: Tensor
+    metrics: dict[str, Tensor]
+    tested: dict[str, float]
+    predictions: Tensor
+    keys: list[str]
+
+
+def make_module(case: Case) -> Net:
+    """The case's module, with the same weights every time."""
+    torch.manual_seed(3)
+    return case.module().to(case.dtype)
+
+
+def make_trainer(case: Case, strategy: Any, trainer_class: type[pl.Trainer] = Trainer, **options: Any) -> pl.Trainer:
+    quiet = {
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    settings = {"accelerator": "cpu", "max_epochs": 2, **quiet, **case.trainer, **options}
+    return trainer_class(strategy=strategy, **settings)
+
+
+def run(case: Case, strategy: Any, trainer_class: type[pl.Trainer] = Trainer, **options: Any) -> Run:
+    """Fit, validate, test and predict with a strategy.
+
+    Args:
+        case: the way to train.
+        strategy: an object, or a name.
+        trainer_class: whose trainer; Lightning's own to prove that the strategy needs no other.
+        **options: further arguments of the trainer.
+    """
+    torch.manual_seed(11)
+    module, loader = make_module(case), case.loader()
+    trainer = make_trainer(case, strategy, trainer_class, **options)
+    trainer.fit(module, loader, case.loader())
+    metrics = dict(trainer.callback_metrics)
+    tested = trainer.test(module, loader, verbose=False)[0]
+    predictions = trainer.predict(module, loader)
+    assert predictions is not None
+    return Run(
+        losses=torch.tensor(module.losses, dtype=torch.float64),
+        gradients=torch.stack(module.gradients).double(),
+        weights=torch.cat([p.detach().flatten() for p in module.parameters()]).double(),
+        metrics=metrics,
+        tested=dict(tested),
+        predictions=torch.cat([torch.as_tensor(p) for p in predictions]).double(),
+        keys=list(module.state_dict()),
+    )
+
+
+_BASELINES: dict[int, Run] = {}
+
+
+def baseline(case: Case) -> Run:
+    """The same training on one device, computed once."""
+    if id(case) not in _BASELINES:
+        _BASELINES[id(case)] = run(case, SingleDeviceStrategy(), devices=1)
+    return _BASELINES[id(case)]
+
+
+def assert_equal(found: Run, expected: Run, tolerance: float) -> None:
+    """Compare loss, gradients, weights, logged metrics and outputs."""
+    for name in ("losses", "gradients", "weights", "predictions"):
+        difference = (getattr(found, name) - getattr(expected, name)).abs().max().item()
+        assert difference <= tolerance, f"{name} differ by {difference:.2g}"
+    assert found.metrics.keys() == expected.metrics.keys()
+    for name, value in expected.metrics.items():
+        # Lightning keeps logged values in float32 where the default dtype is
+        assert abs(float(found.metrics[name]) - float(value)) <= max(tolerance, 1e-6), name
+    for name, value in expected.tested.items():
+        assert abs(found.tested[name] - value) <= max(tolerance, 1e-6), name
+    assert found.keys == expected.keys
