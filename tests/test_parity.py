@@ -4,8 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import pytorch_lightning as pl
-from parity import CASES, Case, assert_equal, baseline, run
+from parity import CASES, assert_equal, baseline, run
 
 from evener.strategies import DataParallelStrategy
 
