@@ -302,6 +302,12 @@ class Checkpoint(ModelCheckpoint):
 
     # Names and scores
 
+    @property
+    @override
+    def state_key(self) -> str:
+        # Scores outlive a change of the trigger.
+        return self._generate_state_key(monitor=self.monitor, mode=self.mode)
+
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         # Best scores stay comparable when a run is resumed into a new directory; Lightning would forget them.
