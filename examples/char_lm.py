@@ -80,10 +80,10 @@ class CharLM(pl.LightningModule):
 
     def __init__(
         self,
-        lr: float = 2e-3,
+        lr: float = 4e-3,
         warmup_steps: int = 50,
         weight_decay: float = 0.01,
-        width: int = 96,
+        width: int = 64,
         num_blocks: int = 4,
         num_heads: int = 4,
         max_length: int = 128,

@@ -131,13 +131,15 @@ class DigitsClassifier(pl.LightningModule):
         self.lr = lr
         self.weight_decay = weight_decay
         # No BatchNorm: its statistics are the one thing that differs between strategies.
-        self.net = nn.Sequential(
+        self.features = nn.Sequential(
             nn.Conv2d(1, channels, kernel_size=3, padding=1),
             nn.ReLU(),
             nn.Conv2d(channels, 2 * channels, kernel_size=3, padding=1),
             nn.ReLU(),
             nn.MaxPool2d(2),
             nn.Flatten(),
+        )
+        self.head = nn.Sequential(
             nn.Linear(2 * channels * (IMAGE_SIDE // 2) ** 2, hidden),
             nn.ReLU(),
             nn.Linear(hidden, NUM_CLASSES),
@@ -152,7 +154,7 @@ class DigitsClassifier(pl.LightningModule):
         Returns:
             Logits of shape (N, 10).
         """
-        return self.net(images)
+        return self.head(self.features(images))
 
     def training_step(self, batch: Digits, batch_idx: int) -> Tensor:
         """Return the mean cross entropy of the batch, in nats."""

@@ -14,6 +14,7 @@ from evener.examples.char_lm import CharLM
 from evener.examples.digits import DigitsClassifier, DigitsDataModule, load_digits
 from evener.examples.gan import DigitsGAN, energy_score
 from evener.examples.stdlib_text import PAD, UNKNOWN, VOCABULARY_SIZE, StdlibTextDataModule, collate, cut, encode
+from evener.examples.two_devices import TwoDeviceDigitsClassifier
 from evener.strategies import ConfigError
 from evener.trainer import Trainer
 from evener.trainer.app import compose
@@ -142,7 +143,7 @@ def test_a_tied_embedding_is_one_parameter() -> None:
     tied, untied = CharLM(tie_embedding=True), CharLM()
     assert tied.head.weight is tied.embedding.chars.weight
     sizes = [sum(p.numel() for p in module.parameters()) for module in (tied, untied)]
-    assert sizes[1] - sizes[0] == VOCABULARY_SIZE * 96
+    assert sizes[1] - sizes[0] == VOCABULARY_SIZE * 64
 
 
 def test_char_lm_learns_more_than_the_frequencies_of_characters() -> None:
@@ -171,6 +172,23 @@ def test_char_lm_refuses_a_width_that_heads_do_not_divide() -> None:
 def test_too_little_text_for_three_splits_is_refused() -> None:
     with pytest.raises(ConfigError, match="max_chars=100 is reached after 1 files"):
         StdlibTextDataModule(max_chars=100).setup()
+
+
+# two_devices
+
+
+def test_the_classifier_on_two_devices_is_the_classifier() -> None:
+    torch.manual_seed(0)
+    plain = DigitsClassifier()
+    by_hand = TwoDeviceDigitsClassifier()
+    by_hand.load_state_dict(plain.state_dict())
+    losses = []
+    for module in (plain, by_hand):
+        pl.seed_everything(0, verbose=False)
+        fit = trainer(max_epochs=1, limit_train_batches=3, num_sanity_val_steps=0)
+        fit.fit(module, DigitsDataModule())
+        losses.append(fit.callback_metrics["val/loss"].item())
+    assert losses[0] == losses[1]
 
 
 # gan
@@ -211,8 +229,10 @@ def test_gan_gets_better_than_the_mean_image() -> None:
 
 # configuration
 
+CONFIGS = ["data/digits", "data/char_lm", "module/digits", "module/char_lm", "module/gan", "module/two_devices"]
 
-@pytest.mark.parametrize("name", ["digits", "char_lm", "gan"])
+
+@pytest.mark.parametrize("name", ["digits", "char_lm", "gan", "two_devices"])
 def test_an_experiment_composes_into_its_module_and_data(name: str) -> None:
     cfg = compose([f"experiment={name}"])
     assert (cfg.name, cfg.monitor, cfg.monitor_mode) == (name, "val/loss", "min")
@@ -221,7 +241,9 @@ def test_an_experiment_composes_into_its_module_and_data(name: str) -> None:
     assert isinstance(data, pl.LightningDataModule)
 
 
-@pytest.mark.parametrize("file", ["data/digits", "data/char_lm", "module/digits", "module/char_lm", "module/gan"])
+@pytest.mark.parametrize(
+    "file", ["data/digits", "data/char_lm", "module/digits", "module/char_lm", "module/gan", "module/two_devices"]
+)
 def test_a_config_lists_every_option_with_the_default_of_its_class(file: str) -> None:
     group, _, name = file.partition("/")
     cfg = compose([f"{group}={name}", *(["data=char_lm"] if name == "char_lm" else [])])[group]
