@@ -1,38 +1,94 @@
-"""The trainer: Lightning's, with strategies of this project chosen by object or by one word."""
+"""The trainer: Lightning's, lean, with strategies of this project chosen by object or by one word."""
 
+import inspect
 from typing import Any
 
 import pytorch_lightning as pl
 from lightning_fabric.plugins import TorchCheckpointIO
 from pytorch_lightning.strategies import Strategy
+from pytorch_lightning.trainer.states import RunningStage, TrainerFn
+from typing_extensions import override
 
 from ..strategies import STRATEGIES
 from ..strategies.devices import are_names, give_devices
 from .checkpoint_io import VerifiedCheckpointIO
-from .resume import ResumingEpochLoop, ResumingFitLoop
+from .lean_log import lean_logging
+from .logging import LeanLoggerConnector
+from .loops import LeanEvaluationLoop, LeanPredictionLoop, LeanTrainingEpochLoop
+from .progress import TimedBar
+from .resume import ResumingFitLoop
 
 
 class Trainer(pl.Trainer):
-    """`pytorch_lightning.Trainer` that also takes this project's strategies.
+    """`pytorch_lightning.Trainer` that also takes this project's strategies, with loops that cost next to nothing.
 
     Args:
         strategy: a strategy object, or a name: those of `evener.strategies.STRATEGIES`, or any of Lightning's.
+        exact_accumulation: whether an accumulated step is the mean over all its samples (or `loss_weight`s), short
+            tails and ragged micro-batches included. False keeps Lightning's rule: every micro-batch's loss is divided
+            by `accumulate_grad_batches`.
         **kwargs: every argument of `pytorch_lightning.Trainer`, with the same meaning and the same default; `devices`
             may also list names (`["cuda:0", "cpu"]`) for a strategy of one process.
     """
 
-    def __init__(self, *, strategy: str | Strategy = "auto", **kwargs: Any) -> None:
+    def __init__(self, *, strategy: str | Strategy = "auto", exact_accumulation: bool = False, **kwargs: Any) -> None:
         if isinstance(strategy, str) and strategy in STRATEGIES:
             strategy = STRATEGIES[strategy]()
         if are_names(kwargs.get("devices")):
             kwargs |= give_devices(strategy, kwargs["devices"])
         super().__init__(strategy=strategy, **kwargs)
-        self._make_resumable()
-
-    def _make_resumable(self) -> None:
-        """Put loops that save and resume exactly in the place of Lightning's, and files that are verified."""
-        lightnings = self.fit_loop
-        self.fit_loop = ResumingFitLoop(self, lightnings.min_epochs, lightnings.max_epochs)
-        self.fit_loop.epoch_loop = ResumingEpochLoop(self, lightnings.min_steps, lightnings.max_steps)
+        self.exact_accumulation = exact_accumulation
+        self.agreed_to_stop = False
+        given = kwargs.get("callbacks") or []
+        self.timed_bar = self._own_bar(given if isinstance(given, list) else [given])
+        self._make_lean(bool(kwargs.get("inference_mode", True)))
         if type(self.strategy.checkpoint_io) is TorchCheckpointIO:
             self.strategy.checkpoint_io = VerifiedCheckpointIO()
+
+    def _make_lean(self, inference_mode: bool) -> None:
+        """Put the lean loops, which also resume exactly, in the place of Lightning's, which have not run yet."""
+        connector: Any = LeanLoggerConnector(self)
+        self._logger_connector = connector
+        lightnings = self.fit_loop
+        self.fit_loop = ResumingFitLoop(self, lightnings.min_epochs, lightnings.max_epochs)
+        self.fit_loop.epoch_loop = LeanTrainingEpochLoop(self, lightnings.min_steps, lightnings.max_steps)
+        self.validate_loop = LeanEvaluationLoop(
+            self, TrainerFn.VALIDATING, RunningStage.VALIDATING, inference_mode=inference_mode
+        )
+        self.test_loop = LeanEvaluationLoop(
+            self, TrainerFn.TESTING, RunningStage.TESTING, inference_mode=inference_mode
+        )
+        self.predict_loop = LeanPredictionLoop(self, inference_mode=inference_mode)
+
+    def _own_bar(self, given: list[Any]) -> TimedBar | None:
+        """Find the progress bar that nobody asked for by name; one that was given keeps its own refresh rate."""
+        bar = self.progress_bar_callback
+        if bar is None or any(bar is callback for callback in given):
+            return None
+        return TimedBar(bar)
+
+    @override
+    def _run_stage(self) -> Any:
+        self.agreed_to_stop = False
+        with lean_logging(self):
+            return super()._run_stage()
+
+    @property
+    @override
+    def received_sigterm(self) -> bool:
+        """Whether to stop for a SIGTERM; with several ranks that stop together, once all of them have agreed."""
+        if self.training and hasattr(self.strategy, "agree_to_stop"):
+            return self.agreed_to_stop
+        return super().received_sigterm
+
+
+def _signature() -> inspect.Signature:
+    """Lightning's arguments and ours, for whoever asks: IDEs, Hydra, LightningCLI, environment variables."""
+    lightnings = inspect.signature(pl.Trainer.__init__)
+    ours = inspect.signature(Trainer.__init__).parameters
+    parameters = {name: ours.get(name, parameter) for name, parameter in lightnings.parameters.items()}
+    parameters["exact_accumulation"] = ours["exact_accumulation"]
+    return lightnings.replace(parameters=list(parameters.values()))
+
+
+Trainer.__init__.__signature__ = _signature()  # type: ignore[attr-defined]

@@ -1,0 +1,171 @@
+"""The lean path of `self.log`: values stay where they are until somebody reads them.
+
+Lightning collects all metrics, and reads those of the progress bar back to the host, at the end of every step. Here
+the end of a step only notes that there is something to collect; it is collected before anything that would change it,
+or when somebody looks: a logger at its step, the progress bar at its refresh, a callback whenever it asks.
+"""
+
+from typing import Any
+
+import pytorch_lightning as pl
+from pytorch_lightning.loops.training_epoch_loop import _TrainingEpochLoop
+from pytorch_lightning.trainer.connectors.logger_connector import _LoggerConnector
+from pytorch_lightning.trainer.connectors.logger_connector.result import _ResultCollection
+from typing_extensions import override
+
+from ..strategies.types import Batch
+from .slots import Slot
+
+
+class LeanResults(_ResultCollection):
+    """Lightning's collection of logged values, with a slot for each key that was logged before.
+
+    Args:
+        training: whether it belongs to the training loop.
+    """
+
+    def __init__(self, training: bool) -> None:
+        super().__init__(training)
+        self.slots: dict[tuple[str, str, int | None], Slot] = {}
+        self.connector: LeanLoggerConnector | None = None
+        self.logs_steps = False
+
+    @override
+    def log(self, fx: str, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        # the checker does not see through Lightning's `torch.compiler.disable`
+        super().log(fx, name, value, *args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+        self.logs_steps = self.logs_steps or bool(kwargs.get("on_step"))
+
+    @override
+    def metrics(self, on_step: bool) -> Any:
+        self.settle()
+        return super().metrics(on_step)
+
+    @override
+    def reset(self, metrics: bool | None = None, fx: str | None = None) -> None:
+        if self.connector is not None:
+            self.connector.settle()
+        self.settle()
+        super().reset(metrics, fx)
+
+    @override
+    def to(self, *args: Any, **kwargs: Any) -> "LeanResults":
+        self.settle()
+        super().to(*args, **kwargs)
+        return self
+
+    def settle(self) -> None:
+        """Write into Lightning's metrics what the slots hold back."""
+        for slot in self.slots.values():
+            slot.settle()
+
+
+class LeanLoggerConnector(_LoggerConnector):
+    """Lightning's connector, which collects the metrics of a step when they are read.
+
+    Args:
+        trainer: the trainer.
+    """
+
+    def __init__(self, trainer: pl.Trainer) -> None:
+        self._unread: LeanResults | None = None
+        self._collected: dict[str, dict[str, Any]] = {}
+        super().__init__(trainer)
+
+    def start_batch(self, results: LeanResults, batch: Batch, dataloader_idx: int | None) -> None:
+        """As Lightning's `on_batch_start`, for a loop that knows its results."""
+        if self._first_loop_iter is None:
+            self._first_loop_iter = True
+        elif self._first_loop_iter is True:
+            self._first_loop_iter = False
+        if results.dataloader_idx != dataloader_idx:
+            self.settle()
+            results.dataloader_idx = dataloader_idx
+        results.connector = self
+        results.batch = batch
+        results.batch_size = None
+
+    def finish_batch(self, results: LeanResults) -> None:
+        """As Lightning's `on_batch_end`, for a loop that knows its results; what was logged is collected later."""
+        if results and self._unread is not results:
+            self.settle()
+            self._unread = results
+        results.batch = None
+        results.batch_size = None
+
+    def log_train_step(self, loop: _TrainingEpochLoop, trainer: Any) -> None:
+        """Send the step's values to the loggers, every `log_every_n_steps` optimizer steps."""
+        every = trainer.log_every_n_steps
+        due = every != 0 and ((loop._batches_that_stepped + 1) % every == 0 or trainer.should_stop)
+        if due or trainer.fast_dev_run:
+            self.log_metrics(self.metrics["log"])
+
+    def log_evaluation_step(self, results: LeanResults, step: int) -> None:
+        """Send the step's values to the loggers, where any is logged by step."""
+        if results.logs_steps:
+            self.update_eval_step_metrics(step)
+
+    def settle(self) -> None:
+        """Collect the metrics of the last step, if that was not done yet."""
+        results, self._unread = self._unread, None
+        if results is not None:
+            metrics = results.metrics(on_step=True)
+            self._progress_bar_metrics.update(metrics["pbar"])
+            self._callback_metrics.update(metrics["callback"])
+            self._logged_metrics.update(metrics["log"])
+
+    @override
+    def on_batch_start(self, batch: Batch, dataloader_idx: int | None = None) -> None:
+        results: Any = self.trainer._results
+        self.start_batch(results, batch, dataloader_idx)
+
+    @override
+    def on_batch_end(self) -> None:
+        results: Any = self.trainer._results
+        self.finish_batch(results)
+
+    @override
+    def epoch_end_reached(self) -> None:
+        self.settle()
+        super().epoch_end_reached()
+
+    @override
+    def reset_results(self) -> None:
+        self.settle()
+        super().reset_results()
+
+    # Lightning keeps three plain dictionaries. Whoever reads or replaces one sees it complete.
+
+    def _read(self, name: str) -> dict[str, Any]:
+        if self._unread is not None:
+            self.settle()
+        return self._collected[name]
+
+    def _write(self, name: str, metrics: dict[str, Any]) -> None:
+        if self._unread is not None:
+            self.settle()
+        self._collected[name] = metrics
+
+    @property
+    def _progress_bar_metrics(self) -> dict[str, Any]:  # type: ignore[override]
+        return self._read("pbar")
+
+    @_progress_bar_metrics.setter
+    def _progress_bar_metrics(self, metrics: dict[str, Any]) -> None:  # type: ignore[override]
+        self._write("pbar", metrics)
+
+    @property
+    def _callback_metrics(self) -> dict[str, Any]:  # type: ignore[override]
+        return self._read("callback")
+
+    @_callback_metrics.setter
+    def _callback_metrics(self, metrics: dict[str, Any]) -> None:  # type: ignore[override]
+        self._write("callback", metrics)
+
+    @property
+    def _logged_metrics(self) -> dict[str, Any]:  # type: ignore[override]
+        return self._read("log")
+
+    @_logged_metrics.setter
+    def _logged_metrics(self, metrics: dict[str, Any]) -> None:  # type: ignore[override]
+        self._write("log", metrics)

@@ -1,0 +1,350 @@
+"""The lean loops: Lightning's loops, whose ordinary step costs what a hand-written one does.
+
+Everything rare stays Lightning's own code, called through `super()`: restarts, profilers, `dataloader_iter`, manual
+optimization, validation's frame, schedulers, the decisions about when to validate and when to stop.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytorch_lightning as pl
+from pytorch_lightning.loops.evaluation_loop import _EvaluationLoop
+from pytorch_lightning.loops.fetchers import _DataFetcher, _DataLoaderIterDataFetcher, _profile_nothing
+from pytorch_lightning.loops.optimization.automatic import ClosureResult, _AutomaticOptimization
+from pytorch_lightning.loops.prediction_loop import _PredictionLoop
+from pytorch_lightning.loops.training_epoch_loop import _TrainingEpochLoop
+from pytorch_lightning.trainer.states import RunningStage, TrainerFn
+from pytorch_lightning.utilities.exceptions import SIGTERMException
+from pytorch_lightning.utilities.signature_utils import is_param_in_hook_signature
+from torch import Tensor
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from ..strategies.types import Batch
+from .accumulation import Accumulation
+from .batches import OneLoader, batch_mover
+from .eval_step import StepPlan, evaluate, predict, validation_may_be_due
+from .hooks import STRATEGY, HookPlan, overridden, profiles_nothing
+from .logging import LeanLoggerConnector, LeanResults
+from .resume import ResumingEpochLoop, ResumingFitLoop
+from .step import TrainStep
+
+TRAIN_HOOKS = (
+    "on_train_batch_start",
+    "on_before_zero_grad",
+    "on_before_backward",
+    "on_after_backward",
+    "on_before_optimizer_step",
+    "on_train_batch_end",
+)
+
+
+class LeanTrainingEpochLoop(ResumingEpochLoop):
+    """One epoch of training.
+
+    Args:
+        trainer: the trainer, with its lean logger connector in place.
+        min_steps: optimizer steps that must be taken.
+        max_steps: optimizer steps that may be taken; -1 for any number.
+    """
+
+    def __init__(self, trainer: pl.Trainer, min_steps: int | None = None, max_steps: int = -1) -> None:
+        super().__init__(trainer, min_steps=min_steps, max_steps=max_steps)
+        self.accumulation = Accumulation(trainer)
+        self.automatic_optimization = WeighedAutomaticOptimization(trainer, self.accumulation)
+        self.val_loop = LeanEvaluationLoop(
+            trainer, TrainerFn.FITTING, RunningStage.VALIDATING, verbose=False, inference_mode=False
+        )
+        self._results = LeanResults(training=True)
+        self._plan: HookPlan | None = None
+        self._step: TrainStep | None = None
+        self._loader: OneLoader | None = None
+
+    @override
+    def on_run_start(self, data_fetcher: _DataFetcher) -> None:
+        super().on_run_start(data_fetcher)
+        self.accumulation.verify()
+        self._forget()
+        if not profiles_nothing(self.trainer):
+            return
+        data_fetcher._start_profiler = data_fetcher._stop_profiler = _profile_nothing
+        if not isinstance(data_fetcher, _DataLoaderIterDataFetcher):
+            self._plan = HookPlan(self.trainer, TRAIN_HOOKS, getattr(self.trainer, "timed_bar", None))
+            self._loader = OneLoader(data_fetcher) if OneLoader.fits(data_fetcher) else None
+            self._step = TrainStep(self._plan, self.automatic_optimization, self.accumulation)
+            self._resolve()
+
+    def _resolve(self) -> None:
+        """Choose what does not change from step to step; again whenever somebody attached or patched something."""
+        plan, step = self._plan, self._step
+        assert plan is not None
+        assert step is not None
+        plan.resolve()
+        step.resolve()
+        self._move = batch_mover(plan)
+        module, strategy = plan.module, plan.strategy
+        self._takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
+        self._tells_strategy = overridden(strategy, "on_train_batch_start", STRATEGY)
+        self._lean_step = not strategy.handles_gradient_accumulation and len(strategy.optimizers) == 1
+
+    def _forget(self) -> None:
+        self._plan = self._step = self._loader = None
+
+    @override
+    def teardown(self) -> None:
+        self._forget()
+        super().teardown()
+
+    @property
+    @override
+    def done(self) -> bool:
+        progress = self.batch_progress
+        if (
+            not self._restarting
+            and not self.trainer.should_stop
+            and not progress.is_last_batch
+            and progress.current.ready != self.trainer.num_training_batches
+            and (self.max_steps == -1 or self.global_step < self.max_steps)
+        ):
+            return False
+        return super().done
+
+    @override
+    def _broadcast_sigterm_tensor(self) -> None:
+        """Do nothing: Lightning's is a host synchronization in every step. See `_stop_together`."""
+
+    def _stop_together(self) -> None:
+        """Ask a strategy of several processes whether all of them stop at this step.
+
+        Such a strategy defines `agree_to_stop(received: bool) -> bool`, which every rank calls once per micro-batch,
+        and which turns true on all of them at the same step.
+        """
+        agree: Callable[[bool], bool] | None = getattr(self.trainer.strategy, "agree_to_stop", None)
+        if agree is not None and agree(self.trainer._signal_connector.received_sigterm):
+            self.trainer.agreed_to_stop = True  # type: ignore[attr-defined]
+            raise SIGTERMException
+
+    @override
+    def advance(self, data_fetcher: _DataFetcher) -> None:
+        self._stop_together()
+        plan = self._plan
+        if plan is None or self._restarting or plan.module is not self.trainer.lightning_module:
+            super().advance(data_fetcher)
+            return
+        if plan.stale():
+            if not profiles_nothing(self.trainer):
+                self._forget()
+                super().advance(data_fetcher)
+                return
+            self._resolve()
+        # Lightning's setter walks over all children
+        if self.val_loop._restarting:
+            self.val_loop.restarting = False
+        self._advance(plan, data_fetcher)
+
+    def _advance(self, plan: HookPlan, data_fetcher: _DataFetcher) -> None:
+        trainer, progress, connector = self.trainer, self.batch_progress, self._connector
+        batch = self._fetch(data_fetcher)
+        total: Any = progress.total
+        current: Any = progress.current
+        batch_idx = current.ready
+        progress.is_last_batch = data_fetcher.done
+        batch = self._move(batch, 0)
+        total.ready += 1
+        current.ready += 1
+        connector.start_batch(self._results, batch, None)
+
+        output: Any = None
+        skip = False
+        if batch is None:
+            self._warning_cache.warn("train_dataloader yielded None. If this was on purpose, ignore this warning...")
+        else:
+            skip = plan.call("on_train_batch_start", batch, batch_idx) == -1
+            if self._tells_strategy:
+                plan.call_as("on_train_batch_start", plan.strategy.on_train_batch_start, batch, batch_idx)
+            if skip:
+                progress.increment_by(0, is_last_batch=True)
+            else:
+                progress.increment_started()
+                output = self._optimize(plan, batch, batch_idx)
+        total.processed += 1
+        current.processed += 1
+
+        if plan.strategy.lr_scheduler_configs:
+            self.update_lr_schedulers("step", update_plateau_schedulers=False)
+            if self._num_ready_batches_reached():
+                self.update_lr_schedulers("epoch", update_plateau_schedulers=False)
+        if skip:
+            raise StopIteration
+        plan.call("on_train_batch_end", output, batch, batch_idx)
+        connector.finish_batch(self._results)
+        total.completed += 1
+        current.completed += 1
+        if self._stepping() or not plan.module.automatic_optimization:
+            connector.log_train_step(self, trainer)
+
+    @property
+    def _connector(self) -> LeanLoggerConnector:
+        connector: Any = self.trainer._logger_connector
+        return connector
+
+    def _fetch(self, data_fetcher: _DataFetcher) -> Batch:
+        loader = self._loader
+        if loader is not None and loader.serves(data_fetcher):
+            return next(loader)
+        return next(data_fetcher)[0]
+
+    def _stepping(self) -> bool:
+        """Whether the optimizer updates at this micro-batch."""
+        current, trainer = self.batch_progress.current, self.trainer
+        return current.ready % trainer.accumulate_grad_batches == 0 or not self._should_accumulate()
+
+    def _optimize(self, plan: HookPlan, batch: Batch, batch_idx: int) -> Any:
+        automatic = plan.module.automatic_optimization
+        if automatic and self._lean_step and not self.automatic_optimization._skip_backward:
+            args = (batch, batch_idx) if self._takes_index else (batch,)
+            assert self._step is not None
+            return self._step.run(args, batch, batch_idx, self._stepping())
+        kwargs = self._build_kwargs(OrderedDict(), batch, batch_idx)
+        if automatic:
+            return self.automatic_optimization.run(self.trainer.optimizers[0], batch_idx, kwargs)
+        return self.manual_optimization.run(kwargs)
+
+    @override
+    def on_advance_end(self, data_fetcher: _DataFetcher) -> None:
+        if self._plan is None or validation_may_be_due(self):
+            self._show_everything()
+            super().on_advance_end(data_fetcher)
+            return
+        if self._plan.strategy.lr_scheduler_configs:
+            self.update_lr_schedulers("step", update_plateau_schedulers=True)
+        if self._stepping():
+            self._batches_that_stepped += 1
+        if self.trainer.received_sigterm and not self._is_training_done:
+            raise SIGTERMException
+        fit_loop = self.trainer.fit_loop
+        if isinstance(fit_loop, ResumingFitLoop):
+            fit_loop.between_batches()
+
+    def _show_everything(self) -> None:
+        """Let metrics and progress bar catch up, before validation writes to both."""
+        self._connector.settle()
+        bar = getattr(self.trainer, "timed_bar", None)
+        if bar is not None:
+            bar.catch_up(self.trainer)
+
+
+class LeanEvaluationLoop(_EvaluationLoop):
+    """Validation or test."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._results = LeanResults(training=False)
+        self._plan: StepPlan | None = None
+
+    @override
+    def reset(self) -> None:
+        super().reset()
+        self._plan = None
+        fetcher = self._data_fetcher
+        assert fetcher is not None
+        if profiles_nothing(self.trainer):
+            fetcher._start_profiler = fetcher._stop_profiler = _profile_nothing
+            if not isinstance(fetcher, _DataLoaderIterDataFetcher):
+                self._plan = StepPlan(self, "test" if self.trainer.testing else "validation")
+
+    @override
+    def _evaluation_step(
+        self, batch: Any, batch_idx: int, dataloader_idx: int, dataloader_iter: Iterator[Any] | None
+    ) -> None:
+        if self._plan is None:
+            super()._evaluation_step(batch, batch_idx, dataloader_idx, dataloader_iter)
+        else:
+            evaluate(self, self._plan, batch, batch_idx, dataloader_idx)
+
+    @override
+    def teardown(self) -> None:
+        self._plan = None
+        super().teardown()
+
+
+class LeanPredictionLoop(_PredictionLoop):
+    """Prediction."""
+
+    _plan: StepPlan | None = None
+
+    @override
+    def reset(self) -> None:
+        super().reset()
+        self._plan = None
+        fetcher = self._data_fetcher
+        assert fetcher is not None
+        if profiles_nothing(self.trainer):
+            fetcher._start_profiler = fetcher._stop_profiler = _profile_nothing
+            if not isinstance(fetcher, _DataLoaderIterDataFetcher):
+                self._plan = StepPlan(self, "predict")
+
+    @override
+    def _predict_step(
+        self, batch: Any, batch_idx: int, dataloader_idx: int, dataloader_iter: Iterator[Any] | None
+    ) -> None:
+        if self._plan is None:
+            super()._predict_step(batch, batch_idx, dataloader_idx, dataloader_iter)
+        else:
+            predict(self, self._plan, batch, batch_idx, dataloader_idx)
+
+    @override
+    def teardown(self) -> None:
+        self._plan = None
+        super().teardown()
+
+
+class WeighedAutomaticOptimization(_AutomaticOptimization):
+    """Lightning's automatic optimization, for the steps that are not lean, with exact accumulation.
+
+    Args:
+        trainer: the trainer.
+        accumulation: weights of micro-batches, shared with the lean step.
+    """
+
+    def __init__(self, trainer: pl.Trainer, accumulation: Accumulation) -> None:
+        super().__init__(trainer)
+        self._accumulation = accumulation
+
+    @override
+    def run(self, optimizer: Optimizer, batch_idx: int, kwargs: Any) -> Any:
+        if batch_idx % self.trainer.accumulate_grad_batches == 0:
+            self._accumulation.start()
+        return super().run(optimizer, batch_idx, kwargs)
+
+    @override
+    def _training_step(self, kwargs: Any) -> ClosureResult:
+        result = super()._training_step(kwargs)
+        if self._accumulation.exact and result.closure_loss is not None:
+            parts = self.trainer.accumulate_grad_batches
+            output = {"loss_weight": result.extra.get("loss_weight")}
+            result.closure_loss = self._accumulation.weigh(
+                result.closure_loss * parts, output, next(iter(kwargs.values()))
+            )
+            assert result.loss is not None
+            result.loss = result.loss * parts
+        return result
+
+    @override
+    def _make_backward_fn(self, optimizer: Optimizer) -> Callable[[Tensor], None] | None:
+        backward = super()._make_backward_fn(optimizer)
+        if backward is None or not self._accumulation.exact or self.trainer.fit_loop._should_accumulate():
+            return backward
+
+        def backward_and_divide(loss: Tensor) -> None:
+            backward(loss)
+            self._accumulation.divide_gradients()
+
+        return backward_and_divide
+
+
+# Profilers name actions after the class of the loop: a profile reads as Lightning's.
+LeanTrainingEpochLoop.__name__ = _TrainingEpochLoop.__name__
+LeanEvaluationLoop.__name__ = _EvaluationLoop.__name__
+LeanPredictionLoop.__name__ = _PredictionLoop.__name__

@@ -1,0 +1,63 @@
+"""The progress bar that the trainer makes itself is refreshed by time, not by step."""
+
+import time
+from typing import Any
+
+import pytorch_lightning as pl
+from pytorch_lightning.callbacks import ProgressBar
+
+REFRESH_S = 0.1
+"""Seconds between two refreshes: what an eye can follow. A refresh costs several tiny training steps."""
+
+
+class TimedBar:
+    """Stands in for a progress bar where a loop calls its `*_batch_end` hooks.
+
+    Every last batch is shown. Neither batch nor outputs are kept: Lightning's bars look at neither.
+
+    Args:
+        bar: the progress bar.
+    """
+
+    def __init__(self, bar: ProgressBar) -> None:
+        self.bar = bar
+        self._due_s = 0.0
+        self._behind: int | None = None
+
+    def on_train_batch_end(self, trainer: pl.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Refresh, where it is time to or where this is the epoch's last batch."""
+        progress = trainer.fit_loop.epoch_loop.batch_progress
+        last = progress.is_last_batch or progress.current.ready >= trainer.num_training_batches
+        if last or time.monotonic() >= self._due_s:
+            self._behind = None
+            self.bar.on_train_batch_end(trainer, module, outputs, batch, batch_idx)
+            self._due_s = time.monotonic() + REFRESH_S
+        else:
+            self._behind = batch_idx
+
+    def catch_up(self, trainer: pl.Trainer) -> None:
+        """Show the steps that were not shown yet, before something else takes the screen."""
+        if self._behind is not None:
+            batch_idx, self._behind = self._behind, None
+            self.bar.on_train_batch_end(trainer, trainer.lightning_module, None, None, batch_idx)
+
+    def on_validation_batch_end(self, trainer: pl.Trainer, module: Any, *args: Any) -> None:
+        """Refresh, where it is time to."""
+        self._evaluation("on_validation_batch_end", trainer, module, *args)
+
+    def on_test_batch_end(self, trainer: pl.Trainer, module: Any, *args: Any) -> None:
+        """Refresh, where it is time to."""
+        self._evaluation("on_test_batch_end", trainer, module, *args)
+
+    def on_predict_batch_end(self, trainer: pl.Trainer, module: Any, *args: Any) -> None:
+        """Refresh, where it is time to."""
+        self._evaluation("on_predict_batch_end", trainer, module, *args)
+
+    def _evaluation(self, hook: str, trainer: pl.Trainer, module: Any, *args: Any) -> None:
+        batch_idx, dataloader_idx = args[2], args[3] if len(args) > 3 else 0
+        loop = trainer._active_loop
+        sizes: Any = getattr(loop, "max_batches", None)
+        last = not sizes or batch_idx + 1 >= sizes[dataloader_idx]
+        if last or time.monotonic() >= self._due_s:
+            getattr(self.bar, hook)(trainer, module, *args)
+            self._due_s = time.monotonic() + REFRESH_S
