@@ -8,11 +8,10 @@ import pytorch_lightning as pl
 import pytorch_lightning.strategies as pl_strategies
 import torch
 import torch.distributed as dist
-from lightning_fabric.utilities.distributed import _init_dist_connection
 from pytorch_lightning.strategies.launchers import _MultiProcessingLauncher
 from pytorch_lightning.utilities.types import STEP_OUTPUT
 from torch import Tensor
-from torch.distributed import Work
+from torch.distributed import PrefixStore, Work
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -21,6 +20,7 @@ from .devices import precise_dtype
 from .exceptions import ConfigError
 from .loaders import BatchSizeIs, RankLoaders, Stage, next_share, positions
 from .partition import Even, Policy
+from .peers import Peers
 from .predictions import in_loader_order
 from .randomness import seed_rank
 from .sampling import Share
@@ -70,7 +70,9 @@ class DDPStrategy(pl_strategies.DDPStrategy):
             find_unused_parameters=find_unused_parameters,
             **ddp_options,
         )
+        self.timeout_s = timeout_s
         self.batch_size_is: BatchSizeIs = batch_size_is
+        self.peers: Peers | None = None
         self._trainer: pl.Trainer | None = None
         self._loaders: RankLoaders | None = None
         self._manages_samples = True
@@ -96,10 +98,16 @@ class DDPStrategy(pl_strategies.DDPStrategy):
         self.set_world_ranks()
         self._process_group_backend = self._get_process_group_backend()
         assert self.cluster_environment is not None
-        device_id = self.root_device if self.root_device.type != "cpu" else None
-        _init_dist_connection(
-            self.cluster_environment, self._process_group_backend, timeout=self._timeout, device_id=device_id
-        )
+        self.peers = Peers(self.cluster_environment, self.timeout_s)
+        if not dist.is_initialized():
+            dist.init_process_group(
+                self._process_group_backend,
+                store=PrefixStore("group", self.peers.root_store),
+                rank=self.global_rank,
+                world_size=self.world_size,
+                timeout=self._timeout,
+                device_id=self.root_device if self.root_device.type != "cpu" else None,
+            )
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
@@ -225,3 +233,20 @@ class DDPStrategy(pl_strategies.DDPStrategy):
         result = tensor.to(precise_dtype(tensor.device)) if whole else tensor
         dist.all_reduce(result, op=op, group=group)
         return result.div_(dist.get_world_size(group)) if mean else result
+
+    @override
+    def barrier(self, name: str | None = None, *args: Any, **kwargs: Any) -> None:
+        if self.peers is not None:
+            self.peers.meeting.wait(name or "a barrier without a name")
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        if self.peers is not None:
+            self.peers.explain(exception)
+
+    @override
+    def teardown(self) -> None:
+        if self.peers is not None:
+            self.peers.end()
+            self.peers = None
+        super().teardown()

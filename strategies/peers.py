@@ -1,0 +1,65 @@
+"""What a rank knows of its peers: the store they share, where they meet, signs of life, and requests to stop."""
+
+import os
+from datetime import timedelta
+
+from lightning_fabric.plugins.environments import ClusterEnvironment
+from torch.distributed import PrefixStore, Store
+
+from .rendezvous import Meeting, join, open_store
+from .stopping import Stopping
+from .watch import Watch, is_about_communication
+
+_STORES: dict[tuple[int, int], Store] = {}
+"""The store of this process, by rank and number of ranks; like torch's process group, it lives as long."""
+
+_num_runs = 0
+
+
+class Peers:
+    """The other ranks, during one run of a trainer.
+
+    Args:
+        environment: knows rank, number of ranks, and the store's address.
+        timeout_s: seconds to wait for ranks that do not come.
+
+    Attributes:
+        store: shared by all ranks, for this run alone.
+        meeting: where ranks wait for each other.
+        stopping: when to stop together.
+        watch: signs of life.
+    """
+
+    def __init__(self, environment: ClusterEnvironment, timeout_s: float) -> None:
+        global _num_runs
+        rank, num_ranks = environment.global_rank(), environment.world_size()
+        _num_runs += 1
+        self.root_store = root_store(environment, timeout_s)
+        self.store = PrefixStore(f"run/{_num_runs}", self.root_store)
+        join(self.store, rank, num_ranks, timeout_s)
+        self.stopping = Stopping(rank, num_ranks, self.store)
+        self.watch = Watch(self.store, rank, num_ranks, self.stopping)
+        self.meeting = Meeting(self.store, rank, num_ranks, timeout_s, self.watch.where)
+        self.watch.start()
+
+    def end(self) -> None:
+        """Stop giving signs of life."""
+        self.watch.end()
+
+    def explain(self, exc: BaseException) -> None:
+        """Tell the peers of a failure; where it is only that a peer could not be reached, name that peer in it."""
+        if not is_about_communication(exc):
+            self.watch.tell(exc)
+        elif culprits := self.watch.culprits():
+            exc.args = (f"{culprits} This rank noticed it as: {exc}",)
+
+
+def root_store(environment: ClusterEnvironment, timeout_s: float) -> Store:
+    """Open the store of this process, once."""
+    rank, num_ranks = environment.global_rank(), environment.world_size()
+    if (rank, num_ranks) not in _STORES:
+        os.environ["MASTER_ADDR"] = environment.main_address
+        os.environ["MASTER_PORT"] = str(environment.main_port)
+        timeout = timedelta(seconds=timeout_s)
+        _STORES[rank, num_ranks] = open_store(environment.main_address, environment.main_port, rank, timeout)
+    return _STORES[rank, num_ranks]
