@@ -1,5 +1,6 @@
 """One process per device; gradients averaged by torch's DistributedDataParallel, weighted by what each rank had."""
 
+import signal
 from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any, cast
@@ -9,6 +10,8 @@ import pytorch_lightning.strategies as pl_strategies
 import torch
 import torch.distributed as dist
 from pytorch_lightning.strategies.launchers import _MultiProcessingLauncher
+from pytorch_lightning.trainer.states import TrainerFn
+from pytorch_lightning.utilities.exceptions import SIGTERMException
 from pytorch_lightning.utilities.types import STEP_OUTPUT
 from torch import Tensor
 from torch.distributed import PrefixStore, Work
@@ -116,6 +119,10 @@ class DDPStrategy(pl_strategies.DDPStrategy):
             self._trainer = trainer
             self._manages_samples = connector.use_distributed_sampler
             connector.use_distributed_sampler = False  # Lightning's sampler pads; ours cuts, in `process_dataloader`
+            # Lightning's broadcasts from within the signal handler, amid whatever collective the ranks are in
+            trainer._signal_connector._sigterm_notifier_fn = self._on_signal
+        if self.peers is not None:
+            self.peers.watch.count_steps = lambda: trainer.global_step
         small_sums = dist.new_group(backend="gloo", timeout=cast(timedelta, self._timeout))
 
         def sum_over_ranks(values: Tensor) -> Work:
@@ -125,6 +132,29 @@ class DDPStrategy(pl_strategies.DDPStrategy):
             self.global_rank, self.world_size, self.batch_size_is, self.broadcast, sum_over_ranks, self.policy
         )
         super().setup(trainer)
+
+    def _on_signal(self, signum: int, _: object) -> None:
+        assert self._trainer is not None
+        if self.peers is None or self._trainer.state.fn != TrainerFn.FITTING:
+            raise SIGTERMException
+        self.peers.stopping.request(signum)
+
+    def agree_to_stop(self, received: bool) -> bool:
+        """Whether all ranks stop now, after a signal to any of them; called by all ranks before every micro-batch.
+
+        Args:
+            received: this rank was asked to stop, by other means than a signal.
+
+        Returns:
+            The same answer on all ranks at the same optimizer step. Nothing is communicated unless a stop was asked
+            for.
+        """
+        assert self.peers is not None
+        assert self._trainer is not None
+        stopping = self.peers.stopping
+        if received and not stopping.armed:
+            stopping.request(signal.SIGTERM)
+        return stopping.armed and stopping.due(self._trainer.global_step)
 
     @override
     def process_dataloader(self, dataloader: object) -> object:

@@ -171,6 +171,11 @@ class RankBatches(Sampler[Any]):
             self.positions.append(step * self.num_ranks + self.rank)
             yield mine if num else _stand_in(parts)
 
+    def forget(self, num: int) -> None:
+        """Drop the first batches' shares: a resumed loader skipped them."""
+        for _ in range(num):
+            self.shares.popleft()
+
     def __len__(self) -> int:
         """Number of steps, the same on every rank."""
         return self.cut.count(len(self.units), self.num_ranks)  # pyright: ignore[reportArgumentType]  # TypeError where it has none

@@ -6,6 +6,7 @@ import sys
 import sysconfig
 import threading
 import traceback
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
@@ -47,6 +48,9 @@ class Watch:
         rank: this rank.
         num_ranks: number of ranks.
         stopping: told about requests to stop.
+
+    Attributes:
+        count_steps: says how many optimizer steps this rank has finished.
     """
 
     def __init__(self, store: Store, rank: int, num_ranks: int, stopping: Stopping) -> None:
@@ -55,6 +59,7 @@ class Watch:
         self.num_ranks = num_ranks
         self.stopping = stopping
         self.beat = Beat()
+        self.count_steps: Callable[[], int] = lambda: 0
         self._main = threading.main_thread().ident or 0
         self._ended = threading.Event()
         self._thread = threading.Thread(
@@ -76,6 +81,7 @@ class Watch:
                 self.stopping.listen(store)
                 frame = sys._current_frames().get(self._main)
                 self.beat.count += 1
+                self.beat.step = self.count_steps()
                 self.beat.place = place_of(frame) if frame is not None else ""
                 store.set(f"beat/{self.rank}", json.dumps(asdict(self.beat)))
         except Exception:  # noqa: BLE001  # the store has gone with its host; the main thread fails by itself

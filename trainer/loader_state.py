@@ -16,6 +16,7 @@ import torch
 from torch import Generator
 from torch.utils.data import DataLoader, IterableDataset
 
+from ..strategies.sampling import RankBatches
 from . import random_state
 
 
@@ -104,6 +105,8 @@ class ResumableLoader(DataLoader[Any]):
             indices = iter(base)
             # Taking one more makes sure that a sampler which draws its order at the first index has done so.
             head = list(islice(indices, self._position, self._position + 1))
+            if isinstance(base, RankBatches):
+                base.forget(self._position)
         return _chain(head, indices)
 
     def _return_to_start(self) -> None:
