@@ -1,0 +1,92 @@
+"""What the docs say is true: examples run, references are current."""
+
+import importlib.util
+import re
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import pytorch_lightning as pl
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from evener.strategies import ConfigError
+from evener.trainer import Trainer
+
+DOCS = Path(__file__).parents[1] / "docs"
+
+
+def code_of(page: str) -> dict[str, Any]:
+    """Run a page's one block of Python, and give the names it defines."""
+    (block,) = re.findall(r"```python\n(.*?)```", (DOCS / page).read_text(encoding="utf-8"), flags=re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(compile(block, page, "exec"), names)
+    return names
+
+
+class Line(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(3, 1, dtype=torch.float64)
+
+    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
+        inputs, targets = batch
+        return torch.nn.functional.mse_loss(self.layer(inputs), targets)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def trained(strategy: Any) -> torch.Tensor:
+    """Weights after two epochs over 11 samples in batches of 4, 4 and 3."""
+    torch.manual_seed(0)
+    module = Line()
+    data = TensorDataset(torch.randn(11, 3, dtype=torch.float64), torch.randn(11, 1, dtype=torch.float64))
+    trainer = Trainer(
+        strategy=strategy, accelerator="cpu", devices=1, max_epochs=2, logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(module, DataLoader(data, batch_size=4))
+    return module.layer.weight.detach()
+
+
+def test_the_worked_example_equals_one_device() -> None:
+    strategy = code_of("adding_a_strategy.md")["MicroBatchStrategy"]
+    torch.testing.assert_close(trained(strategy(3)), trained("single_device"), rtol=0, atol=1e-10)
+
+
+def test_the_worked_example_refuses_no_parts() -> None:
+    with pytest.raises(ConfigError, match="num_microbatches=0 is not positive"):
+        code_of("adding_a_strategy.md")["MicroBatchStrategy"](0)
+
+
+def reference() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("reference", DOCS / "reference.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_configuration_reference_is_current() -> None:
+    written = (DOCS / "configuration.md").read_text(encoding="utf-8")
+    assert written == reference().page(), "run `python docs/reference.py`"
+
+
+def test_the_reference_reads_comments_above_and_beside(tmp_path: Path) -> None:
+    file = tmp_path / "group.yaml"
+    file.write_text("# What it is.\n_target_: a.B\n\n# Seconds to wait.\ntimeout_s: 3\nnested:\n  key: x # beside\n")
+    module = reference()
+    assert module.summary(file) == "What it is."
+    assert module.options(file) == [("timeout_s", "3", "Seconds to wait."), ("nested.key", "x", "beside")]
+
+
+LINK = re.compile(r"\]\((?!https?:)([^)#]+)")
+
+
+@pytest.mark.parametrize("page", [*DOCS.glob("*.md"), *DOCS.parent.glob("*.md")], ids=lambda page: page.name)
+def test_links_lead_to_files(page: Path) -> None:
+    broken = [link for link in LINK.findall(page.read_text(encoding="utf-8")) if not (page.parent / link).exists()]
+    assert broken == []
