@@ -1,9 +1,17 @@
 """How the work is spread: strategies and the pieces they are made of."""
 
+from .balanced_dp import BalancedDataParallelStrategy
 from .ddp import DDPStrategy
 from .dp import DataParallelStrategy
 from .exceptions import ConfigError
 from .registry import STRATEGIES
 from .single_device import SingleDeviceStrategy
 
-__all__ = ["STRATEGIES", "ConfigError", "DDPStrategy", "DataParallelStrategy", "SingleDeviceStrategy"]
+__all__ = [
+    "STRATEGIES",
+    "BalancedDataParallelStrategy",
+    "ConfigError",
+    "DDPStrategy",
+    "DataParallelStrategy",
+    "SingleDeviceStrategy",
+]

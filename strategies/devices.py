@@ -1,5 +1,6 @@
 """Every difference between the CPU and accelerators."""
 
+import math
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -199,3 +200,8 @@ def _buckets(tensors: Sequence[Tensor], bucket_bytes: int) -> Iterator[list[int]
             bucket, size = [], 0
         open_buckets[tensor.dtype] = ([*bucket, i], size + tensor.nbytes)
     yield from (bucket for bucket, _ in open_buckets.values())
+
+
+def memory_bytes(device: torch.device) -> float:
+    """Bytes of memory that a device has; infinite for the CPU, whose memory is shared with everything else."""
+    return float(torch.cuda.get_device_properties(device).total_memory) if device.type == "cuda" else math.inf

@@ -1,6 +1,7 @@
 """What modules do to themselves in a step on replicas: values that they log, attributes that they assign."""
 
 import inspect
+from collections import Counter
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,9 +29,11 @@ _SUMS = ("sum", sum, torch.sum)
 
 @dataclass(frozen=True)
 class _Call:
-    """One call of `self.log` on replica `replica`."""
+    """One call of `self.log`, by number of the replica and of the module in it."""
 
     replica: int
+    module: int
+    name: str
     value: Any
     kept: Any
     options: dict[str, Any]
@@ -48,8 +51,7 @@ class LogRecorder:
         self._metrics = metrics
         self._device = replicas.devices[0]
         self._modules = [[m for m in modules if isinstance(m, pl.LightningModule)] for modules in replicas.modules()]
-        self._calls: dict[tuple[int, str, int], list[_Call]] = {}
-        self._counts: dict[tuple[int, int, str], int] = {}
+        self._calls: list[list[_Call]] = []
         self._recorders = [
             [self._recorder(i, j) for j in range(len(modules))] for i, modules in enumerate(self._modules)
         ]
@@ -57,7 +59,7 @@ class LogRecorder:
     @contextmanager
     def recording(self) -> Generator[None]:
         """Record the calls of one step."""
-        self._calls, self._counts = {}, {}
+        self._calls = [[] for _ in self._modules]
         before = [[module.__dict__.get("log") for module in modules] for modules in self._modules]
         for modules, recorders in zip(self._modules, self._recorders, strict=True):
             for module, recorder in zip(modules, recorders, strict=True):
@@ -81,8 +83,7 @@ class LogRecorder:
             sizes: samples per replica, 0 where it had none.
             losses: the chunks' losses, one per replica with samples.
         """
-        calls, self._calls = self._calls, {}
-        for (module, name, _), same in sorted(calls.items(), key=lambda item: item[0][2]):
+        for same in self._same_calls():
             weights = [call.options.get("batch_size") or sizes[call.replica] for call in same]
             options: Any = same[0].options
             if options.get("batch_size") is not None or len(same) < sum(size > 0 for size in sizes):
@@ -90,15 +91,25 @@ class LogRecorder:
             value = self._loss(same, sizes, losses)
             if value is None:
                 value = self._combined(same, weights)
-            self._modules[0][module].log(name, value, **options)
+            self._modules[0][same[0].module].log(same[0].name, value, **options)
+
+    def _same_calls(self) -> list[list[_Call]]:
+        """The calls that log one name for the whole batch, in the order of the replicas."""
+        found: dict[tuple[int, str, int], list[_Call]] = {}
+        for calls in self._calls:
+            counts: Counter[tuple[int, str]] = Counter()
+            for call in calls:
+                key = (call.module, call.name)
+                found.setdefault((*key, counts[key]), []).append(call)
+                counts[key] += 1
+        self._calls = []
+        return list(found.values())
 
     def _recorder(self, replica: int, module: int) -> Callable[..., None]:
         def log(name: str, value: Any, *args: Any, **options: Any) -> None:
             options.update(zip(_LOG_OPTIONS, args, strict=False))
-            count = self._counts.get((replica, module, name), 0)
-            self._counts[replica, module, name] = count + 1
             kept = value if not isinstance(value, Tensor) else _kept(value, options)
-            self._calls.setdefault((module, name, count), []).append(_Call(replica, value, kept, options))
+            self._calls[replica].append(_Call(replica, module, name, value, kept, options))
 
         return log
 

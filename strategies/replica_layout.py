@@ -1,6 +1,7 @@
 """The devices of one process as replicas of one module: refresh, run, merge, sum."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -9,6 +10,7 @@ from lightning_fabric.utilities import move_data_to_device
 from torch import nn
 
 from .executor import Executor, Piece
+from .meter import Measurement, Reading
 from .metrics import MetricMerger
 from .records import AttributeWatch, LogRecorder
 from .reduction import GradientSum
@@ -42,7 +44,20 @@ class ReplicaLayout:
         self._executor = Executor(threads)
         self._strategy = strategy
         self._root_call = root_call
+        self._measurement: Measurement | None = None
         self._attach()
+
+    def measure(self, memory: bool) -> Measurement:
+        """Measure the next run.
+
+        Args:
+            memory: count bytes, too.
+
+        Returns:
+            The measurement, which is filled when the run's work has ended on its devices.
+        """
+        self._measurement = Measurement(memory)
+        return self._measurement
 
     def run(self, method: str, arguments: Sequence[Arguments], sizes: Sequence[int]) -> list[Any]:
         """Call a method of every replica that has samples.
@@ -59,6 +74,9 @@ class ReplicaLayout:
             self._attach()
         used = [i for i, size in enumerate(sizes) if size > 0]
         pieces = [self._piece(i, method, arguments[i], sizes) for i in used]
+        if self._measurement is not None:
+            pieces = self._measured(self._measurement, pieces, used, sizes)
+            self._measurement = None
         try:
             with self._attributes.watching(method), self.logs.recording(), self._metrics.standing_in():
                 outputs = self._executor.run(pieces)
@@ -86,6 +104,19 @@ class ReplicaLayout:
         self._metrics = MetricMerger(self.replicas)
         self.logs = LogRecorder(self.replicas, self._metrics)
         self._attributes = AttributeWatch(self.replicas, self._strategy)
+
+    def _measured(
+        self, measurement: Measurement, pieces: list[Piece], used: list[int], sizes: Sequence[int]
+    ) -> list[Piece]:
+        measurement.sizes = list(sizes)
+        measurement.readings = [Reading() for _ in sizes]
+        parameters = self.replicas.parameters()
+        measured: list[Piece] = []
+        for i, piece in zip(used, pieces, strict=True):
+            own = parameters[i] if measurement.memory else None
+            call = partial(measurement.readings[i].of, piece.call, piece.device, own)
+            measured.append(replace(piece, call=call))
+        return measured
 
     def _piece(self, i: int, method: str, arguments: Arguments, sizes: Sequence[int]) -> Piece:
         device = self.devices[i]

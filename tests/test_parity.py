@@ -4,14 +4,26 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from parity import CASES, assert_equal, baseline, run
+import pytorch_lightning as pl
+from parity import CASES, Case, assert_equal, baseline, run
 
-from evener.strategies import DataParallelStrategy
+from evener.strategies import BalancedDataParallelStrategy, DataParallelStrategy
 
 Plan = tuple[int, Callable[..., Any]]
 
+
+def balanced(**policy: Any) -> Callable[..., Any]:
+    return lambda **options: BalancedDataParallelStrategy(**policy, **options)
+
+
 PLANS: dict[str, Plan] = {
     **{f"dp-{num}": (num, DataParallelStrategy) for num in range(1, 5)},
+    "dp-threads": (3, lambda **options: DataParallelStrategy(threads=True, **options)),
+    "balanced_dp-gpu0_chunk=0": (3, balanced(gpu0_chunk=0)),
+    "balanced_dp-gpu0_chunk=1": (2, balanced(gpu0_chunk=1)),
+    "balanced_dp-weights=1,0,3": (3, balanced(weights=[1, 0, 3])),
+    "balanced_dp-weights=0,1": (2, balanced(weights=[0, 1])),
+    "balanced_dp-auto": (2, balanced(weights="auto")),
 }
 """Number of devices and strategy, by name."""
 
@@ -21,3 +33,10 @@ PLANS: dict[str, Plan] = {
 def test_training_equals_one_device(name: str, plan: str) -> None:
     case, (num_devices, strategy) = CASES[name], PLANS[plan]
     assert_equal(run(case, strategy(**case.strategy), devices=num_devices), baseline(case), case.tolerance)
+
+
+@pytest.mark.parametrize("case", [CASES["ragged"], CASES["accumulation_with_a_short_tail"], CASES["dict"]])
+@pytest.mark.parametrize("strategy", ["dp", "balanced_dp", balanced(weights=[1, 3])])
+def test_training_equals_one_device_under_a_stock_trainer(case: Case, strategy: Any) -> None:
+    found = run(case, strategy if isinstance(strategy, str) else strategy(), pl.Trainer, devices=2)
+    assert_equal(found, run(case, "auto", pl.Trainer, devices=1), case.tolerance)

@@ -1,0 +1,197 @@
+"""Data parallelism where devices get unequal chunks: a small one for the first, weighted ones, or measured ones."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+import pytorch_lightning as pl
+from pytorch_lightning.utilities.rank_zero import rank_zero_info
+from torch import Tensor
+from torch.nn.modules.batchnorm import _BatchNorm
+from typing_extensions import override
+
+from .balance import BalanceController, Objective
+from .chunks import num_samples
+from .devices import memory_bytes, peak_memory_bytes
+from .dp import DataParallelStrategy
+from .exceptions import ConfigError
+from .meter import Measurement
+from .partition import FirstChunk, Policy, Weighted
+
+CHECKPOINT_KEY = "balance"
+"""Where a checkpoint keeps what was measured."""
+
+Auto: TypeAlias = Literal["auto"]
+"""An option that is found by measuring."""
+
+NUM_MEMORY_STEPS, MEMORY_EVERY = 8, 50
+"""Memory, which costs time to count, is measured in the first steps and then once in as many."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The policy of `auto`: the shares that a controller found."""
+
+    controller: BalanceController
+
+    def sizes(self, num_samples: int, num_parts: int) -> list[int]:
+        """See `Policy.sizes`."""
+        return self.controller.propose(num_samples)
+
+    def verify(self, num_parts: int, strategy: str) -> None:
+        """See `Policy.verify`: the controller checked its options."""
+
+
+class BalancedDataParallelStrategy(DataParallelStrategy):
+    """`DataParallelStrategy` with chunks of unequal size, each loss weighted so that training stays the same.
+
+    Give one of `gpu0_chunk` and `weights`. `auto` measures each device's forward time and memory while training, and
+    moves samples to where there is room; what it found is logged as `balance/...` and saved in checkpoints.
+
+    Args:
+        gpu0_chunk: samples of the first device, which also hosts gradients and optimizer; the others share the rest
+            evenly. 0 leaves it without samples; `auto` measures.
+        weights: share of the batch per device, in any unit; `auto` measures. It is the default.
+        objective: what `auto` makes equal: `time`, or `memory`.
+        hysteresis: the part of the largest time, or memory, that new shares must save to be adopted.
+        **options: those of `DataParallelStrategy`.
+
+    Raises:
+        ConfigError: both `gpu0_chunk` and `weights` were given.
+    """
+
+    strategy_name = "balanced_dp"
+
+    def __init__(
+        self,
+        gpu0_chunk: int | Auto | None = None,
+        weights: Sequence[float] | Auto | None = None,
+        objective: Objective = "time",
+        hysteresis: float = 0.05,
+        **options: Any,
+    ) -> None:
+        super().__init__(**options)
+        if gpu0_chunk is not None and weights is not None:
+            raise ConfigError(
+                f"balanced_dp: gpu0_chunk={gpu0_chunk} and weights={weights} were both given. Give one of them."
+            )
+        if isinstance(weights, str) and weights != "auto":
+            raise ConfigError(f"balanced_dp: weights={weights} is unknown. Give a list of numbers, or auto.")
+        if gpu0_chunk is None and weights is None:
+            weights = "auto"
+        self._gpu0_chunk = gpu0_chunk
+        self._weights = weights
+        self._new_controller_options: dict[str, Any] = {"objective": objective, "hysteresis": hysteresis}
+        BalanceController(1, objective, hysteresis)  # checks both
+        self.controller: BalanceController | None = None
+        self._restored: dict[str, Any] | None = None
+        self._pending: Measurement | None = None
+        self._num_measured = 0
+        self._is_batch_verified = False
+
+    @override
+    def setup(self, trainer: pl.Trainer) -> None:
+        self.policy = self._make_policy()
+        super().setup(trainer)
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        if not self._is_batch_verified:
+            self._verify_batch(args[0])
+        if self.controller is None or self.layout is None:
+            return super().training_step(*args, **kwargs)
+        if self._pending is None:
+            memory = self._num_measured < NUM_MEMORY_STEPS or self._num_measured % MEMORY_EVERY == 0
+            self._pending = self.layout.measure(memory)
+            self._num_measured += 1
+        output = super().training_step(*args, **kwargs)
+        self._observe(self.controller)
+        self._log(self.controller)
+        return output
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        if self.controller is not None:
+            checkpoint[CHECKPOINT_KEY] = self.controller.state_dict()
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    @override
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
+        self._restored = checkpoint.get(CHECKPOINT_KEY)
+        return checkpoint
+
+    @override
+    def _verify(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        super()._verify(trainer, module)
+        if self._gpu0_chunk == 1 and any(isinstance(part, _BatchNorm) for part in module.modules()):
+            raise ConfigError(
+                "balanced_dp: gpu0_chunk=1 gives BatchNorm on the first device a single sample, which it can't "
+                "normalise. Give 0, or at least 2."
+            )
+        if self._gpu0_chunk is not None and len(self.parallel_devices) == 1:
+            self._info_once("with one device gpu0_chunk has no effect: the device takes the whole batch.")
+
+    def _make_policy(self) -> Policy:
+        chunk: Any = self._gpu0_chunk  # anything but a number of samples is refused by the policy's `verify`
+        if chunk not in (None, "auto"):
+            return FirstChunk(chunk)
+        if self._weights is not None and not isinstance(self._weights, str):
+            return Weighted(tuple(self._weights))
+        if self.controller is None or len(self.controller.shares) != len(self.parallel_devices):
+            self.controller = self._new_controller()
+        if self._restored is not None and not self.controller.load_state_dict(self._restored):
+            rank_zero_info("balanced_dp: the checkpoint was balanced for another number of devices; measuring anew.")
+        self._restored = None
+        return Measured(self.controller)
+
+    def _new_controller(self) -> BalanceController:
+        devices = self.parallel_devices
+        limits = [memory_bytes(device) / devices.count(device) for device in devices]
+        only_first = self._gpu0_chunk == "auto"
+        return BalanceController(
+            len(devices), only_first=only_first, limit_bytes=limits, **self._new_controller_options
+        )
+
+    def _verify_batch(self, batch: Any) -> None:
+        """Refuse, before the first step, a first chunk above the even share of a full batch."""
+        self._is_batch_verified = True
+        if isinstance(self.policy, FirstChunk):
+            loader = getattr(getattr(self.lightning_module, "trainer", None), "train_dataloader", None)
+            batch_size = getattr(loader, "batch_size", None)  # the first batch may be a ragged one, after a resume
+            num = max(num_samples(batch) or 0, batch_size if isinstance(batch_size, int) else 0)
+            self.policy.verify_batch(num, len(self.parallel_devices), self.strategy_name)
+
+    def _observe(self, controller: BalanceController) -> None:
+        """Hand over what the devices have measured by now; an accelerator may be a step late."""
+        pending = self._pending
+        if pending is None or not pending.is_ready():
+            return
+        self._pending = None
+        seconds = [reading.seconds for reading in pending.readings]
+        used = [reading.saved_bytes for reading in pending.readings] if pending.memory else None
+        controller.observe(pending.sizes, seconds, used, self._fixed_bytes() if pending.memory else None)
+
+    def _fixed_bytes(self) -> list[float]:
+        """Bytes of parameters and gradients on each device, and of the optimizer on the first."""
+        assert self.layout is not None
+        sizes = [
+            sum(p.nbytes * (2 if p.requires_grad else 1) for p in own) for own in self.layout.replicas.parameters()
+        ]
+        states = [
+            value for optimizer in self.optimizers for state in optimizer.state.values() for value in state.values()
+        ]
+        sizes[0] += sum(value.nbytes for value in states if isinstance(value, Tensor))
+        return [float(size) for size in sizes]
+
+    def _log(self, controller: BalanceController) -> None:
+        module = self.lightning_module
+        assert module is not None
+        if not module.trainer.loggers or not module.trainer._logger_connector.should_update_logs:
+            return
+        values = controller.metrics()
+        for i, device in enumerate(self.parallel_devices):
+            if (peak := peak_memory_bytes(device)) is not None:
+                values[f"balance/peak_bytes_{i}"] = float(peak)
+        for name, value in values.items():
+            module.log(name, value, on_step=True, on_epoch=False, batch_size=1)
