@@ -6,14 +6,18 @@ import os
 import random
 import signal
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytorch_lightning as pl
 import torch
+from distributed import _torchrun_env
+from torch.distributed import TCPStore
 from torch.utils.data import DataLoader, Dataset
 from torchmetrics import MeanMetric
 
@@ -59,7 +63,7 @@ class Recorder(pl.LightningModule):
         inputs, ids = batch
         loss = self.layers(inputs).square().mean()
         self.mean.update(loss.detach(), len(ids))
-        self.log("train/loss", loss, on_step=True, on_epoch=True, batch_size=len(ids))
+        self.log("train/loss", loss, on_step=True, on_epoch=True, batch_size=len(ids), sync_dist=True)
         line = [self.trainer.current_epoch, batch_idx, ids.tolist(), loss.item().hex()]
         with open(f"{self.record}.{self.global_rank}", "a") as file:
             file.write(json.dumps(line) + "\n")
@@ -67,12 +71,12 @@ class Recorder(pl.LightningModule):
 
     def on_train_epoch_end(self) -> None:
         self.mark(f"epoch end {self.trainer.current_epoch}")
-        self.log("train/mean", self.mean.compute())
+        self.log("train/mean", self.mean.compute(), sync_dist=True)
         self.mean.reset()
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.mark(f"validation {self.trainer.current_epoch}")
-        self.log("val/loss", self.layers(batch[0]).square().mean())
+        self.log("val/loss", self.layers(batch[0]).square().mean(), sync_dist=True)
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=0.05)
@@ -99,11 +103,38 @@ class Plan:
     accumulate: int = 1
     checkpoint: dict[str, Any] = field(default_factory=dict)
     trainer: dict[str, Any] = field(default_factory=dict)
-    strategy: Callable[[], Any] | str = "single_device"
+    strategy: str = "single_device"
+    num_ranks: int = 1
+    devices: int | list[str] = 1
+
+    @property
+    def num_batches(self) -> int:
+        """Number of batches that a rank trains on, at least."""
+        return self.trainer.get("max_steps", NUM_EPOCHS * -(-BATCHES_PER_EPOCH // self.num_ranks))
+
+    def attempt(self, directory: Path, name: str, kill_at: str | None = None) -> bool:
+        """Do `run` in processes of its own; return whether it came to its end."""
+        if self.num_ranks == 1:
+            status = in_child(self.run, directory, name, kill_at)
+            assert status in (0, -signal.SIGKILL)
+            return status == 0
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        statuses = in_children(
+            [partial(self.run_rank, rank, store.port, directory, name, kill_at) for rank in range(self.num_ranks)]
+        )
+        assert set(statuses) in ({0}, {-signal.SIGKILL}), statuses
+        return set(statuses) == {0}
+
+    def run_rank(self, rank: int, port: int, *args: Any) -> None:
+        """Do `run` as one rank of several."""
+        os.environ.update(_torchrun_env(rank, self.num_ranks, port))
+        self.run(*args)
 
     def run(self, directory: Path, name: str, kill_at: str | None = None) -> None:
         """Train in this process from the newest checkpoint of the directory; record everything under a name."""
         torch.set_num_threads(1)
+        for advice in ("`isinstance.treespec, LeafSpec", "The '.*' does not have many workers"):
+            warnings.filterwarnings("ignore", advice)  # as pyproject.toml does for tests that run in pytest's process
         pl.seed_everything(7, workers=True, verbose=False)
         module = Recorder(directory / name, kill_at, self.num_workers)
         trainer = Trainer(
@@ -114,8 +145,8 @@ class Plan:
             enable_progress_bar=False,
             enable_model_summary=False,
             accelerator="cpu",
-            devices=1,
-            strategy=self.strategy if isinstance(self.strategy, str) else self.strategy(),
+            devices=self.devices,
+            strategy=self.strategy,
             **self.trainer,
         )
         newest = find_newest(directory)
@@ -125,17 +156,26 @@ class Plan:
             torch.save((module.state_dict(), metrics), directory / f"{name}.end")
 
 
-def in_child(work: Callable[..., None], *args: Any, timeout_s: float = 60) -> int:
+def in_child(work: Callable[..., None], *args: Any) -> int:
     """Run a function in a forked process; return its exit status (minus the signal that killed it)."""
-    process = multiprocessing.get_context("fork").Process(target=work, args=args)
-    process.start()
+    return in_children([partial(work, *args)])[0]
+
+
+def in_children(works: list[Callable[[], None]], timeout_s: float = 60) -> list[int]:
+    """Run functions in forked processes at once; return their exit statuses."""
+    context = multiprocessing.get_context("fork")
+    processes = [context.Process(target=work) for work in works]
+    for process in processes:
+        process.start()
     deadline = time.monotonic() + timeout_s
-    while process.exitcode is None:  # `join` would wait for the data workers of a killed process, too.
+    while None in (statuses := [process.exitcode for process in processes]):
+        # `join` would wait for the data workers of a killed process, too
         if time.monotonic() > deadline:
-            process.kill()
+            for process in processes:
+                process.kill()
             raise TimeoutError(f"still running after {timeout_s} s")
         time.sleep(0.01)
-    return process.exitcode
+    return [status for status in statuses if status is not None]
 
 
 def lines(directory: Path, name: str, rank: int = 0) -> list[Any]:

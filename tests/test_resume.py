@@ -1,11 +1,10 @@
 """A run killed anywhere goes on as if nothing had happened: samples, losses and weights, bit by bit."""
 
-import signal
 from pathlib import Path
 
 import pytest
 import torch
-from killing import BATCHES_PER_EPOCH, NUM_EPOCHS, Plan, in_child, lines
+from killing import BATCHES_PER_EPOCH, NUM_EPOCHS, Plan, lines
 
 PLACES = [f"step {epoch} {batch}" for epoch in range(NUM_EPOCHS) for batch in range(BATCHES_PER_EPOCH)] + [
     f"{place} {epoch}" for epoch in range(NUM_EPOCHS) for place in ("validation", "epoch end")
@@ -19,6 +18,8 @@ PLANS = {
     "saved every second step": Plan(0, 1, {"every_n_steps": 2}),
     "validated twice an epoch": Plan(0, 1, {"monitor": "val/loss", "save_top_k": 2}, {"val_check_interval": 0.5}),
     "saved after epochs": Plan(2, 3, {"every_n_epochs": 1}),
+    "ddp": Plan(0, 1, {"every_n_steps": 1}, strategy="ddp", num_ranks=2, devices=2),
+    "ddp, workers 2, accumulation 3": Plan(2, 3, EVERY_BATCH, strategy="ddp", num_ranks=2, devices=2),
     "bounded by steps": Plan(0, 1, {"every_n_epochs": 1}, {"max_steps": 11}),
 }
 
@@ -27,20 +28,20 @@ def prove(plan: Plan, places: list[str], directory: Path) -> None:
     """Kill a run at the places in turn, each time resuming it, and compare all with a run left alone."""
     whole = directory / "whole"
     whole.mkdir()
-    assert in_child(plan.run, whole, "run") == 0
-    expected = lines(whole, "run")
-    assert len(expected) >= BATCHES_PER_EPOCH * NUM_EPOCHS - 1
+    assert plan.attempt(whole, "run")
+    expected = [lines(whole, "run", rank) for rank in range(plan.num_ranks)]
+    assert all(len(rank) >= plan.num_batches for rank in expected)
     weights, metrics = torch.load(whole / "run.end")
 
     killed = directory / "killed"
     killed.mkdir()
     for number, place in enumerate([*places, None]):
-        status = in_child(plan.run, killed, f"run{number}", place)
-        assert status == (0 if place is None else -signal.SIGKILL), place
-        recorded = lines(killed, f"run{number}")
-        if recorded:
-            start = [line[:2] for line in expected].index(recorded[0][:2])
-            assert recorded == expected[start : start + len(recorded)], place
+        assert plan.attempt(killed, f"run{number}", place) == (place is None), place
+        for rank in range(plan.num_ranks):
+            recorded = lines(killed, f"run{number}", rank)
+            if recorded:
+                start = [line[:2] for line in expected[rank]].index(recorded[0][:2])
+                assert recorded == expected[rank][start : start + len(recorded)], place
     resumed_weights, resumed_metrics = torch.load(killed / f"run{len(places)}.end")
     assert resumed_metrics == metrics
     assert all(torch.equal(weights[name], resumed_weights[name]) for name in weights)
@@ -48,7 +49,8 @@ def prove(plan: Plan, places: list[str], directory: Path) -> None:
 
 @pytest.mark.parametrize("name", PLANS)
 def test_a_run_killed_twice_goes_on_exactly(name: str, tmp_path: Path) -> None:
-    prove(PLANS[name], ["step 0 3", "step 1 4"], tmp_path)
+    plan = PLANS[name]
+    prove(plan, ["step 0 3", "step 1 4"] if plan.num_ranks == 1 else ["step 0 2", "step 1 1"], tmp_path)
 
 
 @pytest.mark.slow

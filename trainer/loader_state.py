@@ -121,8 +121,9 @@ class ResumableLoader(DataLoader[Any]):
         return {"random": random_state.capture(), "generators": self._generator_states()}
 
     def _generators(self) -> list[Generator]:
-        samplers = (self.sampler, self.batch_sampler, getattr(self.batch_sampler, "sampler", None))
-        found = (getattr(owner, "generator", None) for owner in (self, *samplers))
+        units = getattr(self.batch_sampler, "units", None)  # what a rank's batches are cut from
+        own = (self, self.sampler, self.batch_sampler, getattr(self.batch_sampler, "sampler", None))
+        found = (getattr(owner, "generator", None) for owner in (*own, units, getattr(units, "sampler", None)))
         return list({id(generator): generator for generator in found if isinstance(generator, Generator)}.values())
 
     def _generator_states(self) -> list[torch.Tensor]:
