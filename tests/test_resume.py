@@ -18,8 +18,11 @@ PLANS = {
     "saved every second step": Plan(0, 1, {"every_n_steps": 2}),
     "validated twice an epoch": Plan(0, 1, {"monitor": "val/loss", "save_top_k": 2}, {"val_check_interval": 0.5}),
     "saved after epochs": Plan(2, 3, {"every_n_epochs": 1}),
+    "exact accumulation": Plan(0, 4, EVERY_BATCH, {"exact_accumulation": True}),
     "ddp": Plan(0, 1, {"every_n_steps": 1}, strategy="ddp", num_ranks=2, devices=2),
-    "ddp, workers 2, accumulation 3": Plan(2, 3, EVERY_BATCH, strategy="ddp", num_ranks=2, devices=2),
+    "ddp, workers 2, accumulation 3": Plan(
+        2, 3, EVERY_BATCH, {"exact_accumulation": True}, strategy="ddp", num_ranks=2, devices=2
+    ),
     "bounded by steps": Plan(0, 1, {"every_n_epochs": 1}, {"max_steps": 11}),
 }
 

@@ -71,7 +71,8 @@ class ResumableLoader(DataLoader[Any]):
         self._seed = self._peek_seed() if self._resumed is None else self._resumed["seed"]
         if not isinstance(self.dataset, IterableDataset):
             return self._count(super().__iter__())
-        if self._resumed is None:
+        if self._resumed is None or self._resumed["start"] is None:
+            self._resumed = None
             self._start = self._capture()
             return self._count(super().__iter__())
         return self._count(self._replay(super().__iter__))
@@ -97,7 +98,8 @@ class ResumableLoader(DataLoader[Any]):
         """Start the sampler, and skip what was taken."""
         if isinstance(self.dataset, IterableDataset):
             return iter(base)
-        if self._resumed is None:
+        if self._resumed is None or self._resumed["start"] is None:  # The order was not made yet.
+            self._resumed = None
             self._start = self._capture()
             return iter(base)
         with random_state.isolated():
@@ -111,11 +113,10 @@ class ResumableLoader(DataLoader[Any]):
 
     def _return_to_start(self) -> None:
         assert self._resumed is not None
-        self._start = self._resumed["start"]
-        self._resumed = None
-        if self._start is not None:
-            random_state.restore(self._start["random"])
-            self.load_generators(self._start)
+        start: dict[str, Any] = self._resumed["start"]
+        self._start, self._resumed = start, None
+        random_state.restore(start["random"])
+        self.load_generators(start)
 
     def _capture(self) -> dict[str, Any]:
         return {"random": random_state.capture(), "generators": self._generator_states()}

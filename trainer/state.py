@@ -4,7 +4,7 @@
 |---|---|
 | random numbers of python, numpy, torch and the process's devices | yes |
 | position of the training loaders, and how their order was made | yes |
-| gradients accumulated so far, where the save falls inside an accumulated step | yes |
+| gradients and loss weights accumulated so far, where the save falls inside an accumulated step | yes |
 | states of torchmetrics' metrics in the module, accumulated over the epoch | yes |
 | values that `self.log` accumulates over the epoch | yes |
 | metrics logged last, which schedulers and early stopping read | no, they are equal |
@@ -21,6 +21,7 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from . import logged_state, random_state
+from .accumulation import Accumulation
 from .loader_state import ResumableLoader
 
 logger = logging.getLogger(__name__)
@@ -42,6 +43,7 @@ def capture(trainer: pl.Trainer, accumulating: bool) -> list[dict[str, Any]] | N
         "random": random_state.capture(process_devices(trainer)),
         "loaders": [] if loader is None else loader._state_dicts(),
         "gradients": _gradients(module) if accumulating else None,
+        "weights": _on_cpu(_weights(trainer).total) if accumulating else 0.0,
         "metrics": {name: _on_cpu(metric.metric_state) for name, metric in _metrics(module)},
         "metric_counts": {name: metric._update_count for name, metric in _metrics(module)},
         "results": logged_state.capture(trainer.fit_loop.epoch_loop._results),
@@ -64,6 +66,7 @@ def restore(trainer: pl.Trainer, state: dict[str, Any]) -> None:
             for key, value in state["metrics"][name].items():
                 setattr(metric, key, _to(value, metric.device))
             metric._update_count = state["metric_counts"][name]
+    _weights(trainer).total = _to(state["weights"], trainer.strategy.root_device)
     for name, parameter in module.named_parameters():
         if state["gradients"] is not None and name in state["gradients"]:
             parameter.grad = state["gradients"][name].to(parameter)
@@ -85,6 +88,11 @@ def process_devices(trainer: pl.Trainer) -> list[torch.device]:
     devices.pop(root, None)
     replicas = getattr(trainer.strategy, "process_devices", [])
     return list(dict.fromkeys([root, *devices, *replicas]))
+
+
+def _weights(trainer: pl.Trainer) -> Accumulation:
+    """The loss weights of the accumulated step; of no consequence where the loop does not weigh."""
+    return getattr(trainer.fit_loop.epoch_loop, "accumulation", None) or Accumulation(trainer)
 
 
 def _gradients(module: torch.nn.Module) -> dict[str, Tensor]:
