@@ -2,8 +2,10 @@
 
 from .balanced_dp import BalancedDataParallelStrategy
 from .ddp import DDPStrategy
+from .ddp_model_parallel import DDPModelParallelStrategy
 from .dp import DataParallelStrategy
 from .exceptions import ConfigError
+from .model_parallel import ModelParallelStrategy
 from .registry import STRATEGIES
 from .single_device import SingleDeviceStrategy
 
@@ -11,7 +13,9 @@ __all__ = [
     "STRATEGIES",
     "BalancedDataParallelStrategy",
     "ConfigError",
+    "DDPModelParallelStrategy",
     "DDPStrategy",
     "DataParallelStrategy",
+    "ModelParallelStrategy",
     "SingleDeviceStrategy",
 ]

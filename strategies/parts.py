@@ -6,9 +6,10 @@ A *part* is a submodule that is placed whole, or the parameters that an opened m
 user names. Modules without parameters and buffers are no parts: they run where their inputs are.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
@@ -85,3 +86,25 @@ def part_bytes(part: Part, optimizer_copies: float) -> int:
         Weights and buffers, plus the gradient and the optimizer's copies of what is trainable.
     """
     return sum(round(t.nbytes * (2 + optimizer_copies if t.requires_grad else 1)) for t in part.tensors)
+
+
+def place_parts(module: nn.Module, device_of: Mapping[str, torch.device], elsewhere: torch.device) -> None:
+    """Move each part to its device; the module is never on one device as a whole.
+
+    Args:
+        module: the module.
+        device_of: device by the name of the part; all parts of the module.
+        elsewhere: where modules go that hold no parameters, such as metrics (they may hold other tensors).
+    """
+    inside: tuple[str, ...] = ()
+    for part in find_parts(module, list(device_of)):
+        owner = module.get_submodule(part.name)
+        if part.loose:
+            for tensor in part.tensors:
+                tensor.data = tensor.data.to(device_of[part.name])
+        else:
+            owner.to(device_of[part.name])
+            inside += (f"{part.name}.",)
+    for name, child in module.named_modules():
+        if not _tensors(child) and not f"{name}.".startswith(inside):
+            child.to(elsewhere)

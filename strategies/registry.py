@@ -4,15 +4,24 @@ from pytorch_lightning.strategies import Strategy, StrategyRegistry
 
 from .balanced_dp import BalancedDataParallelStrategy
 from .ddp import DDPStrategy
+from .ddp_model_parallel import DDPModelParallelStrategy
 from .dp import DataParallelStrategy
+from .model_parallel import ModelParallelStrategy
 from .single_device import SingleDeviceStrategy
 
 STRATEGIES: dict[str, type[Strategy]] = {
     cls.strategy_name: cls
-    for cls in (SingleDeviceStrategy, DataParallelStrategy, BalancedDataParallelStrategy, DDPStrategy)
+    for cls in (
+        SingleDeviceStrategy,
+        DataParallelStrategy,
+        BalancedDataParallelStrategy,
+        ModelParallelStrategy,
+        DDPStrategy,
+        DDPModelParallelStrategy,
+    )
 }
 """The strategies of this project, by the word that `strategy=` takes."""
 
-for _cls in (DataParallelStrategy, BalancedDataParallelStrategy):
-    # words that Lightning does not have: a stock pl.Trainer takes them, too
-    StrategyRegistry.register(_cls.strategy_name, _cls, description=_cls.__name__, override=True)
+for _name, _cls in STRATEGIES.items():
+    if _name not in StrategyRegistry:  # a word that Lightning does not have: a stock pl.Trainer takes it, too
+        StrategyRegistry.register(_name, _cls, description=_cls.__name__)

@@ -1,0 +1,112 @@
+"""Micro-batches on two stages: how much faster a training step is with m of them than with one, beside the ideal.
+
+    python benchmarks/pipeline.py --devices cpu,cpu --microbatches 1,2,4,8
+
+Two equal stages of wide linear layers, one intra-op thread each, so that a stage is bound by computing. All variants
+run interleaved in one process, round by round; the table shows medians over the rounds. Two CPU stages need two free
+cores: the load at the start is printed, and on a busy machine the figures are too low.
+"""
+
+import argparse
+import os
+import statistics
+import time
+import warnings
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+from torch import Tensor, nn
+
+from evener.strategies import ModelParallelStrategy
+from evener.strategies.schedule import ideal_speedup
+
+
+class Wide(pl.LightningModule):
+    """Equal layers, half of them on each of two stages."""
+
+    def __init__(self, width: int, depth: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(depth)))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        """Mean square of the output."""
+        return self.layers(batch).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """Plain SGD, so that nearly all time is in forward and backward."""
+        return torch.optim.SGD(self.parameters(), lr=1e-3)
+
+
+class StepTimes(pl.Callback):
+    """Seconds of each training step."""
+
+    def __init__(self, devices: list[torch.device]) -> None:
+        self.seconds: list[float] = []
+        self._devices = [device for device in devices if device.type == "cuda"]
+        self._start = 0.0
+
+    def _now(self) -> float:
+        for device in self._devices:
+            torch.cuda.synchronize(device)
+        return time.perf_counter()
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        """Start the clock."""
+        self._start = self._now()
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        """Stop the clock."""
+        self.seconds.append(self._now() - self._start)
+
+
+def step_seconds(devices: list[torch.device], num_microbatches: int, args: argparse.Namespace) -> float:
+    """Median time of a training step."""
+    torch.manual_seed(0)
+    times = StepTimes(devices)
+    trainer = pl.Trainer(
+        strategy=ModelParallelStrategy(devices=devices, num_microbatches=num_microbatches, optimizer_copies=0),
+        accelerator="cuda" if devices[0].type == "cuda" else "cpu",
+        devices=1 if devices[0].type == "cuda" else len(devices),
+        max_steps=args.steps,
+        callbacks=[times],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    batches = [torch.randn(args.batch, args.width)] * args.steps
+    trainer.fit(Wide(args.width, args.depth), torch.utils.data.DataLoader(batches, batch_size=None))
+    return statistics.median(times.seconds[1:])
+
+
+def main() -> None:
+    """Measure and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--devices", default="cpu,cpu")
+    parser.add_argument("--microbatches", default="1,2,4,8")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--batch", type=int, default=512)
+    parser.add_argument("--width", type=int, default=512)
+    parser.add_argument("--depth", type=int, default=8)
+    args = parser.parse_args()
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    devices = [torch.device(name) for name in args.devices.split(",")]
+    counts = [int(count) for count in args.microbatches.split(",")]
+    print(f"torch {torch.__version__}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, devices {args.devices}")
+    seconds: dict[int, list[float]] = {count: [] for count in counts}
+    for _ in range(args.rounds):
+        for count in counts:
+            seconds[count].append(step_seconds(devices, count, args))
+    print("micro-batches  ms/step  speed-up  best round  ideal m·k/(m+k−1)")
+    for count in counts:
+        ratios = [one / many for one, many in zip(seconds[counts[0]], seconds[count], strict=True)]
+        median = statistics.median(seconds[count])
+        ideal = ideal_speedup(count, len(devices))
+        print(f"{count:13d}{median * 1e3:9.1f}{statistics.median(ratios):10.2f}{max(ratios):12.2f}{ideal:12.2f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,100 @@
+"""DDP whose every process owns several devices, and cuts its copy of the module across them."""
+
+from dataclasses import fields
+from typing import Any
+
+import torch
+from pytorch_lightning.overrides.distributed import prepare_for_backward
+from pytorch_lightning.utilities.types import STEP_OUTPUT
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+from typing_extensions import override
+
+from .blocks import num_processes, own_devices
+from .ddp import DDPStrategy
+from .stage_layout import StageOptions
+from .staged import StagedStrategy, replaced
+
+STAGE_OPTIONS = tuple(field.name for field in fields(StageOptions))
+
+
+class DDPModelParallelStrategy(StagedStrategy, DDPStrategy):
+    """One process per block of devices; each cuts its copy of the module across its block.
+
+    With 8 devices and `model_parallel_size=2` there are 4 processes, and rank r owns devices 2r and 2r + 1. What DDP
+    does is `DDPStrategy`'s, what the devices of a block do is `ModelParallelStrategy`'s.
+
+    Args:
+        model_parallel_size: devices of a process, which is stages of the module.
+        **options: those of `StageOptions` and of `DDPStrategy`.
+
+    Raises:
+        ConfigError: an option has no such value, or the devices don't divide into blocks.
+    """
+
+    strategy_name = "ddp_model_parallel"
+
+    def __init__(self, model_parallel_size: int = 2, **options: Any) -> None:
+        staged = {name: options.pop(name) for name in STAGE_OPTIONS if name in options}
+        super().__init__(StageOptions(**staged), **options)
+        self.model_parallel_size = model_parallel_size
+
+    @classmethod
+    def count_processes(cls, num_devices: int, model_parallel_size: int = 2, **_: Any) -> int:
+        """Count the processes of a node: `num_devices / model_parallel_size`.
+
+        Raises:
+            ConfigError: the devices don't divide into blocks.
+        """
+        return num_processes(num_devices, model_parallel_size)
+
+    @property
+    @override
+    def num_processes(self) -> int:
+        return num_processes(len(self.parallel_devices or ()), self.model_parallel_size)
+
+    @property
+    @override
+    def process_devices(self) -> list[torch.device]:
+        assert self.parallel_devices is not None, "the trainer sets the devices"
+        return own_devices(self.parallel_devices, self.local_rank, self.model_parallel_size)
+
+    @override
+    def determine_ddp_device_ids(self) -> None:
+        """DDP is told of no device: it must leave the module where it is."""
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        if not self.finishes_later:
+            return super().training_step(*args, **kwargs)
+        # each micro-batch has a backward pass of its own; DDP must not take the first one's gradients for the sum
+        with replaced(self.model, "require_backward_grad_sync", False):
+            return super().training_step(*args, **kwargs)
+
+    @override
+    def finish_backward(self) -> None:
+        super().finish_backward()
+        model = self.model
+        assert isinstance(model, DistributedDataParallel)
+        if model.require_backward_grad_sync:
+            parameters = [p for p in model.parameters() if p.requires_grad and p.grad is not None]
+            gradients = [p.grad for p in parameters]
+            for parameter in parameters:
+                parameter.grad = None
+            handover = _Handover.apply(gradients, *parameters)
+            prepare_for_backward(model, handover)
+            handover.backward()
+
+
+class _Handover(torch.autograd.Function):
+    """Gives finished gradients to the parameters in a backward pass, where DDP's reducer waits for them."""
+
+    @staticmethod
+    def forward(ctx: Any, gradients: list[Tensor], *parameters: Tensor) -> Tensor:
+        ctx.gradients = gradients
+        return parameters[0].new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        gradients, ctx.gradients = ctx.gradients, None  # held here no longer, they need not be copied
+        return (None, *gradients)

@@ -1,0 +1,63 @@
+"""One process, one copy of the module, cut across devices."""
+
+from collections.abc import Sequence
+from typing import Literal
+
+import pytorch_lightning.strategies as pl_strategies
+import torch
+from typing_extensions import override
+
+from .exceptions import ConfigError
+from .stage_layout import Partition, StageOptions
+from .staged import StagedStrategy
+from .types import Device
+
+
+class ModelParallelStrategy(StagedStrategy, pl_strategies.SingleDeviceStrategy):
+    """Train a module that is too large for one device: each device holds one stage of it.
+
+    Args:
+        devices: one per stage; devices may repeat and mix. None takes the trainer's (`accelerator=`, `devices=`).
+        partition: how the module is cut: `auto`, `manual`, or the names of the first module of each later stage.
+        num_microbatches: parts of a training batch that are on different stages at the same time.
+        output_device: where batch, outputs and loss meet: `last` or `first`.
+        optimizer_copies: tensors of a parameter's size that the optimizer keeps per trainable parameter.
+        profile_activations: whether `auto` also counts what the backward pass keeps.
+        deterministic: whether one thread runs the micro-batches in order; None follows torch.
+
+    Further explanation: `StageOptions`.
+
+    Raises:
+        ConfigError: an option has no such value, or the trainer has no devices.
+    """
+
+    strategy_name = "model_parallel"
+
+    def __init__(
+        self,
+        devices: Sequence[Device] | None = None,
+        partition: Partition = "auto",
+        num_microbatches: int = 1,
+        output_device: Literal["last", "first"] = "last",
+        optimizer_copies: float = 2,
+        profile_activations: bool = False,
+        deterministic: bool | None = None,
+    ) -> None:
+        super().__init__(
+            StageOptions(
+                partition=partition,
+                num_microbatches=num_microbatches,
+                output_device=output_device,
+                optimizer_copies=optimizer_copies,
+                profile_activations=profile_activations,
+                deterministic=deterministic,
+            )
+        )
+        self.parallel_devices = [torch.device(device) for device in devices or ()]
+
+    @property
+    @override
+    def process_devices(self) -> list[torch.device]:
+        if not self.parallel_devices:
+            raise ConfigError("model_parallel: it has no devices yet. Give devices=..., or use it in a Trainer.")
+        return list(self.parallel_devices)

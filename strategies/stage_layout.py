@@ -1,0 +1,273 @@
+"""One copy of a module, cut across the devices of a process."""
+
+import logging
+import threading
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, TypeAlias
+
+import torch
+from pytorch_lightning import LightningModule
+from pytorch_lightning.utilities.rank_zero import rank_zero_warn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten  # pyright: ignore[reportUnknownVariableType]
+from torch.utils.hooks import RemovableHandle
+
+from .parts import find_parts, place_parts
+from .activations import profile_activations
+from .devices import to_device
+from .exceptions import ConfigError
+from .stages import StagePlan, auto_plan, named_plan, plan_table, verify_manual
+from .turns import Ticket
+
+log = logging.getLogger(__name__)
+
+Partition: TypeAlias = Literal["auto", "manual"] | Sequence[str]
+"""How a module is cut: `auto`, `manual`, or the names of the first module of each later stage."""
+
+
+@dataclass(frozen=True)
+class StageOptions:
+    """How a module is cut into stages, and a batch into micro-batches.
+
+    Args:
+        partition: `auto` balances memory over contiguous stages; `manual` leaves placement to the module's
+            `configure_model`; a list names the first module of each stage after stage 0.
+        num_microbatches: parts of a training batch that are on different stages at the same time.
+        output_device: where the batch, the module's outputs and the loss meet: `last` is the device of the module's
+            last part (logits stay where they arise), `first` the root device.
+        optimizer_copies: tensors of a parameter's size that the optimizer keeps per trainable parameter: Adam 2, SGD
+            with momentum 1, plain SGD 0. Used by `auto`.
+        profile_activations: whether `auto` also counts what backward keeps, measured without computing on the
+            module's `example_input_array`.
+        deterministic: whether one thread runs the micro-batches in order. None follows
+            `torch.use_deterministic_algorithms` (`Trainer(deterministic=True)`).
+
+    Raises:
+        ConfigError: an option has no such value.
+    """
+
+    partition: Partition = "auto"
+    num_microbatches: int = 1
+    output_device: Literal["last", "first"] = "last"
+    optimizer_copies: float = 2
+    profile_activations: bool = False
+    deterministic: bool | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.partition, str) and self.partition not in ("auto", "manual"):
+            raise ConfigError(
+                f"partition={self.partition} is unknown. Give auto, manual, or a list with the first module of each "
+                "stage after stage 0."
+            )
+        if type(self.num_microbatches) is not int or self.num_microbatches < 1:
+            raise ConfigError(f"num_microbatches={self.num_microbatches!r} is no count. Give 1 or more.")
+        if self.output_device not in ("last", "first"):
+            raise ConfigError(f"output_device={self.output_device} is unknown. Give last or first.")
+        if not self.optimizer_copies >= 0:
+            raise ConfigError(f"optimizer_copies={self.optimizer_copies} is negative. Give 0 or more (Adam: 2).")
+
+
+class Route:
+    """The way of one batch through the stages."""
+
+    def __init__(self) -> None:
+        self._stage = 0
+        self._crossings = 0
+        self._back: list[str] = []
+        self._bytes_back = 0
+
+    def enter(self, stage: int, name: str, inputs: Sequence[Any]) -> None:
+        """Note that a part is called."""
+        if stage < self._stage:
+            self._back.append(f"{name} (stage {stage}) after stage {self._stage}")
+            self._bytes_back += sum(value.nbytes for value in inputs if isinstance(value, Tensor))
+        self._crossings += stage != self._stage
+        self._stage = stage
+
+    def warn(self, num_stages: int) -> None:
+        """Say what going back costs, if it happened."""
+        if self._back:
+            rank_zero_warn(
+                f"A stage is used before the previous one is done: {', '.join(self._back)}. Each step changes devices "
+                f"{self._crossings} times instead of {num_stages - 1}, brings {self._bytes_back:,} bytes back, and "
+                "stages wait for each other. Register modules in the order of their use, or name the cut: "
+                "partition=[first module of each later stage]."
+            )
+
+
+def example_inputs(module: LightningModule) -> tuple[Any, ...]:
+    """The module's `example_input_array` as arguments of `forward`.
+
+    Raises:
+        ConfigError: it has none.
+    """
+    inputs = module.example_input_array
+    if inputs is None:
+        raise ConfigError(
+            f"profile_activations needs inputs, and {type(module).__name__} has no example_input_array. Set it in "
+            "__init__ to what forward takes, as large as one batch, or set profile_activations=false."
+        )
+    return tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)
+
+
+class StageLayout:
+    """The devices of a process as stages of one module.
+
+    Args:
+        devices: one per stage; devices may repeat.
+        options: how to cut.
+    """
+
+    def __init__(self, devices: Sequence[torch.device], options: StageOptions) -> None:
+        self.devices = list(devices)
+        self.options = options
+        self.plan: StagePlan | None = None
+        """Which part is on which stage; None before placement and under `partition=manual`."""
+        self._hooks: list[RemovableHandle] = []
+        self._on_thread = threading.local()
+        self._is_watched = False
+        self._manual: dict[int, torch.device] = {}
+
+    @property
+    def num_stages(self) -> int:
+        """Number of stages."""
+        return len(self.devices)
+
+    @property
+    def meeting_stage(self) -> int:
+        """The stage on whose device batch, outputs and loss meet."""
+        if self.options.output_device == "first":
+            return 0
+        return list(self.plan.stage_of.values())[-1] if self.plan and self.plan.stage_of else self.num_stages - 1
+
+    @property
+    def meeting_device(self) -> torch.device:
+        """The device on which batch, outputs and loss meet."""
+        return self.devices[self.meeting_stage]
+
+    def place(self, module: LightningModule) -> None:
+        """Put each part of the module on its stage's device, and have inputs follow.
+
+        Raises:
+            ConfigError: the module can't be cut as asked.
+        """
+        self.remove()
+        if self.options.partition == "manual":
+            self._place_again(module)
+            verify_manual(module, self.devices)
+            module._device = self.meeting_device
+            return
+        self.plan = self._make_plan(module)
+        devices = {name: self.devices[stage] for name, stage in self.plan.stage_of.items()}
+        place_parts(module, devices, self.meeting_device)
+        module._device = self.meeting_device
+        self._add_hooks(module)
+        log.info("%s in %d stages:\n%s", type(module).__name__, self.num_stages, self.table(module))
+
+    def table(self, module: nn.Module) -> str:
+        """Draw the plan; under `partition=manual` what is found on each device."""
+        assert self.plan is not None, "place comes first"
+        return plan_table(module, self.plan, self.devices)
+
+    def tensors(self, module: nn.Module) -> Iterator[tuple[str, Tensor, int]]:
+        """Yield name, tensor and stage of each parameter and buffer; a tied tensor once."""
+        assert self.plan is not None, "place comes first"
+        parts = find_parts(module, list(self.plan.stage_of))
+        stage_of = {id(tensor): self.plan.stage_of[part.name] for part in reversed(parts) for tensor in part.tensors}
+        for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+            yield name, tensor, stage_of[id(tensor)]
+
+    @contextmanager
+    def on_devices(self, devices: Sequence[torch.device]) -> Generator[None]:
+        """Have inputs follow to other devices for a while; the module stays where it is."""
+        own, self.devices = self.devices, list(devices)
+        try:
+            yield
+        finally:
+            self.devices = own
+
+    def remove(self) -> None:
+        """Take the hooks off the module; it stays where it is."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    def _place_again(self, module: nn.Module) -> None:
+        """Remember where the user put each tensor; bring it back there in a later run, as Lightning moved it away."""
+        tensors = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
+        if self._manual.keys() == tensors.keys():
+            for key, tensor in tensors.items():
+                tensor.data = tensor.data.to(self._manual[key])
+        self._manual = {key: tensor.device for key, tensor in tensors.items()}
+
+    def _make_plan(self, module: LightningModule) -> StagePlan:
+        if not isinstance(self.options.partition, str):
+            return named_plan(module, self.num_stages, self.options.partition)
+        kept = None
+        if self.options.profile_activations:
+            kept = profile_activations(module, find_parts(module), example_inputs(module))
+        return auto_plan(module, self.num_stages, self.options.optimizer_copies, kept)
+
+    def _add_hooks(self, module: nn.Module) -> None:
+        assert self.plan is not None
+        if self.num_stages == 1:
+            return
+        placed = {part.name for part in find_parts(module, list(self.plan.stage_of)) if not part.loose}
+        parts = {name: module.get_submodule(name) for name in self.plan.stage_of if name in placed}
+        for name, part in parts.items():
+            enter = partial(self._enter, self.plan.stage_of[name], name)
+            self._hooks.append(part.register_forward_pre_hook(enter, with_kwargs=True))
+        for source in (*list(parts.values())[-1:], module):
+            self._hooks.append(source.register_forward_hook(self._meet))
+
+    def _enter(self, stage: int, name: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Bring the inputs of a part to its stage."""
+        route: Route | None = getattr(self._on_thread, "route", None)
+        if route is not None:
+            route.enter(stage, name, tree_leaves((args, kwargs)))
+        return self._bring(stage, (args, kwargs))
+
+    @contextmanager
+    def watched(self) -> Generator[None]:
+        """Warn, the first time that a training step is run, if its way through the stages goes back."""
+        if self._is_watched:
+            yield
+            return
+        self._is_watched = True
+        self._on_thread.route = Route()
+        try:
+            yield
+            self._on_thread.route.warn(self.num_stages)
+        finally:
+            self._on_thread.route = None
+
+    def _meet(self, _: nn.Module, __: tuple[Any, ...], output: Any) -> Any:
+        """Bring an output to the meeting device."""
+        return self._bring(self.meeting_stage, output)
+
+    def _bring(self, stage: int, value: Any) -> Any:
+        leaves, spec = tree_flatten(value)
+        where = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        tensors = self._move(stage, [leaves[index] for index in where])
+        for index, tensor in zip(where, tensors, strict=True):
+            leaves[index] = tensor
+        return tree_unflatten(leaves, spec)
+
+    def _move(self, stage: int, tensors: list[Tensor]) -> list[Tensor]:
+        move = partial(to_device, device=self.devices[stage])
+        ticket: Ticket | None = getattr(self._on_thread, "ticket", None)
+        if ticket is None or ticket.stage == stage:
+            return [move(tensor) for tensor in tensors]
+        return ticket.move_on(stage, tensors, move)
+
+    @contextmanager
+    def ticketed(self, ticket: Ticket) -> Generator[None]:
+        """Let modules that this thread calls take turns with those of other threads."""
+        self._on_thread.ticket = ticket
+        try:
+            yield
+        finally:
+            self._on_thread.ticket = None
