@@ -32,7 +32,7 @@ def profile_activations(module: nn.Module, parts: Sequence[Part], args: Sequence
     """
     fake = FakeTensorMode()
     tensors = (*module.named_parameters(), *module.named_buffers())
-    state = {name: fake.from_tensor(tensor) for name, tensor in tensors}
+    state: dict[str, Tensor] = {name: fake.from_tensor(tensor) for name, tensor in tensors}
     inputs = tree_map_only(Tensor, fake.from_tensor, tuple(args))
     meter = _Meter(parts[0].name, {_storage(tensor) for tensor in state.values()})
     hooks = [

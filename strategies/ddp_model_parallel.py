@@ -12,8 +12,9 @@ from typing_extensions import override
 
 from .blocks import num_processes, own_devices
 from .ddp import DDPStrategy
+from .patching import replaced
 from .stage_layout import StageOptions
-from .staged import StagedStrategy, replaced
+from .staged import StagedStrategy
 
 STAGE_OPTIONS = tuple(field.name for field in fields(StageOptions))
 
@@ -95,6 +96,6 @@ class _Handover(torch.autograd.Function):
         return parameters[0].new_zeros(())
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         gradients, ctx.gradients = ctx.gradients, None  # held here no longer, they need not be copied
         return (None, *gradients)

@@ -157,6 +157,11 @@ def current_stream(device: torch.device) -> torch.Stream | None:
     return torch.accelerator.current_stream(device) if is_accelerator(device) else None
 
 
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Move a tensor, without waiting for it where that is safe: to the CPU a copy must have ended before it is read."""
+    return tensor.to(device, non_blocking=is_accelerator(device))
+
+
 def copy_coalesced(sources: Sequence[Tensor], targets: Sequence[Tensor], bucket_bytes: int = 2**26) -> None:
     """Copy tensors to tensors of the same shapes on another device, in few transfers.
 

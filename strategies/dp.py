@@ -17,7 +17,7 @@ from typing_extensions import override
 from .chunks import join, num_samples, split
 from .exceptions import ConfigError
 from .partition import Even, Policy, without_single_samples
-from .reduction import ChunkLosses, LossReduction, chunk_losses
+from .reduction import ChunkLosses, LossReduction, chunk_losses, with_scalars
 from .replica_layout import ReplicaLayout
 from .submodule import ParallelForward, find_submodule
 from .types import Batch, Device
@@ -276,18 +276,12 @@ class DataParallelStrategy(pl_strategies.SingleDeviceStrategy):
         self, loss: Tensor, losses: ChunkLosses, outputs: list[dict[str, Any]], sizes: list[int]
     ) -> dict[str, Any]:
         """The loss, its weight and the scalars of an output; what is larger stays where it is."""
-        result: dict[str, Any] = {"loss": loss}
-        for key in outputs[0].keys() - {"loss"}:
-            values = [output.get(key) for output in outputs]
-            if key == "loss_weight":
-                result[key] = losses.total(self.root_device)
-            elif isinstance(values[0], (int, float, str)) or (isinstance(values[0], Tensor) and not values[0].dim()):
-                result[key] = join(values, sizes, self.root_device)
-            else:
-                self._info_once(
-                    f"training_step's output {key!r} stays on its replica and does not reach callbacks. Define "
-                    "training_step_end(outputs) to have the outputs of all replicas joined on the root device."
-                )
+        result, left_out = with_scalars(loss, losses, outputs, sizes, self.root_device)
+        for key in left_out:
+            self._info_once(
+                f"training_step's output {key!r} stays on its replica and does not reach callbacks. Define "
+                "training_step_end(outputs) to have the outputs of all replicas joined on the root device."
+            )
         return result
 
     @property

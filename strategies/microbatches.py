@@ -1,18 +1,21 @@
 """One training step in micro-batches: forward on stages that overlap, then backward."""
 
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Generator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from typing_extensions import override
 
 from .devices import is_accelerator
 from .executor import Executor, Piece
+from .patching import replaced
+from .records import LogRecorder
 from .stage_layout import StageLayout
 from .turns import Ticket, Turns
-from .types import Chunk
-from .weights import loss_weight
 
 
 class _Pending(NamedTuple):
@@ -46,7 +49,9 @@ class MicroBatches:
     def uses_threads(self) -> bool:
         """Whether micro-batches have threads, so that `finish_backward` is needed after the loss's own backward."""
         options = self._layout.options
-        in_order = torch.are_deterministic_algorithms_enabled() if options.deterministic is None else options.deterministic
+        in_order = (
+            torch.are_deterministic_algorithms_enabled() if options.deterministic is None else options.deterministic
+        )
         many = options.num_microbatches > 1 and self._layout.num_stages > 1 and self._layout.plan is not None
         return many and not in_order and not all(is_accelerator(device) for device in self._layout.devices)
 
@@ -108,26 +113,32 @@ class MicroBatches:
         return {**output, "loss": leaf} if isinstance(output, dict) else leaf
 
 
-def combined(outputs: Sequence[Any], chunks: Sequence[Chunk]) -> Any:
-    """Put the results of micro-batches together: Σ (w_i / Σ w) · L_i.
+class MicroBatchLogs(LogRecorder):
+    """Logs each name once for the whole batch, though every micro-batch calls `self.log`.
 
     Args:
-        outputs: what `training_step` returned for each micro-batch.
-        chunks: the micro-batches.
-
-    Returns:
-        The loss, or a mapping with `loss` (and the sum of `loss_weight`, where the module gives it); None where all
-        are None.
+        module: the module that logs; its parts log, too.
+        num_microbatches: micro-batches of a step.
+        device: where the values are combined.
     """
-    pairs = [(output, chunk) for output, chunk in zip(outputs, chunks, strict=True) if output is not None]
-    if not pairs:
-        return None
-    weights = [loss_weight(output, chunk) for output, chunk in pairs]
-    losses = [output["loss"] if isinstance(output, dict) else output for output, _ in pairs]
-    total: Any = sum(weights)
-    parts = [torch.nan_to_num(weight / total) if isinstance(total, Tensor) else weight / total for weight in weights]
-    loss = torch.stack([loss * part for loss, part in zip(losses, parts, strict=True)]).sum()
-    first = pairs[0][0]
-    if not isinstance(first, dict):
-        return loss
-    return {"loss": loss, **({"loss_weight": total} if first.get("loss_weight") is not None else {})}
+
+    def __init__(self, module: nn.Module, num_microbatches: int, device: torch.device) -> None:
+        super().__init__([list(module.modules())] * num_microbatches, device, lambda metric: metric)
+        self._on_thread = threading.local()
+
+    @override
+    @contextmanager
+    def recording(self) -> Generator[None]:
+        self._calls = [[] for _ in self._modules]
+        with ExitStack() as stack:
+            for index, module in enumerate(self._modules[0]):
+                stack.enter_context(replaced(module, "log", partial(self._log, index)))
+            yield
+
+    def run(self, microbatch: int, call: Callable[[], Any]) -> Any:
+        """Run a micro-batch's step, so that what this thread logs is known for its own."""
+        self._on_thread.microbatch = microbatch
+        return call()
+
+    def _log(self, module: int, *args: Any, **options: Any) -> None:
+        self._recorders[self._on_thread.microbatch][module](*args, **options)

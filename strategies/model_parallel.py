@@ -8,6 +8,7 @@ import torch
 from typing_extensions import override
 
 from .exceptions import ConfigError
+from .reduction import LossReduction
 from .stage_layout import Partition, StageOptions
 from .staged import StagedStrategy
 from .types import Device
@@ -23,6 +24,7 @@ class ModelParallelStrategy(StagedStrategy, pl_strategies.SingleDeviceStrategy):
         output_device: where batch, outputs and loss meet: `last` or `first`.
         optimizer_copies: tensors of a parameter's size that the optimizer keeps per trainable parameter.
         profile_activations: whether `auto` also counts what the backward pass keeps.
+        loss_reduction: what the module's loss is, `mean` or `sum`.
         deterministic: whether one thread runs the micro-batches in order; None follows torch.
 
     Further explanation: `StageOptions`.
@@ -41,6 +43,7 @@ class ModelParallelStrategy(StagedStrategy, pl_strategies.SingleDeviceStrategy):
         output_device: Literal["last", "first"] = "last",
         optimizer_copies: float = 2,
         profile_activations: bool = False,
+        loss_reduction: LossReduction = "mean",
         deterministic: bool | None = None,
     ) -> None:
         super().__init__(
@@ -50,6 +53,7 @@ class ModelParallelStrategy(StagedStrategy, pl_strategies.SingleDeviceStrategy):
                 output_device=output_device,
                 optimizer_copies=optimizer_copies,
                 profile_activations=profile_activations,
+                loss_reduction=loss_reduction,
                 deterministic=deterministic,
             )
         )

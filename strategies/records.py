@@ -12,7 +12,6 @@ import torch
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
-from .metrics import MetricMerger
 from .reduction import ChunkLosses
 from .replicas import Replicas, are_same, attribute_values
 
@@ -43,14 +42,17 @@ class LogRecorder:
     """Records `self.log` on every replica, and logs each name once, on the root, for the whole batch.
 
     Args:
-        replicas: the replicas that log.
-        metrics: finds the root's metric where a replica's is logged.
+        modules: the modules of every replica that logs, the root's first, each in one order.
+        device: where the values are combined.
+        original: finds the root's metric where a replica's is logged.
     """
 
-    def __init__(self, replicas: Replicas, metrics: MetricMerger) -> None:
-        self._metrics = metrics
-        self._device = replicas.devices[0]
-        self._modules = [[m for m in modules if isinstance(m, pl.LightningModule)] for modules in replicas.modules()]
+    def __init__(
+        self, modules: Sequence[Sequence[nn.Module]], device: torch.device, original: Callable[[Any], Any]
+    ) -> None:
+        self._original = original
+        self._device = device
+        self._modules = [[m for m in replica if isinstance(m, pl.LightningModule)] for replica in modules]
         self._calls: list[list[_Call]] = []
         self._recorders = [
             [self._recorder(i, j) for j in range(len(modules))] for i, modules in enumerate(self._modules)
@@ -126,7 +128,7 @@ class LogRecorder:
         values = [call.kept for call in calls]
         reduction = calls[0].options.get("reduce_fx", "mean")
         if not isinstance(values[0], (Tensor, int, float)):
-            return self._metrics.original(values[0])
+            return self._original(values[0])
         if any(isinstance(value, Tensor) for value in values):
             values = [torch.as_tensor(value, device=self._device).reshape(()) for value in values]
         if reduction in _EXTREMES:

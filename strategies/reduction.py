@@ -11,6 +11,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor
 
+from .chunks import join
 from .devices import is_accelerator, move_coalesced
 from .exceptions import ConfigError
 from .weights import loss_weight
@@ -78,6 +79,34 @@ def chunk_losses(
     if any(given):
         weights = [loss_weight(output, chunk) for output, chunk in zip(outputs, chunks, strict=True)]
     return ChunkLosses(losses, weights, reduction)
+
+
+def with_scalars(
+    loss: Tensor, losses: ChunkLosses, outputs: Sequence[dict[str, Any]], sizes: Sequence[int], device: torch.device
+) -> tuple[dict[str, Any], list[str]]:
+    """Join what chunks returned beside their losses, as far as it is scalar; what is larger stays where it is.
+
+    Args:
+        loss: the loss of the whole batch.
+        losses: the losses of the chunks.
+        outputs: one per chunk.
+        sizes: samples per chunk.
+        device: where the result is to be.
+
+    Returns:
+        `loss`, the sum of `loss_weight` where the module gave it, and means of scalars; and the keys left out.
+    """
+    result: dict[str, Any] = {"loss": loss}
+    left_out: list[str] = []
+    for key in outputs[0].keys() - {"loss"}:
+        values = [output.get(key) for output in outputs]
+        if key == "loss_weight":
+            result[key] = losses.total(device)
+        elif isinstance(values[0], (int, float, str)) or (isinstance(values[0], Tensor) and not values[0].dim()):
+            result[key] = join(values, sizes, device)
+        else:
+            left_out.append(key)
+    return result, left_out
 
 
 def _on(weight: Tensor | float, device: torch.device) -> Any:

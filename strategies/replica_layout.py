@@ -102,7 +102,7 @@ class ReplicaLayout:
         root, *others = self.replicas.parameters()
         self._gradients = GradientSum(root, others)
         self._metrics = MetricMerger(self.replicas)
-        self.logs = LogRecorder(self.replicas, self._metrics)
+        self.logs = LogRecorder(self.replicas.modules(), self.devices[0], self._metrics.original)
         self._attributes = AttributeWatch(self.replicas, self._strategy)
 
     def _measured(

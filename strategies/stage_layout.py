@@ -15,10 +15,11 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten  # pyright: ignore[reportUnknownVariableType]
 from torch.utils.hooks import RemovableHandle
 
-from .parts import find_parts, place_parts
 from .activations import profile_activations
 from .devices import to_device
 from .exceptions import ConfigError
+from .parts import find_parts, place_parts
+from .reduction import LossReduction
 from .stages import StagePlan, auto_plan, named_plan, plan_table, verify_manual
 from .turns import Ticket
 
@@ -42,6 +43,7 @@ class StageOptions:
             with momentum 1, plain SGD 0. Used by `auto`.
         profile_activations: whether `auto` also counts what backward keeps, measured without computing on the
             module's `example_input_array`.
+        loss_reduction: what the module's loss is: `mean` over samples (or `loss_weight`), or `sum`.
         deterministic: whether one thread runs the micro-batches in order. None follows
             `torch.use_deterministic_algorithms` (`Trainer(deterministic=True)`).
 
@@ -54,6 +56,7 @@ class StageOptions:
     output_device: Literal["last", "first"] = "last"
     optimizer_copies: float = 2
     profile_activations: bool = False
+    loss_reduction: LossReduction = "mean"
     deterministic: bool | None = None
 
     def __post_init__(self) -> None:
@@ -66,6 +69,8 @@ class StageOptions:
             raise ConfigError(f"num_microbatches={self.num_microbatches!r} is no count. Give 1 or more.")
         if self.output_device not in ("last", "first"):
             raise ConfigError(f"output_device={self.output_device} is unknown. Give last or first.")
+        if self.loss_reduction not in ("mean", "sum"):
+            raise ConfigError(f"loss_reduction={self.loss_reduction} is unknown. Give mean or sum.")
         if not self.optimizer_copies >= 0:
             raise ConfigError(f"optimizer_copies={self.optimizer_copies} is negative. Give 0 or more (Adam: 2).")
 

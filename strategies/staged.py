@@ -17,10 +17,12 @@ from typing_extensions import override
 
 from .chunks import num_samples, split
 from .exceptions import ConfigError
-from .microbatches import MicroBatches, combined
+from .microbatches import MicroBatches, MicroBatchLogs
 from .partition import Even, without_single_samples
+from .patching import replaced
+from .reduction import chunk_losses, with_scalars
 from .stage_layout import StageLayout, StageOptions
-from .types import Batch
+from .types import Batch, Chunk
 
 
 class StagedStrategy(pl_strategies.Strategy):
@@ -31,11 +33,14 @@ class StagedStrategy(pl_strategies.Strategy):
         **kwargs: for the strategy that this is mixed into.
     """
 
+    strategy_name: str
+
     def __init__(self, options: StageOptions, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.stage_options = options
         self._layout: StageLayout | None = None
         self._microbatches: MicroBatches | None = None
+        self._logs: MicroBatchLogs | None = None
 
     @property
     def process_devices(self) -> list[torch.device]:
@@ -61,6 +66,9 @@ class StagedStrategy(pl_strategies.Strategy):
         for optimizer in self.optimizers:
             state_to_parameters(optimizer)
         self._microbatches = MicroBatches(self.layout)
+        assert self.lightning_module is not None
+        num = self.stage_options.num_microbatches
+        self._logs = MicroBatchLogs(self.lightning_module, num, self.layout.meeting_device)
 
     def _verify(self, trainer: pl.Trainer) -> None:
         module = trainer.lightning_module
@@ -113,11 +121,28 @@ class StagedStrategy(pl_strategies.Strategy):
         if len(sizes) == 1:
             return self._watched(partial(step, batch, *args, **kwargs))
         assert self._microbatches is not None
-        names = [f"micro-batch {i} of {len(sizes)} ({size} samples)" for i, size in enumerate(sizes)]
+        assert self._logs is not None
+        names = [
+            f"micro-batch {i + 1} of {len(sizes)}, {size} of {sum(sizes)} samples," for i, size in enumerate(sizes)
+        ]
         chunks = split(batch, sizes)
-        calls = [partial(step, chunk, *args, **kwargs) for chunk in chunks]
-        outputs = self._microbatches.forward(names, [partial(self._watched, calls[0]), *calls[1:]])
-        return combined(outputs, chunks)
+        steps = [partial(step, chunk, *args, **kwargs) for chunk in chunks]
+        steps[0] = partial(self._watched, steps[0])
+        with self._logs.recording():
+            outputs = self._microbatches.forward(names, [partial(self._logs.run, i, s) for i, s in enumerate(steps)])
+        return self._combined(outputs, chunks, sizes)
+
+    def _combined(self, outputs: list[Any], chunks: list[Chunk], sizes: list[int]) -> STEP_OUTPUT:
+        assert self._logs is not None
+        if all(output is None for output in outputs):
+            self._logs.replay(sizes)
+            return None  # the module skips this batch
+        losses = chunk_losses(outputs, chunks, sizes, self.stage_options.loss_reduction, self.strategy_name)
+        self._logs.replay(sizes, losses)
+        loss = losses.combine(self.root_device)
+        if not isinstance(outputs[0], dict):
+            return loss
+        return with_scalars(loss, losses, outputs, sizes, self.root_device)[0]
 
     def _watched(self, call: Callable[[], Any]) -> Any:
         with self.layout.watched():
@@ -166,18 +191,6 @@ class StagedStrategy(pl_strategies.Strategy):
         if self._layout is not None:
             self._layout.remove()
         super().teardown()
-
-
-@contextmanager
-def replaced(owner: object, name: str, value: Any) -> Generator[None]:
-    """Give one object another method for a while."""
-    kept = {name: vars(owner)[name]} if name in vars(owner) else {}
-    vars(owner)[name] = value
-    try:
-        yield
-    finally:
-        del vars(owner)[name]
-        vars(owner).update(kept)
 
 
 def state_to_parameters(optimizer: Optimizer) -> None:

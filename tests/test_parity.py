@@ -1,14 +1,16 @@
 """Law 1: every strategy trains as one device does. Add a strategy to PLANS; the cases are in tests/parity.py."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import pytorch_lightning as pl
 from parity import CASES, Case, assert_equal, baseline, run
 
-from evener.strategies import BalancedDataParallelStrategy, DataParallelStrategy
+from evener.strategies import BalancedDataParallelStrategy, DataParallelStrategy, ModelParallelStrategy
 
+InOrder = partial(ModelParallelStrategy, deterministic=True)
 Plan = tuple[int, Callable[..., Any]]
 
 
@@ -24,8 +26,10 @@ PLANS: dict[str, Plan] = {
     "balanced_dp-weights=1,0,3": (3, balanced(weights=[1, 0, 3])),
     "balanced_dp-weights=0,1": (2, balanced(weights=[0, 1])),
     "balanced_dp-auto": (2, balanced(weights="auto")),
+    **{f"model_parallel-2-{m}": (2, partial(InOrder, num_microbatches=m)) for m in range(1, 5)},
+    "model_parallel-2-3-threads": (2, partial(ModelParallelStrategy, num_microbatches=3, deterministic=False)),
 }
-"""Number of devices and strategy, by name."""
+"""Number of devices and strategy, by name; for model_parallel devices are stages, then come micro-batches."""
 
 
 @pytest.mark.parametrize("plan", PLANS)
