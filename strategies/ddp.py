@@ -76,6 +76,7 @@ class DDPStrategy(pl_strategies.DDPStrategy):
         self.timeout_s = timeout_s
         self.batch_size_is: BatchSizeIs = batch_size_is
         self.peers: Peers | None = None
+        self.stop_signal: int | None = None
         self._trainer: pl.Trainer | None = None
         self._loaders: RankLoaders | None = None
         self._manages_samples = True
@@ -154,7 +155,9 @@ class DDPStrategy(pl_strategies.DDPStrategy):
         stopping = self.peers.stopping
         if received and not stopping.armed:
             stopping.request(signal.SIGTERM)
-        return stopping.armed and stopping.due(self._trainer.global_step)
+        stops = stopping.armed and stopping.due(self._trainer.global_step)
+        self.stop_signal = stopping.signal if stops else None
+        return stops
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
@@ -271,7 +274,7 @@ class DDPStrategy(pl_strategies.DDPStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        if self.peers is not None:
+        if self.peers is not None and not isinstance(exception, SIGTERMException):
             self.peers.explain(exception)
 
     @override

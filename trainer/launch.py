@@ -1,6 +1,7 @@
 """Run the work in every process: here, under torch's elastic agent, or as a worker of torchrun, SLURM or Kubeflow."""
 
 import os
+import signal
 import sys
 import tempfile
 import uuid
@@ -11,7 +12,7 @@ from pathlib import Path
 from omegaconf import DictConfig, OmegaConf
 from pytorch_lightning.plugins.environments import MPIEnvironment, SLURMEnvironment, TorchElasticEnvironment
 from pytorch_lightning.strategies import ParallelStrategy, Strategy
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -21,6 +22,10 @@ from .checks import plain, verify_target
 from .logs import run_log
 from .result import RESULT_FILE, Result
 from .run import run
+from .signals import Interrupted
+
+AGENT = "EVENER_AGENT_PID"
+"""Environment variable that tells a worker which process started it."""
 
 CLUSTERS = (TorchElasticEnvironment, SLURMEnvironment, MPIEnvironment)
 
@@ -93,6 +98,8 @@ def launch_workers(cfg: DictConfig, num_processes: int) -> Result:
             agent("-m", "evener.trainer.worker", str(config_file))
         except ChildFailedError as exc:
             raise explain(exc) from None
+        except SignalException as exc:
+            raise Interrupted(exc.sigval) from None
     return Result.read(cfg.run_dir)
 
 
@@ -120,6 +127,7 @@ def worker_environment(num_processes: int) -> dict[str, str]:
         # a restart re-reads stale addresses from the agent's shared store and hangs (torch 2.13)
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)),
+        AGENT: str(os.getpid()),
         # modules beside the user's train.py stay importable
         "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
     }
@@ -140,9 +148,11 @@ def environment(variables: Mapping[str, str]) -> Generator[None]:
                 os.environ[name] = value
 
 
-def explain(exc: ChildFailedError) -> Exception:
+def explain(exc: ChildFailedError) -> BaseException:
     """Turn the agent's report into the worker's own error: the refusal, or rank and traceback of the first failure."""
     rank, failure = exc.get_first_failure()
+    if failure.exitcode in (128 + signal.SIGINT, 128 + signal.SIGTERM):
+        return Interrupted(failure.exitcode - 128)
     kind, _, message = first_line(failure)
     if kind == ConfigError.__name__:
         return ConfigError(message)

@@ -15,7 +15,6 @@ from pytorch_lightning.loops.optimization.automatic import ClosureResult, _Autom
 from pytorch_lightning.loops.prediction_loop import _PredictionLoop
 from pytorch_lightning.loops.training_epoch_loop import _TrainingEpochLoop
 from pytorch_lightning.trainer.states import RunningStage, TrainerFn
-from pytorch_lightning.utilities.exceptions import SIGTERMException
 from pytorch_lightning.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
 from torch.optim import Optimizer
@@ -115,15 +114,10 @@ class LeanTrainingEpochLoop(ResumingEpochLoop):
         """Do nothing: Lightning's is a host synchronization in every step. See `_stop_together`."""
 
     def _stop_together(self) -> None:
-        """Ask a strategy of several processes whether all of them stop at this step.
-
-        Such a strategy defines `agree_to_stop(received: bool) -> bool`, which every rank calls once per micro-batch,
-        and which turns true on all of them at the same step.
-        """
-        agree: Callable[[bool], bool] | None = getattr(self.trainer.strategy, "agree_to_stop", None)
-        if agree is not None and agree(self.trainer._signal_connector.received_sigterm):
-            self.trainer.agreed_to_stop = True  # type: ignore[attr-defined]
-            raise SIGTERMException
+        """Stop here if all processes do; before the first batch of an epoch a run can't be resumed exactly."""
+        fit_loop = self.trainer.fit_loop
+        if isinstance(fit_loop, ResumingFitLoop) and self.batch_progress.current.ready:
+            fit_loop.stop_between_batches()
 
     @override
     def advance(self, data_fetcher: _DataFetcher) -> None:
@@ -221,8 +215,6 @@ class LeanTrainingEpochLoop(ResumingEpochLoop):
             self.update_lr_schedulers("step", update_plateau_schedulers=True)
         if self._stepping():
             self._batches_that_stepped += 1
-        if self.trainer.received_sigterm and not self._is_training_done:
-            raise SIGTERMException
         fit_loop = self.trainer.fit_loop
         if isinstance(fit_loop, ResumingFitLoop):
             fit_loop.between_batches()

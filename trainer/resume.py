@@ -7,12 +7,14 @@ an epoch with all its hooks, and a resumed run simply takes the next batch.
 These loops are Lightning's with that one change.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 from lightning_fabric.utilities.data import _set_sampler_epoch
 from pytorch_lightning.loops.fetchers import _DataFetcher
 from pytorch_lightning.loops.fit_loop import _FitLoop
 from pytorch_lightning.loops.training_epoch_loop import _TrainingEpochLoop
+from pytorch_lightning.utilities.exceptions import SIGTERMException
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from typing_extensions import override
 
@@ -43,12 +45,43 @@ class ResumingFitLoop(_FitLoop):
             if saver.due and not self.epoch_loop.batch_progress.is_last_batch:
                 self._save(saver, BETWEEN_BATCHES)
 
+    def stop_between_batches(self) -> None:
+        """Save and stop if a signal asked for it; with several processes, once all of them stop at this step.
+
+        Raises:
+            SIGTERMException: a stop is due, and the checkpoint is written.
+        """
+        if self._stops():
+            self._save_and_stop(BETWEEN_BATCHES)
+
     @override
     def on_advance_end(self) -> None:
-        super().on_advance_end()
+        try:
+            super().on_advance_end()
+        except SIGTERMException:
+            self._save_and_stop(AFTER_EPOCH)
         for saver in self._savers:
             if saver.due:
                 self._save(saver, AFTER_EPOCH)
+        if self._stops():
+            self._save_and_stop(AFTER_EPOCH)
+
+    def _stops(self) -> bool:
+        """Ask for what no rank may decide alone.
+
+        A strategy of several processes defines `agree_to_stop(received: bool) -> bool`, which every rank calls between
+        two batches, and which turns true on all of them at the same step.
+        """
+        received = self.trainer._signal_connector.received_sigterm
+        agree: Callable[[bool], bool] | None = getattr(self.trainer.strategy, "agree_to_stop", None)
+        return received if agree is None else agree(received)
+
+    def _save_and_stop(self, point: str) -> None:
+        self.trainer.agreed_to_stop = True  # pyright: ignore[reportAttributeAccessIssue]  # an attribute of our Trainer
+        for saver in self._savers:
+            if saver.due or saver.lacks(self.trainer):
+                self._save(saver, point)
+        raise SIGTERMException
 
     def _save(self, saver: Checkpoint, point: str) -> None:
         self._point = point

@@ -19,6 +19,7 @@ from ..strategies import ConfigError
 from .callbacks import LogEveryEpoch, RunSummary
 from .checkpoint import find_newest
 from .result import Result
+from .signals import graceful_stop
 from .tensorboard import TensorBoardLogger
 
 
@@ -59,7 +60,8 @@ def run(cfg: DictConfig) -> Result:
     checkpoint = starting_checkpoint(cfg)
     parts = build(cfg)
     log_config(parts.trainer, cfg)
-    metrics, predictions = work(parts, cfg, checkpoint)
+    with graceful_stop(parts.trainer):
+        metrics, predictions = work(parts, cfg, checkpoint)
     result = collect(parts, cfg, metrics, predictions)
     if parts.trainer.is_global_zero:
         finish_loggers(parts.trainer.loggers, result)

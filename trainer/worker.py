@@ -9,6 +9,7 @@ from omegaconf import DictConfig, OmegaConf
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from ..strategies import ConfigError
+from .launch import AGENT
 from .logs import run_log
 from .run import run
 
@@ -19,6 +20,8 @@ def die_with_parent() -> None:
     """Ask the kernel (Linux) to end this process when its parent does, so that no worker outlives a killed agent."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != int(os.environ.get(AGENT, os.getppid())):
+            os.kill(os.getpid(), signal.SIGKILL)  # it ended before it was asked
 
 
 @record

@@ -1,0 +1,60 @@
+"""What launched runs train in tests: a tiny module that tells what it does, and misbehaves where it is told to."""
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, TensorDataset
+
+
+class Told(pl.LightningModule):
+    """Appends `<rank> <pid> <step>` to a file in every step.
+
+    Args:
+        record: the file.
+        pause_s: seconds that a step takes.
+        fault: what rank 1 does at step 3: raise, kill, hang, other_key, save, or nothing.
+        once: a file that exists once the fault has happened, after which it does not happen again.
+    """
+
+    def __init__(self, record: str, pause_s: float = 0.0, fault: str = "", once: str = "", **_: Any) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 1)
+        self.record = record
+        self.pause_s = pause_s
+        self.fault = fault
+        self.once = once
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        step = self.trainer.global_step
+        with open(self.record, "a") as file:
+            file.write(f"{self.global_rank} {os.getpid()} {step}\n")
+        time.sleep(self.pause_s)
+        if self.global_rank == 1 and step == 3 and not (self.once and os.path.exists(self.once)):
+            self.misbehave()
+        loss = self.layer(batch[0]).square().mean()
+        self.log("val/loss", loss.detach())
+        return loss
+
+    def misbehave(self) -> None:
+        if self.once:
+            Path(self.once).touch()
+        if self.fault == "raise":
+            raise KeyError("rank 1 had enough")
+        if self.fault == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.fault == "hang":
+            time.sleep(600)
+        if self.fault == "save":
+            self.trainer.save_checkpoint(self.record + ".ckpt")
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(TensorDataset(torch.arange(256.0).reshape(128, 2) / 256), 1)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.01)

@@ -1,0 +1,53 @@
+"""A run that is asked to stop: SIGTERM and SIGINT end it between two steps, with its checkpoint written."""
+
+import signal
+import threading
+from collections.abc import Generator
+from contextlib import contextmanager
+from types import FrameType
+
+import pytorch_lightning as pl
+from pytorch_lightning.utilities.exceptions import SIGTERMException
+
+
+class Interrupted(SystemExit):
+    """The process ends because of a signal, with the exit status that shells know: 128 + its number.
+
+    Args:
+        signum: the signal.
+    """
+
+    def __init__(self, signum: int) -> None:
+        super().__init__(128 + signum)
+        self.signum = signum
+
+
+@contextmanager
+def graceful_stop(trainer: pl.Trainer) -> Generator[None]:
+    """Let Ctrl-C (SIGINT) stop training as SIGTERM does; a second one ends it at once.
+
+    Raises:
+        Interrupted: the run was stopped by a signal, to this process or to another rank.
+    """
+    received: list[int] = []
+
+    def stop(signum: int, frame: FrameType | None) -> None:
+        received.append(signum)
+        if len(received) > 1 or frame is None or not _is_training(trainer):
+            raise Interrupted(signum)
+        trainer._signal_connector._sigterm_notifier_fn(signum, frame)
+
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    before = signal.signal(signal.SIGINT, stop) if in_main_thread else None
+    try:
+        yield
+    except SIGTERMException as exc:
+        told: int | None = getattr(trainer.strategy, "stop_signal", None)
+        raise Interrupted((received or [told or signal.SIGTERM])[0]) from exc
+    finally:
+        if in_main_thread:
+            signal.signal(signal.SIGINT, before)
+
+
+def _is_training(trainer: pl.Trainer) -> bool:
+    return getattr(trainer.fit_loop, "_data_fetcher", None) is not None and trainer.state.fn == "fit"
