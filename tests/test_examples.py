@@ -16,7 +16,6 @@ from evener.examples.char_lm import CharLM
 from evener.examples.digits import DigitsClassifier, DigitsDataModule, load_digits
 from evener.examples.gan import DigitsGAN, energy_score
 from evener.examples.stdlib_text import PAD, UNKNOWN, VOCABULARY_SIZE, StdlibTextDataModule, collate, cut, encode
-from evener.examples.two_devices import TwoDeviceDigitsClassifier
 from evener.strategies import STRATEGIES, ConfigError
 from evener.trainer import Trainer
 from evener.trainer.app import compose, prepare
@@ -29,9 +28,8 @@ ROOT = Path(__file__).parents[1]
 
 def trainer(**kwargs: Any) -> Trainer:
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    return Trainer(
-        strategy="single_device", accelerator="cpu", devices=1, enable_model_summary=False, **(quiet | kwargs)
-    )
+    one = {"strategy": "single_device", "accelerator": "cpu", "devices": 1, "enable_model_summary": False}
+    return Trainer(**(quiet | one | kwargs))
 
 
 def indices(data: DigitsDataModule) -> list[list[int]]:
@@ -161,6 +159,32 @@ def test_char_lm_learns_more_than_the_frequencies_of_characters() -> None:
     assert bits == pytest.approx(loss / math.log(2), rel=1e-5)
 
 
+class Unweighted(CharLM):
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        return super().training_step(batch, batch_idx)["loss"]
+
+
+def three_steps(module: CharLM, **kwargs: Any) -> torch.Tensor:
+    """All weights after three batches of 7 sequences."""
+    torch.manual_seed(0)
+    for parameter in module.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    data = StdlibTextDataModule(batch_size=7, max_length=32, max_chars=200_000)
+    fit = trainer(max_epochs=1, limit_train_batches=3, limit_val_batches=0, precision="64-true", **kwargs)
+    fit.fit(module, data)
+    return torch.cat([parameter.detach().flatten() for parameter in module.parameters()])
+
+
+def test_weighing_by_characters_is_the_training_of_one_device() -> None:
+    options = {"width": 8, "num_blocks": 2, "num_heads": 2, "max_length": 32}
+    one_device = three_steps(CharLM(**options))
+    for strategy in ("dp", "model_parallel"):
+        spread = three_steps(CharLM(**options), strategy=strategy, devices=2)
+        torch.testing.assert_close(spread, one_device, rtol=0, atol=1e-10)
+    by_sequences = three_steps(Unweighted(**options), strategy="dp", devices=2)
+    assert (by_sequences - one_device).abs().max() > 1e-6
+
+
 def test_unigram_loss_is_the_cross_entropy_of_frequencies() -> None:
     data = StdlibTextDataModule()
     data.train_set, data.val_set = [encode("aab")], [encode("abc")]
@@ -176,23 +200,6 @@ def test_char_lm_refuses_a_width_that_heads_do_not_divide() -> None:
 def test_too_little_text_for_three_splits_is_refused() -> None:
     with pytest.raises(ConfigError, match="max_chars=100 is reached after 1 files"):
         StdlibTextDataModule(max_chars=100).setup()
-
-
-# two_devices
-
-
-def test_the_classifier_on_two_devices_is_the_classifier() -> None:
-    torch.manual_seed(0)
-    plain = DigitsClassifier()
-    by_hand = TwoDeviceDigitsClassifier()
-    by_hand.load_state_dict(plain.state_dict())
-    losses = []
-    for module in (plain, by_hand):
-        pl.seed_everything(0, verbose=False)
-        fit = trainer(max_epochs=1, limit_train_batches=3, num_sanity_val_steps=0)
-        fit.fit(module, DigitsDataModule())
-        losses.append(fit.callback_metrics["val/loss"].item())
-    assert losses[0] == losses[1]
 
 
 # gan
