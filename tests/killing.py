@@ -23,6 +23,7 @@ from torchmetrics import MeanMetric
 
 from evener.trainer import Trainer
 from evener.trainer.checkpoint import Checkpoint, find_newest
+from evener.trainer.tensorboard import TensorBoardLogger
 
 NUM_SAMPLES = 22
 BATCH_SIZE = 4
@@ -105,6 +106,7 @@ class Plan:
     trainer: dict[str, Any] = field(default_factory=dict)
     strategy: str = "single_device"
     num_ranks: int = 1
+    tensorboard: bool = False
     devices: int | list[str] = 1
 
     @property
@@ -141,7 +143,8 @@ class Plan:
             max_epochs=NUM_EPOCHS,
             accumulate_grad_batches=self.accumulate,
             callbacks=[Checkpoint(directory / "checkpoints", **self.checkpoint)],
-            logger=False,
+            logger=TensorBoardLogger(directory / "tensorboard") if self.tensorboard else False,
+            log_every_n_steps=1,
             enable_progress_bar=False,
             enable_model_summary=False,
             accelerator="cpu",

@@ -1,10 +1,12 @@
 """A run killed anywhere goes on as if nothing had happened: samples, losses and weights, bit by bit."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from killing import BATCHES_PER_EPOCH, NUM_EPOCHS, Plan, lines
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 PLACES = [f"step {epoch} {batch}" for epoch in range(NUM_EPOCHS) for batch in range(BATCHES_PER_EPOCH)] + [
     f"{place} {epoch}" for epoch in range(NUM_EPOCHS) for place in ("validation", "epoch end")
@@ -54,6 +56,23 @@ def prove(plan: Plan, places: list[str], directory: Path) -> None:
 def test_a_run_killed_twice_goes_on_exactly(name: str, tmp_path: Path) -> None:
     plan = PLANS[name]
     prove(plan, ["step 0 3", "step 1 4"] if plan.num_ranks == 1 else ["step 0 2", "step 1 1"], tmp_path)
+
+
+def curves(directory: Path) -> dict[str, list[tuple[int, float]]]:
+    """Every tag's steps and values, as TensorBoard shows them."""
+    events = EventAccumulator(str(directory / "tensorboard")).Reload()
+    tags = events.Tags()["scalars"]
+    return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in tags}
+
+
+@pytest.mark.parametrize("checkpoint", [{"every_n_steps": 2}, {"every_n_epochs": 1}, {"interval_s": 0.0}])
+def test_tensorboard_shows_one_continuous_curve(checkpoint: dict[str, Any], tmp_path: Path) -> None:
+    plan = Plan(checkpoint=checkpoint, tensorboard=True)
+    prove(plan, ["step 0 5", "validation 0", "step 1 3", "epoch end 1"], tmp_path)
+    whole, killed = curves(tmp_path / "whole"), curves(tmp_path / "killed")
+    assert killed == whole
+    assert [step for step, _ in whole["train/loss_step"]] == list(range(12))
+    assert [step for step, _ in whole["val/loss"]] == [5, 11]
 
 
 @pytest.mark.slow

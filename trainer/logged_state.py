@@ -1,16 +1,22 @@
-"""Values that `self.log` has accumulated in an epoch that is not over, so that its means cover it whole."""
+"""What `self.log` has accumulated in an epoch that is not over, and what it has written that no longer holds."""
 
+from pathlib import Path
 from typing import Any
 
 import pytorch_lightning as pl
 import torch
+from pytorch_lightning.loggers import TensorBoardLogger
 from pytorch_lightning.trainer.connectors.logger_connector.result import (
     _Metadata,
     _ResultCollection,
     _ResultMetric,
     _Sync,
 )
+from tensorboard.compat.proto import event_pb2 as event_pb2_module
 from torch import Tensor
+
+# protobuf makes its classes at run time
+event_pb2: Any = event_pb2_module
 
 _META = (
     *("fx", "name", "prog_bar", "logger", "on_step", "on_epoch"),
@@ -48,6 +54,17 @@ def restore(trainer: pl.Trainer, results: _ResultCollection, saved: dict[str, An
         metric.has_reset = entry["has_reset"]
         metric._update_count = entry["num_updates"]
         results[key] = metric.to(device)
+
+
+def withdraw_later_points(trainer: pl.Trainer) -> None:
+    """Tell TensorBoard that points from here on, which an earlier attempt at this run wrote, do not count."""
+    step = trainer.fit_loop.epoch_loop._batches_that_stepped
+    for log in trainer.loggers if trainer.is_global_zero else []:
+        if isinstance(log, TensorBoardLogger):
+            writer: Any = log.experiment
+            if len(list(Path(log.log_dir).glob("events.out.tfevents.*"))) > 1:
+                started = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+                writer._get_file_writer().add_event(event_pb2.Event(session_log=started), step)
 
 
 def _capture(metric: _ResultMetric) -> dict[str, Any]:

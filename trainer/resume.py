@@ -18,7 +18,7 @@ from pytorch_lightning.utilities.exceptions import SIGTERMException
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from typing_extensions import override
 
-from . import state
+from . import logged_state, state
 from .checkpoint import Checkpoint
 from .loader_state import make_resumable
 
@@ -144,6 +144,7 @@ class ResumingFitLoop(_FitLoop):
         self.resumes_between_batches = self._resumed_point == BETWEEN_BATCHES
         if self._resumed_state is not None:
             state.restore(self.trainer, self._resumed_state)
+        logged_state.withdraw_later_points(self.trainer)
         if self._resumed_point == AFTER_EPOCH:
             # The iterator made while the loop was set up is replaced at the place where a running epoch makes it.
             self._resuming_from_checkpoint = False
