@@ -111,8 +111,20 @@ class Plan:
 
     @property
     def num_batches(self) -> int:
-        """Number of batches that a rank trains on, at least."""
-        return self.trainer.get("max_steps", NUM_EPOCHS * -(-BATCHES_PER_EPOCH // self.num_ranks))
+        """Number of batches that a rank trains on."""
+        return self.trainer.get("max_steps", NUM_EPOCHS * self.batches_per_epoch)
+
+    @property
+    def batches_per_epoch(self) -> int:
+        """Number of batches of a rank in an epoch."""
+        return -(-BATCHES_PER_EPOCH // self.num_ranks)
+
+    @property
+    def places(self) -> list[str]:
+        """Everywhere that a run can be killed: at every step but the first, in validation, at the end of an epoch."""
+        steps = [divmod(batch, self.batches_per_epoch) for batch in range(1, self.num_batches)]
+        rare = [f"{place} {epoch}" for epoch in range(NUM_EPOCHS) for place in ("validation", "epoch end")]
+        return [f"step {epoch} {batch}" for epoch, batch in steps] + rare
 
     def attempt(self, directory: Path, name: str, kill_at: str | None = None) -> bool:
         """Do `run` in processes of its own; return whether it came to its end."""
