@@ -6,6 +6,7 @@ from .ddp_model_parallel import DDPModelParallelStrategy
 from .dp import DataParallelStrategy
 from .exceptions import ConfigError
 from .model_parallel import ModelParallelStrategy
+from .primitives import data_parallel, gather, parallel_apply, replicate, scatter
 from .registry import STRATEGIES
 from .single_device import SingleDeviceStrategy
 
@@ -18,4 +19,9 @@ __all__ = [
     "DataParallelStrategy",
     "ModelParallelStrategy",
     "SingleDeviceStrategy",
+    "data_parallel",
+    "gather",
+    "parallel_apply",
+    "replicate",
+    "scatter",
 ]

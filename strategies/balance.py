@@ -17,6 +17,9 @@ from .partition import Even, Weighted
 Objective: TypeAlias = Literal["time", "memory"]
 """What is made equal: the time that devices take, or the part of their memory that they fill."""
 
+MIN_MEASUREMENTS = 3
+"""Measurements of every device before shares are changed: the median of fewer may be an accident."""
+
 
 @dataclass(frozen=True)
 class DeviceCost:
@@ -114,7 +117,7 @@ class BalanceController:
         self,
         num_devices: int,
         objective: Objective = "time",
-        hysteresis: float = 0.05,
+        hysteresis: float = 0.02,
         warmup: int = 2,
         window: int = 8,
         only_first: bool = False,
@@ -240,8 +243,8 @@ class BalanceController:
 
     def _resolve(self) -> bool:
         costs, num_samples = self.costs(), self._full_batch
-        measured = all(self._seconds) if self._objective == "time" else all(self._bytes)
-        if not measured or not num_samples:
+        measured = self._seconds if self._objective == "time" else self._bytes
+        if any(len(values) < MIN_MEASUREMENTS for values in measured) or not num_samples:
             return False
         solved = solve(num_samples, costs, self._objective)
         now = largest_load(self.propose(num_samples), costs, self._objective)

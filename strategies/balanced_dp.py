@@ -67,7 +67,7 @@ class BalancedDataParallelStrategy(DataParallelStrategy):
         gpu0_chunk: int | Auto | None = None,
         weights: Sequence[float] | Auto | None = None,
         objective: Objective = "time",
-        hysteresis: float = 0.05,
+        hysteresis: float = 0.02,
         **options: Any,
     ) -> None:
         super().__init__(**options)

@@ -9,6 +9,7 @@ import functools
 import types
 import weakref
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ class ModuleCopy:
         root: the module.
         root_device: where it lives.
         device: where the copy lives.
+        new_parameter: makes the copy of a parameter; None makes a parameter of the same values.
 
     Attributes:
         module: the copy.
@@ -35,8 +37,15 @@ class ModuleCopy:
             they can't be copied piece by piece.
     """
 
-    def __init__(self, root: nn.Module, root_device: torch.device, device: torch.device) -> None:
+    def __init__(
+        self,
+        root: nn.Module,
+        root_device: torch.device,
+        device: torch.device,
+        new_parameter: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
         self.device = device
+        self._new_parameter = new_parameter or self._independent_parameter
         self._root_device = root_device
         self.pairs: list[tuple[nn.Module, nn.Module]] = []
         self.metrics: list[tuple[nn.Module, nn.Module]] = []
@@ -63,12 +72,15 @@ class ModuleCopy:
     def copy_tensor(self, original: Tensor) -> Tensor:
         """A copy of a parameter or buffer on the device; the same copy for the same tensor."""
         if id(original) not in self._copies:
-            values: Any = original.detach().to(self.device, copy=True)
-            if isinstance(original, nn.Parameter):
-                values = nn.Parameter(values, requires_grad=original.requires_grad)
-                values.__dict__.update(original.__dict__)
-            self._copies[id(original)] = (original, values)
+            is_parameter = isinstance(original, nn.Parameter)
+            made = self._new_parameter(original) if is_parameter else original.detach().to(self.device, copy=True)
+            self._copies[id(original)] = (original, made)
         return self._copies[id(original)][1]
+
+    def _independent_parameter(self, original: Tensor) -> Tensor:
+        made: Any = nn.Parameter(original.detach().to(self.device, copy=True), requires_grad=original.requires_grad)
+        made.__dict__.update(original.__dict__)
+        return made
 
     def _copy_module(self, original: nn.Module) -> nn.Module:
         if id(original) in self._copies:

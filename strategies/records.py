@@ -71,8 +71,9 @@ class LogRecorder:
         finally:
             for modules, logs in zip(self._modules, before, strict=True):
                 for module, log in zip(modules, logs, strict=True):
-                    del module.__dict__["log"]
-                    if log is not None:
+                    if log is None:
+                        del module.__dict__["log"]
+                    else:
                         module.__dict__["log"] = log
 
     def replay(self, sizes: Sequence[int], losses: ChunkLosses | None = None) -> None:
