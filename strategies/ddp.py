@@ -267,6 +267,19 @@ class DDPStrategy(pl_strategies.DDPStrategy):
         dist.all_reduce(result, op=op, group=group)
         return result.div_(dist.get_world_size(group)) if mean else result
 
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Bring every rank's value to all ranks.
+
+        Args:
+            value: anything that can be pickled.
+
+        Returns:
+            The values, by rank.
+        """
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, value)
+        return values
+
     @override
     def barrier(self, name: str | None = None, *args: Any, **kwargs: Any) -> None:
         if self.peers is not None:

@@ -48,6 +48,7 @@ class Peers:
 
     def explain(self, exc: BaseException) -> None:
         """Tell the peers of a failure; where it is only that a peer could not be reached, name that peer in it."""
+        self.watch.freeze(exc)
         if not is_about_communication(exc):
             self.watch.tell(exc)
         elif culprits := self.watch.culprits():

@@ -60,6 +60,7 @@ class Watch:
         self.stopping = stopping
         self.beat = Beat()
         self.count_steps: Callable[[], int] = lambda: 0
+        self._failed_at = ""
         self._main = threading.main_thread().ident or 0
         self._ended = threading.Event()
         self._thread = threading.Thread(
@@ -82,10 +83,17 @@ class Watch:
                 frame = sys._current_frames().get(self._main)
                 self.beat.count += 1
                 self.beat.step = self.count_steps()
-                self.beat.place = place_of(frame) if frame is not None else ""
+                self.beat.place = self._failed_at or (place_of(frame) if frame is not None else "")
                 store.set(f"beat/{self.rank}", json.dumps(asdict(self.beat)))
         except Exception:  # noqa: BLE001  # the store has gone with its host; the main thread fails by itself
             return
+
+    def freeze(self, exc: BaseException) -> None:
+        """Say from now on that this rank is where the exception arose."""
+        trace = exc.__traceback__
+        while trace is not None and trace.tb_next is not None:
+            trace = trace.tb_next
+        self._failed_at = place_of(trace.tb_frame) if trace is not None else ""
 
     def tell(self, exc: BaseException) -> None:
         """Leave word of what this rank failed with."""

@@ -217,7 +217,7 @@ def test_loaders_of_every_kind_finish_and_stay_exact() -> None:
     assert trained == [[4, 5, 6, 7], [8]]
     torch.testing.assert_close(total, Numbered(9).x[4:8].sum(0))
     assert metric == 4  # the mean of 0..8, over both ranks
-    assert second["counted"]["largest"] == 7
+    assert second["counted"]["largest"] == 8
     assert second["counted"]["batches"] == 3  # two of rank 0, one of rank 1
 
     for num in (21, 1):

@@ -14,6 +14,7 @@ from pytorch_lightning.trainer.connectors.logger_connector.result import _Result
 from typing_extensions import override
 
 from ..strategies.types import Batch
+from .shared_log import share
 from .slots import Slot
 
 
@@ -128,6 +129,28 @@ class LeanLoggerConnector(_LoggerConnector):
     def epoch_end_reached(self) -> None:
         self.settle()
         super().epoch_end_reached()
+        self._share()
+
+    @override
+    def on_epoch_end(self) -> None:
+        self._share()  # what the epoch's last hooks logged
+        super().on_epoch_end()
+
+    @override
+    def update_train_epoch_metrics(self) -> None:
+        self._share()
+        super().update_train_epoch_metrics()
+
+    @override
+    def update_eval_epoch_metrics(self) -> Any:
+        self._share()
+        return super().update_eval_epoch_metrics()
+
+    def _share(self) -> None:
+        results: Any = self.trainer._results
+        if results is not None:
+            results.settle()
+            share(self.trainer, results)
 
     @override
     def reset_results(self) -> None:
