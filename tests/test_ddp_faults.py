@@ -15,6 +15,8 @@ from torch.utils.data import DataLoader
 from evener.strategies import DDPStrategy
 
 TIMEOUT_S = 3.0
+HARD_TIMEOUT_S = 20.0
+"""Seconds after which a rank is killed, and its exit code is not 1 but -9."""
 
 
 class Faulty(Net):
@@ -73,17 +75,15 @@ FAULTS: dict[Callable[[Faulty], None], str] = {
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
 def test_a_rank_that_goes_its_own_way_is_named_by_the_others(fault: Callable[[Faulty], None]) -> None:
-    start = time.monotonic()
-    outcome = run_ranks_unchecked(_train, 2, fault, timeout_s=4 * TIMEOUT_S)[0]
+    outcome = run_ranks_unchecked(_train, 2, fault, timeout_s=HARD_TIMEOUT_S)[0]
     assert isinstance(outcome, RankError)
     assert "exit code 1" in str(outcome).splitlines()[0], outcome
-    assert time.monotonic() - start < 6 * TIMEOUT_S
     with pytest.raises(RankError, match=FAULTS[fault]):
         raise outcome
 
 
 def test_a_rank_that_never_joins_is_named() -> None:
-    outcome = run_ranks_unchecked(_never_join, 2, timeout_s=3 * TIMEOUT_S)[0]
+    outcome = run_ranks_unchecked(_never_join, 2, timeout_s=HARD_TIMEOUT_S)[0]
     with pytest.raises(RankError, match=rf"rank 1 did not join within {TIMEOUT_S:g} s \(1 of 2 did\)"):
         raise outcome
 
