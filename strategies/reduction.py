@@ -42,8 +42,8 @@ class ChunkLosses:
         moved = [loss.to(device).reshape(()) for loss in self.losses]
         if self.reduction == "sum":
             return torch.stack(moved).sum()
-        total = self.total(device)
-        parts = [loss * (_on(weight, device) / total) for loss, weight in zip(moved, self.weights, strict=True)]
+        weights = [_on(weight, device) for weight in self.weights]
+        parts = [loss * share for loss, share in zip(moved, _shares(weights), strict=True)]
         return torch.stack(parts).sum() if len(parts) > 1 else parts[0]
 
     def total(self, device: torch.device) -> Tensor | float:
@@ -107,6 +107,14 @@ def with_scalars(
         else:
             left_out.append(key)
     return result, left_out
+
+
+def _shares(weights: Sequence[Any]) -> list[Any]:
+    """Each weight's part of their sum; equal parts where nothing weighs anything (a batch of padding only)."""
+    total: Any = sum(weights, start=0.0)
+    if not isinstance(total, Tensor):
+        return [weight / total if total else 1.0 / len(weights) for weight in weights]
+    return [torch.where(total == 0, 1.0 / len(weights), weight / total) for weight in weights]
 
 
 def _on(weight: Tensor | float, device: torch.device) -> Any:
