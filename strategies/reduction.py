@@ -179,6 +179,7 @@ class _Sender:
         self._device = root[0].device if root else torch.device("cpu")
         self._bucket_bytes = bucket_bytes
         self._bucket: list[tuple[int, Tensor]] = []
+        self._open_bytes = 0
         self._sent: list[tuple[int, Tensor]] = []
         own = parameters[0].device if parameters else self._device
         if overlap is None:
@@ -205,14 +206,15 @@ class _Sender:
         def ready(parameter: Tensor) -> None:
             assert parameter.grad is not None
             self._bucket.append((i, parameter.grad))
+            self._open_bytes += parameter.grad.numel() * parameter.grad.element_size()
             parameter.grad = None
-            if sum(gradient.nbytes for _, gradient in self._bucket) >= self._bucket_bytes:
+            if self._open_bytes >= self._bucket_bytes:
                 self._send()
 
         return ready
 
     def _send(self) -> None:
-        bucket, self._bucket = self._bucket, []
+        bucket, self._bucket, self._open_bytes = self._bucket, [], 0
         dense = [(i, gradient) for i, gradient in bucket if gradient.layout is torch.strided]
         self._sent += [(i, gradient.to(self._device)) for i, gradient in bucket if gradient.layout is not torch.strided]
         if dense and dense[0][1].device == self._device:

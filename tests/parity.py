@@ -229,6 +229,10 @@ CASES = {
     "one_sample_left": Case(num=9),
     "smaller_than_devices": Case(num=7, batch_size=3),
     "accumulation_with_a_short_tail": Case(num=22, trainer={"accumulate_grad_batches": 4}),
+    "exact_accumulation": Case(num=22, trainer={"accumulate_grad_batches": 4, "exact_accumulation": True}),
+    "exact_accumulation_of_weights": Case(
+        TokenNet, num=22, trainer={"accumulate_grad_batches": 4, "exact_accumulation": True, "gradient_clip_val": 0.1}
+    ),
     "clip_by_norm": Case(trainer={"gradient_clip_val": 0.1}),
     "clip_by_value": Case(trainer={"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
     "float32": Case(dtype=torch.float32, tolerance=1e-5),

@@ -8,6 +8,7 @@ import inspect
 
 import pytest
 import pytorch_lightning as pl
+import torchmetrics
 
 NAMES = """
 pytorch_lightning.core.optimizer LightningOptimizer.step
@@ -82,6 +83,11 @@ pytorch_lightning.trainer.connectors.logger_connector.result _ResultMetric
 pytorch_lightning.trainer.connectors.logger_connector.result _Sync
 pytorch_lightning.utilities.combined_loader CombinedLoader._state_dicts
 torch.utils.data DataLoader._index_sampler
+torch.nn Module._replicate_for_data_parallel
+torch.nn.modules.batchnorm _BatchNorm
+pytorch_lightning.trainer.connectors.logger_connector.logger_connector _LoggerConnector.should_update_logs
+torchmetrics Metric._reduce_states
+torchmetrics Metric.merge_state
 """
 
 
@@ -120,6 +126,15 @@ def test_objects_keep_their_attributes(owner: str, names: str) -> None:
         found = getattr(found, part)
     for name in names.split():
         assert hasattr(found, name), f"{owner}.{name}"
+
+
+def test_metrics_keep_their_attributes() -> None:
+    """What strategies/metrics.py and copies.py read of torchmetrics."""
+    metric, collection = torchmetrics.SumMetric(), torchmetrics.MetricCollection([torchmetrics.SumMetric()])
+    for name in ["_defaults", "_reductions", "_update_count", "_forward_cache", "_computed"]:
+        assert hasattr(metric, name), name
+    for name in ["_enable_compute_groups", "_groups_checked"]:
+        assert hasattr(collection, name), name
 
 
 def test_steps_of_lightnings_training_loop_are_the_known_ones() -> None:
