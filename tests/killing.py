@@ -124,6 +124,8 @@ class Plan:
         """Everywhere that a run can be killed: at every step but the first, in validation, at the end of an epoch."""
         steps = [divmod(batch, self.batches_per_epoch) for batch in range(1, self.num_batches)]
         rare = [f"{place} {epoch}" for epoch in range(NUM_EPOCHS) for place in ("validation", "epoch end")]
+        if "max_steps" in self.trainer:
+            rare.remove("validation 1")
         return [f"step {epoch} {batch}" for epoch, batch in steps] + rare
 
     def attempt(self, directory: Path, name: str, kill_at: str | None = None) -> bool:

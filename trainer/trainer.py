@@ -1,7 +1,7 @@
 """The trainer: Lightning's, lean, with strategies of this project chosen by object or by one word."""
 
 import inspect
-from typing import Any
+from typing import Any, Literal
 
 import pytorch_lightning as pl
 from lightning_fabric.plugins import TorchCheckpointIO
@@ -11,10 +11,12 @@ from typing_extensions import override
 
 from ..strategies import STRATEGIES
 from ..strategies.devices import are_names, give_devices
+from .callbacks.nonfinite import DetectNonFinite
 from .checkpoint_io import VerifiedCheckpointIO
 from .lean_log import lean_logging
 from .logging import LeanLoggerConnector
 from .loops import LeanEvaluationLoop, LeanPredictionLoop, LeanTrainingEpochLoop
+from .memory import explained_out_of_memory
 from .progress import TimedBar
 from .resume import ResumingFitLoop
 
@@ -27,11 +29,20 @@ class Trainer(pl.Trainer):
         exact_accumulation: whether an accumulated step is the mean over all its samples (or `loss_weight`s), short
             tails and ragged micro-batches included. False keeps Lightning's rule: every micro-batch's loss is divided
             by `accumulate_grad_batches`.
+        detect_nonfinite: what gradients that are infinite or no numbers do: `raise` stops training, `skip_step` leaves
+            that step out, `off` (or False, which is what YAML makes of off) does not look. See `DetectNonFinite`.
         **kwargs: every argument of `pytorch_lightning.Trainer`, with the same meaning and the same default; `devices`
             may also list names (`["cuda:0", "cpu"]`) for a strategy of one process.
     """
 
-    def __init__(self, *, strategy: str | Strategy = "auto", exact_accumulation: bool = False, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *,
+        strategy: str | Strategy = "auto",
+        exact_accumulation: bool = False,
+        detect_nonfinite: Literal["raise", "skip_step", "off", False] = "off",
+        **kwargs: Any,
+    ) -> None:
         if isinstance(strategy, str) and strategy in STRATEGIES:
             strategy = STRATEGIES[strategy]()
         if are_names(kwargs.get("devices")):
@@ -41,6 +52,9 @@ class Trainer(pl.Trainer):
         self.agreed_to_stop = False
         given = kwargs.get("callbacks") or []
         self.timed_bar = self._own_bar(given if isinstance(given, list) else [given])
+        if detect_nonfinite not in ("off", False, None):
+            callbacks: list[pl.Callback] = self.callbacks  # pyright: ignore[reportAttributeAccessIssue]  # a list, untyped
+            callbacks.insert(0, DetectNonFinite(detect_nonfinite))
         self._make_lean(bool(kwargs.get("inference_mode", True)))
         if type(self.strategy.checkpoint_io) is TorchCheckpointIO:
             self.strategy.checkpoint_io = VerifiedCheckpointIO()
@@ -70,7 +84,7 @@ class Trainer(pl.Trainer):
     @override
     def _run_stage(self) -> Any:
         self.agreed_to_stop = False
-        with lean_logging(self):
+        with lean_logging(self), explained_out_of_memory(self):
             return super()._run_stage()
 
     @property
@@ -87,7 +101,7 @@ def _signature() -> inspect.Signature:
     lightnings = inspect.signature(pl.Trainer.__init__)
     ours = inspect.signature(Trainer.__init__).parameters
     parameters = {name: ours.get(name, parameter) for name, parameter in lightnings.parameters.items()}
-    parameters["exact_accumulation"] = ours["exact_accumulation"]
+    parameters |= {name: ours[name] for name in ("exact_accumulation", "detect_nonfinite")}
     return lightnings.replace(parameters=list(parameters.values()))
 
 

@@ -1,0 +1,130 @@
+"""Gradients that are infinite or no numbers: an error, or a step left out, without waiting for the device."""
+
+import logging
+from typing import Any, Literal
+
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.utilities.types import STEP_OUTPUT
+from torch import Tensor
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from ...strategies.exceptions import ConfigError
+
+logger = logging.getLogger(__name__)
+
+
+class DetectNonFinite(pl.Callback):
+    """Look at the gradients before every optimizer step.
+
+    On a CPU the answer is there at once. An accelerator notes the first bad step by itself; the note is read where
+    the host waits anyway: at a logged step, before a validation, at the end of an epoch, and before a checkpoint is
+    written, which therefore never holds weights spoilt by such a step.
+
+    Args:
+        action: `raise` stops training with an error; `skip_step` leaves weights and optimizer as they are, and
+            training goes on (schedulers and step numbers count the step).
+
+    Raises:
+        ConfigError: another action, precision 16-mixed (which skips such steps itself), or `skip_step` on an
+            accelerator with an optimizer that can't skip without asking the host.
+    """
+
+    def __init__(self, action: Literal["raise", "skip_step"]) -> None:
+        if action not in ("raise", "skip_step"):
+            raise ConfigError(f"detect_nonfinite={action} is unknown. Give raise, skip_step or off.")
+        self.action = action
+        self.num_skipped = 0
+        """Steps left out so far, as far as the host knows."""
+        self._first_bad: Tensor | None = None
+        self._skipped_there: Tensor | None = None
+
+    @override
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if getattr(trainer.precision_plugin, "scaler", None) is not None:
+            raise ConfigError(
+                f"detect_nonfinite={self.action} was given with precision=16-mixed, which leaves such steps out by "
+                "itself. Set detect_nonfinite=off, or precision=bf16-mixed."
+            )
+        on_accelerator = trainer.strategy.root_device.type != "cpu"
+        fused = all(getattr(optimizer, "_step_supports_amp_scaling", False) for optimizer in trainer.optimizers)
+        if self.action == "skip_step" and on_accelerator and not fused:
+            raise ConfigError(
+                "detect_nonfinite=skip_step needs an optimizer that can skip a step on the device. Construct it with "
+                "fused=True (Adam, AdamW, SGD, Adagrad), or set detect_nonfinite=raise."
+            )
+        self._first_bad = self._skipped_there = None
+
+    @override
+    def on_before_optimizer_step(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
+    ) -> None:
+        gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        if not gradients:
+            return
+        # The largest absolute value: unlike a sum of squares it overflows for no finite gradient.
+        finite = torch.nn.utils.get_total_norm(gradients, norm_type=torch.inf).isfinite()
+        if finite.device.type == "cpu":
+            if not finite:
+                self._act(trainer, pl_module, optimizer)
+        elif self.action == "raise":
+            step = torch.full_like(finite, trainer.global_step, dtype=torch.int64)
+            first = torch.full_like(step, -1) if self._first_bad is None else self._first_bad
+            self._first_bad = torch.where((first < 0) & ~finite, step, first)
+        else:
+            bad = (~finite).to(torch.float32)
+            optimizer.found_inf = bad  # pyright: ignore[reportAttributeAccessIssue]  # fused optimizers read it
+            self._skipped_there = bad if self._skipped_there is None else self._skipped_there + bad
+
+    def _act(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer) -> None:
+        step = trainer.global_step
+        if self.action == "raise":
+            bad = [name for name, p in pl_module.named_parameters() if p.grad is not None and not _is_finite(p.grad)]
+            raise self._error(step, bad)
+        self.num_skipped += 1
+        logger.warning("The gradients of optimizer step %d are not finite; the step is left out.", step)
+        optimizer.zero_grad(set_to_none=True)  # torch's optimizers pass over parameters without gradients
+
+    def _read(self) -> None:
+        """Wait for the accelerator's notes."""
+        if self._first_bad is not None and (step := int(self._first_bad)) >= 0:
+            raise self._error(step, [])
+        if self._skipped_there is not None:
+            skipped, self._skipped_there = int(self._skipped_there), None
+            self.num_skipped += skipped
+            if skipped:
+                logger.warning("%d optimizer steps were left out: their gradients were not finite.", skipped)
+
+    def _error(self, step: int, parameters: list[str]) -> FloatingPointError:
+        where = f" (of {', '.join(parameters[:3])}{' and others' if len(parameters) > 3 else ''})" if parameters else ""
+        return FloatingPointError(
+            f"The gradients of optimizer step {step}{where} are not finite. Lower the learning rate, set "
+            "trainer.gradient_clip_val, or look at the batch; trainer.detect_nonfinite=skip_step leaves such steps out."
+        )
+
+    @override
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: STEP_OUTPUT, batch: Any, batch_idx: int
+    ) -> None:
+        every: int = getattr(trainer, "log_every_n_steps", 0)
+        if every and trainer.global_step % every == 0:
+            self._read()
+
+    @override
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._read()
+
+    @override
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._read()
+
+    @override
+    def on_save_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        self._read()
+
+
+def _is_finite(gradient: Tensor) -> bool:
+    return bool(gradient.isfinite().all())
