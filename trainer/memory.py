@@ -35,7 +35,7 @@ def _explain(trainer: pl.Trainer, exc: torch.OutOfMemoryError) -> str:
     device, samples = trainer.strategy.root_device, _samples(trainer)
     if found := re.search(r"\bGPU (\d+)\b", text):
         device = torch.device("cuda", int(found[1]))
-    if found := re.search(r"\[([^\[\]]+) on (\w+(?::\d+)?)\]$", text):  # a replica, named by the executor
+    if found := re.search(r"\[([^\[\]]+?),? on (\w+(?::\d+)?)\]$", text):  # a replica, named by the executor
         samples, device = found[1], torch.device(found[2])
     return (
         f"Out of memory on {device}, rank {trainer.global_rank}, in step {trainer.global_step}: {samples}, "
