@@ -111,5 +111,5 @@ def test_out_of_memory_in_a_replica_names_its_chunk() -> None:
     trainer = Trainer(max_epochs=1, **{**QUIET, "strategy": "dp", "devices": ["cpu", "cpu"]})
     module = Fragile(allocate=1)
     loader = DataLoader(TensorDataset(torch.ones(3, 1)), batch_size=3)
-    with pytest.raises(DeviceOutOfMemory, match=r"Out of memory on cpu, rank 0, in step 0: chunk 1 of 2, 2 of 3 samples, peak"):
+    with pytest.raises(DeviceOutOfMemory, match=r"on cpu, rank 0, in step 0: chunk 1 of 2, 2 of 3 samples, peak"):
         trainer.fit(module, loader)

@@ -35,13 +35,12 @@ def largest(fits: Callable[[int], bool], limit: int) -> int:
         ConfigError: not even one sample fits.
     """
     good, bad = 0, limit + 1
-    size = 1
     while good + 1 < bad:
+        size = min(max(1, 2 * good), (good + bad) // 2)
         if fits(size):
             good = size
         else:
             bad = size
-        size = min(2 * good, limit) if bad > limit and good else (good + bad) // 2
     while good and not fits(good):
         good = good * 9 // 10
     if not good:
@@ -72,20 +71,20 @@ def find_batch_size(
     """
 
     def fits(size: int) -> bool:
-        with random_state.isolated():
-            try:
-                _steps(make_module(), make_data(size), make_trainer)
-            except torch.OutOfMemoryError:
-                fit = False
-            else:
-                fit = True
+        try:
+            _steps(make_module(), make_data(size), make_trainer)
+        except torch.OutOfMemoryError:
+            fit = False
+        else:
+            fit = True
         gc.collect()
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()
         logger.info("batch_size=auto: %d samples %s", size, "fit" if fit else "do not fit")
         return fit
 
-    return largest(fits, _num_samples(make_data(1)))
+    with random_state.isolated():
+        return largest(fits, _num_samples(make_data(1)))
 
 
 def _steps(module: pl.LightningModule, data: pl.LightningDataModule, make_trainer: Callable[..., pl.Trainer]) -> None:

@@ -1,6 +1,7 @@
 """Mistakes found before training: each check names what was given, what is allowed, and what to do."""
 
 import difflib
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ def verify_config(cfg: DictConfig) -> None:
             verify_target(key, cfg[key], kind)
     for name, options in (cfg.get("callbacks") or {}).items():
         verify_target(f"callbacks.{name}", options, pl.Callback)
+    verify_nested("", plain(cfg))
 
 
 def verify_mode(cfg: DictConfig) -> None:
@@ -89,6 +91,35 @@ def verify_target(key: str, options: Any, kind: type) -> type:
         f"the class {found.__module__}.{found.__qualname__}" if isinstance(found, type) else f"a {type(found).__name__}"
     )
     raise ConfigError(f"{key}._target_={target} is {given}, which is not {expected}. Give one that is.")
+
+
+def verify_nested(key: str, options: Any) -> None:
+    """Check every `_target_` within a group's options: a class from an installed package or a project, no function.
+
+    So no configuration that somebody was sent can call `os.system`, `subprocess.Popen`, `eval` or `torch.load`.
+
+    Args:
+        key: the config key, for the message.
+        options: plain dicts and lists.
+
+    Raises:
+        ConfigError: a target does not import, is a function, or comes with Python itself.
+    """
+    children = options.items() if isinstance(options, dict) else enumerate(options) if isinstance(options, list) else ()
+    for name, child in children:
+        verify_nested(f"{key}.{name}" if key else str(name), child)
+    if not isinstance(options, dict) or "_target_" not in options:
+        return
+    target = str(options["_target_"])
+    try:
+        found = hydra.utils.get_object(target)
+    except Exception as exc:
+        raise ConfigError(f"{key}._target_={target} can't be imported. Give the import path of a class.") from exc
+    if not isinstance(found, type) or found.__module__.partition(".")[0] in sys.stdlib_module_names:
+        raise ConfigError(
+            f"{key}._target_={target} is refused: it is not a class of an installed package or of your project. "
+            "Give a class (a module, optimizer, dataset, callback, logger, ...), not a function."
+        )
 
 
 def plain(value: Any) -> Any:

@@ -16,6 +16,7 @@ from pytorch_lightning.utilities.model_helpers import is_overridden
 from pytorch_lightning.utilities.rank_zero import rank_zero_info
 
 from ..strategies import ConfigError
+from .batch_size import find_batch_size
 from .callbacks import LogEveryEpoch, RunSummary
 from .checkpoint import find_newest
 from .result import Result
@@ -55,6 +56,7 @@ def run(cfg: DictConfig) -> Result:
     Raises:
         ConfigError: something asked for can't be honoured.
     """
+    cfg = with_batch_size(cfg)
     if cfg.seed is not None:
         pl.seed_everything(cfg.seed, workers=True)
     checkpoint = starting_checkpoint(cfg)
@@ -67,6 +69,32 @@ def run(cfg: DictConfig) -> Result:
         finish_loggers(parts.trainer.loggers, result)
         result.write()
     return result
+
+
+def with_batch_size(cfg: DictConfig) -> DictConfig:
+    """Put the largest batch size that fits in the place of `data.batch_size=auto`.
+
+    Raises:
+        ConfigError: there are several processes, or not even one sample fits.
+    """
+    if not cfg.get("data") or cfg.data.get("batch_size") != "auto":
+        return cfg
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ConfigError(
+            "data.batch_size=auto searches in one process, and this run has several. "
+            "Find it once with strategy=single_device devices=1, then set data.batch_size to what the log says."
+        )
+
+    def make_data(size: int) -> pl.LightningDataModule:
+        return instantiate("data", OmegaConf.merge(cfg.data, {"batch_size": size}))
+
+    def make_trainer(**options: Any) -> pl.Trainer:
+        make = instantiate("trainer", cfg.trainer, _partial_=True)
+        return make(strategy=instantiate("strategy", cfg.strategy), **options)
+
+    size = find_batch_size(lambda: instantiate("module", cfg.module), make_data, make_trainer)
+    rank_zero_info(f"batch_size=auto: data.batch_size={size}")
+    return cast("DictConfig", OmegaConf.merge(cfg, {"data": {"batch_size": size}}))
 
 
 def starting_checkpoint(cfg: DictConfig) -> str | None:
@@ -114,7 +142,7 @@ def build(cfg: DictConfig) -> Parts:
     return Parts(trainer, module, data, summary)
 
 
-def instantiate(key: str, options: DictConfig, **hydra_options: Any) -> Any:
+def instantiate(key: str, options: Any, **hydra_options: Any) -> Any:
     """Build the object of one config group.
 
     Args:
