@@ -88,6 +88,11 @@ class DDPStrategy(pl_strategies.DDPStrategy):
         """How a global batch is divided among the ranks."""
         return Even()
 
+    @property
+    def share(self) -> Share | None:
+        """This rank's part of the batch in hand; None where all ranks count the same."""
+        return self._share
+
     @override
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None

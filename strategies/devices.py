@@ -100,8 +100,19 @@ def _named_device(name: str) -> torch.device:
 
 
 def peak_memory_bytes(device: torch.device) -> int | None:
-    """Peak memory that tensors took on a device, in bytes since the process started; None for the CPU."""
+    """Peak memory that tensors took on a device, in bytes since the last reset; None for the CPU."""
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+
+
+def reset_peak_memory_bytes(device: torch.device) -> None:
+    """Count the peak memory of a device from now on; the CPU has none of its own."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def device_name(device: torch.device) -> str:
+    """Name a device for people: `cpu`, or `cuda:1 (NVIDIA H200)`."""
+    return f"{device} ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else str(device)
 
 
 def precise_dtype(device: torch.device) -> torch.dtype:

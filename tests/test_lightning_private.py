@@ -56,6 +56,8 @@ pytorch_lightning.trainer.connectors.logger_connector.result _ResultCollection.m
 pytorch_lightning.trainer.connectors.logger_connector.result _ResultCollection.reset
 pytorch_lightning.trainer.connectors.logger_connector.result _ResultMetric.update
 pytorch_lightning.trainer.trainer Trainer._active_loop
+torch.nn.parallel DistributedDataParallel._get_ddp_logging_data
+torch.nn.parallel DistributedDataParallel._set_ddp_runtime_logging_sample_rate
 pytorch_lightning.trainer.trainer Trainer._results
 pytorch_lightning.trainer.trainer Trainer._run_stage
 pytorch_lightning.trainer.trainer Trainer.received_sigterm

@@ -32,7 +32,8 @@ def run_log(run_dir: str | Path, rank: int = 0) -> Generator[None]:
     else:
         logging.disable(logging.WARNING)
     for handler in added:
-        handler.setFormatter(logging.Formatter(FORMAT))
+        to_file = isinstance(handler, logging.FileHandler)
+        handler.setFormatter(logging.Formatter(FORMAT if to_file else "%(message)s"))
         root.addHandler(handler)
     for name in LIGHTNING_LOGGERS:
         logger = logging.getLogger(name)
@@ -53,6 +54,9 @@ def run_log(run_dir: str | Path, rank: int = 0) -> Generator[None]:
             handler.close()
 
 
+REDUNDANT = ("Tip:", "GPU available:", "TPU available:", "HPU available:", "`Trainer(val_check_interval=1.0)`")
+
+
 def is_no_advertisement(record: logging.LogRecord) -> bool:
-    """Keep Lightning's tips for other products out of the log."""
-    return "Tip:" not in record.getMessage()
+    """Keep Lightning's tips for other products out of the log, and what the start-up block tells better."""
+    return not any(text in record.getMessage() for text in REDUNDANT)

@@ -6,6 +6,7 @@ optimization, validation's frame, schedulers, the decisions about when to valida
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from time import perf_counter
 from typing import Any
 
 import pytorch_lightning as pl
@@ -56,6 +57,8 @@ class LeanTrainingEpochLoop(ResumingEpochLoop):
             trainer, TrainerFn.FITTING, RunningStage.VALIDATING, verbose=False, inference_mode=False
         )
         self._results = LeanResults(training=True)
+        self.data_wait_s = 0.0
+        """Seconds that lean steps have waited for the loader."""
         self._plan: HookPlan | None = None
         self._step: TrainStep | None = None
         self._loader: OneLoader | None = None
@@ -139,7 +142,9 @@ class LeanTrainingEpochLoop(ResumingEpochLoop):
 
     def _advance(self, plan: HookPlan, data_fetcher: _DataFetcher) -> None:
         trainer, progress, connector = self.trainer, self.batch_progress, self._connector
+        asked_s = perf_counter()
         batch = self._fetch(data_fetcher)
+        self.data_wait_s += perf_counter() - asked_s
         total: Any = progress.total
         current: Any = progress.current
         batch_idx = current.ready

@@ -26,6 +26,7 @@ class Result:
         best_checkpoint: path of the best checkpoint; None where none was kept.
         last_checkpoint: path of the newest checkpoint; None where none was kept.
         predictions: path of the predictions (`torch.load` with `weights_only=True`) after mode=predict.
+        peak_memory_mib: largest memory in training of every device of all processes, in MiB; on the CPU the process's.
     """
 
     mode: str
@@ -42,6 +43,7 @@ class Result:
     best_checkpoint: str | None = None
     last_checkpoint: str | None = None
     predictions: str | None = None
+    peak_memory_mib: list[float] = field(default_factory=list[float])
 
     def write(self) -> Path:
         """Write `result.json` into the run directory, whole or not at all.

@@ -14,10 +14,11 @@ from pytorch_lightning.loggers import Logger
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from pytorch_lightning.utilities.model_helpers import is_overridden
 from pytorch_lightning.utilities.rank_zero import rank_zero_info
+from rich.console import Console
 
 from ..strategies import ConfigError
 from .batch_size import find_batch_size
-from .callbacks import LogEveryEpoch, RunSummary
+from .callbacks import EpochLines, LogEveryEpoch, RunSummary, StartUp
 from .checkpoint import find_newest
 from .result import Result
 from .signals import graceful_stop
@@ -128,18 +129,31 @@ def build(cfg: DictConfig) -> Parts:
         *([instantiate("checkpoint", cfg.checkpoint)] if cfg.get("checkpoint") else []),
         LogEveryEpoch(),
         summary,
+        StartUp(cfg.run_dir),
     ]
+    if cfg.trainer.get("enable_progress_bar", True) and not can_draw():
+        callbacks.append(EpochLines())
     if cfg.compile:
         module.compile()
-    make_trainer = instantiate("trainer", cfg.trainer, _partial_=True)
+    options = {} if can_draw() else {"enable_progress_bar": False}
+    make_trainer = instantiate("trainer", cfg.trainer, _partial_=True, **options)
     logger: Logger | bool = instantiate("logger", cfg.logger) if cfg.get("logger") else False
     try:
         trainer: pl.Trainer = make_trainer(
-            strategy=strategy, callbacks=callbacks, logger=logger, enable_checkpointing=bool(cfg.get("checkpoint"))
+            strategy=strategy,
+            callbacks=callbacks,
+            logger=logger,
+            enable_checkpointing=bool(cfg.get("checkpoint")),
         )
     except (TypeError, MisconfigurationException) as exc:
         raise ConfigError(f"trainer: {exc}") from exc
     return Parts(trainer, module, data, summary)
+
+
+def can_draw() -> bool:
+    """Whether a progress bar would be seen moving: on a terminal, or in a notebook."""
+    console = Console()
+    return console.is_terminal or console.is_jupyter
 
 
 def instantiate(key: str, options: Any, **hydra_options: Any) -> Any:
@@ -173,6 +187,7 @@ def log_config(trainer: pl.Trainer, cfg: DictConfig) -> None:
         logger.log_hyperparams(hyperparameters(cfg))
         if isinstance(logger, TensorBoardLogger):
             logger.log_config(OmegaConf.to_yaml(cfg))
+            logger.log_layout(cfg.monitor)
 
 
 def hyperparameters(cfg: DictConfig) -> dict[str, Any]:
@@ -249,6 +264,7 @@ def collect(parts: Parts, cfg: DictConfig, metrics: dict[str, float], prediction
         best_checkpoint=parts.best_checkpoint,
         last_checkpoint=parts.last_checkpoint,
         predictions=predictions,
+        peak_memory_mib=parts.summary.peak_memory_mib,
     )
 
 

@@ -1,6 +1,7 @@
 """The closing table of a run."""
 
 import os
+from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
@@ -21,6 +22,7 @@ def summary_rows(result: Result) -> list[tuple[str, str]]:
         ("devices", ", ".join(result.devices) + processes),
         ("global batch", "" if result.global_batch is None else f"{result.global_batch} samples"),
         ("speed", "" if result.samples_per_s is None else f"{result.samples_per_s:,.0f} samples/s"),
+        ("peak memory", memory_text(result.peak_memory_mib)),
         ("best checkpoint", short_path(result.best_checkpoint)),
         ("predictions", short_path(result.predictions)),
         *((name, f"{value:.4f}") for name, value in sorted(result.metrics.items()) if is_shown(name, result)),
@@ -29,14 +31,21 @@ def summary_rows(result: Result) -> list[tuple[str, str]]:
     return [(label, value) for label, value in rows if value]
 
 
+def memory_text(peaks_mib: list[float]) -> str:
+    """Peak memory per device, such as `812, 790 MiB`; once where all are equal."""
+    shown = [f"{peak:,.0f}" for peak in peaks_mib]
+    return f"{', '.join(shown[:1] if len(set(shown)) == 1 else shown)} MiB" if shown else ""
+
+
 def short_path(path: str | None) -> str:
     """A path relative to the current directory where that is shorter."""
     return min(path, os.path.relpath(path), key=len) if path else ""
 
 
 def is_shown(name: str, result: Result) -> bool:
-    """Test metrics and the monitored metric after `fit`; every metric of the other modes."""
-    return result.mode != "fit" or name.startswith("test") or name == result.monitor
+    """Training and test metrics and the monitored metric after `fit`; every metric of the other modes."""
+    own = name.startswith(("train", "test")) and not name.endswith("_step")
+    return result.mode != "fit" or own or name == result.monitor
 
 
 def show_summary(result: Result, log_dir: str = "logs") -> None:
@@ -49,4 +58,5 @@ def show_summary(result: Result, log_dir: str = "logs") -> None:
     width = max(len(value) for _, value in rows) + max(len(label) for label, _ in rows) + 7
     console = Console(width=width)
     console.print(table)
-    console.print(Text(f"tensorboard --logdir {log_dir}"), soft_wrap=True)
+    if any(Path(result.run_dir).glob("events.out.tfevents.*")):
+        console.print(Text(f"tensorboard --logdir {log_dir}"), soft_wrap=True)

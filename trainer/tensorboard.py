@@ -10,6 +10,8 @@ from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard.summary import hparams
 from typing_extensions import override
 
+from .layout import layout
+
 
 class TensorBoardLogger(pl_loggers.TensorBoardLogger):
     """Lightning's logger with one event file from the first step to the last test metric.
@@ -45,8 +47,26 @@ class TensorBoardLogger(pl_loggers.TensorBoardLogger):
         Args:
             text: the configuration as YAML.
         """
-        indented = "\n".join(f"    {line}" for line in text.splitlines())
-        self.experiment.add_text("config", indented)
+        self.log_text("config", text)
+
+    @rank_zero_only
+    def log_text(self, name: str, text: str) -> None:
+        """Show a text in the TEXT tab, line by line as it is.
+
+        Args:
+            name: its title.
+            text: the lines.
+        """
+        self.experiment.add_text(name, "\n".join(f"    {line}" for line in text.splitlines()))
+
+    @rank_zero_only
+    def log_layout(self, monitor: str | None) -> None:
+        """Arrange the charts of the CUSTOM SCALARS tab.
+
+        Args:
+            monitor: the metric that decides which checkpoint is best.
+        """
+        self.experiment.add_custom_scalars(layout(monitor))
 
     @rank_zero_only
     def log_final_metrics(self, metrics: Mapping[str, float]) -> None:

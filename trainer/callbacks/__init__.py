@@ -1,9 +1,21 @@
 """Callbacks that every run may use."""
 
 from .device_monitor import DeviceMonitor
+from .epoch_lines import EpochLines
+from .gradient_norm import GradientNorm
 from .learning_rate import LearningRate
 from .log_interval import LogEveryEpoch
 from .nonfinite import DetectNonFinite
 from .run_summary import RunSummary
+from .start_up import StartUp
 
-__all__ = ["DetectNonFinite", "DeviceMonitor", "LearningRate", "LogEveryEpoch", "RunSummary"]
+__all__ = [
+    "DetectNonFinite",
+    "DeviceMonitor",
+    "EpochLines",
+    "GradientNorm",
+    "LearningRate",
+    "LogEveryEpoch",
+    "RunSummary",
+    "StartUp",
+]

@@ -1,36 +1,88 @@
-"""Peak memory of each device."""
-
-import resource
-import sys
+"""What each device did: its share of the batch, its time, its memory."""
 
 import pytorch_lightning as pl
 import torch
+from pytorch_lightning.strategies import Strategy
 from typing_extensions import override
 
-from ...strategies.devices import peak_memory_bytes
+from ...strategies.devices import peak_memory_bytes, precise_dtype, reset_peak_memory_bytes
+from ..batch_cut import global_sizes, process_devices
+from ..ddp_times import DDPTimes
+from ..process_memory import peak_resident_bytes, reset_peak_resident
 
 MIB = 2**20
 
 
 class DeviceMonitor(pl.Callback):
-    """Log, after each training epoch, the peak memory of each of this process's devices in MiB.
+    """Log, after each training epoch, what every device of every process took.
 
-    On accelerators this is what tensors took (`torch.cuda.max_memory_allocated`), on the CPU the process's
-    largest resident size. Tags are `device/<device>/peak_memory_mib`.
+    Devices are numbered over all processes (`partition` in TensorBoard's TEXT tab lists them).
+
+    - `device/peak_memory_mib_<i>`: on accelerators what tensors took (`torch.cuda.max_memory_allocated`), on the CPU
+      the process's largest resident size, for devices of one process the same.
+    - `balance/share_<i>`: the part of a full batch that the device gets, where batches are cut among devices.
+    - `balance/time_s_<i>`, `balance/efficiency`: under DDP, seconds of the rank's own forward and backward pass in the
+      last step that torch sampled, and their mean over their largest. Strategies that measure devices themselves log
+      these three while they train.
     """
+
+    def __init__(self) -> None:
+        self._ddp_times: DDPTimes | None = None
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._ddp_times = DDPTimes.of(trainer)
 
     @override
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        owned = getattr(trainer.strategy, "process_devices", None) or [trainer.strategy.root_device]
-        values = {f"device/{device}/peak_memory_mib": peak_memory_mib(device) for device in owned}
+        memory = gather_peak_memory_mib(trainer.strategy)
+        values = {f"device/peak_memory_mib_{i}": value for i, value in enumerate(memory)}
+        if not any(name.startswith("balance/") for name in trainer.logged_metrics):
+            values |= shares(trainer)
+            if self._ddp_times is not None:
+                values |= rank_times(trainer.strategy, self._ddp_times.own_compute_s())
         for logger in trainer.loggers:
-            logger.log_metrics(values, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
+            logger.log_metrics(values, step=max(0, trainer.fit_loop.epoch_loop._batches_that_stepped - 1))
+
+
+def shares(trainer: pl.Trainer) -> dict[str, float]:
+    """The part of a full batch that each device gets, by the strategy's policy; nothing where it is not cut."""
+    sizes, _ = global_sizes(trainer)
+    return {f"balance/share_{i}": size / sum(sizes) for i, size in enumerate(sizes)} if len(sizes) > 1 else {}
+
+
+def rank_times(strategy: Strategy, own_s: float | None) -> dict[str, float]:
+    """Seconds per rank, and how evenly they are spread; called by all ranks."""
+    seconds = gather(strategy, [own_s or 0.0])
+    if not all(seconds):
+        return {}
+    times = {f"balance/time_s_{i}": value for i, value in enumerate(seconds)}
+    return {**times, "balance/efficiency": sum(seconds) / len(seconds) / max(seconds)}
+
+
+def gather_peak_memory_mib(strategy: Strategy) -> list[float]:
+    """Peak memory of every device of every process in MiB; called by all ranks."""
+    return gather(strategy, [peak_memory_mib(device) for device in process_devices(strategy)])
+
+
+def gather(strategy: Strategy, values: list[float]) -> list[float]:
+    """Collect every rank's values, in the order of ranks; a list as long on every rank."""
+    rank, world = getattr(strategy, "global_rank", 0), getattr(strategy, "world_size", 1)
+    device = strategy.root_device
+    places = torch.zeros(world, len(values), dtype=precise_dtype(device), device=device)
+    places[rank] = torch.tensor(values, dtype=places.dtype)
+    gathered: torch.Tensor = strategy.reduce(places, reduce_op="sum")
+    return gathered.flatten().tolist()
 
 
 def peak_memory_mib(device: torch.device) -> float:
     """Peak memory of a device in MiB; for the CPU the largest resident size of this process."""
     measured = peak_memory_bytes(device)
-    if measured is not None:
-        return measured / MIB
-    unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes, Linux KiB
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / MIB
+    return (peak_resident_bytes() if measured is None else measured) / MIB
+
+
+def reset_peak_memory(strategy: Strategy) -> None:
+    """Forget the peaks of what ran before, such as another job of a sweep."""
+    for device in process_devices(strategy):
+        reset_peak_memory_bytes(device)
+    reset_peak_resident()

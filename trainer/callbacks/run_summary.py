@@ -1,60 +1,107 @@
-"""What the closing table says of the training: samples per second and the global batch."""
+"""Speed: logged while training, and summed up for the closing table."""
 
-import time
+from dataclasses import asdict
 from typing import Any
 
 import pytorch_lightning as pl
 import torch
+from pytorch_lightning.trainer.states import TrainerFn
 from typing_extensions import override
 
 from ...strategies.chunks import num_samples
+from ..ddp_times import DDPTimes
+from ..step_clock import StepClock
+from .device_monitor import gather_peak_memory_mib, reset_peak_memory
 
 
 class RunSummary(pl.Callback):
-    """Count training samples, and the seconds spent on them (validation excluded).
+    """Count training samples and the seconds spent on them, validation excluded.
 
-    After `fit`, `samples_per_s` and `global_batch` (samples) hold the figures over all processes; before, None.
+    At every log point the loggers get means since the last one, per optimizer step: `speed/samples_per_s` over all
+    processes, and `speed/step_ms`, `speed/compute_ms`, `speed/data_wait_ms` (and, under DDP, `speed/communication_ms`)
+    of rank 0. A step itself only reads the host's clock twice; no device is waited for, and nothing is communicated.
+
+    After `fit`, `samples_per_s`, `global_batch` (samples) and `peak_memory_mib` (per device) hold the figures over all
+    processes.
     """
 
     def __init__(self) -> None:
         self.samples_per_s: float | None = None
         self.global_batch: int | None = None
-        self._num_samples = 0
+        self.peak_memory_mib: list[float] = []
+        self._clock = StepClock()
+        self._own_samples = 0
         self._first_batch = 0
-        self._seconds = 0.0
-        self._since: float | None = None
+        self._last_step = 0
+        self._ddp_times: DDPTimes | None = None
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        reset_peak_memory(trainer.strategy)
+        self._last_step = trainer.fit_loop.epoch_loop._batches_that_stepped
+        self._ddp_times = DDPTimes.of(trainer)
 
     @override
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._since = self._since or time.perf_counter()
+        self._clock.go()
+
+    @override
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        self._clock.start_batch()
 
     @override
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        count = num_samples(batch) or 0
-        self._first_batch = self._first_batch or count
-        self._num_samples += count
+        share = getattr(trainer.strategy, "share", None)
+        own, total = (int(share.num), int(share.total)) if share else _counts(trainer, batch)
+        self._clock.end_batch(total)
+        self._own_samples += own
+        self._first_batch = self._first_batch or own
+        step = trainer.fit_loop.epoch_loop._batches_that_stepped + 1
+        interval: int = getattr(trainer, "log_every_n_steps")  # noqa: B009  # Lightning sets it undeclared
+        if interval and step % interval == 0 and step != self._last_step and trainer.loggers:
+            self._log(trainer, step)
 
     @override
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._stop_clock()
+        self._clock.pause()
 
     @override
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if trainer.training or trainer.validating:
-            self._since = time.perf_counter()
+        if trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
+            self._clock.go()
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._stop_clock()
-        # the one collective of this callback, after the last step
-        counts = torch.tensor([self._num_samples, self._first_batch], device=trainer.strategy.root_device)
-        samples, batch = trainer.strategy.reduce(counts, reduce_op="sum").tolist()
+        clock, strategy = self._clock, trainer.strategy
+        clock.pause()
+        # the collectives of this callback, after the last step
+        counts = torch.tensor([self._own_samples, self._first_batch], device=strategy.root_device)
+        samples, batch = strategy.reduce(counts, reduce_op="sum").tolist()
         self.global_batch = batch or None
-        self.samples_per_s = samples / self._seconds if samples and self._seconds else None
+        self.samples_per_s = samples / clock.seconds if samples and clock.seconds else None
+        self.peak_memory_mib = gather_peak_memory_mib(strategy)
 
-    def _stop_clock(self) -> None:
-        if self._since is not None:
-            self._seconds += time.perf_counter() - self._since
-        self._since = None
+    def _log(self, trainer: pl.Trainer, step: int) -> None:
+        """Log the means since the last log point; under accumulation at the first batch of the step."""
+        wait_s: float = getattr(trainer.fit_loop.epoch_loop, "data_wait_s", 0.0)
+        times = self._clock.read(step - self._last_step, wait_s)
+        self._last_step = step
+        if times is None:
+            return
+        values = {f"speed/{name}": value for name, value in asdict(times).items()}
+        if not wait_s:  # not measured: Lightning's own loop runs, under a profiler or with `dataloader_iter`
+            del values["speed/data_wait_ms"]
+        if self._ddp_times is not None and (exposed := self._ddp_times.exposed_communication_ms()) is not None:
+            values["speed/communication_ms"] = exposed
+        for logger in trainer.loggers:
+            logger.log_metrics(values, step=step - 1)
+
+
+def _counts(trainer: pl.Trainer, batch: Any) -> tuple[int, int]:
+    """Samples of this process, and of all: as many on each, where the strategy does not tell."""
+    own = num_samples(batch) or 0
+    return own, own * trainer.world_size

@@ -1,0 +1,43 @@
+"""One line per epoch, where no progress bar can be drawn."""
+
+import logging
+import time
+
+import pytorch_lightning as pl
+from typing_extensions import override
+
+log = logging.getLogger(__name__)
+
+
+class EpochLines(pl.Callback):
+    """Log a line after every epoch: its seconds, the steps so far, and what a progress bar would show."""
+
+    def __init__(self) -> None:
+        self._since = 0.0
+        self._ended: tuple[int, float] | None = None
+
+    @override
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._tell(trainer)
+        self._since = time.perf_counter()
+
+    @override
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        # Lightning completes the epoch's means after this hook
+        self._ended = (trainer.current_epoch, time.perf_counter() - self._since)
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._tell(trainer)
+
+    def _tell(self, trainer: pl.Trainer) -> None:
+        if self._ended is None:
+            return
+        epoch, seconds = self._ended
+        self._ended = None
+        metrics = trainer.progress_bar_metrics or {
+            name: value.item() for name, value in trainer.callback_metrics.items() if value.numel() == 1
+        }
+        shown = [f"{name} {value:.4g}" for name, value in metrics.items()]
+        of = f"/{trainer.max_epochs}" if trainer.max_epochs and trainer.max_epochs > 0 else ""
+        log.info(" · ".join([f"epoch {epoch + 1}{of}", f"step {trainer.global_step}", f"{seconds:.1f} s", *shown]))

@@ -1,0 +1,113 @@
+"""What a run is about to do, in one block before its first step."""
+
+import logging
+from collections import Counter
+from datetime import timedelta
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.callbacks import ModelCheckpoint
+from typing_extensions import override
+
+from ...strategies.devices import device_name
+from ...strategies.stages import draw_table
+from ..batch_cut import batch_line, global_sizes, process_devices
+from ..tensorboard import TensorBoardLogger
+
+log = logging.getLogger(__name__)
+
+
+class StartUp(pl.Callback):
+    """Log one block of facts when training starts, and show the partition plan in TensorBoard's TEXT tab.
+
+    Args:
+        run_dir: directory of the run.
+    """
+
+    def __init__(self, run_dir: str) -> None:
+        self.run_dir = run_dir
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        devices = all_devices(trainer)
+        rows = [(label, value) for label, value in start_up_rows(trainer, devices, self.run_dir) if value]
+        width = max(len(label) for label, _ in rows)
+        log.info("\n%s", "\n".join(f"  {label:<{width}}  {value}" for label, value in rows))
+        for logger in trainer.loggers:
+            if isinstance(logger, TensorBoardLogger):
+                logger.log_text("partition", partition_plan(trainer, devices))
+
+
+def start_up_rows(trainer: pl.Trainer, devices: list[str], run_dir: str) -> list[tuple[str, str]]:
+    """List the facts, as (label, value); empty values are not shown.
+
+    Args:
+        trainer: at the start of training.
+        devices: the devices of all processes.
+        run_dir: directory of the run.
+    """
+    strategy, machines = trainer.strategy, trainer.num_nodes
+    counts = Counter(devices)
+    parameters = list(trainer.lightning_module.parameters())
+    total, trained = sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)
+    frozen = f", {total - trained:,} of them frozen" if trained < total else ""
+    return [
+        ("strategy", getattr(strategy, "strategy_name", type(strategy).__name__)),
+        ("devices", ", ".join(f"{count} × {name}" if count > 1 else name for name, count in counts.items())),
+        ("processes", f"{trainer.world_size}" + (f" on {machines} machines" if machines > 1 else "")),
+        ("global batch", batch_line(trainer)),
+        ("precision", str(trainer.precision)),
+        ("parameters", f"{total:,}{frozen}"),
+        ("checkpoints", "; ".join(map(checkpoint_policy, trainer.checkpoint_callbacks)) or "none"),
+        ("run directory", run_dir),
+    ]
+
+
+def checkpoint_policy(callback: Any) -> str:
+    """Say when a checkpoint is written and which ones stay."""
+    if not isinstance(callback, ModelCheckpoint):
+        return type(callback).__name__
+    top_k, kept = callback.save_top_k, []
+    if callback.monitor and top_k:
+        number = "all" if top_k < 0 else "the best" if top_k == 1 else f"the best {top_k}"
+        kept.append(f"{number} by {callback.monitor} ({callback.mode})")
+    elif top_k:
+        kept.append("all" if top_k < 0 else "the newest")
+    if callback.save_last:
+        kept.append("the last")
+    return f"{' and '.join(kept) or 'none'}, {trigger(callback)}"
+
+
+def trigger(callback: ModelCheckpoint) -> str:
+    """Say when a checkpoint is due: `every epoch`, `every 1,000 steps`, `every 15 minutes`."""
+    interval: timedelta | None = callback._train_time_interval
+    if interval is not None:
+        return f"every {interval.total_seconds():,.0f} s"
+    if callback._every_n_train_steps:
+        number, unit = callback._every_n_train_steps, "step"
+    else:
+        number, unit = callback._every_n_epochs, "epoch"
+    return f"every {unit}" if number == 1 else f"every {number:,} {unit}s"
+
+
+def all_devices(trainer: pl.Trainer) -> list[str]:
+    """Name the devices of all processes; those of other processes are of the same kinds as this one's."""
+    own: list[torch.device] = process_devices(trainer.strategy)
+    if trainer.world_size == 1:
+        return [device_name(device) for device in own]
+    return [device_name(torch.device(device.type)) for _ in range(trainer.world_size) for device in own]
+
+
+def partition_plan(trainer: pl.Trainer, devices: list[str]) -> str:
+    """Draw who does what: the stages of the module, or the part of the batch of every device."""
+    strategy: Any = trainer.strategy
+    sizes, _ = global_sizes(trainer)
+    lines = [f"global batch {batch_line(trainer)}"] if sizes else []
+    if hasattr(strategy, "stage_options"):
+        return "\n".join([*lines, "", strategy.layout.table(trainer.lightning_module)])
+    parts = sizes if len(sizes) == len(devices) else [None] * len(devices)
+    rows = [("device", "", "samples")]
+    for i, (name, size) in enumerate(zip(devices, parts, strict=True)):
+        rows.append((str(i), name, "" if size is None else f"{size:,}"))
+    return "\n".join([*lines, "", draw_table(rows)])

@@ -1,0 +1,56 @@
+"""The CUSTOM SCALARS tab: what matters of a run, on one page."""
+
+from typing import Any, TypeAlias
+
+Layout: TypeAlias = dict[str, dict[str, list[Any]]]
+"""Category → chart → [`Multiline`, regular expressions of tags], as `SummaryWriter.add_custom_scalars` takes it."""
+
+OUR_OWN = "speed/|device/|balance/|gradient/|lr-|epoch$"
+"""How the tags begin that are no metrics of the module."""
+
+STEP_TIME = ["speed/step_ms", "speed/compute_ms", "speed/data_wait_ms", "speed/communication_ms"]
+
+
+def layout(monitor: str | None) -> Layout:
+    """Arrange the charts; a chart without data stays empty.
+
+    Args:
+        monitor: the metric that decides which checkpoint is best; it has a chart of its own.
+
+    Returns:
+        The layout. Tags that it can't know, those of the module, are told apart by their names: what holds the word
+        `loss` is a loss.
+    """
+    metrics: dict[str, list[Any]] = {
+        "loss": lines(r"(?i)(?!" + OUR_OWN + r").*loss"),
+        "metrics": lines(r"(?i)(?!" + OUR_OWN + r")(?!.*loss)"),
+    }
+    if monitor:
+        metrics[f"monitored: {monitor}"] = lines(exactly(monitor))
+    return {
+        "Loss and metrics": metrics,
+        "Speed": {
+            "samples per second": lines(exactly("speed/samples_per_s")),
+            "step time in ms": lines(*map(exactly, STEP_TIME)),
+        },
+        "Devices": {
+            "share of the batch": lines(r"balance/share_\d+$"),
+            "time in s": lines(r"balance/time_s_\d+$"),
+            "peak memory in MiB": lines(r"device/peak_memory_mib_\d+$"),
+            "balance efficiency": lines(exactly("balance/efficiency")),
+        },
+        "Optimizer": {
+            "learning rate": lines(r"lr-"),
+            "gradient norm": lines(r"gradient/norm"),
+        },
+    }
+
+
+def lines(*expressions: str) -> list[Any]:
+    """A chart with a line per tag that one of the regular expressions matches from its start."""
+    return ["Multiline", list(expressions)]
+
+
+def exactly(tag: str) -> str:
+    """The regular expression of one tag."""
+    return f"{tag.replace('.', '[.]')}$"

@@ -1,0 +1,35 @@
+"""Where the time of a run goes, in a table that fits on a screen."""
+
+import time
+
+from pytorch_lightning.profilers import SimpleProfiler
+from typing_extensions import override
+
+TRIVIAL_PART = 0.001
+
+
+class ShortProfiler(SimpleProfiler):
+    """Lightning's `SimpleProfiler`, which lists only what took time.
+
+    Actions contain each other (`run_training_epoch` all of an epoch), so parts of the total do not add up to one. Under
+    any profiler Lightning's own loop runs, not the lean one, which costs some 0.2 ms per step more.
+
+    Args:
+        num_rows: actions listed at most, those with the largest totals.
+    """
+
+    def __init__(self, num_rows: int = 20) -> None:
+        super().__init__()
+        self.num_rows = num_rows
+
+    @override
+    def summary(self) -> str:
+        totals = [(sum(seconds), len(seconds), name) for name, seconds in self.recorded_durations.items()]
+        whole = time.monotonic() - self.start_time
+        rows = [
+            f"{total:>9.3f}  {total / whole:>6.1%}  {count:>6,}  {total / count * 1000:>9.3f}  {name}"
+            for total, count, name in sorted(totals, reverse=True)[: self.num_rows]
+            if total > TRIVIAL_PART * whole
+        ]
+        head = f"{'seconds':>9}  {'part':>6}  {'calls':>6}  {'ms a call':>9}  action"
+        return "\n".join(["", head, *rows, f"{len(totals) - len(rows)} other actions are not shown.", ""])
