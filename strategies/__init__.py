@@ -1,5 +1,6 @@
 """How the work is spread: strategies and the pieces they are made of."""
 
+from .balanced_ddp import BalancedDDPStrategy
 from .balanced_dp import BalancedDataParallelStrategy
 from .ddp import DDPStrategy
 from .ddp_model_parallel import DDPModelParallelStrategy
@@ -12,6 +13,7 @@ from .single_device import SingleDeviceStrategy
 
 __all__ = [
     "STRATEGIES",
+    "BalancedDDPStrategy",
     "BalancedDataParallelStrategy",
     "ConfigError",
     "DDPModelParallelStrategy",

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from pytorch_lightning.strategies.launchers import _MultiProcessingLauncher
 from pytorch_lightning.trainer.states import TrainerFn
 from pytorch_lightning.utilities.exceptions import SIGTERMException
+from pytorch_lightning.utilities.rank_zero import rank_zero_info
 from pytorch_lightning.utilities.types import STEP_OUTPUT
 from torch import Tensor
 from torch.distributed import PrefixStore, Work
@@ -19,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from .ddp_options import Compression, compression_hook, name_unused_parameters, verified_options
 from .devices import precise_dtype
 from .exceptions import ConfigError
 from .loaders import BatchSizeIs, RankLoaders, Stage, next_share, positions
@@ -42,12 +44,13 @@ class DDPStrategy(pl_strategies.DDPStrategy):
     them itself, by fork on CPU and by spawn on accelerators, so that the script is not run once per device.
 
     Args:
-        timeout_s: seconds that a rank waits for its peers in a collective before it fails.
+        timeout_s: seconds that a rank waits for its peers before it fails.
         batch_size_is: what the loader's batch is. `per_device`: one rank's, so that the global batch is as many times
             larger as there are ranks. `global`: the global batch, divided among the ranks.
         backend: `gloo`, `nccl`, ...; None takes the one that suits the device.
-        find_unused_parameters: look, in every step, for parameters that took no part in the loss.
-        ddp_options: further keyword arguments of `torch.nn.parallel.DistributedDataParallel`.
+        compression: how gradients travel: `fp16`, `bf16`, `powersgd`, or None for as they are.
+        ddp_options: keyword arguments of `torch.nn.parallel.DistributedDataParallel`: `find_unused_parameters`,
+            `static_graph`, `gradient_as_bucket_view`, `bucket_cap_mb`, ...
 
     Raises:
         ConfigError: an option has a value that is not allowed.
@@ -60,18 +63,16 @@ class DDPStrategy(pl_strategies.DDPStrategy):
         timeout_s: float = 1800.0,
         batch_size_is: BatchSizeIs = "per_device",
         backend: str | None = None,
-        find_unused_parameters: bool = False,
+        compression: Compression | None = None,
         **ddp_options: Any,
     ) -> None:
         if not timeout_s > 0:
             raise ConfigError(f"ddp: timeout_s={timeout_s} is not positive. Give seconds, for example timeout_s=1800.")
         if batch_size_is not in ("per_device", "global"):
             raise ConfigError(f"ddp: batch_size_is={batch_size_is} is unknown. Give per_device or global.")
+        self._hook = compression_hook(compression)
         super().__init__(
-            process_group_backend=backend,
-            timeout=timedelta(seconds=timeout_s),
-            find_unused_parameters=find_unused_parameters,
-            **ddp_options,
+            process_group_backend=backend, timeout=timedelta(seconds=timeout_s), **verified_options(ddp_options)
         )
         self.timeout_s = timeout_s
         self.batch_size_is: BatchSizeIs = batch_size_is
@@ -165,6 +166,13 @@ class DDPStrategy(pl_strategies.DDPStrategy):
         return stops
 
     @override
+    def configure_ddp(self) -> None:
+        super().configure_ddp()
+        assert isinstance(self.model, DistributedDataParallel)
+        if self._hook is not None:
+            self.model.register_comm_hook(*self._hook())
+
+    @override
     def process_dataloader(self, dataloader: object) -> object:
         assert self._loaders is not None
         assert self._trainer is not None
@@ -174,8 +182,20 @@ class DDPStrategy(pl_strategies.DDPStrategy):
     @override
     def on_train_start(self) -> None:
         assert self._trainer is not None
+        self._tell_batch_size(self._trainer)
         if not self._trainer.fit_loop.restarting:  # a resumed run has the streams that it was saved with
             seed_rank(self.global_rank)
+
+    def _tell_batch_size(self, trainer: pl.Trainer) -> None:
+        loader = trainer.fit_loop._combined_loader
+        size: Any = getattr(loader.flattened[0], "batch_size", None) if loader is not None else None
+        if not isinstance(size, int):
+            return
+        if self.batch_size_is == "per_device":
+            sizes = [size] * self.world_size
+        else:
+            sizes = self.policy.sizes(size, self.world_size)
+        rank_zero_info(f"global batch {sum(sizes)} = {_sum_of(sizes)}")
 
     @override
     def batch_to_device(self, batch: Batch, device: torch.device | None = None, dataloader_idx: int = 0) -> Batch:
@@ -292,6 +312,8 @@ class DDPStrategy(pl_strategies.DDPStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
+        if isinstance(self.model, DistributedDataParallel) and self.lightning_module is not None:
+            name_unused_parameters(exception, self.lightning_module)
         if self.peers is not None and not isinstance(exception, SIGTERMException):
             self.peers.explain(exception)
 
@@ -301,3 +323,10 @@ class DDPStrategy(pl_strategies.DDPStrategy):
             self.peers.end()
             self.peers = None
         super().teardown()
+
+
+def _sum_of(sizes: list[int]) -> str:
+    """Write sizes as a product where they are equal, as a sum otherwise."""
+    if len(set(sizes)) == 1:
+        return f"{len(sizes)} ranks × {sizes[0]} samples"
+    return f"{' + '.join(map(str, sizes))} samples on {len(sizes)} ranks"

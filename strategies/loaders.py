@@ -82,8 +82,9 @@ class RankLoaders:
         return self._cut(loader, self._way(stage), stage == "train")
 
     def _way(self, stage: Stage) -> Cut:
-        if self.batch_size_is == "per_device":
-            return Deal(spread=stage != "predict")
+        return Deal(spread=stage != "predict") if self.batch_size_is == "per_device" else self._divide(stage)
+
+    def _divide(self, stage: Stage) -> Divide:
         divide = Divide(self.policy if stage == "train" else Even())
         if stage == "train":
             self.divides.append(divide)
@@ -110,8 +111,7 @@ class RankLoaders:
 
     def _stream(self, loader: Any, stage: Stage) -> Any:
         if self.batch_size_is == "global":
-            policy = self.policy if stage == "train" else Even()
-            return Divided(loader, policy, self.rank, self.num_ranks, stage == "train", self.agree)
+            return Divided(loader, self._divide(stage), self.rank, self.num_ranks, stage == "train", self.agree)
         loader = self._seeded(loader) if isinstance(loader, DataLoader) else loader
         return Lockstep(loader, self.sum_over_ranks) if stage == "train" else loader
 

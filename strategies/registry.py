@@ -2,6 +2,7 @@
 
 from pytorch_lightning.strategies import Strategy, StrategyRegistry
 
+from .balanced_ddp import BalancedDDPStrategy
 from .balanced_dp import BalancedDataParallelStrategy
 from .ddp import DDPStrategy
 from .ddp_model_parallel import DDPModelParallelStrategy
@@ -17,6 +18,7 @@ STRATEGIES: dict[str, type[Strategy]] = {
         BalancedDataParallelStrategy,
         ModelParallelStrategy,
         DDPStrategy,
+        BalancedDDPStrategy,
         DDPModelParallelStrategy,
     )
 }

@@ -82,6 +82,7 @@ class Divide:
     Args:
         policy: from the batch size and the number of ranks to sizes.
         changes: policies still to come, as (number of the first global batch, policy); see `change`.
+        num_cut: global batches cut so far.
     """
 
     policy: Policy = field(default_factory=Even)
@@ -97,13 +98,17 @@ class Divide:
         assert at >= self.num_cut, f"global batch {at} is cut already ({self.num_cut} are)"
         self.changes.append((at, policy))
 
+    def sizes(self, num_samples: int, num_ranks: int) -> list[int]:
+        """Samples per rank of the next global batch."""
+        while self.changes and self.changes[0][0] <= self.num_cut:
+            self.policy = self.changes.pop(0)[1]
+        self.num_cut += 1
+        return self.policy.sizes(num_samples, num_ranks)
+
     def parts(self, units: Iterator[Unit], num_ranks: int) -> Iterator[list[Unit]]:
         """See `Cut.parts`."""
         for unit in units:
-            while self.changes and self.changes[0][0] <= self.num_cut:
-                self.policy = self.changes.pop(0)[1]
-            self.num_cut += 1
-            ends = list(accumulate(self.policy.sizes(len(unit), num_ranks)))
+            ends = list(accumulate(self.sizes(len(unit), num_ranks)))
             yield [unit[start:end] for start, end in zip([0, *ends], ends, strict=False)]
 
     def count(self, num_units: int, num_ranks: int) -> int:

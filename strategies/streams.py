@@ -10,9 +10,8 @@ from torch.distributed import Work
 
 from .chunks import num_samples, split
 from .exceptions import ConfigError
-from .partition import Policy
 from .randomness import Agree, in_one_order
-from .sampling import Share
+from .sampling import Divide, Share
 from .types import Batch
 
 
@@ -100,7 +99,7 @@ class Divided(Stream):
 
     Args:
         loader: the stream.
-        policy: from the batch size and the number of ranks to sizes.
+        divide: how a batch is divided.
         rank: this rank.
         num_ranks: number of ranks.
         training: whether a rank without samples joins with a stand-in; otherwise it skips the step.
@@ -108,10 +107,10 @@ class Divided(Stream):
     """
 
     def __init__(
-        self, loader: Iterable[Batch], policy: Policy, rank: int, num_ranks: int, training: bool, agree: Agree
+        self, loader: Iterable[Batch], divide: Divide, rank: int, num_ranks: int, training: bool, agree: Agree
     ) -> None:
         super().__init__(loader)
-        self.policy = policy
+        self.divide = divide
         self.rank = rank
         self.num_ranks = num_ranks
         self.training = training
@@ -128,7 +127,7 @@ class Divided(Stream):
                     f"ddp: batch_size_is=global can't cut a batch of type {type(batch).__name__}: it holds nothing to "
                     "count samples by. Put tensors into it, or set batch_size_is=per_device."
                 )
-            sizes = self.policy.sizes(total, self.num_ranks)
+            sizes = self.divide.sizes(total, self.num_ranks)
             if not sizes[self.rank] and not self.training:
                 continue
             self.shares.append(Share(sizes[self.rank], total))

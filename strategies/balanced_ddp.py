@@ -1,0 +1,148 @@
+"""DDP among ranks of unequal speed: each takes its share of every global batch, fixed or measured."""
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.utilities.rank_zero import rank_zero_info
+from pytorch_lightning.utilities.types import STEP_OUTPUT
+from torch import Tensor
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from .balance import BalanceController
+from .ddp import DDPStrategy
+from .exceptions import ConfigError
+from .partition import Even, Policy, Weighted
+from .stopwatch import Stopwatch
+
+CHECKPOINT_KEY = "balance"
+"""Where a checkpoint keeps what was measured."""
+
+FIRST_STEPS, THEN_EVERY = 12, 20
+"""The first steps are measured, and then one in as many."""
+
+
+class BalancedDDPStrategy(DDPStrategy):
+    """`DDPStrategy` whose loader's batch is the global batch, divided among the ranks by weights.
+
+    Gradients stay exact, as every rank's counts by its samples. With `auto` each rank measures the time that its own
+    forward and backward passes take, without its waiting for others; the ranks exchange these (a few numbers, in one
+    step of twenty) and change their shares at the same global batch. Shares are logged as `balance/...`, and saved in
+    checkpoints.
+
+    Args:
+        weights: share of each rank, in any unit (samples a second, say), or `auto`.
+        hysteresis: the part of the slowest rank's time that new shares must save to be adopted.
+        **options: those of `DDPStrategy`, without `batch_size_is`.
+
+    Raises:
+        ConfigError: an option has a value that is not allowed.
+    """
+
+    strategy_name = "balanced_ddp"
+
+    def __init__(
+        self, weights: Sequence[float] | Literal["auto"] = "auto", hysteresis: float = 0.05, **options: Any
+    ) -> None:
+        if options.pop("batch_size_is", "global") != "global":
+            raise ConfigError(
+                "balanced_ddp: batch_size_is=per_device was given, and the batch is divided: it is global."
+            )
+        if isinstance(weights, str) and weights != "auto":
+            raise ConfigError(f"balanced_ddp: weights={weights} is unknown. Give a list of numbers, or auto.")
+        super().__init__(batch_size_is="global", **options)
+        BalanceController(1, hysteresis=hysteresis)  # checks it
+        self.weights = weights
+        self.hysteresis = hysteresis
+        self.controller: BalanceController | None = None
+        self._restored: dict[str, Any] | None = None
+        self._watch: Stopwatch | None = None
+        self._exchanged: Tensor | None = None
+        self._num_steps = 0
+
+    @property
+    @override
+    def policy(self) -> Policy:
+        if not isinstance(self.weights, str):
+            return Weighted(tuple(self.weights))
+        return Even() if self.controller is None else Weighted(tuple(self.controller.shares))
+
+    @override
+    def setup(self, trainer: pl.Trainer) -> None:
+        if not isinstance(self.weights, str):
+            Weighted(tuple(self.weights)).verify(self.world_size, self.strategy_name)
+        else:
+            self.controller = BalanceController(self.world_size, hysteresis=self.hysteresis)
+            if self._restored is not None and not self.controller.load_state_dict(self._restored):
+                rank_zero_info("balanced_ddp: the checkpoint was balanced for another number of ranks; measuring anew.")
+        super().setup(trainer)
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        if self.controller is None:
+            return super().training_step(*args, **kwargs)
+        self._adopt(self.controller)
+        self._log(self.controller)
+        measured = self._num_steps < FIRST_STEPS or self._num_steps % THEN_EVERY == 0
+        self._num_steps += 1
+        if not measured:
+            return super().training_step(*args, **kwargs)
+        assert self.lightning_module is not None
+        self._watch = Stopwatch(self.lightning_module, self.root_device)
+        with self._watch.forward():
+            return super().training_step(*args, **kwargs)
+
+    @override
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        watch, self._watch = self._watch, None
+        if watch is None:
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
+        with watch.backward():
+            loss = super().backward(closure_loss, optimizer, *args, **kwargs)
+        self._exchange(watch.seconds())
+        return loss
+
+    def _exchange(self, seconds: float) -> None:
+        """Tell all ranks samples and seconds of this one, and how far its sampler is."""
+        assert self._loaders is not None
+        num = 0.0 if self._share is None else self._share.num
+        num_cut = max((divide.num_cut for divide in self._loaders.divides), default=0)
+        table = torch.zeros(self.world_size, 3, dtype=torch.float64)
+        table[self.global_rank] = torch.tensor([num, seconds, num_cut])
+        self._loaders.sum_over_ranks(table).wait()
+        self._exchanged = table
+
+    def _adopt(self, controller: BalanceController) -> None:
+        """Give what was exchanged to the controller, which decides alike on all ranks."""
+        if self._exchanged is None or self._loaders is None:
+            return
+        table, self._exchanged = self._exchanged.tolist(), None
+        sizes = [int(row[0]) for row in table]
+        if controller.observe(sizes, [row[1] for row in table]):
+            # a sampler cuts one batch more, at most, between the exchange and here; `change` would notice two
+            first = max(int(row[2]) for row in table) + 2
+            for divide in self._loaders.divides:
+                divide.change(Weighted(tuple(controller.shares)), first)
+
+    def _log(self, controller: BalanceController) -> None:
+        module = self.lightning_module
+        assert module is not None
+        if not module.trainer.loggers or not module.trainer._logger_connector.should_update_logs:
+            return
+        for name, value in controller.metrics().items():
+            if "bytes" not in name:
+                module.log(name, value, on_step=True, on_epoch=False, batch_size=1, rank_zero_only=True)
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        if self.controller is not None:
+            checkpoint[CHECKPOINT_KEY] = self.controller.state_dict()
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    @override
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
+        self._restored = checkpoint.get(CHECKPOINT_KEY)
+        return checkpoint

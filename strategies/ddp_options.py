@@ -1,0 +1,98 @@
+"""Options of torch's DistributedDataParallel: checked, gradient compression among them, its errors made readable."""
+
+import inspect
+import re
+from collections.abc import Callable
+from typing import Any, Literal, TypeAlias, get_args
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import GradBucket
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+
+from .exceptions import ConfigError
+
+Compression: TypeAlias = Literal["fp16", "bf16", "powersgd"]
+"""How gradients travel between ranks."""
+
+_OURS = ("module", "device_ids", "output_device", "process_group", "self")
+
+
+def verified_options(options: dict[str, Any]) -> dict[str, Any]:
+    """Check the names of options.
+
+    Returns:
+        The options, without those that are None.
+
+    Raises:
+        ConfigError: an option is unknown to torch, or two of them exclude each other.
+    """
+    allowed = [name for name in inspect.signature(DistributedDataParallel.__init__).parameters if name not in _OURS]
+    unknown = [name for name in options if name not in allowed]
+    if unknown:
+        raise ConfigError(f"ddp: {', '.join(unknown)} is no option. Choose from {', '.join(allowed)}.")
+    if options.get("static_graph") and options.get("find_unused_parameters"):
+        raise ConfigError(
+            "ddp: static_graph=true and find_unused_parameters=true were both given. A static graph knows its unused "
+            "parameters after the first step: leave find_unused_parameters out."
+        )
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def compression_hook(compression: Compression | None) -> Callable[[], tuple[Any, Any]] | None:
+    """Choose the communication hook of a compression.
+
+    Returns:
+        A function that makes the hook's state and gives the hook; None where gradients travel as they are.
+
+    Raises:
+        ConfigError: the compression is unknown.
+    """
+    if compression is None:
+        return None
+    if compression not in get_args(Compression):
+        raise ConfigError(f"ddp: compression={compression} is unknown. Give fp16, bf16, powersgd or null.")
+    if compression == "powersgd":
+        return lambda: (powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=2), powerSGD_hook.powerSGD_hook)
+    dtype = torch.float16 if compression == "fp16" else torch.bfloat16
+    return lambda: (dtype, reduce_as)
+
+
+def reduce_as(dtype: torch.dtype, bucket: GradBucket) -> Future[Tensor]:
+    """Average a bucket of gradients in another type; torch's own hooks refuse bf16 on the CPU, and gloo can do it.
+
+    Args:
+        dtype: what travels.
+        bucket: gradients of one dtype.
+
+    Returns:
+        The averaged bucket, to be there later.
+    """
+    buffer = bucket.buffer()
+    sent = buffer.to(dtype).div_(dist.get_world_size())
+    work = dist.all_reduce(sent, async_op=True)
+    assert work is not None
+
+    def received(future: Future[list[Tensor]]) -> Tensor:
+        return buffer.copy_(future.value()[0])
+
+    return work.get_future().then(received)
+
+
+def name_unused_parameters(exc: BaseException, module: nn.Module) -> None:
+    """Rewrite torch's error about parameters without gradient: their names, and the override that fixes it."""
+    text = str(exc)
+    if "Expected to have finished reduction in the prior iteration" not in text:
+        return
+    parameters = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+    indices = re.search(r"did not receive grad for rank \d+: ([\d ,]+)", text)
+    named = [parameters[int(i)][0] for i in re.findall(r"\d+", indices[1])] if indices else []
+    unused = named or [name for name, parameter in parameters if parameter.grad is None]
+    exc.args = (
+        f"ddp: parameters took no part in the loss: {', '.join(unused) or 'unknown'}. Set "
+        "strategy.find_unused_parameters=true (strategy.static_graph=true where they are the same in every step), or "
+        "freeze them with requires_grad_(False).",
+    )

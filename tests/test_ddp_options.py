@@ -1,0 +1,123 @@
+"""DDP's options, and shares by weights: the same training, and refusals in one sentence."""
+
+import logging
+from typing import Any
+
+import pytest
+import pytorch_lightning as pl
+import torch
+from distributed import run_ranks
+from test_ddp import Net, Numbered, fit, outcome, quiet_trainer
+from torch import nn
+from torch.utils.data import DataLoader
+
+from evener.strategies import BalancedDDPStrategy, ConfigError, DDPStrategy, SingleDeviceStrategy
+
+EXACT: dict[str, dict[str, Any]] = {
+    "static graph": {"static_graph": True},
+    "bucket view": {"gradient_as_bucket_view": True, "bucket_cap_mb": 1},
+    "unused": {"find_unused_parameters": True},
+}
+LOSSY: dict[str, dict[str, Any]] = {name: {"compression": name} for name in ("fp16", "bf16", "powersgd")}
+
+
+class Unused(Net):
+    """With a layer that no loss depends on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spare = nn.Linear(2, 2).double()
+
+
+class Slow(Net):
+    """Rank 0 needs three times as long for a sample."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        import time
+
+        time.sleep(len(batch[0]) * (0.003 if self.global_rank == 0 else 0.001))
+        return super().training_step(batch, batch_idx)
+
+
+def _train_all() -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, options in {**EXACT, **LOSSY}.items():
+        strategy = DDPStrategy(batch_size_is="global", timeout_s=20, **options)
+        found[name] = outcome(*fit(strategy, 2, 6, {}))
+    for name, weights in (("weights", [3, 1]), ("none for rank 1", [1, 0])):
+        found[name] = outcome(*fit(BalancedDDPStrategy(weights, timeout_s=20), 2, 6, {}))
+    found["lines"] = []
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            found["lines"].append(record.getMessage())
+
+    logging.getLogger("pytorch_lightning.utilities.rank_zero").addHandler(Keep())
+    strategy = BalancedDDPStrategy("auto", timeout_s=20)
+    pl.seed_everything(7, verbose=False)
+    module = Slow()
+    trainer = quiet_trainer(strategy, 2, max_epochs=12)
+    trainer.fit(module, DataLoader(Numbered(24), 12))
+    assert strategy.controller is not None
+    found["auto"] = {**outcome(module, trainer), "shares": strategy.controller.shares}
+    fit(DDPStrategy(timeout_s=20), 2, 3, {})
+    try:
+        quiet_trainer(DDPStrategy(timeout_s=20), 2).fit(Unused(), DataLoader(Numbered(), 2))
+    except RuntimeError as exc:
+        found["unused error"] = str(exc)
+    return found
+
+
+def test_options_and_shares_do_not_change_training() -> None:
+    by_rank = run_ranks(_train_all, 2, timeout_s=100)
+    single = outcome(*fit(SingleDeviceStrategy(), 1, 6, {}))["weights"]
+    for found in by_rank:
+        for name in (*EXACT, "weights", "none for rank 1"):
+            torch.testing.assert_close(found[name]["weights"], single, rtol=0, atol=1e-10, msg=name)
+        for name in LOSSY:
+            torch.testing.assert_close(found[name]["weights"], single, rtol=0, atol=0.1, msg=name)
+            assert not torch.equal(found[name]["weights"], single), "nothing was compressed"
+    first, second = by_rank
+    assert [len(batch) for batch in first["weights"]["trained"]][:3] == [5, 5, 5]  # 3/4 of 6 is 4.5; the tie goes first
+    assert [len(batch) for batch in second["weights"]["trained"]][:3] == [1, 1, 1]
+
+    shares = first["auto"]["shares"]
+    assert shares == second["auto"]["shares"]
+    assert shares[0] == pytest.approx(1 / 4, abs=0.1)
+    sizes = [(len(a), len(b)) for a, b in zip(first["auto"]["trained"], second["auto"]["trained"], strict=True)]
+    assert all(a + b == 12 for a, b in sizes)
+    assert sizes[0] == (6, 6)
+    assert sizes[-1][0] in (2, 3, 4)
+    pl.seed_everything(7, verbose=False)
+    alone = Net()
+    quiet_trainer(SingleDeviceStrategy(), max_epochs=12).fit(alone, DataLoader(Numbered(24), 12))
+    weights = nn.utils.parameters_to_vector(alone.parameters()).detach()
+    torch.testing.assert_close(first["auto"]["weights"], weights, rtol=0, atol=1e-10)
+
+    assert "global batch 12 = 2 ranks × 6 samples" in first["lines"]
+    assert "global batch 6 = 2 ranks × 3 samples" in first["lines"]
+    for found in by_rank:
+        assert "took no part in the loss: spare.weight, spare.bias. Set" in found["unused error"]
+        assert "strategy.find_unused_parameters=true" in found["unused error"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"timeout_s": 0}, r"timeout_s=0 is not positive"),
+        ({"batch_size_is": "each"}, r"batch_size_is=each is unknown. Give per_device or global"),
+        ({"compression": "zip"}, r"compression=zip is unknown. Give fp16, bf16, powersgd or null"),
+        ({"find_unused": True}, r"find_unused is no option. Choose from .*find_unused_parameters"),
+        ({"static_graph": True, "find_unused_parameters": True}, r"were both given"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        DDPStrategy(**options)
+
+
+def test_balanced_refuses_what_it_cannot_divide() -> None:
+    with pytest.raises(ConfigError, match="batch_size_is=per_device was given"):
+        BalancedDDPStrategy(batch_size_is="per_device")
+    with pytest.raises(ConfigError, match=r"weights=fast is unknown. Give a list of numbers, or auto"):
+        BalancedDDPStrategy("fast")  # type: ignore[arg-type]
