@@ -42,11 +42,6 @@ class OneLoader:
             and combined._iterables is combined._flattened[0]
         )
 
-    def serves(self, fetcher: _DataFetcher) -> bool:
-        """Whether this is still the fetcher's iterator."""
-        combined: Any = fetcher.iterator
-        return fetcher is self.fetcher and combined is not None and combined._iterator is self.cycle
-
     def __next__(self) -> Batch:
         """Return the next batch.
 

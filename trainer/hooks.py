@@ -84,19 +84,20 @@ class HookPlan:
         self.callbacks = list(trainer.callbacks)
         self.precision = trainer.precision_plugin
         self.profiler = trainer.profiler
-        self.model = trainer.strategy.model
+        self.model: Any = trainer.strategy._model
         self.work = {name: work for name in self.hooks if (work := self._work(name)) is not None}
         self._spaces = list(self._namespaces())
-        self._sizes = list(map(len, self._spaces))
+        self._size = sum(map(len, self._spaces))
+        self.module_size = len(self.state)
 
     def stale(self) -> bool:
         """Whether callbacks came or went, or an attribute of anything that is called was set or removed."""
         trainer = self.trainer
         return (
-            list(map(len, self._spaces)) != self._sizes
+            sum(map(len, self._spaces)) != self._size
             or trainer.callbacks != self.callbacks
             or trainer.profiler is not self.profiler
-            or self.strategy.model is not self.model
+            or self.strategy._model is not self.model
         )
 
     def _namespaces(self) -> Iterator[Mapping[str, Any]]:
@@ -111,6 +112,8 @@ class HookPlan:
         """Who has something to do in a hook: the callbacks, and whether the module. None where nobody has."""
         bar = self.timed_bar
         targets = [cb for cb in self.callbacks if name not in CALLBACK or overridden(cb, name, CALLBACK)]
+        if name == "on_train_batch_end":
+            targets = [cb for cb in targets if not _saves_at_epochs_only(cb)]
         if bar is not None and hasattr(bar, name):
             targets = [bar if cb is bar.bar else cb for cb in targets]
         in_module = overridden(self.module, name, MODULE)
@@ -159,7 +162,7 @@ class HookPlan:
         return (
             not overridden(self.strategy, step, STRATEGY)
             and not any_overridden(self.precision, (context, "forward_context"), PRECISION)
-            and self.model is self.module
+            and self.strategy.model is self.module
         )
 
     def reads_outputs(self) -> bool:
@@ -177,3 +180,13 @@ def _ignores_outputs(target: object) -> bool:
 _KNOWN_TO_IGNORE_OUTPUTS: frozenset[Any] = frozenset(
     cls.on_train_batch_end for cls in (ModelCheckpoint, TQDMProgressBar, RichProgressBar, Timer)
 )
+
+
+def _saves_at_epochs_only(callback: Any) -> bool:
+    """Whether this is Lightning's `ModelCheckpoint`, with options under which it does nothing after a batch."""
+    return (
+        isinstance(callback, ModelCheckpoint)
+        and not overridden(callback, "on_train_batch_end", {"on_train_batch_end": ModelCheckpoint.on_train_batch_end})
+        and callback._every_n_train_steps < 1
+        and callback._train_time_interval is None
+    )

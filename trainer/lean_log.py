@@ -6,7 +6,6 @@ from typing import Any
 
 import pytorch_lightning as pl
 import torch
-from pytorch_lightning.trainer.states import RunningStage
 from pytorch_lightning.utilities.data import extract_batch_size
 from pytorch_lightning.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
@@ -58,14 +57,22 @@ class LeanLog:
             add_dataloader_idx, metric_attribute, rank_zero_only,
         )  # fmt: skip
         fx: str = self.state["_current_fx_name"]
-        results = self._results()
+        connector = self.connector
+        results = connector.batch_results
         if results is not None and not torch.compiler.is_compiling():
             slot = results.slots.get((fx, name, results.dataloader_idx))
-            if slot is not None and slot.options == options and self._same_moment(fx, slot):
-                size = self._batch_size(results, slot, batch_size) if slot.counts_samples else 1
+            if (
+                slot is not None
+                and slot.options == options
+                # the moments at which Lightning would neither reset the hook's values nor warn
+                and (connector._first_loop_iter is False or connector._current_fx == fx)
+                and (not slot.needs_logger or self.trainer.loggers)
+            ):
+                size = self._batch_size(results, batch_size) if slot.counts_samples else 1
                 if slot.add(value, size):
-                    self.connector._current_fx = fx
+                    connector._current_fx = fx
                     return
+            if slot is not None:
                 slot.settle()
         self._log_first(results, fx, name, value, options, batch_size)
 
@@ -86,23 +93,7 @@ class LeanLog:
             if metric is not None:
                 results.slots[fx, name, index] = Slot(metric, options, bool(given["logger"]))
 
-    def _results(self) -> LeanResults | None:
-        """Find the collection of the loop that runs, as `trainer._results` does."""
-        trainer, stage = self.trainer, self.trainer.state.stage
-        if stage is RunningStage.TRAINING:
-            results: Any = trainer.fit_loop.epoch_loop._results
-        else:
-            results = trainer._results
-        return results if isinstance(results, LeanResults) else None
-
-    def _same_moment(self, fx: str, slot: Slot) -> bool:
-        """Whether Lightning would neither reset the hook's values now, nor warn."""
-        connector = self.connector
-        return (connector._current_fx == fx or connector._first_loop_iter is False) and (
-            not slot.needs_logger or bool(self.trainer.loggers)
-        )
-
-    def _batch_size(self, results: LeanResults, slot: Slot, given: int | None) -> int:
+    def _batch_size(self, results: LeanResults, given: int | None) -> int:
         size = results.batch_size if given is None else given
         if size is not None:
             return size

@@ -8,7 +8,6 @@ or when somebody looks: a logger at its step, the progress bar at its refresh, a
 from typing import Any
 
 import pytorch_lightning as pl
-from pytorch_lightning.loops.training_epoch_loop import _TrainingEpochLoop
 from pytorch_lightning.trainer.connectors.logger_connector import _LoggerConnector
 from pytorch_lightning.trainer.connectors.logger_connector.result import _ResultCollection
 from typing_extensions import override
@@ -69,6 +68,8 @@ class LeanLoggerConnector(_LoggerConnector):
     """
 
     def __init__(self, trainer: pl.Trainer) -> None:
+        self.batch_results: LeanResults | None = None
+        """The results of the loop that is at a batch now; None between batches."""
         self._unread: LeanResults | None = None
         self._collected: dict[str, dict[str, Any]] = {}
         super().__init__(trainer)
@@ -83,6 +84,7 @@ class LeanLoggerConnector(_LoggerConnector):
             self.settle()
             results.dataloader_idx = dataloader_idx
         results.connector = self
+        self.batch_results = results
         results.batch = batch
         results.batch_size = None
 
@@ -93,13 +95,11 @@ class LeanLoggerConnector(_LoggerConnector):
             self._unread = results
         results.batch = None
         results.batch_size = None
+        self.batch_results = None
 
-    def log_train_step(self, loop: _TrainingEpochLoop, trainer: Any) -> None:
-        """Send the step's values to the loggers, every `log_every_n_steps` optimizer steps."""
-        every = trainer.log_every_n_steps
-        due = every != 0 and ((loop._batches_that_stepped + 1) % every == 0 or trainer.should_stop)
-        if due or trainer.fast_dev_run:
-            self.log_metrics(self.metrics["log"])
+    def log_train_step(self) -> None:
+        """Send a step's values to the loggers."""
+        self.log_metrics(self.metrics["log"])
 
     def log_evaluation_step(self, results: LeanResults, step: int) -> None:
         """Send the step's values to the loggers, where any is logged by step."""
@@ -128,6 +128,7 @@ class LeanLoggerConnector(_LoggerConnector):
     @override
     def epoch_end_reached(self) -> None:
         self.settle()
+        self.batch_results = None
         super().epoch_end_reached()
         self._share()
 
@@ -155,6 +156,7 @@ class LeanLoggerConnector(_LoggerConnector):
     @override
     def reset_results(self) -> None:
         self.settle()
+        self.batch_results = None
         super().reset_results()
 
     # Lightning keeps three plain dictionaries. Whoever reads or replaces one sees it complete.

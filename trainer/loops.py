@@ -16,7 +16,6 @@ from pytorch_lightning.loops.optimization.automatic import ClosureResult, _Autom
 from pytorch_lightning.loops.prediction_loop import _PredictionLoop
 from pytorch_lightning.loops.training_epoch_loop import _TrainingEpochLoop
 from pytorch_lightning.trainer.states import RunningStage, TrainerFn
-from pytorch_lightning.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -27,7 +26,7 @@ from .batches import OneLoader, batch_mover
 from .eval_step import StepPlan, evaluate, predict, validation_may_be_due
 from .hooks import STRATEGY, HookPlan, overridden, profiles_nothing
 from .logging import LeanLoggerConnector, LeanResults
-from .resume import ResumingEpochLoop, ResumingFitLoop
+from .resume import ResumingEpochLoop
 from .step import TrainStep
 
 TRAIN_HOOKS = (
@@ -57,17 +56,22 @@ class LeanTrainingEpochLoop(ResumingEpochLoop):
             trainer, TrainerFn.FITTING, RunningStage.VALIDATING, verbose=False, inference_mode=False
         )
         self._results = LeanResults(training=True)
+        connector: Any = trainer._logger_connector
+        self._connector: LeanLoggerConnector = connector
         self.data_wait_s = 0.0
         """Seconds that lean steps have waited for the loader."""
         self._plan: HookPlan | None = None
         self._step: TrainStep | None = None
         self._loader: OneLoader | None = None
+        self._agrees = False
+        """Several processes ask each other, between any two batches, whether all of them stop."""
 
     @override
     def on_run_start(self, data_fetcher: _DataFetcher) -> None:
         super().on_run_start(data_fetcher)
         self.accumulation.verify()
         self._forget()
+        self._agrees = hasattr(self.trainer.strategy, "agree_to_stop")
         if not profiles_nothing(self.trainer):
             return
         data_fetcher._start_profiler = data_fetcher._stop_profiler = _profile_nothing
@@ -82,11 +86,9 @@ class LeanTrainingEpochLoop(ResumingEpochLoop):
         plan, step = self._plan, self._step
         assert plan is not None
         assert step is not None
-        plan.resolve()
-        step.resolve()
+        step.resolve_again()
         self._move = batch_mover(plan)
-        module, strategy = plan.module, plan.strategy
-        self._takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
+        strategy = plan.strategy
         self._tells_strategy = overridden(strategy, "on_train_batch_start", STRATEGY)
         self._lean_step = not strategy.handles_gradient_accumulation and len(strategy.optimizers) == 1
 
@@ -106,7 +108,7 @@ class LeanTrainingEpochLoop(ResumingEpochLoop):
             not self._restarting
             and not self.trainer.should_stop
             and not progress.is_last_batch
-            and progress.current.ready != self.trainer.num_training_batches
+            and progress.current.ready != self.trainer.fit_loop.max_batches
             and (self.max_steps == -1 or self.global_step < self.max_steps)
         ):
             return False
@@ -114,17 +116,14 @@ class LeanTrainingEpochLoop(ResumingEpochLoop):
 
     @override
     def _broadcast_sigterm_tensor(self) -> None:
-        """Do nothing: Lightning's is a host synchronization in every step. See `_stop_together`."""
-
-    def _stop_together(self) -> None:
-        """Stop here if all processes do; before the first batch of an epoch a run can't be resumed exactly."""
-        fit_loop = self.trainer.fit_loop
-        if isinstance(fit_loop, ResumingFitLoop) and self.batch_progress.current.ready:
-            fit_loop.stop_between_batches()
+        """Do nothing: Lightning's is a host synchronization per step. See `ResumingFitLoop.stop_between_batches`."""
 
     @override
     def advance(self, data_fetcher: _DataFetcher) -> None:
-        self._stop_together()
+        fit_loop: Any = self.trainer.fit_loop
+        # before the first batch of an epoch a run can't be resumed exactly
+        if self.batch_progress.current.ready and (self._agrees or self.trainer._signal_connector.received_sigterm):
+            fit_loop.stop_between_batches()
         plan = self._plan
         if plan is None or self._restarting or plan.module is not self.trainer.lightning_module:
             super().advance(data_fetcher)
@@ -141,12 +140,14 @@ class LeanTrainingEpochLoop(ResumingEpochLoop):
         self._advance(plan, data_fetcher)
 
     def _advance(self, plan: HookPlan, data_fetcher: _DataFetcher) -> None:
-        trainer, progress, connector = self.trainer, self.batch_progress, self._connector
-        asked_s = perf_counter()
-        batch = self._fetch(data_fetcher)
-        self.data_wait_s += perf_counter() - asked_s
+        trainer: Any = self.trainer
+        progress, connector, work = self.batch_progress, self._connector, plan.work
         total: Any = progress.total
         current: Any = progress.current
+        asked_s = perf_counter()
+        # Lightning's fetcher also returns the indices of batch and loader
+        batch: Batch = next(data_fetcher)[0] if self._loader is None else next(self._loader)
+        self.data_wait_s += perf_counter() - asked_s
         batch_idx = current.ready
         progress.is_last_batch = data_fetcher.done
         batch = self._move(batch, 0)
@@ -159,13 +160,14 @@ class LeanTrainingEpochLoop(ResumingEpochLoop):
         if batch is None:
             self._warning_cache.warn("train_dataloader yielded None. If this was on purpose, ignore this warning...")
         else:
-            skip = plan.call("on_train_batch_start", batch, batch_idx) == -1
+            skip = "on_train_batch_start" in work and plan.call("on_train_batch_start", batch, batch_idx) == -1
             if self._tells_strategy:
                 plan.call_as("on_train_batch_start", plan.strategy.on_train_batch_start, batch, batch_idx)
             if skip:
                 progress.increment_by(0, is_last_batch=True)
             else:
-                progress.increment_started()
+                total.started += 1
+                current.started += 1
                 output = self._optimize(plan, batch, batch_idx)
         total.processed += 1
         current.processed += 1
@@ -176,35 +178,27 @@ class LeanTrainingEpochLoop(ResumingEpochLoop):
                 self.update_lr_schedulers("epoch", update_plateau_schedulers=False)
         if skip:
             raise StopIteration
-        plan.call("on_train_batch_end", output, batch, batch_idx)
+        if "on_train_batch_end" in plan.work:
+            plan.call("on_train_batch_end", output, batch, batch_idx)
         connector.finish_batch(self._results)
         total.completed += 1
         current.completed += 1
         if self._stepping() or not plan.module.automatic_optimization:
-            connector.log_train_step(self, trainer)
-
-    @property
-    def _connector(self) -> LeanLoggerConnector:
-        connector: Any = self.trainer._logger_connector
-        return connector
-
-    def _fetch(self, data_fetcher: _DataFetcher) -> Batch:
-        loader = self._loader
-        if loader is not None and loader.serves(data_fetcher):
-            return next(loader)
-        return next(data_fetcher)[0]
+            every = trainer.log_every_n_steps
+            due = every and ((self._batches_that_stepped + 1) % every == 0 or trainer.should_stop)
+            if due or trainer.fast_dev_run:
+                connector.log_train_step()
 
     def _stepping(self) -> bool:
         """Whether the optimizer updates at this micro-batch."""
-        current, trainer = self.batch_progress.current, self.trainer
-        return current.ready % trainer.accumulate_grad_batches == 0 or not self._should_accumulate()
+        parts = self.trainer.accumulate_grad_batches
+        return parts == 1 or self.batch_progress.current.ready % parts == 0 or not self._should_accumulate()
 
     def _optimize(self, plan: HookPlan, batch: Batch, batch_idx: int) -> Any:
         automatic = plan.module.automatic_optimization
         if automatic and self._lean_step and not self.automatic_optimization._skip_backward:
-            args = (batch, batch_idx) if self._takes_index else (batch,)
             assert self._step is not None
-            return self._step.run(args, batch, batch_idx, self._stepping())
+            return self._step.run(batch, batch_idx, self._stepping())
         kwargs = self._build_kwargs(OrderedDict(), batch, batch_idx)
         if automatic:
             return self.automatic_optimization.run(self.trainer.optimizers[0], batch_idx, kwargs)
@@ -220,9 +214,14 @@ class LeanTrainingEpochLoop(ResumingEpochLoop):
             self.update_lr_schedulers("step", update_plateau_schedulers=True)
         if self._stepping():
             self._batches_that_stepped += 1
-        fit_loop = self.trainer.fit_loop
-        if isinstance(fit_loop, ResumingFitLoop):
+        fit_loop: Any = self.trainer.fit_loop
+        if fit_loop._savers:
             fit_loop.between_batches()
+
+    @override
+    def on_iteration_done(self) -> None:
+        if self._restarting or self._loaded_from_state_dict or self._resuming_from_checkpoint:
+            super().on_iteration_done()
 
     def _show_everything(self) -> None:
         """Let metrics and progress bar catch up, before validation writes to both."""

@@ -32,13 +32,15 @@ class Slot:
         # Metric.__setattr__ is a Python function; the dictionary itself is not
         self.state: Any = metric.__dict__
         self.is_tensor = metric.is_tensor
-        self.on_step, self.on_epoch = meta.on_step, meta.on_epoch
+        self.on_step = meta.on_step
+        self.step_only = meta.on_step and not meta.on_epoch
         self.is_mean, self.is_sum = meta.is_mean_reduction, meta.is_sum_reduction
         self.reduce: Callable[[Tensor, Tensor], Tensor] = meta.reduce_fx
-        self.counts_samples = self.is_tensor and self.on_epoch and self.is_mean
+        self.counts_samples = self.is_tensor and meta.on_epoch and self.is_mean
         value: Any = metric.value
         self.device = value.device
         self._samples = 0
+        self._number: float | None = None
 
     def add(self, value: Any, batch_size: int) -> bool:
         """Take a value.
@@ -50,20 +52,38 @@ class Slot:
         Returns:
             False where the value is of another kind or place than the slot's, and nothing was done.
         """
-        if not self.is_tensor:
-            return self._add_metric(value)
-        copy = self._copy(value)
-        if copy is None:
-            return False
         state = self.state
+        if type(value) is Tensor:
+            if value.dtype not in _KEPT or value.device != self.device or not self.is_tensor:
+                return False
+            # a copy: the value may be changed in place later
+            copy = value.detach().clone() if value.requires_grad else value.clone()
+            if copy.dim():
+                if copy.numel() != 1:
+                    return False
+                copy = copy.squeeze()
+        elif type(value) is float and self.is_tensor:
+            if self.step_only:
+                self._number = value
+                copy = None
+            else:
+                copy = torch.tensor(value, device=self.device, dtype=_default_dtype())
+        else:
+            return self._add_metric(value)
         state["_computed"] = None
         state["_update_count"] += 1
         state["has_reset"] = False
+        if self.step_only:
+            state["value"] = state["_forward_cache"] = copy
+        else:
+            assert copy is not None
+            self._accumulate(copy, batch_size)
+        return True
+
+    def _accumulate(self, copy: Tensor, batch_size: int) -> None:
+        state = self.state
         if self.on_step:
             state["_forward_cache"] = copy
-            if not self.on_epoch:
-                state["value"] = copy
-                return True
         if self.is_mean:
             state["value"] = state["value"] + copy * batch_size
             self._samples += batch_size
@@ -71,23 +91,10 @@ class Slot:
             state["value"] = state["value"] + copy
         else:
             state["value"] = self.reduce(state["value"], copy)
-        return True
-
-    def _copy(self, value: Any) -> Tensor | None:
-        """Copy what may be changed in place later. None where Lightning must look at the value."""
-        kind = type(value)
-        if kind is float or kind is int:
-            return torch.tensor(value, device=self.device, dtype=_default_dtype())
-        if kind is not Tensor or value.numel() != 1 or value.device != self.device or not value.is_floating_point():
-            return None
-        if value.requires_grad:
-            value = value.detach()
-        copy = value.clone() if value.dim() == 0 else value.clone().squeeze()
-        return copy if copy.dtype in _KEPT else copy.to(_default_dtype())
 
     def _add_metric(self, value: Any) -> bool:
         state = self.state
-        if not isinstance(value, Metric) or value is not state["value"]:
+        if self.is_tensor or not isinstance(value, Metric) or value is not state["value"]:
             return False
         state["_computed"] = None
         state["_update_count"] += 1
@@ -96,7 +103,12 @@ class Slot:
         return True
 
     def settle(self) -> None:
-        """Write the number of samples, counted on the host, into Lightning's metric."""
+        """Write into Lightning's metric what was kept on the host: a number, a count of samples."""
+        if self._number is not None:
+            if self.state["value"] is None:
+                number = torch.tensor(self._number, device=self.device, dtype=_default_dtype())
+                self.state["value"] = self.state["_forward_cache"] = number
+            self._number = None
         if self._samples:
             self.state["cumulated_batch_size"] = self.state["cumulated_batch_size"] + self._samples
             self._samples = 0

@@ -4,11 +4,13 @@
     → on_before_optimizer_step → configure_gradient_clipping → the optimizer's own update
 
 As in Lightning all of it runs inside `optimizer.step(closure)`, so that optimizers which call the closure again, or
-never, work. What module, strategy or precision plugin override is called as Lightning calls it; what nobody overrides
-is done here directly.
+never, work; torch's own, which call it once and first, need none. What module, strategy or precision plugin override is
+called as Lightning calls it; what nobody overrides is done here directly.
 """
 
-from collections.abc import Callable, Mapping
+import inspect
+from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -17,13 +19,21 @@ from pytorch_lightning.core.optimizer import LightningOptimizer
 from pytorch_lightning.loops.optimization.automatic import Closure, ClosureResult, _AutomaticOptimization
 from pytorch_lightning.plugins.precision import MixedPrecision
 from pytorch_lightning.strategies import DDPStrategy, ParallelStrategy
+from pytorch_lightning.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from ..strategies.types import Batch
 from .accumulation import Accumulation
 from .hooks import MODULE, PRECISION, STRATEGY, HookPlan, any_overridden, overridden
 
 _OPTIMIZER_STEP = LightningOptimizer.step
+_TORCH_STEPS = {
+    kind: inspect.unwrap(kind.step)
+    for kind in vars(torch.optim).values()
+    if isinstance(kind, type) and issubclass(kind, Optimizer) and kind not in (Optimizer, torch.optim.LBFGS)
+}
 _DDP = {name: getattr(DDPStrategy, name) for name in ("pre_backward", "post_backward", "optimizer_step")}
 _MIXED = {name: getattr(MixedPrecision, name) for name in ("pre_backward", "optimizer_step")}
 
@@ -50,20 +60,22 @@ class TrainStep:
         self.plain_forward = plan.step_is_the_modules("training_step")
         self.plain_backward = _backward_is_lightnings(plan)
         self.module_backward = overridden(module, "backward", MODULE)
-        self.plain_optimizer_step = _optimizer_step_is_lightnings(plan)
-        self.module_optimizer_step = overridden(module, "optimizer_step", MODULE)
+        self.hooks_only = _optimizer_step_is_lightnings(plan) and not overridden(module, "optimizer_step", MODULE)
+        self.plain_optimizer_step = self.hooks_only and all(map(_only_evaluates_closure, strategy.optimizers))
+        self.takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
         self.module_zero_grad = overridden(module, "optimizer_zero_grad", MODULE)
         self.clips_itself = any_overridden(module, ("configure_gradient_clipping", "clip_gradients"), MODULE)
         self.clips_itself |= any_overridden(plan.precision, ("_clip_gradients", "clip_gradients"), PRECISION)
         self.post_training_step = overridden(strategy, "post_training_step", STRATEGY)
         self.blocks_sync = isinstance(strategy, ParallelStrategy)
         self.reads_outputs = plan.reads_outputs()
+        hooks = ("on_before_backward", "on_after_backward", "on_before_optimizer_step")
+        self.hooked = self.module_backward or self.clips_itself or any(name in plan.work for name in hooks)
 
-    def run(self, args: tuple[Any, ...], batch: Batch, batch_idx: int, stepping: bool) -> dict[str, Any]:
+    def run(self, batch: Batch, batch_idx: int, stepping: bool) -> dict[str, Any]:
         """Do a step on one micro-batch.
 
         Args:
-            args: what `training_step` takes: the batch, perhaps its index.
             batch: the micro-batch.
             batch_idx: its index in the epoch.
             stepping: whether the optimizer updates the parameters now, or gradients are only accumulated.
@@ -72,141 +84,162 @@ class TrainStep:
             What `on_train_batch_end` receives: the loss, detached, and what else `training_step` returned. Empty
             where it returned None.
         """
-        results: list[dict[str, Any]] = []
-        first = batch_idx % self.trainer.accumulate_grad_batches == 0
-
-        def closure() -> Tensor | None:
-            if torch.is_grad_enabled():
-                result = self._forward_backward(args, batch, batch_idx, first, stepping)
-            else:
-                with torch.enable_grad():
-                    result = self._forward_backward(args, batch, batch_idx, first, stepping)
-            results[:] = [result]
-            return result.get("loss")
-
-        if stepping:
-            self._optimizer_step(batch_idx, closure)
-        elif self.blocks_sync:
-            with self.plan.strategy.block_backward_sync():  # type: ignore[attr-defined]
-                closure()
+        if not stepping:
+            return self._accumulate(batch, batch_idx)
+        step: Any = self.automatic.optim_progress.optimizer.step
+        step.total.ready += 1
+        step.current.ready += 1
+        if self.plain_optimizer_step and torch.is_grad_enabled():
+            optimizer = self.plan.strategy.optimizers[0]
+            reported = self._forward_backward(batch, batch_idx, optimizer, True)
+            if self.hooked or self.trainer.gradient_clip_val:
+                self._before_update(optimizer)
+            optimizer.step()
         else:
-            closure()
-        if not results:
-            # the same error as Lightning's: an optimizer_step that never called its closure
-            Closure(step_fn=lambda: ClosureResult(None)).consume_result()
-        return results[0]
-
-    def _forward_backward(
-        self, args: tuple[Any, ...], batch: Batch, batch_idx: int, first: bool, stepping: bool
-    ) -> dict[str, Any]:
-        output = self._forward(args)
-        if self.plan.stale():
-            # training_step attached or patched something
-            self.plan.resolve()
-            self.resolve()
-        loss, reported = self._loss(output)
-        optimizer = self.plan.strategy.optimizers[0]
-        if first:
-            self.accumulation.start()
-        if loss is None:
-            zero_grad = (lambda: self._zero_grad(optimizer, batch_idx)) if first else None
-            Closure(step_fn=lambda: ClosureResult(None), zero_grad_fn=zero_grad)()  # warns
-            return reported
-        exact = self.accumulation.exact
-        if exact:
-            loss = self.accumulation.weigh(loss, output, batch)
-        elif (parts := self.trainer.accumulate_grad_batches) != 1:
-            loss = loss / parts
-            reported["loss"] = reported["loss"] / parts
-        del output
-        if first:
-            self._zero_grad(optimizer, batch_idx)
-        self._backward(loss, optimizer)
-        if exact and stepping:
-            self.accumulation.divide_gradients()
+            reported = self._step_with_closure(batch, batch_idx)
+        step.total.completed += 1
+        step.current.completed += 1
         return reported
 
-    def _forward(self, args: tuple[Any, ...]) -> Any:
-        plan, state = self.plan, self.plan.state
+    def _accumulate(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
+        strategy: Any = self.plan.strategy
+        with strategy.block_backward_sync() if self.blocks_sync else nullcontext(), torch.enable_grad():
+            return self._forward_backward(batch, batch_idx, strategy.optimizers[0], False)
+
+    def _step_with_closure(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
+        """Let the optimizer call forward and backward, through whatever overrides its step."""
+        plan = self.plan
+        results: list[dict[str, Any]] = []
+
+        def forward_backward() -> ClosureResult:
+            results[:] = [self._forward_backward(batch, batch_idx, plan.strategy.optimizers[0], True)]
+            return ClosureResult(results[0].get("loss"))
+
+        # Lightning's type, by which user code may recognise the closure; it enables gradients and passes the loss on
+        closure = Closure(step_fn=forward_backward)
+        epoch, optimizer = self.trainer.current_epoch, plan.strategy._lightning_optimizers[0]
+        if self.hooks_only:
+            raw: Any = optimizer._optimizer
+
+            def closure_then_hooks() -> Tensor | None:
+                loss = closure()
+                self._before_update(raw)
+                return loss
+
+            raw.step(closure=closure_then_hooks)
+        else:
+            plan.call_as("optimizer_step", plan.module.optimizer_step, epoch, batch_idx, optimizer, closure)
+        closure.consume_result()  # raises where the closure was never called
+        return results[0]
+
+    def _forward_backward(self, batch: Batch, batch_idx: int, optimizer: Any, stepping: bool) -> dict[str, Any]:
+        plan, state, parts = self.plan, self.plan.state, self.trainer.accumulate_grad_batches
+        args = (batch, batch_idx) if self.takes_index else (batch,)
         before = state["_current_fx_name"]
         state["_current_fx_name"] = "training_step"
         output = plan.module.training_step(*args) if self.plain_forward else plan.strategy.training_step(*args)
         state["_current_fx_name"] = before
         if self.post_training_step:
             plan.strategy.post_training_step()
-        if output is None and self.trainer.world_size > 1:
+        if len(state) != plan.module_size:
+            self.resolve_again()  # training_step may have patched a hook
+        first = parts == 1 or batch_idx % parts == 0
+        if output is None:
+            return self._skip(optimizer, batch_idx, first)
+        if isinstance(output, Tensor):
+            loss, reported = output, self._reported(output)
+        else:
+            loss, reported = self._split(output)
+        if parts != 1:
+            loss = self._share(loss, output, batch, parts, first, reported)
+        del output
+        if first:
+            self._zero_grad(optimizer, batch_idx)
+        state["_current_fx_name"] = "backward"
+        if not self.plain_backward:
+            plan.strategy.backward(loss, optimizer)
+        elif self.hooked:
+            self._backward(loss)
+        else:
+            loss.backward()
+        state["_current_fx_name"] = before
+        if stepping and parts != 1 and self.accumulation.exact:
+            self.accumulation.divide_gradients()
+        return reported
+
+    def resolve_again(self) -> None:
+        """Look again at everything that is called."""
+        self.plan.resolve()
+        self.resolve()
+
+    def _skip(self, optimizer: Any, batch_idx: int, first: bool) -> dict[str, Any]:
+        """Do what is left of a step whose `training_step` returned None."""
+        if self.trainer.world_size > 1:
             raise RuntimeError(
                 "Skipping the `training_step` by returning None in distributed training is not supported: the other "
                 "ranks would wait for this one's gradients. Return a loss on every rank, zero where there is nothing."
             )
-        return output
+        zero_grad = (lambda: self._zero_grad(optimizer, batch_idx)) if first else None
+        Closure(step_fn=lambda: ClosureResult(None), zero_grad_fn=zero_grad)()  # warns
+        return {}
 
-    def _loss(self, output: Any) -> tuple[Tensor | None, dict[str, Any]]:
-        """Split an output into the loss to differentiate and what is reported to hooks."""
-        if output is None:
-            return None, {}
-        if isinstance(output, Tensor):
-            loss, reported = output, {}
-        elif isinstance(output, Mapping) and output.get("loss") is not None:
-            loss, reported = output["loss"], {key: value for key, value in output.items() if key != "loss"}
-        else:
+    def _split(self, output: Any) -> tuple[Tensor, dict[str, Any]]:
+        """Split an output that is no plain loss into the loss and what is reported to hooks."""
+        if not isinstance(output, Mapping) or output.get("loss") is None:
             ClosureResult.from_training_step_output(output)
             raise AssertionError("Lightning refuses an output without a loss")
-        shown = loss.detach()
-        # a copy, since precision plugins and hooks may scale the loss in place
-        return loss, {"loss": shown.clone() if self.reads_outputs else shown, **reported}
+        loss = output["loss"]
+        return loss, {**self._reported(loss), **{key: value for key, value in output.items() if key != "loss"}}
+
+    def _reported(self, loss: Tensor) -> dict[str, Any]:
+        """Return what hooks are shown of a loss: a copy, since precision plugins and hooks may scale it in place."""
+        return {"loss": loss.detach().clone() if self.reads_outputs else loss.detach()}
+
+    def _share(
+        self, loss: Tensor, output: Any, batch: Batch, parts: int, first: bool, reported: dict[str, Any]
+    ) -> Tensor:
+        """Scale a micro-batch's loss to its part of the accumulated step."""
+        if first:
+            self.accumulation.start()
+        if self.accumulation.exact:
+            return self.accumulation.weigh(loss, output, batch)
+        reported["loss"] = reported["loss"] / parts
+        return loss / parts
 
     def _zero_grad(self, optimizer: Any, batch_idx: int) -> None:
-        plan, counter = self.plan, self.automatic.optim_progress.optimizer.zero_grad
-        counter.increment_ready()
-        plan.call("on_before_zero_grad", optimizer)
-        counter.increment_started()
+        plan = self.plan
+        counter: Any = self.automatic.optim_progress.optimizer.zero_grad
+        total, current = counter.total, counter.current
+        total.ready += 1
+        current.ready += 1
+        if "on_before_zero_grad" in plan.work:
+            plan.call("on_before_zero_grad", optimizer)
+        total.started += 1
+        current.started += 1
         if self.module_zero_grad:
             epoch = self.trainer.current_epoch
             plan.call_as("optimizer_zero_grad", plan.module.optimizer_zero_grad, epoch, batch_idx, optimizer)
         else:
             optimizer.zero_grad()
-        counter.increment_completed()
+        total.completed += 1
+        current.completed += 1
 
-    def _backward(self, loss: Tensor, optimizer: Any) -> None:
-        plan, state = self.plan, self.plan.state
-        before = state["_current_fx_name"]
-        state["_current_fx_name"] = "backward"
-        if not self.plain_backward:
-            plan.strategy.backward(loss, optimizer)
-        else:
+    def _backward(self, loss: Tensor) -> None:
+        plan = self.plan
+        if "on_before_backward" in plan.work:
             plan.call("on_before_backward", loss)
-            if self.module_backward:
-                plan.module.backward(loss)
-            else:
-                loss.backward()
-            plan.call("on_after_backward")
-        state["_current_fx_name"] = before
-
-    def _optimizer_step(self, batch_idx: int, closure: Callable[[], Tensor | None]) -> None:
-        plan, counter = self.plan, self.automatic.optim_progress.optimizer.step
-        lightning_optimizer: Any = plan.strategy._lightning_optimizers[0]
-        counter.increment_ready()
-        plain = self.plain_optimizer_step and not self.module_optimizer_step
-        if plain and type(lightning_optimizer).step is _OPTIMIZER_STEP:
-            optimizer = lightning_optimizer._optimizer
-
-            def closure_then_hooks() -> Tensor | None:
-                loss = closure()
-                self._after_closure(optimizer)
-                return loss
-
-            optimizer.step(closure=closure_then_hooks)
+        if self.module_backward:
+            plan.module.backward(loss)
         else:
-            # Lightning's type, by which user code may recognise the closure; it only passes the loss on
-            lightnings = Closure(step_fn=lambda: ClosureResult(closure()))
-            epoch, step = self.trainer.current_epoch, plan.module.optimizer_step
-            plan.call_as("optimizer_step", step, epoch, batch_idx, lightning_optimizer, lightnings)
-        counter.increment_completed()
+            loss.backward()
+        if "on_after_backward" in plan.work:
+            plan.call("on_after_backward")
 
-    def _after_closure(self, optimizer: Optimizable) -> None:
+    def _before_update(self, optimizer: Optimizable) -> None:
+        """Call the hooks between backward and the optimizer's update, and clip."""
         plan, trainer = self.plan, self.trainer
-        plan.call("on_before_optimizer_step", optimizer)
+        if "on_before_optimizer_step" in plan.work:
+            plan.call("on_before_optimizer_step", optimizer)
         value = trainer.gradient_clip_val
         if value or self.clips_itself:
             # Lightning's own, for what it verifies about value and algorithm
@@ -236,7 +269,26 @@ def _optimizer_step_is_lightnings(plan: HookPlan) -> bool:
         plan, "optimizer_step"
     )
     wrapped = any_overridden(plan.precision, ("_wrap_closure", "_after_closure"), PRECISION)
-    return not (own or scaled or wrapped)
+    patched = any(type(optimizer).step is not _OPTIMIZER_STEP for optimizer in strategy._lightning_optimizers)
+    return not (own or scaled or wrapped or patched)
+
+
+def _only_evaluates_closure(optimizer: Any) -> bool:
+    """Whether the optimizer is one of torch's that would call a closure once, before anything else it does.
+
+    Then forward and backward can come first and the step needs no closure: the same operations in the same order.
+    """
+    kind = type(optimizer)
+    inner = _TORCH_STEPS.get(kind)
+    own = vars(optimizer).get("step")
+    return (
+        inner is not None
+        and inspect.unwrap(kind.step) is inner
+        # torch's learning rate schedulers count the calls by a wrapper on the object
+        and (own is None or getattr(own, "_wrapped_by_lr_sched", None) is True)
+        and not optimizer._optimizer_step_pre_hooks
+        and not _global_optimizer_pre_hooks
+    )
 
 
 def _mixes_without_scaler(plan: HookPlan, name: str) -> bool:

@@ -1,0 +1,330 @@
+"""What a trainer adds to a tiny step, as a multiple of a loop written by hand in PyTorch.
+
+    python benchmarks/step_overhead.py [--cases bare typical validate test predict ddp] [--rounds 9] [--steps 600]
+
+In every round each trainer runs right after the hand-written loop, and the ratio of the two is kept; the table shows
+the median ratio. The clock is the processor time of the process, which other work on the machine does not stretch
+(wall time for `ddp`, where waiting counts). Accelerate and Ignite are measured where they are installed.
+"""
+
+import argparse
+import contextlib
+import importlib.util
+import io
+import logging
+import os
+import statistics
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+from torch.utils.tensorboard import SummaryWriter
+
+from evener.trainer import Trainer
+
+WARM_UP = 50
+BATCH = 16
+
+
+class Net(nn.Module):
+    """A perceptron with one hidden layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 10))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.layers(inputs)
+
+
+class Stopwatch:
+    """Seconds per step between the warm-up and the last step."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.clock, self.calls, self.first, self.last = clock, 0, 0.0, 0.0
+
+    def tick(self) -> None:
+        self.calls += 1
+        if self.calls == WARM_UP:
+            self.first = self.clock()
+        self.last = self.clock()
+
+    def seconds(self) -> float:
+        return (self.last - self.first) / (self.calls - WARM_UP)
+
+
+class Module(pl.LightningModule):
+    """The perceptron for trainers that run a LightningModule."""
+
+    def __init__(self, watch: Stopwatch, values: int) -> None:
+        super().__init__()
+        self.net, self.watch, self.values = Net(), watch, values
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        self.watch.tick()
+        return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = self.loss(batch)
+        if self.values:
+            self.log("loss", loss, prog_bar=True)
+            self.log("scaled", loss.detach() * 2)
+            self.log("index", float(batch_idx))
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.loss(batch))
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("test_loss", self.loss(batch))
+
+    def predict_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.watch.tick()
+        return self.net(batch[0])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=1e-2)
+
+
+def make_loader(steps: int) -> DataLoader[Any]:
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(steps, BATCH, 32, generator=generator)
+    targets = torch.randint(10, (steps, BATCH), generator=generator)
+    # ready batches: what is measured is the trainer, not the collation of samples
+    return DataLoader([(x, y) for x, y in zip(inputs, targets, strict=True)], batch_size=None, collate_fn=lambda b: b)  # type: ignore[arg-type]
+
+
+# --------------------------------------------------------------------------------------------------------- training
+
+
+def hand_written(watch: Stopwatch, loader: DataLoader[Any], model: nn.Module | None = None) -> None:
+    net = Net() if model is None else model
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-2)
+    for inputs, targets in loader:
+        watch.tick()
+        loss = nn.functional.cross_entropy(net(inputs), targets)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
+def lightning(cls: type[pl.Trainer], typical: bool, **options: Any) -> Callable[[Stopwatch, DataLoader[Any]], None]:
+    def run(watch: Stopwatch, loader: DataLoader[Any]) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            given: dict[str, Any] = {"max_epochs": 1, "accelerator": "cpu", "enable_model_summary": False, **options}
+            if not typical:
+                given |= {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False}
+            trainer = cls(default_root_dir=folder, **given)
+            trainer.fit(Module(watch, 3 if typical else 0), loader)
+
+    return run
+
+
+def accelerate(typical: bool) -> Callable[[Stopwatch, DataLoader[Any]], None]:
+    from accelerate import Accelerator
+    from tqdm import tqdm
+
+    def run(watch: Stopwatch, loader: DataLoader[Any]) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            accelerator = Accelerator(cpu=True, log_with="tensorboard" if typical else None, project_dir=folder)
+            if typical:
+                accelerator.init_trackers("run")
+            net: Any = Net()
+            net, optimizer, batches = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=1e-2), loader)
+            for index, (inputs, targets) in enumerate(tqdm(batches) if typical else batches):
+                watch.tick()
+                loss = nn.functional.cross_entropy(net(inputs), targets)
+                optimizer.zero_grad()
+                accelerator.backward(loss)
+                optimizer.step()
+                if typical and (index + 1) % 50 == 0:
+                    shown = {"loss": loss.item(), "scaled": loss.item() * 2, "index": index}
+                    accelerator.log(shown, step=index)
+            if typical:
+                accelerator.save_state(folder + "/state")
+                accelerator.end_training()
+
+    return run
+
+
+def ignite(typical: bool) -> Callable[[Stopwatch, DataLoader[Any]], None]:
+    from ignite.contrib.handlers import ProgressBar
+    from ignite.engine import Engine, Events
+    from ignite.handlers import Checkpoint, DiskSaver
+
+    def run(watch: Stopwatch, loader: DataLoader[Any]) -> None:
+        net = Net()
+        optimizer = torch.optim.SGD(net.parameters(), lr=1e-2)
+
+        def step(engine: Any, batch: Any) -> Any:
+            watch.tick()
+            loss = nn.functional.cross_entropy(net(batch[0]), batch[1])
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        engine = Engine(step)
+        with tempfile.TemporaryDirectory() as folder:
+            if typical:
+                ProgressBar().attach(engine)
+                saver: Any = DiskSaver(folder, require_empty=False)
+                engine.add_event_handler(Events.EPOCH_COMPLETED, Checkpoint({"net": net}, saver))
+                writer = SummaryWriter(folder)
+
+                @engine.on(Events.ITERATION_COMPLETED(every=50))
+                def log(engine: Any) -> None:
+                    at = engine.state.iteration
+                    writer.add_scalar("loss", engine.state.output.item(), at)
+                    writer.add_scalar("scaled", engine.state.output.item() * 2, at)
+                    writer.add_scalar("index", at, at)
+
+            engine.run(loader, max_epochs=1)
+
+    return run
+
+
+# ------------------------------------------------------------------------------------------------------- evaluation
+
+
+def hand_written_evaluation(watch: Stopwatch, loader: DataLoader[Any]) -> None:
+    net, total = Net().eval(), torch.zeros(())
+    with torch.inference_mode():
+        for inputs, targets in loader:
+            watch.tick()
+            total += nn.functional.cross_entropy(net(inputs), targets) * len(inputs)
+
+
+def hand_written_prediction(watch: Stopwatch, loader: DataLoader[Any]) -> None:
+    net, predictions = Net().eval(), []
+    with torch.inference_mode():
+        for inputs, _ in loader:
+            watch.tick()
+            predictions.append(net(inputs))
+
+
+def lightning_evaluation(cls: type[pl.Trainer], stage: str) -> Callable[[Stopwatch, DataLoader[Any]], None]:
+    def run(watch: Stopwatch, loader: DataLoader[Any]) -> None:
+        trainer = cls(
+            accelerator="cpu", logger=False, enable_progress_bar=False, enable_checkpointing=False,
+            enable_model_summary=False,
+        )  # fmt: skip
+        silent = {} if stage == "predict" else {"verbose": False}
+        getattr(trainer, stage)(Module(watch, 0), loader, **silent)
+
+    return run
+
+
+# ------------------------------------------------------------------------------------------------------------ cases
+
+Contender = Callable[[Stopwatch, DataLoader[Any]], None]
+
+
+def contenders(case: str) -> tuple[Contender, dict[str, Contender]]:
+    if case in ("bare", "typical"):
+        typical = case == "typical"
+        found = {"evener": lightning(Trainer, typical), "lightning": lightning(pl.Trainer, typical)}
+        for name, make in (("accelerate", accelerate), ("ignite", ignite)):
+            if importlib.util.find_spec(name):
+                found[name] = make(typical)
+            else:
+                print(f"{name} is not installed: not measured")
+        return hand_written, found
+    bare = hand_written_prediction if case == "predict" else hand_written_evaluation
+    return bare, {"evener": lightning_evaluation(Trainer, case), "lightning": lightning_evaluation(pl.Trainer, case)}
+
+
+def measure(contender: Contender, steps: int, clock: Callable[[], float]) -> float:
+    watch = Stopwatch(clock)
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        contender(watch, make_loader(steps))
+    return watch.seconds()
+
+
+def compare(
+    bare: Contender, found: dict[str, Contender], rounds: int, steps: int, clock: Callable[[], float]
+) -> list[tuple[str, float, float]]:
+    """Return name, seconds per step and ratio of each, the hand-written loop first."""
+    times: dict[str, list[float]] = {name: [] for name in ("hand-written", *found)}
+    ratios: dict[str, list[float]] = {name: [] for name in found}
+    for number in range(rounds + 1):
+        for name, contender in found.items():
+            base, mine = measure(bare, steps, clock), measure(contender, steps, clock)
+            if number:  # the first round warms up imports and caches
+                times["hand-written"].append(base)
+                times[name].append(mine)
+                ratios[name].append(mine / base)
+    rows = [("hand-written", statistics.median(times["hand-written"]), 1.0)]
+    return rows + [(name, statistics.median(times[name]), statistics.median(ratios[name])) for name in found]
+
+
+def show(case: str, rows: list[tuple[str, float, float]]) -> None:
+    for name, seconds, ratio in rows:
+        print(f"{case:10s} {name:14s} {seconds * 1e6:8.1f} us/step {ratio:7.2f} x", flush=True)
+
+
+def run_ddp(rank: int, port: int, rounds: int, steps: int) -> None:
+    from datetime import timedelta
+
+    import pytorch_lightning.strategies as pl_strategies
+
+    from evener.strategies import DDPStrategy
+
+    os.environ |= {
+        "RANK": str(rank), "LOCAL_RANK": str(rank), "GROUP_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": "benchmark",
+    }  # fmt: skip
+    quiet()
+    torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=300))
+
+    def bare(watch: Stopwatch, loader: DataLoader[Any]) -> None:
+        hand_written(watch, loader, nn.parallel.DistributedDataParallel(Net()))
+
+    ours = lightning(Trainer, False, devices=2, strategy=DDPStrategy())
+    found: dict[str, Contender] = {
+        "evener": lambda watch, loader: lightning(Trainer, False, devices=2, strategy=DDPStrategy())(watch, loader),
+        "lightning": lambda watch, loader: lightning(
+            pl.Trainer, False, devices=2, strategy=pl_strategies.DDPStrategy(), use_distributed_sampler=False
+        )(watch, loader),
+    }
+    del ours
+    rows = compare(bare, found, rounds, steps, time.perf_counter)
+    if rank == 0:
+        show("ddp", rows)
+
+
+def quiet() -> None:
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    for name in ("pytorch_lightning", "lightning_fabric", "accelerate", "ignite"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    cases = ["bare", "typical", "validate", "test", "predict", "ddp"]
+    parser.add_argument("--cases", nargs="+", default=cases, choices=cases)
+    parser.add_argument("--rounds", type=int, default=9, help="pairs per trainer")
+    parser.add_argument("--steps", type=int, default=600, help="steps per measurement, warm-up included")
+    options = parser.parse_args()
+    quiet()
+    print(f"python {sys.version.split()[0]}, torch {torch.__version__}, lightning {pl.__version__}")
+    for case in options.cases:
+        if case == "ddp":
+            port = 29500 + os.getpid() % 2000
+            torch.multiprocessing.spawn(run_ddp, (port, options.rounds, options.steps), nprocs=2)  # type: ignore[attr-defined]
+        else:
+            show(case, compare(*contenders(case), options.rounds, options.steps, time.process_time))
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parent))
+    main()
