@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, get_args
 
 import pytorch_lightning as pl
-import pytorch_lightning.strategies as pl_strategies
 import torch
 from pytorch_lightning.trainer.states import TrainerFn
 from pytorch_lightning.utilities.rank_zero import rank_zero_info
@@ -16,6 +15,7 @@ from typing_extensions import override
 
 from .chunks import join, num_samples, split
 from .exceptions import ConfigError
+from .one_process import OneProcessStrategy
 from .partition import Even, Policy, without_single_samples
 from .reduction import ChunkLosses, LossReduction, chunk_losses, with_scalars
 from .replica_layout import ReplicaLayout
@@ -23,7 +23,7 @@ from .submodule import ParallelForward, find_submodule
 from .types import Batch, Device
 
 
-class DataParallelStrategy(pl_strategies.SingleDeviceStrategy):
+class DataParallelStrategy(OneProcessStrategy):
     """Train with a replica of the module per device, in one process.
 
     `training_step` runs on every replica with its chunk of the batch; the losses are combined to the mean of the whole
@@ -83,18 +83,6 @@ class DataParallelStrategy(pl_strategies.SingleDeviceStrategy):
     def parallel_devices(self, devices: Sequence[torch.device]) -> None:
         self._parallel_devices = list(devices)
         self._root_device = self._parallel_devices[0]
-
-    @property
-    def _layer_sync(self) -> None:
-        """Where Lightning puts what `sync_batchnorm=True` stands for."""
-
-    @_layer_sync.setter
-    def _layer_sync(self, layer_sync: object) -> None:
-        if layer_sync is not None:
-            raise ConfigError(
-                f"{self.strategy_name}: sync_batchnorm=True synchronizes processes, and here is only one. Set "
-                "sync_batchnorm=False, or choose strategy=ddp."
-            )
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:

@@ -3,18 +3,18 @@
 from collections.abc import Sequence
 from typing import Literal
 
-import pytorch_lightning.strategies as pl_strategies
 import torch
 from typing_extensions import override
 
 from .exceptions import ConfigError
+from .one_process import OneProcessStrategy
 from .reduction import LossReduction
 from .stage_layout import Partition, StageOptions
 from .staged import StagedStrategy
 from .types import Device
 
 
-class ModelParallelStrategy(StagedStrategy, pl_strategies.SingleDeviceStrategy):
+class ModelParallelStrategy(StagedStrategy, OneProcessStrategy):
     """Train a module that is too large for one device: each device holds one stage of it.
 
     Args:

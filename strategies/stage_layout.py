@@ -1,6 +1,5 @@
 """One copy of a module, cut across the devices of a process."""
 
-import logging
 import threading
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,10 +19,8 @@ from .devices import to_device
 from .exceptions import ConfigError
 from .parts import find_parts, place_parts
 from .reduction import LossReduction
-from .stages import StagePlan, auto_plan, named_plan, plan_table, verify_manual
+from .stages import StagePlan, auto_plan, found_plan, named_plan, plan_table, verify_manual
 from .turns import Ticket
-
-log = logging.getLogger(__name__)
 
 Partition: TypeAlias = Literal["auto", "manual"] | Sequence[str]
 """How a module is cut: `auto`, `manual`, or the names of the first module of each later stage."""
@@ -170,12 +167,13 @@ class StageLayout:
         place_parts(module, devices, self.meeting_device)
         module._device = self.meeting_device
         self._add_hooks(module)
-        log.info("%s in %d stages:\n%s", type(module).__name__, self.num_stages, self.table(module))
 
     def table(self, module: nn.Module) -> str:
-        """Draw the plan; under `partition=manual` what is found on each device."""
-        assert self.plan is not None, "place comes first"
-        return plan_table(module, self.plan, self.devices)
+        """Draw the plan as text; under `partition=manual` it is what was found, and repeated devices are one stage."""
+        if self.plan is not None:
+            return plan_table(module, self.plan, self.devices)
+        devices = list(dict.fromkeys(self.devices))
+        return plan_table(module, found_plan(module, devices), devices)
 
     def tensors(self, module: nn.Module) -> Iterator[tuple[str, Tensor, int]]:
         """Yield name, tensor and stage of each parameter and buffer; a tied tensor once."""

@@ -9,6 +9,9 @@ import pytorch_lightning as pl
 import pytorch_lightning.strategies as pl_strategies
 import torch
 from lightning_fabric.utilities.apply_func import move_data_to_device
+from pytorch_lightning.trainer.states import TrainerFn
+from pytorch_lightning.utilities.rank_zero import rank_zero_info
+from pytorch_lightning.utilities.signature_utils import is_param_in_hook_signature
 from pytorch_lightning.utilities.types import STEP_OUTPUT
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -41,6 +44,7 @@ class StagedStrategy(pl_strategies.Strategy):
         self._layout: StageLayout | None = None
         self._microbatches: MicroBatches | None = None
         self._logs: MicroBatchLogs | None = None
+        self._told = ""
 
     @property
     def process_devices(self) -> list[torch.device]:
@@ -65,18 +69,32 @@ class StagedStrategy(pl_strategies.Strategy):
         super().setup(trainer)
         for optimizer in self.optimizers:
             state_to_parameters(optimizer)
+        module, num = trainer.lightning_module, self.stage_options.num_microbatches
         self._microbatches = MicroBatches(self.layout)
-        assert self.lightning_module is not None
-        num = self.stage_options.num_microbatches
-        self._logs = MicroBatchLogs(self.lightning_module, num, self.layout.meeting_device)
+        self._logs = MicroBatchLogs(module, num, self.layout.meeting_device)
+        self._tell(self.layout.table(module))
 
     def _verify(self, trainer: pl.Trainer) -> None:
-        module = trainer.lightning_module
-        if self.stage_options.num_microbatches > 1 and not module.automatic_optimization:
+        """Refuse, before anything is placed, what can't be honoured."""
+        module, num = trainer.lightning_module, self.stage_options.num_microbatches
+        if num == 1 or trainer.state.fn != TrainerFn.FITTING:
+            return
+        if not module.automatic_optimization:
             raise ConfigError(
-                f"num_microbatches={self.stage_options.num_microbatches} needs automatic optimization, and "
-                f"{type(module).__name__} optimizes manually. Set num_microbatches=1."
+                f"num_microbatches={num} needs automatic optimization, and {type(module).__name__} optimizes manually. "
+                "Set num_microbatches=1."
             )
+        if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
+            raise ConfigError(
+                f"num_microbatches={num}: training_step(dataloader_iter) reads its own batches, which can't be cut. "
+                "Use training_step(batch, batch_idx), or set num_microbatches=1."
+            )
+
+    def _tell(self, table: str) -> None:
+        """Log the plan, unless it is the one that was told for the last run."""
+        if table != self._told:
+            rank_zero_info(f"{type(self.lightning_module).__name__} in {self.layout.num_stages} stages:\n{table}")
+        self._told = table
 
     @override
     def model_to_device(self) -> None:
@@ -87,7 +105,7 @@ class StagedStrategy(pl_strategies.Strategy):
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None]:
         # on the CPU: a module that needs several devices must not be made on one of them
-        with torch.device("cpu"), self.precision_plugin.tensor_init_context():
+        with super().tensor_init_context(empty_init), torch.device("cpu"):
             yield
 
     @override
@@ -113,8 +131,11 @@ class StagedStrategy(pl_strategies.Strategy):
             output = self._watched(partial(step, *args, **kwargs))
         else:
             output = self._step_in_microbatches(step, *args, **kwargs)
-        # a scalar: Lightning, the gradient scaler and DDP take it for granted that the loss is on the root device
-        return move_data_to_device(output, self.root_device) if self.layout.meeting_stage else output
+        # Lightning, the gradient scaler and DDP take it for granted that the loss is on the root device
+        if not isinstance(output, dict):
+            return move_data_to_device(output, self.root_device)
+        scalars = {key: output[key] for key in ("loss", "loss_weight") if key in output}
+        return {**output, **move_data_to_device(scalars, self.root_device)}
 
     def _step_in_microbatches(self, step: Callable[..., Any], batch: Batch, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         sizes = self._sizes(batch)

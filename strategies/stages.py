@@ -207,6 +207,20 @@ def verify_manual(module: nn.Module, devices: Sequence[torch.device]) -> None:
         )
 
 
+def found_plan(module: nn.Module, devices: Sequence[torch.device]) -> StagePlan:
+    """Describe a placement that exists: a part belongs where its first tensor is.
+
+    Args:
+        module: a placed module.
+        devices: all devices that its tensors are on, each once.
+
+    Returns:
+        The plan that would have placed it so.
+    """
+    parts = find_parts(module)
+    return StagePlan(len(devices), {part.name: devices.index(part.tensors[0].device) for part in parts})
+
+
 def plan_table(module: nn.Module, plan: StagePlan, devices: Sequence[torch.device]) -> str:
     """Draw the plan as text: stage, device, modules, parameters, bytes.
 

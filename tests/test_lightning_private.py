@@ -40,6 +40,7 @@ pytorch_lightning.loops.training_epoch_loop _TrainingEpochLoop.done
 pytorch_lightning.loops.training_epoch_loop _TrainingEpochLoop.on_advance_end
 pytorch_lightning.loops.training_epoch_loop _TrainingEpochLoop.on_run_start
 pytorch_lightning.loops.training_epoch_loop _TrainingEpochLoop.update_lr_schedulers
+pytorch_lightning.overrides.distributed prepare_for_backward
 pytorch_lightning.plugins.precision Precision._after_closure
 pytorch_lightning.plugins.precision Precision._clip_gradients
 pytorch_lightning.plugins.precision Precision._wrap_closure

@@ -215,17 +215,17 @@ def test_optimizer_state_made_at_the_start_follows_its_parameter() -> None:
     assert optimizer.state[parameter]["step"].device == CPU
 
 
-def test_the_plan_is_logged_once_as_a_table(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, "evener.strategies.stage_layout"):
-        fit(DEEP, make_module(DEEP), InOrder())
-    tables = [record.getMessage() for record in caplog.records if "stage  device" in record.getMessage()]
-    assert len(tables) == 1
-    assert tables[0].splitlines() == [
-        "DeepNet in 2 stages:",
-        "stage  device  modules                    parameters  bytes",
-        "0      cpu     net.enter, net.blocks.0-1  114         912",
-        "1      cpu     net.blocks.2-3, net.leave  105         840",
-    ]
+def test_the_plan_is_told_once_as_a_table(caplog: pytest.LogCaptureFixture) -> None:
+    table = """\
+stage  device  modules                    parameters  bytes
+0      cpu     net.enter, net.blocks.0-1  114         912
+1      cpu     net.blocks.2-3, net.leave  105         840"""
+    with caplog.at_level(logging.INFO):
+        module = make_module(DEEP)
+        trainer = fit(DEEP, module, InOrder())
+        trainer.test(module, DEEP.loader(), verbose=False)
+    told = [record.getMessage() for record in caplog.records if "stage  device" in record.getMessage()]
+    assert told == [f"DeepNet in 2 stages:\n{table}"]
 
 
 def test_fit_leaves_no_hook_no_thread_and_no_graph_behind() -> None:
@@ -300,6 +300,23 @@ def test_manual_optimization_in_micro_batches_is_refused() -> None:
         ConfigError, match="num_microbatches=2 needs automatic optimization, and Net optimizes manually"
     ):
         fit(Case(), module, ModelParallelStrategy(num_microbatches=2))
+
+
+@pytest.mark.filterwarnings("ignore:.*dataloader_iter.* step flavor")  # Lightning's advice
+def test_steps_that_read_their_own_batches_are_refused_in_micro_batches() -> None:
+    class Reads(Net):
+        def training_step(self, dataloader_iter: Any) -> Tensor:
+            raise AssertionError("refused before")
+
+    with pytest.raises(
+        ConfigError, match=r"num_microbatches=2: training_step\(dataloader_iter\) reads its own batches"
+    ):
+        fit(Case(), Reads(), ModelParallelStrategy(num_microbatches=2))
+
+
+def test_sync_batchnorm_is_refused() -> None:
+    with pytest.raises(ConfigError, match="model_parallel: sync_batchnorm=True synchronizes processes"):
+        make_trainer(Case(), ModelParallelStrategy(), devices=2, sync_batchnorm=True)
 
 
 def test_a_batch_that_cannot_be_counted_is_refused() -> None:

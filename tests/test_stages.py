@@ -9,7 +9,7 @@ from torch import nn
 
 from evener.strategies import ConfigError
 from evener.strategies.parts import Part, find_parts, part_bytes
-from evener.strategies.stages import auto_plan, balanced_cut, named_plan, plan_table, verify_manual
+from evener.strategies.stages import auto_plan, balanced_cut, found_plan, named_plan, plan_table, verify_manual
 
 CPU = torch.device("cpu")
 
@@ -208,3 +208,14 @@ def test_table_by_hand() -> None:
             "1      cuda:1  blocks.2-3               40          160",
         ]
     )
+
+
+def test_a_placement_by_hand_is_described() -> None:
+    module = Small()
+    module.blocks[2:].to("meta")
+    module.head.to("meta")
+    devices = [CPU, torch.device("meta")]
+    assert plan_table(module, found_plan(module, devices), devices).splitlines()[1:] == [
+        "0      cpu     embed, blocks.0-1  56          224",
+        "1      meta    blocks.2-3, head   56          224",
+    ]
