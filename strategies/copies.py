@@ -79,7 +79,8 @@ class ModuleCopy:
 
     def _independent_parameter(self, original: Tensor) -> Tensor:
         made: Any = nn.Parameter(original.detach().to(self.device, copy=True), requires_grad=original.requires_grad)
-        made.__dict__.update(original.__dict__)
+        if type(original) is nn.Parameter:  # what a tensor subclass keeps there (its device, say) is its own
+            made.__dict__.update(original.__dict__)
         return made
 
     def _copy_module(self, original: nn.Module) -> nn.Module:

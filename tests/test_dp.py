@@ -517,3 +517,84 @@ def test_what_cannot_be_honoured_is_refused(module: Any, strategy: Any, options:
 def test_sync_batchnorm_is_refused() -> None:
     with pytest.raises(ConfigError, match="dp: sync_batchnorm=True synchronizes processes"):
         make_trainer(CASES["ragged"], "dp", devices=2, sync_batchnorm=True)
+
+
+class Compiled(nn.Module):
+    """A module of which a part was wrapped in one of the ways that bind it to itself."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(3, 3), nn.Tanh())
+        before = self.net.forward
+        if way == "torch.compile":
+            self.net = torch.compile(self.net, backend="eager")  # pyright: ignore[reportAttributeAccessIssue]  # a module
+        elif way == "module.compile":
+            self.net.compile(backend="eager")
+        elif way == "closure":
+            self.net.forward = lambda x: before(x) * 2  # pyright: ignore[reportAttributeAccessIssue]  # as patches do
+
+    def step(self, x: Tensor) -> Tensor:
+        return self.net(x).sum()
+
+
+@pytest.mark.parametrize("way", ["plain", "torch.compile", "module.compile", "closure"])
+def test_a_replica_uses_its_own_parameters_however_it_is_wrapped(way: str) -> None:
+    layout = ReplicaLayout(Compiled(way), [CPU] * 2)
+    outputs = layout.run("step", [((torch.ones(2, 3),), {})] * 2, [2, 2])
+    torch.stack(outputs).sum().backward()
+    assert [[p.grad is not None for p in own] for own in layout.replicas.parameters()] == [[True, True]] * 2
+
+
+def test_a_layer_that_is_added_while_training_is_replicated() -> None:
+    class Growing(Net):
+        def on_train_epoch_start(self) -> None:
+            if self.current_epoch == 1:
+                layer = nn.Linear(CLASSES, CLASSES).double()
+                nn.init.eye_(layer.weight)
+                self.net.append(layer)
+                self.trainer.optimizers[0].add_param_group({"params": list(layer.parameters())})
+
+        def on_after_backward(self) -> None:
+            self.gradients.append(self.net[0].weight.grad.clone())
+
+    def fitted(strategy: Any, num_devices: int) -> Tensor:
+        torch.manual_seed(0)
+        module = make_module(Case(Growing))
+        fit(module, strategy, Case(Growing), devices=num_devices, max_epochs=2)
+        return torch.cat([p.detach().flatten() for p in module.parameters()])
+
+    torch.testing.assert_close(fitted("dp", 3), fitted(SingleDeviceStrategy(), 1), rtol=0, atol=1e-10)
+
+
+def test_a_step_that_does_not_log_reads_nothing_back() -> None:
+    """Law 3: no value is copied to the host, which would wait for the device."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    seen: list[str] = []
+    steps: list[list[str]] = []
+
+    class Spy(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    class Quiet(TokenNet):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = super().loss(batch)
+            return {"loss": loss, "loss_weight": batch[0].sum()}
+
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            seen.clear()
+
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            steps.append(list(seen))
+
+    module = Quiet().double()
+    module.configure_optimizers = lambda: torch.optim.SGD(module.parameters(), lr=0.1)  # Adam counts on the host
+    case = CASES["ragged"]
+    with Spy():
+        fit(module, "dp", case, limit_val_batches=0)
+    assert len(steps) == 3
+    for step in steps:
+        assert any("addmm" in name for name in step)
+        assert not [name for name in step if "_local_scalar_dense" in name]
