@@ -104,7 +104,7 @@ class Plan:
     accumulate: int = 1
     checkpoint: dict[str, Any] = field(default_factory=dict)
     trainer: dict[str, Any] = field(default_factory=dict)
-    strategy: str = "single_device"
+    strategy: str | Callable[[], Any] = "single_device"
     num_ranks: int = 1
     tensorboard: bool = False
     devices: int | list[str] = 1
@@ -121,12 +121,14 @@ class Plan:
 
     @property
     def places(self) -> list[str]:
-        """Everywhere that a run can be killed: at every step but the first, in validation, at the end of an epoch."""
-        steps = [divmod(batch, self.batches_per_epoch) for batch in range(1, self.num_batches)]
-        rare = [f"{place} {epoch}" for epoch in range(NUM_EPOCHS) for place in ("validation", "epoch end")]
-        if "max_steps" in self.trainer:
-            rare.remove("validation 1")
-        return [f"step {epoch} {batch}" for epoch, batch in steps] + rare
+        """Where a run can be killed, in order: at every step but the first, in validation, at the end of an epoch."""
+        places: list[str] = []
+        for batch in range(self.num_batches):
+            epoch, index = divmod(batch, self.batches_per_epoch)
+            places.append(f"step {epoch} {index}")
+            if index == self.batches_per_epoch - 1:
+                places += [f"validation {epoch}", f"epoch end {epoch}"]
+        return places[1:]
 
     def attempt(self, directory: Path, name: str, kill_at: str | None = None) -> bool:
         """Do `run` in processes of its own; return whether it came to its end."""
@@ -163,7 +165,7 @@ class Plan:
             enable_model_summary=False,
             accelerator="cpu",
             devices=self.devices,
-            strategy=self.strategy,
+            strategy=self.strategy if isinstance(self.strategy, str) else self.strategy(),
             **self.trainer,
         )
         newest = find_newest(directory)

@@ -2,7 +2,6 @@
 
 import logging
 import re
-import time
 import warnings
 from collections.abc import Iterator
 from datetime import timedelta
@@ -20,6 +19,7 @@ from typing_extensions import override
 
 from ..strategies.exceptions import ConfigError
 from .checkpoint_io import SUFFIX, VerifiedCheckpointIO, is_good, remove_leftovers
+from .interval import Interval
 
 logger = logging.getLogger(__name__)
 
@@ -115,8 +115,7 @@ class Checkpoint(ModelCheckpoint):
         self._validated = self._scored_by_validation = False
         self._score_step = -1
         self._score_before: Tensor | None = None
-        self._num_batches = 0
-        self._check_at = 1
+        self._interval = None if interval_s is None else Interval(interval_s)
         self._io: VerifiedCheckpointIO | None = None
         self._saved_now = ""
         self._scores: dict[str, Tensor] = {}
@@ -138,6 +137,12 @@ class Checkpoint(ModelCheckpoint):
             remove_leftovers(Path(self.dirpath))
 
     @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        super().on_train_start(trainer, pl_module)
+        if self._interval is not None:
+            self._interval.start()
+
+    @override
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: STEP_OUTPUT, batch: Any, batch_idx: int
     ) -> None:
@@ -146,12 +151,10 @@ class Checkpoint(ModelCheckpoint):
             return
         step = trainer.global_step
         by_step = self._every_n_train_steps > 0 and step % self._every_n_train_steps == 0
-        if (by_step and step != self._last_global_step_saved) or (
-            self._train_time_interval is not None and self._interval_is_over(trainer)
-        ):
+        ends = self.save_last and step == trainer.max_steps  # maybe within an epoch
+        by_time = self._interval is not None and self._interval.is_over(trainer)
+        if by_time or ((by_step or ends) and step != self._last_global_step_saved):
             self._mark(trainer)
-        elif self.save_last and step == trainer.max_steps and step != self._last_global_step_saved:
-            self._mark(trainer)  # Training ends here, maybe within an epoch.
 
     @override
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -198,26 +201,6 @@ class Checkpoint(ModelCheckpoint):
 
     def _epoch_counts(self, trainer: pl.Trainer) -> bool:
         return self._every_n_epochs > 0 and (trainer.current_epoch + 1) % self._every_n_epochs == 0
-
-    def _interval_is_over(self, trainer: pl.Trainer) -> bool:
-        """Whether the interval is over by rank 0's clock, asking for it ever more rarely than every batch."""
-        assert self._train_time_interval is not None
-        assert self._last_time_checked is not None
-        interval_s = self._train_time_interval.total_seconds()
-        self._num_batches += 1
-        if trainer.world_size > 1 and self._num_batches < self._check_at:
-            return False
-        elapsed_s = time.monotonic() - self._last_time_checked
-        if trainer.world_size > 1:
-            elapsed_s = trainer.strategy.broadcast(elapsed_s)
-        if elapsed_s >= interval_s:
-            self._last_time_checked = time.monotonic()
-            self._num_batches, self._check_at = 0, 1
-            return True
-        # Half of the batches that the rest should take: a handful of questions per interval, and little overshoot.
-        rest = (interval_s - elapsed_s) / max(elapsed_s, 1e-9) * self._num_batches
-        self._check_at = self._num_batches + max(1, int(min(rest / 2, 1e9)))
-        return False
 
     # Saving
 
