@@ -25,7 +25,7 @@ from .devices import precise_dtype
 from .exceptions import ConfigError
 from .loaders import BatchSizeIs, RankLoaders, Stage, next_share, positions
 from .partition import Even, Policy
-from .peers import Peers
+from .peers import Peers, kubeflow
 from .predictions import in_loader_order
 from .randomness import seed_rank
 from .sampling import Share
@@ -72,7 +72,10 @@ class DDPStrategy(pl_strategies.DDPStrategy):
             raise ConfigError(f"ddp: batch_size_is={batch_size_is} is unknown. Give per_device or global.")
         self._hook = compression_hook(compression)
         super().__init__(
-            process_group_backend=backend, timeout=timedelta(seconds=timeout_s), **verified_options(ddp_options)
+            cluster_environment=kubeflow(),
+            process_group_backend=backend,
+            timeout=timedelta(seconds=timeout_s),
+            **verified_options(ddp_options),
         )
         self.timeout_s = timeout_s
         self.batch_size_is: BatchSizeIs = batch_size_is

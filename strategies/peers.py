@@ -3,7 +3,12 @@
 import os
 from datetime import timedelta
 
-from lightning_fabric.plugins.environments import ClusterEnvironment
+from lightning_fabric.plugins.environments import (
+    ClusterEnvironment,
+    KubeflowEnvironment,
+    SLURMEnvironment,
+    TorchElasticEnvironment,
+)
 from torch.distributed import PrefixStore, Store
 
 from .rendezvous import Meeting, join, open_store
@@ -56,7 +61,13 @@ class Peers:
 
 
 def root_store(environment: ClusterEnvironment, timeout_s: float) -> Store:
-    """Open the store of this process, once."""
+    """Give the store of this attempt: after a restart nobody reads what the processes before have left."""
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return PrefixStore(f"evener/{attempt}", base_store(environment, timeout_s))
+
+
+def base_store(environment: ClusterEnvironment, timeout_s: float) -> Store:
+    """Open the store of this process, once; where a launcher hosts it, it outlives restarts."""
     rank, num_ranks = environment.global_rank(), environment.world_size()
     if (rank, num_ranks) not in _STORES:
         os.environ["MASTER_ADDR"] = environment.main_address
@@ -64,3 +75,13 @@ def root_store(environment: ClusterEnvironment, timeout_s: float) -> Store:
         timeout = timedelta(seconds=timeout_s)
         _STORES[rank, num_ranks] = open_store(environment.main_address, environment.main_port, rank, timeout)
     return _STORES[rank, num_ranks]
+
+
+KUBEFLOW = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK")
+"""Environment variables of Kubeflow's PyTorchJob, which starts one process per pod."""
+
+
+def kubeflow() -> ClusterEnvironment | None:
+    """Kubeflow's environment, which Lightning does not detect; None elsewhere."""
+    elsewhere = TorchElasticEnvironment.detect() or SLURMEnvironment.detect() or "LOCAL_RANK" in os.environ
+    return KubeflowEnvironment() if not elsewhere and all(name in os.environ for name in KUBEFLOW) else None

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 
-from torch.distributed import PrefixStore, Store, TCPStore
+from torch.distributed import Store, TCPStore
 
 POLL_S = (0.0005, 0.02)
 """Shortest and longest pause between two looks at the store; it grows while nothing happens."""
@@ -30,14 +30,12 @@ def open_store(address: str, port: int, rank: int, timeout: timedelta) -> Store:
     hosted_by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     is_host = rank == 0 and not hosted_by_agent
     try:
-        store = TCPStore(address, port, None, is_host, timeout, wait_for_workers=False, multi_tenant=True)
+        return TCPStore(address, port, None, is_host, timeout, wait_for_workers=False, multi_tenant=True)
     except Exception as exc:  # torch's DistNetworkError, DistStoreError, and plain RuntimeError
         raise RankError(
             f"rank {rank} could not reach {'the launcher' if hosted_by_agent else 'rank 0'} at {address}:{port} within "
             f"{timeout.total_seconds():g} s. Is it running, and does the network let this port through?"
         ) from exc
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return PrefixStore(f"evener/{attempt}", store)
 
 
 class Meeting:

@@ -11,10 +11,15 @@ from hydra.errors import CompactHydraException, MissingConfigException
 from hydra.types import RunMode
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
+from pytorch_lightning.plugins.environments import ClusterEnvironment
+from torch.distributed.elastic.multiprocessing.errors import record
 
 from ..strategies import ConfigError
+from . import cluster
 from .app import train
 from .launch import WorkerError, environment
+from .logs import run_log
+from .run import run
 from .summary import show_summary
 
 CONFIG_PACKAGE = "pkg://evener.conf"
@@ -44,7 +49,13 @@ def main(config_dir: str | Path | None = None, config_name: str = "train") -> No
 
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # a `_target_` beside the configuration imports, whatever started us
+    started_by = cluster.detect()
+    if started_by is not None and started_by.global_rank() > 0:
+        follow(started_by)
+        return
     try:
+        if started_by is not None and (run_dir := cluster.earlier_run_dir(started_by)):
+            sys.argv.append(f"hydra.run.dir={run_dir}")
         with environment({FULL_ERROR: "1"}):  # Hydra hands exceptions on, to be told in one sentence here
             hydra.main(version_base="1.3", config_path=config_path, config_name=config_name)(job)()
     except Exception as exc:
@@ -52,6 +63,17 @@ def main(config_dir: str | Path | None = None, config_name: str = "train") -> No
         if wants_traceback or sentence is None:
             raise
         sys.exit(sentence)
+    finally:
+        if started_by is not None:
+            cluster.publish(started_by, None)
+
+
+@record
+def follow(started_by: ClusterEnvironment) -> None:
+    """Run, as a rank above 0, the jobs that rank 0 hands out."""
+    while (cfg := cluster.receive(started_by)) is not None:
+        with run_log(cfg.run_dir, started_by.global_rank()):
+            run(cfg)
 
 
 def run_job(cfg: DictConfig) -> float | None:

@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
-from pytorch_lightning.plugins.environments import MPIEnvironment, SLURMEnvironment, TorchElasticEnvironment
 from pytorch_lightning.strategies import ParallelStrategy, Strategy
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
@@ -18,6 +17,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from ..strategies import ConfigError
 from ..strategies.devices import resolve_devices
+from . import cluster
 from .checks import plain, verify_target
 from .logs import run_log
 from .result import RESULT_FILE, Result
@@ -26,8 +26,6 @@ from .signals import Interrupted
 
 AGENT = "EVENER_AGENT_PID"
 """Environment variable that tells a worker which process started it."""
-
-CLUSTERS = (TorchElasticEnvironment, SLURMEnvironment, MPIEnvironment)
 
 
 class WorkerError(RuntimeError):
@@ -48,9 +46,11 @@ def launch(cfg: DictConfig) -> Result:
         WorkerError: a worker failed, with its rank and traceback.
     """
     num_processes = processes_per_node(cfg)
-    if is_worker():
-        rank = int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")))
-        with run_log(cfg.run_dir, rank):
+    if started_by := cluster.detect():
+        cluster.verify_size(started_by, num_processes, cfg.num_nodes)
+        if started_by.global_rank() == 0:
+            cluster.publish(started_by, cfg)
+        with run_log(cfg.run_dir, started_by.global_rank()):
             return run(cfg)
     if num_processes is None:
         with run_log(cfg.run_dir):
@@ -62,12 +62,6 @@ def launch(cfg: DictConfig) -> Result:
         )
     with run_log(cfg.run_dir):
         return launch_workers(cfg, num_processes)
-
-
-def is_worker() -> bool:
-    """Whether a launcher started this process as one of several: torchrun, SLURM, MPI, or Kubeflow's PyTorchJob."""
-    kubeflow = all(name in os.environ for name in ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK"))
-    return kubeflow or any(cluster.detect() for cluster in CLUSTERS)
 
 
 def processes_per_node(cfg: DictConfig) -> int | None:
