@@ -23,6 +23,7 @@ from torchmetrics import MeanMetric
 
 from evener.trainer import Trainer
 from evener.trainer.checkpoint import Checkpoint, find_newest
+from evener.trainer.signals import graceful_stop
 from evener.trainer.tensorboard import TensorBoardLogger
 
 NUM_SAMPLES = 22
@@ -45,7 +46,7 @@ class Augmented(Dataset[tuple[torch.Tensor, int]]):
 class Recorder(pl.LightningModule):
     """Writes sample numbers and loss of every batch to a file, and kills its process where it is told to."""
 
-    def __init__(self, record: Path, kill_at: str | None = None, num_workers: int = 0) -> None:
+    def __init__(self, record: Path, kill_at: str | None, num_workers: int, signum: int) -> None:
         super().__init__()
         self.layers = torch.nn.Sequential(
             torch.nn.Linear(3, 8), torch.nn.Dropout(0.5), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 1)
@@ -54,10 +55,11 @@ class Recorder(pl.LightningModule):
         self.record = record
         self.kill_at = kill_at
         self.num_workers = num_workers
+        self.signum = signum
 
     def mark(self, place: str) -> None:
         if place == self.kill_at:
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), self.signum)
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         self.mark(f"step {self.trainer.current_epoch} {batch_idx}")
@@ -108,6 +110,7 @@ class Plan:
     num_ranks: int = 1
     tensorboard: bool = False
     devices: int | list[str] = 1
+    signum: int = signal.SIGKILL
 
     @property
     def num_batches(self) -> int:
@@ -134,7 +137,7 @@ class Plan:
         """Do `run` in processes of its own; return whether it came to its end."""
         if self.num_ranks == 1:
             status = in_child(self.run, directory, name, kill_at)
-            assert status in (0, -signal.SIGKILL)
+            assert status in (0, -signal.SIGKILL if self.signum == signal.SIGKILL else 128 + self.signum)
             return status == 0
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         statuses = in_children(
@@ -154,7 +157,7 @@ class Plan:
         for advice in ("`isinstance.treespec, LeafSpec", "The '.*' does not have many workers"):
             warnings.filterwarnings("ignore", advice)  # as pyproject.toml does for tests that run in pytest's process
         pl.seed_everything(7, workers=True, verbose=False)
-        module = Recorder(directory / name, kill_at, self.num_workers)
+        module = Recorder(directory / name, kill_at, self.num_workers, self.signum)
         trainer = Trainer(
             max_epochs=NUM_EPOCHS,
             accumulate_grad_batches=self.accumulate,
@@ -169,7 +172,8 @@ class Plan:
             **self.trainer,
         )
         newest = find_newest(directory)
-        trainer.fit(module, ckpt_path=None if newest is None else str(newest))
+        with graceful_stop(trainer):
+            trainer.fit(module, ckpt_path=None if newest is None else str(newest))
         if trainer.is_global_zero:
             metrics = {key: float(value).hex() for key, value in trainer.callback_metrics.items()}
             torch.save((module.state_dict(), metrics), directory / f"{name}.end")

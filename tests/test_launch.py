@@ -32,8 +32,8 @@ def saved_step(run: Run) -> int:
 
 @pytest.mark.parametrize(
     ("signum", "to_rank", "status"),
-    [(signal.SIGTERM, None, 143), (signal.SIGINT, None, 130), (signal.SIGTERM, 1, 143)],
-    ids=["SIGTERM to the parent", "SIGINT to the parent", "SIGTERM to rank 1"],
+    [(signal.SIGTERM, None, 143), (signal.SIGINT, None, 130), (signal.SIGUSR1, None, 138), (signal.SIGTERM, 1, 143)],
+    ids=["SIGTERM to the parent", "SIGINT to the parent", "SIGUSR1 to the parent", "SIGTERM to rank 1"],
 )
 def test_a_signal_stops_all_ranks_at_one_step_with_a_checkpoint(
     tmp_path: Path, signum: int, to_rank: int | None, status: int

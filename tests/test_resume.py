@@ -1,6 +1,7 @@
 """A run killed anywhere goes on as if nothing had happened: samples, losses and weights, bit by bit."""
 
 import random
+import signal
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -66,6 +67,14 @@ def test_a_run_killed_somewhere_goes_on_exactly(name: str, tmp_path: Path) -> No
     # other places in every run; a failure names the place
     sample = sorted(random.sample(range(len(plan.places)), 2 if plan.num_ranks == 1 else 1))
     prove(plan, [plan.places[i] for i in sample], tmp_path)
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT], ids=lambda signum: signum.name)
+def test_a_run_that_is_asked_to_stop_finishes_its_step_and_saves(signum: signal.Signals, tmp_path: Path) -> None:
+    plan = Plan(checkpoint={"every_n_epochs": 1}, trainer={"val_check_interval": 0.5}, signum=signum)
+    prove(plan, ["step 0 2", "step 0 5", "step 1 1"], tmp_path)
+    expected = lines(tmp_path / "whole", "run")
+    assert [line for number in range(4) for line in lines(tmp_path / "killed", f"run{number}")] == expected
 
 
 def curves(directory: Path) -> dict[str, list[tuple[int, float]]]:

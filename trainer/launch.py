@@ -104,6 +104,7 @@ def launch_config(cfg: DictConfig, num_processes: int, log_dir: str) -> LaunchCo
         max_nodes=1,
         nproc_per_node=num_processes,
         run_id=uuid.uuid4().hex,
+        signals_to_handle="SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",
         local_addr="localhost",
@@ -145,7 +146,7 @@ def environment(variables: Mapping[str, str]) -> Generator[None]:
 def explain(exc: ChildFailedError) -> BaseException:
     """Turn the agent's report into the worker's own error: the refusal, or rank and traceback of the first failure."""
     rank, failure = exc.get_first_failure()
-    if failure.exitcode in (128 + signal.SIGINT, 128 + signal.SIGTERM):
+    if failure.exitcode in (128 + signal.SIGINT, 128 + signal.SIGTERM, 128 + signal.SIGUSR1):
         return Interrupted(failure.exitcode - 128)
     kind, _, message = first_line(failure)
     if kind == ConfigError.__name__:

@@ -167,6 +167,10 @@ class ResumingEpochLoop(_TrainingEpochLoop):
     # A subclass whose `on_advance_end` does not come here calls `between_batches` itself, at its very end.
     @override
     def on_advance_end(self, data_fetcher: _DataFetcher) -> None:
-        super().on_advance_end(data_fetcher)
-        assert isinstance(self.trainer.fit_loop, ResumingFitLoop)
-        self.trainer.fit_loop.between_batches()
+        fit_loop = self.trainer.fit_loop
+        assert isinstance(fit_loop, ResumingFitLoop)
+        try:
+            super().on_advance_end(data_fetcher)
+        except SIGTERMException:  # Lightning's, as the last thing it does here
+            fit_loop.stop_between_batches()
+        fit_loop.between_batches()

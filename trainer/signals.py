@@ -1,4 +1,4 @@
-"""A run that is asked to stop: SIGTERM and SIGINT end it between two steps, with its checkpoint written."""
+"""A run that is asked to stop: SIGTERM, SIGINT and SIGUSR1 end it between two steps, with its checkpoint written."""
 
 import signal
 import threading
@@ -8,6 +8,9 @@ from types import FrameType
 
 import pytorch_lightning as pl
 from pytorch_lightning.utilities.exceptions import SIGTERMException
+
+ASKS_TO_STOP = (signal.SIGINT, signal.SIGUSR1)
+"""Handled here; SIGTERM is Lightning's, or the strategy's."""
 
 
 class Interrupted(SystemExit):
@@ -24,7 +27,7 @@ class Interrupted(SystemExit):
 
 @contextmanager
 def graceful_stop(trainer: pl.Trainer) -> Generator[None]:
-    """Let Ctrl-C (SIGINT) stop training as SIGTERM does; a second one ends it at once.
+    """Let Ctrl-C (SIGINT) and a scheduler's warning (SIGUSR1) stop training as SIGTERM does; a second ends it at once.
 
     Raises:
         Interrupted: the run was stopped by a signal, to this process or to another rank.
@@ -38,15 +41,15 @@ def graceful_stop(trainer: pl.Trainer) -> Generator[None]:
         trainer._signal_connector._sigterm_notifier_fn(signum, frame)
 
     in_main_thread = threading.current_thread() is threading.main_thread()
-    before = signal.signal(signal.SIGINT, stop) if in_main_thread else None
+    before = {signum: signal.signal(signum, stop) for signum in ASKS_TO_STOP} if in_main_thread else {}
     try:
         yield
     except SIGTERMException as exc:
         told: int | None = getattr(trainer.strategy, "stop_signal", None)
         raise Interrupted((received or [told or signal.SIGTERM])[0]) from exc
     finally:
-        if in_main_thread:
-            signal.signal(signal.SIGINT, before)
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
 
 
 def _is_training(trainer: pl.Trainer) -> bool:

@@ -90,7 +90,12 @@ class Trainer(pl.Trainer):
     @property
     @override
     def received_sigterm(self) -> bool:
-        """Whether to stop for a SIGTERM; with several ranks that stop together, once all of them have agreed."""
+        """Whether to stop for a SIGTERM; with several ranks that stop together, once all of them have agreed.
+
+        A validation within training is finished: the checkpoint that is then written resumes exactly.
+        """
+        if self.validating and self.state.fn == TrainerFn.FITTING:
+            return False
         if self.training and hasattr(self.strategy, "agree_to_stop"):
             return self.agreed_to_stop
         return super().received_sigterm
