@@ -90,3 +90,25 @@ LINK = re.compile(r"\]\((?!https?:)([^)#]+)")
 def test_links_lead_to_files(page: Path) -> None:
     broken = [link for link in LINK.findall(page.read_text(encoding="utf-8")) if not (page.parent / link).exists()]
     assert broken == []
+
+
+ROW = re.compile(r"^\| (\d+) \|", flags=re.MULTILINE)
+TEST = re.compile(r"`(tests/test_\w+\.py)::(test_\w+)`")
+
+
+def test_every_pain_has_one_row_with_a_test_or_says_that_it_has_none() -> None:
+    page = (DOCS / "pains.md").read_text(encoding="utf-8")
+    assert [int(number) for number in ROW.findall(page)] == list(range(1, 43))
+    rows = [line for line in page.splitlines() if ROW.match(line)]
+    assert [row for row in rows if bool(TEST.search(row)) == ("no test yet" in row)] == []
+
+
+def test_every_test_of_a_pain_exists() -> None:
+    named = TEST.findall((DOCS / "pains.md").read_text(encoding="utf-8"))
+    assert len(named) > 42
+    missing = [
+        f"{file}::{test}"
+        for file, test in named
+        if not re.search(rf"^def {test}\(", (DOCS.parent / file).read_text(encoding="utf-8"), flags=re.MULTILINE)
+    ]
+    assert missing == []
