@@ -598,3 +598,17 @@ def test_a_step_that_does_not_log_reads_nothing_back() -> None:
     for step in steps:
         assert any("addmm" in name for name in step)
         assert not [name for name in step if "_local_scalar_dense" in name]
+
+
+@pytest.mark.parametrize("threads", [False, True])
+def test_autocast_reaches_every_replica(threads: bool) -> None:
+    seen: list[torch.dtype] = []
+
+    class Seeing(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            seen.append(self(batch[0]).dtype)
+            return super().training_step(batch, batch_idx)
+
+    case = Case(Seeing, dtype=torch.float32, trainer={"precision": "bf16-mixed"})
+    fit(make_module(case), DataParallelStrategy(threads=threads), case, max_steps=1)
+    assert seen == [torch.bfloat16] * 3
