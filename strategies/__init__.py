@@ -1,6 +1,7 @@
 """How the work is spread: strategies and the pieces they are made of."""
 
 from .balanced_ddp import BalancedDDPStrategy
+from .balanced_ddp_model_parallel import BalancedDDPModelParallelStrategy
 from .balanced_dp import BalancedDataParallelStrategy
 from .ddp import DDPStrategy
 from .ddp_model_parallel import DDPModelParallelStrategy
@@ -13,6 +14,7 @@ from .single_device import SingleDeviceStrategy
 
 __all__ = [
     "STRATEGIES",
+    "BalancedDDPModelParallelStrategy",
     "BalancedDDPStrategy",
     "BalancedDataParallelStrategy",
     "ConfigError",

@@ -3,6 +3,8 @@
 from dataclasses import fields
 from typing import Any
 
+import pytorch_lightning as pl
+import pytorch_lightning.strategies as pl_strategies
 import torch
 from pytorch_lightning.overrides.distributed import prepare_for_backward
 from pytorch_lightning.utilities.types import STEP_OUTPUT
@@ -12,6 +14,7 @@ from typing_extensions import override
 
 from .blocks import num_processes, own_devices
 from .ddp import DDPStrategy
+from .exceptions import ConfigError
 from .patching import replaced
 from .stage_layout import StageOptions
 from .staged import StagedStrategy
@@ -19,21 +22,16 @@ from .staged import StagedStrategy
 STAGE_OPTIONS = tuple(field.name for field in fields(StageOptions))
 
 
-class DDPModelParallelStrategy(StagedStrategy, DDPStrategy):
-    """One process per block of devices; each cuts its copy of the module across its block.
-
-    With 8 devices and `model_parallel_size=2` there are 4 processes, and rank r owns devices 2r and 2r + 1. What DDP
-    does is `DDPStrategy`'s, what the devices of a block do is `ModelParallelStrategy`'s.
+class StagesInRanks(StagedStrategy, pl_strategies.DDPStrategy):
+    """Mixed in before a DDP strategy: that one deals with ranks, this one gives each rank a block of devices.
 
     Args:
         model_parallel_size: devices of a process, which is stages of the module.
-        **options: those of `StageOptions` and of `DDPStrategy`.
+        **options: those of `StageOptions` and of the strategy that this is mixed into.
 
     Raises:
         ConfigError: an option has no such value, or the devices don't divide into blocks.
     """
-
-    strategy_name = "ddp_model_parallel"
 
     def __init__(self, model_parallel_size: int = 2, **options: Any) -> None:
         staged = {name: options.pop(name) for name in STAGE_OPTIONS if name in options}
@@ -63,6 +61,19 @@ class DDPModelParallelStrategy(StagedStrategy, DDPStrategy):
     @override
     def determine_ddp_device_ids(self) -> None:
         """DDP is told of no device: it must leave the module where it is."""
+
+    @override
+    def setup(self, trainer: pl.Trainer) -> None:
+        super().setup(trainer)
+        self.verify_threads()
+
+    def verify_threads(self) -> None:
+        """Refuse options of DDP that micro-batches in threads can't honour."""
+        if self.finishes_later and self._ddp_kwargs.get("static_graph"):
+            raise ConfigError(
+                f"{self.strategy_name}: static_graph=True needs one backward pass per step, and micro-batches in "
+                "threads have one each. Set static_graph=false, or deterministic=true."
+            )
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
@@ -99,3 +110,14 @@ class _Handover(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         gradients, ctx.gradients = ctx.gradients, None  # held here no longer, they need not be copied
         return (None, *gradients)
+
+
+class DDPModelParallelStrategy(StagesInRanks, DDPStrategy):
+    """One process per block of devices; each cuts its copy of the module across its block.
+
+    With 8 devices and `model_parallel_size=2` there are 4 processes, and rank r owns devices 2r and 2r + 1. What DDP
+    does is `DDPStrategy`'s, what the devices of a block do is `ModelParallelStrategy`'s; the arguments are
+    those of both.
+    """
+
+    strategy_name = "ddp_model_parallel"

@@ -3,6 +3,7 @@
 from pytorch_lightning.strategies import Strategy, StrategyRegistry
 
 from .balanced_ddp import BalancedDDPStrategy
+from .balanced_ddp_model_parallel import BalancedDDPModelParallelStrategy
 from .balanced_dp import BalancedDataParallelStrategy
 from .ddp import DDPStrategy
 from .ddp_model_parallel import DDPModelParallelStrategy
@@ -20,6 +21,7 @@ STRATEGIES: dict[str, type[Strategy]] = {
         DDPStrategy,
         BalancedDDPStrategy,
         DDPModelParallelStrategy,
+        BalancedDDPModelParallelStrategy,
     )
 }
 """The strategies of this project, by the word that `strategy=` takes."""

@@ -8,16 +8,19 @@ from typing import Any
 import pytest
 import torch
 from distributed import run_ranks
-from parity import CASES, Case, GroupsNet, Run, TokenNet, baseline, make_module, make_trainer, run
+from launching import running
+from parity import CASES, Case, GroupsNet, Net, Run, TokenNet, baseline, make_module, make_trainer, run
 from test_model_parallel import DEEP, DeepNet, SquareNet
 
 from evener.strategies import (
     STRATEGIES,
+    BalancedDDPModelParallelStrategy,
     ConfigError,
     DDPModelParallelStrategy,
     DDPStrategy,
 )
-from evener.trainer import Trainer
+from evener.strategies.microbatches import MicroBatches
+from evener.trainer import Trainer, compose, train
 
 CPU = torch.device("cpu")
 
@@ -52,15 +55,18 @@ DDP_CASES = {
 """Under DDP the loader's batch is the global one, so that one device sees the same."""
 
 
-def _strategy(**options: Any) -> DDPModelParallelStrategy:
-    return DDPModelParallelStrategy(batch_size_is="global", timeout_s=30, **options)
+def _strategy(**options: Any) -> DDPModelParallelStrategy | BalancedDDPModelParallelStrategy:
+    kind = BalancedDDPModelParallelStrategy if "weights" in options else DDPModelParallelStrategy
+    return kind(batch_size_is="global", timeout_s=30, **options)
 
 
 def _run_all(options: list[dict[str, Any]]) -> dict[tuple[str, int], Run]:
     warnings.simplefilter("ignore")  # Lightning's advice
     found = {}
-    for name, case in DDP_CASES.items():
-        for index, stage_options in enumerate(options):
+    for index, stage_options in enumerate(options):
+        for name, case in DDP_CASES.items():
+            if "weights" in stage_options and name not in ("ragged", "loss_weight"):
+                continue  # what ranks do is tested with balanced_ddp
             found[name, index] = run(case, _strategy(**stage_options), devices=4)
     return found
 
@@ -69,6 +75,8 @@ OPTIONS: list[dict[str, Any]] = [
     {"deterministic": True},
     {"num_microbatches": 2, "deterministic": True},
     {"num_microbatches": 3, "deterministic": False},
+    {"num_microbatches": 2, "deterministic": False, "weights": [3, 1]},
+    {"num_microbatches": 2, "deterministic": True, "weights": "auto"},
 ]
 
 
@@ -176,3 +184,41 @@ def test_a_checkpoint_of_any_strategy_goes_on_under_any_other(tmp_path: Path) ->
 def test_it_is_a_ddp_strategy_by_its_word() -> None:
     assert STRATEGIES["ddp_model_parallel"] is DDPModelParallelStrategy
     assert issubclass(DDPModelParallelStrategy, DDPStrategy)
+
+
+COMMAND = (
+    "experiment=char_lm strategy.batch_size_is=global seed=1 accelerator=cpu trainer.max_steps=4 module.width=16 "
+    "module.num_blocks=2 module.num_heads=2 trainer.limit_val_batches=2 trainer.val_check_interval=4 checkpoint=none "
+    "logger=none trainer.enable_progress_bar=false trainer.enable_model_summary=false test_after_fit=false"
+)
+
+
+@pytest.mark.filterwarnings("ignore")  # Lightning's advice on loaders, as the command shows it
+def test_the_command_trains_the_transformer_on_four_cpu_devices_in_two_processes(tmp_path: Path) -> None:
+    words = COMMAND.split()
+    cut = ["strategy=ddp_model_parallel", "devices=4", "strategy.model_parallel_size=2", "strategy.num_microbatches=2"]
+    many = train(compose([*words, *cut, f"log_dir={tmp_path}"]))
+    assert (many.num_processes, many.devices) == (2, ["cpu"] * 4)
+    one = train(compose([*[w for w in words if "batch_size_is" not in w], f"log_dir={tmp_path}"]))
+    assert (many.num_steps, one.num_steps) == (4, 4)
+    assert many.metrics["val/loss"] == pytest.approx(one.metrics["val/loss"], rel=1e-5)
+
+
+@pytest.mark.slow
+def test_a_killed_rank_is_restarted_from_the_newest_checkpoint(tmp_path: Path) -> None:
+    with running(
+        tmp_path, "strategy._target_=evener.strategies.DDPModelParallelStrategy", "devices=4",
+        "++module.fault=kill", f"++module.once={tmp_path}/once", "launcher.max_restarts=1",
+        "checkpoint=every_n_steps", "checkpoint.every_n_steps=2", "trainer.max_epochs=1",
+    ) as run:  # fmt: skip
+        assert run.wait(110) == 0, run.output.read_text()
+        assert [step for rank, _, step in run.lines() if rank == 1] == [0, 1, 2, 3, *range(2, 64)]
+
+
+def test_the_static_graph_is_refused_where_micro_batches_have_threads() -> None:
+    strategy = Local(num_microbatches=2, deterministic=False, static_graph=True)
+    strategy.parallel_devices = [CPU, CPU]
+    strategy.layout.place(Net())
+    strategy._microbatches = MicroBatches(strategy.layout)
+    with pytest.raises(ConfigError, match="ddp_model_parallel: static_graph=True needs one backward pass per step"):
+        strategy.verify_threads()
