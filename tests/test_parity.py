@@ -42,5 +42,6 @@ def test_training_equals_one_device(name: str, plan: str) -> None:
 @pytest.mark.parametrize("case", [CASES["ragged"], CASES["accumulation_with_a_short_tail"], CASES["dict"]])
 @pytest.mark.parametrize("strategy", ["dp", "balanced_dp", balanced(weights=[1, 3])])
 def test_training_equals_one_device_under_a_stock_trainer(case: Case, strategy: Any) -> None:
+    """Pain 25: `strategy="dp"` works in Lightning again, and its loss curve is one device's."""
     found = run(case, strategy if isinstance(strategy, str) else strategy(), pl.Trainer, devices=2)
     assert_equal(found, run(case, "auto", pl.Trainer, devices=1), case.tolerance)
