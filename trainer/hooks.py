@@ -88,7 +88,6 @@ class HookPlan:
         self.work = {name: work for name in self.hooks if (work := self._work(name)) is not None}
         self._spaces = list(self._namespaces())
         self._size = sum(map(len, self._spaces))
-        self.module_size = len(self.state)
 
     def stale(self) -> bool:
         """Whether callbacks came or went, or an attribute of anything that is called was set or removed."""

@@ -178,6 +178,8 @@ class LeanTrainingEpochLoop(ResumingEpochLoop):
                 self.update_lr_schedulers("epoch", update_plateau_schedulers=False)
         if skip:
             raise StopIteration
+        if plan.work and plan.stale():  # a hook of this step attached or patched something
+            self._resolve()
         if "on_train_batch_end" in plan.work:
             plan.call("on_train_batch_end", output, batch, batch_idx)
         connector.finish_batch(self._results)

@@ -141,8 +141,8 @@ class TrainStep:
         state["_current_fx_name"] = before
         if self.post_training_step:
             plan.strategy.post_training_step()
-        if len(state) != plan.module_size:
-            self.resolve_again()  # training_step may have patched a hook
+        if plan.stale():  # training_step attached or patched something
+            self.resolve_again()
         first = parts == 1 or batch_idx % parts == 0
         if output is None:
             return self._skip(optimizer, batch_idx, first)

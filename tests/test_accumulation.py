@@ -1,0 +1,162 @@
+"""Exact accumulation, by hand: the model is y = w·x, so that a mean loss has the mean x as its gradient."""
+
+from typing import Any
+
+import pytest
+import pytorch_lightning as pl
+import torch
+from torch.utils.data import DataLoader
+
+from evener.strategies import ConfigError
+from evener.trainer import Trainer
+
+QUIET: dict[str, Any] = {
+    "accelerator": "cpu", "enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False,
+    "logger": False, "max_epochs": 1,
+}  # fmt: skip
+
+
+class Slope(pl.LightningModule):
+    """Notes the gradient with which each optimizer step is taken."""
+
+    def __init__(self, weights: dict[int, float] | None = None, skipped: int = -1) -> None:
+        super().__init__()
+        self.w = torch.nn.Parameter(torch.zeros((), dtype=torch.float64))
+        self.weights, self.skipped = weights, skipped
+        self.gradients: list[float] = []
+        self.outputs: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch_idx == self.skipped:
+            return None
+        loss = (self.w * batch).mean()
+        return loss if self.weights is None else {"loss": loss, "loss_weight": self.weights[batch_idx]}
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        assert self.w.grad is not None
+        self.gradients.append(self.w.grad.item())
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+def batches(*rows: list[float]) -> DataLoader[Any]:
+    return ready([torch.tensor(row, dtype=torch.float64) for row in rows])
+
+
+def ready(data: list[Any]) -> DataLoader[Any]:
+    return DataLoader(data, batch_size=None)  # type: ignore[arg-type]
+
+
+def gradients(module: Slope, data: DataLoader[Any], **options: Any) -> list[float]:
+    trainer = Trainer(**QUIET, **options)
+    trainer.fit(module, data)
+    return module.gradients
+
+
+TEN = batches(*([float(i)] for i in range(1, 11)))
+
+
+# Lightning's own code runs the steps of a run that is profiled
+@pytest.mark.parametrize("options", [{}, {"profiler": "simple"}])
+def test_short_tail_is_the_mean_of_its_two(options: dict[str, Any]) -> None:
+    exact = gradients(Slope(), TEN, accumulate_grad_batches=4, exact_accumulation=True, **options)
+    assert exact == pytest.approx([2.5, 6.5, 9.5], abs=1e-12)  # means of 1 2 3 4, of 5 6 7 8, of 9 10
+
+
+def test_without_it_lightnings_rule_stays() -> None:
+    assert gradients(Slope(), TEN, accumulate_grad_batches=4) == pytest.approx([2.5, 6.5, 4.75], abs=1e-12)
+
+
+@pytest.mark.parametrize("options", [{}, {"profiler": "simple"}])
+def test_ragged_micro_batches_weigh_by_samples(options: dict[str, Any]) -> None:
+    data = batches([1, 2, 3], [7], [4, 6])
+    exact = gradients(Slope(), data, accumulate_grad_batches=2, exact_accumulation=True, **options)
+    assert exact == pytest.approx([13 / 4, 5.0], abs=1e-12)  # (1+2+3+7)/4, then (4+6)/2
+
+
+@pytest.mark.parametrize("options", [{}, {"profiler": "simple"}])
+def test_a_loss_weight_counts_instead_of_samples(options: dict[str, Any]) -> None:
+    module = Slope(weights={0: 10.0, 1: 30.0})
+    data = batches([1, 3], [4])
+    exact = gradients(module, data, accumulate_grad_batches=2, exact_accumulation=True, **options)
+    assert exact == pytest.approx([(10 * 2 + 30 * 4) / 40], abs=1e-12)
+
+
+def test_a_weight_may_be_a_tensor() -> None:
+    module = Slope(weights={0: torch.tensor(1.0), 1: torch.tensor(3.0)})  # type: ignore[dict-item]
+    exact = gradients(module, batches([2.0], [6.0]), accumulate_grad_batches=2, exact_accumulation=True)
+    assert exact == pytest.approx([(2 + 3 * 6) / 4], abs=1e-12)
+
+
+def test_zero_weights_leave_zero_gradients() -> None:
+    module = Slope(weights={0: 0.0, 1: 0.0})
+    assert gradients(module, batches([2.0], [6.0]), accumulate_grad_batches=2, exact_accumulation=True) == [0.0]
+
+
+# Lightning says so once where a training step returns None
+@pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
+def test_a_skipped_micro_batch_has_no_weight() -> None:
+    exact = gradients(
+        Slope(skipped=1), batches([1.0], [2.0], [3.0]), accumulate_grad_batches=3, exact_accumulation=True
+    )
+    assert exact == pytest.approx([2.0], abs=1e-12)  # mean of 1 and 3
+
+
+def test_clipping_sees_the_mean() -> None:
+    class Clipped(Slope):
+        clipped: float = 0.0
+
+        def configure_gradient_clipping(self, *args: Any, **kwargs: Any) -> None:
+            super().configure_gradient_clipping(*args, **kwargs)
+            self.clipped = self.w.grad.item()  # type: ignore[union-attr]
+
+    module = Clipped()
+    options = {"accumulate_grad_batches": 2, "exact_accumulation": True, "gradient_clip_val": 1.25}
+    assert gradients(module, batches([1, 2, 3], [4]), **options) == [2.5]
+    assert module.clipped == pytest.approx(1.25, rel=1e-5)  # torch adds 1e-6 to the norm that it divides by
+
+
+def test_hooks_are_shown_the_plain_loss() -> None:
+    class Shown(Slope):
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            self.outputs.append(outputs["loss"].item())
+
+    module = Shown()
+    torch.nn.init.ones_(module.w)
+    gradients(module, batches([1, 2, 3], [7]), accumulate_grad_batches=2, exact_accumulation=True)
+    assert module.outputs == [2.0, 7.0]
+
+
+def test_equals_one_large_batch() -> None:
+    """Six ragged micro-batches with AdamW reach the weights of two large batches."""
+    rows = torch.randn(14, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+    class Linear(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.layer = torch.nn.Linear(3, 1, dtype=torch.float64)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return (self.layer(batch) - 1).square().mean()
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters(), lr=0.1)
+
+    cut, whole = Linear(), Linear()
+    Trainer(**QUIET, accumulate_grad_batches=3, exact_accumulation=True).fit(
+        cut, ready(list(rows.split([3, 1, 4, 2, 2, 2])))
+    )
+    Trainer(**QUIET).fit(whole, ready(list(rows.split([8, 6]))))
+    assert torch.allclose(cut.layer.weight, whole.layer.weight, rtol=0, atol=1e-10)
+
+
+def test_a_batch_without_a_countable_tensor_is_refused() -> None:
+    class Opaque(Slope):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return self.w * 1.0
+
+    trainer = Trainer(**QUIET, accumulate_grad_batches=2, exact_accumulation=True)
+    with pytest.raises(ConfigError, match=r'Return \{"loss": loss, "loss_weight": n\}'):
+        trainer.fit(Opaque(), ready(["one", "two"]))

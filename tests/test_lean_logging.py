@@ -1,0 +1,230 @@
+"""Logged values: the same as Lightning's, value by value, and read only when somebody reads them."""
+
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.loggers import CSVLogger, TensorBoardLogger
+from recording import SmallModule, loader
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch.utils._python_dispatch import TorchDispatchMode
+from torchmetrics import MeanMetric
+
+from evener.trainer import Trainer
+
+TRAINERS = (Trainer, pl.Trainer)
+QUIET: dict[str, Any] = {
+    "accelerator": "cpu", "enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False,
+    "num_sanity_val_steps": 0,
+}  # fmt: skip
+
+
+class LoggingModule(SmallModule):
+    """Logs numbers, tensors of every floating type, metrics, from many hooks, in every reduction."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = MeanMetric()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)["loss"]
+        self.log("half", loss.detach().half(), on_epoch=True)
+        self.log("double", loss.detach().double(), on_step=False, on_epoch=True)
+        self.log("shaped", loss.detach().reshape(1, 1))
+        self.log("whole", 3, on_epoch=True)
+        self.log("sum", loss, on_step=False, on_epoch=True, reduce_fx="sum")
+        self.log("given", loss, on_step=False, on_epoch=True, batch_size=1 + batch_idx)
+        self.mean.update(loss.detach())
+        self.log("metric", self.mean, on_step=False, on_epoch=True)
+        if batch_idx == 2:
+            self.log("sometimes", loss)
+        changed = loss.detach().clone()
+        self.log("changed", changed)
+        changed.zero_()  # what was logged is the value at that moment
+        return loss
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.log("gradient", self.layer.weight.grad.norm())  # type: ignore[union-attr]
+
+    def on_train_epoch_end(self) -> None:
+        self.log("at the end", self.current_epoch + 0.5)
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("val at the end", 2.0)
+
+
+class Reader(pl.Callback):
+    """Reads all metrics in some hooks; `every` decides at which batches."""
+
+    def __init__(self, every: int) -> None:
+        self.every, self.seen = every, []
+
+    def read(self, trainer: Any) -> None:
+        for metrics in (trainer.callback_metrics, trainer.logged_metrics, trainer.progress_bar_metrics):
+            self.seen.append({key: (type(value), float(value)) for key, value in metrics.items()})
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx % self.every == 0:
+            self.read(trainer)
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.log("from a callback", float(batch_idx), on_epoch=True)
+        if batch_idx % self.every == 0:
+            self.read(trainer)
+
+    def on_validation_start(self, trainer: Any, module: Any) -> None:
+        self.read(trainer)
+
+    def on_validation_end(self, trainer: Any, module: Any) -> None:
+        self.read(trainer)
+
+    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+        self.read(trainer)
+
+    def on_train_end(self, trainer: Any, module: Any) -> None:
+        self.read(trainer)
+
+
+# Lightning's advice, which it gives for an int and for every two loaders
+pytestmark = pytest.mark.filterwarnings("ignore:You called `self.log\\('whole'")
+
+
+@pytest.mark.parametrize("every", [1, 4, 100])
+@pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 2, "val_check_interval": 3}])
+def test_metrics_equal_lightnings(every: int, options: dict[str, Any]) -> None:
+    seen = []
+    for cls in TRAINERS:
+        torch.manual_seed(0)
+        reader = Reader(every)
+        trainer = cls(**QUIET, **options, logger=False, max_epochs=2, callbacks=[reader])
+        trainer.fit(LoggingModule(), loader(), loader(10))
+        reader.read(trainer)
+        seen.append(reader.seen)
+    assert len(seen[0]) > 10
+    assert seen[0][-3]["gradient"][1] > 0
+    assert seen[0] == seen[1]
+
+
+def test_results_of_evaluation_equal_lightnings() -> None:
+    class TwoLoaders(SmallModule):
+        def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+            self.log("value", self.loss(batch))
+            self.log("stepped", self.loss(batch), on_step=True, on_epoch=True)
+            self.log("own name", self.loss(batch), add_dataloader_idx=False) if dataloader_idx else None
+
+    results = []
+    for cls in TRAINERS:
+        torch.manual_seed(0)
+        trainer = cls(**QUIET, logger=False)
+        found = trainer.validate(TwoLoaders(), [loader(), loader(9, seed=1)], verbose=False)
+        results.append((found, {key: float(value) for key, value in trainer.callback_metrics.items()}))
+    assert "value/dataloader_idx_1" in results[0][0][1]
+    assert results[0] == results[1]
+
+
+def events(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    reader = EventAccumulator(str(folder))
+    reader.Reload()
+    return {tag: [(event.step, event.value) for event in reader.Scalars(tag)] for tag in reader.Tags()["scalars"]}
+
+
+@pytest.mark.parametrize("every", [1, 2, 5])
+def test_tensorboard_events_equal_lightnings(every: int, tmp_path: Path) -> None:
+    written = []
+    for number, cls in enumerate(TRAINERS):
+        torch.manual_seed(0)
+        logger = TensorBoardLogger(tmp_path, name=str(number))
+        trainer = cls(**QUIET, logger=logger, max_epochs=3, log_every_n_steps=every)
+        trainer.fit(LoggingModule(), loader(), loader(10))
+        trainer.validate(LoggingModule(), loader(), verbose=False)
+        written.append(events(Path(logger.log_dir)))
+    assert len(written[0]["loss"]) == 18 // every  # 6 steps in each of 3 epochs
+    assert written[0] == written[1]
+
+
+class CountingReads(TorchDispatchMode):
+    """Counts values that are read back to the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reads = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.reads += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+class CountPerStep(pl.Callback):
+    def __init__(self, counter: CountingReads) -> None:
+        self.counter, self.before, self.reads = counter, 0, []
+
+    def on_train_batch_start(self, *args: Any) -> None:
+        self.reads.append(self.counter.reads - self.before)
+        self.before = self.counter.reads
+
+
+def reads_per_step(cls: type[pl.Trainer], tmp_path: Path) -> list[int]:
+    with CountingReads() as counter:
+        count = CountPerStep(counter)
+        logger = CSVLogger(tmp_path, name=cls.__module__)
+        trainer = cls(**QUIET, logger=logger, max_epochs=1, log_every_n_steps=5, callbacks=[count])
+        trainer.fit(SmallModule(), loader(44), loader(4))
+    return count.reads[1:]
+
+
+def test_nothing_is_read_back_on_a_step_that_does_not_log(tmp_path: Path) -> None:
+    reads = reads_per_step(Trainer, tmp_path)
+    assert len(reads) == 10  # 44 samples are 11 steps; the last has no step after it
+    # steps 5 and 10 log: the five values of a step that have one then, and two of them for the progress bar
+    assert [step for step, count in enumerate(reads, 1) if count] == [5, 10]
+    assert all(reads_per_step(pl.Trainer, tmp_path)), "the counter sees what Lightning reads in every step"
+
+
+def test_a_value_of_a_copied_module_is_not_logged_as_the_original() -> None:
+    copies = []
+
+    class Copying(SmallModule):
+        def on_train_batch_end(self, *args: Any) -> None:
+            copies.append(deepcopy(self))
+
+    module = Copying()
+    Trainer(**QUIET, logger=False, max_epochs=1, limit_train_batches=1).fit(module, loader(), loader(4))
+    assert copies[0].log.__self__ is copies[0]
+    assert "log" not in vars(module)
+
+
+def test_what_is_attached_and_patched_during_fit_counts() -> None:
+    """Callbacks that come and go, and hooks that appear on objects and classes, take effect as in Lightning."""
+    runs = []
+    for cls in TRAINERS:
+        calls: list[tuple[str, int]] = []
+
+        class Late(pl.Callback):
+            def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+                calls.append(("late", trainer.global_step))  # noqa: B023 # called within this turn
+
+        class Patching(SmallModule):
+            def training_step(self, batch: Any, batch_idx: int) -> Any:
+                note = calls.append  # noqa: B023
+                if batch_idx == 1:
+                    self.on_after_backward = lambda: note(("object", batch_idx))  # type: ignore[method-assign]
+                if batch_idx == 2:
+                    type(self).on_before_zero_grad = lambda self, optimizer: note(("class", batch_idx))  # type: ignore[method-assign]
+                if batch_idx == 3:
+                    del self.on_after_backward
+                    self.trainer.callbacks.append(Late())
+                if batch_idx == 5:
+                    self.trainer.callbacks.pop()
+                return super().training_step(batch, batch_idx)
+
+        trainer = cls(**QUIET, logger=False, max_epochs=1)
+        trainer.fit(Patching(), loader(28), loader(4))
+        runs.append(calls)
+    # patched in step 1, deleted in step 3; a hook of the class from step 2; a callback from step 3 (the fourth) to 4
+    assert [name for name, _ in runs[1]] == [
+        "object", "class", "object", "class", "late", "class", "late", "class", "class"
+    ]  # fmt: skip
+    assert runs[0] == runs[1]
