@@ -12,8 +12,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from evener.strategies import ConfigError
 from evener.trainer import Trainer
-from evener.trainer.checkpoint import Checkpoint, find_newest
-from evener.trainer.checkpoint_io import read, write
+from evener.trainer.checkpoint import Checkpoint, find_newest, good_or_newest
+from evener.trainer.checkpoint_io import CheckpointError, read, write
 
 QUIET = {
     "logger": False,
@@ -228,3 +228,17 @@ def test_lightnings_own_trainer_can_save_with_it_and_read_its_files(tmp_path: Pa
     assert names(tmp_path) == ["epoch002-step000006.ckpt", "last.ckpt"]
     pl.Trainer(max_epochs=4, callbacks=callbacks, **stock).fit(Falling([1, 1, 1, 0]), ckpt_path=last)
     assert names(tmp_path) == ["epoch003-step000008.ckpt", "last.ckpt"]
+
+
+def test_a_torn_file_to_resume_from_is_replaced_by_the_newest_good_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    good, torn = tmp_path / "good.ckpt", tmp_path / "last.ckpt"
+    write({"state_dict": {}}, good)
+    assert good_or_newest(good) == good
+    torn.write_bytes(good.read_bytes()[:400])
+    assert good_or_newest(torn) == good
+    assert f"Instead of {torn}, training continues from {good}" in caplog.text
+    good.unlink()
+    with pytest.raises(CheckpointError, match=r"last\.ckpt can't be used, and there is no good one beside it"):
+        good_or_newest(torn)

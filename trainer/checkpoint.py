@@ -1,9 +1,7 @@
-"""When checkpoints are saved and what they are called; finding the newest good one."""
+"""When checkpoints are saved, which are kept, and what they are called."""
 
-import logging
 import re
 import warnings
-from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
@@ -18,29 +16,11 @@ from torch import Tensor
 from typing_extensions import override
 
 from ..strategies.exceptions import ConfigError
-from .checkpoint_io import SUFFIX, VerifiedCheckpointIO, is_good, remove_leftovers
+from .checkpoint_io import VerifiedCheckpointIO, remove_leftovers
 from .interval import Interval
+from .newest import find_newest, good_or_newest
 
-logger = logging.getLogger(__name__)
-
-
-def newest_first(directory: str | Path) -> Iterator[Path]:
-    """All checkpoints under a directory, the one written last first."""
-    found = [(path.stat().st_mtime_ns, path) for path in Path(directory).rglob(f"*{SUFFIX}") if path.is_file()]
-    return (path for _, path in sorted(found, reverse=True))
-
-
-def find_newest(directory: str | Path) -> Path | None:
-    """Find the newest good checkpoint of an experiment.
-
-    Args:
-        directory: searched with all its subdirectories, so that one directory may hold several runs.
-
-    Returns:
-        The checkpoint written last that can be loaded, or None where there is none. A torn or altered file is named
-        in a warning and passed over.
-    """
-    return next((path for path in newest_first(directory) if is_good(path)), None)
+__all__ = ["Checkpoint", "find_newest", "good_or_newest"]
 
 
 class Checkpoint(ModelCheckpoint):

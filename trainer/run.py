@@ -19,7 +19,7 @@ from rich.console import Console
 from ..strategies import ConfigError
 from .batch_size import find_batch_size
 from .callbacks import EpochLines, LogEveryEpoch, RunSummary, StartUp
-from .checkpoint import find_newest
+from .checkpoint import find_newest, good_or_newest
 from .result import Result
 from .signals import graceful_stop
 from .tensorboard import TensorBoardLogger
@@ -109,6 +109,8 @@ def starting_checkpoint(cfg: DictConfig) -> str | None:
         if newest is not None:
             rank_zero_info(f"Restarted: continuing from {newest}")
             return str(newest)
+    if cfg.resume is not None and cfg.resume != "last" and cfg.mode == "fit":
+        return str(good_or_newest(cfg.resume))
     if cfg.resume != "last":
         return cfg.resume
     home = Path(cfg.log_dir) / cfg.name
