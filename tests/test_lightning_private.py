@@ -57,7 +57,13 @@ pytorch_lightning.trainer.connectors.logger_connector.result _ResultCollection.m
 pytorch_lightning.trainer.connectors.logger_connector.result _ResultCollection.reset
 pytorch_lightning.trainer.connectors.logger_connector.result _ResultMetric.update
 pytorch_lightning.trainer.trainer Trainer._active_loop
+torch._subclasses.fake_tensor DataDependentOutputException
+torch._subclasses.fake_tensor DynamicOutputShapeException
+torch._subclasses.fake_tensor FakeTensorMode.from_tensor
+torch._subclasses.fake_tensor UnsupportedOperatorException
+torch.nn.modules.dropout _DropoutNd
 torch.nn.parallel DistributedDataParallel._get_ddp_logging_data
+torch.utils._python_dispatch TorchDispatchMode
 torch.nn.parallel DistributedDataParallel._set_ddp_runtime_logging_sample_rate
 pytorch_lightning.trainer.trainer Trainer._results
 pytorch_lightning.trainer.trainer Trainer._run_stage

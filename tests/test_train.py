@@ -157,7 +157,10 @@ MISTAKES = [
     (["checkpoint=bset"], r"checkpoint=bset is unknown\. Choose one of: best, every_n_epochs"),
     (["stratgy=ddp"], r"stratgy is no key or group here"),
     (["module.lrr=1"], r"module\.lrr is no key or group here"),
-    (["mode=tset"], r"mode=tset is unknown\. Choose one of fit, validate, test, predict\. Did you mean mode=test"),
+    (
+        ["mode=tset"],
+        r"mode=tset is unknown\. Choose one of fit, validate, test, predict, compare, plan\. Did you mean mode=test",
+    ),
     (["devices=0"], r"devices=0: at least one device is needed"),
     (["devices=-3"], r"devices=-3: at least one device is needed"),
     (["devices=two"], r"devices: 'two' is no device"),

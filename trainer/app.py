@@ -27,6 +27,10 @@ def train(cfg: DictConfig) -> Result:
     Raises:
         ConfigError: something asked for can't be honoured.
     """
+    if cfg.mode in ("compare", "plan"):
+        raise ConfigError(
+            f"mode={cfg.mode} trains nothing, so there is no result. Run python train.py mode={cfg.mode}."
+        )
     return launch(prepare(cfg))
 
 

@@ -14,7 +14,7 @@ from pytorch_lightning.strategies import Strategy
 from ..strategies import ConfigError
 from ..strategies.devices import resolve_devices
 
-MODES = ("fit", "validate", "test", "predict")
+MODES = ("fit", "validate", "test", "predict", "compare", "plan")
 
 
 def verify_config(cfg: DictConfig) -> None:
@@ -27,7 +27,8 @@ def verify_config(cfg: DictConfig) -> None:
         ConfigError: the first mistake found.
     """
     verify_mode(cfg)
-    resolve_devices(plain(cfg.devices), cfg.accelerator)
+    if cfg.mode != "plan":  # which is for devices that need not be here
+        resolve_devices(plain(cfg.devices), cfg.accelerator)
     verify_target("strategy", cfg.strategy, Strategy)
     verify_target("trainer", cfg.trainer, pl.Trainer)
     verify_target("module", cfg.module, pl.LightningModule)

@@ -16,7 +16,8 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from ..strategies import ConfigError
 from . import cluster
-from .app import train
+from .advice import ADVICE, advise
+from .app import prepare, train
 from .launch import WorkerError, environment
 from .logs import run_log
 from .run import run
@@ -78,6 +79,9 @@ def follow(started_by: ClusterEnvironment) -> None:
 
 def run_job(cfg: DictConfig) -> float | None:
     """Run one job, print its closing table, and return the monitored metric, which Hydra's sweepers optimize."""
+    if cfg.mode in ADVICE:
+        advise(prepare(cfg))
+        return None
     result = train(cfg)
     show_summary(result, cfg.log_dir)
     return result.monitored

@@ -1,0 +1,141 @@
+"""Whether strategies trained alike, and which one to use: numbers in, a recommendation out."""
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from .trial import OK, Trial
+
+REFERENCE = "single_device"
+"""The strategy that the others must equal."""
+
+TOLERANCES = {"64": 1e-8, "32": 1e-4, "16": 3e-2}
+"""Largest relative difference of losses, by the bits of the precision; a few optimizer steps amplify rounding."""
+
+NOISE = 0.05
+"""Relative difference of speeds below which two strategies count as equally fast."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What `mode=compare` found out.
+
+    Args:
+        trials: one per strategy, in order.
+        reference: the strategy that the losses of the others were compared with; None where none trained.
+        differences: largest relative difference from the reference's losses, by strategy; the reference's is 0.
+        tolerance: the largest difference that rounding explains.
+        excuses: what may make the losses of a strategy differ, by strategy.
+        recommended: the strategy to use; None where none trained.
+        reason: why.
+    """
+
+    trials: list[Trial]
+    reference: str | None
+    differences: dict[str, float]
+    tolerance: float
+    excuses: dict[str, list[str]]
+    recommended: str | None
+    reason: str
+
+    def write(self, run_dir: str | Path) -> Path:
+        """Write `compare.json` into the run directory; returns its path."""
+        path = Path(run_dir) / "compare.json"
+        path.write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
+        return path
+
+
+def tolerance_of(precision: str) -> float:
+    """The largest relative difference between losses that rounding explains in a precision."""
+    return next((limit for bits, limit in TOLERANCES.items() if bits in precision), TOLERANCES["16"])
+
+
+def judge(trials: list[Trial], tolerance: float, device_bytes: float | None = None) -> Comparison:
+    """Compare losses, and recommend a strategy.
+
+    Args:
+        trials: one per strategy.
+        tolerance: largest relative difference of two equal losses.
+        device_bytes: memory of a device; None where any amount will do.
+
+    Returns:
+        The comparison.
+    """
+    trained = [trial for trial in trials if trial.status == OK]
+    reference = trained[0] if trained else None
+    differences = {trial.strategy: largest_difference(trial, trained[0]) for trial in trained}
+    excuses = {trial.strategy: excuses_of(trial, trained[0]) for trial in trained}
+    sound = [t for t in trained if differences[t.strategy] <= tolerance or excuses[t.strategy]]
+    recommended, reason = recommend(sound, device_bytes)
+    name = None if reference is None else reference.strategy
+    return Comparison(trials, name, differences, tolerance, excuses, recommended, reason)
+
+
+def largest_difference(trial: Trial, reference: Trial) -> float:
+    """The largest difference between the losses of two trials, relative to the reference's largest loss."""
+    if len(trial.losses) != len(reference.losses):
+        return float("inf")
+    scale = max((abs(loss) for loss in reference.losses), default=1.0) or 1.0
+    pairs = zip(trial.losses, reference.losses, strict=True)
+    differences = [abs(a - b) / scale for a, b in pairs]
+    # a comparison with nan is never true: a loss that is not a number must not pass for an equal one
+    return max((d if d == d else float("inf") for d in differences), default=0.0)
+
+
+def excuses_of(trial: Trial, reference: Trial) -> list[str]:
+    """Name what may make the losses of a strategy differ from the reference's (the exceptions of law 1)."""
+    if trial is reference:
+        return []
+    found: list[str] = []
+    if trial.num_batchnorms:
+        found.append(f"{trial.num_batchnorms} BatchNorm layers normalise chunk by chunk (no sync_batchnorm)")
+    if trial.num_dropouts:
+        found.append(f"{trial.num_dropouts} dropout layers draw other random numbers")
+    elif trial.draws or reference.draws:
+        found.append("the training step draws random numbers, and each strategy draws others")
+    return found
+
+
+def recommend(trials: list[Trial], device_bytes: float | None = None) -> tuple[str | None, str]:
+    """Choose among strategies that train alike.
+
+    The fastest wins. Where others are as fast within the noise, the one whose fullest device holds least wins; where
+    that is equal too, the earlier, which is the simpler.
+
+    Args:
+        trials: those that trained.
+        device_bytes: memory of a device; strategies that need more are left out.
+
+    Returns:
+        Name and reason; None and the reason where there is none to choose.
+    """
+    fitting = [trial for trial in trials if device_bytes is None or trial.peak_bytes <= device_bytes]
+    if not fitting:
+        return None, "no strategy trained" + (" within device_memory_gb" if trials else "") + "; the reasons are above"
+    fastest = max(fitting, key=lambda trial: trial.samples_per_s)
+    equal = [trial for trial in fitting if trial.samples_per_s >= (1 - NOISE) * fastest.samples_per_s]
+    least = min(trial.peak_bytes for trial in equal)
+    best = next(trial for trial in equal if trial.peak_bytes <= (1 + NOISE) * least)
+    return best.strategy, explain(best, fitting, equal)
+
+
+def explain(best: Trial, trials: list[Trial], equal: list[Trial]) -> str:
+    """Say why a strategy was chosen.
+
+    Args:
+        best: the chosen one.
+        trials: all that could have been chosen.
+        equal: those that are as fast as the fastest.
+    """
+    others = [trial for trial in trials if trial is not best]
+    if not others:
+        return "it is the only one that trained"
+    rivals = [trial for trial in equal if trial is not best]
+    if rivals:
+        merit = "simpler" if best is equal[0] else "its fullest device holds less"
+        return f"it is as fast as {', '.join(t.strategy for t in rivals)} (within {NOISE:.0%}), and {merit}"
+    second = max(others, key=lambda trial: trial.samples_per_s)
+    ratio = f"{best.samples_per_s / second.samples_per_s:.2f} times as fast as" if second.samples_per_s else "ahead of"
+    if best.strategy == REFERENCE:
+        return f"more devices do not pay at this batch: it is {ratio} the next, {second.strategy}"
+    return f"it is the fastest of {len(trials)} that train alike, {ratio} {second.strategy}"
