@@ -1,15 +1,21 @@
 """Micro-batches on two stages: how much faster a training step is with m of them than with one, beside the ideal.
 
-    python benchmarks/pipeline.py --devices cpu,cpu --microbatches 1,2,4,8
+    python benchmarks/pipeline.py
+    python benchmarks/pipeline.py --wait
+    python benchmarks/pipeline.py --devices cuda:0,cpu
 
 Two equal stages of wide linear layers, one intra-op thread each, so that a stage is bound by computing. All variants
 run interleaved in one process, round by round; the table shows medians over the rounds. Two CPU stages need two free
-cores: the load at the start is printed, and on a busy machine the figures are too low.
+cores: the last line says how much faster two independent threads do the same work than one, in the same minutes, which
+no pipeline can beat. With `--wait` a stage waits 20 µs per sample instead of computing, forward and backward: what the
+schedule gives by itself, whatever else the cores do.
 """
 
 import argparse
+import logging
 import os
 import statistics
+import threading
 import time
 import warnings
 from typing import Any
@@ -21,13 +27,47 @@ from torch import Tensor, nn
 from evener.strategies import ModelParallelStrategy
 from evener.strategies.schedule import ideal_speedup
 
+WAIT_S = 20e-6
+"""Seconds per sample and stage that `--wait` takes, in each direction."""
+
+
+class Waiting(torch.autograd.Function):
+    """The identity; it takes its time in forward and backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        """Wait, and pass on."""
+        time.sleep(WAIT_S * len(x))
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        """Wait, and pass back."""
+        time.sleep(WAIT_S * len(grads[0]))
+        return grads[0]
+
+
+class WaitingStage(nn.Module):
+    """A stage whose only work is to wait."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Scale by a parameter, so that there is a gradient."""
+        return Waiting.apply(x * self.scale)
+
 
 class Wide(pl.LightningModule):
-    """Equal layers, half of them on each of two stages."""
+    """Equal layers, half of them on each of two stages; or two stages that wait."""
 
-    def __init__(self, width: int, depth: int) -> None:
+    def __init__(self, width: int, depth: int, wait: bool = False) -> None:
         super().__init__()
-        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(depth)))
+        if wait:
+            self.layers = nn.Sequential(WaitingStage(), WaitingStage())
+        else:
+            self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(depth)))
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         """Mean square of the output."""
@@ -75,14 +115,36 @@ def step_seconds(devices: list[torch.device], num_microbatches: int, args: argpa
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    batches = [torch.randn(args.batch, args.width)] * args.steps
-    trainer.fit(Wide(args.width, args.depth), torch.utils.data.DataLoader(batches, batch_size=None))
+    width = 1 if args.wait else args.width
+    batches = [torch.randn(args.batch, width)] * args.steps
+    trainer.fit(Wide(width, args.depth, args.wait), torch.utils.data.DataLoader(batches, batch_size=None))
     return statistics.median(times.seconds[1:])
+
+
+def threads_speedup(args: argparse.Namespace) -> float:
+    """How much faster two threads run the layers, forward and backward, on half a batch each than one on all of it."""
+    layers = Wide(args.width, args.depth).layers
+    batch = torch.randn(args.batch, args.width)
+
+    def seconds(parts: int) -> float:
+        threads = [
+            threading.Thread(target=lambda part: torch.autograd.grad(layers(part).sum(), layers.parameters()), args=[p])
+            for p in batch.chunk(parts)
+        ]
+        start = time.perf_counter()
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return time.perf_counter() - start
+
+    return statistics.median(seconds(1) / seconds(2) for _ in range(args.steps))
 
 
 def main() -> None:
     """Measure and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--wait", action="store_true")
     parser.add_argument("--devices", default="cpu,cpu")
     parser.add_argument("--microbatches", default="1,2,4,8")
     parser.add_argument("--rounds", type=int, default=7)
@@ -96,16 +158,21 @@ def main() -> None:
     devices = [torch.device(name) for name in args.devices.split(",")]
     counts = [int(count) for count in args.microbatches.split(",")]
     print(f"torch {torch.__version__}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, devices {args.devices}")
+    logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
     seconds: dict[int, list[float]] = {count: [] for count in counts}
+    limits: list[float] = []
     for _ in range(args.rounds):
         for count in counts:
             seconds[count].append(step_seconds(devices, count, args))
+        limits.append(threads_speedup(args))
     print("micro-batches  ms/step  speed-up  best round  ideal m·k/(m+k−1)")
     for count in counts:
         ratios = [one / many for one, many in zip(seconds[counts[0]], seconds[count], strict=True)]
         median = statistics.median(seconds[count])
         ideal = ideal_speedup(count, len(devices))
         print(f"{count:13d}{median * 1e3:9.1f}{statistics.median(ratios):10.2f}{max(ratios):12.2f}{ideal:12.2f}")
+    if not args.wait:
+        print(f"two independent threads: {statistics.median(limits):.2f}, best round {max(limits):.2f}")
 
 
 if __name__ == "__main__":

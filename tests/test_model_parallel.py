@@ -14,9 +14,7 @@ from pytorch_lightning.plugins import MixedPrecision
 from torch import Tensor, nn
 from torchmetrics import MeanMetric
 
-from evener.strategies import ConfigError, ModelParallelStrategy, SingleDeviceStrategy
-from evener.strategies.stage_layout import StageLayout, StageOptions
-from evener.strategies.staged import state_to_parameters
+from evener.strategies import ModelParallelStrategy, SingleDeviceStrategy
 from evener.trainer import Trainer
 
 CPU, META = torch.device("cpu"), torch.device("meta")
@@ -164,57 +162,6 @@ def test_logged_values_are_those_of_the_whole_batch(strategy: Any) -> None:
     assert float(found.metrics["n"]) == 10.0
 
 
-def placed(devices: list[torch.device], **options: Any) -> tuple[DeepNet, StageLayout]:
-    module = DeepNet()
-    module.metric = MeanMetric()
-    layout = StageLayout(devices, StageOptions(**options))
-    layout.place(module)
-    return module, layout
-
-
-def test_parts_go_to_their_devices_and_what_has_no_parameters_to_the_meeting_device() -> None:
-    module, _ = placed([CPU, META], partition=["net.blocks.2"])  # meta is a device, too
-    where = {name: str(p.device) for name, p in module.named_parameters() if name.endswith("weight")}
-    assert where == {
-        "net.enter.weight": "cpu",
-        "net.blocks.0.linear.weight": "cpu",
-        "net.blocks.1.linear.weight": "cpu",
-        "net.blocks.2.linear.weight": "meta",
-        "net.blocks.3.linear.weight": "meta",
-        "net.leave.weight": "meta",
-    }
-    assert module.device == META
-    assert module.metric.device == META
-    assert module(torch.zeros(2, 4)).device == META
-
-
-def test_outputs_meet_on_the_root_device_if_asked() -> None:
-    module, layout = placed([META, CPU], output_device="first")
-    assert (layout.meeting_device, module.device) == (META, META)
-
-
-def test_optimizer_state_is_restored_on_each_parameters_device() -> None:
-    parameters = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2, device=META))]
-    for parameter in parameters:
-        parameter.grad = torch.ones_like(parameter)
-    optimizer = torch.optim.AdamW(parameters)
-    optimizer.step()
-    strategy = ModelParallelStrategy(devices=[CPU, META])
-    strategy.optimizers = [torch.optim.AdamW(parameters)]
-    strategy.load_optimizer_state_dict({"optimizer_states": [optimizer.state_dict()]})
-    state = strategy.optimizers[0].state
-    assert [state[p]["exp_avg"].device.type for p in parameters] == ["cpu", "meta"]
-
-
-def test_optimizer_state_made_at_the_start_follows_its_parameter() -> None:
-    parameter = nn.Parameter(torch.ones(3, device=META))
-    optimizer = torch.optim.Adagrad([parameter])  # makes its state when it is made
-    optimizer.state[parameter]["sum"] = torch.ones(3)  # on the root device, where Lightning puts it
-    state_to_parameters(optimizer)
-    assert optimizer.state[parameter]["sum"].device == META
-    assert optimizer.state[parameter]["step"].device == CPU
-
-
 def test_the_plan_is_told_once_as_a_table(caplog: pytest.LogCaptureFixture) -> None:
     table = """\
 stage  device  modules                    parameters  bytes
@@ -265,73 +212,6 @@ def test_a_step_may_skip_the_whole_batch() -> None:
     fit(case, found[1], Threads(num_microbatches=2))
     for one, many in zip(found[0].parameters(), found[1].parameters(), strict=True):
         torch.testing.assert_close(many, one, rtol=0, atol=1e-10)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"partition": "half"}, "partition=half is unknown. Give auto, manual, or a list"),
-        ({"partition": ["net.3"]}, r"Net has no module 'net\.3'; the nearest are net\.2"),
-        ({"partition": ["net.2", "net.2"]}, "2 names for 2 stages. Give 1"),
-        ({"num_microbatches": 0}, "num_microbatches=0 is no count. Give 1 or more"),
-        ({"num_microbatches": 1.5}, "num_microbatches=1.5 is no count"),
-        ({"output_device": "middle"}, "output_device=middle is unknown. Give last or first"),
-        ({"optimizer_copies": -1}, "optimizer_copies=-1 is negative"),
-        ({"loss_reduction": "max"}, "loss_reduction=max is unknown. Give mean or sum"),
-        ({"profile_activations": True}, "profile_activations needs inputs, and Net has no example_input_array"),
-    ],
-)
-def test_bad_options_are_refused_before_training(options: dict[str, Any], message: str) -> None:
-    module = Net()
-    with pytest.raises(ConfigError, match=message):
-        fit(Case(), module, ModelParallelStrategy(**options))
-    assert module.losses == []
-
-
-def test_more_stages_than_parts_is_refused_before_training() -> None:
-    with pytest.raises(ConfigError, match=r"3 stages were asked for, and Net has 2 parts to spread: net\.0, net\.2"):
-        fit(Case(), Net(), ModelParallelStrategy(), devices=3)
-
-
-def test_manual_optimization_in_micro_batches_is_refused() -> None:
-    module = Net()
-    module.automatic_optimization = False
-    with pytest.raises(
-        ConfigError, match="num_microbatches=2 needs automatic optimization, and Net optimizes manually"
-    ):
-        fit(Case(), module, ModelParallelStrategy(num_microbatches=2))
-
-
-@pytest.mark.filterwarnings("ignore:.*dataloader_iter.* step flavor")  # Lightning's advice
-def test_steps_that_read_their_own_batches_are_refused_in_micro_batches() -> None:
-    class Reads(Net):
-        def training_step(self, dataloader_iter: Any) -> Tensor:
-            raise AssertionError("refused before")
-
-    with pytest.raises(
-        ConfigError, match=r"num_microbatches=2: training_step\(dataloader_iter\) reads its own batches"
-    ):
-        fit(Case(), Reads(), ModelParallelStrategy(num_microbatches=2))
-
-
-def test_sync_batchnorm_is_refused() -> None:
-    with pytest.raises(ConfigError, match="model_parallel: sync_batchnorm=True synchronizes processes"):
-        make_trainer(Case(), ModelParallelStrategy(), devices=2, sync_batchnorm=True)
-
-
-def test_a_batch_that_cannot_be_counted_is_refused() -> None:
-    class Odd(Net):
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            return self.net[0].weight.sum()
-
-        def validation_step(self, batch: Any, batch_idx: int) -> Any:
-            """Nothing to validate."""
-
-    loader = torch.utils.data.DataLoader([{"a": None}] * 2, batch_size=None)
-    with pytest.raises(
-        ConfigError, match="num_microbatches=2: the batch of type dict holds nothing to count samples by"
-    ):
-        make_trainer(Case(), ModelParallelStrategy(num_microbatches=2), devices=2).fit(Odd(), loader, loader)
 
 
 class TwoDevices(Net):

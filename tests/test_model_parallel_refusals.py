@@ -1,0 +1,78 @@
+"""What strategy=model_parallel refuses before training, in one sentence."""
+
+from typing import Any
+
+import pytest
+import torch
+from parity import Case, Net, make_trainer
+from test_model_parallel import fit
+from torch import Tensor
+
+from evener.strategies import ConfigError, ModelParallelStrategy
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"partition": "half"}, "partition=half is unknown. Give auto, manual, or a list"),
+        ({"partition": ["net.3"]}, r"Net has no module 'net\.3'; the nearest are net\.2"),
+        ({"partition": ["net.2", "net.2"]}, "2 names for 2 stages. Give 1"),
+        ({"num_microbatches": 0}, "num_microbatches=0 is no count. Give 1 or more"),
+        ({"num_microbatches": 1.5}, "num_microbatches=1.5 is no count"),
+        ({"output_device": "middle"}, "output_device=middle is unknown. Give last or first"),
+        ({"optimizer_copies": -1}, "optimizer_copies=-1 is negative"),
+        ({"loss_reduction": "max"}, "loss_reduction=max is unknown. Give mean or sum"),
+        ({"profile_activations": True}, "profile_activations needs inputs, and Net has no example_input_array"),
+    ],
+)
+def test_bad_options_are_refused_before_training(options: dict[str, Any], message: str) -> None:
+    module = Net()
+    with pytest.raises(ConfigError, match=message):
+        fit(Case(), module, ModelParallelStrategy(**options))
+    assert module.losses == []
+
+
+def test_more_stages_than_parts_is_refused_before_training() -> None:
+    with pytest.raises(ConfigError, match=r"3 stages were asked for, and Net has 2 parts to spread: net\.0, net\.2"):
+        fit(Case(), Net(), ModelParallelStrategy(), devices=3)
+
+
+def test_manual_optimization_in_micro_batches_is_refused() -> None:
+    module = Net()
+    module.automatic_optimization = False
+    with pytest.raises(
+        ConfigError, match="num_microbatches=2 needs automatic optimization, and Net optimizes manually"
+    ):
+        fit(Case(), module, ModelParallelStrategy(num_microbatches=2))
+
+
+@pytest.mark.filterwarnings("ignore:.*dataloader_iter.* step flavor")  # Lightning's advice
+def test_steps_that_read_their_own_batches_are_refused_in_micro_batches() -> None:
+    class Reads(Net):
+        def training_step(self, dataloader_iter: Any) -> Tensor:
+            raise AssertionError("refused before")
+
+    with pytest.raises(
+        ConfigError, match=r"num_microbatches=2: training_step\(dataloader_iter\) reads its own batches"
+    ):
+        fit(Case(), Reads(), ModelParallelStrategy(num_microbatches=2))
+
+
+def test_sync_batchnorm_is_refused() -> None:
+    with pytest.raises(ConfigError, match="model_parallel: sync_batchnorm=True synchronizes processes"):
+        make_trainer(Case(), ModelParallelStrategy(), devices=2, sync_batchnorm=True)
+
+
+def test_a_batch_that_cannot_be_counted_is_refused() -> None:
+    class Odd(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return self.net[0].weight.sum()
+
+        def validation_step(self, batch: Any, batch_idx: int) -> Any:
+            """Nothing to validate."""
+
+    loader = torch.utils.data.DataLoader([{"a": None}] * 2, batch_size=None)
+    with pytest.raises(
+        ConfigError, match="num_microbatches=2: the batch of type dict holds nothing to count samples by"
+    ):
+        make_trainer(Case(), ModelParallelStrategy(num_microbatches=2), devices=2).fit(Odd(), loader, loader)
