@@ -14,6 +14,7 @@ import torch
 from omegaconf import OmegaConf
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.custom_scalar import layout_pb2
+from tensorboard.plugins.hparams import plugin_data_pb2
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.tensorboard import SummaryWriter
 
@@ -27,7 +28,8 @@ from evener.trainer.callbacks.device_monitor import rank_times
 from evener.trainer.callbacks.start_up import checkpoint_policy
 from evener.trainer.checkpoint import Checkpoint
 from evener.trainer.ddp_times import DDPTimes
-from evener.trainer.layout import layout
+from evener.trainer.hyperparameters import in_order, without_repetition
+from evener.trainer.layout import OUR_OWN, layout
 from evener.trainer.profiler import ShortProfiler
 from evener.trainer.step_clock import StepClock
 from evener.trainer.summary import memory_text, show_summary
@@ -435,6 +437,34 @@ def test_a_real_multirun_leaves_table_and_comparable_runs(tmp_path: Path, monkey
         assert job.result is not None
         assert job.result.monitored == json.loads((Path(job.result.run_dir) / "result.json").read_text())["monitored"]
         assert events(job.result).Scalars("lr-AdamW")[-1].value == pytest.approx(rate)
+
+    experiment = hparams_of(jobs[0].result)
+    differing = {info.name for info in experiment.hparam_infos if info.differs}
+    assert differing == {"module/lr"}
+    names = [info.name for info in experiment.hparam_infos]
+    assert "lr" not in names, "told once, as module/lr"
+    assert [info.name.tag for info in experiment.metric_infos] == ["val/loss", "val/acc", "train/loss"]
+
+
+def hparams_of(result: Result | None) -> Any:
+    """The experiment as TensorBoard's HPARAMS tab reads it."""
+    assert result is not None
+    content = events(result).SummaryMetadata("_hparams_/experiment").plugin_data.content
+    return plugin_data_pb2.HParamsPluginData.FromString(content).experiment
+
+
+def test_metrics_of_a_comparison_start_with_the_monitored_one() -> None:
+    metrics = {"train/loss": 1.0, "lr-SGD": 0.1, "val/acc": 2.0, "test/acc": 3.0, "val/loss": 4.0, "speed/x": 5.0}
+    assert list(in_order(metrics, "val/loss", OUR_OWN)) == ["val/loss", "test/acc", "val/acc", "train/loss"]
+    assert without_repetition({"lr": 1, "module/lr": 1, "seed": 2}) == {"module/lr": 1, "seed": 2}
+
+
+def test_pictures_of_the_docs_are_there_and_small() -> None:
+    docs = Path(__file__).parents[1] / "docs"
+    shown = re.findall(r"!\[[^]]+\]\((images/[^)]+)\)", (docs / "tensorboard.md").read_text(encoding="utf-8"))
+    assert sorted(shown) == ["images/hparams.png", "images/sweep.png", "images/tensorboard.png"]
+    for picture in shown:
+        assert 1_000 < (docs / picture).stat().st_size < 300_000
 
 
 def test_debug_fast_runs_three_batches_and_writes_nothing(tmp_path: Path) -> None:

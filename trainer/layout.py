@@ -5,7 +5,7 @@ from typing import Any, TypeAlias
 Layout: TypeAlias = dict[str, dict[str, list[Any]]]
 """Category → chart → [`Multiline`, regular expressions of tags], as `SummaryWriter.add_custom_scalars` takes it."""
 
-OUR_OWN = "speed/|device/|balance/|gradient/|lr-|epoch$"
+OUR_OWN = ("speed/", "device/", "balance/", "gradient/", "lr-")
 """How the tags begin that are no metrics of the module."""
 
 STEP_TIME = ["speed/step_ms", "speed/compute_ms", "speed/data_wait_ms", "speed/communication_ms"]
@@ -21,9 +21,10 @@ def layout(monitor: str | None) -> Layout:
         The layout. Tags that it can't know, those of the module, are told apart by their names: what holds the word
         `loss` is a loss.
     """
+    not_ours = f"(?i)(?!{'|'.join(OUR_OWN)}|epoch$)"
     metrics: dict[str, list[Any]] = {
-        "loss": lines(r"(?i)(?!" + OUR_OWN + r").*loss"),
-        "metrics": lines(r"(?i)(?!" + OUR_OWN + r")(?!.*loss)"),
+        "loss": lines(not_ours + ".*loss"),
+        "metrics": lines(not_ours + "(?!.*loss)"),
     }
     if monitor:
         metrics[f"monitored: {monitor}"] = lines(exactly(monitor))

@@ -20,6 +20,8 @@ from ..strategies import ConfigError
 from .batch_size import find_batch_size
 from .callbacks import EpochLines, LogEveryEpoch, RunSummary, StartUp
 from .checkpoint import find_newest, good_or_newest
+from .hyperparameters import hyperparameters, in_order, overridden
+from .layout import OUR_OWN
 from .result import Result
 from .signals import graceful_stop
 from .tensorboard import TensorBoardLogger
@@ -190,16 +192,7 @@ def log_config(trainer: pl.Trainer, cfg: DictConfig) -> None:
         if isinstance(logger, TensorBoardLogger):
             logger.log_config(OmegaConf.to_yaml(cfg))
             logger.log_layout(cfg.monitor)
-
-
-def hyperparameters(cfg: DictConfig) -> dict[str, Any]:
-    """Flatten what compares runs: the options of module, data and strategy, and the root keys that change training."""
-    values: dict[str, Any] = {key: str(cfg[key]) for key in ("devices", "precision", "seed")}
-    for group in ("strategy", "module", "data"):
-        options = cast("dict[str, Any]", OmegaConf.to_container(cfg[group])) if cfg.get(group) else {}
-        values[group] = str(options.pop("_target_", None)).rpartition(".")[2]
-        values |= {f"{group}/{key}": v if isinstance(v, (int, float, str)) else str(v) for key, v in options.items()}
-    return values
+            logger.differing = overridden(cfg)
 
 
 def work(parts: Parts, cfg: DictConfig, checkpoint: str | None) -> tuple[dict[str, float], str | None]:
@@ -274,5 +267,5 @@ def finish_loggers(loggers: list[Logger], result: Result) -> None:
     """Write the final metrics beside the hyper-parameters, and close the event file."""
     for logger in loggers:
         if isinstance(logger, TensorBoardLogger):
-            logger.log_final_metrics(result.metrics)
+            logger.log_final_metrics(in_order(result.metrics, result.monitor, OUR_OWN))
             logger.close()

@@ -1,15 +1,17 @@
 """TensorBoard: one event stream per run, in the run directory."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, cast
 
 import pytorch_lightning.loggers as pl_loggers
 from pytorch_lightning.utilities.rank_zero import rank_zero_only
+from tensorboard.plugins.hparams import plugin_data_pb2
 from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard.summary import hparams
 from typing_extensions import override
 
+from .hyperparameters import without_repetition
 from .layout import layout
 
 
@@ -26,6 +28,8 @@ class TensorBoardLogger(pl_loggers.TensorBoardLogger):
 
     def __init__(self, save_dir: str | Path, flush_secs: int = 30) -> None:
         super().__init__(save_dir=str(save_dir), name="", version="", default_hp_metric=False, flush_secs=flush_secs)
+        self.differing: list[str] = []
+        """Hyper-parameters by which this run was told from others; the HPARAMS tab lists them first."""
 
     @property
     @override
@@ -75,8 +79,11 @@ class TensorBoardLogger(pl_loggers.TensorBoardLogger):
         Args:
             metrics: final values by the names they were logged under.
         """
-        shown = {key: v if isinstance(v, (bool, int, float, str)) else str(v) for key, v in self.hparams.items()}
-        for summary in hparams(shown, dict(metrics)):
+        values = without_repetition(cast("dict[str, Any]", self.hparams))
+        shown = {key: v if isinstance(v, (bool, int, float, str)) else str(v) for key, v in values.items()}
+        experiment, start, end = hparams(shown, dict(metrics))
+        put_first(experiment, self.differing)
+        for summary in (experiment, start, end):
             self._writer.add_summary(summary)
 
     @property
@@ -103,3 +110,18 @@ class TensorBoardLogger(pl_loggers.TensorBoardLogger):
         if self._experiment is not None:
             self.experiment.close()
             self._experiment = None
+
+
+def put_first(experiment: Any, names: Collection[str]) -> None:
+    """Mark hyper-parameters as those that differ from run to run, which TensorBoard lists first.
+
+    Args:
+        experiment: torch's summary of an experiment; it is changed.
+        names: of the hyper-parameters.
+    """
+    plugin_data: Any = getattr(plugin_data_pb2, "HParamsPluginData")  # noqa: B009  # made at run time
+    for value in experiment.value:
+        data = plugin_data.FromString(value.metadata.plugin_data.content)
+        for info in data.experiment.hparam_infos:
+            info.differs = info.name in names
+        value.metadata.plugin_data.content = data.SerializeToString()

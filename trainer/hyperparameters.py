@@ -1,0 +1,74 @@
+"""What the HPARAMS tab compares runs by."""
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import DictConfig, OmegaConf
+
+GROUPS = ("strategy", "module", "data")
+
+
+def hyperparameters(cfg: DictConfig) -> dict[str, Any]:
+    """Flatten what compares runs: the options of module, data and strategy, the root keys that change training, and
+    whatever was given on the command line.
+
+    Args:
+        cfg: the resolved configuration.
+    """
+    values: dict[str, Any] = {key: str(cfg[key]) for key in ("devices", "precision", "seed")}
+    for group in GROUPS:
+        options = cast("dict[str, Any]", OmegaConf.to_container(cfg[group])) if cfg.get(group) else {}
+        values[group] = str(options.pop("_target_", None)).rpartition(".")[2]
+        values |= {f"{group}/{key}": _plain(value) for key, value in options.items()}
+    for name in overridden(cfg):
+        given = OmegaConf.select(cfg, name.replace("/", "."))
+        if name not in values and given is not None and not OmegaConf.is_config(given):
+            values[name] = _plain(given)
+    return values
+
+
+def overridden(cfg: DictConfig) -> list[str]:
+    """Name what was given on the command line, as the hyper-parameters do: `module.lr=0.1` is `module/lr`.
+
+    For a job of a multirun only what differs from job to job.
+    """
+    run_dir = Path(cfg.run_dir)
+    parser = OverridesParser.create()
+    of_all = parser.parse_overrides(_listed(run_dir.parent / "multirun.yaml", "hydra.overrides.task"))
+    fixed = {override.key_or_group for override in of_all if not override.is_sweep_override()}
+    own = [override.key_or_group for override in parser.parse_overrides(_listed(run_dir / ".hydra" / "overrides.yaml"))]
+    return [key.replace(".", "/") for key in own if key not in fixed]
+
+
+def _listed(file: Path, key: str | None = None) -> list[str]:
+    """The overrides in a file that Hydra left behind; none where there is no such file."""
+    content: Any = OmegaConf.load(file) if file.exists() else []
+    return [str(override) for override in (OmegaConf.select(content, key) if key and content else content) or []]
+
+
+def without_repetition(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Leave out what a module or data module tells of itself (`save_hyperparameters`) and the configuration told."""
+    return {key: v for key, v in values.items() if not any(f"{group}/{key}" in values for group in GROUPS)}
+
+
+def in_order(metrics: Mapping[str, float], first: str | None, own: Iterable[str]) -> dict[str, float]:
+    """Put the metric that matters first, then those of test and validation.
+
+    Args:
+        metrics: final values by name.
+        first: the monitored metric.
+        own: how names begin that are no metrics of the module; they are left out.
+    """
+    ranks = ("test", "val", "")
+
+    def rank(name: str) -> tuple[bool, int]:
+        return name != first, next(i for i, prefix in enumerate(ranks) if name.startswith(prefix))
+
+    kept = [name for name in metrics if not name.startswith(tuple(own))]
+    return {name: metrics[name] for name in sorted(kept, key=rank)}
+
+
+def _plain(value: Any) -> int | float | str:
+    return value if isinstance(value, (int, float, str)) else str(value)
