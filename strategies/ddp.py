@@ -27,6 +27,7 @@ from .loaders import BatchSizeIs, RankLoaders, Stage, next_share, positions
 from .partition import Even, Policy
 from .peers import Peers, kubeflow
 from .predictions import in_loader_order
+from .processes import prepare_forked, start_method
 from .randomness import seed_rank
 from .sampling import Share
 from .traceless import traceless
@@ -102,12 +103,14 @@ class DDPStrategy(pl_strategies.DDPStrategy):
         assert self.cluster_environment is not None
         if self.cluster_environment.creates_processes_externally:
             return
-        self._start_method = "fork" if self.root_device.type == "cpu" else "spawn"
-        self._launcher = _MultiProcessingLauncher(self, start_method=self._start_method)
+        method: Any = start_method(self.root_device)
+        self._launcher = _MultiProcessingLauncher(self, start_method=method)
 
     @override
     def setup_distributed(self) -> None:
         # as Lightning's, without its reset of the seed: the order of samples would not be one device's
+        if self._launcher is not None:
+            prepare_forked()
         self.set_world_ranks()
         self._process_group_backend = self._get_process_group_backend()
         assert self.cluster_environment is not None

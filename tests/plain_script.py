@@ -1,0 +1,55 @@
+"""A plain script, not guarded by `__main__`: what stands in it runs once, and after fit it has the trained weights."""
+
+import os
+import sys
+import warnings
+
+import pytorch_lightning as pl
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from evener.strategies import DDPStrategy
+from evener.trainer import Trainer
+
+warnings.simplefilter("ignore")
+with open(sys.argv[1], "a") as file:
+    file.write("before\n")
+
+
+class Line(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(1, 1)
+
+    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
+        if len(sys.argv) > 2 and self.global_rank == 1:
+            raise ValueError("rank 1 of a script")
+        return (self.layer(batch[0]) - 3 * batch[0]).square().mean()
+
+    def test_step(self, batch: list[torch.Tensor], batch_idx: int) -> None:
+        self.log("test", (self.layer(batch[0]) - 3 * batch[0]).square().mean())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.2)
+
+
+torch.set_num_threads(2)
+torch.randn(600, 600) @ torch.randn(600, 600)  # the parent's threads are in use
+loader = DataLoader(TensorDataset(torch.linspace(-1, 1, 32)[:, None]), 4)
+module = Line()
+
+
+def make_trainer() -> Trainer:
+    return Trainer(
+        strategy=DDPStrategy(timeout_s=20), devices=2, accelerator="cpu", max_epochs=20, logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+
+
+trainer = make_trainer()
+trainer.fit(module, loader)
+trainer.test(module, loader, verbose=False)
+make_trainer().fit(module, loader)
+with open(sys.argv[1], "a") as file:
+    file.write(f"after {os.getpid()} {module.layer.weight.item():.2f} {float(trainer.callback_metrics['test']):.4f}\n")
