@@ -42,7 +42,8 @@ def start_method(device: torch.device) -> str:
     if torch.cuda.is_initialized():
         raise ConfigError(
             "ddp: this notebook has used the GPU already, so no processes can be started from it. Use strategy=dp, "
-            "which needs one process; or restart the kernel and call fit before anything touches the GPU; or run a script."
+            "which needs one process; or restart the kernel and call fit before anything touches the GPU; or run a "
+            "script."
         )
     return "fork"
 
