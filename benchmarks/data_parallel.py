@@ -170,10 +170,10 @@ def make_trainer(strategy: Any, **options: Any) -> Trainer:
     return Trainer(strategy=strategy, **{"accelerator": "cpu", "max_epochs": 1, **quiet, **options})
 
 
-def compute_bound(args: argparse.Namespace) -> None:
+def compute_bound(args: argparse.Namespace, batch_size: int) -> None:
     """(b)."""
-    print("(b) 4 layers of width 512, batch of 256: training steps under the Trainer")
-    loader = DataLoader(TensorDataset(torch.randn(256 * 6, 512)), batch_size=256)
+    print(f"(b) 4 layers of width 512, batch of {batch_size}: training steps under the Trainer")
+    loader = DataLoader(TensorDataset(torch.randn(batch_size * 6, 512)), batch_size=batch_size)
     plans = {"dp, 2 CPU replicas": (DataParallelStrategy, 2), "one device": (SingleDeviceStrategy, 1)}
     seconds: dict[str, list[float]] = {name: [] for name in plans}
     for _ in range(args.rounds):
@@ -237,7 +237,8 @@ def main() -> None:
     torch.set_num_threads(1)
     print(f"torch {torch.__version__}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}\n")
     small_batches(args)
-    compute_bound(args)
+    for batch_size in (256, 1024):
+        compute_bound(args, batch_size)
     counted_copies()
     if torch.cuda.is_available():
         on_gpu(args)
