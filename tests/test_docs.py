@@ -1,5 +1,6 @@
 """What the docs say is true: examples run, references are current."""
 
+import ast
 import importlib.util
 import re
 from pathlib import Path
@@ -111,4 +112,35 @@ def test_every_test_of_a_pain_exists() -> None:
         for file, test in named
         if not re.search(rf"^def {test}\(", (DOCS.parent / file).read_text(encoding="utf-8"), flags=re.MULTILINE)
     ]
+    assert missing == []
+
+
+SENTENCE = re.compile(r"^\| `([^`]+)` \|", flags=re.MULTILINE)
+
+
+def sentence_of(node: ast.AST) -> str | None:
+    """The text of a string in the source, `…` standing for what is filled in."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return re.sub(r"%[.\d]*[a-z]", "…", node.value)
+    if isinstance(node, ast.JoinedStr):
+        return "".join(part.value if isinstance(part, ast.Constant) else "…" for part in node.values)  # type: ignore[misc]
+    return None
+
+
+def sentences_in_source() -> list[str]:
+    files = [file for room in ("trainer", "strategies", "examples") for file in (DOCS.parent / room).rglob("*.py")]
+    nodes = [node for file in files for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))]
+    return [text for text in map(sentence_of, nodes) if text is not None]
+
+
+def test_every_quoted_sentence_is_in_the_source() -> None:
+    quoted = SENTENCE.findall((DOCS / "troubleshooting.md").read_text(encoding="utf-8"))
+    assert len(quoted) > 50
+    source = sentences_in_source()
+    missing = []
+    for sentence in quoted:
+        parts = [re.escape(part.strip()) for part in sentence.split("…") if part.strip()]
+        pattern = re.compile(".*?".join(parts), flags=re.DOTALL)
+        if not any(pattern.search(text) for text in source):
+            missing.append(sentence)
     assert missing == []
