@@ -144,3 +144,9 @@ def test_every_quoted_sentence_is_in_the_source() -> None:
         if not any(pattern.search(text) for text in source):
             missing.append(sentence)
     assert missing == []
+
+
+def test_the_index_names_every_page() -> None:
+    index = (DOCS / "README.md").read_text(encoding="utf-8")
+    pages = {page.name for page in DOCS.glob("*.md")} - {"README.md"}
+    assert {page for page in pages if f"]({page})" not in index} == set()

@@ -52,3 +52,19 @@ def test_python_blocks_compile() -> None:
     assert len(blocks) == 2
     for block in blocks:
         compile(block, "README.md", "exec")
+
+
+def commands_of(page: str) -> list[str]:
+    """Blocks of bash and Python, and commands in the text, as they stand."""
+    return re.findall(r"^```(?:bash|python)\n[\s\S]*?^```|^ {4}python .*$|`python [^`]+`", page, flags=re.MULTILINE)
+
+
+def test_the_chinese_readme_has_the_same_commands() -> None:
+    chinese = (ROOT / "README.zh.md").read_text(encoding="utf-8")
+    assert len(commands_of(README)) > 5
+    assert commands_of(chinese) == commands_of(README)
+
+
+def test_the_readmes_link_to_each_other() -> None:
+    assert "](README.zh.md)" in README
+    assert "](README.md)" in (ROOT / "README.zh.md").read_text(encoding="utf-8")
