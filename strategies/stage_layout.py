@@ -1,6 +1,7 @@
 """One copy of a module, cut across the devices of a process."""
 
 import threading
+import weakref
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -131,7 +132,8 @@ class StageLayout:
         self._hooks: list[RemovableHandle] = []
         self._on_thread = threading.local()
         self._is_watched = False
-        self._manual: dict[int, torch.device] = {}
+        self._manual: dict[str, torch.device] = {}
+        self._placed: weakref.ref[nn.Module] | None = None
 
     @property
     def num_stages(self) -> int:
@@ -200,11 +202,12 @@ class StageLayout:
 
     def _place_again(self, module: nn.Module) -> None:
         """Remember where the user put each tensor; bring it back there in a later run, as Lightning moved it away."""
-        tensors = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
-        if self._manual.keys() == tensors.keys():
-            for key, tensor in tensors.items():
-                tensor.data = tensor.data.to(self._manual[key])
-        self._manual = {key: tensor.device for key, tensor in tensors.items()}
+        tensors = dict((*module.named_parameters(), *module.named_buffers()))
+        if self._placed is not None and self._placed() is module and self._manual.keys() == tensors.keys():
+            for name, tensor in tensors.items():
+                tensor.data = tensor.data.to(self._manual[name])
+        self._placed = weakref.ref(module)
+        self._manual = {name: tensor.device for name, tensor in tensors.items()}
 
     def _make_plan(self, module: LightningModule) -> StagePlan:
         if not isinstance(self.options.partition, str):
@@ -223,8 +226,9 @@ class StageLayout:
         for name, part in parts.items():
             enter = partial(self._enter, self.plan.stage_of[name], name)
             self._hooks.append(part.register_forward_pre_hook(enter, with_kwargs=True))
-        for source in (*list(parts.values())[-1:], module):
-            self._hooks.append(source.register_forward_hook(self._meet))
+        for last in list(parts.values())[-1:]:
+            self._hooks.append(last.register_forward_hook(self._meet))
+        self._hooks.append(module.register_forward_hook(self._meet_but_scalars))
 
     def _enter(self, stage: int, name: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Bring the inputs of a part to its stage."""
@@ -251,9 +255,13 @@ class StageLayout:
         """Bring an output to the meeting device."""
         return self._bring(self.meeting_stage, output)
 
-    def _bring(self, stage: int, value: Any) -> Any:
+    def _meet_but_scalars(self, _: nn.Module, __: tuple[Any, ...], output: Any) -> Any:
+        """As above, for the whole module, through which DDP also calls `training_step`: a loss stays where it is."""
+        return self._bring(self.meeting_stage, output, min_dim=1)
+
+    def _bring(self, stage: int, value: Any, min_dim: int = 0) -> Any:
         leaves, spec = tree_flatten(value)
-        where = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        where = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.dim() >= min_dim]
         tensors = self._move(stage, [leaves[index] for index in where])
         for index, tensor in zip(where, tensors, strict=True):
             leaves[index] = tensor

@@ -134,7 +134,7 @@ class StagedStrategy(pl_strategies.Strategy):
         # Lightning, the gradient scaler and DDP take it for granted that the loss is on the root device
         if not isinstance(output, dict):
             return move_data_to_device(output, self.root_device)
-        scalars = {key: output[key] for key in ("loss", "loss_weight") if key in output}
+        scalars = {key: output[key] for key in ("loss", "loss_weight") if key in output}  # what is larger stays
         return {**output, **move_data_to_device(scalars, self.root_device)}
 
     def _step_in_microbatches(self, step: Callable[..., Any], batch: Batch, *args: Any, **kwargs: Any) -> STEP_OUTPUT:

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import pytest
 import torch
 from parity import Net
 from test_model_parallel import CPU, META, DeepNet
@@ -9,6 +10,7 @@ from torch import nn
 from torchmetrics import MeanMetric
 
 from evener.strategies import ModelParallelStrategy
+from evener.strategies.patching import replaced
 from evener.strategies.stage_layout import StageLayout, StageOptions
 from evener.strategies.staged import state_to_parameters
 
@@ -81,3 +83,27 @@ def test_optimizer_state_made_at_the_start_follows_its_parameter() -> None:
     state_to_parameters(optimizer)
     assert optimizer.state[parameter]["sum"].device == META
     assert optimizer.state[parameter]["step"].device == CPU
+
+
+def test_a_loss_that_ddp_gets_by_calling_the_module_stays_on_the_root_device() -> None:
+    module, _ = placed([CPU, META])
+    with replaced(module, "forward", lambda: {"loss": torch.zeros(()), "logits": torch.zeros(2)}):
+        output = module()
+    assert (output["loss"].device, output["logits"].device) == (CPU, META)
+    # inside `training_step` it is brought there
+    strategy = ModelParallelStrategy([CPU, META])
+    strategy.layout.place(module)
+    output = strategy._training_step(lambda: {"loss": torch.ones((), device=CPU), "loss_weight": torch.ones(())})
+    assert (output["loss"].device, output["loss_weight"].device) == (CPU, CPU)
+
+
+def test_a_placement_by_hand_is_brought_back_in_the_next_run() -> None:
+    module, other = (nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)) for _ in range(2))
+    layout = StageLayout([CPU, CPU], StageOptions(partition="manual"))
+    layout._place_again(module)
+    assert layout._manual == dict.fromkeys(module.state_dict(), CPU)
+    layout._manual = dict.fromkeys(layout._manual, META)  # as if the user had put it there, and Lightning moved it away
+    with pytest.raises(RuntimeError, match="incompatible tensor type"):  # what torch says of going to meta in place
+        layout._place_again(module)
+    layout._place_again(other)  # another module is left where it is
+    assert set(layout._manual.values()) == {CPU}
