@@ -18,7 +18,7 @@ import pytorch_lightning as pl
 import torch
 from distributed import _torchrun_env
 from torch.distributed import TCPStore
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 from torchmetrics import MeanMetric
 
 from evener.trainer import Trainer
@@ -43,10 +43,21 @@ class Augmented(Dataset[tuple[torch.Tensor, int]]):
         return torch.full((3,), index / 10, dtype=torch.float64) + noise, index
 
 
+class Streamed(IterableDataset[tuple[torch.Tensor, int]]):
+    """The samples in order, shared among workers, of no known length; with noise in workers only."""
+
+    def __iter__(self) -> Any:
+        worker = get_worker_info()
+        first, step = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        for index in range(first, NUM_SAMPLES, step):
+            noise = 0.0 if worker is None else random.random() + np.random.rand() + torch.rand(())
+            yield torch.full((3,), index / 10, dtype=torch.float64) + noise, index
+
+
 class Recorder(pl.LightningModule):
     """Writes sample numbers and loss of every batch to a file, and kills its process where it is told to."""
 
-    def __init__(self, record: Path, kill_at: str | None, num_workers: int, signum: int) -> None:
+    def __init__(self, record: Path, kill_at: str | None, num_workers: int, signum: int, dataset: Any) -> None:
         super().__init__()
         self.layers = torch.nn.Sequential(
             torch.nn.Linear(3, 8), torch.nn.Dropout(0.5), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 1)
@@ -56,6 +67,7 @@ class Recorder(pl.LightningModule):
         self.kill_at = kill_at
         self.num_workers = num_workers
         self.signum = signum
+        self.dataset = dataset
 
     def mark(self, place: str) -> None:
         if place == self.kill_at:
@@ -87,9 +99,9 @@ class Recorder(pl.LightningModule):
 
     def train_dataloader(self) -> DataLoader[Any]:
         return DataLoader(
-            Augmented(),
+            self.dataset,
             batch_size=BATCH_SIZE,
-            shuffle=True,
+            shuffle=isinstance(self.dataset, Augmented),
             num_workers=self.num_workers,
             multiprocessing_context="fork" if self.num_workers else None,
         )
@@ -111,6 +123,7 @@ class Plan:
     tensorboard: bool = False
     devices: int | list[str] = 1
     signum: int = signal.SIGKILL
+    dataset: Callable[[], Any] = Augmented
 
     @property
     def num_batches(self) -> int:
@@ -157,7 +170,7 @@ class Plan:
         for advice in ("`isinstance.treespec, LeafSpec", "The '.*' does not have many workers"):
             warnings.filterwarnings("ignore", advice)  # as pyproject.toml does for tests that run in pytest's process
         pl.seed_everything(7, workers=True, verbose=False)
-        module = Recorder(directory / name, kill_at, self.num_workers, self.signum)
+        module = Recorder(directory / name, kill_at, self.num_workers, self.signum, self.dataset())
         trainer = Trainer(
             max_epochs=NUM_EPOCHS,
             accumulate_grad_batches=self.accumulate,

@@ -41,7 +41,7 @@ class Numbers(pl.LightningDataModule):
         self.batch_size = batch_size
 
     def train_dataloader(self) -> DataLoader[Any]:
-        return DataLoader(TensorDataset(torch.rand(200, 1)), batch_size=self.batch_size, shuffle=True)
+        return DataLoader(TensorDataset(torch.rand(64, 1)), batch_size=self.batch_size, shuffle=True)
 
 
 def trainer(**options: Any) -> Trainer:
@@ -52,15 +52,15 @@ def trainer(**options: Any) -> Trainer:
 def test_the_largest_size_is_found_and_confirmed_by_a_run(limit: int) -> None:
     Greedy.tried.clear()
     size = find_batch_size(lambda: Greedy(limit), Numbers, trainer)
-    assert size == min(limit, 200)
-    assert Greedy.tried[-1] == size or Greedy.tried[-1] == 200 % size
+    assert size == min(limit, 64)
+    assert Greedy.tried[-1] == size or Greedy.tried[-1] == 64 % size
     assert len({sizes for sizes in Greedy.tried if sizes > limit}) < 10
 
 
 def test_the_random_state_is_put_back() -> None:
     torch.manual_seed(1)
     before = (torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist())  # type: ignore[index]
-    find_batch_size(lambda: Greedy(37), Numbers, trainer)
+    find_batch_size(lambda: Greedy(3), Numbers, trainer)
     assert torch.equal(torch.get_rng_state(), before[0])
     assert random.getstate() == before[1]
     assert np.random.get_state()[1].tolist() == before[2]  # type: ignore[index]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from killing import Plan, lines
+from killing import Plan, Streamed, lines
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from evener.strategies import BalancedDataParallelStrategy
@@ -34,6 +34,8 @@ PLANS = {
     "ddp_model_parallel, accumulation 3": Plan(
         0, 3, EVERY_BATCH, strategy="ddp_model_parallel", num_ranks=2, devices=4
     ),
+    "iterable": Plan(0, 1, {"every_n_steps": 1}, dataset=Streamed),
+    "iterable, workers 2, accumulation 4": Plan(2, 4, EVERY_BATCH, dataset=Streamed),
     "bounded by steps": Plan(0, 1, {"every_n_epochs": 1}, {"max_steps": 11}),
 }
 

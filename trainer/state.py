@@ -41,7 +41,7 @@ def capture(trainer: pl.Trainer, accumulating: bool) -> list[dict[str, Any]] | N
     module = trainer.lightning_module
     state = {
         "random": random_state.capture(process_devices(trainer)),
-        "loaders": [] if loader is None else loader._state_dicts(),
+        "loaders": [] if loader is None else _positions(trainer, loader),
         "gradients": _gradients(module) if accumulating else None,
         "weights": _on_cpu(_weights(trainer).total) if accumulating else 0.0,
         "metrics": {name: _on_cpu(metric.metric_state) for name, metric in _metrics(module)},
@@ -88,6 +88,16 @@ def process_devices(trainer: pl.Trainer) -> list[torch.device]:
     devices.pop(root, None)
     replicas = getattr(trainer.strategy, "process_devices", [])
     return list(dict.fromkeys([root, *devices, *replicas]))
+
+
+def _positions(trainer: pl.Trainer, loader: CombinedLoader) -> list[dict[str, Any]]:
+    """The loaders' states, less the batches that were fetched (from loaders without length) but not trained on."""
+    ahead = len(getattr(trainer.fit_loop._data_fetcher, "batches", ()))
+    states = loader._state_dicts()
+    for part, saved in zip([part for part in loader.flattened if hasattr(part, "state_dict")], states, strict=True):
+        if isinstance(part, ResumableLoader):
+            saved["position"] = max(saved["position"] - ahead, 0)
+    return states
 
 
 def _weights(trainer: pl.Trainer) -> Accumulation:
