@@ -1,7 +1,9 @@
 """Measured shares while training: devices of unequal speed, the log, and checkpoints."""
 
+import random
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,31 +13,58 @@ from parity import Case, Net, assert_equal, baseline, make_trainer, run
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor
 
-from evener.strategies import BalancedDataParallelStrategy
+from evener.strategies import BalancedDataParallelStrategy, meter
 
-SECONDS_PER_SAMPLE = 0.0005
+SECONDS_PER_SAMPLE = 0.002
 
 
 class Sleepy(Net):
     """A root device that is three times slower per sample than the others."""
 
+    sleep = staticmethod(time.sleep)
+
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         slowness = 3 if self is self.trainer.lightning_module else 1
-        time.sleep(SECONDS_PER_SAMPLE * slowness * len(batch[0]))
+        self.sleep(SECONDS_PER_SAMPLE * slowness * len(batch[0]))
         return super().training_step(batch, batch_idx)
 
 
 SLEEPY = Case(Sleepy, num=70 * 30, batch_size=70, trainer={"max_epochs": 1, "limit_val_batches": 0})
 
 
-@pytest.mark.parametrize("policy", [{"weights": "auto"}, {"gpu0_chunk": "auto"}])
-def test_auto_finds_the_shares_of_unequal_devices(policy: dict[str, Any]) -> None:
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clock that only sleeping moves, each time up to 20% further: this machine's load does not matter."""
+    noise, now = random.Random(0), [0.0]
+
+    def sleep(seconds: float) -> None:
+        now[0] += seconds * noise.uniform(1, 1.2)
+
+    monkeypatch.setattr(Sleepy, "sleep", staticmethod(sleep))
+    monkeypatch.setattr(meter, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+
+
+POLICIES = pytest.mark.parametrize("policy", [{"weights": "auto"}, {"gpu0_chunk": "auto"}])
+
+
+def assert_ideal_shares_are_found(policy: dict[str, Any]) -> None:
     """Ideal for 70 samples at costs of 3, 1, 1: 10, 30, 30; reached within 10% in 30 steps."""
     strategy = BalancedDataParallelStrategy(**policy)
     make_trainer(SLEEPY, strategy, devices=3).fit(Sleepy().double(), SLEEPY.loader(), SLEEPY.loader())
     assert strategy.controller is not None
     for size, ideal in zip(strategy.controller.propose(7000), (1000, 3000, 3000), strict=True):
         assert abs(size - ideal) <= 0.1 * ideal
+
+
+@POLICIES
+def test_auto_finds_the_shares_of_unequal_devices(policy: dict[str, Any], clock: None) -> None:
+    assert_ideal_shares_are_found(policy)
+
+
+@pytest.mark.slow
+@POLICIES
+def test_auto_finds_the_shares_by_this_machines_clock(policy: dict[str, Any]) -> None:
+    assert_ideal_shares_are_found(policy)
 
 
 def test_training_stays_exact_while_shares_change() -> None:
@@ -86,7 +115,7 @@ def test_shares_times_and_efficiency_are_logged(tmp_path: Path) -> None:
     assert all(first + second == pytest.approx(1) for first, second in zip(*shares, strict=True))
 
 
-def test_what_was_measured_goes_through_a_checkpoint(tmp_path: Path) -> None:
+def test_what_was_measured_goes_through_a_checkpoint(tmp_path: Path, clock: None) -> None:
     strategy = BalancedDataParallelStrategy()
     trainer = make_trainer(SLEEPY, strategy, devices=3, max_steps=8)
     trainer.fit(Sleepy().double(), SLEEPY.loader(), SLEEPY.loader())
