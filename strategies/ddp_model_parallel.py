@@ -6,15 +6,14 @@ from typing import Any
 import pytorch_lightning as pl
 import pytorch_lightning.strategies as pl_strategies
 import torch
-from pytorch_lightning.overrides.distributed import prepare_for_backward
 from pytorch_lightning.utilities.types import STEP_OUTPUT
-from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from .blocks import num_processes, own_devices
 from .ddp import DDPStrategy
 from .exceptions import ConfigError
+from .handover import reduce_finished
 from .patching import replaced
 from .stage_layout import StageOptions
 from .staged import StagedStrategy
@@ -88,28 +87,7 @@ class StagesInRanks(StagedStrategy, pl_strategies.DDPStrategy):
         super().finish_backward()
         model = self.model
         assert isinstance(model, DistributedDataParallel)
-        if model.require_backward_grad_sync:
-            parameters = [p for p in model.parameters() if p.requires_grad and p.grad is not None]
-            gradients = [p.grad for p in parameters]
-            for parameter in parameters:
-                parameter.grad = None
-            handover = _Handover.apply(gradients, *parameters)
-            prepare_for_backward(model, handover)
-            handover.backward()
-
-
-class _Handover(torch.autograd.Function):
-    """Gives finished gradients to the parameters in a backward pass, where DDP's reducer waits for them."""
-
-    @staticmethod
-    def forward(ctx: Any, gradients: list[Tensor], *parameters: Tensor) -> Tensor:
-        ctx.gradients = gradients
-        return parameters[0].new_zeros(())
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        gradients, ctx.gradients = ctx.gradients, None  # held here no longer, they need not be copied
-        return (None, *gradients)
+        reduce_finished(model)
 
 
 class DDPModelParallelStrategy(StagesInRanks, DDPStrategy):

@@ -90,6 +90,10 @@ class DataParallelStrategy(OneProcessStrategy):
         assert module is not None
         self._verify(trainer, module)
         super().setup(trainer)
+        self.replicate(module)
+
+    def replicate(self, module: pl.LightningModule) -> None:
+        """Make the replicas of a module that is on the root device, where there is more than one device."""
         self._has_batchnorm = any(isinstance(part, _BatchNorm) for part in module.modules())
         if len(self.parallel_devices) > 1:
             self._make_replicas(module)
@@ -130,11 +134,15 @@ class DataParallelStrategy(OneProcessStrategy):
         self.pre_backward(closure_loss)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
         self.precision_plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
-        if self.layout is not None:
-            self.layout.sum_gradients()  # before `on_after_backward`, which may read them
+        self.finish_backward()  # before `on_after_backward`, which may read the gradients
         closure_loss = self.precision_plugin.post_backward(closure_loss, module)
         self.post_backward(closure_loss)
         return closure_loss
+
+    def finish_backward(self) -> None:
+        """Bring all gradients of the step to the root's parameters."""
+        if self.layout is not None:
+            self.layout.sum_gradients()
 
     @override
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:

@@ -46,6 +46,12 @@ def _train_all() -> dict[str, Any]:
         found[name] = outcome(*fit(strategy, 2, 6, {}))
     for name, weights in (("weights", [3, 1]), ("none for rank 1", [1, 0])):
         found[name] = outcome(*fit(BalancedDDPStrategy(weights, timeout_s=20), 2, 6, {}))
+    found["two devices each"] = outcome(
+        *fit(DDPStrategy(batch_size_is="global", devices_per_process=2, timeout_s=20), 4, 6, {})
+    )
+    accumulated = {"trainer": {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}}
+    strategy = DDPStrategy(batch_size_is="global", devices_per_process=2, timeout_s=20)
+    found["two devices each, accumulated"] = outcome(*fit(strategy, 4, 6, accumulated))
     found["lines"] = []
 
     class Keep(logging.Handler):
@@ -72,8 +78,13 @@ def test_options_and_shares_do_not_change_training() -> None:
     by_rank = run_ranks(_train_all, 2, timeout_s=100)
     single = outcome(*fit(SingleDeviceStrategy(), 1, 6, {}))["weights"]
     for found in by_rank:
-        for name in (*EXACT, "weights", "none for rank 1"):
+        for name in (*EXACT, "weights", "none for rank 1", "two devices each"):
             torch.testing.assert_close(found[name]["weights"], single, rtol=0, atol=1e-10, msg=name)
+        accumulated = {"trainer": {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}}
+        alone = outcome(*fit(SingleDeviceStrategy(), 1, 6, accumulated))
+        several = found["two devices each, accumulated"]
+        torch.testing.assert_close(several["weights"], alone["weights"], rtol=0, atol=1e-10)
+        assert several["metrics"] == pytest.approx(alone["metrics"], abs=1e-12)
         for name in LOSSY:
             torch.testing.assert_close(found[name]["weights"], single, rtol=0, atol=0.1, msg=name)
             assert not torch.equal(found[name]["weights"], single), "nothing was compressed"
@@ -89,9 +100,9 @@ def test_options_and_shares_do_not_change_training() -> None:
     assert sizes[0] == (6, 6)
     assert sizes[-1][0] in (2, 3, 4)
     pl.seed_everything(7, verbose=False)
-    alone = Net()
-    quiet_trainer(SingleDeviceStrategy(), max_epochs=12).fit(alone, DataLoader(Numbered(24), 12))
-    weights = nn.utils.parameters_to_vector(alone.parameters()).detach()
+    module = Net()
+    quiet_trainer(SingleDeviceStrategy(), max_epochs=12).fit(module, DataLoader(Numbered(24), 12))
+    weights = nn.utils.parameters_to_vector(module.parameters()).detach()
     torch.testing.assert_close(first["auto"]["weights"], weights, rtol=0, atol=1e-10)
 
     assert "global batch 12 = 2 ranks × 6 samples" in first["lines"]
@@ -106,6 +117,7 @@ def test_options_and_shares_do_not_change_training() -> None:
     [
         ({"timeout_s": 0}, r"timeout_s=0 is not positive"),
         ({"batch_size_is": "each"}, r"batch_size_is=each is unknown. Give per_device or global"),
+        ({"devices_per_process": 0}, r"devices_per_process=0. Give at least 1"),
         ({"compression": "zip"}, r"compression=zip is unknown. Give fp16, bf16, powersgd or null"),
         ({"find_unused": True}, r"find_unused is no option. Choose from .*find_unused_parameters"),
         ({"static_graph": True, "find_unused_parameters": True}, r"were both given"),

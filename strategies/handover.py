@@ -1,0 +1,39 @@
+"""Let DDP reduce gradients that are finished already.
+
+DDP's reducer fires while backward goes on, when a parameter's gradient is added to. Where a process sums gradients
+first (of replicas, of micro-batches), they are handed over afterwards, in one backward pass that does nothing else.
+"""
+
+from typing import Any
+
+import torch
+from pytorch_lightning.overrides.distributed import prepare_for_backward
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+
+def reduce_finished(model: DistributedDataParallel) -> None:
+    """Average the gradients that parameters hold over all ranks, unless DDP was told to wait (accumulation)."""
+    if not model.require_backward_grad_sync:
+        return
+    parameters = [p for p in model.parameters() if p.requires_grad and p.grad is not None]
+    gradients = [p.grad for p in parameters]
+    for parameter in parameters:
+        parameter.grad = None
+    handover = _Handover.apply(gradients, *parameters)
+    prepare_for_backward(model, handover)
+    handover.backward()
+
+
+class _Handover(torch.autograd.Function):
+    """Gives finished gradients to the parameters in a backward pass, where DDP's reducer waits for them."""
+
+    @staticmethod
+    def forward(ctx: Any, gradients: list[Tensor], *parameters: Tensor) -> Tensor:
+        ctx.gradients = gradients
+        return parameters[0].new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        gradients, ctx.gradients = ctx.gradients, None  # held here no longer, they need not be copied
+        return (None, *gradients)
