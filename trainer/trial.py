@@ -17,7 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from ..strategies import ConfigError
 from .checks import verify_config
-from .launch import launch
+from .launch import AGENT, launch
 from .probe import RankRecord, read_records
 from .worker import die_with_parent
 
@@ -130,7 +130,7 @@ def run_trial(cfg: DictConfig, strategy: str, timeout_s: float) -> Trial:
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
+            env={**os.environ, AGENT: str(os.getpid()), "PYTHONPATH": importable()},
         )
         try:
             process.wait(timeout_s)
@@ -139,6 +139,11 @@ def run_trial(cfg: DictConfig, strategy: str, timeout_s: float) -> Trial:
         finally:
             end(process)
     return read_trial(folder, strategy, process.returncode)
+
+
+def importable() -> str:
+    """Where python looks for modules here, for a process that is to find the same ones."""
+    return os.pathsep.join(path or os.getcwd() for path in sys.path)
 
 
 def end(process: subprocess.Popen[bytes], patience_s: float = 8.0) -> None:
