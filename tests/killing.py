@@ -133,6 +133,8 @@ class Plan:
     @property
     def batches_per_epoch(self) -> int:
         """Number of batches of a rank in an epoch."""
+        if self.dataset is Streamed:  # every rank has a stream of its own
+            return BATCHES_PER_EPOCH
         return -(-BATCHES_PER_EPOCH // self.num_ranks)
 
     @property

@@ -36,6 +36,9 @@ PLANS = {
     ),
     "iterable": Plan(0, 1, {"every_n_steps": 1}, dataset=Streamed),
     "iterable, workers 2, accumulation 4": Plan(2, 4, EVERY_BATCH, dataset=Streamed),
+    "ddp, iterable, workers 2": Plan(
+        2, 1, {"every_n_steps": 1}, strategy="ddp", num_ranks=2, devices=2, dataset=Streamed
+    ),
     "bounded by steps": Plan(0, 1, {"every_n_epochs": 1}, {"max_steps": 11}),
 }
 

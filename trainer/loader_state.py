@@ -17,6 +17,7 @@ from torch import Generator
 from torch.utils.data import DataLoader, IterableDataset
 
 from ..strategies.sampling import RankBatches
+from ..strategies.streams import Stream
 from . import random_state
 
 
@@ -25,7 +26,9 @@ def make_resumable(loader: Any, rank: int) -> None:
 
     Loaders with a `state_dict` of their own (torchdata's `StatefulDataLoader`) and other iterables are left alone.
     """
-    if isinstance(loader, ResumableLoader):
+    if isinstance(loader, Stream) and not isinstance(loader, ResumableStream):
+        loader.__class__ = _stream_class(type(loader))
+    elif isinstance(loader, ResumableLoader):
         loader.rank = rank
     elif isinstance(loader, DataLoader) and not hasattr(loader, "state_dict"):
         loader.__class__ = _subclass(type(loader))
@@ -35,6 +38,47 @@ def make_resumable(loader: Any, rank: int) -> None:
 @cache
 def _subclass(cls: type[DataLoader[Any]]) -> type["ResumableLoader"]:
     return type(cls.__name__, (ResumableLoader, cls), {"__module__": cls.__module__, "__doc__": cls.__doc__})
+
+
+@cache
+def _stream_class(cls: type[Stream]) -> type["ResumableStream"]:
+    return type(cls.__name__, (ResumableStream, cls), {"__module__": cls.__module__, "__doc__": cls.__doc__})
+
+
+class ResumableStream(Stream):
+    """Ranks' stream with a position: what was taken is read again, under the random numbers of then."""
+
+    _position = 0
+    _start: dict[str, Any] | None = None
+    _pending: dict[str, Any] | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Batches handed out, and the random state at the start."""
+        return {"position": self._position, "start": self._start}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Let the next iteration begin where the state says."""
+        self._pending = state_dict
+
+    def __iter__(self) -> Iterator[Any]:
+        resumed, self._pending = self._pending, None
+        batches: Iterator[Any] = super().__iter__()  # pyright: ignore  # of the stream's own class, which comes next
+        self._position = 0 if resumed is None else resumed["position"]
+        return self._run(batches, resumed)
+
+    def _run(self, batches: Iterator[Any], resumed: dict[str, Any] | None) -> Iterator[Any]:
+        if resumed is None or resumed["start"] is None:
+            self._start = random_state.capture()
+        else:
+            self._start = resumed["start"]
+            with random_state.isolated():
+                random_state.restore(resumed["start"])
+                for _ in range(self._position):
+                    next(batches)
+                    self.shares.popleft()
+        for batch in batches:
+            self._position += 1
+            yield batch
 
 
 class ResumableLoader(DataLoader[Any]):
