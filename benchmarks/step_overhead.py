@@ -288,14 +288,12 @@ def run_ddp(rank: int, port: int, rounds: int, steps: int) -> None:
     def bare(watch: Stopwatch, loader: DataLoader[Any]) -> None:
         hand_written(watch, loader, nn.parallel.DistributedDataParallel(Net()))
 
-    ours = lightning(Trainer, False, devices=2, strategy=DDPStrategy())
     found: dict[str, Contender] = {
         "evener": lambda watch, loader: lightning(Trainer, False, devices=2, strategy=DDPStrategy())(watch, loader),
         "lightning": lambda watch, loader: lightning(
             pl.Trainer, False, devices=2, strategy=pl_strategies.DDPStrategy(), use_distributed_sampler=False
         )(watch, loader),
     }
-    del ours
     rows = compare(bare, found, rounds, steps, time.perf_counter)
     if rank == 0:
         show("ddp", rows)

@@ -17,11 +17,15 @@ def traceless(module: pl.LightningModule) -> Generator[None]:
     """Run a step whose batch does not count: buffers and metric states return, logged values weigh nothing."""
     buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
     metrics = [(metric, _metric_state(metric)) for metric in module.modules() if isinstance(metric, Metric)]
+    own_log = vars(module).get("log")  # the trainer's lean one, during a run
     vars(module)["log"] = _weightless(module.log)
     try:
         yield
     finally:
-        del vars(module)["log"]
+        if own_log is None:
+            del vars(module)["log"]
+        else:
+            vars(module)["log"] = own_log
         with torch.no_grad():
             for buffer, value in buffers:
                 buffer.copy_(value)

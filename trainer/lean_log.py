@@ -85,13 +85,15 @@ class LeanLog:
         )  # fmt: skip
         given = dict(zip(names, options, strict=True))
         self.full(name, value, batch_size=batch_size, **given)
-        shared = given["sync_dist"] and self.trainer.world_size > 1
-        if results is not None and not given["enable_graph"] and not shared:
+        if results is not None and not given["enable_graph"]:
             index = results.dataloader_idx
             key = f"{fx}.{name}.{index}" if given["add_dataloader_idx"] and index is not None else f"{fx}.{name}"
             metric: Any = results.get(key)
             if metric is not None:
-                results.slots[fx, name, index] = Slot(metric, options, bool(given["logger"]))
+                shared = metric.is_tensor and metric.meta.on_step and metric.meta.sync.should
+                if not shared or results.defers:
+                    defer = results.deferred if shared else None
+                    results.slots[fx, name, index] = Slot(metric, options, bool(given["logger"]), defer)
 
     def _batch_size(self, results: LeanResults, given: int | None) -> int:
         size = results.batch_size if given is None else given

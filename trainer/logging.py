@@ -13,6 +13,7 @@ from pytorch_lightning.trainer.connectors.logger_connector.result import _Result
 from typing_extensions import override
 
 from ..strategies.types import Batch
+from .deferred import Deferred
 from .shared_log import share
 from .slots import Slot
 
@@ -29,11 +30,18 @@ class LeanResults(_ResultCollection):
         self.slots: dict[tuple[str, str, int | None], Slot] = {}
         self.connector: LeanLoggerConnector | None = None
         self.logs_steps = False
+        self.deferred = Deferred()
+        self.defers = False
+        """Whether the loop reduces what was logged by step once its step is over."""
 
     @override
     def log(self, fx: str, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        if kwargs.get("sync_dist"):
+            kwargs["sync_dist_fn"] = self.deferred.through(kwargs["sync_dist_fn"])
+            self.deferred.waits = self.defers
         # the checker does not see through Lightning's `torch.compiler.disable`
         super().log(fx, name, value, *args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+        self.deferred.waits = False
         self.logs_steps = self.logs_steps or bool(kwargs.get("on_step"))
 
     @override
@@ -84,12 +92,15 @@ class LeanLoggerConnector(_LoggerConnector):
             self.settle()
             results.dataloader_idx = dataloader_idx
         results.connector = self
+        results.deferred.clear()
         self.batch_results = results
         results.batch = batch
         results.batch_size = None
 
     def finish_batch(self, results: LeanResults) -> None:
         """As Lightning's `on_batch_end`, for a loop that knows its results; what was logged is collected later."""
+        if results.deferred:
+            results.deferred.flush()
         if results and self._unread is not results:
             self.settle()
             self._unread = results

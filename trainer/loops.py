@@ -55,16 +55,14 @@ class LeanTrainingEpochLoop(ResumingEpochLoop):
         self.val_loop = LeanEvaluationLoop(
             trainer, TrainerFn.FITTING, RunningStage.VALIDATING, verbose=False, inference_mode=False
         )
-        self._results = LeanResults(training=True)
+        self._results: LeanResults = LeanResults(training=True)  # pyright: ignore[reportIncompatibleVariableOverride]
         connector: Any = trainer._logger_connector
         self._connector: LeanLoggerConnector = connector
-        self.data_wait_s = 0.0
-        """Seconds that lean steps have waited for the loader."""
+        self.data_wait_s = 0.0  # seconds that lean steps have waited for the loader
         self._plan: HookPlan | None = None
         self._step: TrainStep | None = None
         self._loader: OneLoader | None = None
-        self._agrees = False
-        """Several processes ask each other, between any two batches, whether all of them stop."""
+        self._agrees = False  # whether several processes ask each other, between batches, if all of them stop
 
     @override
     def on_run_start(self, data_fetcher: _DataFetcher) -> None:
@@ -80,6 +78,7 @@ class LeanTrainingEpochLoop(ResumingEpochLoop):
             self._loader = OneLoader(data_fetcher) if OneLoader.fits(data_fetcher) else None
             self._step = TrainStep(self._plan, self.automatic_optimization, self.accumulation)
             self._resolve()
+            self._results.defers = True
 
     def _resolve(self) -> None:
         """Choose what does not change from step to step; again whenever somebody attached or patched something."""
@@ -94,6 +93,7 @@ class LeanTrainingEpochLoop(ResumingEpochLoop):
 
     def _forget(self) -> None:
         self._plan = self._step = self._loader = None
+        self._results.defers = False
 
     @override
     def teardown(self) -> None:
@@ -178,6 +178,8 @@ class LeanTrainingEpochLoop(ResumingEpochLoop):
                 self.update_lr_schedulers("epoch", update_plateau_schedulers=False)
         if skip:
             raise StopIteration
+        if self._results.deferred:
+            self._results.deferred.flush()
         if plan.work and plan.stale():  # a hook of this step attached or patched something
             self._resolve()
         if "on_train_batch_end" in plan.work:

@@ -12,6 +12,8 @@ from pytorch_lightning.trainer.connectors.logger_connector.result import _Result
 from torch import Tensor
 from torchmetrics import Metric
 
+from .deferred import Deferred
+
 _KEPT = (torch.float32, torch.float64)
 
 
@@ -22,11 +24,15 @@ class Slot:
         metric: Lightning's own, in which the values end up.
         options: the other arguments that `self.log` was given.
         needs_logger: whether Lightning warns, in every call, where the trainer has no logger.
+        deferred: where a value of each step waits to be reduced over the ranks; None where it is this rank's own.
     """
 
-    def __init__(self, metric: _ResultMetric, options: tuple[Any, ...], needs_logger: bool) -> None:
+    def __init__(
+        self, metric: _ResultMetric, options: tuple[Any, ...], needs_logger: bool, deferred: Deferred | None = None
+    ) -> None:
         meta = metric.meta
         self.metric = metric
+        self.deferred = deferred
         self.options = options
         self.needs_logger = needs_logger
         # Metric.__setattr__ is a Python function; the dictionary itself is not
@@ -63,7 +69,7 @@ class Slot:
                     return False
                 copy = copy.squeeze()
         elif type(value) is float and self.is_tensor:
-            if self.step_only:
+            if self.step_only and self.deferred is None:
                 self._number = value
                 copy = None
             else:
@@ -73,6 +79,9 @@ class Slot:
         state["_computed"] = None
         state["_update_count"] += 1
         state["has_reset"] = False
+        if self.deferred is not None:
+            assert copy is not None
+            self._defer(copy, self.deferred)
         if self.step_only:
             state["value"] = state["_forward_cache"] = copy
         else:
@@ -82,7 +91,7 @@ class Slot:
 
     def _accumulate(self, copy: Tensor, batch_size: int) -> None:
         state = self.state
-        if self.on_step:
+        if self.on_step and self.deferred is None:
             state["_forward_cache"] = copy
         if self.is_mean:
             state["value"] = state["value"] + copy * batch_size
@@ -91,6 +100,14 @@ class Slot:
             state["value"] = state["value"] + copy
         else:
             state["value"] = self.reduce(state["value"], copy)
+
+    def _defer(self, copy: Tensor, deferred: Deferred) -> None:
+        """Let the step's value wait to be reduced; an epoch's value is accumulated from this rank's own."""
+        sync = self.metric.meta.sync
+        step = copy if self.step_only else copy.clone()
+        deferred.waits = True
+        self.state["_forward_cache"] = deferred.reduce(step, group=sync.group, reduce_op=sync.op)
+        deferred.waits = False
 
     def _add_metric(self, value: Any) -> bool:
         state = self.state

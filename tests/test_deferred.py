@@ -1,0 +1,70 @@
+"""Values logged by step with `sync_dist=True` are means over the ranks, exchanged once per step for all keys."""
+
+import warnings
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+from distributed import run_ranks
+from torch.utils.data import DataLoader
+
+from evener.strategies import DDPStrategy
+from evener.trainer import Trainer
+
+
+class Logs(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = torch.nn.Parameter(torch.zeros(()))
+        self.exchanges: list[int] = []
+        self.seen: list[dict[str, float]] = []
+        self.count = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        value = torch.tensor(float(10 * self.global_rank + batch_idx))
+        self.log("mean", value, sync_dist=True)
+        self.log("largest", value, sync_dist=True, reduce_fx="max", on_step=True, on_epoch=True)
+        self.log("number", 10.0 * self.global_rank + batch_idx, sync_dist=True)
+        self.log("both", value, sync_dist=True, on_step=True, on_epoch=True, batch_size=1)
+        return (self.w * batch).mean()
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.seen.append({key: value.item() for key, value in self.trainer.callback_metrics.items()})
+        self.exchanges.append(self.count)
+        self.count = 0
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def _fit() -> dict[str, Any]:
+    warnings.simplefilter("ignore")  # Lightning's advice on workers and the like
+    module, exchange = Logs(), torch.distributed.all_reduce
+
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        module.count += not kwargs.get("async_op")  # the strategy's own, about ragged ends, do not wait
+        return exchange(*args, **kwargs)
+
+    torch.distributed.all_reduce = counting  # what Lightning reduces with; DDP's own reducer is not Python
+    trainer = Trainer(
+        strategy=DDPStrategy(), devices=2, accelerator="cpu", max_epochs=1, logger=False, enable_progress_bar=False,
+        enable_model_summary=False, enable_checkpointing=False,
+    )  # fmt: skip
+    batches: Any = [torch.tensor([float(i)]) for i in range(8)]
+    trainer.fit(module, DataLoader(batches, batch_size=None))
+    final = {key: value.item() for key, value in trainer.callback_metrics.items()}
+    return {"seen": module.seen, "exchanges": module.exchanges, "final": final}
+
+
+def test_ranks_see_the_reduced_values_after_one_exchange_per_step() -> None:
+    for rank in run_ranks(_fit, 2, timeout_s=60):
+        # step i: rank 0 logs i and rank 1 logs 10 + i
+        for index, seen in enumerate(rank["seen"]):
+            assert (seen["mean"], seen["number"], seen["both_step"]) == (index + 5, index + 5, index + 5)
+            assert seen["largest_step"] == index + 10
+        steps = len(rank["seen"])
+        assert steps > 2
+        # means and the largest are different operations: one exchange each, whatever the number of keys
+        assert rank["exchanges"][1:] == [2] * (steps - 1)
+        assert rank["final"]["both_epoch"] == (steps - 1) / 2 + 5
+        assert rank["final"]["largest_epoch"] == steps - 1 + 10
