@@ -43,7 +43,7 @@ def test_command_runs(command: str, tmp_path: Path) -> None:
         assert run("python train.py", tmp_path, "trainer.max_epochs=1").returncode == 0
     done = run(command, tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
-    shows = "--help" in command or "--cfg" in command
+    shows = any(word in command for word in ("--help", "--cfg", "mode=compare", "mode=plan"))
     assert shows or "run directory" in done.stdout
 
 
