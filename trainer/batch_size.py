@@ -36,7 +36,7 @@ def largest(fits: Callable[[int], bool], limit: int) -> int:
     """
     good, bad = 0, limit + 1
     while good + 1 < bad:
-        size = min(max(1, 2 * good), (good + bad) // 2)
+        size = min(max(1, 2 * good), limit) if bad > limit else (good + bad) // 2
         if fits(size):
             good = size
         else:
