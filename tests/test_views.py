@@ -1,7 +1,5 @@
-"""What people see: the dashboard's data, the start-up block, the lines of epochs, the table of a sweep."""
+"""What people see: the dashboard's data, the start-up block, the lines of epochs."""
 
-import csv
-import importlib.util
 import json
 import logging
 import re
@@ -12,9 +10,9 @@ import pytest
 import pytorch_lightning as pl
 import torch
 from omegaconf import OmegaConf
+from seen import SHORT, events
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.custom_scalar import layout_pb2
-from tensorboard.plugins.hparams import plugin_data_pb2
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.tensorboard import SummaryWriter
 
@@ -24,28 +22,11 @@ from evener.trainer import Result, Trainer, compose, train
 from evener.trainer import run as run_module
 from evener.trainer.batch_cut import batch_line, cut_line
 from evener.trainer.callbacks import EpochLines, GradientNorm
-from evener.trainer.callbacks.device_monitor import rank_times
 from evener.trainer.callbacks.start_up import checkpoint_policy
 from evener.trainer.checkpoint import Checkpoint
 from evener.trainer.ddp_times import DDPTimes
-from evener.trainer.hyperparameters import in_order, without_repetition
-from evener.trainer.layout import OUR_OWN, layout
-from evener.trainer.profiler import ShortProfiler
-from evener.trainer.step_clock import StepClock
+from evener.trainer.layout import layout
 from evener.trainer.summary import memory_text, show_summary
-from evener.trainer.sweep_table import SweepTable, read_jobs
-
-SHORT = ["accelerator=cpu", "trainer.enable_model_summary=false", "test_after_fit=false"]
-
-
-class Clock:
-    """Seconds that a test sets."""
-
-    def __init__(self) -> None:
-        self.s = 100.0
-
-    def __call__(self) -> float:
-        return self.s
 
 
 class Line(pl.LightningModule):
@@ -92,13 +73,6 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> Result:
     options = ["strategy=dp", "devices=2", "callbacks=gradient_norm", "trainer.limit_train_batches=6"]
     home = f"log_dir={tmp_path_factory.mktemp('logs')}"
     return train(compose([*SHORT, home, *options, "trainer.max_epochs=2", "trainer.log_every_n_steps=2"]))
-
-
-def events(result: Result) -> EventAccumulator:
-    (file,) = Path(result.run_dir).glob("events.out.tfevents.*")
-    accumulator = EventAccumulator(str(file), size_guidance={"scalars": 0, "tensors": 0})
-    accumulator.Reload()
-    return accumulator
 
 
 def charts(log: EventAccumulator) -> dict[str, dict[str, list[str]]]:
@@ -228,53 +202,6 @@ def test_the_gradient_norm_is_the_unclipped_one() -> None:
     assert logger.of("gradient/norm") == [(0, pytest.approx(5.0)), (1, pytest.approx(5.0))]  # of (3, 4)
 
 
-def test_step_times_are_means_per_optimizer_step() -> None:
-    now = Clock()
-    clock = StepClock(now)
-    clock.go()
-    for wait, compute in ((0.5, 1.0), (0.5, 2.0)):
-        now.s += wait
-        clock.start_batch()
-        now.s += compute
-        clock.end_batch(num_samples=8)
-    clock.pause()
-    now.s += 1000  # validation
-    clock.go()
-    times = clock.read(num_steps=2, data_wait_s=0.6)
-    assert times is not None
-    assert (times.step_ms, times.compute_ms, times.data_wait_ms) == pytest.approx((2000, 1500, 300))
-    assert times.samples_per_s == pytest.approx(16 / 4)
-    now.s += 5
-    later = clock.read(num_steps=1, data_wait_s=0.7)
-    assert later is not None
-    assert (later.step_ms, later.compute_ms, later.data_wait_ms) == pytest.approx((5000, 0, 100))
-    assert clock.read(num_steps=1, data_wait_s=0.7) is None
-    assert clock.seconds == pytest.approx(9)
-
-
-def test_communication_is_what_backward_does_not_hide() -> None:
-    class Wrapper:
-        data: dict[str, int] = {}  # noqa: RUF012
-
-        def _set_ddp_runtime_logging_sample_rate(self, every: int) -> None:
-            self.every = every
-
-        def _get_ddp_logging_data(self) -> dict[str, int]:
-            return self.data
-
-    wrapper: Any = Wrapper()
-    times = DDPTimes(wrapper, every=10)
-    assert wrapper.every == 10
-    assert times.exposed_communication_ms() is None
-    assert times.own_compute_s() is None
-    wrapper.data = {
-        "backward_comm_time": 9_000_000, "backward_compute_comm_overlap_time": 2_500_000,
-        "forward_compute_time": 1_000_000, "backward_compute_time": 3_000_000,
-    }  # fmt: skip
-    assert times.exposed_communication_ms() == 6.5
-    assert times.own_compute_s() == pytest.approx(0.004)
-
-
 def test_torch_still_measures_ddp(tmp_path: Path) -> None:
     """The names that `DDPTimes` reads, from a group of one rank."""
     told = tmp_path / "told"  # by the rank's own process
@@ -291,21 +218,6 @@ def test_torch_still_measures_ddp(tmp_path: Path) -> None:
     assert first == [None, None]
     assert 0 <= second[0] < 60_000
     assert 0 < second[1] < 60
-
-
-def test_efficiency_is_the_mean_over_the_largest_time() -> None:
-    class TwoRanks:
-        root_device = torch.device("cpu")
-        global_rank, world_size = 0, 2
-
-        def reduce(self, places: torch.Tensor, reduce_op: str) -> torch.Tensor:
-            return places + torch.tensor([[0.0], [1.0]])  # what the other rank adds
-
-    ranks: Any = TwoRanks()
-    assert rank_times(ranks, 3.0) == {
-        "balance/time_s_0": 3.0, "balance/time_s_1": 1.0, "balance/efficiency": pytest.approx(2 / 3)
-    }  # fmt: skip
-    assert rank_times(ranks, None) == {}
 
 
 CUTS = [
@@ -366,137 +278,9 @@ def test_tensorboard_is_named_where_it_has_something_to_show(
     assert "tensorboard --logdir logs" in capsys.readouterr().out
 
 
-def sweep(home: Path, values: dict[str, float | None], mode: str = "min") -> SweepTable:
-    """Leave behind what a sweep's jobs do: job i ran at learning rate i, and failed where its value is None."""
-    for i, (strategy, value) in enumerate(values.items()):
-        run_dir = home / f"{i}_{strategy}"
-        (run_dir / ".hydra").mkdir(parents=True)
-        task = [f"strategy={strategy}", "devices=2", f"module.lr={i}"]
-        hydra = {"overrides": {"task": task}, "job": {"num": i}, "runtime": {"choices": {"strategy": strategy}}}
-        OmegaConf.save({"hydra": hydra}, run_dir / ".hydra" / "hydra.yaml")
-        OmegaConf.save({"monitor_mode": mode}, run_dir / ".hydra" / "config.yaml")
-        if value is not None:
-            memory = [100.0, 100.0 * (i + 1)]
-            Result(
-                "fit", strategy, ["cpu"], 1, str(run_dir), {}, "val/acc", value,
-                samples_per_s=1000.0 / (i + 1), peak_memory_mib=memory,
-            ).write()  # fmt: skip
-    return SweepTable()
-
-
-def test_a_sweep_ends_with_one_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    table = sweep(tmp_path, {"dp": 0.5, "ddp": 0.75, "balanced_dp": None}, mode="max")
-    table.on_multirun_end(OmegaConf.create({"hydra": {"sweep": {"dir": str(tmp_path)}}}))
-    with (tmp_path / "sweep.csv").open(encoding="utf-8") as file:
-        rows = list(csv.reader(file))
-    assert rows == [
-        ["job", "strategy", "overrides", "samples/s", "memory MiB", "metric", "value"],
-        ["0", "dp", "module.lr=0", "1000", "100", "val/acc", "0.5"],
-        ["1", "ddp", "module.lr=1", "500", "200", "val/acc", "0.75"],
-        ["2", "balanced_dp", "module.lr=2", "", "", "failed", ""],
-    ]
-    told = capsys.readouterr().out
-    assert "best: job 1, ddp module.lr=1" in told
-    assert "failed" in told
-
-
-def test_the_smallest_metric_is_the_best_of_a_sweep_that_minimizes(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    table = sweep(tmp_path, {"dp": 0.5, "ddp": 0.75})
-    table.on_multirun_end(OmegaConf.create({"hydra": {"sweep": {"dir": str(tmp_path)}}}))
-    assert "best: job 0, dp" in capsys.readouterr().out
-
-
-@pytest.mark.skipif(importlib.util.find_spec("PIL") is None, reason="Pillow draws the picture")
-def test_the_bars_of_the_picture_are_in_proportion(tmp_path: Path) -> None:
-    from PIL import Image
-
-    from evener.trainer.sweep_picture import BAR, BLUE, ROW, draw
-
-    draw(tmp_path / "t.png", ["job", "samples/s"], [["0", "50"], ["1", "100"], ["2", ""]], bar_column=1)
-    picture = Image.open(tmp_path / "t.png").convert("RGB")
-    blue = tuple(int(BLUE[i : i + 2], 16) for i in (1, 3, 5))
-    heights = [ROW // 2 + n * ROW + ROW - 5 for n in (1, 2, 3)]  # near the bars' lower edges, below the letters
-    lengths = [sum(picture.getpixel((x, y)) == blue for x in range(picture.width)) for y in heights]
-    assert lengths == [pytest.approx(BAR / 2, abs=2), pytest.approx(BAR, abs=2), 0]
-
-
-def test_a_real_multirun_leaves_table_and_comparable_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from evener.trainer.command import main
-
-    monkeypatch.chdir(tmp_path)
-    arguments = ["-m", *SHORT, "module.lr=0.1,0.001", "trainer.max_epochs=1", "trainer.limit_train_batches=2"]
-    monkeypatch.setattr("sys.argv", ["train.py", *arguments])
-    main()
-    (home,) = (tmp_path / "logs" / "digits" / "multirun").iterdir()
-    jobs = read_jobs(home)
-    assert [job.overrides for job in jobs] == [("module.lr=0.1",), ("module.lr=0.001",)]
-    assert {path.name for path in home.iterdir() if path.is_file()} >= {"sweep.csv", "sweep.png", "multirun.yaml"}
-    for job, rate in zip(jobs, (0.1, 0.001), strict=True):
-        assert job.result is not None
-        assert job.result.monitored == json.loads((Path(job.result.run_dir) / "result.json").read_text())["monitored"]
-        assert events(job.result).Scalars("lr-AdamW")[-1].value == pytest.approx(rate)
-
-    experiment = hparams_of(jobs[0].result)
-    differing = {info.name for info in experiment.hparam_infos if info.differs}
-    assert differing == {"module/lr"}
-    names = [info.name for info in experiment.hparam_infos]
-    assert "lr" not in names, "told once, as module/lr"
-    assert [info.name.tag for info in experiment.metric_infos] == ["val/loss", "val/acc", "train/loss"]
-
-
-def hparams_of(result: Result | None) -> Any:
-    """The experiment as TensorBoard's HPARAMS tab reads it."""
-    assert result is not None
-    content = events(result).SummaryMetadata("_hparams_/experiment").plugin_data.content
-    return plugin_data_pb2.HParamsPluginData.FromString(content).experiment
-
-
-def test_metrics_of_a_comparison_start_with_the_monitored_one() -> None:
-    metrics = {"train/loss": 1.0, "lr-SGD": 0.1, "val/acc": 2.0, "test/acc": 3.0, "val/loss": 4.0, "speed/x": 5.0}
-    assert list(in_order(metrics, "val/loss", OUR_OWN)) == ["val/loss", "test/acc", "val/acc", "train/loss"]
-    assert without_repetition({"lr": 1, "module/lr": 1, "seed": 2}) == {"module/lr": 1, "seed": 2}
-
-
 def test_pictures_of_the_docs_are_there_and_small() -> None:
     docs = Path(__file__).parents[1] / "docs"
     shown = re.findall(r"!\[[^]]+\]\((images/[^)]+)\)", (docs / "tensorboard.md").read_text(encoding="utf-8"))
     assert sorted(shown) == ["images/hparams.png", "images/sweep.png", "images/tensorboard.png"]
     for picture in shown:
         assert 1_000 < (docs / picture).stat().st_size < 300_000
-
-
-def test_debug_fast_runs_three_batches_and_writes_nothing(tmp_path: Path) -> None:
-    result = train(compose(["accelerator=cpu", "debug=fast", f"log_dir={tmp_path}"]))
-    assert result.num_steps == 3
-    assert result.best_checkpoint is None
-    assert {path.name for path in Path(result.run_dir).iterdir()} == {"train.log", "result.json"}
-
-
-# Lightning says that it turned shuffling off
-@pytest.mark.filterwarnings("ignore:You requested to overfit but enabled train dataloader shuffling")
-def test_debug_overfit_learns_by_heart(tmp_path: Path) -> None:
-    result = train(compose([*SHORT, "debug=overfit", f"log_dir={tmp_path}"]))
-    assert result.num_steps == 200
-    assert result.metrics["train/loss"] < 0.05
-
-
-def test_debug_profile_lists_what_took_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    options = ["trainer.limit_train_batches=3", "trainer.limit_val_batches=1"]
-    result = train(compose([*SHORT, "debug=profile", f"log_dir={tmp_path}", *options]))
-    told = (Path(result.run_dir) / "train.log").read_text() + capsys.readouterr().out
-    assert re.search(r"seconds +part +calls +ms a call +action", told)
-    assert re.search(r"\d% +3 +[\d.]+ +run_training_batch", told)
-    assert "speed/data_wait_ms" not in events(result).Tags()["scalars"], "nobody measured it"
-
-
-def test_the_profile_is_sorted_and_short(monkeypatch: pytest.MonkeyPatch) -> None:
-    profiler = ShortProfiler(num_rows=2)
-    profiler.recorded_durations = {"rare": [3.0], "often": [1.0] * 8, "least": [2.0]}
-    profiler.start_time = 0.0
-    monkeypatch.setattr("evener.trainer.profiler.time.monotonic", lambda: 16.0)
-    first, second, rest = profiler.summary().strip("\n").splitlines()[1:]
-    assert first.split() == ["8.000", "50.0%", "8", "1000.000", "often"]
-    assert second.split() == ["3.000", "18.8%", "1", "3000.000", "rare"]
-    assert rest == "1 other actions are not shown."

@@ -22,6 +22,7 @@ from .launch import WorkerError, environment
 from .logs import run_log
 from .run import run
 from .summary import show_summary
+from .sweep_table import show_unfinished
 
 CONFIG_PACKAGE = "pkg://evener.conf"
 FULL_ERROR = "HYDRA_FULL_ERROR"
@@ -60,6 +61,7 @@ def main(config_dir: str | Path | None = None, config_name: str = "train") -> No
         with environment({FULL_ERROR: "1"}):  # Hydra hands exceptions on, to be told in one sentence here
             hydra.main(version_base="1.3", config_path=config_path, config_name=config_name)(job)()
     except Exception as exc:
+        show_unfinished()
         sentence = explain(exc)
         if wants_traceback or sentence is None:
             raise

@@ -39,7 +39,8 @@ def run_log(run_dir: str | Path, rank: int = 0) -> Generator[None]:
         logger = logging.getLogger(name)
         logger.handlers.clear()
         logger.propagate = True
-    logging.getLogger("pytorch_lightning.utilities.rank_zero").addFilter(is_no_advertisement)
+    told_by_lightning = logging.getLogger("pytorch_lightning.utilities.rank_zero")
+    told_by_lightning.addFilter(is_no_advertisement)
     # the interval is shortened to the epoch's length right after this warning
     warnings.filterwarnings("ignore", message="The number of training batches .* is smaller than the logging interval")
     # Lightning 2.6 asks torch 2.13's pytree in a way that torch deprecates; no user can do anything about it
@@ -47,6 +48,7 @@ def run_log(run_dir: str | Path, rank: int = 0) -> Generator[None]:
     try:
         yield
     finally:
+        told_by_lightning.removeFilter(is_no_advertisement)
         root.level = level
         logging.disable(logging.NOTSET)
         for handler in added:
@@ -54,7 +56,9 @@ def run_log(run_dir: str | Path, rank: int = 0) -> Generator[None]:
             handler.close()
 
 
-REDUNDANT = ("Tip:", "GPU available:", "TPU available:", "HPU available:", "`Trainer(val_check_interval=1.0)`")
+REDUNDANT = (
+    "Tip:", "GPU available:", "TPU available:", "HPU available:", "`Trainer(val_check_interval=1.0)`", "global batch ",
+)  # fmt: skip
 
 
 def is_no_advertisement(record: logging.LogRecord) -> bool:

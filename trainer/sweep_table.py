@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
@@ -58,6 +58,13 @@ class SweepTable(Callback):
     when one fails. The picture needs Pillow, which comes with TensorBoard.
     """
 
+    unfinished: ClassVar[Path | None] = None
+    """Directory of the sweep that runs."""
+
+    @override
+    def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
+        SweepTable.unfinished = Path(config.hydra.sweep.dir)
+
     @override
     def on_job_end(self, config: DictConfig, job_return: Any, **kwargs: Any) -> None:
         if OmegaConf.select(config, "hydra.mode") is not None and "MULTIRUN" in str(config.hydra.mode):
@@ -65,24 +72,38 @@ class SweepTable(Callback):
 
     @override
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
-        home = Path(config.hydra.sweep.dir)
-        jobs = write_files(home)
-        if not jobs:
-            return
-        table = Table(title=f"{len(jobs)} jobs", title_justify="left")
-        for column in COLUMNS:
-            text = column in ("strategy", "overrides", "metric")
-            table.add_column(
-                column, justify="left" if text else "right", overflow="fold", no_wrap=column != "overrides"
-            )
-        best = best_job(jobs)
-        for job in jobs:
-            table.add_row(*job.cells(), style="bold green" if job is best else None)
-        console = wide_console()
-        console.print(table)
-        if best is not None:
-            console.print(" ".join([f"best: job {best.number}, {best.cells()[1]}", *best.overrides]), soft_wrap=True)
-        console.print(f"table: {home / 'sweep.csv'}", soft_wrap=True)
+        SweepTable.unfinished = None
+        show_table(Path(config.hydra.sweep.dir))
+
+
+def show_unfinished() -> None:
+    """Show the table of a sweep that a failed job brought to its end, which Hydra's callbacks are not told."""
+    home, SweepTable.unfinished = SweepTable.unfinished, None
+    if home is not None:
+        show_table(home)
+
+
+def show_table(home: Path) -> None:
+    """Print the table over all jobs of a sweep, and bring its files up to date.
+
+    Args:
+        home: the sweep's directory.
+    """
+    jobs = write_files(home)
+    if not jobs:
+        return
+    table = Table(title=f"{len(jobs)} jobs", title_justify="left")
+    for column in COLUMNS:
+        text = column in ("strategy", "overrides", "metric")
+        table.add_column(column, justify="left" if text else "right", overflow="fold", no_wrap=column != "overrides")
+    best = best_job(jobs)
+    for job in jobs:
+        table.add_row(*job.cells(), style="bold green" if job is best else None)
+    console = wide_console()
+    console.print(table)
+    if best is not None:
+        console.print(" ".join([f"best: job {best.number}, {best.cells()[1]}", *best.overrides]), soft_wrap=True)
+    console.print(f"table: {home / 'sweep.csv'}", soft_wrap=True)
 
 
 def wide_console() -> Console:
