@@ -21,6 +21,7 @@ from .devices import precise_dtype
 from .exceptions import ConfigError
 from .peers import Peers, kubeflow
 from .processes import prepare_forked, start_method
+from .sync_batchnorm import SyncBatchNorm
 
 
 class RanksStrategy(pl_strategies.DDPStrategy):
@@ -30,6 +31,7 @@ class RanksStrategy(pl_strategies.DDPStrategy):
         timeout_s: seconds that a rank waits for its peers before it fails.
         backend: `gloo`, `nccl`, ...; None takes the one that suits the device.
         compression: how gradients travel: `fp16`, `bf16`, `powersgd`, or None for as they are.
+        sync_batchnorm: normalise by the statistics of the global batch; as `Trainer(sync_batchnorm=True)`.
         ddp_options: keyword arguments of `torch.nn.parallel.DistributedDataParallel`.
 
     Raises:
@@ -41,6 +43,7 @@ class RanksStrategy(pl_strategies.DDPStrategy):
         timeout_s: float = 1800.0,
         backend: str | None = None,
         compression: Compression | None = None,
+        sync_batchnorm: bool = False,
         **ddp_options: Any,
     ) -> None:
         if not timeout_s > 0:
@@ -55,7 +58,17 @@ class RanksStrategy(pl_strategies.DDPStrategy):
         self.peers: Peers | None = None
         self.stop_signal: int | None = None
         self._hook = compression_hook(compression)
+        self._syncs_batchnorm = sync_batchnorm
         self._trainer: pl.Trainer | None = None
+
+    @property
+    def _layer_sync(self) -> SyncBatchNorm | None:
+        """Where Lightning puts what `sync_batchnorm=True` stands for; torch's own would refuse the CPU."""
+        return SyncBatchNorm() if self._syncs_batchnorm else None
+
+    @_layer_sync.setter
+    def _layer_sync(self, layer_sync: object) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]  # an attribute
+        self._syncs_batchnorm = layer_sync is not None or getattr(self, "_syncs_batchnorm", False)
 
     @override
     def _configure_launcher(self) -> None:

@@ -9,6 +9,9 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
+from .patching import replaced
+from .sync_batchnorm import SyncedBatchNorm
+
 _NEUTRAL = {"mean": 0.0, "sum": 0.0, "max": float("-inf"), "min": float("inf")}
 
 
@@ -17,18 +20,17 @@ def traceless(module: pl.LightningModule) -> Generator[None]:
     """Run a step whose batch does not count: buffers and metric states return, logged values weigh nothing."""
     buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
     metrics = [(metric, _metric_state(metric)) for metric in module.modules() if isinstance(metric, Metric)]
-    own_log = vars(module).get("log")  # the trainer's lean one, during a run
-    vars(module)["log"] = _weightless(module.log)
+    synced = [layer for layer in module.modules() if isinstance(layer, SyncedBatchNorm)]
+    for layer in synced:
+        layer.counts = False
     try:
-        yield
+        with replaced(module, "log", _weightless(module.log)):
+            yield
     finally:
-        if own_log is None:
-            del vars(module)["log"]
-        else:
-            vars(module)["log"] = own_log
-        with torch.no_grad():
-            for buffer, value in buffers:
-                buffer.copy_(value)
+        for layer in synced:
+            layer.counts = True
+        for buffer, value in buffers:
+            buffer.data.copy_(value)  # unseen by autograd: BatchNorm's backward pass, whose result weighs 0, needs them
         for metric, state in metrics:
             vars(metric).update(state)
 

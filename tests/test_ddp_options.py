@@ -29,6 +29,49 @@ class Unused(Net):
         self.spare = nn.Linear(2, 2).double()
 
 
+class Normed(Net):
+    """With BatchNorm, whose statistics are of the global batch when they are synchronized."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 1)).double()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        # a bias before BatchNorm has no gradient but rounding errors, which Adam would blow up
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+    def state(self) -> torch.Tensor:
+        return torch.cat([value.detach().double().flatten() for value in self.state_dict().values()])
+
+
+def fit_normed(strategy: pl.strategies.Strategy, devices: int, batch_size: int) -> torch.Tensor:
+    module = Normed()
+    # 16 samples in batches of 7: the last has 2, so that the third rank has none
+    quiet_trainer(strategy, devices).fit(module, DataLoader(Numbered(16), batch_size), DataLoader(Numbered(), 7))
+    return module.state()
+
+
+def _train_normed() -> torch.Tensor:
+    strategy = DDPStrategy(batch_size_is="global", sync_batchnorm=True, timeout_s=20)
+    return fit_normed(strategy, 3, 7)
+
+
+def test_synchronized_batchnorm_is_one_devices() -> None:
+    single = fit_normed(SingleDeviceStrategy(), 1, 7)
+    for state in run_ranks(_train_normed, 3):
+        torch.testing.assert_close(state, single, rtol=0, atol=1e-10)
+
+
+def _train_plain_norm() -> torch.Tensor:
+    return fit_normed(DDPStrategy(batch_size_is="global", timeout_s=20), 2, 7)
+
+
+def test_plain_batchnorm_trains_where_a_rank_has_no_sample() -> None:
+    first, second = run_ranks(_train_plain_norm, 2)
+    assert first.isfinite().all()
+    torch.testing.assert_close(first[:16], second[:16], rtol=0, atol=0)  # parameters of the first layers
+
+
 class Slow(Net):
     """Rank 0 needs three times as long for a sample."""
 

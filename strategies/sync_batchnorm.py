@@ -1,0 +1,98 @@
+"""BatchNorm over the whole global batch: the statistics of all ranks' samples, on any device.
+
+torch's SyncBatchNorm refuses the CPU. This one is a plain composition of sums over ranks that backward passes through.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from pytorch_lightning.plugins.layer_sync import LayerSync
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from typing_extensions import override
+
+
+class SyncedBatchNorm(_BatchNorm):
+    """A BatchNorm layer that was given this class for the time of training; see `SyncBatchNorm`.
+
+    Attributes:
+        counts: whether this rank's samples count; not those of a stand-in.
+        plain_class: what the layer was.
+    """
+
+    counts: bool
+    plain_class: type[_BatchNorm]
+
+    @override
+    def forward(self, input: Tensor) -> Tensor:
+        if not self.training and self.running_mean is not None:
+            return self.plain_class.forward(self, input)
+        self._check_input_dim(input)
+        values = input if input.dtype in (torch.float32, torch.float64) else input.float()
+        dims = [0, *range(2, values.dim())]
+        shape = [1, -1, *[1] * (values.dim() - 2)]
+        count = values.new_tensor(float(self.counts) * values.numel() / values.shape[1])
+        counts = float(self.counts)
+        total = _SumOverRanks.apply(torch.cat([values.sum(dims) * counts, count.reshape(1)]))
+        num = total[-1].detach()
+        mean = total[:-1] / num
+        centered = values - mean.reshape(shape)
+        variance = _SumOverRanks.apply(centered.square().sum(dims) * counts) / num
+        if self.training and self.track_running_stats:
+            self._track(mean.detach(), variance.detach() * num / (num - 1))
+        output = centered * (variance + self.eps).rsqrt().reshape(shape)
+        if self.affine:
+            output = output * self.weight.reshape(shape) + self.bias.reshape(shape)
+        return output.to(input.dtype)
+
+    @override
+    def _check_input_dim(self, input: Tensor) -> None:
+        self.plain_class._check_input_dim(self, input)
+
+    def _track(self, mean: Tensor, variance: Tensor) -> None:
+        assert self.num_batches_tracked is not None
+        assert self.running_mean is not None
+        assert self.running_var is not None
+        self.num_batches_tracked.add_(1)
+        momentum = 1 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
+        self.running_mean.lerp_(mean.to(self.running_mean.dtype), momentum)
+        self.running_var.lerp_(variance.to(self.running_var.dtype), momentum)
+
+
+class _SumOverRanks(torch.autograd.Function):
+    """Sum of a tensor over all ranks; every rank's gradient reaches every rank's summand."""
+
+    @staticmethod
+    def forward(ctx: Any, summand: Tensor) -> Tensor:
+        total = summand.clone()
+        dist.all_reduce(total)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> Tensor:
+        total = grad_outputs[0].clone()
+        dist.all_reduce(total)
+        return total
+
+
+class SyncBatchNorm(LayerSync):
+    """Makes a module's BatchNorm layers synchronize, and plain again. They stay the same objects."""
+
+    @override
+    def apply(self, model: nn.Module) -> nn.Module:
+        for layer in model.modules():
+            if isinstance(layer, _BatchNorm) and not isinstance(layer, (SyncedBatchNorm, nn.SyncBatchNorm)):
+                plain: Any = type(layer)
+                layer.__class__ = SyncedBatchNorm
+                vars(layer).update(plain_class=plain, counts=True)
+        return model
+
+    @override
+    def revert(self, model: nn.Module) -> nn.Module:
+        for layer in model.modules():
+            if isinstance(layer, SyncedBatchNorm):
+                plain: Any = layer.plain_class
+                layer.__class__ = plain
+                del vars(layer)["plain_class"], vars(layer)["counts"]
+        return model
