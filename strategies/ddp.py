@@ -9,6 +9,7 @@ import torch
 from pytorch_lightning.utilities.rank_zero import rank_zero_info
 from pytorch_lightning.utilities.types import STEP_OUTPUT
 from torch import Tensor
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -23,6 +24,7 @@ from .randomness import seed_rank
 from .rank_replicas import RankReplicas
 from .ranks import RanksStrategy
 from .sampling import Share
+from .sync_batchnorm import SyncedBatchNorm
 from .traceless import traceless
 from .types import Batch
 from .weights import loss_weight, weighs_in_loop
@@ -105,10 +107,15 @@ class DDPStrategy(RanksStrategy):
         if self._trainer is not trainer:
             self._manages_samples = connector.use_distributed_sampler
             connector.use_distributed_sampler = False  # Lightning's sampler pads; ours cuts, in `process_dataloader`
-        self._loaders = RankLoaders(
-            self.global_rank, self.world_size, self.batch_size_is, self.broadcast, self.new_small_group(), self.policy
-        )
         super().setup(trainer)
+        normed = self.lightning_module is not None and any(
+            isinstance(layer, _BatchNorm) and not isinstance(layer, SyncedBatchNorm)
+            for layer in self.lightning_module.modules()
+        )
+        sums = self.new_small_group()
+        self._loaders = RankLoaders(
+            self.global_rank, self.world_size, self.batch_size_is, self.broadcast, sums, self.policy, 1 + normed
+        )
         if self.devices_per_process > 1:
             assert self.lightning_module is not None
             self._replicas = RankReplicas(self.process_devices, self.precision_plugin, self._reduce_finished)

@@ -38,6 +38,7 @@ class RankLoaders:
         agree: brings rank 0's value to all ranks.
         sum_over_ranks: starts a sum of a small CPU tensor over all ranks, in place.
         policy: how a global batch is divided in training; evaluation divides evenly.
+        smallest: samples that a rank must have in training, where it has any.
         divides: the cuts handed out for training, whose policy may change while training.
     """
 
@@ -47,6 +48,7 @@ class RankLoaders:
     agree: Agree
     sum_over_ranks: Callable[[Tensor], Work]
     policy: Policy = field(default_factory=Even)
+    smallest: int = 1
     divides: list[Divide] = field(default_factory=list)
 
     def process(self, loader: Any, stage: Stage, managed: bool = True) -> Any:
@@ -82,13 +84,15 @@ class RankLoaders:
         return self._cut(loader, self._way(stage), stage == "train")
 
     def _way(self, stage: Stage) -> Cut:
-        return Deal(spread=stage != "predict") if self.batch_size_is == "per_device" else self._divide(stage)
+        if self.batch_size_is == "global":
+            return self._divide(stage)
+        return Deal(spread=stage != "predict", smallest=self.smallest if stage == "train" else 1)
 
     def _divide(self, stage: Stage) -> Divide:
-        divide = Divide(self.policy if stage == "train" else Even())
-        if stage == "train":
-            self.divides.append(divide)
-        return divide
+        if stage != "train":
+            return Divide()
+        self.divides.append(Divide(self.policy, smallest=self.smallest))
+        return self.divides[-1]
 
     def _cut(self, loader: DataLoader[Any], cut: Cut, training: bool) -> DataLoader[Any]:
         name = "sampler" if loader.batch_sampler is None else "batch_sampler"

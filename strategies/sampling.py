@@ -22,7 +22,7 @@ from typing import Any, Protocol
 from torch.utils.data import Sampler
 from typing_extensions import override
 
-from .partition import Even, Policy
+from .partition import Even, Policy, without_single_samples
 from .randomness import Agree, in_one_order
 from .types import Unit
 
@@ -59,15 +59,17 @@ class Deal:
     Args:
         spread: split the largest units of an incomplete last global batch, so that every rank has a part; without it
             the last ranks have none, and all units stay as the loader made them.
+        smallest: samples that a part must have to be split off; BatchNorm can't train on one.
     """
 
     spread: bool = True
+    smallest: int = 1
 
     def parts(self, units: Iterator[Unit], num_ranks: int) -> Iterator[list[Unit]]:
         """See `Cut.parts`."""
         while group := list(islice(units, num_ranks)):
             if self.spread:
-                group = _spread(group, num_ranks)
+                group = _spread(group, num_ranks, self.smallest)
             yield group + [[]] * (num_ranks - len(group))
 
     def count(self, num_units: int, num_ranks: int) -> int:
@@ -82,11 +84,13 @@ class Divide:
     Args:
         policy: from the batch size and the number of ranks to sizes.
         changes: policies still to come, as (number of the first global batch, policy); see `change`.
+        smallest: samples that a part must have, where it has any: 1, or 2 for BatchNorm, which can't train on one.
         num_cut: global batches cut so far.
     """
 
     policy: Policy = field(default_factory=Even)
     changes: list[tuple[int, Policy]] = field(default_factory=list)
+    smallest: int = 1
     num_cut: int = 0
 
     def change(self, policy: Policy, at: int) -> None:
@@ -103,7 +107,8 @@ class Divide:
         while self.changes and self.changes[0][0] <= self.num_cut:
             self.policy = self.changes.pop(0)[1]
         self.num_cut += 1
-        return self.policy.sizes(num_samples, num_ranks)
+        sizes = self.policy.sizes(num_samples, num_ranks)
+        return without_single_samples(sizes) if self.smallest > 1 else sizes
 
     def parts(self, units: Iterator[Unit], num_ranks: int) -> Iterator[list[Unit]]:
         """See `Cut.parts`."""
@@ -116,12 +121,12 @@ class Divide:
         return num_units
 
 
-def _spread(units: Sequence[Unit], num_ranks: int) -> list[Unit]:
+def _spread(units: Sequence[Unit], num_ranks: int, smallest: int) -> list[Unit]:
     """Split the largest units, in place, until there is one per rank or none can be split."""
     units = list(units)
     while len(units) < num_ranks:
         largest = max(range(len(units)), key=lambda i: _num(units[i]))
-        if _num(units[largest]) < 2:
+        if _num(units[largest]) < 2 * smallest:
             break
         unit = units[largest]
         half = (len(unit) + 1) // 2
