@@ -48,17 +48,18 @@ class Net(nn.Module):
 class Stopwatch:
     """Seconds per step between the warm-up and the last step."""
 
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self.clock, self.calls, self.first, self.last = clock, 0, 0.0, 0.0
+    def __init__(self, clock: Callable[[], float], steps: int) -> None:
+        self.clock, self.steps, self.calls, self.first, self.last = clock, steps, 0, 0.0, 0.0
 
     def tick(self) -> None:
         self.calls += 1
         if self.calls == WARM_UP:
             self.first = self.clock()
-        self.last = self.clock()
+        elif self.calls == self.steps:
+            self.last = self.clock()
 
     def seconds(self) -> float:
-        return (self.last - self.first) / (self.calls - WARM_UP)
+        return (self.last - self.first) / (self.steps - WARM_UP)
 
 
 class Module(pl.LightningModule):
@@ -243,7 +244,7 @@ def contenders(case: str) -> tuple[Contender, dict[str, Contender]]:
 
 
 def measure(contender: Contender, steps: int, clock: Callable[[], float]) -> float:
-    watch = Stopwatch(clock)
+    watch = Stopwatch(clock, steps)
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         contender(watch, make_loader(steps))
     return watch.seconds()
