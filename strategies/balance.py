@@ -17,6 +17,15 @@ from .partition import Even, Weighted
 Objective: TypeAlias = Literal["time", "memory"]
 """What is made equal: the time that devices take, or the part of their memory that they fill."""
 
+DISTINCT_SIZES = 1.25
+"""Largest over smallest size measured from which on a line through them says what is fixed."""
+
+SMALLEST_SLOPE = 0.1
+"""The least part of a chunk's time that is taken to grow with its samples, whatever a noisy line says."""
+
+LARGEST_CUT = 0.5
+"""The part of its samples that a device keeps at least when shares change: away from measured sizes we guess."""
+
 MIN_MEASUREMENTS = 3
 """Measurements of every device before shares are changed: the median of fewer may be an accident."""
 
@@ -98,14 +107,17 @@ def _load(cost: DeviceCost, num_samples: int, objective: Objective) -> float:
 class BalanceController:
     """Turns measurements of devices into shares of the batch, and keeps them until others are clearly better.
 
-    A device's seconds per sample are the median of its last measurements, so that one slow step changes nothing.
+    A device's seconds are medians of its last measurements, so that one slow step changes nothing. Until it was
+    measured at two clearly different sizes they are taken to be proportional to its samples; from then on a line
+    through them tells what any chunk takes. Without that, a device would look slower the fewer samples it has, and
+    lose them all.
 
     Args:
         num_devices: devices, or ranks.
         objective: what to make equal.
         hysteresis: the part of the largest time, or memory, that new shares must save to be adopted.
         warmup: measurements that are thrown away, as first steps are slow.
-        window: measurements that count.
+        window: measurements of one size that count; of all sizes, three times as many.
         only_first: find the first device's share only; the others share the rest evenly.
         limit_bytes: per device, bytes that it has; None for no limit.
 
@@ -135,7 +147,7 @@ class BalanceController:
         self._only_first = only_first
         self._fixed_bytes = [0.0] * num_devices
         self._limit_bytes = list(limit_bytes or [math.inf] * num_devices)
-        self._seconds: list[deque[float]] = [deque(maxlen=window) for _ in range(num_devices)]
+        self._seconds: list[deque[tuple[int, float]]] = [deque(maxlen=3 * window) for _ in range(num_devices)]
         self._bytes: list[deque[float]] = [deque(maxlen=window) for _ in range(num_devices)]
         self._last_seconds = [0.0] * num_devices
         self._num_observed = 0
@@ -187,7 +199,7 @@ class BalanceController:
         self._last_seconds = [float(value) for value in seconds]
         for i, size in enumerate(sizes):
             if size > 0:
-                self._seconds[i].append(seconds[i] / size)
+                self._seconds[i].append((size, float(seconds[i])))
                 if used_bytes is not None:
                     self._bytes[i].append(used_bytes[i] / size)
         return self._resolve()
@@ -204,7 +216,7 @@ class BalanceController:
     def state_dict(self) -> dict[str, Any]:
         """What was measured and decided, in plain lists."""
         return {
-            "seconds": [list(values) for values in self._seconds],
+            "seconds": [[list(pair) for pair in values] for values in self._seconds],
             "bytes": [list(values) for values in self._bytes],
             "fixed_bytes": self._fixed_bytes,
             "num_observed": self._num_observed,
@@ -220,7 +232,7 @@ class BalanceController:
         """
         if len(state["seconds"]) != self._num_devices:
             return False
-        self._seconds = [deque(values, maxlen=self._window) for values in state["seconds"]]
+        self._seconds = [deque(map(tuple, values), maxlen=3 * self._window) for values in state["seconds"]]
         self._bytes = [deque(values, maxlen=self._window) for values in state["bytes"]]
         self._fixed_bytes = state["fixed_bytes"]
         self._num_observed = state["num_observed"]
@@ -230,9 +242,11 @@ class BalanceController:
 
     def costs(self) -> list[DeviceCost]:
         """What samples cost, by the measurements so far."""
+        times = [fitted_times(pairs, self._window) for pairs in self._seconds]
         costs = [
             DeviceCost(
-                seconds_per_sample=median(self._seconds[i]) if self._seconds[i] else 0.0,
+                fixed_seconds=times[i][0],
+                seconds_per_sample=times[i][1],
                 bytes_per_sample=max(self._bytes[i], default=0.0),
                 fixed_bytes=self._fixed_bytes[i],
                 limit_bytes=self._limit_bytes[i],
@@ -250,8 +264,53 @@ class BalanceController:
         now = largest_load(self.propose(num_samples), costs, self._objective)
         if largest_load(solved, costs, self._objective) >= (1 - self._hysteresis) * now:
             return False
+        if self._objective == "time":
+            solved = cautious(self.propose(num_samples), solved)
         self._shares = [size / num_samples for size in solved]
         return True
+
+
+def fitted_times(pairs: Sequence[tuple[int, float]], window: int) -> tuple[float, float]:
+    """Tell what is fixed in a device's times, and what grows with its samples.
+
+    Args:
+        pairs: (samples, seconds) of its last chunks, the newest last.
+        window: chunks of one size that count.
+
+    Returns:
+        Seconds of any chunk, and seconds per sample.
+    """
+    if not pairs:
+        return 0.0, 0.0
+    by_size: dict[int, list[float]] = {}
+    for size, seconds in pairs:
+        by_size.setdefault(size, []).append(seconds)
+    points = {size: median(values[-window:]) for size, values in by_size.items()}
+    size = pairs[-1][0]
+    proportional = points[size] / size
+    if max(points) < DISTINCT_SIZES * min(points):
+        return 0.0, proportional
+    mean_size, mean_seconds = sum(points) / len(points), sum(points.values()) / len(points)
+    spread = sum((x - mean_size) ** 2 for x in points)
+    slope = sum((x - mean_size) * (y - mean_seconds) for x, y in points.items()) / spread
+    slope = min(max(slope, SMALLEST_SLOPE * proportional), proportional)
+    return points[size] - slope * size, slope
+
+
+def cautious(now: Sequence[int], solved: Sequence[int]) -> list[float]:
+    """Go from one distribution towards another as far as every device keeps `LARGEST_CUT` of its samples.
+
+    Args:
+        now: samples per device as they are.
+        solved: as they should be, by what was measured.
+
+    Returns:
+        Samples per device, not whole; the sum is that of `solved`.
+    """
+    cuts = [old - new for old, new in zip(now, solved, strict=True)]
+    allowed = [(1 - LARGEST_CUT) * old / cut for old, cut in zip(now, cuts, strict=True) if cut > 0]
+    part = min([1.0, *allowed])
+    return [old - part * cut for old, cut in zip(now, cuts, strict=True)]
 
 
 def _with_equal_others(costs: Sequence[DeviceCost]) -> list[DeviceCost]:

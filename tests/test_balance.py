@@ -8,7 +8,15 @@ from typing import Any
 import pytest
 
 from evener.strategies import ConfigError
-from evener.strategies.balance import BalanceController, DeviceCost, Objective, largest_load, solve
+from evener.strategies.balance import (
+    BalanceController,
+    DeviceCost,
+    Objective,
+    cautious,
+    fitted_times,
+    largest_load,
+    solve,
+)
 
 
 def every_distribution(num_samples: int, num_devices: int) -> list[tuple[int, ...]]:
@@ -76,7 +84,8 @@ def measure(controller: BalanceController, costs: list[float], num_samples: int,
 def test_shares_are_even_until_something_was_measured_and_ideal_after() -> None:
     controller = BalanceController(3, warmup=2)
     history = measure(controller, [3.0, 1.0, 1.0], 70, 7)
-    assert history == [[24, 23, 23]] * 5 + [[10, 30, 30]] * 2  # 2 to warm up, 3 that are measured
+    # 2 to warm up, 3 that are measured; then the first device loses half of its 24, and what is left to lose
+    assert history == [[24, 23, 23]] * 5 + [[12, 29, 29], [10, 30, 30]]
     assert controller.shares == pytest.approx([1 / 7, 3 / 7, 3 / 7])
     assert controller.efficiency == pytest.approx(1.0)
 
@@ -136,3 +145,39 @@ def test_the_state_goes_through_a_checkpoint() -> None:
 def test_options_out_of_range_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         BalanceController(2, **options)
+
+
+def test_a_line_through_two_sizes_tells_what_is_fixed() -> None:
+    # 2 s for any chunk and 0.5 s per sample: 8 samples take 6 s, 16 take 10 s
+    assert fitted_times([(8, 6.0)], window=8) == (0.0, 0.75)
+    assert fitted_times([(8, 6.0), (16, 10.0)], window=8) == pytest.approx((2.0, 0.5))
+    # sizes too near each other say nothing: proportional to the newest
+    assert fitted_times([(16, 9.0), (17, 8.5)], window=8) == (0.0, 0.5)
+
+
+def test_no_device_loses_more_than_half_of_its_samples_at_once() -> None:
+    # 30 of 40 are to go, 20 may: two thirds of the way
+    assert cautious([40, 40], [10, 70]) == pytest.approx([20, 60])
+    assert cautious([40, 40], [30, 50]) == [30, 50]
+
+
+def test_equal_devices_whose_time_is_mostly_fixed_keep_even_shares() -> None:
+    """Before what is fixed was known, whoever had fewer samples looked slower per sample, and lost them all."""
+    noise = random.Random(0)
+    controller = BalanceController(2)
+    for _ in range(400):
+        sizes = controller.propose(64)
+        # 20 ms for any chunk, 0.1 ms per sample, a tenth of noise
+        seconds = [(0.02 + 0.0001 * size) * noise.uniform(0.9, 1.1) if size else 0.0 for size in sizes]
+        controller.observe(sizes, seconds)
+    assert min(controller.propose(64)) >= 16
+    assert controller.efficiency > 0.85
+
+
+def test_a_slower_device_is_found_though_much_of_its_time_is_fixed() -> None:
+    # 10 ms for any chunk; 1 ms and 3 ms per sample. Equal times of 64 samples: 10 + a = 10 + 3 (64 - a), a = 48
+    controller = BalanceController(2)
+    for _ in range(40):
+        sizes = controller.propose(64)
+        controller.observe(sizes, [0.01 + 0.001 * sizes[0], 0.01 + 0.003 * sizes[1]])
+    assert controller.propose(64)[0] == pytest.approx(48, abs=2)
