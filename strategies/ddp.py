@@ -1,7 +1,7 @@
 """One process per device; gradients averaged by torch's DistributedDataParallel, weighted by what each rank had."""
 
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, nullcontext
 from typing import Any, cast
 
 import pytorch_lightning as pl
@@ -64,6 +64,7 @@ class DDPStrategy(RanksStrategy):
         self._loaders: RankLoaders | None = None
         self._manages_samples = True
         self._share: Share | None = None
+        self._weighs = False
         self._scale: Tensor | float = 1.0
 
     @classmethod
@@ -154,6 +155,7 @@ class DDPStrategy(RanksStrategy):
     def batch_to_device(self, batch: Batch, device: torch.device | None = None, dataloader_idx: int = 0) -> Batch:
         assert self._trainer is not None
         loader = self._trainer.fit_loop._combined_loader
+        self._share = None
         if self._trainer.training and loader is not None:
             self._share = next_share(loader.flattened[0])
             self._scale = 1.0 if self._share is None else self.world_size * self._share.num / self._share.total
@@ -202,6 +204,22 @@ class DDPStrategy(RanksStrategy):
         if self._replicas is not None:
             self._replicas.weights_changed()
         return result
+
+    @contextmanager
+    def weighing_logged(self) -> Generator[None]:
+        """Let means over ranks weigh each rank by its samples of the batch in hand, inside the block."""
+        self._weighs = True
+        try:
+            yield
+        finally:
+            self._weighs = False
+
+    @override
+    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
+        share = self._share if self._weighs and reduce_op in ("mean", "avg") else None
+        if share is not None and isinstance(tensor, Tensor):
+            tensor = tensor * (self.world_size * share.num / share.total)
+        return super().reduce(tensor, group, reduce_op)
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:

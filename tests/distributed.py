@@ -65,7 +65,7 @@ def run_ranks_unchecked(
         for rank in range(num_ranks):
             variables = _torchrun_env(rank, num_ranks, store.port) | (env or {})
             target = (function, args, variables, f"{folder}/{rank}")
-            ranks.append(_CONTEXT.Process(target=_rank_main, args=target, daemon=True))
+            ranks.append(_CONTEXT.Process(target=_rank_main, args=target))
         for process in ranks:
             process.start()
         _join(ranks, timeout_s)

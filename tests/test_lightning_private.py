@@ -71,6 +71,8 @@ torch._subclasses.fake_tensor DynamicOutputShapeException
 torch._subclasses.fake_tensor FakeTensorMode.from_tensor
 torch._subclasses.fake_tensor UnsupportedOperatorException
 torch.nn.modules.dropout _DropoutNd
+pytorch_lightning.utilities.data _extract_batch_size
+pytorch_lightning.trainer.connectors.logger_connector.result _ResultCollection._extract_batch_size
 torch.nn.parallel DistributedDataParallel._get_ddp_logging_data
 torch.utils._python_dispatch TorchDispatchMode
 torch.nn.parallel DistributedDataParallel._sync_buffers

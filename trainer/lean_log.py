@@ -1,7 +1,7 @@
 """`self.log` during a run: Lightning's own for what is new, a slot for what was logged before."""
 
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytorch_lightning as pl
@@ -84,7 +84,10 @@ class LeanLog:
             "add_dataloader_idx", "metric_attribute", "rank_zero_only",
         )  # fmt: skip
         given = dict(zip(names, options, strict=True))
-        self.full(name, value, batch_size=batch_size, **given)
+        # what is shared at once is a mean over ranks, which may have unequal parts of the batch
+        weighing = getattr(self.trainer.strategy, "weighing_logged", nullcontext)
+        with weighing():
+            self.full(name, value, batch_size=batch_size, **given)
         if results is not None and not given["enable_graph"]:
             index = results.dataloader_idx
             key = f"{fx}.{name}.{index}" if given["add_dataloader_idx"] and index is not None else f"{fx}.{name}"

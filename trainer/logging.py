@@ -10,8 +10,10 @@ from typing import Any
 import pytorch_lightning as pl
 from pytorch_lightning.trainer.connectors.logger_connector import _LoggerConnector
 from pytorch_lightning.trainer.connectors.logger_connector.result import _ResultCollection
+from pytorch_lightning.utilities.data import _extract_batch_size
 from typing_extensions import override
 
+from ..strategies.exceptions import ConfigError
 from ..strategies.types import Batch
 from .deferred import Deferred
 from .shared_log import share
@@ -43,6 +45,19 @@ class LeanResults(_ResultCollection):
         super().log(fx, name, value, *args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
         self.deferred.waits = False
         self.logs_steps = self.logs_steps or bool(kwargs.get("on_step"))
+
+    @override
+    def _extract_batch_size(self, value: Any, batch_size: int | None, meta: Any) -> int:
+        given = batch_size is not None or self.batch_size is not None
+        shared = self.connector is not None and self.connector.trainer.world_size > 1
+        if shared and not given and self.batch is not None and value.is_tensor and meta.on_epoch:
+            sizes = sorted({size for size in _extract_batch_size(self.batch) if size is not None})
+            if meta.is_mean_reduction and len(sizes) > 1:
+                raise ConfigError(
+                    f"self.log({meta.name!r}): the batch holds tensors of {' and '.join(map(str, sizes))} rows, so its "
+                    "samples can't be counted, by which ranks are weighed. Give batch_size= to self.log."
+                )
+        return super()._extract_batch_size(value, batch_size, meta)
 
     @override
     def metrics(self, on_step: bool) -> Any:

@@ -6,6 +6,7 @@ optimization, validation's frame, schedulers, the decisions about when to valida
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from time import perf_counter
 from typing import Any
 
@@ -179,7 +180,8 @@ class LeanTrainingEpochLoop(ResumingEpochLoop):
         if skip:
             raise StopIteration
         if self._results.deferred:
-            self._results.deferred.flush()
+            with getattr(trainer.strategy, "weighing_logged", nullcontext)():
+                self._results.deferred.flush()
         if plan.work and plan.stale():  # a hook of this step attached or patched something
             self._resolve()
         if "on_train_batch_end" in plan.work:
