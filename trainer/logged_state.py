@@ -15,6 +15,8 @@ from pytorch_lightning.trainer.connectors.logger_connector.result import (
 from tensorboard.compat.proto import event_pb2 as event_pb2_module
 from torch import Tensor
 
+from .deferred import Deferred
+
 # protobuf makes its classes at run time
 event_pb2: Any = event_pb2_module
 
@@ -47,7 +49,11 @@ def restore(trainer: pl.Trainer, results: _ResultCollection, saved: dict[str, An
         trainer._logger_connector._first_loop_iter = False
     for key, entry in saved.items():
         meta = _Metadata(**entry["meta"], reduce_fx=entry["reduce_fx"])
-        meta.sync = _Sync(fn=trainer.strategy.reduce, **entry["sync"])
+        reduce = trainer.strategy.reduce
+        deferred: Deferred | None = getattr(results, "deferred", None)
+        if deferred is not None and entry["sync"]["_should"]:
+            reduce = deferred.through(reduce)  # as the collection does when such a value is logged
+        meta.sync = _Sync(fn=reduce, **entry["sync"])
         metric = _ResultMetric(meta, is_tensor=True)
         for name, value in entry["state"].items():
             setattr(metric, name, value.to(device) if isinstance(value, Tensor) else value)
