@@ -13,6 +13,7 @@ from typing import Any
 import pytorch_lightning as pl
 from pytorch_lightning.loops.evaluation_loop import _EvaluationLoop
 from pytorch_lightning.loops.fetchers import _DataFetcher, _DataLoaderIterDataFetcher, _profile_nothing
+from pytorch_lightning.loops.fit_loop import _FitLoop
 from pytorch_lightning.loops.optimization.automatic import ClosureResult, _AutomaticOptimization
 from pytorch_lightning.loops.prediction_loop import _PredictionLoop
 from pytorch_lightning.loops.training_epoch_loop import _TrainingEpochLoop
@@ -27,7 +28,7 @@ from .batches import OneLoader, batch_mover
 from .eval_step import StepPlan, evaluate, predict, validation_may_be_due
 from .hooks import STRATEGY, HookPlan, overridden, profiles_nothing
 from .logging import LeanLoggerConnector, LeanResults
-from .resume import ResumingEpochLoop
+from .resume import ResumingEpochLoop, ResumingFitLoop
 from .step import TrainStep
 
 TRAIN_HOOKS = (
@@ -40,7 +41,11 @@ TRAIN_HOOKS = (
 )
 
 
-class LeanTrainingEpochLoop(ResumingEpochLoop):
+class LeanFitLoop(ResumingFitLoop, _FitLoop):
+    """All epochs."""
+
+
+class LeanTrainingEpochLoop(ResumingEpochLoop, _TrainingEpochLoop):
     """One epoch of training.
 
     Args:
@@ -347,6 +352,7 @@ class WeighedAutomaticOptimization(_AutomaticOptimization):
 
 
 # Profilers name actions after the class of the loop: a profile reads as Lightning's.
+LeanFitLoop.__name__ = _FitLoop.__name__
 LeanTrainingEpochLoop.__name__ = _TrainingEpochLoop.__name__
 LeanEvaluationLoop.__name__ = _EvaluationLoop.__name__
 LeanPredictionLoop.__name__ = _PredictionLoop.__name__

@@ -4,16 +4,14 @@ Lightning saves inside hooks: the batch is trained but not logged, validation is
 restart has to guess what is still to come. Here a checkpoint that is due is written *between* two batches, or after
 an epoch with all its hooks, and a resumed run simply takes the next batch.
 
-These loops are Lightning's with that one change.
+What is here is mixed into Lightning's private loops in `loops.py`, where alone those are subclassed.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightning_fabric.utilities.data import _set_sampler_epoch
 from pytorch_lightning.loops.fetchers import _DataFetcher
-from pytorch_lightning.loops.fit_loop import _FitLoop
-from pytorch_lightning.loops.training_epoch_loop import _TrainingEpochLoop
 from pytorch_lightning.utilities.exceptions import SIGTERMException
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from typing_extensions import override
@@ -22,11 +20,17 @@ from . import logged_state, state
 from .checkpoint import Checkpoint
 from .loader_state import make_resumable
 
+if TYPE_CHECKING:
+    from pytorch_lightning.loops.fit_loop import _FitLoop as FitLoop
+    from pytorch_lightning.loops.training_epoch_loop import _TrainingEpochLoop as EpochLoop
+else:
+    FitLoop = EpochLoop = object
+
 BETWEEN_BATCHES = "between_batches"
 AFTER_EPOCH = "after_epoch"
 
 
-class ResumingFitLoop(_FitLoop):
+class ResumingFitLoop(FitLoop):
     """The epochs."""
 
     _point: str | None = None
@@ -153,7 +157,7 @@ class ResumingFitLoop(_FitLoop):
         self._resumed_point = self._resumed_state = None
 
 
-class ResumingEpochLoop(_TrainingEpochLoop):
+class ResumingEpochLoop(EpochLoop):
     """The batches of an epoch."""
 
     @override

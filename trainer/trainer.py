@@ -15,10 +15,9 @@ from .callbacks.nonfinite import DetectNonFinite
 from .checkpoint_io import VerifiedCheckpointIO
 from .lean_log import lean_logging
 from .logging import LeanLoggerConnector
-from .loops import LeanEvaluationLoop, LeanPredictionLoop, LeanTrainingEpochLoop
+from .loops import LeanEvaluationLoop, LeanFitLoop, LeanPredictionLoop, LeanTrainingEpochLoop
 from .memory import explained_out_of_memory
 from .progress import TimedBar
-from .resume import ResumingFitLoop
 
 
 class Trainer(pl.Trainer):
@@ -64,7 +63,7 @@ class Trainer(pl.Trainer):
         connector: Any = LeanLoggerConnector(self)
         self._logger_connector = connector
         lightnings = self.fit_loop
-        self.fit_loop = ResumingFitLoop(self, lightnings.min_epochs, lightnings.max_epochs)
+        self.fit_loop = LeanFitLoop(self, lightnings.min_epochs, lightnings.max_epochs)
         self.fit_loop.epoch_loop = LeanTrainingEpochLoop(self, lightnings.min_steps, lightnings.max_steps)
         self.validate_loop = LeanEvaluationLoop(
             self, TrainerFn.VALIDATING, RunningStage.VALIDATING, inference_mode=inference_mode
