@@ -28,10 +28,10 @@ class TimedBar:
         """Refresh, where it is time to or where this is the epoch's last batch."""
         progress = trainer.fit_loop.epoch_loop.batch_progress
         last = progress.is_last_batch or progress.current.ready >= trainer.num_training_batches
-        if last or time.monotonic() >= self._due_s:
+        if last or time.perf_counter() >= self._due_s:
             self._behind = None
             self.bar.on_train_batch_end(trainer, module, outputs, batch, batch_idx)
-            self._due_s = time.monotonic() + REFRESH_S
+            self._due_s = time.perf_counter() + REFRESH_S
         else:
             self._behind = batch_idx
 
@@ -58,6 +58,6 @@ class TimedBar:
         loop = trainer._active_loop
         sizes: Any = getattr(loop, "max_batches", None)
         last = not sizes or batch_idx + 1 >= sizes[dataloader_idx]
-        if last or time.monotonic() >= self._due_s:
+        if last or time.perf_counter() >= self._due_s:
             getattr(self.bar, hook)(trainer, module, *args)
-            self._due_s = time.monotonic() + REFRESH_S
+            self._due_s = time.perf_counter() + REFRESH_S
