@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 import tempfile
+import threading
 import uuid
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
@@ -26,6 +27,10 @@ from .signals import Interrupted
 
 AGENT = "EVENER_AGENT_PID"
 """Environment variable that tells a worker which process started it."""
+
+
+AGENT_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
+"""Signals that end a run in good order."""
 
 
 class WorkerError(RuntimeError):
@@ -84,7 +89,11 @@ def processes_per_node(cfg: DictConfig) -> int | None:
 def launch_workers(cfg: DictConfig, num_processes: int) -> Result:
     """Start one worker per process with torch's elastic agent, and wait for the result."""
     (Path(cfg.run_dir) / RESULT_FILE).unlink(missing_ok=True)
-    with tempfile.TemporaryDirectory(prefix="evener-") as scratch, environment(worker_environment(num_processes)):
+    with (
+        tempfile.TemporaryDirectory(prefix="evener-") as scratch,
+        environment(worker_environment(num_processes)),
+        signal_handlers_kept(),
+    ):
         config_file = Path(scratch) / "config.yaml"
         config_file.write_text(OmegaConf.to_yaml(cfg, resolve=True), encoding="utf-8")
         agent = elastic_launch(launch_config(cfg, num_processes, scratch), entrypoint=sys.executable)
@@ -104,7 +113,7 @@ def launch_config(cfg: DictConfig, num_processes: int, log_dir: str) -> LaunchCo
         max_nodes=1,
         nproc_per_node=num_processes,
         run_id=uuid.uuid4().hex,
-        signals_to_handle="SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",
+        signals_to_handle=",".join(number.name for number in AGENT_SIGNALS),
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",
         local_addr="localhost",
@@ -126,6 +135,20 @@ def worker_environment(num_processes: int) -> dict[str, str]:
         # modules beside the user's train.py stay importable
         "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
     }
+
+
+@contextmanager
+def signal_handlers_kept() -> Generator[None]:
+    """Put this process's signal handlers back afterwards: the agent leaves its own behind."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in AGENT_SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @contextmanager
