@@ -81,3 +81,12 @@ def test_a_killed_rank_is_restarted_from_the_newest_checkpoint(tmp_path: Path) -
         steps = [step for rank, _, step in run.lines() if rank == 1]
         assert steps == [0, 1, 2, 3, *range(2, 64)]
         assert len(list(tmp_path.glob("logs/*/*/*/train.log"))) == 1
+
+
+def test_a_hanging_rank_is_gone_soon_after_the_timeout_and_named(tmp_path: Path) -> None:
+    with running(tmp_path, "++module.fault=hang", "strategy.timeout_s=3") as run:
+        run.wait_for_step(3)
+        status, seconds = ends(run, time.monotonic())
+        assert status == 1
+        assert seconds < 3 + GONE_S
+        assert "rank 1 is at step 3, launched.py" in run.output.read_text()

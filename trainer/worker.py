@@ -11,6 +11,7 @@ from ..strategies.processes import die_with_parent
 from .launch import AGENT
 from .logs import run_log
 from .run import run
+from .signals import leave_in_time
 
 
 @record
@@ -18,6 +19,7 @@ def work(config_file: str) -> None:
     """Run one rank; the decorator leaves the traceback of a failure where the agent finds it."""
     cfg = OmegaConf.load(config_file)
     assert isinstance(cfg, DictConfig)
+    leave_in_time(cfg.launcher.shutdown_timeout_s)
     with run_log(cfg.run_dir, int(os.environ["RANK"])):
         run(cfg)
 
