@@ -289,12 +289,12 @@ def run_ddp(rank: int, port: int, rounds: int, steps: int) -> None:
     def bare(watch: Stopwatch, loader: DataLoader[Any]) -> None:
         hand_written(watch, loader, nn.parallel.DistributedDataParallel(Net()))
 
-    found: dict[str, Contender] = {
-        "evener": lambda watch, loader: lightning(Trainer, False, devices=2, strategy=DDPStrategy())(watch, loader),
-        "lightning": lambda watch, loader: lightning(
-            pl.Trainer, False, devices=2, strategy=pl_strategies.DDPStrategy(), use_distributed_sampler=False
-        )(watch, loader),
-    }
+    def ddp(cls: type[pl.Trainer], make: Callable[[], Any]) -> Contender:
+        # every rank reads the whole loader, as the hand-written loop does
+        options = {"devices": 2, "use_distributed_sampler": False}
+        return lambda watch, loader: lightning(cls, False, strategy=make(), **options)(watch, loader)
+
+    found = {"evener": ddp(Trainer, DDPStrategy), "lightning": ddp(pl.Trainer, pl_strategies.DDPStrategy)}
     rows = compare(bare, found, rounds, steps, time.perf_counter)
     if rank == 0:
         show("ddp", rows)
