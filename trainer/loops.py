@@ -242,6 +242,16 @@ class LeanTrainingEpochLoop(ResumingEpochLoop, _TrainingEpochLoop):
             bar.catch_up(self.trainer)
 
 
+def step_plan(loop: _EvaluationLoop | _PredictionLoop, stage: str) -> StepPlan | None:
+    """Plan the lean steps of a loop that was just reset; None where Lightning's own are taken."""
+    fetcher = loop._data_fetcher
+    assert fetcher is not None
+    if not profiles_nothing(loop.trainer):
+        return None
+    fetcher._start_profiler = fetcher._stop_profiler = _profile_nothing
+    return None if isinstance(fetcher, _DataLoaderIterDataFetcher) else StepPlan(loop, stage)
+
+
 class LeanEvaluationLoop(_EvaluationLoop):
     """Validation or test."""
 
@@ -253,13 +263,7 @@ class LeanEvaluationLoop(_EvaluationLoop):
     @override
     def reset(self) -> None:
         super().reset()
-        self._plan = None
-        fetcher = self._data_fetcher
-        assert fetcher is not None
-        if profiles_nothing(self.trainer):
-            fetcher._start_profiler = fetcher._stop_profiler = _profile_nothing
-            if not isinstance(fetcher, _DataLoaderIterDataFetcher):
-                self._plan = StepPlan(self, "test" if self.trainer.testing else "validation")
+        self._plan = step_plan(self, "test" if self.trainer.testing else "validation")
 
     @override
     def _evaluation_step(
@@ -284,13 +288,7 @@ class LeanPredictionLoop(_PredictionLoop):
     @override
     def reset(self) -> None:
         super().reset()
-        self._plan = None
-        fetcher = self._data_fetcher
-        assert fetcher is not None
-        if profiles_nothing(self.trainer):
-            fetcher._start_profiler = fetcher._stop_profiler = _profile_nothing
-            if not isinstance(fetcher, _DataLoaderIterDataFetcher):
-                self._plan = StepPlan(self, "predict")
+        self._plan = step_plan(self, "predict")
 
     @override
     def _predict_step(
