@@ -4,11 +4,12 @@
     python benchmarks/pipeline.py --wait
     python benchmarks/pipeline.py --devices cuda:0,cpu
 
-Two equal stages of wide linear layers, one intra-op thread each, so that a stage is bound by computing. All variants
-run interleaved in one process, round by round; the table shows medians over the rounds. Two CPU stages need two free
-cores: the last line says how much faster two independent threads do the same work than one, in the same minutes, which
-no pipeline can beat. With `--wait` a stage waits 20 µs per sample instead of computing, forward and backward: what the
-schedule gives by itself, whatever else the cores do.
+Two equal stages of wide linear layers, one intra-op thread each, so that a stage is bound by computing: each
+micro-batch reads all weights and adds to all gradients once, so that a small batch (`--batch 512`) is bound by memory
+and gains little. All variants run interleaved in one process, round by round; the table shows medians over the rounds.
+Two CPU stages need two free cores: the last line says how much faster two independent threads do the same work than
+one, in the same minutes, which no pipeline can beat. With `--wait` a stage waits 20 µs per sample instead of computing,
+forward and backward: what the schedule gives by itself, whatever else the cores do.
 """
 
 import argparse
@@ -149,7 +150,7 @@ def main() -> None:
     parser.add_argument("--microbatches", default="1,2,4,8")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument("--batch", type=int, default=512)
+    parser.add_argument("--batch", type=int, default=2048)
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--depth", type=int, default=8)
     args = parser.parse_args()
