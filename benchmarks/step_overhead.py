@@ -25,7 +25,7 @@ from typing import Any
 import pytorch_lightning as pl
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, DistributedSampler
 from torch.utils.tensorboard import SummaryWriter
 
 from evener.trainer import Trainer
@@ -95,12 +95,35 @@ class Module(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=1e-2)
 
 
-def make_loader(steps: int) -> DataLoader[Any]:
+def make_tensors(steps: int) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     inputs = torch.randn(steps, BATCH, 32, generator=generator)
-    targets = torch.randint(10, (steps, BATCH), generator=generator)
+    return inputs, torch.randint(10, (steps, BATCH), generator=generator)
+
+
+def make_loader(steps: int) -> DataLoader[Any]:
+    inputs, targets = make_tensors(steps)
     # ready batches: what is measured is the trainer, not the collation of samples
     return DataLoader([(x, y) for x, y in zip(inputs, targets, strict=True)], batch_size=None, collate_fn=lambda b: b)  # type: ignore[arg-type]
+
+
+class Ready(torch.utils.data.Dataset[Any]):
+    """Samples that are taken a whole ready batch at a time, by a sampler that can be shared among ranks."""
+
+    def __init__(self, inputs: torch.Tensor, targets: torch.Tensor) -> None:
+        self.inputs, self.targets = inputs, targets
+
+    def __len__(self) -> int:
+        return len(self.inputs) * BATCH
+
+    def __getitems__(self, indices: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.inputs[indices[0] // BATCH], self.targets[indices[0] // BATCH]
+
+
+def make_shared_loader(steps: int) -> DataLoader[Any]:
+    """A loader of `steps` batches for each of two ranks."""
+    dataset = Ready(*make_tensors(2 * steps))
+    return DataLoader(dataset, batch_size=BATCH, collate_fn=lambda batch: batch)
 
 
 # --------------------------------------------------------------------------------------------------------- training
@@ -189,6 +212,8 @@ def ignite(typical: bool) -> Callable[[Stopwatch, DataLoader[Any]], None]:
                     writer.add_scalar("index", at, at)
 
             engine.run(loader, max_epochs=1)
+            if typical:
+                writer.close()  # its thread still writes to the folder
 
     return run
 
@@ -227,6 +252,7 @@ def lightning_evaluation(cls: type[pl.Trainer], stage: str) -> Callable[[Stopwat
 # ------------------------------------------------------------------------------------------------------------ cases
 
 Contender = Callable[[Stopwatch, DataLoader[Any]], None]
+MakeLoader = Callable[[int], DataLoader[Any]]
 
 
 def contenders(case: str) -> tuple[Contender, dict[str, Contender]]:
@@ -243,22 +269,27 @@ def contenders(case: str) -> tuple[Contender, dict[str, Contender]]:
     return bare, {"evener": lightning_evaluation(Trainer, case), "lightning": lightning_evaluation(pl.Trainer, case)}
 
 
-def measure(contender: Contender, steps: int, clock: Callable[[], float]) -> float:
+def measure(contender: Contender, steps: int, clock: Callable[[], float], make: MakeLoader) -> float:
     watch = Stopwatch(clock, steps)
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        contender(watch, make_loader(steps))
+        contender(watch, make(steps))
     return watch.seconds()
 
 
 def compare(
-    bare: Contender, found: dict[str, Contender], rounds: int, steps: int, clock: Callable[[], float]
+    bare: Contender,
+    found: dict[str, Contender],
+    rounds: int,
+    steps: int,
+    clock: Callable[[], float],
+    make: MakeLoader = make_loader,
 ) -> list[tuple[str, float, float]]:
     """Return name, seconds per step and ratio of each, the hand-written loop first."""
     times: dict[str, list[float]] = {name: [] for name in ("hand-written", *found)}
     ratios: dict[str, list[float]] = {name: [] for name in found}
     for number in range(rounds + 1):
         for name, contender in found.items():
-            base, mine = measure(bare, steps, clock), measure(contender, steps, clock)
+            base, mine = measure(bare, steps, clock, make), measure(contender, steps, clock, make)
             if number:  # the first round warms up imports and caches
                 times["hand-written"].append(base)
                 times[name].append(mine)
@@ -287,15 +318,15 @@ def run_ddp(rank: int, port: int, rounds: int, steps: int) -> None:
     torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=300))
 
     def bare(watch: Stopwatch, loader: DataLoader[Any]) -> None:
-        hand_written(watch, loader, nn.parallel.DistributedDataParallel(Net()))
+        sampler: Any = DistributedSampler(loader.dataset, shuffle=False)  # type: ignore[arg-type]
+        own = DataLoader(loader.dataset, batch_size=BATCH, sampler=sampler, collate_fn=loader.collate_fn)
+        hand_written(watch, own, nn.parallel.DistributedDataParallel(Net()))
 
     def ddp(cls: type[pl.Trainer], make: Callable[[], Any]) -> Contender:
-        # every rank reads the whole loader, as the hand-written loop does
-        options = {"devices": 2, "use_distributed_sampler": False}
-        return lambda watch, loader: lightning(cls, False, strategy=make(), **options)(watch, loader)
+        return lambda watch, loader: lightning(cls, False, strategy=make(), devices=2)(watch, loader)
 
     found = {"evener": ddp(Trainer, DDPStrategy), "lightning": ddp(pl.Trainer, pl_strategies.DDPStrategy)}
-    rows = compare(bare, found, rounds, steps, time.perf_counter)
+    rows = compare(bare, found, rounds, steps, time.perf_counter, make_shared_loader)
     if rank == 0:
         show("ddp", rows)
 

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from .additions import adds
 from .blocks import num_processes, own_devices
 from .exceptions import ConfigError
 from .handover import reduce_finished
@@ -23,6 +24,7 @@ from .predictions import in_loader_order
 from .randomness import seed_rank
 from .rank_replicas import RankReplicas
 from .ranks import RanksStrategy
+from .redirection import forward_through
 from .sampling import Share
 from .sync_batchnorm import SyncedBatchNorm
 from .traceless import traceless
@@ -152,14 +154,19 @@ class DDPStrategy(RanksStrategy):
         rank_zero_info(f"global batch {sum(sizes)} = {_sum_of(sizes)}")
 
     @override
+    @adds(first="take_share")
     def batch_to_device(self, batch: Batch, device: torch.device | None = None, dataloader_idx: int = 0) -> Batch:
+        self.take_share()
+        return super().batch_to_device(batch, device, dataloader_idx)
+
+    def take_share(self) -> None:
+        """Learn how many samples of the global batch this rank's next batch holds."""
         assert self._trainer is not None
         loader = self._trainer.fit_loop._combined_loader
         self._share = None
         if self._trainer.training and loader is not None:
             self._share = next_share(loader.flattened[0])
             self._scale = 1.0 if self._share is None else self.world_size * self._share.num / self._share.total
-        return super().batch_to_device(batch, device, dataloader_idx)
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
@@ -182,28 +189,52 @@ class DDPStrategy(RanksStrategy):
     def _own_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         """What this rank computes: in one piece, or on replicas."""
         if self._replicas is None:
-            return super().training_step(*args, **kwargs)
+            return self._wrapped_step(*args, **kwargs)
         self._sync_buffers()
         return self._replicas.training_step(*args, **kwargs)
+
+    def _wrapped_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        module, model = self.lightning_module, self.model
+        assert module is not None
+        if not isinstance(model, DistributedDataParallel) or not module.automatic_optimization:
+            return super().training_step(*args, **kwargs)
+        with self.precision_plugin.train_step_context():
+            return forward_through(model, module, module.training_step, *args, **kwargs)
 
     def _sync_buffers(self) -> None:
         if isinstance(self.model, DistributedDataParallel) and self.model.will_sync_module_buffers():
             self.model._sync_buffers()
 
     @override
+    @adds(first="scale_loss", then="sum_replicas")
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        if isinstance(self._scale, Tensor) or self._scale != 1.0:
-            closure_loss = closure_loss * torch.as_tensor(self._scale, dtype=closure_loss.dtype)
+        closure_loss = self.scale_loss(closure_loss)
         if self._replicas is not None:
             return self._replicas.backward(closure_loss, optimizer, *args, **kwargs)
         return super().backward(closure_loss, optimizer, *args, **kwargs)
 
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        """Weigh this rank's loss, so that the mean of all ranks' gradients is that of the global batch."""
+        if isinstance(self._scale, Tensor) or self._scale != 1.0:
+            return loss * torch.as_tensor(self._scale, dtype=loss.dtype)
+        return loss
+
+    def sum_replicas(self) -> None:
+        """Bring the gradients of this rank's replicas together, and to the other ranks."""
+        if self._replicas is not None:
+            self._replicas.finish_backward()
+
     @override
+    @adds(then="tell_replicas")
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
         result = super().optimizer_step(*args, **kwargs)
+        self.tell_replicas()
+        return result
+
+    def tell_replicas(self) -> None:
+        """Let this rank's replicas know that the weights have changed."""
         if self._replicas is not None:
             self._replicas.weights_changed()
-        return result
 
     @contextmanager
     def weighing_logged(self) -> Generator[None]:

@@ -13,6 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from .additions import adds
 from .chunks import join, num_samples, split
 from .exceptions import ConfigError
 from .one_process import OneProcessStrategy
@@ -128,6 +129,7 @@ class DataParallelStrategy(OneProcessStrategy):
             return self._evaluation_step("predict_step", *args, **kwargs)
 
     @override
+    @adds(then="finish_backward")
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         module = self.lightning_module
         assert module is not None
@@ -145,11 +147,16 @@ class DataParallelStrategy(OneProcessStrategy):
             self.layout.sum_gradients()
 
     @override
+    @adds(then="finish_step")
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
         result = super().optimizer_step(optimizer, closure, *args, **kwargs)
+        self.finish_step()
+        return result
+
+    def finish_step(self) -> None:
+        """Have the next step copy what the optimizer has changed to the replicas."""
         if self.layout is not None:
             self.layout.replicas.mark_changed(frozen=self._copy_frozen)
-        return result
 
     @override
     def on_train_start(self) -> None:

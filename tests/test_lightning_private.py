@@ -107,6 +107,11 @@ pytorch_lightning.utilities.combined_loader CombinedLoader._state_dicts
 torch.utils.data DataLoader._index_sampler
 torch.nn Module._replicate_for_data_parallel
 torch.nn.modules.batchnorm _BatchNorm
+torch.autograd _profiler_enabled
+torch.autograd.graph _engine_run_backward
+torch.optim.optimizer _global_optimizer_post_hooks
+torch.optim.optimizer _global_optimizer_pre_hooks
+torch.optim SGD.step.__wrapped__
 pytorch_lightning.trainer.connectors.logger_connector.logger_connector _LoggerConnector.should_update_logs
 torchmetrics Metric._reduce_states
 torchmetrics Metric.merge_state

@@ -9,6 +9,7 @@ from pytorch_lightning.loops.fetchers import _DataFetcher, _PrefetchDataFetcher
 from pytorch_lightning.utilities.combined_loader import CombinedLoader, _MaxSizeCycle
 from torch import Tensor
 
+from ..strategies.additions import additions
 from ..strategies.types import Batch
 from .hooks import DATA_MODULE, MODULE, PRECISION, STRATEGY, HookPlan, any_overridden, overridden
 
@@ -70,16 +71,25 @@ def batch_mover(plan: HookPlan) -> Callable[[Batch, int], Batch]:
     """
     module, data = plan.module, plan.trainer.datamodule
     names = (*_TRANSFER_HOOKS, "_on_before_batch_transfer", "_apply_batch_transfer_handler", "_call_batch_hook")
+    adds = additions(plan.strategy, "batch_to_device", STRATEGY["batch_to_device"])
     plain = (
         not any_overridden(module, names, MODULE)
         and (data is None or not any_overridden(data, _TRANSFER_HOOKS, DATA_MODULE))
-        and not overridden(plan.strategy, "batch_to_device", STRATEGY)
         and not overridden(plan.precision, "convert_input", PRECISION)
     )
-    if not plain:
+    if not plain or adds is None:
         return _with_hooks(plan)
     device = plan.strategy.root_device
-    return _to_cpu if device.type == "cpu" else _to(device)
+    move = _to_cpu if device.type == "cpu" else _to(device)
+    return _after(getattr(plan.strategy, adds.first), move) if adds.first else move
+
+
+def _after(first: Callable[[], None], move: Callable[[Batch, int], Batch]) -> Callable[[Batch, int], Batch]:
+    def first_then_move(batch: Batch, dataloader_idx: int) -> Batch:
+        first()
+        return move(batch, dataloader_idx)
+
+    return first_then_move
 
 
 def _with_hooks(plan: HookPlan) -> Callable[[Batch, int], Batch]:

@@ -8,7 +8,6 @@ never, work; torch's own, which call it once and first, need none. What module, 
 called as Lightning calls it; what nobody overrides is done here directly.
 """
 
-import inspect
 from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import Any
@@ -21,19 +20,14 @@ from pytorch_lightning.plugins.precision import MixedPrecision
 from pytorch_lightning.strategies import DDPStrategy, ParallelStrategy
 from pytorch_lightning.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
-from torch.optim import Optimizer
-from torch.optim.optimizer import _global_optimizer_pre_hooks
 
+from ..strategies.additions import Additions, additions
 from ..strategies.types import Batch
 from .accumulation import Accumulation
 from .hooks import MODULE, PRECISION, STRATEGY, HookPlan, any_overridden, overridden
+from .torch_step import PlainOptimizer, backward_of
 
 _OPTIMIZER_STEP = LightningOptimizer.step
-_TORCH_STEPS = {
-    kind: inspect.unwrap(kind.step)
-    for kind in vars(torch.optim).values()
-    if isinstance(kind, type) and issubclass(kind, Optimizer) and kind not in (Optimizer, torch.optim.LBFGS)
-}
 _DDP = {name: getattr(DDPStrategy, name) for name in ("pre_backward", "post_backward", "optimizer_step")}
 _MIXED = {name: getattr(MixedPrecision, name) for name in ("pre_backward", "optimizer_step")}
 
@@ -58,10 +52,14 @@ class TrainStep:
         """Make the choices again, after the plan was resolved again."""
         plan, module, strategy = self.plan, self.plan.module, self.plan.strategy
         self.plain_forward = plan.step_is_the_modules("training_step")
-        self.plain_backward = _backward_is_lightnings(plan)
+        self.backward_adds = _backward_adds(plan)
+        self.step_adds = _optimizer_step_adds(plan)
         self.module_backward = overridden(module, "backward", MODULE)
-        self.hooks_only = _optimizer_step_is_lightnings(plan) and not overridden(module, "optimizer_step", MODULE)
-        self.plain_optimizer_step = self.hooks_only and all(map(_only_evaluates_closure, strategy.optimizers))
+        self.hooks_only = self.step_adds is not None and not overridden(module, "optimizer_step", MODULE)
+        # where there is none, or several, no lean step is taken
+        self.optimizer: Any = PlainOptimizer(strategy.optimizers[0]) if strategy.optimizers else None
+        self.plain_optimizer_step = self.hooks_only and self.optimizer is not None and self.optimizer.steps_plainly
+        self.bring_back = backward_of()
         self.takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
         self.module_zero_grad = overridden(module, "optimizer_zero_grad", MODULE)
         self.clips_itself = any_overridden(module, ("configure_gradient_clipping", "clip_gradients"), MODULE)
@@ -69,8 +67,9 @@ class TrainStep:
         self.post_training_step = overridden(strategy, "post_training_step", STRATEGY)
         self.blocks_sync = isinstance(strategy, ParallelStrategy)
         self.reads_outputs = plan.reads_outputs()
-        hooks = ("on_before_backward", "on_after_backward", "on_before_optimizer_step")
-        self.hooked = self.module_backward or self.clips_itself or any(name in plan.work for name in hooks)
+        self.hooked_backward = self.module_backward or self.backward_adds != Additions()
+        self.hooked_backward |= "on_before_backward" in plan.work or "on_after_backward" in plan.work
+        self.hooked_update = self.clips_itself or "on_before_optimizer_step" in plan.work
 
     def run(self, batch: Batch, batch_idx: int, stepping: bool) -> dict[str, Any]:
         """Do a step on one micro-batch.
@@ -84,17 +83,19 @@ class TrainStep:
             What `on_train_batch_end` receives: the loss, detached, and what else `training_step` returned. Empty
             where it returned None.
         """
+        if self.optimizer.optimizer is not self.plan.strategy.optimizers[0] or self.optimizer.was_patched():
+            self.resolve()
         if not stepping:
             return self._accumulate(batch, batch_idx)
         step: Any = self.automatic.optim_progress.optimizer.step
         step.total.ready += 1
         step.current.ready += 1
         if self.plain_optimizer_step and torch.is_grad_enabled():
-            optimizer = self.plan.strategy.optimizers[0]
-            reported = self._forward_backward(batch, batch_idx, optimizer, True)
-            if self.hooked or self.trainer.gradient_clip_val:
-                self._before_update(optimizer)
-            optimizer.step()
+            reported = self._forward_backward(batch, batch_idx, True)
+            if self.hooked_update or self.trainer.gradient_clip_val:
+                self._before_update(self.optimizer.optimizer)
+            self.optimizer.step()
+            self._after_update()
         else:
             reported = self._step_with_closure(batch, batch_idx)
         step.total.completed += 1
@@ -104,7 +105,7 @@ class TrainStep:
     def _accumulate(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
         strategy: Any = self.plan.strategy
         with strategy.block_backward_sync() if self.blocks_sync else nullcontext(), torch.enable_grad():
-            return self._forward_backward(batch, batch_idx, strategy.optimizers[0], False)
+            return self._forward_backward(batch, batch_idx, False)
 
     def _step_with_closure(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
         """Let the optimizer call forward and backward, through whatever overrides its step."""
@@ -112,7 +113,7 @@ class TrainStep:
         results: list[dict[str, Any]] = []
 
         def forward_backward() -> ClosureResult:
-            results[:] = [self._forward_backward(batch, batch_idx, plan.strategy.optimizers[0], True)]
+            results[:] = [self._forward_backward(batch, batch_idx, True)]
             return ClosureResult(results[0].get("loss"))
 
         # Lightning's type, by which user code may recognise the closure; it enables gradients and passes the loss on
@@ -127,12 +128,13 @@ class TrainStep:
                 return loss
 
             raw.step(closure=closure_then_hooks)
+            self._after_update()
         else:
             plan.call_as("optimizer_step", plan.module.optimizer_step, epoch, batch_idx, optimizer, closure)
         closure.consume_result()  # raises where the closure was never called
         return results[0]
 
-    def _forward_backward(self, batch: Batch, batch_idx: int, optimizer: Any, stepping: bool) -> dict[str, Any]:
+    def _forward_backward(self, batch: Batch, batch_idx: int, stepping: bool) -> dict[str, Any]:
         plan, state, parts = self.plan, self.plan.state, self.trainer.accumulate_grad_batches
         args = (batch, batch_idx) if self.takes_index else (batch,)
         before = state["_current_fx_name"]
@@ -145,7 +147,7 @@ class TrainStep:
             self.resolve_again()
         first = parts == 1 or batch_idx % parts == 0
         if output is None:
-            return self._skip(optimizer, batch_idx, first)
+            return self._skip(batch_idx, first)
         if isinstance(output, Tensor):
             loss, reported = output, self._reported(output)
         else:
@@ -154,14 +156,14 @@ class TrainStep:
             loss = self._share(loss, output, batch, parts, first, reported)
         del output
         if first:
-            self._zero_grad(optimizer, batch_idx)
+            self._zero_grad(batch_idx)
         state["_current_fx_name"] = "backward"
-        if not self.plain_backward:
-            plan.strategy.backward(loss, optimizer)
-        elif self.hooked:
+        if self.backward_adds is None:
+            plan.strategy.backward(loss, self.optimizer.optimizer)
+        elif self.hooked_backward:
             self._backward(loss)
         else:
-            loss.backward()
+            self.bring_back(loss)
         state["_current_fx_name"] = before
         if stepping and parts != 1 and self.accumulation.exact:
             self.accumulation.divide_gradients()
@@ -172,14 +174,14 @@ class TrainStep:
         self.plan.resolve()
         self.resolve()
 
-    def _skip(self, optimizer: Any, batch_idx: int, first: bool) -> dict[str, Any]:
+    def _skip(self, batch_idx: int, first: bool) -> dict[str, Any]:
         """Do what is left of a step whose `training_step` returned None."""
         if self.trainer.world_size > 1:
             raise RuntimeError(
                 "Skipping the `training_step` by returning None in distributed training is not supported: the other "
                 "ranks would wait for this one's gradients. Return a loss on every rank, zero where there is nothing."
             )
-        zero_grad = (lambda: self._zero_grad(optimizer, batch_idx)) if first else None
+        zero_grad = (lambda: self._zero_grad(batch_idx)) if first else None
         Closure(step_fn=lambda: ClosureResult(None), zero_grad_fn=zero_grad)()  # warns
         return {}
 
@@ -206,8 +208,8 @@ class TrainStep:
         reported["loss"] = reported["loss"] / parts
         return loss / parts
 
-    def _zero_grad(self, optimizer: Any, batch_idx: int) -> None:
-        plan = self.plan
+    def _zero_grad(self, batch_idx: int) -> None:
+        plan, optimizer = self.plan, self.optimizer.optimizer
         counter: Any = self.automatic.optim_progress.optimizer.zero_grad
         total, current = counter.total, counter.current
         total.ready += 1
@@ -220,20 +222,29 @@ class TrainStep:
             epoch = self.trainer.current_epoch
             plan.call_as("optimizer_zero_grad", plan.module.optimizer_zero_grad, epoch, batch_idx, optimizer)
         else:
-            optimizer.zero_grad()
+            self.optimizer.zero_grad()
         total.completed += 1
         current.completed += 1
 
     def _backward(self, loss: Tensor) -> None:
-        plan = self.plan
+        plan, adds = self.plan, self.backward_adds
+        assert adds is not None
+        if adds.first:
+            loss = getattr(plan.strategy, adds.first)(loss)
         if "on_before_backward" in plan.work:
             plan.call("on_before_backward", loss)
         if self.module_backward:
             plan.module.backward(loss)
         else:
-            loss.backward()
+            self.bring_back(loss)
+        if adds.then:
+            getattr(plan.strategy, adds.then)()
         if "on_after_backward" in plan.work:
             plan.call("on_after_backward")
+
+    def _after_update(self) -> None:
+        if self.step_adds:
+            getattr(self.plan.strategy, self.step_adds)()
 
     def _before_update(self, optimizer: Optimizable) -> None:
         """Call the hooks between backward and the optimizer's update, and clip."""
@@ -247,48 +258,34 @@ class TrainStep:
             plan.precision._clip_gradients(plan.module, optimizer, value, gradient_clip_algorithm=algorithm)
 
 
-def _backward_is_lightnings(plan: HookPlan) -> bool:
-    """Whether the strategy's backward only calls the hooks and the module's."""
+def _adds(strategy: object, name: str) -> Additions | None:
+    """What a strategy's method adds to Lightning's, or to that of Lightning's DDP."""
+    found = additions(strategy, name, STRATEGY[name])
+    return found if found is not None or name not in _DDP else additions(strategy, name, _DDP[name])
+
+
+def _backward_adds(plan: HookPlan) -> Additions | None:
+    """What the strategy's backward adds to the hooks and the module's; None where it may do anything."""
     strategy, precision = plan.strategy, plan.precision
-    for name in ("pre_backward", "post_backward"):
-        # DDP's own act in manual optimization only
-        if overridden(strategy, name, STRATEGY) and overridden(strategy, name, _DDP):
-            return False
+    # DDP's own act in manual optimization only
+    if any(_adds(strategy, name) != Additions() for name in ("pre_backward", "post_backward")):
+        return None
     scaled = overridden(precision, "pre_backward", PRECISION) and not _mixes_without_scaler(plan, "pre_backward")
     own = any_overridden(precision, ("backward", "post_backward"), PRECISION)
-    return not (overridden(strategy, "backward", STRATEGY) or scaled or own)
+    return None if scaled or own else _adds(strategy, "backward")
 
 
-def _optimizer_step_is_lightnings(plan: HookPlan) -> bool:
-    """Whether strategy and precision plugin do nothing around the optimizer's step but call the hooks."""
+def _optimizer_step_adds(plan: HookPlan) -> str | None:
+    """What the strategy calls after the optimizer's step and its hooks; None where it may do anything."""
     strategy: Any = plan.strategy
-    own = overridden(strategy, "optimizer_step", STRATEGY)
-    if own and not overridden(strategy, "optimizer_step", _DDP):
-        own = strategy._model_averager is not None
+    adds = _adds(strategy, "optimizer_step")
+    averages = getattr(strategy, "_model_averager", None) is not None
     scaled = overridden(plan.precision, "optimizer_step", PRECISION) and not _mixes_without_scaler(
         plan, "optimizer_step"
     )
     wrapped = any_overridden(plan.precision, ("_wrap_closure", "_after_closure"), PRECISION)
     patched = any(type(optimizer).step is not _OPTIMIZER_STEP for optimizer in strategy._lightning_optimizers)
-    return not (own or scaled or wrapped or patched)
-
-
-def _only_evaluates_closure(optimizer: Any) -> bool:
-    """Whether the optimizer is one of torch's that would call a closure once, before anything else it does.
-
-    Then forward and backward can come first and the step needs no closure: the same operations in the same order.
-    """
-    kind = type(optimizer)
-    inner = _TORCH_STEPS.get(kind)
-    own = vars(optimizer).get("step")
-    return (
-        inner is not None
-        and inspect.unwrap(kind.step) is inner
-        # torch's learning rate schedulers count the calls by a wrapper on the object
-        and (own is None or getattr(own, "_wrapped_by_lr_sched", None) is True)
-        and not optimizer._optimizer_step_pre_hooks
-        and not _global_optimizer_pre_hooks
-    )
+    return None if adds is None or adds.first or averages or scaled or wrapped or patched else adds.then
 
 
 def _mixes_without_scaler(plan: HookPlan, name: str) -> bool:

@@ -1,0 +1,56 @@
+"""What a strategy adds to Lightning's own methods, told so that a loop can do Lightning's part itself.
+
+A strategy that overrides `backward` only to scale the loss first need not send the loop through Lightning's whole
+chain of calls for that. It marks its method with what it adds:
+
+    @adds(first="scale_loss")
+    def backward(self, closure_loss, optimizer, *args, **kwargs):
+        return super().backward(self.scale_loss(closure_loss), optimizer, *args, **kwargs)
+
+A loop that knows Lightning's part calls `scale_loss`, and does that part in its own way; one that does not calls
+`backward`. A subclass that overrides `backward` again, without a mark, is called as it is.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+class Additions(NamedTuple):
+    """Names of the strategy's methods that are called before and after Lightning's part; empty for none."""
+
+    first: str = ""
+    then: str = ""
+
+
+def adds(first: str = "", then: str = "") -> Callable[[Method], Method]:
+    """Mark a method that does as Lightning's own, and calls `first` before and `then` after.
+
+    Args:
+        first: for `backward` a function of the loss that returns the loss, otherwise one without arguments.
+        then: a function without arguments. For `backward` it runs before the hook `on_after_backward`.
+    """
+
+    def mark(method: Method) -> Method:
+        vars(method)["additions"] = Additions(first, then)
+        return method
+
+    return mark
+
+
+def additions(strategy: object, name: str, lightnings: Any) -> Additions | None:
+    """What a strategy's method adds to Lightning's own.
+
+    Args:
+        strategy: the strategy.
+        name: of the method.
+        lightnings: Lightning's own method.
+
+    Returns:
+        None where the method may do anything.
+    """
+    method = getattr(type(strategy), name)
+    if name in vars(strategy):
+        return None
+    return Additions() if method is lightnings else getattr(method, "additions", None)

@@ -1,0 +1,90 @@
+"""torch's backward, `zero_grad` and optimizer step without their wrappers, where nobody would notice.
+
+On a tiny model the wrappers cost more than the work: they write an event for a profiler that is not there, look for
+hooks that nobody registered, and shield from a compiler that does not run. Each function here does what torch's own
+does, and leaves it to torch's own as soon as a profiler, a hook or a patch is in sight.
+"""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import _engine_run_backward
+from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+_OPTIMIZERS = [
+    kind
+    for kind in vars(torch.optim).values()
+    if isinstance(kind, type) and issubclass(kind, Optimizer) and kind not in (Optimizer, torch.optim.LBFGS)
+]
+_INNERMOST: dict[type, Any] = {kind: inspect.unwrap(kind.step) for kind in _OPTIMIZERS}
+_ZERO_GRAD = Optimizer.zero_grad
+_BACKWARD = (Tensor.backward, torch.autograd.backward)
+
+
+def backward_of() -> Callable[[Tensor], None]:
+    """Choose how a loss is brought back: directly, or by `loss.backward()` where somebody has patched that."""
+    return _backward if (Tensor.backward, torch.autograd.backward) == _BACKWARD else Tensor.backward
+
+
+def _backward(loss: Tensor) -> None:
+    if type(loss) is not Tensor or loss.dim() or not loss.requires_grad or not loss.is_floating_point():
+        loss.backward()  # which explains what is wrong
+        return
+    _engine_run_backward(
+        (loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True
+    )
+
+
+class PlainOptimizer:
+    """Steps and clears one of torch's optimizers.
+
+    Args:
+        optimizer: any; `steps_plainly` tells whether it is one whose step this class knows.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer: Any = optimizer
+        self._patch = patched = vars(optimizer).get("step")
+        kind = type(optimizer)
+        # torch's learning rate schedulers count the calls by a wrapper on the object
+        self._counts = getattr(patched, "_wrapped_by_lr_sched", None) is True
+        known = kind in _INNERMOST and inspect.unwrap(kind.step) is _INNERMOST[kind]
+        self.steps_plainly = known and (patched is None or self._counts) and not self._has_pre_hooks()
+        self._step: Any = getattr(kind.step, "__wrapped__", None)
+        self._clears = kind.zero_grad is _ZERO_GRAD and "zero_grad" not in vars(optimizer)
+
+    def was_patched(self) -> bool:
+        """Whether somebody has replaced the optimizer's `step` since."""
+        return self.optimizer.__dict__.get("step") is not self._patch
+
+    def _has_pre_hooks(self) -> bool:
+        return bool(self.optimizer._optimizer_step_pre_hooks or _global_optimizer_pre_hooks)
+
+    def step(self) -> None:
+        """Update the parameters, as `optimizer.step()`; only where `steps_plainly`."""
+        optimizer = self.optimizer
+        if (
+            optimizer._optimizer_step_post_hooks
+            or _global_optimizer_post_hooks
+            or self._has_pre_hooks()
+            or torch.autograd._profiler_enabled()
+        ):
+            optimizer.step()
+            return
+        if self._counts:
+            optimizer._opt_called = True
+        self._step(optimizer)
+
+    def zero_grad(self) -> None:
+        """Forget the gradients, as `optimizer.zero_grad()`."""
+        optimizer = self.optimizer
+        if not self._clears or torch.autograd._profiler_enabled():
+            optimizer.zero_grad()
+            return
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None
