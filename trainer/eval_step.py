@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from lightning_fabric.utilities import move_data_to_device
 from pytorch_lightning.loops.evaluation_loop import _EvaluationLoop
+from pytorch_lightning.loops.fetchers import _DataLoaderIterDataFetcher, _profile_nothing
 from pytorch_lightning.loops.prediction_loop import _PredictionLoop
 from pytorch_lightning.loops.training_epoch_loop import _TrainingEpochLoop
 from pytorch_lightning.utilities.exceptions import SIGTERMException
@@ -12,7 +13,7 @@ from pytorch_lightning.utilities.signature_utils import is_param_in_hook_signatu
 
 from ..strategies.types import Batch
 from .batches import batch_mover
-from .hooks import HookPlan
+from .hooks import HookPlan, profiles_nothing
 from .logging import LeanLoggerConnector
 
 
@@ -64,6 +65,16 @@ class StepPlan:
         output = getattr(hooks.module if self.plain else hooks.strategy, self.step_name)(*args)
         state["_current_fx_name"] = before
         return output
+
+
+def step_plan(loop: _EvaluationLoop | _PredictionLoop, stage: str) -> StepPlan | None:
+    """Plan the lean steps of a loop that was just reset; None where Lightning's own are taken."""
+    fetcher = loop._data_fetcher
+    assert fetcher is not None
+    if not profiles_nothing(loop.trainer):
+        return None
+    fetcher._start_profiler = fetcher._stop_profiler = _profile_nothing
+    return None if isinstance(fetcher, _DataLoaderIterDataFetcher) else StepPlan(loop, stage)
 
 
 def evaluate(loop: _EvaluationLoop, plan: StepPlan, batch: Batch, batch_idx: int, dataloader_idx: int) -> None:

@@ -123,9 +123,16 @@ class LeanLoggerConnector(_LoggerConnector):
         results.batch_size = None
         self.batch_results = None
 
-    def log_train_step(self) -> None:
-        """Send a step's values to the loggers."""
-        self.log_metrics(self.metrics["log"])
+    def log_train_step(self, num_steps: int) -> None:
+        """Send a step's values to the loggers, if it is one of every `log_every_n_steps`.
+
+        Args:
+            num_steps: batches that stepped the optimizer, this one included.
+        """
+        trainer: Any = self.trainer
+        every = trainer.log_every_n_steps
+        if (every and (num_steps % every == 0 or trainer.should_stop)) or trainer.fast_dev_run:
+            self.log_metrics(self.metrics["log"])
 
     def log_evaluation_step(self, results: LeanResults, step: int) -> None:
         """Send the step's values to the loggers, where any is logged by step."""

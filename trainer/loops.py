@@ -25,7 +25,7 @@ from typing_extensions import override
 from ..strategies.types import Batch
 from .accumulation import Accumulation
 from .batches import OneLoader, batch_mover
-from .eval_step import StepPlan, evaluate, predict, validation_may_be_due
+from .eval_step import StepPlan, evaluate, predict, step_plan, validation_may_be_due
 from .hooks import STRATEGY, HookPlan, overridden, profiles_nothing
 from .logging import LeanLoggerConnector, LeanResults
 from .resume import ResumingEpochLoop, ResumingFitLoop
@@ -146,14 +146,10 @@ class LeanTrainingEpochLoop(ResumingEpochLoop, _TrainingEpochLoop):
         self._advance(plan, data_fetcher)
 
     def _advance(self, plan: HookPlan, data_fetcher: _DataFetcher) -> None:
-        trainer: Any = self.trainer
-        progress, connector, work = self.batch_progress, self._connector, plan.work
+        progress, connector = self.batch_progress, self._connector
         total: Any = progress.total
         current: Any = progress.current
-        asked_s = perf_counter()
-        # Lightning's fetcher also returns the indices of batch and loader
-        batch: Batch = next(data_fetcher)[0] if self._loader is None else next(self._loader)
-        self.data_wait_s += perf_counter() - asked_s
+        batch = self._fetch(data_fetcher)
         batch_idx = current.ready
         progress.is_last_batch = data_fetcher.done
         batch = self._move(batch, 0)
@@ -166,7 +162,7 @@ class LeanTrainingEpochLoop(ResumingEpochLoop, _TrainingEpochLoop):
         if batch is None:
             self._warning_cache.warn("train_dataloader yielded None. If this was on purpose, ignore this warning...")
         else:
-            skip = "on_train_batch_start" in work and plan.call("on_train_batch_start", batch, batch_idx) == -1
+            skip = "on_train_batch_start" in plan.work and plan.call("on_train_batch_start", batch, batch_idx) == -1
             if self._tells_strategy:
                 plan.call_as("on_train_batch_start", plan.strategy.on_train_batch_start, batch, batch_idx)
             if skip:
@@ -184,21 +180,28 @@ class LeanTrainingEpochLoop(ResumingEpochLoop, _TrainingEpochLoop):
                 self.update_lr_schedulers("epoch", update_plateau_schedulers=False)
         if skip:
             raise StopIteration
+        self._end_batch(plan, output, batch, batch_idx)
+        total.completed += 1
+        current.completed += 1
+        if self._stepping() or not plan.module.automatic_optimization:
+            connector.log_train_step(self._batches_that_stepped + 1)
+
+    def _fetch(self, data_fetcher: _DataFetcher) -> Batch:
+        asked_s = perf_counter()
+        # Lightning's fetcher also returns the indices of batch and loader
+        batch: Batch = next(data_fetcher)[0] if self._loader is None else next(self._loader)
+        self.data_wait_s += perf_counter() - asked_s
+        return batch
+
+    def _end_batch(self, plan: HookPlan, output: Any, batch: Batch, batch_idx: int) -> None:
         if self._results.deferred:
-            with getattr(trainer.strategy, "weighing_logged", nullcontext)():
+            with getattr(plan.strategy, "weighing_logged", nullcontext)():
                 self._results.deferred.flush()
         if plan.work and plan.stale():  # a hook of this step attached or patched something
             self._resolve()
         if "on_train_batch_end" in plan.work:
             plan.call("on_train_batch_end", output, batch, batch_idx)
-        connector.finish_batch(self._results)
-        total.completed += 1
-        current.completed += 1
-        if self._stepping() or not plan.module.automatic_optimization:
-            every = trainer.log_every_n_steps
-            due = every and ((self._batches_that_stepped + 1) % every == 0 or trainer.should_stop)
-            if due or trainer.fast_dev_run:
-                connector.log_train_step()
+        self._connector.finish_batch(self._results)
 
     def _stepping(self) -> bool:
         """Whether the optimizer updates at this micro-batch."""
@@ -240,16 +243,6 @@ class LeanTrainingEpochLoop(ResumingEpochLoop, _TrainingEpochLoop):
         bar = getattr(self.trainer, "timed_bar", None)
         if bar is not None:
             bar.catch_up(self.trainer)
-
-
-def step_plan(loop: _EvaluationLoop | _PredictionLoop, stage: str) -> StepPlan | None:
-    """Plan the lean steps of a loop that was just reset; None where Lightning's own are taken."""
-    fetcher = loop._data_fetcher
-    assert fetcher is not None
-    if not profiles_nothing(loop.trainer):
-        return None
-    fetcher._start_profiler = fetcher._stop_profiler = _profile_nothing
-    return None if isinstance(fetcher, _DataLoaderIterDataFetcher) else StepPlan(loop, stage)
 
 
 class LeanEvaluationLoop(_EvaluationLoop):
