@@ -5,7 +5,6 @@ from typing import Any, Literal
 
 import pytorch_lightning as pl
 import torch
-from pytorch_lightning.utilities.rank_zero import rank_zero_info
 from pytorch_lightning.utilities.types import STEP_OUTPUT
 from torch import Tensor
 from torch.optim import Optimizer
@@ -14,17 +13,15 @@ from typing_extensions import override
 from .balance import BalanceController
 from .ddp import DDPStrategy
 from .exceptions import ConfigError
+from .kept_balance import KeepsBalance
 from .partition import Even, Policy, Weighted
 from .stopwatch import Stopwatch
-
-CHECKPOINT_KEY = "balance"
-"""Where a checkpoint keeps what was measured."""
 
 FIRST_STEPS, THEN_EVERY = 12, 20
 """The first steps are measured, and then one in as many."""
 
 
-class BalancedDDPStrategy(DDPStrategy):
+class BalancedDDPStrategy(KeepsBalance, DDPStrategy):
     """`DDPStrategy` whose loader's batch is the global batch, divided among the ranks by weights.
 
     Gradients stay exact, as every rank's counts by its samples. With `auto` each rank measures the time that its own
@@ -56,8 +53,6 @@ class BalancedDDPStrategy(DDPStrategy):
         BalanceController(1, hysteresis=hysteresis)  # checks it
         self.weights = weights
         self.hysteresis = hysteresis
-        self.controller: BalanceController | None = None
-        self._restored: dict[str, Any] | None = None
         self._watch: Stopwatch | None = None
         self._exchanged: Tensor | None = None
         self._num_steps = 0
@@ -74,9 +69,8 @@ class BalancedDDPStrategy(DDPStrategy):
         if not isinstance(self.weights, str):
             Weighted(tuple(self.weights)).verify(self.world_size, self.strategy_name)
         else:
-            self.controller = BalanceController(self.world_size, hysteresis=self.hysteresis)
-            if self._restored is not None and not self.controller.load_state_dict(self._restored):
-                rank_zero_info("balanced_ddp: the checkpoint was balanced for another number of ranks; measuring anew.")
+            num = self.world_size
+            self.keep_controller(num, lambda: BalanceController(num, hysteresis=self.hysteresis), "ranks")
         super().setup(trainer)
 
     @override
@@ -134,15 +128,3 @@ class BalancedDDPStrategy(DDPStrategy):
         for name, value in controller.metrics().items():
             if "bytes" not in name:
                 module.log(name, value, on_step=True, on_epoch=False, batch_size=1, rank_zero_only=True)
-
-    @override
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        if self.controller is not None:
-            checkpoint[CHECKPOINT_KEY] = self.controller.state_dict()
-        super().save_checkpoint(checkpoint, filepath, storage_options)
-
-    @override
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
-        self._restored = checkpoint.get(CHECKPOINT_KEY)
-        return checkpoint

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 import pytorch_lightning as pl
-from pytorch_lightning.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 from typing_extensions import override
@@ -15,11 +14,9 @@ from .chunks import num_samples
 from .devices import memory_bytes, peak_memory_bytes
 from .dp import DataParallelStrategy
 from .exceptions import ConfigError
+from .kept_balance import KeepsBalance
 from .meter import Measurement
 from .partition import FirstChunk, Policy, Weighted
-
-CHECKPOINT_KEY = "balance"
-"""Where a checkpoint keeps what was measured."""
 
 Auto: TypeAlias = Literal["auto"]
 """An option that is found by measuring."""
@@ -42,7 +39,7 @@ class Measured:
         """See `Policy.verify`: the controller checked its options."""
 
 
-class BalancedDataParallelStrategy(DataParallelStrategy):
+class BalancedDataParallelStrategy(KeepsBalance, DataParallelStrategy):
     """`DataParallelStrategy` with chunks of unequal size, each loss weighted so that training stays the same.
 
     Give one of `gpu0_chunk` and `weights`. `auto` measures each device's forward time and memory while training, and
@@ -83,8 +80,6 @@ class BalancedDataParallelStrategy(DataParallelStrategy):
         self._weights = weights
         self._new_controller_options: dict[str, Any] = {"objective": objective, "hysteresis": hysteresis}
         BalanceController(1, objective, hysteresis)  # checks both
-        self.controller: BalanceController | None = None
-        self._restored: dict[str, Any] | None = None
         self._pending: Measurement | None = None
         self._num_measured = 0
         self._is_batch_verified = False
@@ -110,18 +105,6 @@ class BalancedDataParallelStrategy(DataParallelStrategy):
         return output
 
     @override
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        if self.controller is not None:
-            checkpoint[CHECKPOINT_KEY] = self.controller.state_dict()
-        super().save_checkpoint(checkpoint, filepath, storage_options)
-
-    @override
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
-        self._restored = checkpoint.get(CHECKPOINT_KEY)
-        return checkpoint
-
-    @override
     def _verify(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         super()._verify(trainer, module)
         if self._gpu0_chunk == 1 and any(isinstance(part, _BatchNorm) for part in module.modules()):
@@ -138,12 +121,7 @@ class BalancedDataParallelStrategy(DataParallelStrategy):
             return FirstChunk(chunk)
         if self._weights is not None and not isinstance(self._weights, str):
             return Weighted(tuple(self._weights))
-        if self.controller is None or len(self.controller.shares) != len(self.parallel_devices):
-            self.controller = self._new_controller()
-        if self._restored is not None and not self.controller.load_state_dict(self._restored):
-            rank_zero_info("balanced_dp: the checkpoint was balanced for another number of devices; measuring anew.")
-        self._restored = None
-        return Measured(self.controller)
+        return Measured(self.keep_controller(len(self.parallel_devices), self._new_controller, "devices"))
 
     def _new_controller(self) -> BalanceController:
         devices = self.parallel_devices
