@@ -1,17 +1,34 @@
-"""Processes that a strategy starts by itself, in a plain script or a notebook."""
+"""How the processes of a run begin, in a plain script or a notebook, and how they end wherever they were started."""
 
 import ctypes
 import multiprocessing
 import os
 import signal
 import sys
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
+import pytorch_lightning as pl
+import pytorch_lightning.strategies as pl_strategies
 import torch
 from lightning_fabric.utilities.imports import _IS_INTERACTIVE
+from pytorch_lightning.strategies.launchers import _MultiProcessingLauncher
+from pytorch_lightning.trainer.call import _interrupt
 
 from .exceptions import ConfigError
+from .watch import RANK_FAILED
 
 PR_SET_PDEATHSIG = 1
+
+FORKED_GRACE_S = 5.0
+"""Seconds from SIGTERM to the end of a process that a strategy has started."""
+
+LAST_WORDS_S = 2.0
+"""Seconds that a process has once it is asked to stop after a rank has failed, so that there is no step to agree on: to
+name that rank, which takes one second, and to put what it logged on the disk."""
 
 
 def die_with_parent(parent: int | None = None) -> None:
@@ -24,6 +41,30 @@ def die_with_parent(parent: int | None = None) -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if parent is not None and os.getppid() != parent:
             os.kill(os.getpid(), signal.SIGKILL)
+
+
+def leave_in_time(grace_s: float) -> None:
+    """End this process for good if it is asked to stop and does not within some seconds.
+
+    A thread hears of the signal, even while the main thread waits for a rank that will never answer, where no handler
+    of Python's runs. torch's agent, and its launcher of plain scripts, would wait half a minute after a failure.
+
+    Args:
+        grace_s: seconds from SIGTERM or SIGINT to the end; less where another rank has failed.
+    """
+    read_end, write_end = os.pipe()
+    os.set_blocking(write_end, False)
+    signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
+    threading.Thread(target=_kill_late, args=(read_end, grace_s), name="evener-leave", daemon=True).start()
+
+
+def _kill_late(read_end: int, grace_s: float) -> None:
+    while os.read(read_end, 1)[0] not in (signal.SIGTERM, signal.SIGINT):
+        continue
+    deadline = time.monotonic() + grace_s
+    if RANK_FAILED.wait(grace_s):
+        time.sleep(max(0.0, min(LAST_WORDS_S, deadline - time.monotonic())))
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def start_method(device: torch.device) -> str:
@@ -48,12 +89,39 @@ def start_method(device: torch.device) -> str:
     return "fork"
 
 
+def script_launcher(strategy: pl_strategies.ParallelStrategy) -> _MultiProcessingLauncher:
+    """Make what starts a plain script's processes: Lightning's launcher, whose ranks say themselves why they fail.
+
+    Lightning handles exceptions in the parent, where no rank can be asked any more.
+    """
+    method: Any = start_method(strategy.root_device)
+    launcher = _MultiProcessingLauncher(strategy, start_method=method)
+    vars(launcher)["launch"] = partial(_launch, launcher)
+    return launcher
+
+
+def _launch(
+    launcher: _MultiProcessingLauncher, work: Callable[..., Any], *args: Any, trainer: pl.Trainer, **kwargs: Any
+) -> Any:
+    in_rank = partial(_in_rank, trainer, work)
+    return _MultiProcessingLauncher.launch(launcher, in_rank, *args, trainer=trainer, **kwargs)
+
+
+def _in_rank(trainer: pl.Trainer, work: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    try:
+        return work(*args, **kwargs)
+    except BaseException as exc:
+        _interrupt(trainer, exc)
+        raise
+
+
 def prepare_forked() -> None:
     """Set up a process that was started by a strategy; called in it first."""
     parent = multiprocessing.parent_process()
     if parent is None:
         return
     die_with_parent(parent.pid)
+    leave_in_time(FORKED_GRACE_S)
     if multiprocessing.current_process().__class__.__name__ == "ForkProcess":
         # OpenMP's threads were not copied: a process that waits for them hangs, if its parent has used them
         torch.set_num_threads(1)

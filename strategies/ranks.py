@@ -8,7 +8,6 @@ import pytorch_lightning as pl
 import pytorch_lightning.strategies as pl_strategies
 import torch
 import torch.distributed as dist
-from pytorch_lightning.strategies.launchers import _MultiProcessingLauncher
 from pytorch_lightning.trainer.states import TrainerFn
 from pytorch_lightning.utilities.exceptions import SIGTERMException
 from torch import Tensor
@@ -20,7 +19,7 @@ from .ddp_options import Compression, compression_hook, name_unused_parameters, 
 from .devices import precise_dtype
 from .exceptions import ConfigError
 from .peers import Peers, kubeflow
-from .processes import prepare_forked, start_method
+from .processes import prepare_forked, script_launcher
 from .sync_batchnorm import SyncBatchNorm
 
 
@@ -73,10 +72,8 @@ class RanksStrategy(pl_strategies.DDPStrategy):
     @override
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
-        if self.cluster_environment.creates_processes_externally:
-            return
-        method: Any = start_method(self.root_device)
-        self._launcher = _MultiProcessingLauncher(self, start_method=method)
+        if not self.cluster_environment.creates_processes_externally:
+            self._launcher = script_launcher(self)
 
     @override
     def setup_distributed(self) -> None:

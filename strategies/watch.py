@@ -7,6 +7,7 @@ import sysconfig
 import threading
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
@@ -19,6 +20,11 @@ from .stopping import Stopping
 
 BEAT_S = 0.2
 """Seconds between two signs of life."""
+
+RANK_FAILED = threading.Event()
+"""Set in every rank once any of them has failed: whoever is asked to stop then has no one to agree with."""
+
+_FAILED = "failed"
 
 _COMMUNICATION = ("gloo", "nccl", "connection", "timed out", "timeout", "peer", "socket", "tcpstore", "broken pipe")
 
@@ -69,6 +75,7 @@ class Watch:
 
     def start(self) -> None:
         """Begin."""
+        RANK_FAILED.clear()
         self._thread.start()
 
     def end(self) -> None:
@@ -80,20 +87,24 @@ class Watch:
         try:
             while not self._ended.wait(BEAT_S):
                 self.stopping.listen(store)
+                if not RANK_FAILED.is_set() and store.check([_FAILED]):
+                    RANK_FAILED.set()
                 frame = sys._current_frames().get(self._main)
                 self.beat.count += 1
                 self.beat.step = self.count_steps()
                 self.beat.place = self._failed_at or (place_of(frame) if frame is not None else "")
                 store.set(f"beat/{self.rank}", json.dumps(asdict(self.beat)))
         except Exception:  # noqa: BLE001  # the store has gone with its host; the main thread fails by itself
-            return
+            RANK_FAILED.set()
 
     def freeze(self, exc: BaseException) -> None:
-        """Say from now on that this rank is where the exception arose."""
+        """Say from now on that this rank has failed, and is where the exception arose."""
         trace = exc.__traceback__
         while trace is not None and trace.tb_next is not None:
             trace = trace.tb_next
         self._failed_at = place_of(trace.tb_frame) if trace is not None else ""
+        with suppress(RuntimeError):  # the store has gone with its host: the others know
+            self.store.set(_FAILED, "")
 
     def tell(self, exc: BaseException) -> None:
         """Leave word of what this rank failed with."""

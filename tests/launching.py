@@ -33,8 +33,10 @@ class Run:
         words = [
             *(command or [sys.executable]), str(ROOT / "train.py"), "strategy=ddp", "devices=2", "accelerator=cpu",
             f"log_dir={folder}/logs", "data=none", "module._target_=launched.Told", f"+module.record={self.record}",
-            "trainer.max_epochs=3", "test_after_fit=false", "callbacks=none", "logger=none", *overrides,
+            "trainer.max_epochs=3", "test_after_fit=false", "callbacks=none", *overrides,
         ]  # fmt: skip
+        if not any(word.startswith("logger=") for word in overrides):
+            words.append("logger=none")
         paths = os.pathsep.join([str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])])
         variables = {**os.environ, "PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": "", **(env or {})}
         with open(self.output, "w") as output:

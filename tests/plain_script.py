@@ -2,6 +2,7 @@
 
 import os
 import sys
+import time
 import warnings
 
 import pytorch_lightning as pl
@@ -23,8 +24,10 @@ class Line(pl.LightningModule):
         self.layer = nn.Linear(1, 1)
 
     def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
-        if len(sys.argv) > 2 and self.global_rank == 1:
+        if "fail" in sys.argv and self.global_rank == 1:
             raise ValueError("rank 1 of a script")
+        if "hang" in sys.argv and self.global_rank == 1:
+            time.sleep(600)
         return (self.layer(batch[0]) - 3 * batch[0]).square().mean()
 
     def test_step(self, batch: list[torch.Tensor], batch_idx: int) -> None:
@@ -42,8 +45,8 @@ module = Line()
 
 def make_trainer() -> Trainer:
     return Trainer(
-        strategy=DDPStrategy(timeout_s=20), devices=2, accelerator="cpu", max_epochs=20, logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        strategy=DDPStrategy(timeout_s=3 if "hang" in sys.argv else 20), devices=2, accelerator="cpu", max_epochs=20,
+        logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
 
 

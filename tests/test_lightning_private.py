@@ -48,6 +48,8 @@ pytorch_lightning.plugins.precision Precision._after_closure
 pytorch_lightning.plugins.precision Precision._clip_gradients
 pytorch_lightning.plugins.precision Precision._wrap_closure
 pytorch_lightning.strategies.launchers _MultiProcessingLauncher
+pytorch_lightning.strategies.launchers _MultiProcessingLauncher.launch
+pytorch_lightning.trainer.call _interrupt
 pytorch_lightning.trainer.call log
 pytorch_lightning.trainer.connectors.logger_connector _LoggerConnector.epoch_end_reached
 pytorch_lightning.trainer.connectors.logger_connector _LoggerConnector.log_metrics

@@ -1,8 +1,8 @@
 """`Trainer(strategy=DDPStrategy(), devices=2)` in a plain script starts its processes itself, and ends them."""
 
+import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -24,15 +24,19 @@ def test_a_plain_script_runs_once_and_sees_trained_weights(tmp_path: Path) -> No
     assert lines[1].split()[2:] == ["3.00", "0.0000"]
 
 
-def test_a_failing_rank_of_a_script_ends_it_with_its_traceback(tmp_path: Path) -> None:
-    start = time.monotonic()
+@pytest.mark.parametrize(
+    ("fault", "told"),
+    [("fail", "rank 1 of a script"), ("hang", r"rank 1 is at step 0, plain_script.py:\d+ in training_step")],
+)
+def test_a_failing_rank_of_a_script_ends_it_with_its_traceback(tmp_path: Path, fault: str, told: str) -> None:
+    # 25 s: 3 until the first step, 3 until the timeout, 10 until all are gone, and the rest because machines of CI are
+    # slow; torch alone would wait 30 s more for a rank that hangs
     done = subprocess.run(
-        [sys.executable, str(SCRIPT), str(tmp_path / "log"), "fail"],
-        timeout=100, capture_output=True, text=True, check=False,
+        [sys.executable, str(SCRIPT), str(tmp_path / "log"), fault],
+        timeout=25, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 1
-    assert "rank 1 of a script" in done.stderr
-    assert time.monotonic() - start < 60
+    assert re.search(told, done.stderr), done.stderr
     assert (tmp_path / "log").read_text().splitlines() == ["before"]
 
 

@@ -1,9 +1,7 @@
 """A run that is asked to stop: SIGTERM, SIGINT and SIGUSR1 end it between two steps, with its checkpoint written."""
 
-import os
 import signal
 import threading
-import time
 from collections.abc import Generator
 from contextlib import contextmanager
 from types import FrameType
@@ -52,28 +50,6 @@ def graceful_stop(trainer: pl.Trainer) -> Generator[None]:
     finally:
         for signum, handler in before.items():
             signal.signal(signum, handler)
-
-
-def leave_in_time(grace_s: float) -> None:
-    """End this process for good if it is asked to stop and does not within some seconds.
-
-    A thread hears of the signal, even while the main thread waits for a rank that will never answer, where no handler
-    of Python's runs. torch's agent would wait half a minute after a failure, whatever its time for shutting down.
-
-    Args:
-        grace_s: seconds from SIGTERM or SIGINT to the end.
-    """
-    read_end, write_end = os.pipe()
-    os.set_blocking(write_end, False)
-    signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
-    threading.Thread(target=_kill_late, args=(read_end, grace_s), name="evener-leave", daemon=True).start()
-
-
-def _kill_late(read_end: int, grace_s: float) -> None:
-    while os.read(read_end, 1)[0] not in (signal.SIGTERM, signal.SIGINT):
-        continue
-    time.sleep(grace_s)
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _is_training(trainer: pl.Trainer) -> bool:

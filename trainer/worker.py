@@ -7,11 +7,10 @@ from omegaconf import DictConfig, OmegaConf
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from ..strategies import ConfigError
-from ..strategies.processes import die_with_parent
+from ..strategies.processes import die_with_parent, leave_in_time
 from .launch import AGENT
 from .logs import run_log
 from .run import run
-from .signals import leave_in_time
 
 
 @record
