@@ -6,6 +6,7 @@ and after a restart the run goes on in the directory that it had.
 
 import os
 import time
+from contextlib import suppress
 
 from omegaconf import DictConfig, OmegaConf
 from pytorch_lightning.plugins.environments import (
@@ -14,13 +15,17 @@ from pytorch_lightning.plugins.environments import (
     SLURMEnvironment,
     TorchElasticEnvironment,
 )
-from torch.distributed import PrefixStore, Store
+from torch.distributed import DistNetworkError, PrefixStore, Store
 
 from ..strategies import ConfigError
 from ..strategies.peers import base_store, kubeflow, root_store
+from ..strategies.rendezvous import RankError, wait_for
 
 START_TIMEOUT_S = 1800.0
 """Seconds that a rank waits for the place where ranks meet."""
+
+FAREWELL_S = 2.0
+"""Seconds that rank 0, whose process may host that place, waits at the end for the others to leave it."""
 
 POLL_S = 0.05
 
@@ -60,25 +65,45 @@ def publish(cluster: ClusterEnvironment, cfg: DictConfig | None) -> None:
     if cluster.world_size() == 1:
         return
     text = "" if cfg is None else OmegaConf.to_yaml(cfg, resolve=True)
-    root_store(cluster, START_TIMEOUT_S).set(f"job/{_num_jobs}", text)
-    if cfg is not None:
+    store = root_store(cluster, START_TIMEOUT_S)
+    store.set(f"job/{_num_jobs}", text)
+    if cfg is None:
+        wait_for(store, [_farewell(rank) for rank in range(1, cluster.world_size())], FAREWELL_S)
+    else:
         _runs(cluster).set(f"run_dir/{_num_jobs}", str(cfg.run_dir))
     _num_jobs += 1
 
 
 def receive(cluster: ClusterEnvironment) -> DictConfig | None:
-    """Wait for the next job's configuration; None where there are no more."""
+    """Wait for the next job's configuration; None where there are no more.
+
+    Raises:
+        RankError: rank 0 has gone.
+    """
     global _num_jobs
     store = root_store(cluster, START_TIMEOUT_S)
-    while not store.check([f"job/{_num_jobs}"]):
-        time.sleep(POLL_S)
-    text = store.get(f"job/{_num_jobs}").decode()
+    try:
+        while not store.check([f"job/{_num_jobs}"]):
+            time.sleep(POLL_S)
+        text = store.get(f"job/{_num_jobs}").decode()
+    except DistNetworkError as exc:
+        raise RankError("rank 0 is gone, and with it who hands out the configuration. See its output.") from exc
     _num_jobs += 1
     if not text:
         return None
     cfg = OmegaConf.create(text)
     assert isinstance(cfg, DictConfig)
     return cfg
+
+
+def leave(cluster: ClusterEnvironment) -> None:
+    """Tell rank 0 that this rank needs nothing of it any more; the last thing that a rank does."""
+    with suppress(RuntimeError):  # rank 0 has gone
+        root_store(cluster, START_TIMEOUT_S).set(_farewell(cluster.global_rank()), "")
+
+
+def _farewell(rank: int) -> str:
+    return f"farewell/{rank}"
 
 
 def earlier_run_dir(cluster: ClusterEnvironment) -> str | None:

@@ -74,9 +74,12 @@ def main(config_dir: str | Path | None = None, config_name: str = "train") -> No
 @record
 def follow(started_by: ClusterEnvironment) -> None:
     """Run, as a rank above 0, the jobs that rank 0 hands out."""
-    while (cfg := cluster.receive(started_by)) is not None:
-        with run_log(cfg.run_dir, started_by.global_rank()):
-            run(cfg)
+    try:
+        while (cfg := cluster.receive(started_by)) is not None:
+            with run_log(cfg.run_dir, started_by.global_rank()):
+                run(cfg)
+    finally:
+        cluster.leave(started_by)
 
 
 def run_job(cfg: DictConfig) -> float | None:
