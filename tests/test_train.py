@@ -309,12 +309,15 @@ def test_a_plain_script_with_a_trainer_runs_once(tmp_path: Path) -> None:  # pai
     assert (tmp_path / "after_fit").read_text() == "True\n"
 
 
-def test_a_sweep_runs_every_job_in_its_own_directory(tmp_path: Path) -> None:
+def test_a_sweep_runs_every_job_in_its_own_directory(tmp_path: Path) -> None:  # pain 8
     jobs = ["strategy=ddp", "devices=2", "module.lr=0.1,0.01"]
     run_command(tmp_path, "-m", *jobs, "trainer.max_epochs=1", "trainer.limit_train_batches=2")
     results: list[Any] = [Result.read(path.parent) for path in sorted(tmp_path.rglob("result.json"))]
     assert [(result.strategy, result.num_processes) for result in results] == [("ddp", 2), ("ddp", 2)]
     assert len({result.run_dir for result in results}) == 2
+    # what the ranks built their module with
+    rates = [torch.load(result.best_checkpoint, weights_only=True)["hyper_parameters"]["lr"] for result in results]
+    assert rates == [0.1, 0.01]
 
 
 FAILING = """
