@@ -2,7 +2,7 @@
 
 import threading
 import weakref
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -224,11 +224,11 @@ class StageLayout:
         placed = {part.name for part in find_parts(module, list(self.plan.stage_of)) if not part.loose}
         parts = {name: module.get_submodule(name) for name in self.plan.stage_of if name in placed}
         for name, part in parts.items():
-            enter = partial(self._enter, self.plan.stage_of[name], name)
+            enter = traced_around(module, partial(self._enter, self.plan.stage_of[name], name))
             self._hooks.append(part.register_forward_pre_hook(enter, with_kwargs=True))
         for last in list(parts.values())[-1:]:
-            self._hooks.append(last.register_forward_hook(self._meet))
-        self._hooks.append(module.register_forward_hook(self._meet_but_scalars))
+            self._hooks.append(last.register_forward_hook(traced_around(module, self._meet)))
+        self._hooks.append(module.register_forward_hook(traced_around(module, self._meet_but_scalars)))
 
     def _enter(self, stage: int, name: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Bring the inputs of a part to its stage."""
@@ -282,3 +282,11 @@ class StageLayout:
             yield
         finally:
             self._on_thread.ticket = None
+
+
+def traced_around(module: nn.Module, hook: Callable[..., Any]) -> Callable[..., Any]:
+    """Keep a hook out of what `torch.compile` makes of a module: it waits for turns, which can't be traced."""
+    compiled = any(
+        part._compiled_call_impl is not None or type(part).__name__ == "OptimizedModule" for part in module.modules()
+    )
+    return torch.compiler.disable(hook) if compiled else hook
