@@ -1,6 +1,7 @@
 """Every difference between the CPU and accelerators."""
 
 import math
+import re
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -19,6 +20,8 @@ ACCELERATORS = {
     "mps": ("mps",),
 }
 """What each word of `accelerator=` stands for, best first."""
+
+_NAME = re.compile(r"[a-z]+:?\d*")  # misspelt ones, too, which are named where they are refused
 
 ALLOWED = "Give a count (devices=2), indices (devices=[0,1]), names (devices=[cuda:0,cpu]) or devices=auto"
 
@@ -144,8 +147,12 @@ def give_devices(strategy: Any, devices: Any) -> dict[str, Any]:
 
 
 def are_names(devices: Any) -> bool:
-    """Whether `devices=` lists devices by name."""
-    return isinstance(devices, (list, tuple)) and any(isinstance(d, (str, torch.device)) for d in devices)
+    """Whether `devices=` lists devices by name, such as `cpu` or `cuda:0`."""
+    return isinstance(devices, (list, tuple)) and any(_is_name(device) for device in devices)
+
+
+def _is_name(device: Any) -> bool:
+    return isinstance(device, torch.device) or (isinstance(device, str) and _NAME.fullmatch(device) is not None)
 
 
 def is_accelerator(device: torch.device) -> bool:

@@ -7,6 +7,8 @@ import pytorch_lightning as pl
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
+from evener.trainer.resume import EXACT
+
 EXTRA = (
     "backward", "optimizer_step", "optimizer_zero_grad", "configure_gradient_clipping", "lr_scheduler_step", "setup",
     "teardown", "prepare_data", "transfer_batch_to_device", "configure_model", "configure_callbacks",
@@ -26,10 +28,9 @@ def describe(value: Any) -> Any:
     if isinstance(value, (pl.Trainer, pl.LightningModule, torch.optim.lr_scheduler.LRScheduler)):
         return type(value).__mro__[-3 if isinstance(value, pl.Trainer) else 0].__name__
     if isinstance(value, Mapping):
-        if "state_dict" in value:
-            # what our loops add, for exact resume, is not Lightning's to have
-            loops = describe({k: v for k, v in value["loops"]["fit_loop"].items() if k != "state_dict"})
-            return ("checkpoint", sorted(value), describe(value["state_dict"]), loops)
+        if "loops" in value:
+            keys = sorted(set(value) - {EXACT})  # which Lightning's checkpoints do not have
+            return ("checkpoint", keys, describe(value["state_dict"]), describe(value["loops"]))
         return {key: describe(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [describe(item) for item in value]

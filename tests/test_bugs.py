@@ -1,11 +1,16 @@
 """Bugs that were found and fixed, each with its cause."""
 
 import signal
+from typing import Any
 
+import pytest
 import torch
+from recording import SmallModule, loader
 from torch.distributed.elastic.multiprocessing import api
+from torch.utils.data import DataLoader, RandomSampler
 
 from evener.strategies.reduction import ChunkLosses
+from evener.trainer import Trainer
 from evener.trainer.launch import signal_handlers_kept
 
 
@@ -24,3 +29,29 @@ def test_signal_handlers_are_this_processs_own_after_a_launch() -> None:
     with signal_handlers_kept():
         signal.signal(signal.SIGTERM, api._terminate_process_handler)
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+@pytest.mark.parametrize("devices", [["0"], [0, "1"], ["GPU"]])
+def test_what_names_no_device_is_refused_as_lightning_refuses_it(devices: list[Any]) -> None:
+    # Every string in a list was taken for a device's name, and refused with another type of error than Lightning's.
+    with pytest.raises(TypeError, match="should be an int > 0"):
+        Trainer(accelerator="cpu", devices=devices)
+
+
+def test_a_sampler_is_told_each_epoch_once() -> None:
+    # The epoch was also set while the loaders were made, for the sake of a resumed run, in every run.
+    class Told(RandomSampler):
+        def __init__(self) -> None:
+            super().__init__(range(22))
+            self.epochs: list[int] = []
+
+        def set_epoch(self, epoch: int) -> None:
+            self.epochs.append(epoch)
+
+    sampler = Told()
+    trainer = Trainer(
+        accelerator="cpu", max_epochs=2, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(SmallModule(), DataLoader(loader().dataset, 4, sampler=sampler), loader())
+    assert sampler.epochs == [0, 1]

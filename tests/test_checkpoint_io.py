@@ -17,7 +17,7 @@ from lightning_fabric.plugins import TorchCheckpointIO
 from omegaconf import OmegaConf
 
 from evener.strategies import ConfigError
-from evener.trainer import checkpoint_io
+from evener.trainer import Trainer, checkpoint_io
 from evener.trainer.checkpoint import find_newest
 from evener.trainer.checkpoint_io import CheckpointError, VerifiedCheckpointIO, read, remove_leftovers, verify, write
 from evener.trainer.plain_data import to_plain
@@ -223,3 +223,32 @@ def test_leftovers_of_the_living_stay(tmp_path: Path) -> None:
         file.touch()
     remove_leftovers(tmp_path)
     assert set(tmp_path.iterdir()) == {living, foreign}
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_an_address_is_written_read_copied_and_removed_where_it_points(
+    background: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # where `memory:/` would appear if the address were taken for a path
+    io = VerifiedCheckpointIO(background=background)
+    first, second = "memory://addresses/first.ckpt", "memory://addresses/second.ckpt"
+    io.save_checkpoint(STATE, first)
+    io.link_checkpoint(first, second)
+    io.remove_checkpoint(first)
+    assert io.load_checkpoint(second)["state_dict"]["weight"].sum() == 999 * 500
+    with pytest.raises(FileNotFoundError, match="first"):
+        io.load_checkpoint(first)
+    io.teardown()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_given_checkpoint_io_is_kept_and_the_default_is_verified() -> None:
+    given = TorchCheckpointIO()
+    quiet: dict[str, Any] = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False}
+    assert Trainer(plugins=[given], **quiet).strategy.checkpoint_io is given
+    assert type(Trainer(**quiet).strategy.checkpoint_io) is VerifiedCheckpointIO
+
+
+def test_storage_options_are_refused_as_by_lightnings_io(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="storage_options"):
+        VerifiedCheckpointIO().save_checkpoint(STATE, tmp_path / "a.ckpt", storage_options={})

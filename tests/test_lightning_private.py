@@ -51,6 +51,7 @@ pytorch_lightning.strategies.launchers _MultiProcessingLauncher
 pytorch_lightning.strategies.launchers _MultiProcessingLauncher.launch
 pytorch_lightning.trainer.call _interrupt
 pytorch_lightning.trainer.call log
+pytorch_lightning.trainer.connectors.checkpoint_connector _CheckpointConnector.dump_checkpoint
 pytorch_lightning.trainer.connectors.logger_connector _LoggerConnector.epoch_end_reached
 pytorch_lightning.trainer.connectors.logger_connector _LoggerConnector.log_metrics
 pytorch_lightning.trainer.connectors.logger_connector _LoggerConnector.on_epoch_end
@@ -133,6 +134,7 @@ def test_name_exists(line: str) -> None:
     ("owner", "names"),
     [
         ("trainer", "_logger_connector _signal_connector _val_check_time_interval fit_loop validate_loop test_loop"),
+        ("trainer.fit_loop", "_combined_loader _combined_loader_states_to_load _resuming_from_checkpoint"),
         ("trainer.fit_loop.epoch_loop", "batch_progress automatic_optimization manual_optimization val_loop _results"),
         ("trainer.fit_loop.epoch_loop", "_batches_that_stepped _skip_next_val _warning_cache _restarting"),
         (
@@ -143,7 +145,8 @@ def test_name_exists(line: str) -> None:
         ("trainer.predict_loop", "_predictions _warning_cache _data_fetcher"),
         ("trainer._logger_connector", "_first_loop_iter _current_fx _callback_metrics _logged_metrics"),
         ("trainer._signal_connector", "received_sigterm"),
-        ("trainer.strategy", "_lightning_optimizers lr_scheduler_configs"),
+        ("trainer._checkpoint_connector", "_loaded_checkpoint"),
+        ("trainer.strategy", "_checkpoint_io _lightning_optimizers lr_scheduler_configs"),
         ("module", "_current_fx_name _compiler_ctx _fabric _metric_attributes"),
     ],
 )

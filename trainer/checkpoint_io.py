@@ -9,7 +9,8 @@ A file is torch's own zip archive followed by 48 bytes that torch ignores:
 | 8 | n, little endian |
 | 8 | `EVENERv1` |
 
-So `torch.load` and Lightning read it too, and files of theirs, which have no digest, are read here.
+So `torch.load` and Lightning read it too, and files of theirs, which have no digest, are read here. Addresses (`s3://…`,
+`memory://…`) are left to Lightning, without a digest.
 """
 
 import hashlib
@@ -29,6 +30,7 @@ from typing import IO, Any, Literal
 
 import torch
 from lightning_fabric.plugins import TorchCheckpointIO
+from lightning_fabric.utilities.cloud_io import get_filesystem
 from lightning_fabric.utilities.types import _PATH
 from typing_extensions import override
 
@@ -193,6 +195,10 @@ def _is_alive(pid: int) -> bool:
     return True
 
 
+def _is_address(path: _PATH) -> bool:
+    return "://" in str(path)
+
+
 def _temporary(path: Path) -> Path:
     return path.with_name(f".{path.name}.{socket.gethostname()}-{os.getpid()}.tmp")
 
@@ -236,7 +242,10 @@ class VerifiedCheckpointIO(TorchCheckpointIO):
 
         Raises:
             CheckpointError: it, or in the background the one before it, could not be written.
+            TypeError: `storage_options` are given, which Lightning's own access to files does not take either.
         """
+        if storage_options is not None:
+            raise TypeError("storage_options are not taken here. Give the Trainer a CheckpointIO plugin that does.")
         self.wait()
         plain = to_plain(checkpoint)
         if self.background:
@@ -245,7 +254,8 @@ class VerifiedCheckpointIO(TorchCheckpointIO):
 
     def link_checkpoint(self, source: _PATH, path: _PATH) -> None:
         """Give the checkpoint saved last a second name; see `link`."""
-        self._submit(lambda: None if self._last_failed else link(str(source), str(path)))
+        copy = get_filesystem(path).copy if _is_address(path) else link
+        self._submit(lambda: None if self._last_failed else copy(str(source), str(path)))
 
     @override
     def remove_checkpoint(self, path: _PATH) -> None:
@@ -273,6 +283,8 @@ class VerifiedCheckpointIO(TorchCheckpointIO):
                 "weights_only out."
             )
         self.wait()
+        if _is_address(path):
+            return super().load_checkpoint(path, weights_only=True)
         return read(str(path))
 
     @override
@@ -299,7 +311,10 @@ class VerifiedCheckpointIO(TorchCheckpointIO):
 
     def _write(self, plain: dict[str, Any], path: str) -> None:
         try:
-            write(plain, path)
+            if _is_address(path):
+                super().save_checkpoint(plain, path)
+            else:
+                write(plain, path)
         except OSError as exc:
             self._last_failed = True
             self._failed.append(path)
@@ -313,5 +328,7 @@ class VerifiedCheckpointIO(TorchCheckpointIO):
     def _remove(self, path: str) -> None:
         if self._last_failed:
             self._kept.append(path)
+        elif _is_address(path):
+            super().remove_checkpoint(path)
         else:
             Path(path).unlink(missing_ok=True)

@@ -35,6 +35,11 @@ def make_resumable(loader: Any, rank: int) -> None:
         loader.rank = rank
 
 
+def is_resumable(loader: Any) -> bool:
+    """Whether the position of this loader is known here, by `make_resumable`."""
+    return isinstance(loader, (ResumableLoader, ResumableStream))
+
+
 @cache
 def _subclass(cls: type[DataLoader[Any]]) -> type["ResumableLoader"]:
     return type(cls.__name__, (ResumableLoader, cls), {"__module__": cls.__module__, "__doc__": cls.__doc__})

@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from . import logged_state, state
 from .checkpoint import Checkpoint
-from .loader_state import make_resumable
+from .loader_state import is_resumable, make_resumable
 
 if TYPE_CHECKING:
     from pytorch_lightning.loops.fit_loop import _FitLoop as FitLoop
@@ -28,6 +28,8 @@ else:
 
 BETWEEN_BATCHES = "between_batches"
 AFTER_EPOCH = "after_epoch"
+EXACT = "exact_resume"
+"""The key of a checkpoint under which all is kept that Lightning's checkpoints do not hold."""
 
 
 class ResumingFitLoop(FitLoop):
@@ -101,35 +103,43 @@ class ResumingFitLoop(FitLoop):
                 self._save(saver, AFTER_EPOCH)
         super().on_run_end()
 
+    def resume_state(self) -> dict[str, Any]:
+        """Read what a checkpoint holds under `EXACT`; every rank must call it."""
+        accumulating = self._point != AFTER_EPOCH and self.epoch_loop._should_accumulate()
+        return {"point": self._point, "ranks": state.capture(self.trainer, accumulating)}
+
     @override
     def on_save_checkpoint(self) -> dict[str, Any]:
         saved: dict[str, Any] = super().on_save_checkpoint()
-        if self.trainer.training or self.trainer.validating:
-            accumulating = self._point != AFTER_EPOCH and self.epoch_loop._should_accumulate()
-            saved["point"] = self._point
-            saved["ranks"] = state.capture(self.trainer, accumulating)
+        if self._combined_loader is not None:
+            # Positions of loaders that only we can restore are ours to keep; Lightning would not know what to do.
+            parts = [part for part in self._combined_loader.flattened if hasattr(part, "state_dict")]
+            states = zip(parts, saved.pop("combined_loader", []), strict=True)
+            if theirs := [kept for part, kept in states if not is_resumable(part)]:
+                saved["combined_loader"] = theirs
         return saved
 
     @override
-    def on_load_checkpoint(self, state_dict: dict[str, Any]) -> None:
-        super().on_load_checkpoint(state_dict)
-        ranks = state_dict.get("ranks") or []
-        self._resumed_point = state_dict.get("point")
-        if len(ranks) == self.trainer.world_size:
-            rank_state = ranks[self.trainer.global_rank]
-            self._resumed_state = rank_state
-            self._combined_loader_states_to_load = rank_state["loaders"]
+    def load_state_dict(self, state_dict: dict[str, Any], prefix: str = "") -> None:
+        super().load_state_dict(state_dict, prefix)
+        self._resume(self.trainer._checkpoint_connector._loaded_checkpoint.get(EXACT, {}))
+        if self._resumed_point == AFTER_EPOCH:  # Lightning takes a run that is bounded by steps for unfinished.
+            self._restarting = self.epoch_loop._restarting = self.epoch_loop.val_loop._restarting = False
+
+    def _resume(self, saved: dict[str, Any]) -> None:
+        ranks = saved.get("ranks") or []
+        self._resumed_point = saved.get("point")
+        self._resumed_state = None
+        same = len(ranks) == self.trainer.world_size
+        if same:
+            self._resumed_state = ranks[self.trainer.global_rank]
         elif ranks:
             rank_zero_warn(
                 f"The checkpoint was written by {len(ranks)} ranks and is resumed by {self.trainer.world_size}: random "
                 "numbers start anew, and the samples left in this epoch are those of the new distribution."
             )
-
-    @override
-    def load_state_dict(self, state_dict: dict[str, Any], prefix: str = "") -> None:
-        super().load_state_dict(state_dict, prefix)
-        if self._resumed_point == AFTER_EPOCH:  # Lightning takes a run that is bounded by steps for unfinished.
-            self._restarting = self.epoch_loop._restarting = self.epoch_loop.val_loop._restarting = False
+        if ranks:
+            self._combined_loader_states_to_load = ranks[self.trainer.global_rank if same else 0]["loaders"]
 
     @override
     def _load_combined_loader_states(self) -> None:
@@ -137,8 +147,9 @@ class ResumingFitLoop(FitLoop):
         progress: Any = self.epoch_progress.current
         for loader in self._combined_loader.flattened:
             make_resumable(loader, self.trainer.global_rank)
-            # Workers begin to load as soon as the iterator is made, before Lightning sets the epoch.
-            _set_sampler_epoch(loader, progress.processed)
+            if self._resuming_from_checkpoint:
+                # Workers begin to load as soon as the iterator is made, before Lightning sets the epoch.
+                _set_sampler_epoch(loader, progress.processed)
         super()._load_combined_loader_states()
 
     @override

@@ -22,7 +22,7 @@ from torchmetrics import Metric
 
 from . import logged_state, random_state
 from .accumulation import Accumulation
-from .loader_state import ResumableLoader, ResumableStream
+from .loader_state import ResumableLoader, is_resumable
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +95,7 @@ def _positions(trainer: pl.Trainer, loader: CombinedLoader) -> list[dict[str, An
     ahead = len(getattr(trainer.fit_loop._data_fetcher, "batches", ()))
     states = loader._state_dicts()
     for part, saved in zip([part for part in loader.flattened if hasattr(part, "state_dict")], states, strict=True):
-        if isinstance(part, (ResumableLoader, ResumableStream)):
+        if is_resumable(part):
             saved["position"] = max(saved["position"] - ahead, 0)
     return states
 

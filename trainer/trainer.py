@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 import pytorch_lightning as pl
 from lightning_fabric.plugins import TorchCheckpointIO
+from lightning_fabric.utilities.types import _PATH
 from pytorch_lightning.strategies import Strategy
 from pytorch_lightning.trainer.states import RunningStage, TrainerFn
 from typing_extensions import override
@@ -18,6 +19,7 @@ from .logging import LeanLoggerConnector
 from .loops import LeanEvaluationLoop, LeanFitLoop, LeanPredictionLoop, LeanTrainingEpochLoop
 from .memory import explained_out_of_memory
 from .progress import TimedBar
+from .resume import EXACT
 
 
 class Trainer(pl.Trainer):
@@ -55,7 +57,8 @@ class Trainer(pl.Trainer):
             callbacks: list[pl.Callback] = self.callbacks  # pyright: ignore[reportAttributeAccessIssue]  # a list, untyped
             callbacks.insert(0, DetectNonFinite(detect_nonfinite))
         self._make_lean(bool(kwargs.get("inference_mode", True)))
-        if type(self.strategy.checkpoint_io) is TorchCheckpointIO:
+        own = self.strategy._checkpoint_io is not None  # the strategy's own, or one that was given
+        if not own and type(self.strategy.checkpoint_io) is TorchCheckpointIO:
             self.strategy.checkpoint_io = VerifiedCheckpointIO()
 
     def _make_lean(self, inference_mode: bool) -> None:
@@ -85,6 +88,25 @@ class Trainer(pl.Trainer):
         self.agreed_to_stop = False
         with lean_logging(self), explained_out_of_memory(self):
             return super()._run_stage()
+
+    @override
+    def save_checkpoint(
+        self, filepath: _PATH, weights_only: bool | None = None, storage_options: Any | None = None
+    ) -> None:
+        """Write a checkpoint, as Lightning does, with what an exact resumption needs beside it.
+
+        Every rank must call it.
+        """
+        if weights_only or not (self.training or self.validating) or self.state.fn != TrainerFn.FITTING:
+            super().save_checkpoint(filepath, weights_only, storage_options)
+            return
+        lightnings: Any = self  # attributes that the checker does not see
+        loop = lightnings.fit_loop
+        with lightnings.profiler.profile("save_checkpoint"):
+            checkpoint = self._checkpoint_connector.dump_checkpoint(weights_only)
+            checkpoint[EXACT] = loop.resume_state()
+            self.strategy.save_checkpoint(checkpoint, filepath, storage_options=storage_options)
+            self.strategy.barrier("Trainer.save_checkpoint")
 
     @property
     @override
