@@ -32,6 +32,7 @@ class StepPlan:
         self.hooks = HookPlan(trainer, (self.start_name, self.end_name), getattr(trainer, "timed_bar", None))
         combined = loop._combined_loader
         assert combined is not None
+        self.sanity_checks = trainer.sanity_checking
         self.names_loader = combined._mode == "sequential" and loop.num_dataloaders > 1
         self.resolve()
 
@@ -92,11 +93,12 @@ def evaluate(loop: _EvaluationLoop, plan: StepPlan, batch: Batch, batch_idx: int
     hooks.call(plan.end_name, output, *args)
     connector.finish_batch(results)
     progress.increment_completed()
-    if not trainer.sanity_checking:
+    if not plan.sanity_checks:
         loop._has_run = True
         connector.log_evaluation_step(results, loop._seen_batches_per_dataloader[dataloader_idx])
         loop._seen_batches_per_dataloader[dataloader_idx] += 1
-    if not progress.is_last_batch and trainer.received_sigterm:
+    # the trainer's own property asks for the stage first, at several times the price
+    if trainer._signal_connector.received_sigterm and not progress.is_last_batch and trainer.received_sigterm:
         raise SIGTERMException
 
 
