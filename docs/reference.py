@@ -32,7 +32,8 @@ def summary(file: Path) -> str:
             continue
         if not line.startswith("#"):
             break
-        lines.append(line.lstrip("# "))
+        text = line.lstrip("# ")
+        lines.append(f"`{text}`." if line.startswith("#   ") else text)  # indented: a command
     return " ".join(lines)
 
 

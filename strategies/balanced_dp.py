@@ -6,11 +6,11 @@ from typing import Any, Literal, TypeAlias
 
 import pytorch_lightning as pl
 from torch import Tensor
-from torch.nn.modules.batchnorm import _BatchNorm
 from typing_extensions import override
 
 from .balance import BalanceController, Objective
 from .chunks import num_samples
+from .cutting import has_batchnorm
 from .devices import memory_bytes, peak_memory_bytes
 from .dp import DataParallelStrategy
 from .exceptions import ConfigError
@@ -107,7 +107,7 @@ class BalancedDataParallelStrategy(KeepsBalance, DataParallelStrategy):
     @override
     def _verify(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         super()._verify(trainer, module)
-        if self._gpu0_chunk == 1 and any(isinstance(part, _BatchNorm) for part in module.modules()):
+        if self._gpu0_chunk == 1 and has_batchnorm(module):
             raise ConfigError(
                 "balanced_dp: gpu0_chunk=1 gives BatchNorm on the first device a single sample, which it can't "
                 "normalise. Give 0, or at least 2."

@@ -5,6 +5,7 @@ tensor or array of shape (N, ...)                   its rows
 list or tuple of N values, of no tensors of N rows  its elements (strings, images of unequal size)
 mapping, other list or tuple, dataclass             the same structure, cut inside
 object with `split(sizes)`                          what its `split` returns
+pandas Index, as names of a tensor's columns        shared by every chunk; cut where it has N entries and names no axis
 None, number, string, tensor of shape ()            shared by every chunk
 anything else                                       refused by its name in the batch
 """
@@ -12,6 +13,7 @@ anything else                                       refused by its name in the b
 import copy
 import enum
 import numbers
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from itertools import accumulate
@@ -187,11 +189,29 @@ def _split(value: Any, sizes: list[int], num: int, name: str) -> list[Any]:
 def _split_structure(value: Any, sizes: list[int], num: int, name: str) -> list[Any]:
     children = _children(value)
     if children is not None:
-        parts = [_split(child, sizes, num, _named(name, key)) for key, child in children]
+        parts = [
+            _split_labels(child, children, sizes, num)
+            if _is_labels(child)
+            else _split(child, sizes, num, _named(name, key))
+            for key, child in children
+        ]
         return [_rebuild(value, [part[i] for part in parts]) for i in range(len(sizes))]
     if not isinstance(value, (*_SHARED, np.ndarray)):
         raise _refusal(value, name)
     return [value] * len(sizes)
+
+
+def _is_labels(value: Any) -> bool:
+    pandas = sys.modules.get("pandas")  # no dependency: whoever puts its objects into batches has imported it
+    return pandas is not None and isinstance(value, pandas.Index)
+
+
+def _split_labels(labels: Any, beside: _Items, sizes: list[int], num: int) -> list[Any]:
+    """Share labels of columns; cut those of samples: they have as many entries, and name no axis of a tensor beside."""
+    shapes = [value.shape[1:] for _, value in beside if isinstance(value, (Tensor, np.ndarray))]
+    if len(labels) != num or any(num in shape for shape in shapes):
+        return [labels] * len(sizes)
+    return _slices(labels, sizes)
 
 
 def _split_tensor(value: Tensor, sizes: list[int], num: int, name: str) -> list[Tensor]:

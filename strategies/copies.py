@@ -99,7 +99,8 @@ class ModuleCopy:
         self.pairs.append((original, replica))
         replica._parameters = self._copy_tensors(original._parameters)
         replica._buffers = self._copy_tensors(original._buffers)
-        replica._modules = {key: child and self._copy_module(child) for key, child in original._modules.items()}
+        children = original._modules.items()  # an empty ModuleDict is a module, too, though it is false
+        replica._modules = {key: None if child is None else self._copy_module(child) for key, child in children}
         return replica
 
     def _copy_tensors(self, tensors: Any) -> dict[str, Any]:

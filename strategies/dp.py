@@ -7,18 +7,17 @@ import pytorch_lightning as pl
 import torch
 from pytorch_lightning.trainer.states import TrainerFn
 from pytorch_lightning.utilities.rank_zero import rank_zero_info
-from pytorch_lightning.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from .additions import adds
 from .chunks import join, num_samples, split
+from .cutting import combine_outputs, has_batchnorm, losses_of, verify_takes_batches
 from .exceptions import ConfigError
 from .one_process import OneProcessStrategy
 from .partition import Even, Policy, without_single_samples
-from .reduction import ChunkLosses, LossReduction, chunk_losses, with_scalars
+from .reduction import LossReduction
 from .replica_layout import ReplicaLayout
 from .submodule import ParallelForward, find_submodule
 from .types import Batch, Device
@@ -95,7 +94,7 @@ class DataParallelStrategy(OneProcessStrategy):
 
     def replicate(self, module: pl.LightningModule) -> None:
         """Make the replicas of a module that is on the root device, where there is more than one device."""
-        self._has_batchnorm = any(isinstance(part, _BatchNorm) for part in module.modules())
+        self._has_batchnorm = has_batchnorm(module)
         if len(self.parallel_devices) > 1:
             self._make_replicas(module)
 
@@ -195,11 +194,7 @@ class DataParallelStrategy(OneProcessStrategy):
                 f"{self.strategy_name}: manual optimization would step the optimizer once per replica. Use "
                 "strategy=ddp, or strategy=single_device, or set automatic_optimization=True."
             )
-        if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
-            raise ConfigError(
-                f"{self.strategy_name}: training_step(dataloader_iter) reads its own batches, which can't be cut. "
-                "Use training_step(batch, batch_idx), or strategy=ddp."
-            )
+        verify_takes_batches(module, self.strategy_name, "strategy=ddp")
 
     def _make_replicas(self, module: pl.LightningModule) -> None:
         if self._submodule is None:
@@ -226,7 +221,9 @@ class DataParallelStrategy(OneProcessStrategy):
         sizes = self._sizes(self._num_samples(batch))
         chunks = split(batch, sizes)
         outputs = self.layout.run(name, [((chunk, *rest), {}) for chunk in chunks], sizes)
-        losses = self._losses(outputs, chunks, sizes) if all(_has_loss(output) for output in outputs) else None
+        losses = None
+        if all(_has_loss(output) for output in outputs):
+            losses = losses_of(outputs, chunks, sizes, self._loss_reduction, self.strategy_name)
         self.layout.logs.replay(sizes, losses)
         joined = join(outputs, [size for size in sizes if size > 0], self.root_device)
         return joined if losses is None else _with_loss(joined, losses.combine(self.root_device))
@@ -257,29 +254,13 @@ class DataParallelStrategy(OneProcessStrategy):
     def _combined(self, outputs: list[Any], chunks: list[Any], sizes: list[int]) -> Any:
         """One result for the whole batch, of the kind that the module returned for its chunks."""
         assert self.layout is not None
-        used = [i for i, size in enumerate(sizes) if size > 0]
-        used_sizes = [sizes[i] for i in used]
         if self._end is not None:
             self.layout.logs.replay(sizes)
-            return self._ended(join(outputs, used_sizes, self.root_device))
-        if all(output is None for output in outputs):
-            self.layout.logs.replay(sizes)
-            return None  # the module skips this batch
-        losses = self._losses(outputs, chunks, sizes)
-        self.layout.logs.replay(sizes, losses)
-        loss = losses.combine(self.root_device)
-        return self._with_extras(loss, losses, outputs, used_sizes) if isinstance(outputs[0], dict) else loss
-
-    def _losses(self, outputs: list[Any], chunks: list[Any], sizes: list[int]) -> ChunkLosses:
-        used = [i for i, size in enumerate(sizes) if size > 0]
-        used_chunks, used_sizes = [chunks[i] for i in used], [sizes[i] for i in used]
-        return chunk_losses(outputs, used_chunks, used_sizes, self._loss_reduction, self.strategy_name)
-
-    def _with_extras(
-        self, loss: Tensor, losses: ChunkLosses, outputs: list[dict[str, Any]], sizes: list[int]
-    ) -> dict[str, Any]:
-        """The loss, its weight and the scalars of an output; what is larger stays where it is."""
-        result, left_out = with_scalars(loss, losses, outputs, sizes, self.root_device)
+            return self._ended(join(outputs, [size for size in sizes if size > 0], self.root_device))
+        logs, reduction = self.layout.logs, self._loss_reduction
+        result, left_out = combine_outputs(
+            outputs, chunks, sizes, logs, reduction, self.strategy_name, self.root_device
+        )
         for key in left_out:
             self._info_once(
                 f"training_step's output {key!r} stays on its replica and does not reach callbacks. Define "

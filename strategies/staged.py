@@ -11,21 +11,19 @@ import torch
 from lightning_fabric.utilities.apply_func import move_data_to_device
 from pytorch_lightning.trainer.states import TrainerFn
 from pytorch_lightning.utilities.rank_zero import rank_zero_info
-from pytorch_lightning.utilities.signature_utils import is_param_in_hook_signature
 from pytorch_lightning.utilities.types import STEP_OUTPUT
 from torch import Tensor
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from .chunks import num_samples, split
+from .cutting import combine_outputs, has_batchnorm, verify_takes_batches
 from .exceptions import ConfigError
 from .microbatches import MicroBatches, MicroBatchLogs
 from .partition import Even, without_single_samples
 from .patching import replaced
-from .reduction import chunk_losses, with_scalars
 from .stage_layout import StageLayout, StageOptions
-from .types import Batch, Chunk
+from .types import Batch
 
 
 class StagedStrategy(pl_strategies.Strategy):
@@ -44,6 +42,7 @@ class StagedStrategy(pl_strategies.Strategy):
         self._layout: StageLayout | None = None
         self._microbatches: MicroBatches | None = None
         self._logs: MicroBatchLogs | None = None
+        self._has_batchnorm = False
         self._told = ""
 
     @property
@@ -70,6 +69,7 @@ class StagedStrategy(pl_strategies.Strategy):
         for optimizer in self.optimizers:
             state_to_parameters(optimizer)
         module, num = trainer.lightning_module, self.stage_options.num_microbatches
+        self._has_batchnorm = has_batchnorm(module)
         self._microbatches = MicroBatches(self.layout)
         self._logs = MicroBatchLogs(module, num, self.layout.meeting_device)
         self._tell(self.layout.table(module))
@@ -84,11 +84,7 @@ class StagedStrategy(pl_strategies.Strategy):
                 f"num_microbatches={num} needs automatic optimization, and {type(module).__name__} optimizes manually. "
                 "Set num_microbatches=1."
             )
-        if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
-            raise ConfigError(
-                f"num_microbatches={num}: training_step(dataloader_iter) reads its own batches, which can't be cut. "
-                "Use training_step(batch, batch_idx), or set num_microbatches=1."
-            )
+        verify_takes_batches(module, f"num_microbatches={num}", "set num_microbatches=1")
 
     def _tell(self, table: str) -> None:
         """Log the plan, unless it is the one that was told for the last run."""
@@ -151,19 +147,8 @@ class StagedStrategy(pl_strategies.Strategy):
         steps[0] = partial(self._watched, steps[0])
         with self._logs.recording():
             outputs = self._microbatches.forward(names, [partial(self._logs.run, i, s) for i, s in enumerate(steps)])
-        return self._combined(outputs, chunks, sizes)
-
-    def _combined(self, outputs: list[Any], chunks: list[Chunk], sizes: list[int]) -> STEP_OUTPUT:
-        assert self._logs is not None
-        if all(output is None for output in outputs):
-            self._logs.replay(sizes)
-            return None  # the module skips this batch
-        losses = chunk_losses(outputs, chunks, sizes, self.stage_options.loss_reduction, self.strategy_name)
-        self._logs.replay(sizes, losses)
-        loss = losses.combine(self.root_device)
-        if not isinstance(outputs[0], dict):
-            return loss
-        return with_scalars(loss, losses, outputs, sizes, self.root_device)[0]
+        reduction = self.stage_options.loss_reduction
+        return combine_outputs(outputs, chunks, sizes, self._logs, reduction, self.strategy_name, self.root_device)[0]
 
     def _watched(self, call: Callable[[], Any]) -> Any:
         with self.layout.watched():
@@ -176,9 +161,8 @@ class StagedStrategy(pl_strategies.Strategy):
                 f"num_microbatches={self.stage_options.num_microbatches}: the batch of type {type(batch).__name__} "
                 "holds nothing to count samples by. Set num_microbatches=1, or give the batch a method split(sizes)."
             )
-        assert self.lightning_module is not None
         sizes = Even().sizes(num, self.stage_options.num_microbatches)
-        if any(isinstance(module, _BatchNorm) for module in self.lightning_module.modules()):
+        if self._has_batchnorm:
             sizes = without_single_samples(sizes)
         return [size for size in sizes if size] or [num]
 

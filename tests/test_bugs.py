@@ -1,16 +1,21 @@
 """Bugs that were found and fixed, each with its cause."""
 
 import signal
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from recording import SmallModule, loader
+from torch import nn
 from torch.distributed.elastic.multiprocessing import api
 from torch.utils.data import DataLoader, RandomSampler
 
+from evener.strategies import BalancedDDPModelParallelStrategy
+from evener.strategies.copies import ModuleCopy
 from evener.strategies.reduction import ChunkLosses
 from evener.trainer import Trainer
+from evener.trainer.batch_cut import batch_line
 from evener.trainer.launch import signal_handlers_kept
 
 
@@ -55,3 +60,24 @@ def test_a_sampler_is_told_each_epoch_once() -> None:
     )  # fmt: skip
     trainer.fit(SmallModule(), DataLoader(loader().dataset, 4, sampler=sampler), loader())
     assert sampler.epochs == [0, 1]
+
+
+def test_an_empty_container_of_modules_is_copied() -> None:
+    # `child and copy(child)`: an empty ModuleDict is false, so the root's own stayed in the replica. Its attributes
+    # could then not be refreshed, and a module that has one (neuralforecast's models do) failed under dp.
+    root = nn.Module()
+    root.embeddings, root.none = nn.ModuleDict(), None
+    copy = ModuleCopy(root, torch.device("cpu"), torch.device("cpu"))
+    assert copy.module.embeddings is copy.counterpart(root.embeddings)
+    assert copy.module.embeddings is not root.embeddings
+
+
+def test_a_lone_process_of_two_stages_tells_its_batch() -> None:
+    # The start-up block took the stages of a single rank for replicas, and asked the policy, which is for ranks, to cut
+    # the batch among them: an IndexError with measured or given weights.
+    strategy = BalancedDDPModelParallelStrategy(model_parallel_size=2, weights=[1.0])
+    strategy.parallel_devices = [torch.device("cpu")] * 2
+    loaders = SimpleNamespace(flattened=[SimpleNamespace(batch_size=64)])
+    fit_loop = SimpleNamespace(_combined_loader=loaders)
+    trainer: Any = SimpleNamespace(fit_loop=fit_loop, strategy=strategy, world_size=1, accumulate_grad_batches=1)
+    assert batch_line(trainer) == "64 samples"

@@ -21,8 +21,11 @@ def prepared(tmp_path: Path, *overrides: str) -> DictConfig:
 
 
 def companions(choice: str) -> list[str]:
-    """What a choice needs beside it: several devices, or the data that a module is made for."""
+    """What a choice needs beside it: several devices, the data that a module is made for, or a class."""
     group, option = choice.split("=")
+    if option == "custom":
+        kind = {"module": "DigitsClassifier", "data": "DigitsDataModule"}[group]
+        return [f"{group}._target_=evener.examples.digits.{kind}"]
     if group == "module" and f"data={option}" in CHOICES:
         return [f"data={option}"]
     return ["devices=2"] if group == "strategy" and option != "single_device" else []

@@ -183,6 +183,14 @@ MISTAKES = [
     (["lr=[1"], r"`--cfg job` prints"),
     (["trainer.max_epochs=${nope}"], r"The configuration is not complete: .*nope"),
     (
+        ["module=char_lm"],
+        r"module\.max_length takes data\.max_length, which DigitsDataModule does not have: .*Choose data=char_lm, or",
+    ),
+    (
+        ["trainer.max_epochs=${strategy.nope}"],
+        r"which SingleDeviceStrategy does not have: .* Choose a strategy that has",
+    ),
+    (
         ["num_nodes=2", "strategy=ddp", "accelerator=cpu"],
         r"num_nodes=2: processes on other.*torchrun --nnodes=2",
     ),

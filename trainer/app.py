@@ -11,6 +11,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from ..strategies import ConfigError
 from .checks import verify_config
+from .companions import incomplete
 from .launch import launch
 from .result import Result
 
@@ -50,7 +51,7 @@ def prepare(cfg: DictConfig) -> DictConfig:
     try:
         resolved = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as exc:
-        raise ConfigError(f"The configuration is not complete: {str(exc).splitlines()[0]}. Set that key.") from exc
+        raise ConfigError(incomplete(cfg, exc)) from exc
     assert isinstance(resolved, dict)
     cfg = OmegaConf.create({str(key): value for key, value in resolved.items()})
     verify_config(cfg)

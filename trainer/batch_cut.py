@@ -39,10 +39,17 @@ def global_sizes(trainer: pl.Trainer) -> tuple[list[int], str]:
     if world > 1:
         per_device = getattr(strategy, "batch_size_is", "per_device") == "per_device"
         return ([batch_size] * world if per_device else policy.sizes(batch_size, world)), "rank"
-    num_replicas = len(getattr(strategy, "parallel_devices", ())) if hasattr(strategy, "policy") else 1
+    num_replicas = len(process_devices(strategy)) if hasattr(strategy, "policy") and not is_staged(strategy) else 1
     if num_replicas > 1:
+        # a lone rank's policy is for ranks; its replicas take even chunks
+        policy = Even() if isinstance(strategy, ParallelStrategy) else policy
         return policy.sizes(batch_size, num_replicas), "replica"
     return [batch_size], "device"
+
+
+def is_staged(strategy: Strategy) -> bool:
+    """Whether the process's devices hold stages of one copy, and not replicas."""
+    return hasattr(strategy, "stage_options")
 
 
 def batch_line(trainer: pl.Trainer) -> str:

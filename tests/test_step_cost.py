@@ -1,0 +1,151 @@
+"""What a step costs in Python: calls are counted, which no other work on the machine changes, instead of timed.
+
+`benchmarks/step_overhead.py` has the times.
+"""
+
+import gc
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytorch_lightning as pl
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from evener.trainer import Trainer
+
+FEW, MANY = 20, 40
+QUIET = {"accelerator": "cpu", "max_epochs": 1, "enable_model_summary": False, "enable_progress_bar": False}
+
+
+class Net(pl.LightningModule):
+    """A small perceptron that logs so many values in a step."""
+
+    def __init__(self, num_values: int = 0) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
+        self.num_values = num_values
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = nn.functional.cross_entropy(self.layers(batch[0]), batch[1])
+        for i in range(self.num_values):
+            self.log(f"value_{i}", loss.detach())
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+class Validated(Net):
+    """The same, validated."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", nn.functional.cross_entropy(self.layers(batch[0]), batch[1]))
+
+
+def loader(num_batches: int) -> DataLoader[Any]:
+    batches = [(torch.randn(4, 8), torch.randint(2, (4,))) for _ in range(num_batches)]
+    return DataLoader(batches, batch_size=None, collate_fn=lambda batch: batch)  # type: ignore[arg-type]
+
+
+def num_calls(run: Callable[[], Any]) -> int:
+    """Calls of Python functions while something runs; calls into C are not counted."""
+    count = 0
+
+    def profile(frame: Any, event: str, argument: Any) -> None:
+        nonlocal count
+        count += event == "call"
+
+    gc.collect()
+    gc.disable()  # what a collection calls depends on what ran before
+    sys.setprofile(profile)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+        gc.enable()
+    return count
+
+
+def calls_per_batch(run: Callable[[int], Any]) -> float:
+    """Calls that one more batch costs, so that the start and the end of a run do not count."""
+    for num_batches in (FEW, MANY):
+        run(num_batches)  # whatever is imported, or kept from then on
+    few, many = num_calls(lambda: run(FEW)), num_calls(lambda: run(MANY))
+    return (many - few) / (MANY - FEW)
+
+
+def by_hand(num_batches: int) -> None:
+    module = Net()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
+    for inputs, targets in loader(num_batches):
+        loss = nn.functional.cross_entropy(module.layers(inputs), targets)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
+def evaluated_by_hand(num_batches: int) -> None:
+    module, total = Net().eval(), torch.zeros(())
+    with torch.inference_mode():
+        for inputs, targets in loader(num_batches):
+            total += nn.functional.cross_entropy(module.layers(inputs), targets)
+
+
+def with_one_more_call(num_batches: int) -> None:
+    by_hand(num_batches)
+    for _ in range(num_batches):
+        (lambda: None)()
+
+
+def fit(trainer: type[pl.Trainer], folder: Path, num_values: int, **options: Any) -> Callable[[int], None]:
+    def run(num_batches: int) -> None:
+        trainer(default_root_dir=tempfile.mkdtemp(dir=folder), **QUIET, **options).fit(
+            Net(num_values), loader(num_batches)
+        )
+
+    return run
+
+
+def validate(trainer: type[pl.Trainer], folder: Path) -> Callable[[int], None]:
+    def run(num_batches: int) -> None:
+        trainer(default_root_dir=tempfile.mkdtemp(dir=folder), **QUIET, logger=False).validate(
+            Validated(), loader(num_batches), verbose=False
+        )
+
+    return run
+
+
+BARE = {"logger": False, "enable_checkpointing": False}
+CASES = {
+    "bare": lambda trainer, folder: fit(trainer, folder, 0, **BARE),
+    "three values logged": lambda trainer, folder: fit(trainer, folder, 3, **BARE),
+    "three values logged, with logger and checkpoint": lambda trainer, folder: fit(trainer, folder, 3),
+    "validation": validate,
+}
+BOUNDS = {
+    "bare": 20,  # -9 when this was written, as torch's wrappers of `backward` and `step` are passed by; Lightning: 831
+    "three values logged": 32,  # 3; 3165
+    "three values logged, with logger and checkpoint": 32,  # 3; 3264
+    "validation": 85,  # 65; 1334
+}
+"""Calls that a batch may cost beyond those of the hand-written loop: some twenty more than it does cost."""
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_step_costs_little_more_than_one_written_by_hand(case: str, tmp_path: Path) -> None:  # pain 15
+    by_hand_alone = calls_per_batch(evaluated_by_hand if case == "validation" else by_hand)
+    ours, lightning = (calls_per_batch(CASES[case](trainer, tmp_path)) for trainer in (Trainer, pl.Trainer))
+    assert ours - by_hand_alone <= BOUNDS[case]
+    assert ours < lightning / 7
+
+
+def test_the_count_is_the_same_each_time(tmp_path: Path) -> None:
+    """And sees what a step adds: one Python function more is one call more."""
+    run = fit(Trainer, tmp_path, 0, **BARE)
+    assert calls_per_batch(run) == calls_per_batch(run)
+    assert calls_per_batch(with_one_more_call) - calls_per_batch(by_hand) == 1
