@@ -82,6 +82,7 @@ torch.nn.parallel DistributedDataParallel._sync_buffers
 torch.nn.parallel DistributedDataParallel.will_sync_module_buffers
 torch.nn.parallel DistributedDataParallel._set_ddp_runtime_logging_sample_rate
 pytorch_lightning.trainer.trainer Trainer._results
+pytorch_lightning.trainer.trainer Trainer._run
 pytorch_lightning.trainer.trainer Trainer._run_stage
 pytorch_lightning.trainer.trainer Trainer.received_sigterm
 pytorch_lightning.utilities.combined_loader _MaxSizeCycle

@@ -5,6 +5,7 @@ the end of a step only notes that there is something to collect; it is collected
 or when somebody looks: a logger at its step, the progress bar at its refresh, a callback whenever it asks.
 """
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytorch_lightning as pl
@@ -16,7 +17,7 @@ from typing_extensions import override
 from ..strategies.exceptions import ConfigError
 from ..strategies.types import Batch
 from .deferred import Deferred
-from .shared_log import share
+from .shared_log import is_shared_by, own_values, share
 from .slots import Slot
 
 
@@ -62,7 +63,9 @@ class LeanResults(_ResultCollection):
     @override
     def metrics(self, on_step: bool) -> Any:
         self.settle()
-        return super().metrics(on_step)
+        alone = not on_step and self.connector is not None and is_shared_by(self.connector.trainer)
+        with own_values(self) if alone else nullcontext():
+            return super().metrics(on_step)
 
     @override
     def reset(self, metrics: bool | None = None, fx: str | None = None) -> None:
@@ -183,6 +186,7 @@ class LeanLoggerConnector(_LoggerConnector):
     def _share(self) -> None:
         results: Any = self.trainer._results
         if results is not None:
+            results.connector = self
             results.settle()
             share(self.trainer, results)
 

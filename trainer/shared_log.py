@@ -4,6 +4,8 @@ Lightning reduces key by key, rounds the number of samples, and waits for ever w
 """
 
 import warnings
+from collections.abc import Generator
+from contextlib import contextmanager
 from typing import Any
 
 import pytorch_lightning as pl
@@ -24,6 +26,41 @@ _META = (
 )  # fmt: skip
 
 
+def is_shared_by(trainer: pl.Trainer) -> bool:
+    """Whether an epoch's values are exchanged by this module; Lightning's own strategies leave it to Lightning."""
+    return trainer.world_size > 1 and hasattr(trainer.strategy, "gather_objects")
+
+
+@contextmanager
+def own_values(results: _ResultCollection) -> Generator[None]:
+    """Let values of the epoch that were not exchanged yet be read as this rank's own.
+
+    Lightning would reduce them on being read, and wait for ever where only some ranks read. Metrics of torchmetrics,
+    for which every rank must compute, are not shown until then.
+    """
+    waiting = [metric for metric in results.values() if not metric.has_reset and _awaits_exchange(metric)]
+    for metric in waiting:
+        if metric.is_tensor:
+            vars(metric)["_computed"] = _own_value(metric)
+        else:
+            metric.has_reset = True
+    try:
+        yield
+    finally:
+        for metric in waiting:
+            vars(metric)["_computed"] = None
+            metric.has_reset = False
+
+
+def _awaits_exchange(metric: _ResultMetric) -> bool:
+    return metric.meta.on_epoch and metric._computed is None
+
+
+def _own_value(metric: _ResultMetric) -> Any:
+    value: Any = metric.value
+    return value / metric.cumulated_batch_size if metric.meta.is_mean_reduction else value.clone()
+
+
 def share(trainer: pl.Trainer, results: _ResultCollection) -> None:
     """Compute the epoch's values over all ranks; all of them call it at the end of an epoch.
 
@@ -37,9 +74,9 @@ def share(trainer: pl.Trainer, results: _ResultCollection) -> None:
     Raises:
         RankError: ranks logged different keys with `sync_dist=True`; the message names rank and key.
     """
-    gather = getattr(trainer.strategy, "gather_objects", None)
-    if gather is None or trainer.world_size < 2:
+    if not is_shared_by(trainer):
         return
+    gather: Any = getattr(trainer.strategy, "gather_objects")  # noqa: B009  # not of Lightning's strategies
     own = {key: metric for key, metric in results.items() if _is_shared(metric, results)}
     told: list[dict[str, dict[str, Any]]] = gather({key: _tell(metric) for key, metric in own.items()})
     _verify_keys(told)
@@ -56,7 +93,7 @@ def share(trainer: pl.Trainer, results: _ResultCollection) -> None:
 def _is_shared(metric: _ResultMetric, results: _ResultCollection) -> bool:
     meta = metric.meta
     current = not metric.has_reset and meta.dataloader_idx == results.dataloader_idx
-    return current and meta.on_epoch and not meta.sync.rank_zero_only and metric._computed is None
+    return current and not meta.sync.rank_zero_only and _awaits_exchange(metric)
 
 
 def _tell(metric: _ResultMetric) -> dict[str, Any]:

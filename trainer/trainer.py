@@ -4,6 +4,7 @@ import inspect
 from typing import Any, Literal
 
 import pytorch_lightning as pl
+import torch.distributed as dist
 from lightning_fabric.plugins import TorchCheckpointIO
 from lightning_fabric.utilities.types import _PATH
 from pytorch_lightning.strategies import Strategy
@@ -51,6 +52,7 @@ class Trainer(pl.Trainer):
         super().__init__(strategy=strategy, **kwargs)
         self.exact_accumulation = exact_accumulation
         self.agreed_to_stop = False
+        self._agreed_log_dir: tuple[str | None] | None = None
         given = kwargs.get("callbacks") or []
         self.timed_bar = self._own_bar(given if isinstance(given, list) else [given])
         if detect_nonfinite not in ("off", False, None):
@@ -82,6 +84,25 @@ class Trainer(pl.Trainer):
         if bar is None or any(bar is callback for callback in given):
             return None
         return TimedBar(bar)
+
+    @override
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        self._agreed_log_dir = None
+        return super()._run(*args, **kwargs)
+
+    @property
+    @override
+    def log_dir(self) -> str | None:
+        """The directory of this run, as rank 0 has it.
+
+        Lightning broadcasts it whenever it is read, so that a rank which reads it alone waits for ever. Here ranks
+        agree on it once, as Lightning reads it on all of them at the start of a run.
+        """
+        if not dist.is_available() or not dist.is_initialized():
+            return super().log_dir
+        if self._agreed_log_dir is None:
+            self._agreed_log_dir = (super().log_dir,)
+        return self._agreed_log_dir[0]
 
     @override
     def _run_stage(self) -> Any:

@@ -1,0 +1,100 @@
+"""Reading is a rank's own business: no property makes ranks communicate, so that rank 0 alone may read them all."""
+
+import inspect
+from typing import Any
+
+import pytest
+from distributed import run_ranks
+from pytorch_lightning.loggers import TensorBoardLogger
+from test_ddp import Net, Numbered, quiet_trainer
+from torch.utils.data import DataLoader
+from torchmetrics import MeanMetric
+
+from evener.strategies import DDPStrategy
+
+HOOKS = (
+    "setup", "on_fit_start", "on_train_start", "on_train_epoch_start", "on_train_batch_start", "on_before_zero_grad",
+    "on_train_batch_end", "on_validation_start", "on_validation_batch_end", "on_validation_end", "on_train_end",
+)  # fmt: skip
+
+
+def read_all(trainer: Any) -> int:
+    """Read every property of the trainer, its strategy and its callbacks; return how many there were."""
+    objects = [trainer, trainer.strategy, trainer.strategy.cluster_environment, *trainer.callbacks, *trainer.loggers]
+    # it loads the data where that is not there yet, which is no reading: all ranks must do it together
+    early = {"estimated_stepping_batches"} if trainer.train_dataloader is None else set()
+    num = 0
+    for owner in objects:
+        for name, _ in inspect.getmembers(type(owner), lambda member: isinstance(member, property)):
+            if name in early:
+                continue
+            try:
+                getattr(owner, name)
+                num += 1
+            except (AttributeError, RuntimeError, AssertionError, TypeError):  # not there yet, at this point of a run
+                continue
+    return num
+
+
+class Read(Net):
+    """Rank 0 looks at everything, wherever it comes by."""
+
+    def __init__(self, reads: bool) -> None:
+        super().__init__()
+        self.reads = reads
+        self.mean = MeanMetric()
+        self.num_read = 0
+        self.own: list[float] = []
+
+    def look(self, *_: Any, **__: Any) -> None:
+        if self.reads and self.trainer.is_global_zero:
+            self.num_read += read_all(self.trainer)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.look()
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        super().validation_step(batch, batch_idx)
+        self.mean.update(batch[2])
+        self.look()
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("mean", self.mean)
+        self.look()
+
+    def on_train_epoch_end(self) -> None:
+        self.log("late", float(self.global_rank), sync_dist=True)
+        self.log("own", float(self.global_rank))
+        self.look()
+        if self.reads and self.trainer.is_global_zero:
+            self.own.append(self.trainer.callback_metrics["late"].item())
+
+
+for name in HOOKS:
+    setattr(Read, name, Read.look)
+
+
+def _fit(reads: bool, folder: str) -> dict[str, Any]:
+    module = Read(reads)
+    logger = TensorBoardLogger(folder, name=None, default_hp_metric=False)
+    options: dict[str, Any] = {"logger": logger, "enable_checkpointing": True, "log_every_n_steps": 1}
+    trainer = quiet_trainer(DDPStrategy(timeout_s=8), 2, num_sanity_val_steps=1, **options)
+    trainer.fit(module, DataLoader(Numbered(), 4), DataLoader(Numbered(), 4))
+    if reads and trainer.is_global_zero:
+        module.num_read += read_all(trainer)
+    metrics = {name: value.item() for name, value in trainer.callback_metrics.items()}
+    return {"metrics": metrics, "read": module.num_read, "own": module.own, "log_dir": trainer.log_dir}
+
+
+def test_rank_0_alone_may_read_everything_everywhere(tmp_path: Any) -> None:
+    first, second = run_ranks(_fit, 2, True, str(tmp_path / "reads"), timeout_s=60)
+    silent, _ = run_ranks(_fit, 2, False, str(tmp_path / "silent"), timeout_s=60)
+    assert first["read"] > 1000
+    assert second["read"] == 0
+    assert first["metrics"] == second["metrics"] == pytest.approx(silent["metrics"], abs=1e-12)
+    assert first["metrics"]["late"] == first["metrics"]["own"] == 0.5  # the mean of ranks 0 and 1
+    assert first["metrics"]["mean"] == 10.0  # of 0..20
+    assert first["own"] == [0.0, 0.0], "until the ranks have exchanged it, a value is the rank's own"
+    assert first["log_dir"] == second["log_dir"] == str(tmp_path / "reads" / "version_0")
