@@ -1,6 +1,7 @@
 """Random streams of ranks and workers; several runs in one process and at once; what is logged within an epoch."""
 
 import random
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -9,9 +10,10 @@ import pytest
 import pytorch_lightning as pl
 import torch
 from distributed import RankError, run_ranks, run_ranks_unchecked
+from pytorch_lightning.loggers import CSVLogger
 from test_ddp import Net, Numbered, quiet_trainer
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, get_worker_info
+from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
 from evener.strategies import DDPStrategy
 
@@ -83,6 +85,47 @@ class Steps(Net):
         self.log("tested", batch[2].double().mean())
 
 
+class Points(CSVLogger):
+    """Keeps what it is given to log."""
+
+    def __init__(self, folder: str) -> None:
+        super().__init__(folder)
+        self.points: list[tuple[int | None, dict[str, float]]] = []
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        self.points.append((step, {name: value for name, value in metrics.items() if name != "epoch"}))
+
+
+class Evaluated(Net):
+    """Logs in evaluation by step: shared means, a shared sum, and its own rank."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("index", batch[2].double().mean(), on_step=True, on_epoch=True, sync_dist=True)
+        self.log("only", batch[2].double().mean(), on_step=True, on_epoch=False, sync_dist=True)
+        self.log("num", float(len(batch[2])), on_step=True, on_epoch=False, reduce_fx="sum", sync_dist=True)
+        self.log("rank", float(self.global_rank), on_step=True, on_epoch=False)
+
+
+class Ends(IterableDataset[Any]):
+    """Three batches for rank 0 and one for rank 1."""
+
+    def __iter__(self) -> Iterator[Any]:
+        data = Numbered()
+        rows = [[0, 1], [2, 3], [4, 5]] if torch.distributed.get_rank() == 0 else [[6, 7, 8]]
+        yield from ([data.x[row], data.y[row], torch.tensor(row)] for row in rows)
+
+
+def _evaluate(folder: str) -> list[list[tuple[int | None, dict[str, float]]]]:
+    found = []
+    loaders = [DataLoader(Numbered(5), 3), DataLoader(Numbered(3), 2), DataLoader(Ends(), None)]
+    for loader, batch_size_is in zip(loaders, ("global", "global", "per_device"), strict=True):
+        logger = Points(folder)
+        strategy = DDPStrategy(batch_size_is=batch_size_is, timeout_s=5)
+        quiet_trainer(strategy, 2, logger=logger).validate(Evaluated(), loader, verbose=False)
+        found.append(logger.points)
+    return found
+
+
 class Ambiguous(Net):
     """With a batch of tensors of unequal lengths."""
 
@@ -115,6 +158,20 @@ def test_values_of_a_step_weigh_by_samples_and_one_trainer_fits_tests_and_fits()
         assert values == pytest.approx([1.0, 3.5] * 2, abs=1e-12)  # means of 0, 1, 2 (2 and 1 of them) and of 3, 4
         assert tested == pytest.approx(2.0, abs=1e-12)
         assert epochs == 2
+
+
+def test_values_of_an_evaluations_step_weigh_by_samples_whatever_batches_a_rank_has(tmp_path: Any) -> None:
+    def steps(means: list[float], nums: list[float], epoch: float) -> list[Any]:
+        points: list[Any] = [
+            (step, {"index_step": mean, "only": mean, "num": num, "rank": 0.0})
+            for step, (mean, num) in enumerate(zip(means, nums, strict=True))
+        ]
+        return [*points, (0, {"index_epoch": epoch})]
+
+    one, two, streams = run_ranks(_evaluate, 2, str(tmp_path))[0]
+    assert one == steps([1.0, 3.5], [3, 2], 2.0)  # 0, 1 and 2; then 3 and 4
+    assert two == steps([0.5, 2.0], [2, 1], 1.0)  # 0 and 1; then 2 alone, on rank 0
+    assert streams == steps([4.4, 2.5, 4.5], [5, 2, 2], 4.0)  # (0 + 1 + 6 + 7 + 8) / 5; 2, 3; 4, 5
 
 
 def test_a_batch_whose_samples_cannot_be_counted_is_refused() -> None:

@@ -9,14 +9,17 @@ from contextlib import nullcontext
 from typing import Any
 
 import pytorch_lightning as pl
+import torch
 from pytorch_lightning.trainer.connectors.logger_connector import _LoggerConnector
 from pytorch_lightning.trainer.connectors.logger_connector.result import _ResultCollection
-from pytorch_lightning.utilities.data import _extract_batch_size
+from pytorch_lightning.utilities.data import _extract_batch_size, extract_batch_size
+from torch import Tensor
 from typing_extensions import override
 
 from ..strategies.exceptions import ConfigError
 from ..strategies.types import Batch
 from .deferred import Deferred
+from .evaluated_steps import NUM_SAMPLES, EvaluatedSteps, combine
 from .shared_log import is_shared_by, own_values, share
 from .slots import Slot
 
@@ -33,6 +36,8 @@ class LeanResults(_ResultCollection):
         self.slots: dict[tuple[str, str, int | None], Slot] = {}
         self.connector: LeanLoggerConnector | None = None
         self.logs_steps = False
+        self.waits_for_epoch = False
+        """Whether evaluation logged a value by step that ranks share, which waits for the end of the epoch."""
         self.deferred = Deferred()
         self.defers = False
         """Whether the loop reduces what was logged by step once its step is over."""
@@ -40,25 +45,44 @@ class LeanResults(_ResultCollection):
     @override
     def log(self, fx: str, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         if kwargs.get("sync_dist"):
-            kwargs["sync_dist_fn"] = self.deferred.through(kwargs["sync_dist_fn"])
+            through = self.deferred.through(kwargs["sync_dist_fn"])
+            kwargs["sync_dist_fn"] = through if self.training else self._reduce_evaluated
             self.deferred.waits = self.defers
         # the checker does not see through Lightning's `torch.compiler.disable`
         super().log(fx, name, value, *args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
         self.deferred.waits = False
         self.logs_steps = self.logs_steps or bool(kwargs.get("on_step"))
 
+    def _reduce_evaluated(self, value: Tensor, group: Any = None, reduce_op: str | None = "mean") -> Tensor:
+        """Leave a value of an evaluation's step to the end of the epoch; where Lightning shares values, act at once."""
+        if self.connector is None or not is_shared_by(self.connector.trainer):
+            return self.deferred.reduce(value, group=group, reduce_op=reduce_op)
+        self.waits_for_epoch = True
+        return value
+
     @override
     def _extract_batch_size(self, value: Any, batch_size: int | None, meta: Any) -> int:
         given = batch_size is not None or self.batch_size is not None
         shared = self.connector is not None and self.connector.trainer.world_size > 1
-        if shared and not given and self.batch is not None and value.is_tensor and meta.on_epoch:
-            sizes = sorted({size for size in _extract_batch_size(self.batch) if size is not None})
-            if meta.is_mean_reduction and len(sizes) > 1:
-                raise ConfigError(
-                    f"self.log({meta.name!r}): the batch holds tensors of {' and '.join(map(str, sizes))} rows, so its "
-                    "samples can't be counted, by which ranks are weighed. Give batch_size= to self.log."
-                )
-        return super()._extract_batch_size(value, batch_size, meta)
+        waits = not self.training and meta.sync.should
+        if shared and not given and self.batch is not None and value.is_tensor and meta.is_mean_reduction:
+            if meta.on_epoch or waits:
+                self._verify_countable(meta.name, self.batch)
+            if waits:
+                self.batch_size = extract_batch_size(self.batch)  # Lightning counts for an epoch's mean alone
+        size = super()._extract_batch_size(value, batch_size, meta)
+        if waits:
+            vars(value)[NUM_SAMPLES] = size
+        return size
+
+    @staticmethod
+    def _verify_countable(name: str, batch: Batch) -> None:
+        sizes = sorted({size for size in _extract_batch_size(batch) if size is not None})
+        if len(sizes) > 1:
+            raise ConfigError(
+                f"self.log({name!r}): the batch holds tensors of {' and '.join(map(str, sizes))} rows, so its "
+                "samples can't be counted, by which ranks are weighed. Give batch_size= to self.log."
+            )
 
     @override
     def metrics(self, on_step: bool) -> Any:
@@ -97,6 +121,7 @@ class LeanLoggerConnector(_LoggerConnector):
         self.batch_results: LeanResults | None = None
         """The results of the loop that is at a batch now; None between batches."""
         self._unread: LeanResults | None = None
+        self._evaluated = EvaluatedSteps()
         self._collected: dict[str, dict[str, Any]] = {}
         super().__init__(trainer)
 
@@ -183,12 +208,24 @@ class LeanLoggerConnector(_LoggerConnector):
         self._share()
         return super().update_eval_epoch_metrics()
 
+    @override
+    def update_eval_step_metrics(self, step: int) -> None:
+        results: Any = self.trainer._results
+        if results.waits_for_epoch:
+            results.settle()
+            self._evaluated.add(self.trainer, results, step)
+        else:
+            super().update_eval_step_metrics(step)
+
     def _share(self) -> None:
         results: Any = self.trainer._results
         if results is not None:
             results.connector = self
             results.settle()
-            share(self.trainer, results)
+            for step, values in combine(share(self.trainer, results, self._evaluated.take())):
+                self.log_metrics(
+                    {name: torch.tensor(value, dtype=torch.float64) for name, value in values.items()}, step=step
+                )
 
     @override
     def reset_results(self) -> None:

@@ -19,6 +19,7 @@ from pytorch_lightning.trainer.connectors.logger_connector.result import (
 from torchmetrics import Metric
 
 from ..strategies.rendezvous import RankError
+from .evaluated_steps import Step
 
 _META = (
     "fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_graph", "add_dataloader_idx", "dataloader_idx",
@@ -61,7 +62,7 @@ def _own_value(metric: _ResultMetric) -> Any:
     return value / metric.cumulated_batch_size if metric.meta.is_mean_reduction else value.clone()
 
 
-def share(trainer: pl.Trainer, results: _ResultCollection) -> None:
+def share(trainer: pl.Trainer, results: _ResultCollection, steps: list[Step]) -> list[list[Step]]:
     """Compute the epoch's values over all ranks; all of them call it at the end of an epoch.
 
     A mean weighs every value by its samples. A rank that had no batch takes part with no weight, and knows the values
@@ -70,15 +71,20 @@ def share(trainer: pl.Trainer, results: _ResultCollection) -> None:
     Args:
         trainer: its strategy defines `gather_objects`, or nothing is done.
         results: what this rank logged in the epoch.
+        steps: what it logged by step and ranks have not exchanged.
+
+    Returns:
+        The steps of all ranks.
 
     Raises:
         RankError: ranks logged different keys with `sync_dist=True`; the message names rank and key.
     """
     if not is_shared_by(trainer):
-        return
+        return [steps]
     gather: Any = getattr(trainer.strategy, "gather_objects")  # noqa: B009  # not of Lightning's strategies
     own = {key: metric for key, metric in results.items() if _is_shared(metric, results)}
-    told: list[dict[str, dict[str, Any]]] = gather({key: _tell(metric) for key, metric in own.items()})
+    gathered: list[Any] = gather(({key: _tell(metric) for key, metric in own.items()}, steps))
+    told: list[dict[str, dict[str, Any]]] = [keys for keys, _ in gathered]
     _verify_keys(told)
     for key in dict.fromkeys(key for entries in told for key in entries):
         entries = [entries[key] for entries in told if key in entries]
@@ -88,6 +94,7 @@ def share(trainer: pl.Trainer, results: _ResultCollection) -> None:
         else:
             like: Any = metric.value
             vars(metric)["_computed"] = torch.tensor(_combine(entries), dtype=like.dtype, device=like.device)
+    return [others for _, others in gathered]
 
 
 def _is_shared(metric: _ResultMetric, results: _ResultCollection) -> bool:
