@@ -95,6 +95,8 @@ def _rank_main(function: Callable[..., Any], args: tuple[Any, ...], env: dict[st
         os.dup2(out.fileno(), 2)
         faulthandler.register(signal.SIGUSR2, file=sys.stderr, all_threads=True)
         torch.set_num_threads(1)
+        # data workers start as in any rank: this process would hand on its own way, a server that imports torch anew
+        multiprocessing.set_start_method(None, force=True)
         warnings.simplefilter("error")
         try:
             result = function(*args)
