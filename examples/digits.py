@@ -115,6 +115,20 @@ def load_digits() -> Digits:
     return images, torch.from_numpy(data.target).long()
 
 
+def labelled(batch: Any) -> Digits:
+    """Take a batch for images and their classes.
+
+    Raises:
+        ConfigError: it is of other data, such as text.
+    """
+    if isinstance(batch, (list, tuple)) and len(batch) == 2:
+        return batch[0], batch[1]
+    raise ConfigError(
+        f"This module takes batches of (images, classes) and was given a {type(batch).__name__}. "
+        "Choose data=digits, or the module that belongs to your data (module=char_lm to data=char_lm)."
+    )
+
+
 class DigitsClassifier(pl.LightningModule):
     """Two convolutions and two linear layers.
 
@@ -158,7 +172,7 @@ class DigitsClassifier(pl.LightningModule):
 
     def training_step(self, batch: Digits, batch_idx: int) -> Tensor:
         """Return the mean cross entropy of the batch, in nats."""
-        images, classes = batch
+        images, classes = labelled(batch)
         loss = F.cross_entropy(self(images), classes)
         self.log("train/loss", loss, batch_size=len(classes), prog_bar=True)
         return loss
@@ -173,7 +187,7 @@ class DigitsClassifier(pl.LightningModule):
 
     def predict_step(self, batch: Digits, batch_idx: int) -> Tensor:
         """Return the classes that score best, of shape (N,)."""
-        images, _ = batch
+        images, _ = labelled(batch)
         return self(images).argmax(dim=1)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -181,7 +195,7 @@ class DigitsClassifier(pl.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=self.lr, weight_decay=self.weight_decay)
 
     def _evaluate(self, batch: Digits, split: str) -> None:
-        images, classes = batch
+        images, classes = labelled(batch)
         logits = self(images)
         metrics = {
             f"{split}/loss": F.cross_entropy(logits, classes),

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from pytorch_lightning.core.optimizer import LightningOptimizer
 from torch import Tensor, nn
 
-from .digits import IMAGE_SIDE, Digits
+from .digits import IMAGE_SIDE, Digits, labelled
 
 
 class DigitsGAN(pl.LightningModule):
@@ -77,7 +77,7 @@ class DigitsGAN(pl.LightningModule):
 
     def training_step(self, batch: Digits, batch_idx: int) -> None:
         """Take one step of the generator and one of the discriminator; log both losses, in nats."""
-        real, _ = batch
+        real, _ = labelled(batch)
         generator_optimizer, discriminator_optimizer = self.optimizers()
         noise = torch.randn(len(real), self.latent, device=self.device)
         generator_loss = self._step(generator_optimizer, lambda: self._generator_loss(noise))
@@ -122,7 +122,7 @@ class DigitsGAN(pl.LightningModule):
         return (F.softplus(-taken_real).mean() + F.softplus(taken_fake).mean()) / 2
 
     def _evaluate(self, batch: Digits, split: str) -> None:
-        real, _ = batch
+        real, _ = labelled(batch)
         score = energy_score(self(self.val_noise).flatten(1), real.flatten(1))
         self.log(f"{split}/loss", score, batch_size=len(real), prog_bar=True, sync_dist=True)
 

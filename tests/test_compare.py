@@ -161,7 +161,9 @@ def test_a_trial_that_takes_too_long_is_ended(tmp_path: Path) -> None:
     trial = run_trial(trial_config(cfg, "ddp", tmp_path / "ddp"), "ddp", timeout_s=0.5)
     assert (trial.status, trial.reason) == (FAILED, "it did not finish in compare.timeout_s=0.5 seconds")
     assert time.monotonic() - start < 15
-    left = [p for p in psutil.Process().children(recursive=True) if "evener.trainer.trial" in " ".join(p.cmdline())]
+    left = [
+        p for p in psutil.Process().children(recursive=True) if "evener.trainer.trial_process" in " ".join(p.cmdline())
+    ]
     assert left == []
 
 

@@ -39,6 +39,11 @@ def indices(data: DigitsDataModule) -> list[list[int]]:
 # digits
 
 
+def test_other_data_is_refused_with_what_to_choose() -> None:
+    with pytest.raises(ConfigError, match=r"was given a Tensor\. Choose data=digits, or the module that belongs"):
+        DigitsClassifier().training_step(torch.zeros(2, 9, dtype=torch.long), 0)  # type: ignore[arg-type]
+
+
 def test_digits_splits_are_all_the_samples_and_share_none() -> None:
     data = DigitsDataModule()
     data.setup()

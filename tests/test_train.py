@@ -182,6 +182,7 @@ MISTAKES = [
     (["trainer.gradient_clip_algorithm=nrom"], r"trainer: .*gradient_clip_algorithm"),
     (["lr=[1"], r"`--cfg job` prints"),
     (["trainer.max_epochs=${nope}"], r"The configuration is not complete: .*nope"),
+    (["module=custom"], r"not complete: module\._target_ has no value\. Give module\._target_="),
     (
         ["module=char_lm"],
         r"module\.max_length takes data\.max_length, which DigitsDataModule does not have: .*Choose data=char_lm, or",

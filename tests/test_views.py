@@ -26,7 +26,7 @@ from evener.trainer.callbacks.start_up import checkpoint_policy
 from evener.trainer.checkpoint import Checkpoint
 from evener.trainer.ddp_times import DDPTimes
 from evener.trainer.layout import layout
-from evener.trainer.summary import memory_text, show_summary
+from evener.trainer.summary import memory_text, shares_text, show_summary
 
 
 class Line(pl.LightningModule):
@@ -262,6 +262,12 @@ def test_equal_peaks_are_told_once() -> None:
     assert memory_text([812.2, 812.4]) == "812 MiB"
     assert memory_text([1812.0, 790.0]) == "1,812, 790 MiB"
     assert memory_text([]) == ""
+
+
+def test_the_closing_table_has_the_shares_of_a_balanced_run() -> None:
+    metrics = {"balance/efficiency": 0.896, "balance/share_0": 0.46875, "balance/share_1": 0.53125}
+    assert shares_text(metrics) == "47%, 53%, efficiency 0.90"
+    assert shares_text({"train/loss": 1.0}) == ""
 
 
 def test_tensorboard_is_named_where_it_has_something_to_show(

@@ -4,7 +4,7 @@ import re
 from importlib import resources
 
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from .. import conf
 
@@ -22,6 +22,8 @@ def incomplete(cfg: DictConfig, exc: OmegaConfBaseException) -> str:
         One sentence; where an option of one group is missing in another, with the choices of that group that have it.
     """
     reason = str(exc).splitlines()[0]
+    if isinstance(exc, MissingMandatoryValue):
+        return f"The configuration is not complete: {exc.full_key} has no value. Give {exc.full_key}=..."
     missing = _MISSING.search(reason)
     if missing is None or not isinstance(cfg.get(missing[1]), DictConfig):
         return f"The configuration is not complete: {reason}. Set that key."

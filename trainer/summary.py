@@ -21,6 +21,7 @@ def summary_rows(result: Result) -> list[tuple[str, str]]:
         ("strategy", result.strategy),
         ("devices", ", ".join(result.devices) + processes),
         ("global batch", "" if result.global_batch is None else f"{result.global_batch} samples"),
+        ("shares", shares_text(result.metrics)),
         ("speed", "" if result.samples_per_s is None else f"{result.samples_per_s:,.0f} samples/s"),
         ("peak memory", memory_text(result.peak_memory_mib)),
         ("best checkpoint", short_path(result.best_checkpoint)),
@@ -29,6 +30,14 @@ def summary_rows(result: Result) -> list[tuple[str, str]]:
         ("run directory", short_path(result.run_dir)),
     ]
     return [(label, value) for label, value in rows if value]
+
+
+def shares_text(metrics: dict[str, float]) -> str:
+    """Shares of the batch that a balanced strategy ended with, such as `47%, 53%, efficiency 0.90`; else empty."""
+    shares = [value for name, value in metrics.items() if name.startswith("balance/share_")]
+    efficiency = metrics.get("balance/efficiency")
+    shown = [f"{share:.0%}" for share in shares] + ([] if efficiency is None else [f"efficiency {efficiency:.2f}"])
+    return ", ".join(shown) if shares else ""
 
 
 def memory_text(peaks_mib: list[float]) -> str:

@@ -1,6 +1,6 @@
 """One strategy on trial: a few steps of the user's own training, in a process of its own.
 
-Started as `python -m evener.trainer.trial <config>`; what it found out is in the folder of that file.
+What it found out is in its folder.
 """
 
 import json
@@ -19,7 +19,6 @@ from ..strategies import ConfigError
 from .checks import verify_config
 from .launch import AGENT, launch
 from .probe import RankRecord, read_records
-from .worker import die_with_parent
 
 CONFIG_FILE, OUTCOME_FILE, OUTPUT_FILE = "config.yaml", "outcome.json", "output.log"
 OK, REFUSED, FAILED = "ok", "refused", "failed"
@@ -126,7 +125,7 @@ def run_trial(cfg: DictConfig, strategy: str, timeout_s: float) -> Trial:
         file.unlink()
     with (folder / OUTPUT_FILE).open("wb") as output:
         process = subprocess.Popen(
-            [sys.executable, "-m", "evener.trainer.trial", str(folder / CONFIG_FILE)],
+            [sys.executable, "-m", "evener.trainer.trial_process", str(folder / CONFIG_FILE)],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -195,9 +194,3 @@ def last_line(exc: Exception) -> str:
     lines = [line.strip() for line in str(exc).splitlines() if line.strip()]
     text = lines[-1] if lines else ""
     return text if "Error" in text else f"{type(exc).__name__}: {text}"
-
-
-if __name__ == "__main__":
-    die_with_parent()
-    given = Path(sys.argv[1])
-    given.with_name(OUTCOME_FILE).write_text(json.dumps(run_here(given)), encoding="utf-8")
