@@ -106,21 +106,22 @@ def test_the_newest_good_file_is_found_and_the_torn_one_named(tmp_path: Path, ca
 
 
 @pytest.mark.parametrize("zipped", [False, True])
-def test_a_pickle_bomb_is_refused_and_leaves_no_marker(zipped: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("weights_only", [None, False])
+def test_a_pickle_bomb_is_refused_and_leaves_no_marker(zipped: bool, weights_only: bool | None, tmp_path: Path) -> None:
     bomb = {"state_dict": {}, "callbacks": Bomb(tmp_path / "marker")}
     if zipped:
         torch.save(bomb, tmp_path / "bomb.ckpt")
     else:
         (tmp_path / "bomb.ckpt").write_bytes(pickle.dumps(bomb, protocol=2))
     with pytest.raises(CheckpointError, match=r"bomb\.ckpt is refused.* \((posix|os)\.system\)"):
-        VerifiedCheckpointIO().load_checkpoint(tmp_path / "bomb.ckpt")
+        VerifiedCheckpointIO().load_checkpoint(tmp_path / "bomb.ckpt", weights_only=weights_only)
     assert not (tmp_path / "marker").exists()
 
 
-def test_asking_for_code_is_refused(tmp_path: Path) -> None:
+def test_permission_to_run_code_changes_nothing_for_plain_data(tmp_path: Path) -> None:
     write(STATE, tmp_path / "a.ckpt")
-    with pytest.raises(ConfigError, match="weights_only=False would run code"):
-        VerifiedCheckpointIO().load_checkpoint(tmp_path / "a.ckpt", weights_only=False)
+    loaded = VerifiedCheckpointIO().load_checkpoint(tmp_path / "a.ckpt", weights_only=False)
+    assert torch.equal(loaded["state_dict"]["weight"], torch.arange(1000.0))
 
 
 def test_a_file_of_lightnings_is_read(tmp_path: Path) -> None:
