@@ -1,5 +1,6 @@
 """Bugs that were found and fixed, each with its cause."""
 
+import pickle
 import signal
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from evener.strategies.reduction import ChunkLosses
 from evener.trainer import Trainer
 from evener.trainer.batch_cut import batch_line
 from evener.trainer.launch import signal_handlers_kept
+from evener.trainer.loader_state import make_resumable
 
 
 def test_a_batch_in_which_nothing_weighs_anything_has_a_loss() -> None:
@@ -90,3 +92,18 @@ def test_a_process_of_ours_starts_without_a_warning(process: str) -> None:
     # Where the package imports what `python -m` is to run, Python warns in every worker that it may misbehave.
     script = f"import sys, evener.trainer; sys.exit('evener.trainer.{process}' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], timeout=60, check=False).returncode == 0
+
+
+class OwnLoader(DataLoader[Any]):
+    """A loader whose class is found by its name."""
+
+
+@pytest.mark.parametrize("cls", [DataLoader, OwnLoader])
+def test_a_loader_that_was_made_resumable_can_be_pickled(cls: type[DataLoader[Any]]) -> None:
+    # It became an object of a class that is made at run time, under a name that leads to another class.
+    train = cls(list(range(6)), batch_size=2, shuffle=True)
+    make_resumable(train, rank=0)
+    next(iter(train))
+    copied = pickle.loads(pickle.dumps(train))
+    assert type(copied) is cls
+    assert sorted(torch.cat(list(copied)).tolist()) == list(range(6))

@@ -27,11 +27,11 @@ def make_resumable(loader: Any, rank: int) -> None:
     Loaders with a `state_dict` of their own (torchdata's `StatefulDataLoader`) and other iterables are left alone.
     """
     if isinstance(loader, Stream) and not isinstance(loader, ResumableStream):
-        loader.__class__ = _stream_class(type(loader))
+        loader.__class__ = _subclass(ResumableStream, type(loader))
     elif isinstance(loader, ResumableLoader):
         loader.rank = rank
     elif isinstance(loader, DataLoader) and not hasattr(loader, "state_dict"):
-        loader.__class__ = _subclass(type(loader))
+        loader.__class__ = _subclass(ResumableLoader, type(loader))
         loader.rank = rank
 
 
@@ -41,13 +41,19 @@ def is_resumable(loader: Any) -> bool:
 
 
 @cache
-def _subclass(cls: type[DataLoader[Any]]) -> type["ResumableLoader"]:
-    return type(cls.__name__, (ResumableLoader, cls), {"__module__": cls.__module__, "__doc__": cls.__doc__})
+def _subclass(resumable: type, cls: Any) -> Any:
+    def reduce_as_plain(self: Any, protocol: Any) -> Any:
+        # Pickles and copies are of the class that is found by its name; a trainer makes them resumable again.
+        maker, args, *rest = cls.__reduce_ex__(self, protocol)
+        maker = _new if maker.__name__ == "__newobj__" else maker  # which pickle takes for the object's own class only
+        return (maker, tuple(cls if arg is type(self) else arg for arg in args), *rest)
+
+    members = {"__module__": cls.__module__, "__doc__": cls.__doc__, "__reduce_ex__": reduce_as_plain}
+    return type(cls.__name__, (resumable, cls), members)
 
 
-@cache
-def _stream_class(cls: type[Stream]) -> type["ResumableStream"]:
-    return type(cls.__name__, (ResumableStream, cls), {"__module__": cls.__module__, "__doc__": cls.__doc__})
+def _new(cls: Any, *args: Any) -> Any:
+    return cls.__new__(cls, *args)
 
 
 class ResumableStream(Stream):
