@@ -57,6 +57,7 @@ class RanksStrategy(pl_strategies.DDPStrategy):
         self.peers: Peers | None = None
         self.stop_signal: int | None = None
         self._hook = compression_hook(compression)
+        self._small_groups: list[Any] = []
         self._syncs_batchnorm = sync_batchnorm
         self._trainer: pl.Trainer | None = None
 
@@ -118,6 +119,7 @@ class RanksStrategy(pl_strategies.DDPStrategy):
             A function that starts the sum of a tensor over all ranks, in place.
         """
         group = dist.new_group(backend="gloo", timeout=cast(timedelta, self._timeout))
+        self._small_groups.append(group)
 
         def sum_over_ranks(values: Tensor) -> Work:
             return cast(Work, dist.all_reduce(values, group=group, async_op=True))
@@ -196,6 +198,7 @@ class RanksStrategy(pl_strategies.DDPStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
+        self._small_groups.clear()  # to end them would be to wait for what ranks that have failed will never send
         if isinstance(self.model, DistributedDataParallel) and self.lightning_module is not None:
             name_unused_parameters(exception, self.lightning_module)
         if self.peers is not None and not isinstance(exception, SIGTERMException):
@@ -206,4 +209,6 @@ class RanksStrategy(pl_strategies.DDPStrategy):
         if self.peers is not None:
             self.peers.end()
             self.peers = None
+        while self._small_groups:
+            dist.destroy_process_group(self._small_groups.pop())
         super().teardown()

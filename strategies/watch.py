@@ -89,13 +89,17 @@ class Watch:
                 self.stopping.listen(store)
                 if not RANK_FAILED.is_set() and store.check([_FAILED]):
                     RANK_FAILED.set()
-                frame = sys._current_frames().get(self._main)
                 self.beat.count += 1
                 self.beat.step = self.count_steps()
-                self.beat.place = self._failed_at or (place_of(frame) if frame is not None else "")
+                self.beat.place = self._failed_at or self._place()
                 store.set(f"beat/{self.rank}", json.dumps(asdict(self.beat)))
         except Exception:  # noqa: BLE001  # the store has gone with its host; the main thread fails by itself
             RANK_FAILED.set()
+
+    def _place(self) -> str:
+        """Where the main thread is. No frame is kept until the next sign of life: its tensors would be kept with it."""
+        frame = sys._current_frames().get(self._main)
+        return place_of(frame) if frame is not None else ""
 
     def freeze(self, exc: BaseException) -> None:
         """Say from now on that this rank has failed, and is where the exception arose."""

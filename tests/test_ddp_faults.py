@@ -2,6 +2,7 @@
 
 import os
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -10,11 +11,15 @@ import torch.distributed as dist
 from distributed import RankError, run_ranks, run_ranks_unchecked
 from pytorch_lightning.callbacks import EarlyStopping
 from test_ddp import Net, Numbered, quiet_trainer
+from torch.distributed import HashStore
 from torch.utils.data import DataLoader
 
-from evener.strategies import DDPStrategy
+from evener.strategies import DDPStrategy, watch
+from evener.strategies.stopping import Stopping
 
 TIMEOUT_S = 3.0
+HANG_S = 10.0
+"""Seconds that a rank is away; it ends then, so that nothing waits for longer."""
 HARD_TIMEOUT_S = 20.0
 """Seconds after which a rank is killed, and its exit code is not 1 but -9."""
 
@@ -33,7 +38,8 @@ class Faulty(Net):
 
 
 def hang(module: Faulty) -> None:
-    time.sleep(60)
+    time.sleep(HANG_S)
+    os._exit(9)
 
 
 def fail(module: Faulty) -> None:
@@ -60,7 +66,8 @@ def _train(fault: Callable[[Faulty], None]) -> float:
 
 def _never_join() -> None:
     if os.environ["RANK"] == "1":
-        time.sleep(60)
+        time.sleep(HANG_S)
+        os._exit(9)
     _train(hang)
 
 
@@ -86,6 +93,35 @@ def test_a_rank_that_never_joins_is_named() -> None:
     outcome = run_ranks_unchecked(_never_join, 2, timeout_s=HARD_TIMEOUT_S)[0]
     with pytest.raises(RankError, match=rf"rank 1 did not join within {TIMEOUT_S:g} s \(1 of 2 did\)"):
         raise outcome
+
+
+class Big:
+    """Something that a step holds, such as its activations."""
+
+
+class LocalStore(HashStore):
+    """A store that can be cloned, as those that ranks share can."""
+
+    def clone(self) -> Any:
+        return self
+
+
+def test_signs_of_life_keep_nothing_of_a_step_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "BEAT_S", 0.01)
+
+    def step() -> weakref.ref[Big]:
+        big = Big()
+        time.sleep(0.05)
+        return weakref.ref(big)
+
+    store = LocalStore()
+    signs = watch.Watch(store, 0, 1, Stopping(0, 1, store))
+    signs.start()
+    alive = [step()() is not None for _ in range(5)]
+    signs.end()
+    assert signs.beat.count > 5
+    assert "in step" in signs.beat.place
+    assert alive == [False] * 5
 
 
 class RankMetric(Net):

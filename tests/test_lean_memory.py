@@ -1,11 +1,15 @@
 """Finished steps keep no memory: shown by weak references."""
 
 import gc
+import os
+import sys
+import warnings
 import weakref
 from typing import Any
 
 import pytest
 import torch
+from distributed import run_ranks
 from recording import SmallModule, loader
 
 from evener.trainer import Trainer
@@ -17,27 +21,27 @@ QUIET: dict[str, Any] = {
 
 
 class Watched(SmallModule):
-    """Notes, at each step, what is alive of the step before."""
+    """Notes, at each step, whether anything of the steps before is alive, on any replica."""
 
     def __init__(self, part: str) -> None:
         super().__init__()
-        self.part, self.alive = part, []
-        self.last: weakref.ref[Any] | None = None
+        self.part = part
+        self.alive: list[bool] = []
+        self.seen: list[tuple[int, weakref.ref[Any]]] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        if self.last is not None:
-            self.alive.append(self.last() is not None)
+        self.alive.append(any(ref() is not None for step, ref in self.seen if step != batch_idx))
         output = super().training_step(batch, batch_idx)
         prediction = self.layer(batch[0])
         output["loss"] = output["loss"] + 0 * prediction.sum()
         output["prediction"] = prediction
-        self.last = weakref.ref({"prediction": prediction, "loss": output["loss"], "batch": batch[0]}[self.part])
+        parts = {"prediction": prediction, "loss": output["loss"], "batch": batch[0]}
+        self.seen.append((batch_idx, weakref.ref(parts[self.part])))
         return output
 
 
-@pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 2}, {"gradient_clip_val": 1.0}])
-@pytest.mark.parametrize("part", ["prediction", "loss", "batch"])
-def test_a_step_is_dead_by_the_next(part: str, options: dict[str, Any]) -> None:
+def watched(part: str, num_steps: int, **options: Any) -> list[bool]:
+    """Train for two epochs; return what was alive of earlier steps at each."""
     module = Watched(part)
     # reference counts alone must do it: a collection would hide what a cycle keeps
     gc.disable()
@@ -45,29 +49,64 @@ def test_a_step_is_dead_by_the_next(part: str, options: dict[str, Any]) -> None:
         Trainer(**QUIET, **options, max_epochs=2).fit(module, loader(), loader(4))
     finally:
         gc.enable()
-    assert module.alive == [False] * 11  # 2 epochs of 6 steps
+    assert len(module.seen) == num_steps
+    return module.alive
 
 
-def test_the_module_is_collectable_after_fit() -> None:
-    module = SmallModule()
-    trainer = Trainer(**QUIET, max_epochs=1)
-    trainer.fit(module, loader(), loader(4))
-    seen = weakref.ref(module)
-    del module, trainer
+@pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 2}, {"gradient_clip_val": 1.0}])
+@pytest.mark.parametrize("part", ["prediction", "loss", "batch"])
+def test_a_step_is_dead_by_the_next(part: str, options: dict[str, Any]) -> None:
+    assert watched(part, 12, **options) == [False] * 12  # 2 epochs of 6 steps
+
+
+@pytest.mark.parametrize("part", ["prediction", "loss", "batch"])
+def test_a_step_on_replicas_is_dead_by_the_next(part: str) -> None:
+    assert watched(part, 24, strategy="dp", devices=["cpu", "cpu"]) == [False] * 24  # on two replicas
+
+
+def tensors() -> int:
+    """Number of tensors alive in this process."""
     gc.collect()
-    assert seen() is None
+    return sum(issubclass(type(item), torch.Tensor) for item in gc.get_objects())
 
 
-def test_five_fits_add_no_tensors() -> None:
-    def tensors() -> int:
-        gc.collect()
-        return sum(issubclass(type(item), torch.Tensor) for item in gc.get_objects())
-
-    counts = []
+def left_behind(**options: Any) -> dict[str, Any]:
+    """Fit five times; return whether the module lives on, and what was alive after each of the fits."""
+    found: dict[str, Any] = {"modules": [], "tensors": [], "threads": []}
     for _ in range(5):
-        Trainer(**QUIET, max_epochs=1).fit(SmallModule(), loader(), loader(4))
-        counts.append(tensors())
-    assert counts[1:] == counts[1:2] * 4
+        module = SmallModule()
+        trainer = Trainer(**QUIET, **options, max_epochs=1)
+        trainer.fit(module, loader(), loader(4))
+        seen = weakref.ref(module)
+        del module, trainer
+        found["tensors"].append(tensors())
+        found["modules"].append(seen() is not None)
+        found["threads"].append(len(os.listdir("/proc/self/task")) if sys.platform == "linux" else 1)
+    return found
+
+
+def assert_nothing_is_kept(found: dict[str, Any]) -> None:
+    assert found["modules"] == [False] * 5
+    assert found["tensors"][1:] == found["tensors"][1:2] * 4, "the first fit may fill caches"
+    assert found["threads"][1:] == found["threads"][1:2] * 4
+
+
+@pytest.mark.parametrize("options", [{}, {"strategy": "dp", "devices": ["cpu", "cpu"]}], ids=["one device", "replicas"])
+def test_five_fits_leave_nothing_behind(options: dict[str, Any]) -> None:
+    assert_nothing_is_kept(left_behind(**options))
+
+
+def _in_a_rank() -> tuple[list[list[bool]], dict[str, Any]]:
+    warnings.simplefilter("ignore")  # Lightning's advice on workers
+    options: dict[str, Any] = {"strategy": "ddp", "devices": 2}
+    alive = [watched(part, 6, **options) for part in ("prediction", "loss", "batch")]
+    return alive, left_behind(**options)
+
+
+def test_ranks_keep_neither_steps_nor_fits() -> None:
+    for alive, found in run_ranks(_in_a_rank, 2):
+        assert alive == [[False] * 6] * 3  # 2 epochs of 3 steps
+        assert_nothing_is_kept(found)
 
 
 def test_a_trainer_fits_again_and_again() -> None:
