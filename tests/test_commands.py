@@ -1,4 +1,4 @@
-"""Every command of every page runs: here in a short form and in one process, under `-m slow` as it stands."""
+"""Every command of every page runs: in a short form here, and under `-m slow` as a user starts it."""
 
 import contextlib
 import importlib.util
@@ -57,6 +57,7 @@ CANNOT_RUN = {
 
 RUNNABLE = [case for case in COMMANDS if case[1] not in CANNOT_RUN]
 TRAINING = [case for case in RUNNABLE if case[1].startswith("python train.py")]
+README_COMMANDS = commands_of((ROOT / "README.md").read_text(encoding="utf-8"))
 OTHER = [command for _, command in RUNNABLE if not command.startswith("python train.py")]
 
 MY_PROJECT = """
@@ -257,7 +258,7 @@ def test_other_commands_are_known(command: str, capsys: pytest.CaptureFixture[st
         assert capsys.readouterr().out.strip() in ("True", "False")
 
 
-# --------------------------------------------------------------------------------------------------- as they stand
+# ------------------------------------------------------------------------------------------ as a user starts them
 
 SHORT_BENCHMARKS = {
     "communication.py": ["--devices", "2"],
@@ -276,23 +277,25 @@ def process(words: list[str], home: Path, timeout_s: float = 280) -> subprocess.
     )  # fmt: skip
 
 
-def many_devices(words: list[str]) -> list[str]:
-    """More processes than two cores can serve take three batches only."""
-    return (
-        ["debug=fast"] if any(word in ("devices=8", "devices=4") for word in words) and "mode=plan" not in words else []
-    )
+def limits(command: str, words: list[str]) -> list[str]:
+    """The README's commands run to their end; those of other pages, or with many processes, take a few batches."""
+    if any(word in command for word in SHOWS):
+        return []
+    return [] if command in README_COMMANDS and "devices=8" not in words else SHORT
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("case", TRAINING, ids=name)
-def test_command_runs_as_it_stands(case: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_command_runs_in_processes_of_its_own(
+    case: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     project, command = case
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my_project.py").write_text(MY_PROJECT + WORKED_EXAMPLE, encoding="utf-8")
     python = [sys.executable, str(ROOT / project / "train.py")]
     words = filled_in(words_after(command, "train.py"), lambda: process([*python, *SHORT], tmp_path))
-    done = process([*python, *words, *many_devices(words)], tmp_path)
+    done = process([*python, *words, *limits(command, words)], tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert any(word in command for word in SHOWS) or "run directory" in done.stdout
 
