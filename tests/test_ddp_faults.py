@@ -146,7 +146,8 @@ def _healthy(folder: str) -> dict[str, Any]:
     trainer.fit(RankMetric(), DataLoader(Numbered(), 2), DataLoader(Numbered(), 2))
     found["stopped at"] = trainer.current_epoch
 
-    counts = {"all_reduce": 0, "broadcast": 0, "barrier": 0, "all_gather_object": 0, "all_gather": 0}
+    names = ("all_reduce", "reduce", "broadcast", "barrier", "all_gather", "all_gather_object", "gather_object")
+    counts = dict.fromkeys((*names, "broadcast_object_list", "all_gather_into_tensor", "reduce_scatter_tensor"), 0)
     originals = {name: getattr(dist, name) for name in counts}
 
     def counted(name: str) -> Callable[..., Any]:
