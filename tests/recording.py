@@ -7,8 +7,6 @@ import pytorch_lightning as pl
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from evener.trainer.resume import EXACT
-
 EXTRA = (
     "backward", "optimizer_step", "optimizer_zero_grad", "configure_gradient_clipping", "lr_scheduler_step", "setup",
     "teardown", "prepare_data", "transfer_batch_to_device", "configure_model", "configure_callbacks",
@@ -29,8 +27,7 @@ def describe(value: Any) -> Any:
         return type(value).__mro__[-3 if isinstance(value, pl.Trainer) else 0].__name__
     if isinstance(value, Mapping):
         if "loops" in value:
-            keys = sorted(set(value) - {EXACT})  # which Lightning's checkpoints do not have
-            return ("checkpoint", keys, describe(value["state_dict"]), describe(value["loops"]))
+            return ("checkpoint", sorted(value), describe(value["state_dict"]), describe(value["loops"]))
         return {key: describe(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [describe(item) for item in value]

@@ -52,6 +52,7 @@ pytorch_lightning.strategies.launchers _MultiProcessingLauncher.launch
 pytorch_lightning.trainer.call _interrupt
 pytorch_lightning.trainer.call log
 pytorch_lightning.trainer.connectors.checkpoint_connector _CheckpointConnector.dump_checkpoint
+pytorch_lightning.trainer.connectors.checkpoint_connector _CheckpointConnector.resume_start
 pytorch_lightning.trainer.connectors.logger_connector _LoggerConnector.epoch_end_reached
 pytorch_lightning.trainer.connectors.logger_connector _LoggerConnector.log_metrics
 pytorch_lightning.trainer.connectors.logger_connector _LoggerConnector.on_epoch_end

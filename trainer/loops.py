@@ -17,6 +17,7 @@ from pytorch_lightning.loops.fit_loop import _FitLoop
 from pytorch_lightning.loops.optimization.automatic import ClosureResult, _AutomaticOptimization
 from pytorch_lightning.loops.prediction_loop import _PredictionLoop
 from pytorch_lightning.loops.training_epoch_loop import _TrainingEpochLoop
+from pytorch_lightning.trainer.connectors.checkpoint_connector import _CheckpointConnector
 from pytorch_lightning.trainer.states import RunningStage, TrainerFn
 from torch import Tensor
 from torch.optim import Optimizer
@@ -28,17 +29,17 @@ from .batches import OneLoader, batch_mover
 from .eval_step import StepPlan, evaluate, predict, step_plan, validation_may_be_due
 from .hooks import STRATEGY, HookPlan, overridden, profiles_nothing
 from .logging import LeanLoggerConnector, LeanResults
-from .resume import ResumingEpochLoop, ResumingFitLoop
+from .resume import ExactCheckpoints, ResumingEpochLoop, ResumingFitLoop
 from .step import TrainStep
 
 TRAIN_HOOKS = (
-    "on_train_batch_start",
-    "on_before_zero_grad",
-    "on_before_backward",
-    "on_after_backward",
-    "on_before_optimizer_step",
-    "on_train_batch_end",
-)
+    "on_train_batch_start", "on_before_zero_grad", "on_before_backward", "on_after_backward",
+    "on_before_optimizer_step", "on_train_batch_end",
+)  # fmt: skip
+
+
+class ExactCheckpointConnector(ExactCheckpoints, _CheckpointConnector):
+    """What a checkpoint holds."""
 
 
 class LeanFitLoop(ResumingFitLoop, _FitLoop):

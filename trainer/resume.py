@@ -7,11 +7,14 @@ an epoch with all its hooks, and a resumed run simply takes the next batch.
 What is here is mixed into Lightning's private loops in `loops.py`, where alone those are subclassed.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from lightning_fabric.utilities.data import _set_sampler_epoch
+from lightning_fabric.utilities.types import _PATH
 from pytorch_lightning.loops.fetchers import _DataFetcher
+from pytorch_lightning.trainer.states import TrainerFn
 from pytorch_lightning.utilities.exceptions import SIGTERMException
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from typing_extensions import override
@@ -23,13 +26,32 @@ from .loader_state import is_resumable, make_resumable
 if TYPE_CHECKING:
     from pytorch_lightning.loops.fit_loop import _FitLoop as FitLoop
     from pytorch_lightning.loops.training_epoch_loop import _TrainingEpochLoop as EpochLoop
+    from pytorch_lightning.trainer.connectors.checkpoint_connector import _CheckpointConnector as CheckpointConnector
 else:
-    FitLoop = EpochLoop = object
+    FitLoop = EpochLoop = CheckpointConnector = object
 
 BETWEEN_BATCHES = "between_batches"
 AFTER_EPOCH = "after_epoch"
 EXACT = "exact_resume"
 """The key of a checkpoint under which all is kept that Lightning's checkpoints do not hold."""
+
+
+class ExactCheckpoints(CheckpointConnector):
+    """Checkpoints that are Lightning's for every hook, with what is ours put beside before they are written."""
+
+    @override
+    def dump_checkpoint(self, weights_only: bool | None = None) -> dict[str, Any]:
+        """Read the state of a run; every rank must call it."""
+        checkpoint: dict[str, Any] = super().dump_checkpoint(weights_only)
+        trainer: Any = self.trainer
+        fitting = trainer.state.fn == TrainerFn.FITTING and (trainer.training or trainer.validating)
+        return checkpoint if weights_only or not fitting else {**checkpoint, EXACT: trainer.fit_loop.resume_state()}
+
+    @override
+    def resume_start(self, checkpoint_path: _PATH | None = None, weights_only: bool | None = None) -> None:
+        super().resume_start(checkpoint_path, weights_only)
+        fit_loop: Any = self.trainer.fit_loop
+        fit_loop.saved_state = self._loaded_checkpoint.pop(EXACT, {})
 
 
 class ResumingFitLoop(FitLoop):
@@ -43,6 +65,8 @@ class ResumingFitLoop(FitLoop):
     """The next batch is the one after the checkpoint being resumed."""
     _resumed_state: dict[str, Any] | None = None
     _savers: tuple[Checkpoint, ...] = ()
+    saved_state: Mapping[str, Any] = MappingProxyType({})
+    """What the checkpoint that is being loaded holds under `EXACT`."""
     has_clean_points = True
 
     def between_batches(self) -> None:
@@ -122,11 +146,12 @@ class ResumingFitLoop(FitLoop):
     @override
     def load_state_dict(self, state_dict: dict[str, Any], prefix: str = "") -> None:
         super().load_state_dict(state_dict, prefix)
-        self._resume(self.trainer._checkpoint_connector._loaded_checkpoint.get(EXACT, {}))
+        saved, self.saved_state = self.saved_state, {}
+        self._resume(saved)
         if self._resumed_point == AFTER_EPOCH:  # Lightning takes a run that is bounded by steps for unfinished.
             self._restarting = self.epoch_loop._restarting = self.epoch_loop.val_loop._restarting = False
 
-    def _resume(self, saved: dict[str, Any]) -> None:
+    def _resume(self, saved: Mapping[str, Any]) -> None:
         ranks = saved.get("ranks") or []
         self._resumed_point = saved.get("point")
         self._resumed_state = None

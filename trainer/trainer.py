@@ -6,7 +6,6 @@ from typing import Any, Literal
 import pytorch_lightning as pl
 import torch.distributed as dist
 from lightning_fabric.plugins import TorchCheckpointIO
-from lightning_fabric.utilities.types import _PATH
 from pytorch_lightning.strategies import Strategy
 from pytorch_lightning.trainer.states import RunningStage, TrainerFn
 from typing_extensions import override
@@ -17,10 +16,9 @@ from .callbacks.nonfinite import DetectNonFinite
 from .checkpoint_io import VerifiedCheckpointIO
 from .lean_log import lean_logging
 from .logging import LeanLoggerConnector
-from .loops import LeanEvaluationLoop, LeanFitLoop, LeanPredictionLoop, LeanTrainingEpochLoop
+from .loops import ExactCheckpointConnector, LeanEvaluationLoop, LeanFitLoop, LeanPredictionLoop, LeanTrainingEpochLoop
 from .memory import explained_out_of_memory
 from .progress import TimedBar
-from .resume import EXACT
 
 
 class Trainer(pl.Trainer):
@@ -67,6 +65,7 @@ class Trainer(pl.Trainer):
         """Put the lean loops, which also resume exactly, in the place of Lightning's, which have not run yet."""
         connector: Any = LeanLoggerConnector(self)
         self._logger_connector = connector
+        self._checkpoint_connector = ExactCheckpointConnector(self)
         lightnings = self.fit_loop
         self.fit_loop = LeanFitLoop(self, lightnings.min_epochs, lightnings.max_epochs)
         self.fit_loop.epoch_loop = LeanTrainingEpochLoop(self, lightnings.min_steps, lightnings.max_steps)
@@ -109,25 +108,6 @@ class Trainer(pl.Trainer):
         self.agreed_to_stop = False
         with lean_logging(self), explained_out_of_memory(self):
             return super()._run_stage()
-
-    @override
-    def save_checkpoint(
-        self, filepath: _PATH, weights_only: bool | None = None, storage_options: Any | None = None
-    ) -> None:
-        """Write a checkpoint, as Lightning does, with what an exact resumption needs beside it.
-
-        Every rank must call it.
-        """
-        if weights_only or not (self.training or self.validating) or self.state.fn != TrainerFn.FITTING:
-            super().save_checkpoint(filepath, weights_only, storage_options)
-            return
-        lightnings: Any = self  # attributes that the checker does not see
-        loop = lightnings.fit_loop
-        with lightnings.profiler.profile("save_checkpoint"):
-            checkpoint = self._checkpoint_connector.dump_checkpoint(weights_only)
-            checkpoint[EXACT] = loop.resume_state()
-            self.strategy.save_checkpoint(checkpoint, filepath, storage_options=storage_options)
-            self.strategy.barrier("Trainer.save_checkpoint")
 
     @property
     @override
