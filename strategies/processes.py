@@ -1,5 +1,6 @@
 """How the processes of a run begin, in a plain script or a notebook, and how they end wherever they were started."""
 
+import ast
 import ctypes
 import multiprocessing
 import os
@@ -9,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
+from types import FrameType
 from typing import Any
 
 import pytorch_lightning as pl
@@ -89,6 +91,28 @@ def start_method(device: torch.device) -> str:
     return "fork"
 
 
+def verify_guarded() -> None:
+    """Check that a script whose processes are spawned, and so import it, does not call `fit` while it is imported.
+
+    Raises:
+        ConfigError: it does, and each process would run the script up to that line.
+    """
+    main = vars(sys.modules["__main__"])
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and not (frame.f_globals is main and frame.f_code.co_name == "<module>"):
+        frame = frame.f_back
+    path = main.get("__file__")
+    if frame is None or path is None or not os.path.exists(path):
+        return
+    with open(path, encoding="utf-8") as file:
+        statements = [node for node in ast.parse(file.read()).body if node.lineno <= frame.f_lineno]
+    if not any(isinstance(node, ast.If) and "__name__" in ast.dump(node.test) for node in statements):
+        raise ConfigError(
+            f"ddp: line {frame.f_lineno} of {os.path.basename(path)} starts processes that import the script, and would"
+            ' run it once more each. Put that line under `if __name__ == "__main__":`, or start with torchrun.'
+        )
+
+
 def script_launcher(strategy: pl_strategies.ParallelStrategy) -> _MultiProcessingLauncher:
     """Make what starts a plain script's processes: Lightning's launcher, whose ranks say themselves why they fail.
 
@@ -103,6 +127,8 @@ def script_launcher(strategy: pl_strategies.ParallelStrategy) -> _MultiProcessin
 def _launch(
     launcher: _MultiProcessingLauncher, work: Callable[..., Any], *args: Any, trainer: pl.Trainer, **kwargs: Any
 ) -> Any:
+    if launcher._start_method == "spawn":
+        verify_guarded()
     in_rank = partial(_in_rank, trainer, work)
     return _MultiProcessingLauncher.launch(launcher, in_rank, *args, trainer=trainer, **kwargs)
 

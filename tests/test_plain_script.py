@@ -40,6 +40,30 @@ def test_a_failing_rank_of_a_script_ends_it_with_its_traceback(tmp_path: Path, f
     assert (tmp_path / "log").read_text().splitlines() == ["before"]
 
 
+def run_guarded(tmp_path: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(SCRIPT.with_name("guarded_script.py")), str(tmp_path / "log"), *words],
+        timeout=100, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+
+
+@pytest.mark.slow  # three processes import torch, where forked ones share it
+def test_a_guarded_script_whose_processes_are_spawned_runs_once(tmp_path: Path) -> None:
+    done = run_guarded(tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "log").read_text().splitlines() == ["before", "after 3.00 0.0000"]
+
+
+def test_a_script_that_spawning_would_run_again_is_refused_at_once(tmp_path: Path) -> None:
+    done = run_guarded(tmp_path, "unguarded")
+    assert done.returncode == 1
+    told = (
+        r"ddp: line \d+ of guarded_script.py starts processes that import the script.*Put that line under `if __name__"
+    )
+    assert re.search(told, done.stderr), done.stderr
+    assert (tmp_path / "log").read_text().splitlines() == ["before"]
+
+
 def test_a_notebook_that_has_used_its_gpu_is_pointed_to_dp(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "_IS_INTERACTIVE", True)
     assert processes.start_method(torch.device("cpu")) == "fork"
