@@ -18,8 +18,8 @@ from evener.strategies import BalancedDDPModelParallelStrategy
 from evener.strategies.copies import ModuleCopy
 from evener.strategies.reduction import ChunkLosses
 from evener.trainer import Trainer
+from evener.trainer.agent import signal_handlers_kept
 from evener.trainer.batch_cut import batch_line
-from evener.trainer.launch import signal_handlers_kept
 from evener.trainer.loader_state import make_resumable
 
 

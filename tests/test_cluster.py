@@ -12,7 +12,7 @@ from distributed import run_ranks
 from test_ddp import quiet_trainer
 
 from evener.strategies import ConfigError, DDPStrategy
-from evener.trainer import cluster, compose, launch
+from evener.trainer import agent, cluster, compose, launch
 from evener.trainer.app import prepare
 from evener.trainer.command import main
 
@@ -57,7 +57,7 @@ def test_a_rank_is_recognised(started_by: str) -> None:
 def test_the_command_starts_nothing_in_a_rank(started_by: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[Any] = []
     monkeypatch.setattr(launch, "run", ran.append)
-    monkeypatch.setattr(launch, "launch_workers", lambda *_: pytest.fail("workers were started by a worker"))
+    monkeypatch.setattr(agent, "launch_workers", lambda *_: pytest.fail("workers were started by a worker"))
     cfg = configured(started_by, tmp_path)
     launch.launch(cfg)
     assert ran == [cfg]

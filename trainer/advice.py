@@ -1,7 +1,5 @@
 """What `mode=compare` and `mode=plan` do and print."""
 
-from collections.abc import Callable
-
 from omegaconf import DictConfig
 
 from ..strategies import ConfigError
@@ -25,7 +23,7 @@ def advise(cfg: DictConfig) -> None:
         raise ConfigError(f"mode={cfg.mode} runs once, in one process. Start it without torchrun or srun.")
     if (cfg.get("data") or {}).get("batch_size") == "auto":
         raise ConfigError(f"data.batch_size=auto: mode={cfg.mode} needs a number. Set data.batch_size.")
-    ADVICE[cfg.mode](cfg)
+    {"compare": compare, "plan": plan}[cfg.mode](cfg)
 
 
 def compare(cfg: DictConfig) -> None:
@@ -40,7 +38,3 @@ def plan(cfg: DictConfig) -> None:
     show_plan(planned)
     if measured:
         show_measured(planned, measure(cfg, planned.strategy))
-
-
-ADVICE: dict[str, Callable[[DictConfig], None]] = {"compare": compare, "plan": plan}
-"""The modes that train nothing to keep; each takes the resolved configuration."""

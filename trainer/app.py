@@ -15,6 +15,9 @@ from .companions import incomplete
 from .launch import launch
 from .result import Result
 
+ADVICE = ("compare", "plan")
+"""The modes that train nothing to keep."""
+
 
 def train(cfg: DictConfig) -> Result:
     """Run what a configuration describes, in as many processes as its strategy needs.
@@ -28,7 +31,7 @@ def train(cfg: DictConfig) -> Result:
     Raises:
         ConfigError: something asked for can't be honoured.
     """
-    if cfg.mode in ("compare", "plan"):
+    if cfg.mode in ADVICE:
         raise ConfigError(
             f"mode={cfg.mode} trains nothing, so there is no result. Run python train.py mode={cfg.mode}."
         )

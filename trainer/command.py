@@ -12,12 +12,10 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 from pytorch_lightning.plugins.environments import ClusterEnvironment
-from torch.distributed.elastic.multiprocessing.errors import record
 
 from ..strategies import ConfigError
 from . import cluster
-from .advice import ADVICE, advise
-from .app import prepare, train
+from .app import ADVICE, prepare, train
 from .launch import WorkerError, environment
 from .logs import run_log
 from .run import run
@@ -53,7 +51,9 @@ def main(config_dir: str | Path | None = None, config_name: str = "train") -> No
         sys.path.insert(0, os.getcwd())  # a `_target_` beside the configuration imports, whatever started us
     started_by = cluster.detect()
     if started_by is not None and started_by.global_rank() > 0:
-        follow(started_by)
+        from torch.distributed.elastic.multiprocessing.errors import record  # takes long to import
+
+        record(follow)(started_by)
         return
     try:
         if started_by is not None and (run_dir := cluster.earlier_run_dir(started_by)):
@@ -71,7 +71,6 @@ def main(config_dir: str | Path | None = None, config_name: str = "train") -> No
             cluster.publish(started_by, None)
 
 
-@record
 def follow(started_by: ClusterEnvironment) -> None:
     """Run, as a rank above 0, the jobs that rank 0 hands out."""
     try:
@@ -85,6 +84,8 @@ def follow(started_by: ClusterEnvironment) -> None:
 def run_job(cfg: DictConfig) -> float | None:
     """Run one job, print its closing table, and return the monitored metric, which Hydra's sweepers optimize."""
     if cfg.mode in ADVICE:
+        from .advice import advise  # takes long to import, too
+
         advise(prepare(cfg))
         return None
     result = train(cfg)
