@@ -19,6 +19,7 @@ ROOT = Path(__file__).parents[1]
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(240)
 def test_a_sweep_on_slurm_is_one_run_per_job_and_one_rank_per_task(tmp_path: Path) -> None:
     commands = tmp_path / "bin"
     commands.mkdir()
@@ -34,7 +35,7 @@ def test_a_sweep_on_slurm_is_one_run_per_job_and_one_rank_per_task(tmp_path: Pat
         cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
     )  # fmt: skip
     try:
-        assert sweep.wait(100) == 0, [path.read_text() for path in tmp_path.rglob("*_log.out")]
+        assert sweep.wait(200) == 0, [path.read_text() for path in tmp_path.rglob("*_log.out")]
     finally:
         with suppress(ProcessLookupError):
             os.killpg(sweep.pid, signal.SIGKILL)  # the jobs that it submitted are of its group
