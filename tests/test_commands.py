@@ -263,7 +263,7 @@ def test_other_commands_are_known(command: str, capsys: pytest.CaptureFixture[st
 SHORT_BENCHMARKS = {
     "communication.py": ["--devices", "2"],
     "data_parallel.py": ["--rounds", "2", "--layers", "10"],
-    "pipeline.py": ["--rounds", "1", "--steps", "1", "--batch", "64"],
+    "pipeline.py": ["--rounds", "1", "--steps", "2", "--batch", "64"],
     "step_overhead.py": ["--rounds", "1", "--steps", "80"],
     "uneven_ranks.py": ["--rounds", "1", "--steps", "10"],
 }
