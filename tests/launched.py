@@ -18,7 +18,7 @@ class Told(pl.LightningModule):
     Args:
         record: the file.
         pause_s: seconds that a step takes.
-        fault: what rank 1 does at step 3: raise, kill, hang, other_key, save, or nothing.
+        fault: what rank 1 does at step 3: raise, kill, abort, hang, other_key, save, or nothing.
         once: a file that exists once the fault has happened, after which it does not happen again.
     """
 
@@ -48,6 +48,8 @@ class Told(pl.LightningModule):
             raise KeyError("rank 1 had enough")
         if self.fault == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
+        if self.fault == "abort":
+            os.abort()
         if self.fault == "hang":
             time.sleep(600)
         if self.fault == "save":

@@ -94,6 +94,16 @@ def test_a_killed_rank_is_named_and_nothing_that_was_logged_is_lost(tmp_path: Pa
         assert written_steps(run) == [0, 1, 2]
 
 
+def test_a_rank_that_crashes_in_native_code_says_where_it_was(tmp_path: Path) -> None:
+    with running(tmp_path, "++module.fault=abort") as run:
+        run.wait_for_step(3)
+        assert ends(run, time.monotonic()) == 1
+        output = run.output.read_text()
+        assert "Fatal Python error: Aborted" in output
+        assert "in misbehave" in output
+        assert "rank 1 failed: it was ended by SIGABRT" in output
+
+
 def test_a_killed_rank_is_restarted_from_the_newest_checkpoint(tmp_path: Path) -> None:
     with running(
         tmp_path, "++module.fault=kill", f"++module.once={tmp_path}/once", "launcher.max_restarts=1",

@@ -1,5 +1,6 @@
 """One process of a run, started by the elastic agent: `python -m evener.trainer.worker <resolved config>`."""
 
+import faulthandler
 import os
 import sys
 
@@ -24,6 +25,7 @@ def work(config_file: str) -> None:
 
 
 if __name__ == "__main__":
+    faulthandler.enable()  # a crash in native code says where Python was
     die_with_parent(int(os.environ[AGENT]) if AGENT in os.environ else None)
     try:
         work(sys.argv[1])
