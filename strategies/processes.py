@@ -1,7 +1,9 @@
 """How the processes of a run begin, in a plain script or a notebook, and how they end wherever they were started."""
 
 import ast
+import atexit
 import ctypes
+import gc
 import multiprocessing
 import os
 import signal
@@ -11,11 +13,12 @@ import time
 from collections.abc import Callable
 from functools import partial
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 import pytorch_lightning as pl
 import pytorch_lightning.strategies as pl_strategies
 import torch
+import torch.distributed as dist
 from lightning_fabric.utilities.imports import _IS_INTERACTIVE
 from pytorch_lightning.strategies.launchers import _MultiProcessingLauncher
 from pytorch_lightning.trainer.call import _interrupt
@@ -67,6 +70,38 @@ def _kill_late(read_end: int, grace_s: float) -> None:
     if RANK_FAILED.wait(grace_s):
         time.sleep(max(0.0, min(LAST_WORDS_S, deadline - time.monotonic())))
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def leave_group_at_exit() -> None:
+    """Have torch's process group ended before the interpreter is: its threads must not outlive what they use."""
+    atexit.unregister(leave_group)  # once, however many groups a process has had
+    atexit.register(leave_group)
+
+
+def leave_group() -> None:
+    """End torch's process group and its threads, unless a rank has failed, whom they would wait for."""
+    if dist.is_initialized() and not RANK_FAILED.is_set():
+        dist.destroy_process_group()
+        gc.collect()  # modules hold the group in cycles, and its threads end with the last that does
+
+
+def end_process(status: int) -> NoReturn:
+    """End this process as `multiprocessing` ends its own: all is written, and the interpreter is not taken apart.
+
+    torch's threads (gloo's, the store's, autograd's) still run then, and now and then one of them aborts the process
+    whose work is done.
+
+    Args:
+        status: the exit status.
+    """
+    try:
+        threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue]  # waits for threads that are no daemons
+        atexit.unregister(leave_group)  # the end of the process ends it
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        os._exit(status)
 
 
 def start_method(device: torch.device) -> str:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from pytorch_lightning.trainer.states import TrainerFn
 from pytorch_lightning.utilities.exceptions import SIGTERMException
 from torch import Tensor
-from torch.distributed import PrefixStore, Work
+from torch.distributed import PrefixStore
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
@@ -19,7 +19,8 @@ from .ddp_options import Compression, compression_hook, name_unused_parameters, 
 from .devices import precise_dtype
 from .exceptions import ConfigError
 from .peers import Peers, kubeflow
-from .processes import prepare_forked, script_launcher
+from .processes import leave_group_at_exit, prepare_forked, script_launcher
+from .small_group import SmallGroup
 from .sync_batchnorm import SyncBatchNorm
 
 
@@ -57,7 +58,7 @@ class RanksStrategy(pl_strategies.DDPStrategy):
         self.peers: Peers | None = None
         self.stop_signal: int | None = None
         self._hook = compression_hook(compression)
-        self._small_groups: list[Any] = []
+        self._small_groups: list[SmallGroup] = []
         self._syncs_batchnorm = sync_batchnorm
         self._trainer: pl.Trainer | None = None
 
@@ -94,6 +95,7 @@ class RanksStrategy(pl_strategies.DDPStrategy):
                 timeout=self._timeout,
                 device_id=self.root_device if self.root_device.type != "cpu" else None,
             )
+            leave_group_at_exit()
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
@@ -112,19 +114,10 @@ class RanksStrategy(pl_strategies.DDPStrategy):
         if self._hook is not None:
             self.model.register_comm_hook(*self._hook())
 
-    def new_small_group(self) -> Any:
-        """Make a group for small sums of CPU tensors beside the gradients.
-
-        Returns:
-            A function that starts the sum of a tensor over all ranks, in place.
-        """
-        group = dist.new_group(backend="gloo", timeout=cast(timedelta, self._timeout))
-        self._small_groups.append(group)
-
-        def sum_over_ranks(values: Tensor) -> Work:
-            return cast(Work, dist.all_reduce(values, group=group, async_op=True))
-
-        return sum_over_ranks
+    def new_small_group(self) -> SmallGroup:
+        """Make a group for small sums of CPU tensors beside the gradients; it ends with the run."""
+        self._small_groups.append(SmallGroup(cast(timedelta, self._timeout)))
+        return self._small_groups[-1]
 
     def _on_signal(self, signum: int, _: object) -> None:
         assert self._trainer is not None
@@ -210,5 +203,5 @@ class RanksStrategy(pl_strategies.DDPStrategy):
             self.peers.end()
             self.peers = None
         while self._small_groups:
-            dist.destroy_process_group(self._small_groups.pop())
+            self._small_groups.pop().end()
         super().teardown()

@@ -107,6 +107,7 @@ class Watch:
         while trace is not None and trace.tb_next is not None:
             trace = trace.tb_next
         self._failed_at = place_of(trace.tb_frame) if trace is not None else ""
+        RANK_FAILED.set()
         with suppress(RuntimeError):  # the store has gone with its host: the others know
             self.store.set(_FAILED, "")
 

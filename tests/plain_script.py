@@ -1,9 +1,11 @@
 """A plain script, not guarded by `__main__`: what stands in it runs once, and after fit it has the trained weights."""
 
+import atexit
 import os
 import sys
 import time
 import warnings
+from pathlib import Path
 
 import pytorch_lightning as pl
 import torch
@@ -13,6 +15,15 @@ from torch.utils.data import DataLoader, TensorDataset
 from evener.strategies import DDPStrategy
 from evener.trainer import Trainer
 
+
+def list_threads() -> None:
+    """Write the names of this process's threads, those of C++ too, beside the log."""
+    names = [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
+    Path(f"{sys.argv[1]}.threads{os.environ.get('RANK', '')}").write_text("\n".join(names))
+
+
+if "threads" in sys.argv:
+    atexit.register(list_threads)  # the first is the last to run
 warnings.simplefilter("ignore")
 with open(sys.argv[1], "a") as file:
     file.write("before\n")

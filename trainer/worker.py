@@ -2,13 +2,14 @@
 
 import faulthandler
 import os
+import signal
 import sys
 
 from omegaconf import DictConfig, OmegaConf
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from ..strategies import ConfigError
-from ..strategies.processes import die_with_parent, leave_in_time
+from ..strategies.processes import die_with_parent, end_process, leave_in_time
 from .launch import AGENT
 from .logs import run_log
 from .run import run
@@ -24,10 +25,25 @@ def work(config_file: str) -> None:
         run(cfg)
 
 
+def exit_status(config_file: str) -> int:
+    """Run one rank to its end.
+
+    Returns:
+        The exit status that Python would end with.
+    """
+    try:
+        work(config_file)
+    except ConfigError:  # the agent's process prints the sentence, once
+        return 1
+    except SystemExit as exc:
+        return exc.code if isinstance(exc.code, int) else int(exc.code is not None)
+    except BaseException as exc:  # noqa: BLE001  # printed, as Python does with what nobody catches
+        sys.excepthook(type(exc), exc, exc.__traceback__)
+        return 128 + signal.SIGINT if isinstance(exc, KeyboardInterrupt) else 1
+    return 0
+
+
 if __name__ == "__main__":
     faulthandler.enable()  # a crash in native code says where Python was
     die_with_parent(int(os.environ[AGENT]) if AGENT in os.environ else None)
-    try:
-        work(sys.argv[1])
-    except ConfigError:  # the agent's process prints the sentence, once
-        sys.exit(1)
+    end_process(exit_status(sys.argv[1]))

@@ -1,0 +1,64 @@
+"""How ranks end: nothing of torch's runs on while the interpreter is taken apart, and what was written is kept."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parent
+
+ENDING = """
+import atexit, os, sys, threading, time
+from datetime import timedelta
+from torch.distributed import TCPStore
+from evener.strategies.processes import end_process
+
+def write(name):
+    open(os.path.join(sys.argv[1], name), "w").write("written")
+
+def finish():
+    time.sleep(0.3)
+    write("thread")
+
+def ask(store):
+    while True:
+        store.set("key", "value")
+
+store = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=5), multi_tenant=True)
+for _ in range(4):
+    threading.Thread(target=ask, args=(store.clone(),), daemon=True).start()
+threading.Thread(target=finish).start()
+atexit.register(write, "atexit")
+sys.stdout.write("not flushed")
+{end}
+"""
+
+
+def end(folder: Path, statement: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", ENDING.replace("{end}", statement), str(folder)],
+        timeout=60, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("status", [0, 3])
+def test_a_process_ends_with_its_status_while_threads_are_in_native_code(tmp_path: Path, status: int) -> None:
+    # with sys.exit in its place this process aborts (SIGABRT, "terminate called without an active exception")
+    done = end(tmp_path, f"end_process({status})")
+    assert (done.returncode, done.stdout, done.stderr) == (status, "not flushed", "")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["atexit", "thread"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the threads of a process from /proc")
+def test_the_groups_threads_end_before_the_interpreter(tmp_path: Path) -> None:
+    subprocess.run(
+        [
+            sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone",
+            str(TESTS / "plain_script.py"), str(tmp_path / "log"), "threads",
+        ],
+        timeout=100, check=True,
+    )  # fmt: skip
+    for rank in range(2):
+        names = (tmp_path / f"log.threads{rank}").read_text().split()
+        assert not [name for name in names if "gloo" in name], names
