@@ -6,28 +6,25 @@ Both parts are pure: devices, clocks and processes enter elsewhere, so replicas 
 import heapq
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from statistics import median
 from typing import Any, Literal, TypeAlias, get_args
 
 from .exceptions import ConfigError
 from .partition import Even, Weighted
+from .timings import fitted_times, relative_error
 
 Objective: TypeAlias = Literal["time", "memory"]
 """What is made equal: the time that devices take, or the part of their memory that they fill."""
-
-DISTINCT_SIZES = 1.25
-"""Largest over smallest size measured from which on a line through them says what is fixed."""
-
-SMALLEST_SLOPE = 0.1
-"""The least part of a chunk's time that is taken to grow with its samples, whatever a noisy line says."""
 
 LARGEST_CUT = 0.5
 """The part of its samples that a device keeps at least when shares change: away from measured sizes we guess."""
 
 MIN_MEASUREMENTS = 3
-"""Measurements of every device before shares are changed: the median of fewer may be an accident."""
+"""Measurements of every device at its present size before shares change: the median of fewer may be an accident."""
+
+NOISE_FACTOR = 2.0
+"""Standard errors of the times that a gain must exceed: below that it may be an accident, too."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +112,8 @@ class BalanceController:
     Args:
         num_devices: devices, or ranks.
         objective: what to make equal.
-        hysteresis: the part of the largest time, or memory, that new shares must save to be adopted.
+        hysteresis: the part of the largest time, or memory, that new shares must save to be adopted; where times
+            scatter they must save more than the scatter may explain.
         warmup: measurements that are thrown away, as first steps are slow.
         window: measurements of one size that count; of all sizes, three times as many.
         only_first: find the first device's share only; the others share the rest evenly.
@@ -131,7 +129,7 @@ class BalanceController:
         objective: Objective = "time",
         hysteresis: float = 0.02,
         warmup: int = 2,
-        window: int = 8,
+        window: int = 16,
         only_first: bool = False,
         limit_bytes: Sequence[float] | None = None,
     ) -> None:
@@ -153,6 +151,7 @@ class BalanceController:
         self._num_observed = 0
         self._full_batch = 0
         self._shares: list[float] | None = None
+        self._needed = MIN_MEASUREMENTS
 
     @property
     def shares(self) -> list[float]:
@@ -222,6 +221,7 @@ class BalanceController:
             "num_observed": self._num_observed,
             "full_batch": self._full_batch,
             "shares": self._shares,
+            "needed": self._needed,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> bool:
@@ -238,6 +238,7 @@ class BalanceController:
         self._num_observed = state["num_observed"]
         self._full_batch = state["full_batch"]
         self._shares = state["shares"]
+        self._needed = state.get("needed", MIN_MEASUREMENTS)
         return True
 
     def costs(self) -> list[DeviceCost]:
@@ -257,44 +258,32 @@ class BalanceController:
 
     def _resolve(self) -> bool:
         costs, num_samples = self.costs(), self._full_batch
-        measured = self._seconds if self._objective == "time" else self._bytes
-        if any(len(values) < MIN_MEASUREMENTS for values in measured) or not num_samples:
+        measured = self._measured_now() if self._objective == "time" else self._bytes
+        if any(len(values) < self._needed for values in measured) or not num_samples:
             return False
         solved = solve(num_samples, costs, self._objective)
         now = largest_load(self.propose(num_samples), costs, self._objective)
-        if largest_load(solved, costs, self._objective) >= (1 - self._hysteresis) * now:
+        if largest_load(solved, costs, self._objective) >= (1 - self._least_gain(measured)) * now:
             return False
         if self._objective == "time":
             solved = cautious(self.propose(num_samples), solved)
         self._shares = [size / num_samples for size in solved]
+        self._needed = min(2 * self._needed, self._window)
         return True
 
+    def _measured_now(self) -> list[list[float]]:
+        """Seconds of each device's last chunks of its present size; of one without samples, of all sizes."""
+        sizes = self.propose(self._full_batch)
+        return [
+            [seconds for measured, seconds in pairs if measured == size or not size][-self._window :]
+            for size, pairs in zip(sizes, self._seconds, strict=True)
+        ]
 
-def fitted_times(pairs: Sequence[tuple[int, float]], window: int) -> tuple[float, float]:
-    """Tell what is fixed in a device's times, and what grows with its samples.
-
-    Args:
-        pairs: (samples, seconds) of its last chunks, the newest last.
-        window: chunks of one size that count.
-
-    Returns:
-        Seconds of any chunk, and seconds per sample.
-    """
-    if not pairs:
-        return 0.0, 0.0
-    by_size: dict[int, list[float]] = {}
-    for size, seconds in pairs:
-        by_size.setdefault(size, []).append(seconds)
-    points = {size: median(values[-window:]) for size, values in by_size.items()}
-    size = pairs[-1][0]
-    proportional = points[size] / size
-    if max(points) < DISTINCT_SIZES * min(points):
-        return 0.0, proportional
-    mean_size, mean_seconds = sum(points) / len(points), sum(points.values()) / len(points)
-    spread = sum((x - mean_size) ** 2 for x in points)
-    slope = sum((x - mean_size) * (y - mean_seconds) for x, y in points.items()) / spread
-    slope = min(max(slope, SMALLEST_SLOPE * proportional), proportional)
-    return points[size] - slope * size, slope
+    def _least_gain(self, measured: Iterable[Sequence[float]]) -> float:
+        """The part of the largest load that new shares must save."""
+        if self._objective == "memory":
+            return self._hysteresis
+        return max(self._hysteresis, *(NOISE_FACTOR * relative_error(values) for values in measured))
 
 
 def cautious(now: Sequence[int], solved: Sequence[int]) -> list[float]:
