@@ -16,6 +16,7 @@ from typing_extensions import override
 
 from .additions import adds
 from .blocks import num_processes, own_devices
+from .ddp_options import verify_backend
 from .exceptions import ConfigError
 from .handover import reduce_finished
 from .loaders import BatchSizeIs, RankLoaders, Stage, next_share, positions
@@ -59,6 +60,7 @@ class DDPStrategy(RanksStrategy):
             raise ConfigError(f"ddp: batch_size_is={batch_size_is} is unknown. Give per_device or global.")
         if devices_per_process < 1:
             raise ConfigError(f"ddp: devices_per_process={devices_per_process}. Give at least 1.")
+        verify_backend(options.get("backend"))
         super().__init__(**options)
         self.batch_size_is: BatchSizeIs = batch_size_is
         self.devices_per_process = devices_per_process

@@ -3,6 +3,7 @@
 import inspect
 import re
 from collections.abc import Callable
+from types import NoneType
 from typing import Any, Literal, TypeAlias, get_args
 
 import torch
@@ -28,9 +29,10 @@ def verified_options(options: dict[str, Any]) -> dict[str, Any]:
         The options, without those that are None.
 
     Raises:
-        ConfigError: an option is unknown to torch, or two of them exclude each other.
+        ConfigError: an option is unknown to torch or has no such value, or two of them exclude each other.
     """
-    allowed = [name for name in inspect.signature(DistributedDataParallel.__init__).parameters if name not in _OURS]
+    parameters = inspect.signature(DistributedDataParallel.__init__).parameters
+    allowed = [name for name in parameters if name not in _OURS]
     unknown = [name for name in options if name not in allowed]
     if unknown:
         raise ConfigError(f"ddp: {', '.join(unknown)} is no option. Choose from {', '.join(allowed)}.")
@@ -39,7 +41,36 @@ def verified_options(options: dict[str, Any]) -> dict[str, Any]:
             "ddp: static_graph=true and find_unused_parameters=true were both given. A static graph knows its unused "
             "parameters after the first step: leave find_unused_parameters out."
         )
+    for name, value in options.items():
+        if isinstance(parameters[name].default, bool) and not isinstance(value, (bool, NoneType)):
+            raise ConfigError(f"ddp: {name}={value} is neither true nor false. Give one of them.")
+    size = options.get("bucket_cap_mb")
+    if size is not None and not (isinstance(size, (int, float)) and size > 0):
+        raise ConfigError(f"ddp: bucket_cap_mb={size} is no size. Give MiB, more than 0, or null for torch's 25.")
     return {name: value for name, value in options.items() if value is not None}
+
+
+def verify_backend(backend: str | None) -> None:
+    """Check that torch knows a communication library, and was built with it.
+
+    Args:
+        backend: its name, or one for each type of device as torch writes it (`cpu:gloo,cuda:nccl`).
+
+    Raises:
+        ConfigError: it is unknown, or not there.
+    """
+    there = [name for name in dist.Backend.backend_list if _is_built_in(name)]
+    for part in backend.split(",") if backend else []:
+        if part.rpartition(":")[2].lower() not in there:
+            raise ConfigError(
+                f"ddp: backend={backend} is not in this build of torch. Give {', '.join(there)}, or null for the one "
+                "that suits the devices."
+            )
+
+
+def _is_built_in(name: str) -> bool:
+    is_available: Callable[[], bool] | None = getattr(dist, f"is_{name}_available", None)
+    return name not in ("undefined", "fake") if is_available is None else is_available()
 
 
 def compression_hook(compression: Compression | None) -> Callable[[], tuple[Any, Any]] | None:

@@ -74,6 +74,9 @@ def resolve_devices(devices: int | str | Sequence[int | str], accelerator: str =
     available = num_available(kind)
     if devices in ("auto", "-1", -1):
         return _indexed(kind, range(available))
+    countable: Any = devices  # from a configuration it may be anything
+    if not isinstance(countable, (int, Sequence)):
+        raise ConfigError(f"devices={devices} is no count. {ALLOWED}.")
     if isinstance(devices, bool) or (isinstance(devices, int) and devices < 1):
         raise ConfigError(f"devices={devices}: at least one device is needed. {ALLOWED}.")
     if isinstance(devices, int):

@@ -58,7 +58,8 @@ class StageOptions:
     deterministic: bool | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.partition, str) and self.partition not in ("auto", "manual"):
+        named: Any = self.partition  # from a configuration it may be anything
+        if self.partition not in ("auto", "manual") and (isinstance(named, str) or not isinstance(named, Sequence)):
             raise ConfigError(
                 f"partition={self.partition} is unknown. Give auto, manual, or a list with the first module of each "
                 "stage after stage 0."

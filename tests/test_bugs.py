@@ -4,6 +4,8 @@ import pickle
 import signal
 import subprocess
 import sys
+import threading
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,13 +16,15 @@ from torch import nn
 from torch.distributed.elastic.multiprocessing import api
 from torch.utils.data import DataLoader, RandomSampler
 
-from evener.strategies import BalancedDDPModelParallelStrategy
+from evener.strategies import BalancedDDPModelParallelStrategy, ConfigError
 from evener.strategies.copies import ModuleCopy
 from evener.strategies.reduction import ChunkLosses
-from evener.trainer import Trainer
+from evener.trainer import Trainer, compose
 from evener.trainer.agent import signal_handlers_kept
 from evener.trainer.batch_cut import batch_line
+from evener.trainer.callbacks import RunSummary
 from evener.trainer.loader_state import make_resumable
+from evener.trainer.run import Parts, fit
 
 
 def test_a_batch_in_which_nothing_weighs_anything_has_a_loss() -> None:
@@ -107,3 +111,27 @@ def test_a_loader_that_was_made_resumable_can_be_pickled(cls: type[DataLoader[An
     copied = pickle.loads(pickle.dumps(train))
     assert type(copied) is cls
     assert sorted(torch.cat(list(copied)).tolist()) == list(range(6))
+
+
+def test_a_worker_whose_batch_cannot_be_pickled_ends() -> None:
+    # Python's queue drops such an object with no more than a traceback, and training waited for it for ever.
+    train: Any = DataLoader(list(range(4)), num_workers=1, collate_fn=lambda _: threading.Lock(), timeout=60)
+    make_resumable(train, rank=0)
+    with pytest.raises(RuntimeError, match=r"worker \(pid.* exited unexpectedly"):
+        list(train)
+
+
+@pytest.mark.filterwarnings("ignore:Total length of")  # Lightning's own word on it
+@pytest.mark.parametrize(("samples", "limit", "told"), [(3, None, "drop_last"), (3, 0, None), (4, None, None)])
+def test_a_fit_without_a_batch_is_told(samples: int, limit: int | None, told: str | None) -> None:
+    # Fewer samples than a batch, with drop_last: "fit finished", status 0, and the weights were the initial ones.
+    module = SmallModule()
+    batches = DataLoader(loader(samples).dataset, batch_size=4, drop_last=True)
+    module.train_dataloader = lambda: batches
+    module.val_dataloader = lambda: loader(4)
+    trainer = Trainer(
+        max_epochs=1, limit_train_batches=limit, logger=False, enable_checkpointing=False, enable_progress_bar=False
+    )
+    cfg = compose(["test_after_fit=false"])
+    with pytest.raises(ConfigError, match=told) if told else nullcontext():
+        fit(Parts(trainer, module, None, RunSummary()), cfg, None)

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
+from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -95,7 +96,7 @@ def explain(exc: ChildFailedError) -> BaseException:
     if failure.exitcode in (128 + signal.SIGINT, 128 + signal.SIGTERM, 128 + signal.SIGUSR1):
         return Interrupted(failure.exitcode - 128)
     kind, _, message = first_line(failure)
-    if kind == ConfigError.__name__:
+    if kind in (ConfigError.__name__, MisconfigurationException.__name__):
         return ConfigError(message)
     return WorkerError(f"rank {rank} failed: {traceback_of(failure)}")
 

@@ -51,6 +51,11 @@ def prepare(cfg: DictConfig) -> DictConfig:
     if not inside_hydra(cfg):
         with open_dict(cfg):
             cfg.run_dir = str(default_run_dir(cfg))
+    for key in ("name", "log_dir"):
+        if type(cfg[key]) is int:  # name=7
+            cfg[key] = str(cfg[key])
+    if str(cfg.devices) == "-1":  # as the strategies read it; Lightning does so on accelerators only
+        cfg.devices = "auto"
     try:
         resolved = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as exc:

@@ -317,14 +317,21 @@ def _flush_logs(trainer: pl.Trainer) -> None:
             flush()
 
 
-def _verify_options(triggers: dict[str, float | None], on_error: str, options: dict[str, bool]) -> None:
+def _verify_options(triggers: dict[str, float | None], on_error: str, options: dict[str, Any]) -> None:
     given = [f"{name}={value}" for name, value in triggers.items() if value is not None]
     if len(given) > 1:
         raise ConfigError(
             f"checkpoint: {' and '.join(given)} were given and one callback takes one trigger. "
             "Set the others to null, or add a second Checkpoint callback."
         )
+    for name, value in triggers.items():  # every 0 seconds is after every step
+        if value is not None and not (value > 0 or (value == 0 and name == "interval_s")):
+            raise ConfigError(
+                f"checkpoint: {name}={value} is too small. Give more than 0, or null for no such trigger."
+            )
     if on_error not in ("raise", "warn"):
         raise ConfigError(f"checkpoint: on_error={on_error} is unknown. Set it to raise or warn.")
     if unknown := set(options) - {"async"}:
         raise ConfigError(f"checkpoint: {', '.join(sorted(unknown))} is no option. Remove it.")
+    if not isinstance(options.get("async", False), bool):
+        raise ConfigError(f"checkpoint: async={options['async']} is neither true nor false. Give one of them.")

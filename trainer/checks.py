@@ -13,6 +13,19 @@ from pytorch_lightning.strategies import Strategy
 
 from ..strategies import ConfigError
 from ..strategies.devices import resolve_devices
+from .values import verify_options, verify_root
+
+KINDS: dict[str, type] = {
+    "strategy": Strategy,
+    "trainer": pl.Trainer,
+    "module": pl.LightningModule,
+    "data": pl.LightningDataModule,
+    "logger": Logger,
+    "checkpoint": pl.Callback,
+}
+"""What each group builds."""
+
+NEEDED = ("strategy", "trainer", "module")
 
 MODES = ("fit", "validate", "test", "predict", "compare", "plan")
 
@@ -27,29 +40,37 @@ def verify_config(cfg: DictConfig) -> None:
         ConfigError: the first mistake found.
     """
     verify_mode(cfg)
+    options = plain(cfg)
+    verify_root(options)
+    if cfg.resume not in (None, "last"):
+        verify_checkpoint_path(Path(cfg.resume))
     if cfg.mode != "plan":  # which is for devices that need not be here
         resolve_devices(plain(cfg.devices), cfg.accelerator)
-    verify_target("strategy", cfg.strategy, Strategy)
-    verify_target("trainer", cfg.trainer, pl.Trainer)
-    verify_target("module", cfg.module, pl.LightningModule)
-    for key, kind in (("data", pl.LightningDataModule), ("logger", Logger), ("checkpoint", pl.Callback)):
-        if cfg.get(key):
-            verify_target(key, cfg[key], kind)
-    for name, options in (cfg.get("callbacks") or {}).items():
-        verify_target(f"callbacks.{name}", options, pl.Callback)
-    verify_nested("", plain(cfg))
+    for key, kind in KINDS.items():
+        if options.get(key) or key in NEEDED:
+            verify_options(key, options[key], verify_target(key, options[key], kind))
+    for name, callback in (options.get("callbacks") or {}).items():
+        key = f"callbacks.{name}"
+        verify_options(key, callback, verify_target(key, callback, pl.Callback))
+    verify_nested("", options)
 
 
 def verify_mode(cfg: DictConfig) -> None:
-    """Check the words that choose what to do, and that a checkpoint given by path exists."""
+    """Check the words that choose what to do."""
     if cfg.mode not in MODES:
         near = difflib.get_close_matches(str(cfg.mode), MODES, n=1)
         hint = f" Did you mean mode={near[0]}?" if near else ""
         raise ConfigError(f"mode={cfg.mode} is unknown. Choose one of {', '.join(MODES)}.{hint}")
     if cfg.monitor_mode not in ("min", "max"):
         raise ConfigError(f"monitor_mode={cfg.monitor_mode} is unknown. Choose min or max.")
-    if cfg.resume not in (None, "last") and not Path(cfg.resume).is_file():
-        raise ConfigError(f"resume={cfg.resume}: there is no such file. Give the path of a checkpoint, or resume=last.")
+
+
+def verify_checkpoint_path(path: Path) -> None:
+    """Check that a checkpoint given by path exists."""
+    if path.is_dir():
+        raise ConfigError(f"resume={path} is a directory. Give a file in it, such as last.ckpt, or resume=last.")
+    if not path.is_file():
+        raise ConfigError(f"resume={path}: there is no such file. Give the path of a checkpoint, or resume=last.")
 
 
 def verify_target(key: str, options: Any, kind: type) -> type:

@@ -3,6 +3,7 @@
 import os
 import re
 import sys
+import traceback
 from pathlib import Path
 
 import hydra
@@ -12,6 +13,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 from pytorch_lightning.plugins.environments import ClusterEnvironment
+from pytorch_lightning.utilities.exceptions import MisconfigurationException
 
 from ..strategies import ConfigError
 from . import cluster
@@ -42,7 +44,7 @@ def main(config_dir: str | Path | None = None, config_name: str = "train") -> No
     def job(cfg: DictConfig) -> float | None:
         try:
             return run_job(cfg)
-        except (ConfigError, WorkerError) as exc:
+        except (ConfigError, WorkerError, MisconfigurationException) as exc:
             if wants_traceback or HydraConfig.get().mode is RunMode.MULTIRUN:
                 raise  # Hydra names the job of a sweep, and runs the others
             sys.exit(explain(exc))
@@ -100,12 +102,13 @@ def explain(exc: Exception) -> str | None:
         The sentence (for a failed worker its rank and traceback), or None for anything else, whose own traceback is
         worth more.
     """
-    if isinstance(exc, (ConfigError, WorkerError)):
+    if isinstance(exc, (ConfigError, WorkerError, MisconfigurationException)):
         return f"Error: {exc}"
     if isinstance(exc, MissingConfigException) and exc.options is not None and exc.missing_cfg_file:
         group, _, option = exc.missing_cfg_file.rpartition("/")
         return f"Error: {group}={option} is unknown. Choose one of: {', '.join(sorted(exc.options))}."
-    if isinstance(exc, (CompactHydraException, OmegaConfBaseException)):
+    from_hydra = traceback.extract_tb(exc.__traceback__)[-1].filename.startswith(str(Path(hydra.__file__).parent))
+    if from_hydra or isinstance(exc, (CompactHydraException, OmegaConfBaseException)):
         return f"Error: {composition_sentence(exc)}"
     if isinstance(exc, OSError) and exc.filename is not None:
         return f"Error: {exc.filename} can't be written ({exc.strerror}). Set log_dir to a writable place."
@@ -114,6 +117,8 @@ def explain(exc: Exception) -> str | None:
 
 def composition_sentence(exc: Exception) -> str:
     """Put Hydra's account of a configuration that does not compose into one sentence."""
+    if str(exc).startswith("Config group override must be"):
+        return "A group can't be null. Choose one of its files, such as logger=none or data=none."
     lines = [line.strip() for line in str(exc).splitlines() if line.strip()]
     unknown = re.match(r"Could not override '([^']+)'", lines[0])
     if unknown:

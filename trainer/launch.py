@@ -44,6 +44,11 @@ def launch(cfg: DictConfig) -> Result:
         with run_log(cfg.run_dir, started_by.global_rank()):
             return run(cfg)
     if num_processes is None:
+        if cfg.num_nodes > 1:
+            raise ConfigError(
+                f"num_nodes={cfg.num_nodes} and this strategy runs in one process, on one machine. Set num_nodes=1, or "
+                "choose a strategy of several processes, such as strategy=ddp."
+            )
         with run_log(cfg.run_dir):
             return run(cfg)
     if cfg.num_nodes > 1:

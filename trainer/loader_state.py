@@ -7,9 +7,13 @@ workers every batch is loaded under a seed of its own, made from the epoch's see
 that nothing depends on which batches a worker loaded before, nor on the number of workers.
 """
 
+import os
+import sys
+import traceback
 from collections.abc import Iterator
 from functools import cache
 from itertools import islice
+from multiprocessing.queues import Queue
 from typing import Any
 
 import torch
@@ -230,7 +234,20 @@ class _Seeded:
 
 def _arrive(entropy: tuple[int, ...], indices: Any) -> Any:
     random_state.seed_all(*entropy)
+    feeder: Any = Queue
+    feeder._on_queue_feeder_error = staticmethod(_end_worker)  # of this worker, which has put nothing yet
     return indices
+
+
+def _end_worker(exc: Exception, _: object) -> None:
+    """End a worker whose batch can't be pickled: Python drops such an object, and training would wait for ever."""
+    traceback.print_exception(exc)
+    sys.stderr.write(
+        "A worker of the DataLoader can't send its batch (see above). Return tensors, numbers, text and containers of "
+        "these from the dataset and from collate_fn, or set num_workers=0.\n"
+    )
+    sys.stderr.flush()
+    os._exit(1)  # a thread can't end its process otherwise
 
 
 def _chain(head: list[Any], tail: Iterator[Any]) -> Iterator[Any]:

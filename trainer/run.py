@@ -149,8 +149,8 @@ def build(cfg: DictConfig) -> Parts:
             logger=logger,
             enable_checkpointing=bool(cfg.get("checkpoint")),
         )
-    except (TypeError, MisconfigurationException) as exc:
-        raise ConfigError(f"trainer: {exc}") from exc
+    except (TypeError, ValueError, MisconfigurationException) as exc:
+        raise exc if isinstance(exc, ConfigError) else ConfigError(f"trainer: {exc}") from exc
     return Parts(trainer, module, data, summary)
 
 
@@ -218,6 +218,11 @@ def fit(parts: Parts, cfg: DictConfig, checkpoint: str | None) -> dict[str, floa
     """Train, then test the best checkpoint (the final weights where none was kept)."""
     trainer, module, data = parts.trainer, parts.module, parts.data
     trainer.fit(module, datamodule=data, ckpt_path=checkpoint, weights_only=True)
+    if trainer.num_training_batches == 0 and trainer.limit_train_batches != 0:
+        raise ConfigError(
+            "Nothing was trained: the training loader has no batch. Give it samples; with drop_last=True, at least as "
+            "many as batch_size."
+        )
     metrics = final_metrics(trainer)
     tested = is_overridden("test_step", module) and is_overridden("test_dataloader", data or module)
     if cfg.test_after_fit and tested and not trainer.interrupted:
