@@ -1,6 +1,7 @@
 """What a rank knows of its peers: the store they share, where they meet, signs of life, and requests to stop."""
 
 import os
+from contextlib import suppress
 from datetime import timedelta
 
 from lightning_fabric.plugins.environments import (
@@ -11,12 +12,15 @@ from lightning_fabric.plugins.environments import (
 )
 from torch.distributed import PrefixStore, Store
 
-from .rendezvous import Meeting, join, open_store
+from .rendezvous import Meeting, is_hosted_by_agent, join, open_store, wait_for
 from .stopping import Stopping
-from .watch import Watch, is_about_communication
+from .watch import RANK_FAILED, Watch, is_about_communication
 
 _STORES: dict[tuple[int, int], Store] = {}
 """The store of this process, by rank and number of ranks; like torch's process group, it lives as long."""
+
+LEAVE_S = 3.0
+"""Seconds that the store's host waits at its end for the others to leave."""
 
 _num_runs = 0
 
@@ -75,6 +79,27 @@ def base_store(environment: ClusterEnvironment, timeout_s: float) -> Store:
         timeout = timedelta(seconds=timeout_s)
         _STORES[rank, num_ranks] = open_store(environment.main_address, environment.main_port, rank, timeout)
     return _STORES[rank, num_ranks]
+
+
+def leave_store() -> None:
+    """Leave the store that all ranks share, as the last thing of a process: the rank that hosts it goes last.
+
+    It would take the store from ranks that still look whether all have come to their last meeting. If a rank has
+    failed, or does not leave in time, it goes nevertheless.
+    """
+    for (rank, num_ranks), store in _STORES.items():
+        if is_hosted_by_agent() or RANK_FAILED.is_set():
+            continue
+        keys = [_left_key(other) for other in range(1, num_ranks)]
+        with suppress(RuntimeError):  # the store has gone with its host
+            if rank:
+                store.set(_left_key(rank), "")
+            else:
+                wait_for(store, keys, LEAVE_S)
+
+
+def _left_key(rank: int) -> str:
+    return f"left/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{rank}"
 
 
 KUBEFLOW = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK")

@@ -1,6 +1,5 @@
-"""How the processes of a run begin, in a plain script or a notebook, and how they end wherever they were started."""
+"""How the processes of a run end, wherever they were started: with their parent, in time, and in good order."""
 
-import ast
 import atexit
 import ctypes
 import gc
@@ -10,26 +9,18 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
-from functools import partial
-from types import FrameType
-from typing import Any, NoReturn
+from typing import NoReturn
 
-import pytorch_lightning as pl
-import pytorch_lightning.strategies as pl_strategies
 import torch
 import torch.distributed as dist
-from lightning_fabric.utilities.imports import _IS_INTERACTIVE
-from pytorch_lightning.strategies.launchers import _MultiProcessingLauncher
-from pytorch_lightning.trainer.call import _interrupt
 
-from .exceptions import ConfigError
+from .peers import leave_store
 from .watch import RANK_FAILED
 
 PR_SET_PDEATHSIG = 1
 
-FORKED_GRACE_S = 5.0
-"""Seconds from SIGTERM to the end of a process that a strategy has started."""
+FORKED_GRACE_S = 30.0
+"""Seconds from SIGTERM to the end of a process that a strategy has started: to reach the next step, and to save."""
 
 LAST_WORDS_S = 2.0
 """Seconds that a process has once it is asked to stop after a rank has failed, so that there is no step to agree on: to
@@ -80,6 +71,7 @@ def leave_group_at_exit() -> None:
 
 def leave_group() -> None:
     """End torch's process group and its threads, unless a rank has failed, whom they would wait for."""
+    leave_store()
     if dist.is_initialized() and not RANK_FAILED.is_set():
         dist.destroy_process_group()
         gc.collect()  # modules hold the group in cycles, and its threads end with the last that does
@@ -100,80 +92,9 @@ def end_process(status: int) -> NoReturn:
         atexit._run_exitfuncs()
         sys.stdout.flush()
         sys.stderr.flush()
+        leave_store()
     finally:
         os._exit(status)
-
-
-def start_method(device: torch.device) -> str:
-    """Choose how a plain script's processes begin, so that the script is not run once per process.
-
-    Returns:
-        `fork` on the CPU and in notebooks; `spawn` for accelerators, which a process can't hand on to its copy.
-
-    Raises:
-        ConfigError: a notebook has used its accelerator, and neither way is open.
-    """
-    if device.type == "cpu":
-        return "fork"
-    if not _IS_INTERACTIVE:
-        return "spawn"
-    if torch.cuda.is_initialized():
-        raise ConfigError(
-            "ddp: this notebook has used the GPU already, so no processes can be started from it. Use strategy=dp, "
-            "which needs one process; or restart the kernel and call fit before anything touches the GPU; or run a "
-            "script."
-        )
-    return "fork"
-
-
-def verify_guarded() -> None:
-    """Check that a script whose processes are spawned, and so import it, does not call `fit` while it is imported.
-
-    Raises:
-        ConfigError: it does, and each process would run the script up to that line.
-    """
-    main = vars(sys.modules["__main__"])
-    frame: FrameType | None = sys._getframe()
-    while frame is not None and not (frame.f_globals is main and frame.f_code.co_name == "<module>"):
-        frame = frame.f_back
-    path = main.get("__file__")
-    if frame is None or path is None or not os.path.exists(path):
-        return
-    with open(path, encoding="utf-8") as file:
-        statements = [node for node in ast.parse(file.read()).body if node.lineno <= frame.f_lineno]
-    if not any(isinstance(node, ast.If) and "__name__" in ast.dump(node.test) for node in statements):
-        raise ConfigError(
-            f"ddp: line {frame.f_lineno} of {os.path.basename(path)} starts processes that import the script, and would"
-            ' run it once more each. Put that line under `if __name__ == "__main__":`, or start with torchrun.'
-        )
-
-
-def script_launcher(strategy: pl_strategies.ParallelStrategy) -> _MultiProcessingLauncher:
-    """Make what starts a plain script's processes: Lightning's launcher, whose ranks say themselves why they fail.
-
-    Lightning handles exceptions in the parent, where no rank can be asked any more.
-    """
-    method: Any = start_method(strategy.root_device)
-    launcher = _MultiProcessingLauncher(strategy, start_method=method)
-    vars(launcher)["launch"] = partial(_launch, launcher)
-    return launcher
-
-
-def _launch(
-    launcher: _MultiProcessingLauncher, work: Callable[..., Any], *args: Any, trainer: pl.Trainer, **kwargs: Any
-) -> Any:
-    if launcher._start_method == "spawn":
-        verify_guarded()
-    in_rank = partial(_in_rank, trainer, work)
-    return _MultiProcessingLauncher.launch(launcher, in_rank, *args, trainer=trainer, **kwargs)
-
-
-def _in_rank(trainer: pl.Trainer, work: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    try:
-        return work(*args, **kwargs)
-    except BaseException as exc:
-        _interrupt(trainer, exc)
-        raise
 
 
 def prepare_forked() -> None:

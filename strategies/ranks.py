@@ -19,7 +19,8 @@ from .ddp_options import Compression, compression_hook, name_unused_parameters, 
 from .devices import precise_dtype
 from .exceptions import ConfigError
 from .peers import Peers, kubeflow
-from .processes import leave_group_at_exit, prepare_forked, script_launcher
+from .processes import leave_group_at_exit, prepare_forked
+from .script_launcher import script_launcher
 from .small_group import SmallGroup
 from .sync_batchnorm import SyncBatchNorm
 

@@ -27,7 +27,7 @@ def open_store(address: str, port: int, rank: int, timeout: timedelta) -> Store:
     Raises:
         RankError: the host can't be reached.
     """
-    hosted_by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    hosted_by_agent = is_hosted_by_agent()
     is_host = rank == 0 and not hosted_by_agent
     try:
         return TCPStore(address, port, None, is_host, timeout, wait_for_workers=False, multi_tenant=True)
@@ -36,6 +36,11 @@ def open_store(address: str, port: int, rank: int, timeout: timedelta) -> Store:
             f"rank {rank} could not reach {'the launcher' if hosted_by_agent else 'rank 0'} at {address}:{port} within "
             f"{timeout.total_seconds():g} s. Is it running, and does the network let this port through?"
         ) from exc
+
+
+def is_hosted_by_agent() -> bool:
+    """Whether the launcher hosts the store, which then outlives all ranks."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 class Meeting:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from evener.strategies import DDPStrategy, processes
+from evener.strategies import DDPStrategy, script_launcher
 from evener.trainer import Trainer
 
 warnings.simplefilter("ignore")
@@ -45,7 +45,7 @@ def fit() -> None:
     write(f"after {module.layer.weight.item():.2f} {float(trainer.callback_metrics['loss']):.4f}")
 
 
-processes.start_method = lambda device: "spawn"
+script_launcher.start_method = lambda device: "spawn"
 if "unguarded" in sys.argv:
     fit()
 if __name__ == "__main__":

@@ -39,6 +39,8 @@ class Line(pl.LightningModule):
             raise ValueError("rank 1 of a script")
         if "hang" in sys.argv and self.global_rank == 1:
             time.sleep(600)
+        if "long" in sys.argv and self.trainer.global_step == 20:
+            Path(f"{sys.argv[1]}.rank{self.global_rank}").write_text(str(os.getpid()))
         return (self.layer(batch[0]) - 3 * batch[0]).square().mean()
 
     def test_step(self, batch: list[torch.Tensor], batch_idx: int) -> None:
@@ -54,9 +56,18 @@ loader = DataLoader(TensorDataset(torch.linspace(-1, 1, 32)[:, None]), 4)
 module = Line()
 
 
+class TellStop(pl.Callback):
+    """What a user may do when a run stops: every rank is here, at the same step."""
+
+    def on_exception(self, trainer: pl.Trainer, *_: object) -> None:
+        if trainer.global_step:
+            Path(f"{sys.argv[1]}.stopped{trainer.global_rank}").write_text(str(trainer.global_step))
+
+
 def make_trainer() -> Trainer:
     return Trainer(
-        strategy=DDPStrategy(timeout_s=3 if "hang" in sys.argv else 20), devices=2, accelerator="cpu", max_epochs=20,
+        strategy=DDPStrategy(timeout_s=3 if "hang" in sys.argv else 20), devices=2, accelerator="cpu",
+        max_epochs=10**6 if "long" in sys.argv else 20, callbacks=[TellStop()],
         logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
 

@@ -1,14 +1,17 @@
 """`Trainer(strategy=DDPStrategy(), devices=2)` in a plain script starts its processes itself, and ends them."""
 
+import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
-from evener.strategies import ConfigError, processes
+from evener.strategies import ConfigError, script_launcher
 
 SCRIPT = Path(__file__).parent / "plain_script.py"
 
@@ -40,6 +43,36 @@ def test_a_failing_rank_of_a_script_ends_it_with_its_traceback(tmp_path: Path, f
     assert (tmp_path / "log").read_text().splitlines() == ["before"]
 
 
+@pytest.mark.parametrize(
+    ("signum", "to", "status"),
+    [(signal.SIGTERM, "script", 143), (signal.SIGTERM, "rank0", 143), (signal.SIGTERM, "rank1", 143),
+     (signal.SIGINT, "script", 1)],
+)  # fmt: skip
+def test_a_signal_stops_a_script_and_its_ranks_at_one_step(tmp_path: Path, signum: int, to: str, status: int) -> None:
+    log = tmp_path / "log"
+    script = subprocess.Popen([sys.executable, str(SCRIPT), str(log), "long"], stderr=subprocess.PIPE, text=True)
+    try:
+        ranks = [wait_for_pid(Path(f"{log}.rank{rank}")) for rank in range(2)]
+        os.kill({"script": script.pid, "rank0": ranks[0], "rank1": ranks[1]}[to], signum)
+        _, errors = script.communicate(timeout=40)
+    finally:
+        script.kill()
+    assert script.returncode == status, errors
+    assert log.read_text() == "before\n"
+    steps = {Path(f"{log}.stopped{rank}").read_text() for rank in range(2)}
+    assert len(steps) == 1
+    assert int(steps.pop()) >= 20
+    assert not any(Path(f"/proc/{rank}").exists() for rank in ranks)
+
+
+def wait_for_pid(path: Path) -> int:
+    deadline = time.monotonic() + 60
+    while not path.exists() or not path.read_text():
+        assert time.monotonic() < deadline, f"{path.name} was never written"
+        time.sleep(0.05)
+    return int(path.read_text())
+
+
 def run_guarded(tmp_path: Path, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, str(SCRIPT.with_name("guarded_script.py")), str(tmp_path / "log"), *words],
@@ -65,12 +98,12 @@ def test_a_script_that_spawning_would_run_again_is_refused_at_once(tmp_path: Pat
 
 
 def test_a_notebook_that_has_used_its_gpu_is_pointed_to_dp(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processes, "_IS_INTERACTIVE", True)
-    assert processes.start_method(torch.device("cpu")) == "fork"
-    assert processes.start_method(torch.device("cuda")) == "fork"
+    monkeypatch.setattr(script_launcher, "_IS_INTERACTIVE", True)
+    assert script_launcher.start_method(torch.device("cpu")) == "fork"
+    assert script_launcher.start_method(torch.device("cuda")) == "fork"
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     with pytest.raises(ConfigError, match=r"this notebook has used the GPU already.*Use strategy=dp"):
-        processes.start_method(torch.device("cuda"))
+        script_launcher.start_method(torch.device("cuda"))
 
 
 def test_importing_leaves_the_gpu_untouched() -> None:

@@ -1,6 +1,7 @@
 """The trainer: Lightning's, lean, with strategies of this project chosen by object or by one word."""
 
 import inspect
+import signal
 from typing import Any, Literal
 
 import pytorch_lightning as pl
@@ -8,6 +9,7 @@ import torch.distributed as dist
 from lightning_fabric.plugins import TorchCheckpointIO
 from pytorch_lightning.strategies import Strategy
 from pytorch_lightning.trainer.states import RunningStage, TrainerFn
+from pytorch_lightning.utilities.exceptions import SIGTERMException
 from typing_extensions import override
 
 from ..strategies import STRATEGIES
@@ -106,8 +108,12 @@ class Trainer(pl.Trainer):
     @override
     def _run_stage(self) -> Any:
         self.agreed_to_stop = False
-        with lean_logging(self), explained_out_of_memory(self):
-            return super()._run_stage()
+        try:
+            with lean_logging(self), explained_out_of_memory(self):
+                return super()._run_stage()
+        except SIGTERMException as exc:
+            exc.code = exc.code or 128 + signal.SIGTERM  # Lightning's would end a script as if it had finished
+            raise
 
     @property
     @override
