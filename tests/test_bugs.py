@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -135,3 +136,19 @@ def test_a_fit_without_a_batch_is_told(samples: int, limit: int | None, told: st
     cfg = compose(["test_after_fit=false"])
     with pytest.raises(ConfigError, match=told) if told else nullcontext():
         fit(Parts(trainer, module, None, RunSummary()), cfg, None)
+
+
+def test_weights_alone_are_no_run_to_resume(tmp_path: Path) -> None:
+    # Both ended in a KeyError with its traceback.
+    quiet: Any = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "max_epochs": 1}
+    module, weights, bare = SmallModule(), tmp_path / "weights.ckpt", tmp_path / "bare.ckpt"
+    module.train_dataloader = module.val_dataloader = lambda: loader(4)
+    trainer = Trainer(**quiet)
+    trainer.fit(module)
+    trainer.save_checkpoint(weights, weights_only=True)
+    torch.save(module.state_dict(), bare)
+    parts = Parts(Trainer(**quiet), module, None, RunSummary())
+    with pytest.raises(ConfigError, match=r"weights\.ckpt holds weights only .* Give another file; mode=test"):
+        fit(parts, compose([]), str(weights))
+    with pytest.raises(ConfigError, match=r"bare\.ckpt was not saved by a trainer: .*module\.load_state_dict"):
+        Trainer(**quiet).fit(module, ckpt_path=str(bare), weights_only=True)

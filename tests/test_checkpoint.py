@@ -240,5 +240,7 @@ def test_a_torn_file_to_resume_from_is_replaced_by_the_newest_good_one(
     assert good_or_newest(torn) == good
     assert f"Instead of {torn}, training continues from {good}" in caplog.text
     good.unlink()
+    (tmp_path / "another_run").mkdir()
+    write({"state_dict": {}}, tmp_path / "another_run" / "last.ckpt")
     with pytest.raises(CheckpointError, match=r"last\.ckpt can't be used, and there is no good one beside it"):
         good_or_newest(torn)

@@ -9,9 +9,10 @@ from .checkpoint_io import SUFFIX, CheckpointError, is_good
 logger = logging.getLogger(__name__)
 
 
-def newest_first(directory: str | Path) -> Iterator[Path]:
-    """All checkpoints under a directory, the one written last first."""
-    found = [(path.stat().st_mtime_ns, path) for path in Path(directory).rglob(f"*{SUFFIX}") if path.is_file()]
+def newest_first(directory: str | Path, within: str = "**/") -> Iterator[Path]:
+    """All checkpoints under a directory, the one written last first; `within=""` leaves its subdirectories out."""
+    files = Path(directory).glob(f"{within}*{SUFFIX}")
+    found = [(path.stat().st_mtime_ns, path) for path in files if path.is_file()]
     return (path for _, path in sorted(found, reverse=True))
 
 
@@ -42,7 +43,8 @@ def good_or_newest(path: str | Path) -> Path:
     """
     if is_good(path):
         return Path(path)
-    newest = find_newest(Path(path).parent)
+    beside = newest_first(Path(path).parent, within="")  # what is in subdirectories is of other runs
+    newest = next((file for file in beside if is_good(file)), None)
     if newest is None:
         raise CheckpointError(f"The checkpoint {path} can't be used, and there is no good one beside it.")
     logger.warning("Instead of %s, training continues from %s.", path, newest)

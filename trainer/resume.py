@@ -21,6 +21,7 @@ from typing_extensions import override
 
 from . import logged_state, state
 from .checkpoint import Checkpoint
+from .checkpoint_io import CheckpointError
 from .loader_state import is_resumable, make_resumable
 
 if TYPE_CHECKING:
@@ -49,7 +50,13 @@ class ExactCheckpoints(CheckpointConnector):
 
     @override
     def resume_start(self, checkpoint_path: _PATH | None = None, weights_only: bool | None = None) -> None:
-        super().resume_start(checkpoint_path, weights_only)
+        try:
+            super().resume_start(checkpoint_path, weights_only)
+        except KeyError as exc:
+            raise CheckpointError(
+                f"The checkpoint {checkpoint_path} was not saved by a trainer: it has no entry {exc}. Give one "
+                "that was; weights alone are loaded with module.load_state_dict."
+            ) from exc
         fit_loop: Any = self.trainer.fit_loop
         fit_loop.saved_state = self._loaded_checkpoint.pop(EXACT, {})
 

@@ -217,7 +217,15 @@ def work(parts: Parts, cfg: DictConfig, checkpoint: str | None) -> tuple[dict[st
 def fit(parts: Parts, cfg: DictConfig, checkpoint: str | None) -> dict[str, float]:
     """Train, then test the best checkpoint (the final weights where none was kept)."""
     trainer, module, data = parts.trainer, parts.module, parts.data
-    trainer.fit(module, datamodule=data, ckpt_path=checkpoint, weights_only=True)
+    try:
+        trainer.fit(module, datamodule=data, ckpt_path=checkpoint, weights_only=True)
+    except KeyError as exc:
+        if checkpoint is None or "contains only the model" not in str(exc):
+            raise
+        raise ConfigError(
+            f"resume={checkpoint} holds weights only (checkpoint.save_weights_only=true), and training goes on from "
+            "the whole state of a run. Give another file; mode=test, validate and predict take this one."
+        ) from exc
     if trainer.num_training_batches == 0 and trainer.limit_train_batches != 0:
         raise ConfigError(
             "Nothing was trained: the training loader has no batch. Give it samples; with drop_last=True, at least as "
