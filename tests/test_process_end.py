@@ -2,9 +2,16 @@
 
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
+from torch.distributed import HashStore
+
+from evener.strategies import peers
+from evener.strategies.peers import leave_store
+from evener.strategies.watch import RANK_FAILED
 
 TESTS = Path(__file__).parent
 
@@ -62,3 +69,36 @@ def test_the_groups_threads_end_before_the_interpreter(tmp_path: Path) -> None:
     for rank in range(2):
         names = (tmp_path / f"log.threads{rank}").read_text().split()
         assert not [name for name in names if "gloo" in name], names
+
+
+def test_the_stores_host_leaves_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, left = HashStore(), []
+    monkeypatch.setattr(peers, "_STORES", {(0, 2): store})
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+
+    def leave_late() -> None:
+        time.sleep(0.3)
+        left.append("rank 1")
+        store.set("left/0/1", "")
+
+    other = threading.Thread(target=leave_late)
+    other.start()
+    leave_store()
+    left.append("host")
+    other.join()
+    assert left == ["rank 1", "host"]
+
+
+@pytest.mark.parametrize("why", ["a rank has failed", "nobody leaves", "the launcher hosts the store"])
+def test_the_stores_host_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch, why: str) -> None:
+    waits: list[float] = []
+    monkeypatch.setattr(peers, "_STORES", {(0, 2): HashStore()})
+    monkeypatch.setattr(peers, "wait_for", lambda store, keys, timeout_s: waits.append(timeout_s))
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", str(why == "the launcher hosts the store"))
+    try:
+        if why == "a rank has failed":
+            RANK_FAILED.set()
+        leave_store()
+    finally:
+        RANK_FAILED.clear()
+    assert waits == ([3.0] if why == "nobody leaves" else [])
