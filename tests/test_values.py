@@ -1,20 +1,23 @@
 """Values that no option can have are refused before anything is built, in one sentence that says what is allowed."""
 
+import errno
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 import pytorch_lightning as pl
+from omegaconf import OmegaConf
 
 from evener.strategies import ConfigError, DDPModelParallelStrategy, DDPStrategy
 from evener.strategies.ddp_options import verify_backend
 from evener.strategies.devices import resolve_devices
 from evener.strategies.stage_layout import StageOptions
 from evener.trainer import Trainer
-from evener.trainer.app import compose, prepare
+from evener.trainer.app import compose, default_run_dir, prepare, train
 from evener.trainer.checkpoint import Checkpoint
 from evener.trainer.checks import verify_checkpoint_path
+from evener.trainer.command import explain
 from evener.trainer.launch import launch
 from evener.trainer.values import allows, annotations, describe, verify_options
 
@@ -165,3 +168,24 @@ def test_a_strategy_of_one_process_refuses_several_nodes(tmp_path: Path) -> None
 def test_a_directory_is_no_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"is a directory\. Give a file in it, such as last\.ckpt, or resume=last"):
         verify_checkpoint_path(tmp_path)
+
+
+def test_what_python_passes_by_mistake_is_told() -> None:
+    given: Any = "strategy=ddp"
+    with pytest.raises(ConfigError, match=r"Use compose\(\['strategy=ddp'\]\)"):
+        compose(given)
+    for wrong in (given, {}, None, OmegaConf.create({})):
+        with pytest.raises(ConfigError, match=r"train takes a configuration.* Use train\(compose\(\[\.\.\.\]\)\)"):
+            train(wrong)
+
+
+@pytest.mark.parametrize("name", ["ddp", "balanced_dp", "single_device", "fsdp"])
+def test_a_run_from_python_lies_where_the_command_puts_it(name: str) -> None:
+    assert default_run_dir(compose([f"strategy={name}", "name=n"])).parts[:3] == ("logs", "n", name)
+
+
+def test_a_full_disk_is_one_sentence() -> None:
+    told = explain(OSError(errno.ENOSPC, "No space left on device"))
+    assert told == (
+        "Error: The disk is full (No space left on device); checkpoints are whole. Free it, or set log_dir to another."
+    )

@@ -3,14 +3,16 @@
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 from hydra import compose as hydra_compose
 from hydra import initialize_config_module
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
+from pytorch_lightning.strategies import Strategy
 
 from ..strategies import ConfigError
-from .checks import verify_config
+from .checks import verify_config, verify_target
 from .companions import incomplete
 from .launch import launch
 from .result import Result
@@ -31,6 +33,11 @@ def train(cfg: DictConfig) -> Result:
     Raises:
         ConfigError: something asked for can't be honoured.
     """
+    given: Any = cfg
+    if not isinstance(given, DictConfig) or "mode" not in given:
+        raise ConfigError(
+            f"train takes a configuration, and a {type(given).__name__} was given. Use train(compose([...]))."
+        )
     if cfg.mode in ADVICE:
         raise ConfigError(
             f"mode={cfg.mode} trains nothing, so there is no result. Run python train.py mode={cfg.mode}."
@@ -84,8 +91,9 @@ def inside_hydra(cfg: DictConfig) -> bool:
 
 def default_run_dir(cfg: DictConfig) -> Path:
     """The run directory of a configuration composed outside Hydra's main, as `conf/hydra` lays it out."""
-    strategy = str(cfg.strategy.get("_target_", "strategy")).rpartition(".")[2]
-    return Path(cfg.log_dir) / cfg.name / strategy / datetime.now().strftime("%Y-%m-%d_%H-%M-%S-%f")
+    cls = verify_target("strategy", cfg.strategy, Strategy)
+    strategy = getattr(cls, "strategy_name", cls.__name__)
+    return Path(str(cfg.log_dir)) / str(cfg.name) / strategy / datetime.now().strftime("%Y-%m-%d_%H-%M-%S-%f")
 
 
 def compose(overrides: Sequence[str] = (), config_name: str = "train") -> DictConfig:
@@ -97,6 +105,13 @@ def compose(overrides: Sequence[str] = (), config_name: str = "train") -> DictCo
 
     Returns:
         The configuration for `train`.
+
+    Raises:
+        ConfigError: `overrides` is one word and no list.
     """
+    if isinstance(overrides, str):
+        raise ConfigError(
+            f"compose takes a list of overrides, and {overrides!r} was given. Use compose([{overrides!r}])."
+        )
     with initialize_config_module("evener.conf", version_base="1.3"):
         return hydra_compose(config_name, overrides=list(overrides))

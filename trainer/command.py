@@ -1,5 +1,6 @@
 """The command line: Hydra composes the configuration, `train` runs it, mistakes are told in one sentence."""
 
+import errno
 import os
 import re
 import sys
@@ -107,9 +108,12 @@ def explain(exc: Exception) -> str | None:
     if isinstance(exc, MissingConfigException) and exc.options is not None and exc.missing_cfg_file:
         group, _, option = exc.missing_cfg_file.rpartition("/")
         return f"Error: {group}={option} is unknown. Choose one of: {', '.join(sorted(exc.options))}."
-    from_hydra = traceback.extract_tb(exc.__traceback__)[-1].filename.startswith(str(Path(hydra.__file__).parent))
+    frames = traceback.extract_tb(exc.__traceback__)
+    from_hydra = bool(frames) and frames[-1].filename.startswith(str(Path(hydra.__file__).parent))
     if from_hydra or isinstance(exc, (CompactHydraException, OmegaConfBaseException)):
         return f"Error: {composition_sentence(exc)}"
+    if isinstance(exc, OSError) and exc.errno in (errno.ENOSPC, errno.EDQUOT):
+        return f"Error: The disk is full ({exc.strerror}); checkpoints are whole. Free it, or set log_dir to another."
     if isinstance(exc, OSError) and exc.filename is not None:
         return f"Error: {exc.filename} can't be written ({exc.strerror}). Set log_dir to a writable place."
     return None
