@@ -1,6 +1,7 @@
 """What ranks of any DDP strategy do together: begin, meet, sum, stop at one step, and name the one that fails."""
 
 import signal
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, cast
 
@@ -58,6 +59,7 @@ class RanksStrategy(pl_strategies.DDPStrategy):
         self.timeout_s = timeout_s
         self.peers: Peers | None = None
         self.stop_signal: int | None = None
+        self.at_teardown: Callable[[], None] | None = None
         self._hook = compression_hook(compression)
         self._small_groups: list[SmallGroup] = []
         self._syncs_batchnorm = sync_batchnorm
@@ -200,6 +202,9 @@ class RanksStrategy(pl_strategies.DDPStrategy):
 
     @override
     def teardown(self) -> None:
+        if self.at_teardown is not None:
+            self.at_teardown()
+            self.at_teardown = None
         if self.peers is not None:
             self.peers.end()
             self.peers = None

@@ -91,17 +91,34 @@ def _launch(
 ) -> Any:
     if launcher._start_method == "spawn":
         verify_guarded()
-    in_rank = partial(_in_rank, trainer, work)
-    with signals_handed_on(launcher) as received:
-        try:
-            result = _MultiProcessingLauncher.launch(launcher, in_rank, *args, trainer=trainer, **kwargs)
-        except ProcessExitedException as exc:
-            if exc.exit_code != 128 + signal.SIGTERM:
-                raise
-            result = STOPPED
-    if received or result == STOPPED:
-        raise _stop(received[0] if received else signal.SIGTERM)
-    return result
+    try:
+        with signals_handed_on(launcher) as received:
+            result = _result(launcher, partial(_in_rank, trainer, work), *args, trainer=trainer, **kwargs)
+            if received or result == STOPPED:
+                raise _stop(received[0] if received else signal.SIGTERM)
+            return result
+    except BaseException:
+        _hide_callbacks(trainer)
+        raise
+
+
+def _result(launcher: _MultiProcessingLauncher, in_rank: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    try:
+        return _MultiProcessingLauncher.launch(launcher, in_rank, *args, **kwargs)
+    except ProcessExitedException as exc:
+        if exc.exit_code == 128 + signal.SIGTERM:
+            return STOPPED
+        raise
+
+
+def _hide_callbacks(trainer: Any) -> None:
+    """Keep `on_exception` of the callbacks to the ranks, which have called it; one that saves has nothing to save here.
+
+    Args:
+        trainer: gets its callbacks back at the strategy's teardown, which comes next.
+    """
+    trainer.strategy.at_teardown = partial(setattr, trainer, "callbacks", trainer.callbacks)
+    trainer.callbacks = []
 
 
 @contextmanager

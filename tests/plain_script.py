@@ -60,8 +60,8 @@ class TellStop(pl.Callback):
     """What a user may do when a run stops: every rank is here, at the same step."""
 
     def on_exception(self, trainer: pl.Trainer, *_: object) -> None:
-        if trainer.global_step:
-            Path(f"{sys.argv[1]}.stopped{trainer.global_rank}").write_text(str(trainer.global_step))
+        with open(f"{sys.argv[1]}.stopped", "a") as file:
+            file.write(f"{os.getpid()} {trainer.global_step}\n")
 
 
 def make_trainer() -> Trainer:
@@ -73,7 +73,10 @@ def make_trainer() -> Trainer:
 
 
 trainer = make_trainer()
-trainer.fit(module, loader)
+try:
+    trainer.fit(module, loader)
+finally:
+    assert any(isinstance(callback, TellStop) for callback in trainer.callbacks)
 trainer.test(module, loader, verbose=False)
 make_trainer().fit(module, loader)
 with open(sys.argv[1], "a") as file:

@@ -59,9 +59,10 @@ def test_a_signal_stops_a_script_and_its_ranks_at_one_step(tmp_path: Path, signu
         script.kill()
     assert script.returncode == status, errors
     assert log.read_text() == "before\n"
-    steps = {Path(f"{log}.stopped{rank}").read_text() for rank in range(2)}
-    assert len(steps) == 1
-    assert int(steps.pop()) >= 20
+    stopped = [line.split() for line in Path(f"{log}.stopped").read_text().splitlines()]
+    assert sorted(int(pid) for pid, _ in stopped) == sorted(ranks)  # and not the script as well
+    assert len({step for _, step in stopped}) == 1
+    assert int(stopped[0][1]) >= 20
     assert not any(Path(f"/proc/{rank}").exists() for rank in ranks)
 
 
