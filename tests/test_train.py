@@ -183,7 +183,9 @@ MISTAKES = [
     (["logger=null"], r"A group can't be null\. Choose one of its files, such as logger=none"),
     (["--resolve"], r"--resolve flag can only be used"),
     (["module=custom", "module._target_=pytorch_lightning.LightningModule"], r"No `training_step\(\)` method defined"),
-    (["lr=[1"], r"`--cfg job` prints"),
+    (["lr=[1"], r"lr=\[1 can't be read .* needs quotes that the shell leaves"),
+    (["name=a=b"], r"name=a=b can't be read .* such as \"name='a=b'\""),
+    (["devices=0,1"], r"Ambiguous value for argument 'devices=0,1'\. Brackets make it a list.*-m sweeps over"),
     (["trainer.max_epochs=${nope}"], r"The configuration is not complete: .*nope"),
     (["module=custom"], r"not complete: module\._target_ has no value\. Give module\._target_="),
     (

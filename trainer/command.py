@@ -9,7 +9,7 @@ from pathlib import Path
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import CompactHydraException, MissingConfigException
+from hydra.errors import CompactHydraException, MissingConfigException, OverrideParseException
 from hydra.types import RunMode
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
@@ -124,6 +124,13 @@ def composition_sentence(exc: Exception) -> str:
     if str(exc).startswith("Config group override must be"):
         return "A group can't be null. Choose one of its files, such as logger=none or data=none."
     lines = [line.strip() for line in str(exc).splitlines() if line.strip()]
+    if isinstance(exc, OverrideParseException):
+        return (
+            f"{exc.override} can't be read ({lines[0]}). A value with = , {{ }} or [ ] in it needs quotes that the "
+            "shell leaves, such as \"name='a=b'\"."
+        )
+    if lines[0].startswith("Ambiguous value"):
+        return f"{lines[0].rstrip('.')}. Brackets make it a list, as in key=[a,b]; -m sweeps over the values."
     unknown = re.match(r"Could not override '([^']+)'", lines[0])
     if unknown:
         key = unknown[1]
