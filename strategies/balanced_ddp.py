@@ -100,24 +100,23 @@ class BalancedDDPStrategy(KeepsBalance, DDPStrategy):
 
     def _exchange(self, seconds: float) -> None:
         """Tell all ranks samples and seconds of this one, and how far its sampler is."""
-        assert self._loaders is not None
         num = 0.0 if self._share is None else self._share.num
-        num_cut = max((divide.num_cut for divide in self._loaders.divides), default=0)
+        num_cut = max((divide.num_cut for divide in self.loaders.divides), default=0)
         table = torch.zeros(self.world_size, 3, dtype=torch.float64)
         table[self.global_rank] = torch.tensor([num, seconds, num_cut])
-        self._loaders.sum_over_ranks(table).wait()
+        self.loaders.sum_over_ranks(table).wait()
         self._exchanged = table
 
     def _adopt(self, controller: BalanceController) -> None:
         """Give what was exchanged to the controller, which decides alike on all ranks."""
-        if self._exchanged is None or self._loaders is None:
+        if self._exchanged is None:
             return
         table, self._exchanged = self._exchanged.tolist(), None
         sizes = [int(row[0]) for row in table]
         if controller.observe(sizes, [row[1] for row in table]):
             # a sampler cuts one batch more, at most, between the exchange and here; `change` would notice two
             first = max(int(row[2]) for row in table) + 2
-            for divide in self._loaders.divides:
+            for divide in self.loaders.divides:
                 divide.change(Weighted(tuple(controller.shares)), first)
 
     def _log(self, controller: BalanceController) -> None:

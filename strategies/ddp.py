@@ -112,19 +112,27 @@ class DDPStrategy(RanksStrategy):
         if self._trainer is not trainer:
             self._manages_samples = connector.use_distributed_sampler
             connector.use_distributed_sampler = False  # Lightning's sampler pads; ours cuts, in `process_dataloader`
+        self._loaders = None
         super().setup(trainer)
-        normed = self.lightning_module is not None and any(
-            isinstance(layer, _BatchNorm) and not isinstance(layer, SyncedBatchNorm)
-            for layer in self.lightning_module.modules()
-        )
-        sums = self.new_small_group()
-        self._loaders = RankLoaders(
-            self.global_rank, self.world_size, self.batch_size_is, self.broadcast, sums, self.policy, 1 + normed
-        )
         if self.devices_per_process > 1:
             assert self.lightning_module is not None
             self._replicas = RankReplicas(self.process_devices, self.precision_plugin, self._reduce_finished)
             self._replicas.attach(trainer, self.lightning_module)
+
+    @property
+    def loaders(self) -> RankLoaders:
+        """Gives this rank its loaders; made when the first is asked for, by `configure_optimizers` perhaps."""
+        if self._loaders is None:
+            assert self.lightning_module is not None
+            normed = any(
+                isinstance(layer, _BatchNorm) and not isinstance(layer, SyncedBatchNorm)
+                for layer in self.lightning_module.modules()
+            )
+            sums = self.new_small_group()
+            self._loaders = RankLoaders(
+                self.global_rank, self.world_size, self.batch_size_is, self.broadcast, sums, self.policy, 1 + normed
+            )
+        return self._loaders
 
     def _reduce_finished(self) -> None:
         assert isinstance(self.model, DistributedDataParallel)
@@ -132,10 +140,9 @@ class DDPStrategy(RanksStrategy):
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
-        assert self._loaders is not None
         assert self._trainer is not None
         stage: Stage = "train" if self._trainer.training else "predict" if self._trainer.predicting else "evaluate"
-        return self._loaders.process(dataloader, stage, self._manages_samples)
+        return self.loaders.process(dataloader, stage, self._manages_samples)
 
     @override
     def on_train_start(self) -> None:
@@ -217,6 +224,7 @@ class DDPStrategy(RanksStrategy):
 
     def scale_loss(self, loss: Tensor) -> Tensor:
         """Weigh this rank's loss, so that the mean of all ranks' gradients is that of the global batch."""
+        self.verify_trained()
         if isinstance(self._scale, Tensor) or self._scale != 1.0:
             return loss * torch.as_tensor(self._scale, dtype=loss.dtype)
         return loss

@@ -2,13 +2,13 @@
 
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import NoneType
 from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.futures import Future
@@ -113,12 +113,16 @@ def reduce_as(dtype: torch.dtype, bucket: GradBucket) -> Future[Tensor]:
     return work.get_future().then(received)
 
 
-def name_unused_parameters(exc: BaseException, module: nn.Module) -> None:
-    """Rewrite torch's error about parameters without gradient: their names, and the override that fixes it."""
+def name_unused_parameters(exc: BaseException, parameters: Sequence[tuple[str, Tensor]]) -> None:
+    """Rewrite torch's error about parameters without gradient: their names, and the override that fixes it.
+
+    Args:
+        exc: any error.
+        parameters: names and parameters that the wrapper reduces, in its order.
+    """
     text = str(exc)
     if "Expected to have finished reduction in the prior iteration" not in text:
         return
-    parameters = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
     indices = re.search(r"did not receive grad for rank \d+: ([\d ,]+)", text)
     named = [parameters[int(i)][0] for i in re.findall(r"\d+", indices[1])] if indices else []
     unused = named or [name for name, parameter in parameters if parameter.grad is None]

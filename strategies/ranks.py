@@ -1,7 +1,7 @@
 """What ranks of any DDP strategy do together: begin, meet, sum, stop at one step, and name the one that fails."""
 
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, cast
 
@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from pytorch_lightning.trainer.states import TrainerFn
 from pytorch_lightning.utilities.exceptions import SIGTERMException
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import PrefixStore
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
@@ -24,6 +24,7 @@ from .processes import leave_group_at_exit, prepare_forked
 from .script_launcher import script_launcher
 from .small_group import SmallGroup
 from .sync_batchnorm import SyncBatchNorm
+from .trained import TrainedParameters, unwrap
 
 
 class RanksStrategy(pl_strategies.DDPStrategy):
@@ -39,6 +40,8 @@ class RanksStrategy(pl_strategies.DDPStrategy):
     Raises:
         ConfigError: an option has a value that is not allowed.
     """
+
+    strategy_name: str
 
     def __init__(
         self,
@@ -64,6 +67,7 @@ class RanksStrategy(pl_strategies.DDPStrategy):
         self._small_groups: list[SmallGroup] = []
         self._syncs_batchnorm = sync_batchnorm
         self._trainer: pl.Trainer | None = None
+        self._trained: TrainedParameters | None = None
 
     @property
     def _layer_sync(self) -> SyncBatchNorm | None:
@@ -112,10 +116,42 @@ class RanksStrategy(pl_strategies.DDPStrategy):
 
     @override
     def configure_ddp(self) -> None:
+        assert self.model is not None
+        self._trained = TrainedParameters(self.model)
         super().configure_ddp()
         assert isinstance(self.model, DistributedDataParallel)
         if self._hook is not None:
             self.model.register_comm_hook(*self._hook())
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        # after the hooks of module and callbacks, which freeze and unfreeze layers, and on all ranks alike
+        if self._trained is not None and self._trained.changed(self.optimizers):
+            assert isinstance(self.model, DistributedDataParallel)
+            self._reduce_left(self._trained.frozen())
+            self.model = unwrap(self.model)
+            self.configure_ddp()
+
+    def _reduce_left(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Average what frozen parameters have accumulated on each rank; what was reduced already stays as it is."""
+        some = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.uint8)
+        some = self.reduce(some.to(self.root_device), reduce_op="max").tolist()
+        for parameter in (p for p, has_gradient in zip(parameters, some, strict=True) if has_gradient):
+            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            parameter.grad = self.reduce(gradient, reduce_op="mean")
+
+    def verify_trained(self) -> None:
+        """Refuse a parameter that was unfrozen too late in a step to be reduced in it.
+
+        Raises:
+            ConfigError: `training_step` unfroze it.
+        """
+        assert self.lightning_module is not None
+        if self._trained is not None and self.lightning_module.automatic_optimization and self._trained.unfrozen():
+            raise ConfigError(
+                f"{self.strategy_name}: a parameter was unfrozen within training_step, when its gradient can't be "
+                "reduced over the ranks any more. Unfreeze it in on_train_batch_start or on_train_epoch_start."
+            )
 
     def new_small_group(self) -> SmallGroup:
         """Make a group for small sums of CPU tensors beside the gradients; it ends with the run."""
@@ -195,8 +231,8 @@ class RanksStrategy(pl_strategies.DDPStrategy):
     @override
     def on_exception(self, exception: BaseException) -> None:
         self._small_groups.clear()  # to end them would be to wait for what ranks that have failed will never send
-        if isinstance(self.model, DistributedDataParallel) and self.lightning_module is not None:
-            name_unused_parameters(exception, self.lightning_module)
+        if isinstance(self.model, DistributedDataParallel) and self._trained is not None:
+            name_unused_parameters(exception, self._trained.reduced)
         if self.peers is not None and not isinstance(exception, SIGTERMException):
             self.peers.explain(exception)
 
@@ -210,4 +246,5 @@ class RanksStrategy(pl_strategies.DDPStrategy):
             self.peers = None
         while self._small_groups:
             self._small_groups.pop().end()
+        self._trained = None
         super().teardown()

@@ -76,6 +76,7 @@ class Ticket:
         self.stage = 0
         self._turns = turns
         self._waits = waits_in_backward
+        self._goes_back = False
 
     def run(self, call: Callable[[], Any]) -> Any:
         """Run the forward pass, which begins on stage 0 and enters others by `move_on`."""
@@ -88,6 +89,7 @@ class Ticket:
     def run_backward(self, call: Callable[[], Any], turns: Turns) -> None:
         """Run the backward pass, which begins where the forward pass ended; crossings lead it back."""
         self._turns = turns
+        self._goes_back = True
         try:
             if self._waits[self.stage]:
                 turns.enter(self.stage, self.microbatch)
@@ -106,6 +108,8 @@ class Ticket:
         Returns:
             The tensors there. Their backward pass leaves that stage and enters the present one again.
         """
+        if self._goes_back:  # activation checkpointing calls modules again: part of the stage's turn in backward
+            return [move(tensor) for tensor in tensors]
         left, self.stage = self.stage, stage
         tensors = self._on_backward(tensors, self._turns_back(left, "enter"))
         self._turns.leave(left, self.microbatch)

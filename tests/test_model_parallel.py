@@ -12,6 +12,7 @@ import torch
 from parity import Case, GroupsNet, Net, assert_equal, baseline, make_module, make_trainer, run
 from pytorch_lightning.plugins import MixedPrecision
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from torchmetrics import MeanMetric
 
 from evener.strategies import ModelParallelStrategy, SingleDeviceStrategy
@@ -90,6 +91,32 @@ def test_tied_weights_equal_one_device_and_the_way_back_is_told(strategy: Any, o
     ):
         found = run(SQUARE, tied, devices=2)  # bytes: 2 samples of 4 float64
     assert_equal(found, baseline(SQUARE), 1e-10)
+
+
+class CheckpointedNet(DeepNet):
+    """Its blocks are computed once more in backward: all four together, on two stages."""
+
+    reentrant = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        blocks = nn.Sequential(*self.net["blocks"])
+        x = self.net["enter"](x)
+        x = checkpoint(blocks, x, use_reentrant=self.reentrant) if self.training else blocks(x)
+        return self.net["leave"](x)
+
+
+class ReentrantNet(CheckpointedNet):
+    """The same, by torch's older way, whose backward runs a backward pass inside."""
+
+    reentrant = True
+
+
+@pytest.mark.timeout(60)  # modules that were called in backward waited for a turn that nobody was to give them
+@pytest.mark.parametrize("module", [CheckpointedNet, ReentrantNet])
+@pytest.mark.parametrize("num_stages", [2, 3])
+def test_activation_checkpointing_equals_one_device(num_stages: int, module: type[Net]) -> None:
+    case = Case(module)
+    assert_equal(run(case, Threads(num_microbatches=3), devices=num_stages), baseline(case), 1e-10)
 
 
 def scaled(dtype: torch.dtype = torch.float16) -> Any:

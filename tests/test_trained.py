@@ -1,0 +1,117 @@
+"""DDP reduces what is trained: layers that are frozen, unfrozen, or added while training."""
+
+from typing import Any
+
+import torch
+from distributed import run_ranks
+from test_ddp import Net, Numbered, quiet_trainer
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from evener.strategies import BalancedDDPStrategy, DDPModelParallelStrategy, DDPStrategy, SingleDeviceStrategy
+
+
+class Thawing(Net):
+    """Its first layer is frozen until the second epoch, and then in every second batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[0].requires_grad_(False)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.net[0].requires_grad_(self.current_epoch == 1 and batch_idx % 2 == 0)
+
+
+class Growing(Net):
+    """Gets a second head in the second epoch."""
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            torch.manual_seed(2)
+            self.head = nn.Linear(3, 4).double()
+            self.optimizers().add_param_group({"params": list(self.head.parameters())})  # type: ignore[union-attr]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        return loss + self.head(batch[0]).square().mean() if self.current_epoch else loss
+
+
+class Scheduled(Net):
+    """A schedule that asks, before any loader was read, how many steps there will be."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        self.num_steps = int(self.trainer.estimated_stepping_batches)
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=self.num_steps)
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+
+class Late(Net):
+    """Unfreezes a layer when the ranks have agreed already what to reduce."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[0].requires_grad_(False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.net[0].requires_grad_(True)
+        return super().training_step(batch, batch_idx)
+
+
+class Toggling(Net):
+    """Trains one layer alone, by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        first: Any = self.optimizers()[0]  # type: ignore[index]
+        self.toggle_optimizer(first)
+        self.manual_backward(super().training_step(batch, batch_idx))
+        self.untoggle_optimizer(first)
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in (self.net[0], self.net[2])]
+
+
+CASES: dict[str, tuple[type[Net], dict[str, Any]]] = {
+    "thawing": (Thawing, {}),
+    "thawing, accumulated": (Thawing, {"accumulate_grad_batches": 2}),
+    "growing": (Growing, {}),
+    "scheduled": (Scheduled, {}),
+}
+
+
+def trained(case: str, strategy: Any, devices: int) -> Tensor:
+    cls, options = CASES[case]
+    module = cls()
+    quiet_trainer(strategy, devices, **options).fit(module, DataLoader(Numbered(), 6))
+    return nn.utils.parameters_to_vector(module.parameters()).detach()
+
+
+def _train_all() -> dict[Any, Any]:
+    found: dict[Any, Any] = {}
+    for case in CASES:
+        found[case, "ddp"] = trained(case, DDPStrategy(batch_size_is="global", timeout_s=20), 2)
+        found[case, "uneven"] = trained(case, BalancedDDPStrategy([1, 3], timeout_s=20), 2)
+    two_each = DDPStrategy(batch_size_is="global", devices_per_process=2, timeout_s=20)
+    found["thawing", "two devices each"] = trained("thawing", two_each, 4)
+    stages = DDPModelParallelStrategy(batch_size_is="global", num_microbatches=2, timeout_s=20)
+    found["thawing", "two stages each"] = trained("thawing", stages, 4)
+    for module in (Late(), Toggling()):
+        try:
+            quiet_trainer(DDPStrategy(timeout_s=20), 2).fit(module, DataLoader(Numbered(), 3))
+        except (ValueError, RuntimeError) as exc:
+            found[type(module).__name__] = str(exc)
+    return found
+
+
+def test_ranks_reduce_what_is_frozen_unfrozen_and_added_as_one_device_trains_it() -> None:
+    by_rank = run_ranks(_train_all, 2, timeout_s=100)
+    single = {case: trained(case, SingleDeviceStrategy(), 1) for case in CASES}
+    for found in by_rank:
+        assert "unfrozen within training_step" in found.pop("Late")
+        assert "took no part in the loss: net.2.weight, net.2.bias." in found.pop("Toggling")
+        for (case, way), weights in found.items():
+            torch.testing.assert_close(weights, single[case], rtol=0, atol=1e-10, msg=f"{case}, {way}")
