@@ -19,7 +19,7 @@ class Turns:
 
     The first visit of a micro-batch to a stage waits for those that the schedule puts before it. A later visit (a
     tied head on the first stage, say) waits only for the stage to be free, and a micro-batch that has finished keeps
-    nobody waiting, so that no order of visits can deadlock.
+    nobody waiting, nor does one that waits itself, so that no order of visits can deadlock.
 
     Args:
         num_microbatches: micro-batches of the step.
@@ -34,8 +34,13 @@ class Turns:
         self._changed = threading.Condition()
 
     def enter(self, stage: int, microbatch: int) -> None:
-        """Wait for the stage, and take it."""
+        """Wait for the stage, and take it, if this micro-batch has not got it. Whoever waits has no stage meanwhile."""
         with self._changed:
+            if self._holder[stage] == microbatch:
+                return
+            # a backward pass that branches comes to a stage before it has left another
+            for other in range(len(self._holder)):
+                self.leave(other, microbatch)
             self._changed.wait_for(lambda: self._may_enter(stage, microbatch))
             self._holder[stage] = microbatch
 

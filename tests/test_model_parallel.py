@@ -119,6 +119,22 @@ def test_activation_checkpointing_equals_one_device(num_stages: int, module: typ
     assert_equal(run(case, Threads(num_microbatches=3), devices=num_stages), baseline(case), 1e-10)
 
 
+class BranchedNet(Net):
+    """Its first layer is used beside all others too: backward comes to stage 0 before it has left the last."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x) + self.net[0](x)[:, :3].tanh()
+
+
+@pytest.mark.timeout(60)  # each micro-batch kept its stage, and waited for the other one's
+@pytest.mark.parametrize("num_stages", [2, 3])
+def test_a_backward_pass_that_branches_equals_one_device(num_stages: int) -> None:
+    case = Case(BranchedNet)
+    with pytest.warns(UserWarning, match="stage 0"):  # the way back is told
+        found = run(case, Threads(num_microbatches=3), devices=num_stages)
+    assert_equal(found, baseline(case), 1e-10)
+
+
 def scaled(dtype: torch.dtype = torch.float16) -> Any:
     """float16 with a gradient scaler, on the CPU."""
     return MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", init_scale=64.0))
