@@ -138,10 +138,11 @@ def test_first_visits_wait_for_those_before_them_and_later_visits_do_not() -> No
     assert [backward._may_enter(1, microbatch) for microbatch in range(3)] == [False, False, True]
 
 
+@pytest.mark.timeout(30, method="thread")
 def test_whoever_waits_has_no_stage() -> None:
     turns = Turns(2, 2, "B")
+    turns.enter(1, 1)  # the last micro-batch comes back first
+    turns.enter(1, 1)  # it has the stage already
+    turns.enter(0, 1)  # and leaves it
     turns.enter(1, 0)
-    turns.enter(1, 0)  # it has it already
-    turns.enter(0, 0)  # leaves stage 1
-    turns.enter(1, 1)
-    assert turns._holder == [0, 1]
+    assert turns._holder == [1, 0]
