@@ -25,7 +25,7 @@ from evener.trainer.agent import signal_handlers_kept
 from evener.trainer.batch_cut import batch_line
 from evener.trainer.callbacks import RunSummary
 from evener.trainer.loader_state import make_resumable
-from evener.trainer.run import Parts, fit
+from evener.trainer.run import Parts, fit, write_predictions
 
 
 def test_a_batch_in_which_nothing_weighs_anything_has_a_loss() -> None:
@@ -152,3 +152,13 @@ def test_weights_alone_are_no_run_to_resume(tmp_path: Path) -> None:
         fit(parts, compose([]), str(weights))
     with pytest.raises(ConfigError, match=r"bare\.ckpt was not saved by a trainer: .*module\.load_state_dict"):
         Trainer(**quiet).fit(module, ckpt_path=str(bare), weights_only=True)
+
+
+def test_predictions_are_written_whole_or_not_at_all(tmp_path: Path) -> None:
+    # A full disk left half a file under its final name.
+    trainer: Any = SimpleNamespace(is_global_zero=True)
+    with pytest.raises(AttributeError, match="pickle"):
+        write_predictions(trainer, str(tmp_path), [torch.zeros(2), lambda: None])
+    assert not (tmp_path / "predictions.pt").exists()
+    path = write_predictions(trainer, str(tmp_path), [torch.ones(2)])
+    assert torch.equal(torch.load(str(path), weights_only=True)[0], torch.ones(2))

@@ -245,12 +245,13 @@ def final_metrics(trainer: pl.Trainer) -> dict[str, float]:
 
 
 def write_predictions(trainer: pl.Trainer, run_dir: str, outputs: Any) -> str | None:
-    """Write what `predict_step` returned, batch by batch in the loader's order."""
+    """Write what `predict_step` returned, batch by batch in the loader's order: whole or not at all."""
     if not trainer.is_global_zero:
         return None
     path = Path(run_dir) / "predictions.pt"
-    torch.save(outputs, path)
-    return str(path)
+    temporary = path.with_suffix(".tmp")
+    torch.save(outputs, temporary)
+    return str(temporary.replace(path))
 
 
 def collect(parts: Parts, cfg: DictConfig, metrics: dict[str, float], predictions: str | None) -> Result:
