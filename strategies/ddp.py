@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any, cast
 
 import pytorch_lightning as pl
@@ -11,7 +12,7 @@ from pytorch_lightning.utilities.types import STEP_OUTPUT
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 from typing_extensions import override
 
 from .additions import adds
@@ -236,10 +237,20 @@ class DDPStrategy(RanksStrategy):
 
     @override
     @adds(then="tell_replicas")
-    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
-        result = super().optimizer_step(*args, **kwargs)
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
+        if self.agrees_on_loss(optimizer):
+            closure = partial(self._agreed_loss, closure)
+        result = super().optimizer_step(optimizer, closure, *args, **kwargs)
         self.tell_replicas()
         return result
+
+    def agrees_on_loss(self, optimizer: Optimizer) -> bool:
+        """Whether an optimizer decides by the loss, which must be the global batch's then: ranks would part ways."""
+        return isinstance(optimizer, LBFGS)
+
+    def _agreed_loss(self, closure: Callable[[], Any]) -> Any:
+        loss = closure()
+        return self.reduce(self.scale_loss(loss.detach().clone()), reduce_op="mean") if loss is not None else None
 
     def tell_replicas(self) -> None:
         """Let this rank's replicas know that the weights have changed."""

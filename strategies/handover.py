@@ -4,11 +4,13 @@ DDP's reducer fires while backward goes on, when a parameter's gradient is added
 first (of replicas, of micro-batches), they are handed over afterwards, in one backward pass that does nothing else.
 """
 
+from collections.abc import Generator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from pytorch_lightning.overrides.distributed import prepare_for_backward
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 
@@ -22,7 +24,21 @@ def reduce_finished(model: DistributedDataParallel) -> None:
         parameter.grad = None
     handover = _Handover.apply(gradients, *parameters)
     prepare_for_backward(model, handover)
-    handover.backward()
+    with _without_hooks(parameters):
+        handover.backward()
+
+
+@contextmanager
+def _without_hooks(parameters: list[nn.Parameter]) -> Generator[None]:
+    """Keep the parameters' hooks, which have seen these gradients already, out of the backward passes inside."""
+    hooked: list[tuple[Any, Any]] = [(p, p._backward_hooks) for p in parameters if p._backward_hooks]
+    for parameter, _ in hooked:
+        parameter._backward_hooks = None
+    try:
+        yield
+    finally:
+        for parameter, hooks in hooked:
+            parameter._backward_hooks = hooks
 
 
 class _Handover(torch.autograd.Function):

@@ -158,7 +158,8 @@ class GradientSum:
     def _add(self, indices: list[int], gradients: list[Tensor]) -> None:
         sums: list[Tensor] = []
         parts: list[Tensor] = []
-        for i, gradient in zip(indices, gradients, strict=True):
+        for i, sent in zip(indices, gradients, strict=True):
+            gradient = _hooked(self._root[i], sent)
             total = self._root[i].grad
             if total is None or gradient.layout is not torch.strided or total.layout is not torch.strided:
                 self._root[i].grad = gradient if total is None else total + gradient
@@ -167,6 +168,14 @@ class GradientSum:
                 parts.append(gradient)
         if sums:
             torch._foreach_add_(sums, parts)
+
+
+def _hooked(parameter: Tensor, gradient: Tensor) -> Tensor:
+    """Give a replica's gradient to the hooks of the root's parameter, as autograd does with the root's own."""
+    for hook in tuple((parameter._backward_hooks or {}).values()):
+        changed = hook(gradient)
+        gradient = gradient if changed is None else changed
+    return gradient
 
 
 class _Sender:

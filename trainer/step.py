@@ -58,6 +58,9 @@ class TrainStep:
         self.hooks_only = self.step_adds is not None and not overridden(module, "optimizer_step", MODULE)
         # where there is none, or several, no lean step is taken
         self.optimizer: Any = PlainOptimizer(strategy.optimizers[0]) if strategy.optimizers else None
+        agrees = getattr(strategy, "agrees_on_loss", None)
+        if agrees is not None and self.optimizer is not None and agrees(self.optimizer.optimizer):
+            self.hooks_only = False
         self.plain_optimizer_step = self.hooks_only and self.optimizer is not None and self.optimizer.steps_plainly
         self.bring_back = backward_of()
         self.takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)

@@ -1,0 +1,89 @@
+"""Hooks that users register on parameters see every part's gradient, once, whatever the strategy."""
+
+from typing import Any
+
+import pytest
+import torch
+from distributed import run_ranks
+from parity import Case, Net, assert_equal, baseline, run
+from test_ddp import Net as Regression
+from test_ddp import Numbered, quiet_trainer
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from evener.strategies import (
+    BalancedDataParallelStrategy,
+    BalancedDDPStrategy,
+    DataParallelStrategy,
+    DDPModelParallelStrategy,
+    DDPStrategy,
+    ModelParallelStrategy,
+    SingleDeviceStrategy,
+)
+
+
+class Masked(Net):
+    """Trains every second weight of its first layer, and the bias three times as fast."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        mask = torch.arange(8.0, dtype=torch.float64)[:, None] % 2
+        self.net[0].weight.register_hook(lambda gradient: gradient * mask)
+        self.net[0].bias.register_hook(lambda gradient: gradient * 3)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)  # Adam would not notice a factor
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        DataParallelStrategy,
+        lambda: BalancedDataParallelStrategy(weights=[0, 1]),
+        lambda: ModelParallelStrategy(num_microbatches=2),
+    ],
+)
+def test_hooks_on_parameters_equal_one_device(strategy: Any) -> None:
+    case = Case(Masked, num=22, trainer={"accumulate_grad_batches": 2})
+    assert_equal(run(case, strategy(), devices=2), baseline(case), 1e-10)
+
+
+class Scaled(Regression):
+    """Its first weight learns three times as fast."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[0].weight.register_hook(lambda gradient: gradient * 3)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Judged(Regression):
+    """Its optimizer decides by the loss how often it calls the closure, and how far it goes."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=3, line_search_fn="strong_wolfe")
+
+
+def trained(module: Regression, strategy: Any, devices: int) -> Tensor:
+    quiet_trainer(strategy, devices, limit_val_batches=0).fit(module, DataLoader(Numbered(), 6))
+    return nn.utils.parameters_to_vector(module.parameters()).detach()
+
+
+def _train_all() -> dict[str, Tensor]:
+    two_each = {"batch_size_is": "global", "timeout_s": 20}
+    return {
+        "Scaled, replicas": trained(Scaled(), DDPStrategy(devices_per_process=2, **two_each), 4),  # type: ignore[arg-type]
+        "Scaled, stages": trained(Scaled(), DDPModelParallelStrategy(num_microbatches=2, **two_each), 4),
+        "Judged, even": trained(Judged(), DDPStrategy(**two_each), 2),  # type: ignore[arg-type]
+        "Judged, uneven": trained(Judged(), BalancedDDPStrategy([1, 3], timeout_s=20), 2),
+    }
+
+
+def test_ranks_call_hooks_once_and_judge_by_one_loss() -> None:
+    by_rank = run_ranks(_train_all, 2, timeout_s=60)
+    single = {cls.__name__: trained(cls(), SingleDeviceStrategy(), 1) for cls in (Scaled, Judged)}
+    for found in by_rank:
+        for name, weights in found.items():
+            torch.testing.assert_close(weights, single[name.split(",")[0]], rtol=0, atol=1e-10, msg=name)
