@@ -242,6 +242,8 @@ class RanksStrategy(pl_strategies.DDPStrategy):
             self.at_teardown()
             self.at_teardown = None
         if self.peers is not None:
+            if self.peers.stopping.armed:
+                self.stop_signal = self.peers.stopping.signal  # even where there was no step left to stop at
             self.peers.end()
             self.peers = None
         while self._small_groups:

@@ -18,7 +18,8 @@ class Told(pl.LightningModule):
     Args:
         record: the file.
         pause_s: seconds that a step takes.
-        fault: what rank 1 does at step 3: raise, kill, abort, hang, other_key, save, or nothing.
+        fault: what rank 1 does at step 3: raise, kill, abort, hang, other_key, save, or nothing;
+            `late`: rank 1 is asked to stop (SIGTERM) after the last step.
         once: a file that exists once the fault has happened, after which it does not happen again.
     """
 
@@ -54,6 +55,16 @@ class Told(pl.LightningModule):
             time.sleep(600)
         if self.fault == "save":
             self.trainer.save_checkpoint(self.record + ".ckpt")
+
+    def on_train_end(self) -> None:
+        if self.fault == "late" and self.global_rank == self.trainer.world_size - 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        Path(self.record).with_name("tested").touch()
+
+    def test_dataloader(self) -> Any:
+        return self.train_dataloader()
 
     def train_dataloader(self) -> Any:
         return DataLoader(TensorDataset(torch.arange(256.0).reshape(128, 2) / 256), 1)

@@ -64,6 +64,15 @@ def test_a_signal_stops_all_ranks_at_one_step_with_a_checkpoint(
         assert "Traceback" not in run.output.read_text()
 
 
+@pytest.mark.parametrize("cut", [(), ("strategy=single_device", "devices=1")], ids=["ddp", "single_device"])
+def test_a_signal_after_the_last_step_ends_the_run_before_its_test(tmp_path: Path, cut: tuple[str, ...]) -> None:
+    late = ("trainer.max_steps=4", "++module.fault=late", "test_after_fit=true")
+    with running(tmp_path, *late, *cut) as run:
+        assert run.wait(90) == 143, run.output.read_text()
+        assert not (tmp_path / "tested").exists()
+        assert saved_step(run) == 4
+
+
 def test_a_killed_parent_leaves_no_process(tmp_path: Path) -> None:
     with running(tmp_path, "++module.pause_s=0.05") as run:
         run.wait_for_step(1)

@@ -11,7 +11,7 @@ import torch
 from hydra.errors import InstantiationException
 from omegaconf import DictConfig, OmegaConf
 from pytorch_lightning.loggers import Logger
-from pytorch_lightning.utilities.exceptions import MisconfigurationException
+from pytorch_lightning.utilities.exceptions import MisconfigurationException, SIGTERMException
 from pytorch_lightning.utilities.model_helpers import is_overridden
 from pytorch_lightning.utilities.rank_zero import rank_zero_info
 from rich.console import Console
@@ -231,6 +231,8 @@ def fit(parts: Parts, cfg: DictConfig, checkpoint: str | None) -> dict[str, floa
             "Nothing was trained: the training loader has no batch. Give it samples; with drop_last=True, at least as "
             "many as batch_size."
         )
+    if trainer._signal_connector.received_sigterm or getattr(trainer.strategy, "stop_signal", None) is not None:
+        raise SIGTERMException  # asked for after the last step: training is whole, and nothing follows it
     metrics = final_metrics(trainer)
     tested = is_overridden("test_step", module) and is_overridden("test_dataloader", data or module)
     if cfg.test_after_fit and tested and not trainer.interrupted:
