@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import pytorch_lightning as pl
 import torch
-from pytorch_lightning.utilities.rank_zero import rank_zero_info
+from pytorch_lightning.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from pytorch_lightning.utilities.types import STEP_OUTPUT
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -71,6 +71,8 @@ class DDPStrategy(RanksStrategy):
         self._share: Share | None = None
         self._weighs = False
         self._scale: Tensor | float = 1.0
+        self._parts: set[float] = set()
+        self._told_parts = False
 
     @classmethod
     def count_processes(cls, num_devices: int, **options: Any) -> int:
@@ -175,7 +177,9 @@ class DDPStrategy(RanksStrategy):
         loader = self._trainer.fit_loop._combined_loader
         self._share = None
         if self._trainer.training and loader is not None:
-            self._share = next_share(loader.flattened[0])
+            shares = [share for share in map(next_share, loader.flattened) if share is not None]
+            self._share = shares[0] if shares else None
+            self._parts = {share.num / share.total for share in shares}
             self._scale = 1.0 if self._share is None else self.world_size * self._share.num / self._share.total
 
     @override
@@ -194,7 +198,20 @@ class DDPStrategy(RanksStrategy):
             own = loss_weight(output, args[0])
             total = self.total_loss_weight(own)
             self._scale = torch.where(total > 0, own / total, 0.0)
+        if len(self._parts) > 1 and not module_weighs:
+            self._tell_parts()
         return output
+
+    def _tell_parts(self) -> None:
+        """Warn once that one weight can't be right for the batches of several loaders."""
+        if not self._told_parts:
+            rank_zero_warn(
+                f"{self.strategy_name}: this rank has {' and '.join(f'{part:.3g}' for part in sorted(self._parts))} of "
+                "the batches of the loaders, and its loss is weighed by the first loader's: the step is not quite one "
+                "device's. Give the loaders batch sizes that divide alike and drop_last=True, or return "
+                '{"loss": loss, "loss_weight": n}.'
+            )
+        self._told_parts = True
 
     def _own_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         """What this rank computes: in one piece, or on replicas."""

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections import deque
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,9 +18,10 @@ from torch import nn
 from torch.distributed.elastic.multiprocessing import api
 from torch.utils.data import DataLoader, RandomSampler
 
-from evener.strategies import BalancedDDPModelParallelStrategy, ConfigError
+from evener.strategies import BalancedDDPModelParallelStrategy, ConfigError, DDPStrategy
 from evener.strategies.copies import ModuleCopy
 from evener.strategies.reduction import ChunkLosses
+from evener.strategies.sampling import Share
 from evener.trainer import Trainer, compose
 from evener.trainer.agent import signal_handlers_kept
 from evener.trainer.batch_cut import batch_line
@@ -162,3 +164,24 @@ def test_predictions_are_written_whole_or_not_at_all(tmp_path: Path) -> None:
     assert not (tmp_path / "predictions.pt").exists()
     path = write_predictions(trainer, str(tmp_path), [torch.ones(2)])
     assert torch.equal(torch.load(str(path), weights_only=True)[0], torch.ones(2))
+
+
+def test_batches_of_several_loaders_that_ranks_share_in_unequal_parts_are_told() -> None:
+    # A rank's loss was weighed by its part of the first loader's batch, whatever its part of the others' was; where
+    # the first loader was exhausted, by nothing.
+    strategy = DDPStrategy()
+    first, second = (SimpleNamespace(rank_batches=SimpleNamespace(shares=deque())) for _ in range(2))
+    combined = SimpleNamespace(flattened=[first, second])
+    trainer: Any = SimpleNamespace(training=True, fit_loop=SimpleNamespace(_combined_loader=combined))
+    strategy._trainer = trainer
+    first.rank_batches.shares += [Share(2, 4), Share(2, 4)]
+    second.rank_batches.shares += [Share(4, 8), Share(1, 1), Share(1, 3)]
+    strategy.take_share()
+    assert strategy.share == Share(2, 4)
+    assert strategy._parts == {0.5}
+    strategy.take_share()
+    assert strategy._parts == {0.5, 1.0}
+    with pytest.warns(UserWarning, match="0.5 and 1 of the batches of the loaders"):
+        strategy._tell_parts()
+    strategy.take_share()
+    assert strategy.share == Share(1, 3)
