@@ -28,6 +28,7 @@ from .rank_replicas import RankReplicas
 from .ranks import RanksStrategy
 from .redirection import forward_through
 from .sampling import Share
+from .small_group import SmallGroup
 from .sync_batchnorm import SyncedBatchNorm
 from .traceless import traceless
 from .types import Batch
@@ -67,6 +68,7 @@ class DDPStrategy(RanksStrategy):
         self.devices_per_process = devices_per_process
         self._replicas: RankReplicas | None = None
         self._loaders: RankLoaders | None = None
+        self._sums: SmallGroup | None = None
         self._manages_samples = True
         self._share: Share | None = None
         self._weighs = False
@@ -115,7 +117,7 @@ class DDPStrategy(RanksStrategy):
         if self._trainer is not trainer:
             self._manages_samples = connector.use_distributed_sampler
             connector.use_distributed_sampler = False  # Lightning's sampler pads; ours cuts, in `process_dataloader`
-        self._loaders = None
+        self._loaders, self._sums = None, self.new_small_group()  # by all ranks: one alone may ask for loaders
         super().setup(trainer)
         if self.devices_per_process > 1:
             assert self.lightning_module is not None
@@ -131,9 +133,10 @@ class DDPStrategy(RanksStrategy):
                 isinstance(layer, _BatchNorm) and not isinstance(layer, SyncedBatchNorm)
                 for layer in self.lightning_module.modules()
             )
-            sums = self.new_small_group()
+            sums, smallest = self._sums, 1 + normed
+            assert sums is not None
             self._loaders = RankLoaders(
-                self.global_rank, self.world_size, self.batch_size_is, self.broadcast, sums, self.policy, 1 + normed
+                self.global_rank, self.world_size, self.batch_size_is, self.broadcast, sums, self.policy, smallest
             )
         return self._loaders
 
