@@ -47,6 +47,7 @@ class DataParallelStrategy(OneProcessStrategy):
     """
 
     strategy_name = "dp"
+    _without_replicas = "strategy=ddp"
 
     def __init__(
         self,
@@ -192,9 +193,9 @@ class DataParallelStrategy(OneProcessStrategy):
         if not module.automatic_optimization:
             raise ConfigError(
                 f"{self.strategy_name}: manual optimization would step the optimizer once per replica. Use "
-                "strategy=ddp, or strategy=single_device, or set automatic_optimization=True."
+                f"{self._without_replicas}, or strategy=single_device, or set automatic_optimization=True."
             )
-        verify_takes_batches(module, self.strategy_name, "strategy=ddp")
+        verify_takes_batches(module, self.strategy_name, self._without_replicas)
 
     def _make_replicas(self, module: pl.LightningModule) -> None:
         if self._submodule is None:

@@ -20,6 +20,7 @@ class RankReplicas(DataParallelStrategy):
     """
 
     strategy_name = "ddp"
+    _without_replicas = "strategy.devices_per_process=1"
 
     def __init__(
         self, devices: Sequence[torch.device], precision_plugin: Precision, reduce: Callable[[], None]

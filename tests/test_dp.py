@@ -11,6 +11,8 @@ import pytorch_lightning as pl
 import torch
 import torchmetrics
 from parity import CASES, CLASSES, FEATURES, Case, Net, TokenNet, assert_equal, baseline, make_module, make_trainer, run
+from pytorch_lightning.plugins.precision import Precision
+from pytorch_lightning.trainer.states import TrainerFn
 from torch import Tensor, nn
 
 from evener.strategies import (
@@ -21,6 +23,7 @@ from evener.strategies import (
     data_parallel,
 )
 from evener.strategies.partition import Even, FirstChunk, Policy, Weighted
+from evener.strategies.rank_replicas import RankReplicas
 from evener.strategies.reduction import chunk_losses
 from evener.strategies.replica_layout import ReplicaLayout
 
@@ -512,6 +515,14 @@ class Manual(Net):
 def test_what_cannot_be_honoured_is_refused(module: Any, strategy: Any, options: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         fit(module().double(), strategy(**options), devices=2)
+
+
+def test_replicas_in_a_rank_point_to_ranks_of_one_device() -> None:
+    replicas = RankReplicas([torch.device("cpu")] * 2, Precision(), lambda: None)
+    trainer = make_trainer(CASES["ragged"], "auto", devices=1)
+    trainer.state.fn = TrainerFn.FITTING
+    with pytest.raises(ConfigError, match=r"ddp: manual optimization .* Use strategy.devices_per_process=1"):
+        replicas._verify(trainer, Manual())
 
 
 def test_sync_batchnorm_is_refused() -> None:
