@@ -19,8 +19,9 @@ from .watch import RANK_FAILED
 
 PR_SET_PDEATHSIG = 1
 
-FORKED_GRACE_S = 30.0
-"""Seconds from SIGTERM to the end of a process that a strategy has started: to reach the next step, and to save."""
+FORKED_GRACE_S = 8.0
+"""Seconds from SIGTERM to the end of a process that a strategy has started: to reach the next step, and to save. More
+would break the promise that all are gone within 10 s: one that is busy does not hear that another was killed."""
 
 LAST_WORDS_S = 2.0
 """Seconds that a process has once it is asked to stop after a rank has failed, so that there is no step to agree on: to

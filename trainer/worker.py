@@ -36,7 +36,10 @@ def exit_status(config_file: str) -> int:
     except ConfigError:  # the agent's process prints the sentence, once
         return 1
     except SystemExit as exc:
-        return exc.code if isinstance(exc.code, int) else int(exc.code is not None)
+        if exc.code is None or isinstance(exc.code, int):
+            return exc.code or 0
+        sys.stderr.write(f"{exc.code}\n")  # sys.exit("why")
+        return 1
     except BaseException as exc:  # noqa: BLE001  # printed, as Python does with what nobody catches
         sys.excepthook(type(exc), exc, exc.__traceback__)
         return 128 + signal.SIGINT if isinstance(exc, KeyboardInterrupt) else 1
