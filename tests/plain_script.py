@@ -2,6 +2,7 @@
 
 import atexit
 import os
+import signal
 import sys
 import time
 import warnings
@@ -39,6 +40,8 @@ class Line(pl.LightningModule):
             raise ValueError("rank 1 of a script")
         if "hang" in sys.argv and self.global_rank == 1:
             time.sleep(600)
+        if "busy" in sys.argv and self.trainer.global_step == 5:
+            time.sleep(600) if self.global_rank == 0 else os.kill(os.getpid(), signal.SIGKILL)
         if "long" in sys.argv and self.trainer.global_step == 20:
             Path(f"{sys.argv[1]}.rank{self.global_rank}").write_text(str(os.getpid()))
         return (self.layer(batch[0]) - 3 * batch[0]).square().mean()

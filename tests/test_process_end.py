@@ -12,6 +12,7 @@ from torch.distributed import HashStore
 from evener.strategies import peers
 from evener.strategies.peers import leave_store
 from evener.strategies.watch import RANK_FAILED
+from evener.trainer import worker
 
 TESTS = Path(__file__).parent
 
@@ -102,3 +103,12 @@ def test_the_stores_host_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch,
     finally:
         RANK_FAILED.clear()
     assert waits == ([3.0] if why == "nobody leaves" else [])
+
+
+def test_a_worker_ends_with_the_status_and_the_words_of_sys_exit(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for given, status in [(None, 0), (143, 143), ("no more data", 1)]:
+        monkeypatch.setattr(worker, "work", lambda _, given=given: sys.exit(given))
+        assert worker.exit_status("config.yaml") == status
+    assert capsys.readouterr().err == "no more data\n"
