@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from lightning_fabric.plugins import TorchCheckpointIO
 
-from evener.trainer.checkpoint_io import VerifiedCheckpointIO, link
+from evener.trainer.checkpoint.file_io import VerifiedCheckpointIO, link
 
 
 def state(num_bytes: int) -> dict[str, Any]:

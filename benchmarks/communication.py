@@ -29,9 +29,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from evener.strategies import DataParallelStrategy, DDPStrategy, ModelParallelStrategy
-from evener.strategies import replicas as replicas_room
-from evener.strategies.reduction import GradientSum
-from evener.strategies.stage_layout import StageLayout
+from evener.strategies.pipeline.layout import StageLayout
+from evener.strategies.replicas import replicas as replicas_room
+from evener.strategies.replicas._gradient_sum import GradientSum
 from evener.trainer import Trainer
 
 WIDTH, NUM_LAYERS, NUM_SAMPLES = 256, 16, 32

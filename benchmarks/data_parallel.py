@@ -32,10 +32,10 @@ from evener.strategies import (
     replicate,
     scatter,
 )
-from evener.strategies.chunks import split
-from evener.strategies.partition import Even
-from evener.strategies.reduction import chunk_losses
-from evener.strategies.replica_layout import ReplicaLayout
+from evener.strategies.batch.chunks import split
+from evener.strategies.batch.losses import chunk_losses
+from evener.strategies.batch.policies import Even
+from evener.strategies.replicas.layout import ReplicaLayout
 from evener.trainer import Trainer
 
 

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from evener.strategies import ModelParallelStrategy
-from evener.strategies.schedule import ideal_speedup
+from evener.strategies.pipeline._schedule import ideal_speedup
 
 WAIT_S = 20e-6
 """Seconds per sample and stage that `--wait` takes, in each direction."""

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..strategies.exceptions import ConfigError
+from ..strategies.core.errors import ConfigError
 from .stdlib_text import PAD, VOCABULARY_SIZE
 
 

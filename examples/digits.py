@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset, TensorDataset, random_split
 
-from ..strategies.exceptions import ConfigError
+from ..strategies.core.errors import ConfigError
 
 NUM_CLASSES = 10
 IMAGE_SIDE = 8

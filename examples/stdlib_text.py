@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
 
-from ..strategies.exceptions import ConfigError
+from ..strategies.core.errors import ConfigError
 
 PAD = 0
 """Fills the end of a sequence; never predicted."""

@@ -3,13 +3,13 @@
 from .balanced_ddp import BalancedDDPStrategy
 from .balanced_ddp_model_parallel import BalancedDDPModelParallelStrategy
 from .balanced_dp import BalancedDataParallelStrategy
+from .core.errors import ConfigError
 from .ddp import DDPStrategy
 from .ddp_model_parallel import DDPModelParallelStrategy
 from .dp import DataParallelStrategy
-from .exceptions import ConfigError
 from .model_parallel import ModelParallelStrategy
-from .primitives import data_parallel, gather, parallel_apply, replicate, scatter
 from .registry import STRATEGIES
+from .replicas.functional import data_parallel, gather, parallel_apply, replicate, scatter
 from .single_device import SingleDeviceStrategy
 
 __all__ = [

@@ -10,12 +10,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from .balance import BalanceController
+from .balance.checkpointed import KeepsBalance
+from .balance.controller import BalanceController
+from .balance.rank_timer import Stopwatch
+from .batch.policies import Even, Policy, Weighted
+from .core.errors import ConfigError
 from .ddp import DDPStrategy
-from .exceptions import ConfigError
-from .kept_balance import KeepsBalance
-from .partition import Even, Policy, Weighted
-from .stopwatch import Stopwatch
 
 FIRST_STEPS, THEN_EVERY = 12, 20
 """The first steps are measured, and then one in as many."""

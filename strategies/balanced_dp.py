@@ -8,15 +8,15 @@ import pytorch_lightning as pl
 from torch import Tensor
 from typing_extensions import override
 
-from .balance import BalanceController, Objective
-from .chunks import num_samples
-from .cutting import has_batchnorm
-from .devices import memory_bytes, peak_memory_bytes
+from .balance.checkpointed import KeepsBalance
+from .balance.controller import BalanceController, Objective
+from .batch.chunks import num_samples
+from .batch.policies import FirstChunk, Policy, Weighted
+from .core.devices import memory_bytes, peak_memory_bytes
+from .core.errors import ConfigError
+from .core.module_checks import has_batchnorm
 from .dp import DataParallelStrategy
-from .exceptions import ConfigError
-from .kept_balance import KeepsBalance
-from .meter import Measurement
-from .partition import FirstChunk, Policy, Weighted
+from .replicas.measurement import Measurement
 
 Auto: TypeAlias = Literal["auto"]
 """An option that is found by measuring."""

@@ -1,12 +1,13 @@
 """One process per device; gradients averaged by torch's DistributedDataParallel, weighted by what each rank had."""
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, cast
 
 import pytorch_lightning as pl
 import torch
+from pytorch_lightning.plugins.precision import Precision
 from pytorch_lightning.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from pytorch_lightning.utilities.types import STEP_OUTPUT
 from torch import Tensor
@@ -15,24 +16,23 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, Optimizer
 from typing_extensions import override
 
-from .additions import adds
-from .blocks import num_processes, own_devices
-from .ddp_options import verify_backend
-from .exceptions import ConfigError
-from .handover import reduce_finished
-from .loaders import BatchSizeIs, RankLoaders, Stage, next_share, positions
-from .partition import Even, Policy
-from .predictions import in_loader_order
-from .randomness import seed_rank
-from .rank_replicas import RankReplicas
-from .ranks import RanksStrategy
-from .redirection import forward_through
-from .sampling import Share
-from .small_group import SmallGroup
-from .sync_batchnorm import SyncedBatchNorm
-from .traceless import traceless
-from .types import Batch
-from .weights import loss_weight, weighs_in_loop
+from .batch.loss_weight import loss_weight, weighs_in_loop
+from .batch.policies import Even, Policy
+from .core.errors import ConfigError
+from .core.loop_contract import adds
+from .core.rng import seed_rank
+from .core.types import Batch
+from .data.loaders import BatchSizeIs, RankLoaders, Stage, next_share, positions
+from .data.predictions import in_loader_order
+from .data.sampling import Share
+from .distributed.base import RanksStrategy
+from .distributed.device_blocks import num_processes, own_devices
+from .distributed.options import verify_backend
+from .distributed.side_group import SmallGroup
+from .distributed.sync_batchnorm import SyncedBatchNorm
+from .distributed.wrapper import forward_through, reduce_finished
+from .distributed.zero_weight_step import traceless
+from .dp import DataParallelStrategy
 
 
 class DDPStrategy(RanksStrategy):
@@ -342,3 +342,38 @@ def _sum_of(sizes: list[int]) -> str:
     if len(set(sizes)) == 1:
         return f"{len(sizes)} ranks × {sizes[0]} samples"
     return f"{' + '.join(map(str, sizes))} samples on {len(sizes)} ranks"
+
+
+class RankReplicas(DataParallelStrategy):
+    """`DataParallelStrategy` for the devices of one rank, used by `DDPStrategy` in place of its own step.
+
+    Args:
+        devices: of this rank, its root device first.
+        precision_plugin: the rank's.
+        reduce: averages the root's gradients over all ranks; called when the replicas' gradients are summed.
+    """
+
+    strategy_name = "ddp"
+    _without_replicas = "strategy.devices_per_process=1"
+
+    def __init__(
+        self, devices: Sequence[torch.device], precision_plugin: Precision, reduce: Callable[[], None]
+    ) -> None:
+        super().__init__(devices=devices)
+        self.precision_plugin = precision_plugin
+        self._reduce_gradients = reduce
+
+    def attach(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        """Make the replicas of a module that is on the root device."""
+        self._lightning_module = module
+        self._verify(trainer, module)
+        self.replicate(module)
+
+    @override
+    def finish_backward(self) -> None:
+        super().finish_backward()
+        self._reduce_gradients()
+
+    def weights_changed(self) -> None:
+        """Have the next step copy the root's parameters: the optimizer, or a callback, has written to them."""
+        self._mark_changed()

@@ -10,13 +10,13 @@ from pytorch_lightning.utilities.types import STEP_OUTPUT
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from .blocks import num_processes, own_devices
+from .core.errors import ConfigError
+from .core.patching import replaced
 from .ddp import DDPStrategy
-from .exceptions import ConfigError
-from .handover import reduce_finished
-from .patching import replaced
-from .stage_layout import StageOptions
-from .staged import StagedStrategy
+from .distributed.device_blocks import num_processes, own_devices
+from .distributed.wrapper import reduce_finished
+from .pipeline.base import StagedStrategy
+from .pipeline.options import StageOptions
 
 STAGE_OPTIONS = tuple(field.name for field in fields(StageOptions))
 

@@ -11,16 +11,17 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from .additions import adds
-from .chunks import join, num_samples, split
-from .cutting import combine_outputs, has_batchnorm, losses_of, verify_takes_batches
-from .exceptions import ConfigError
-from .one_process import OneProcessStrategy
-from .partition import Even, Policy, without_single_samples
-from .reduction import LossReduction
-from .replica_layout import ReplicaLayout
-from .submodule import ParallelForward, find_submodule
-from .types import Batch, Device
+from .batch.chunks import join, num_samples, split
+from .batch.losses import LossReduction
+from .batch.outputs import combine_outputs, losses_of
+from .batch.policies import Even, Policy, without_single_samples
+from .core.errors import ConfigError
+from .core.loop_contract import adds
+from .core.module_checks import has_batchnorm, verify_takes_batches
+from .core.types import Batch, Device
+from .replicas.layout import ReplicaLayout
+from .replicas.submodule import ParallelForward, find_submodule
+from .single_device import OneProcessStrategy
 
 
 class DataParallelStrategy(OneProcessStrategy):

@@ -6,12 +6,12 @@ from typing import Literal
 import torch
 from typing_extensions import override
 
-from .exceptions import ConfigError
-from .one_process import OneProcessStrategy
-from .reduction import LossReduction
-from .stage_layout import Partition, StageOptions
-from .staged import StagedStrategy
-from .types import Device
+from .batch.losses import LossReduction
+from .core.errors import ConfigError
+from .core.types import Device
+from .pipeline.base import StagedStrategy
+from .pipeline.options import Partition, StageOptions
+from .single_device import OneProcessStrategy
 
 
 class ModelParallelStrategy(StagedStrategy, OneProcessStrategy):

@@ -26,6 +26,7 @@ STRATEGIES: dict[str, type[Strategy]] = {
 }
 """The strategies of this project, by the word that `strategy=` takes."""
 
+
 for _name, _cls in STRATEGIES.items():
     if _name not in StrategyRegistry:  # a word that Lightning does not have: a stock pl.Trainer takes it, too
         StrategyRegistry.register(_name, _cls, description=_cls.__name__)

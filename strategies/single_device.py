@@ -1,4 +1,4 @@
-"""The whole batch on one device: the training that every other strategy must equal."""
+"""Train on one device in one process: the reference that every other strategy must equal."""
 
 from collections.abc import Sequence
 
@@ -6,8 +6,24 @@ import pytorch_lightning.strategies as pl_strategies
 import torch
 from typing_extensions import override
 
-from .exceptions import ConfigError
-from .types import Device
+from .core.errors import ConfigError
+from .core.types import Device
+
+
+class OneProcessStrategy(pl_strategies.SingleDeviceStrategy):
+    """One process: nothing to reduce, gather or wait for. Its root device is the first of its devices."""
+
+    @property
+    def _layer_sync(self) -> None:
+        """Where Lightning puts what `sync_batchnorm=True` stands for."""
+
+    @_layer_sync.setter
+    def _layer_sync(self, layer_sync: object) -> None:
+        if layer_sync is not None:
+            raise ConfigError(
+                f"{self.strategy_name}: sync_batchnorm=True synchronizes processes, and here is only one. Set "
+                "sync_batchnorm=False, or choose strategy=ddp."
+            )
 
 
 class SingleDeviceStrategy(pl_strategies.SingleDeviceStrategy):

@@ -19,15 +19,15 @@ from torch.distributed.elastic.multiprocessing import api
 from torch.utils.data import DataLoader, RandomSampler
 
 from evener.strategies import BalancedDDPModelParallelStrategy, ConfigError, DDPStrategy
-from evener.strategies.copies import ModuleCopy
-from evener.strategies.reduction import ChunkLosses
-from evener.strategies.sampling import Share
+from evener.strategies.batch.losses import ChunkLosses
+from evener.strategies.data.sampling import Share
+from evener.strategies.replicas._module_copy import ModuleCopy
 from evener.trainer import Trainer, compose
-from evener.trainer.agent import signal_handlers_kept
-from evener.trainer.batch_cut import batch_line
 from evener.trainer.callbacks import RunSummary
-from evener.trainer.loader_state import make_resumable
-from evener.trainer.run import Parts, fit, write_predictions
+from evener.trainer.callbacks.batch_layout import batch_line
+from evener.trainer.checkpoint._loader_state import make_resumable
+from evener.trainer.job.run import Parts, fit, write_predictions
+from evener.trainer.launch._elastic import signal_handlers_kept
 
 
 def test_a_batch_in_which_nothing_weighs_anything_has_a_loss() -> None:

@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from evener.strategies import STRATEGIES, ConfigError
-from evener.strategies.partition import Even, FirstChunk, Weighted
+from evener.strategies.batch.policies import Even, FirstChunk, Weighted
 from evener.trainer import Trainer
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -95,7 +95,7 @@ def test_links_lead_to_files(page: Path) -> None:
 
 
 ROW = re.compile(r"^\| (\d+) \|", flags=re.MULTILINE)
-TEST = re.compile(r"`(tests/test_\w+\.py)::(test_\w+)`")
+TEST = re.compile(r"`(tests/[\w/]*test_\w+\.py)::(test_\w+)`")
 
 
 def test_every_pain_has_one_row_with_a_test() -> None:

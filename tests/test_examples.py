@@ -18,7 +18,7 @@ from evener.examples.gan import DigitsGAN, energy_score
 from evener.examples.stdlib_text import PAD, UNKNOWN, VOCABULARY_SIZE, StdlibTextDataModule, collate, cut, encode
 from evener.strategies import ConfigError
 from evener.trainer import Trainer
-from evener.trainer.app import compose, prepare
+from evener.trainer.cli.train import compose, prepare
 
 # The data is in memory: worker processes would only cost time.
 pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers")

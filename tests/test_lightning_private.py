@@ -163,7 +163,7 @@ def test_objects_keep_their_attributes(owner: str, names: str) -> None:
 
 
 def test_metrics_keep_their_attributes() -> None:
-    """What strategies/metrics.py and copies.py read of torchmetrics."""
+    """What replicas/_metric_merge.py and _module_copy.py read of torchmetrics."""
     metric, collection = torchmetrics.SumMetric(), torchmetrics.MetricCollection([torchmetrics.SumMetric()])
     for name in ["_defaults", "_reductions", "_update_count", "_forward_cache", "_computed"]:
         assert hasattr(metric, name), name

@@ -1,4 +1,4 @@
-"""The two READMEs say the same; tests/test_commands.py runs their commands."""
+"""The two READMEs say the same; tests/trainer/cli/test_commands.py runs their commands."""
 
 import re
 from pathlib import Path

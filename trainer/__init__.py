@@ -1,8 +1,8 @@
 """The trainer and the command."""
 
-from .app import compose, train
-from .command import main
-from .result import Result
+from .cli.main import main
+from .cli.train import compose, train
+from .job.result import Result
 from .trainer import Trainer
 
 __all__ = ["Result", "Trainer", "compose", "main", "train"]

@@ -1,5 +1,5 @@
 """`python -m evener.trainer`: the command of `train.py`, from any directory."""
 
-from .command import main
+from .cli.main import main
 
 main()

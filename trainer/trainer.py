@@ -13,14 +13,20 @@ from pytorch_lightning.utilities.exceptions import SIGTERMException
 from typing_extensions import override
 
 from ..strategies import STRATEGIES
-from ..strategies.devices import are_names, give_devices
+from ..strategies.core.device_names import are_names, give_devices
 from .callbacks.nonfinite import DetectNonFinite
-from .checkpoint_io import VerifiedCheckpointIO
-from .lean_log import lean_logging
-from .logging import LeanLoggerConnector
-from .loops import ExactCheckpointConnector, LeanEvaluationLoop, LeanFitLoop, LeanPredictionLoop, LeanTrainingEpochLoop
-from .memory import explained_out_of_memory
-from .progress import TimedBar
+from .checkpoint.file_io import VerifiedCheckpointIO
+from .logging.connector import LeanLoggerConnector
+from .loops.log_method import lean_logging
+from .loops.loops import (
+    ExactCheckpointConnector,
+    LeanEvaluationLoop,
+    LeanFitLoop,
+    LeanPredictionLoop,
+    LeanTrainingEpochLoop,
+)
+from .loops.out_of_memory import explained_out_of_memory
+from .loops.progress_bar import TimedBar
 
 
 class Trainer(pl.Trainer):

@@ -5,10 +5,10 @@ import torch
 from pytorch_lightning.strategies import Strategy
 from typing_extensions import override
 
-from ...strategies.devices import peak_memory_bytes, precise_dtype, reset_peak_memory_bytes
-from ..batch_cut import global_sizes, process_devices
-from ..ddp_times import DDPTimes
-from ..process_memory import peak_resident_bytes, reset_peak_resident
+from ...strategies.core.devices import peak_memory_bytes, precise_dtype, reset_peak_memory_bytes
+from .batch_layout import global_sizes, process_devices
+from .peak_memory import peak_resident_bytes, reset_peak_resident
+from .step_times import DDPTimes
 
 MIB = 2**20
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from ...strategies.exceptions import ConfigError
+from ...strategies.core.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 

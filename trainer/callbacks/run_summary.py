@@ -8,10 +8,9 @@ import torch
 from pytorch_lightning.trainer.states import TrainerFn
 from typing_extensions import override
 
-from ...strategies.chunks import num_samples
-from ..ddp_times import DDPTimes
-from ..step_clock import StepClock
+from ...strategies.batch.chunks import num_samples
 from .device_monitor import gather_peak_memory_mib, reset_peak_memory
+from .step_times import DDPTimes, StepClock
 
 
 class RunSummary(pl.Callback):

@@ -10,10 +10,10 @@ import torch
 from pytorch_lightning.callbacks import ModelCheckpoint
 from typing_extensions import override
 
-from ...strategies.devices import device_name
-from ...strategies.stages import draw_table
-from ..batch_cut import batch_line, global_sizes, process_devices
-from ..tensorboard import TensorBoardLogger
+from ...strategies.core.devices import device_name
+from ...strategies.core.text_table import draw_table
+from ..loggers.tensorboard import TensorBoardLogger
+from .batch_layout import batch_line, global_sizes, process_devices
 
 log = logging.getLogger(__name__)
 

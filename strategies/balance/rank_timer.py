@@ -1,0 +1,83 @@
+"""The time of one rank's own work in a step: forward and backward, without waiting for other ranks."""
+
+import time
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+
+import pytorch_lightning as pl
+import torch
+
+from ..core.devices import is_accelerator
+from ..core.patching import replaced
+
+
+class Stopwatch:
+    """Measures one step.
+
+    The forward pass counts while the module's own `training_step` runs, within DDP's wrapper; the backward pass until
+    its last gradient is there, which is before DDP waits for the gradients of others.
+
+    Args:
+        module: whose step it is.
+        device: where it computes; on an accelerator its own clock is read.
+    """
+
+    def __init__(self, module: pl.LightningModule, device: torch.device) -> None:
+        self._module = module
+        self._device = device
+        self._marks: list[float | torch.Event] = []
+        self._last: float | torch.Event | None = None
+
+    @contextmanager
+    def forward(self) -> Generator[None]:
+        """Measure the module's `training_step` inside the block."""
+        step = self._module.training_step
+
+        def timed(*args: object, **kwargs: object) -> object:
+            self._marks.append(self._now())
+            output = step(*args, **kwargs)
+            self._marks.append(self._now())
+            return output
+
+        with replaced(self._module, "training_step", timed):
+            yield
+
+    @contextmanager
+    def backward(self) -> Generator[None]:
+        """Measure the block until the last gradient has come."""
+        parameters = [parameter for parameter in self._module.parameters() if parameter.requires_grad]
+        hooks = [parameter.register_post_accumulate_grad_hook(self._ready()) for parameter in parameters]
+        self._marks.append(self._now())
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+        self._marks.append(self._last if self._last is not None else self._now())
+
+    def seconds(self) -> float:
+        """Seconds of both passes; on an accelerator this waits until it has done them."""
+        starts, ends = self._marks[0::2], self._marks[1::2]
+        return sum(_elapsed(start, end) for start, end in zip(starts, ends, strict=True))
+
+    def _now(self) -> float | torch.Event:
+        if not is_accelerator(self._device):
+            return time.perf_counter()
+        event = torch.Event(self._device, enable_timing=True)
+        event.record()
+        return event
+
+    def _ready(self) -> Callable[[torch.Tensor], None]:
+        def ready(parameter: torch.Tensor) -> None:
+            self._last = self._now()
+
+        return ready
+
+
+def _elapsed(start: float | torch.Event, end: float | torch.Event) -> float:
+    if isinstance(start, torch.Event) and isinstance(end, torch.Event):
+        end.synchronize()
+        return start.elapsed_time(end) / 1000
+    assert isinstance(start, float)
+    assert isinstance(end, float)
+    return end - start

@@ -1,0 +1,150 @@
+"""What modules do to themselves in a step on replicas: values that they log, attributes that they assign."""
+
+import inspect
+from collections import Counter
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+from torch import Tensor, nn
+
+from .losses import ChunkLosses
+
+_EXTREMES: dict[Any, Callable[[Any], Any]] = {
+    "max": max,
+    "min": min,
+    max: max,
+    min: min,
+    torch.max: max,
+    torch.min: min,
+}
+_SUMS = ("sum", sum, torch.sum)
+
+
+@dataclass(frozen=True)
+class _Call:
+    """One call of `self.log`, by number of the replica and of the module in it."""
+
+    replica: int
+    module: int
+    name: str
+    value: Any
+    kept: Any
+    options: dict[str, Any]
+
+
+class LogRecorder:
+    """Records `self.log` on every replica, and logs each name once, on the root, for the whole batch.
+
+    Args:
+        modules: the modules of every replica that logs, the root's first, each in one order.
+        device: where the values are combined.
+        original: finds the root's metric where a replica's is logged.
+    """
+
+    def __init__(
+        self, modules: Sequence[Sequence[nn.Module]], device: torch.device, original: Callable[[Any], Any]
+    ) -> None:
+        self._original = original
+        self._device = device
+        self._modules = [[m for m in replica if isinstance(m, pl.LightningModule)] for replica in modules]
+        self._calls: list[list[_Call]] = []
+        self._recorders = [
+            [self._recorder(i, j) for j in range(len(modules))] for i, modules in enumerate(self._modules)
+        ]
+
+    @contextmanager
+    def recording(self) -> Generator[None]:
+        """Record the calls of one step."""
+        self._calls = [[] for _ in self._modules]
+        before = [[module.__dict__.get("log") for module in modules] for modules in self._modules]
+        for modules, recorders in zip(self._modules, self._recorders, strict=True):
+            for module, recorder in zip(modules, recorders, strict=True):
+                module.__dict__["log"] = recorder
+        try:
+            yield
+        finally:
+            for modules, logs in zip(self._modules, before, strict=True):
+                for module, log in zip(modules, logs, strict=True):
+                    if log is None:
+                        del module.__dict__["log"]
+                    else:
+                        module.__dict__["log"] = log
+
+    def replay(self, sizes: Sequence[int], losses: ChunkLosses | None = None) -> None:
+        """Log on the root what was recorded.
+
+        The loss itself is combined as the loss is. Other values are weighed by the `batch_size` that they were logged
+        with, else by samples; `reduce_fx` of sum, max and min are what they are over the whole batch.
+
+        Args:
+            sizes: samples per replica, 0 where it had none.
+            losses: the chunks' losses, one per replica with samples.
+        """
+        for same in self._same_calls():
+            weights = [call.options.get("batch_size") or sizes[call.replica] for call in same]
+            options: Any = same[0].options
+            if options.get("batch_size") is not None or len(same) < sum(size > 0 for size in sizes):
+                options = options | {"batch_size": sum(weights)}
+            value = self._loss(same, sizes, losses)
+            if value is None:
+                value = self._combined(same, weights)
+            self._modules[0][same[0].module].log(same[0].name, value, **options)
+
+    def _same_calls(self) -> list[list[_Call]]:
+        """The calls that log one name for the whole batch, in the order of the replicas."""
+        found: dict[tuple[int, str, int], list[_Call]] = {}
+        for calls in self._calls:
+            counts: Counter[tuple[int, str]] = Counter()
+            for call in calls:
+                key = (call.module, call.name)
+                found.setdefault((*key, counts[key]), []).append(call)
+                counts[key] += 1
+        self._calls = []
+        return list(found.values())
+
+    def _recorder(self, replica: int, module: int) -> Callable[..., None]:
+        def log(name: str, value: Any, *args: Any, **options: Any) -> None:
+            options.update(zip(_LOG_OPTIONS, args, strict=False))
+            kept = value if not isinstance(value, Tensor) else _kept(value, options)
+            self._calls[replica].append(_Call(replica, module, name, value, kept, options))
+
+        return log
+
+    def _loss(self, calls: list[_Call], sizes: Sequence[int], losses: ChunkLosses | None) -> Tensor | None:
+        """The batch's loss, where that is what was logged."""
+        used = [i for i, size in enumerate(sizes) if size > 0]
+        if losses is None or [call.replica for call in calls] != used:
+            return None
+        if not all(_shares(call.value, losses.losses[i]) for i, call in enumerate(calls)):
+            return None
+        return ChunkLosses([call.kept for call in calls], losses.weights, losses.reduction).combine(self._device)
+
+    def _combined(self, calls: list[_Call], weights: Sequence[int]) -> Any:
+        values = [call.kept for call in calls]
+        reduction = calls[0].options.get("reduce_fx", "mean")
+        if not isinstance(values[0], (Tensor, int, float)):
+            return self._original(values[0])
+        if any(isinstance(value, Tensor) for value in values):
+            values = [torch.as_tensor(value, device=self._device).reshape(()) for value in values]
+        if reduction in _EXTREMES:
+            return _EXTREMES[reduction](values)
+        if reduction in _SUMS:
+            return sum(values)
+        return sum(value * weight for value, weight in zip(values, weights, strict=True)) / sum(weights)
+
+
+_LOG_OPTIONS = list(inspect.signature(pl.LightningModule.log).parameters)[3:]  # after self, name and value
+
+
+def _kept(value: Tensor, options: dict[str, Any]) -> Tensor:
+    """The value as it is now: `loss += penalty` after `self.log("loss", loss)` must not change it."""
+    return value.clone() if options.get("enable_graph") else value.detach().clone()
+
+
+def _shares(value: Any, loss: Tensor) -> bool:
+    """Whether a logged value is the loss, or the loss detached."""
+    return isinstance(value, Tensor) and value.numel() == 1 and value.data_ptr() == loss.data_ptr()

@@ -1,0 +1,49 @@
+"""The weight of a loss: the number of samples that it is the mean of, or what the module says.
+
+A `training_step` returns the mean loss of its samples, or `{"loss": mean, "loss_weight": n}` where it is normalised
+by something else (tokens, valid pixels). Everywhere that means of unequal parts are combined (chunks of a replica,
+ranks, micro-batches of an accumulated step), part i weighs w_i / sum(w).
+"""
+
+from typing import Any
+
+import pytorch_lightning as pl
+from torch import Tensor
+
+from ..core.errors import ConfigError
+from ..core.types import Batch
+from .chunks import num_samples
+
+
+def loss_weight(output: Any, batch: Batch) -> Tensor | float:
+    """Weigh one step's loss.
+
+    Args:
+        output: what `training_step` returned: a loss, or a mapping with `loss` and perhaps `loss_weight`.
+        batch: the batch that it was computed on.
+
+    Returns:
+        `loss_weight` where the module gave one (a tensor stays a tensor: nothing is read back to the host), else the
+        number of samples.
+
+    Raises:
+        ConfigError: the module gave no weight and the batch holds no tensor to count samples by.
+    """
+    if isinstance(output, dict) and output.get("loss_weight") is not None:
+        return output["loss_weight"]
+    count = num_samples(batch)
+    if count is None:
+        raise ConfigError(
+            f"The batch of type {type(batch).__name__} holds no tensor with a dimension, so its samples can't be "
+            'counted. Return {"loss": loss, "loss_weight": n} from training_step.'
+        )
+    return float(count)
+
+
+def weighs_in_loop(trainer: "pl.Trainer") -> bool:
+    """Whether the loop weighs micro-batches itself, so that the strategy must not.
+
+    In an exactly accumulated step each micro-batch's loss is multiplied by its weight, and the gradients are divided
+    once, before clipping, by the sum of the weights over all micro-batches and ranks.
+    """
+    return bool(getattr(trainer, "exact_accumulation", False)) and trainer.accumulate_grad_batches > 1

@@ -1,0 +1,117 @@
+"""Combine what chunks gave: losses weighted by n_i/N, and gradients summed onto the root's parameters.
+
+With chunk losses L_i that are means over w_i samples (or tokens), the root optimizes sum(w_i / W * L_i), W = sum(w_i),
+which is the mean over the whole batch, however unequal the chunks are.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import Tensor
+
+from ..core.errors import ConfigError
+from .chunks import join
+from .loss_weight import loss_weight
+
+LossReduction: TypeAlias = Literal["mean", "sum"]
+"""Whether a module's loss is a mean over samples or a sum."""
+
+
+@dataclass(frozen=True)
+class ChunkLosses:
+    """The losses of all chunks of a batch.
+
+    Args:
+        losses: one scalar per chunk that has samples, each on its own device.
+        weights: samples per chunk, or what the module returned as `loss_weight`.
+        reduction: what a module's loss is.
+    """
+
+    losses: list[Tensor]
+    weights: list[Tensor | float]
+    reduction: LossReduction = "mean"
+
+    def combine(self, device: torch.device) -> Tensor:
+        """The loss of the whole batch, on `device`, of shape ()."""
+        moved = [loss.to(device).reshape(()) for loss in self.losses]
+        if self.reduction == "sum":
+            return torch.stack(moved).sum()
+        weights = [_on(weight, device) for weight in self.weights]
+        parts = [loss * share for loss, share in zip(moved, _shares(weights), strict=True)]
+        return torch.stack(parts).sum() if len(parts) > 1 else parts[0]
+
+    def total(self, device: torch.device) -> Tensor | float:
+        """The sum of the weights; a float where all of them are."""
+        return sum((_on(weight, device) for weight in self.weights), start=0.0)
+
+
+def chunk_losses(
+    outputs: Sequence[Any], chunks: Sequence[Any], sizes: Sequence[int], reduction: LossReduction, strategy: str
+) -> ChunkLosses:
+    """Read the losses and their weights from what `training_step` returned for each chunk.
+
+    Args:
+        outputs: one per chunk, a loss or a mapping with `loss`.
+        chunks: the chunks.
+        sizes: samples per chunk.
+        reduction: what a module's loss is.
+        strategy: the name to begin errors with.
+
+    Raises:
+        ConfigError: a loss is missing, or is no scalar.
+    """
+    losses: list[Any] = [output.get("loss") if isinstance(output, dict) else output for output in outputs]
+    for i, loss in enumerate(losses):
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            found = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"type {type(loss).__name__}"
+            raise ConfigError(
+                f"{strategy}: training_step returned a loss of {found} for a chunk of {sizes[i]} samples. Return a "
+                "scalar, the mean over the chunk's samples; or define training_step_end(outputs) and compute it there."
+            )
+    given = [isinstance(output, dict) and output.get("loss_weight") is not None for output in outputs]
+    weights: list[Tensor | float] = [float(size) for size in sizes]
+    if any(given):
+        weights = [loss_weight(output, chunk) for output, chunk in zip(outputs, chunks, strict=True)]
+    return ChunkLosses(losses, weights, reduction)
+
+
+def with_scalars(
+    loss: Tensor, losses: ChunkLosses, outputs: Sequence[dict[str, Any]], sizes: Sequence[int], device: torch.device
+) -> tuple[dict[str, Any], list[str]]:
+    """Join what chunks returned beside their losses, as far as it is scalar; what is larger stays where it is.
+
+    Args:
+        loss: the loss of the whole batch.
+        losses: the losses of the chunks.
+        outputs: one per chunk.
+        sizes: samples per chunk.
+        device: where the result is to be.
+
+    Returns:
+        `loss`, the sum of `loss_weight` where the module gave it, and means of scalars; and the keys left out.
+    """
+    result: dict[str, Any] = {"loss": loss}
+    left_out: list[str] = []
+    for key in outputs[0].keys() - {"loss"}:
+        values = [output.get(key) for output in outputs]
+        if key == "loss_weight":
+            result[key] = losses.total(device)
+        elif isinstance(values[0], (int, float, str)) or (isinstance(values[0], Tensor) and not values[0].dim()):
+            result[key] = join(values, sizes, device)
+        else:
+            left_out.append(key)
+    return result, left_out
+
+
+def _shares(weights: Sequence[Any]) -> list[Any]:
+    """Each weight's part of their sum; equal parts where nothing weighs anything (a batch of padding only)."""
+    total: Any = sum(weights, start=0.0)
+    if not isinstance(total, Tensor):
+        return [weight / total if total else 1.0 / len(weights) for weight in weights]
+    return [torch.where(total == 0, 1.0 / len(weights), weight / total) for weight in weights]
+
+
+def _on(weight: Tensor | float, device: torch.device) -> Any:
+    return weight.to(device) if isinstance(weight, Tensor) else float(weight)

@@ -1,0 +1,152 @@
+"""Partition policies: from a batch size and a number of parts to sizes. Integers only; no devices here.
+
+    policy              N=10, 4 parts     N=3, 4 parts
+    Even()              3 3 2 2           1 1 1 0
+    FirstChunk(1)       1 3 3 3           0 1 1 1
+    FirstChunk(0)       0 4 3 3           0 1 1 1
+    Weighted(1,0,2,2)   2 0 4 4           1 0 1 1
+
+Every policy gives sizes that sum to N exactly, none negative; no part is padded and no sample is dropped.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Protocol
+
+from ..core.errors import ConfigError
+
+
+class Policy(Protocol):
+    """How a batch is cut."""
+
+    def sizes(self, num_samples: int, num_parts: int) -> list[int]:
+        """Cut `num_samples` samples into `num_parts` parts.
+
+        Returns:
+            One size per part, in order; they sum to `num_samples` and none is negative.
+        """
+        ...
+
+    def verify(self, num_parts: int, strategy: str) -> None:
+        """Refuse options that can't be honoured for `num_parts` parts.
+
+        Raises:
+            ConfigError: they can't; the message begins with the name of the strategy.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Even:
+    """Equal parts; where the batch does not divide, the first parts take one sample more."""
+
+    def sizes(self, num_samples: int, num_parts: int) -> list[int]:
+        """See `Policy.sizes`."""
+        share, rest = divmod(num_samples, num_parts)
+        return [share + (part < rest) for part in range(num_parts)]
+
+    def verify(self, num_parts: int, strategy: str) -> None:
+        """See `Policy.verify`: nothing to refuse."""
+
+
+@dataclass(frozen=True)
+class FirstChunk:
+    """A fixed, small first part, so that the first device has room for what it alone holds.
+
+    The first part takes `min(size, N // num_parts)` samples and the others share the rest evenly. With one part the
+    whole batch is its own.
+
+    Args:
+        size: samples of the first part; 0 leaves it without any.
+    """
+
+    size: int
+
+    def sizes(self, num_samples: int, num_parts: int) -> list[int]:
+        """See `Policy.sizes`."""
+        if num_parts == 1:
+            return [num_samples]
+        first = min(self.size, num_samples // num_parts)
+        return [first, *Even().sizes(num_samples - first, num_parts - 1)]
+
+    def verify(self, num_parts: int, strategy: str) -> None:
+        """See `Policy.verify`: a size that is not a natural number is refused."""
+        if type(self.size) is not int or self.size < 0:
+            raise ConfigError(
+                f"{strategy}: gpu0_chunk={self.size!r} is not a number of samples. "
+                "Give 0 (the first device takes no sample) or a positive integer."
+            )
+
+    def verify_batch(self, num_samples: int, num_parts: int, strategy: str) -> None:
+        """Refuse a first part that is larger than an even share of a full batch.
+
+        Raises:
+            ConfigError: it is; the message holds the arithmetic.
+        """
+        share = num_samples // num_parts
+        if num_parts > 1 and self.size > share:
+            raise ConfigError(
+                f"{strategy}: gpu0_chunk={self.size} is larger than an even share: {num_samples} samples // "
+                f"{num_parts} devices = {share}. Give at most {share}, or weights=[...] to load the first device more."
+            )
+
+
+@dataclass(frozen=True)
+class Weighted:
+    """Parts in proportion to weights, each within one sample of its exact share.
+
+    Source: the method of largest remainders (Hamilton's). Ties go to the earlier part. A weight of zero gets nothing.
+
+    Args:
+        weights: one per part, in any unit (samples a second, say); none negative, not all zero.
+    """
+
+    weights: tuple[float, ...]
+
+    def sizes(self, num_samples: int, num_parts: int) -> list[int]:
+        """See `Policy.sizes`."""
+        exact = [Fraction(weight) for weight in self.weights]
+        total = sum(exact)
+        quotas = [num_samples * weight / total for weight in exact]
+        sizes = [math.floor(quota) for quota in quotas]
+        by_remainder = sorted(range(num_parts), key=lambda part: sizes[part] - quotas[part])
+        for part in by_remainder[: num_samples - sum(sizes)]:
+            sizes[part] += 1
+        return sizes
+
+    def verify(self, num_parts: int, strategy: str) -> None:
+        """See `Policy.verify`: one finite weight per part, none negative, not all zero."""
+        given = f"(weights={list(self.weights)})"
+        if len(self.weights) != num_parts:
+            raise ConfigError(
+                f"{strategy}: weights has {len(self.weights)} entries for {num_parts} devices {given}. "
+                "Give one weight per device."
+            )
+        if not all(math.isfinite(weight) and weight >= 0 for weight in self.weights):
+            raise ConfigError(
+                f"{strategy}: a weight is negative, infinite or not a number {given}. Give finite weights >= 0."
+            )
+        if not any(self.weights):
+            raise ConfigError(f"{strategy}: all weights are zero {given}. Give at least one device a positive weight.")
+
+
+def without_single_samples(sizes: Sequence[int]) -> list[int]:
+    """Merge parts of one sample into others, for layers that need two (BatchNorm in train mode).
+
+    A part of one sample hands it to the smallest other part that has any.
+
+    Args:
+        sizes: samples per part.
+
+    Returns:
+        Sizes with the same sum and no 1 among them, unless the sum itself is 1.
+    """
+    merged = list(sizes)
+    for part, size in enumerate(sizes):
+        others = [other for other in range(len(merged)) if other != part and merged[other] > 0]
+        if merged[part] == size == 1 and others:
+            smallest = min(others, key=lambda other: merged[other])
+            merged[part], merged[smallest] = 0, merged[smallest] + 1
+    return merged

@@ -1,0 +1,104 @@
+"""Every difference between the CPU and accelerators."""
+
+import math
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+
+import torch
+from torch import Tensor
+
+
+def peak_memory_bytes(device: torch.device) -> int | None:
+    """Peak memory that tensors took on a device, in bytes since the last reset; None for the CPU."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+
+
+def reset_peak_memory_bytes(device: torch.device) -> None:
+    """Count the peak memory of a device from now on; the CPU has none of its own."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def device_name(device: torch.device) -> str:
+    """Name a device for people: `cpu`, or `cuda:1 (NVIDIA H200)`."""
+    return f"{device} ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else str(device)
+
+
+def precise_dtype(device: torch.device) -> torch.dtype:
+    """The widest float of a device, for counts and weights that must add up exactly."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+def is_accelerator(device: torch.device) -> bool:
+    """Whether work on a device runs asynchronously, on streams."""
+    return device.type != "cpu"
+
+
+@contextmanager
+def on_device(device: torch.device, stream: torch.Stream | None = None) -> Generator[None]:
+    """Make a device, and a stream of it, the current ones; the CPU has neither."""
+    if not is_accelerator(device):
+        yield
+        return
+    with torch.accelerator.device_index(device.index or 0), stream or nullcontext():
+        yield
+
+
+def current_stream(device: torch.device) -> torch.Stream | None:
+    """The stream that work on a device is queued on; None on the CPU."""
+    return torch.accelerator.current_stream(device) if is_accelerator(device) else None
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Move a tensor, without waiting for it where that is safe: to the CPU a copy must have ended before it is read."""
+    return tensor.to(device, non_blocking=is_accelerator(device))
+
+
+def copy_coalesced(sources: Sequence[Tensor], targets: Sequence[Tensor], bucket_bytes: int = 2**26) -> None:
+    """Copy tensors to tensors of the same shapes on another device, in few transfers.
+
+    Between unequal devices the sources are packed into flat buckets, one transfer each; on one device one fused copy
+    does it. Call it under `torch.no_grad()`.
+
+    Args:
+        sources: tensors of one device.
+        targets: tensors of one device, in the same order.
+        bucket_bytes: bytes of a bucket at most (one larger tensor is a bucket of its own).
+    """
+    if not sources:
+        return
+    if sources[0].device == targets[0].device:
+        torch._foreach_copy_(list(targets), list(sources))
+        return
+    for bucket in _buckets(sources, bucket_bytes):
+        moved = move_coalesced([sources[i] for i in bucket], targets[0].device)
+        torch._foreach_copy_([targets[i] for i in bucket], moved)
+
+
+def move_coalesced(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """Move tensors of one dtype to a device in one transfer.
+
+    Returns:
+        Views of one flat tensor on the device, with the shapes of `tensors`.
+    """
+    flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+    flat = flat.to(device, non_blocking=is_accelerator(device))  # to the CPU the copy must have ended before it is read
+    parts = flat.split([tensor.numel() for tensor in tensors])
+    return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
+
+
+def _buckets(tensors: Sequence[Tensor], bucket_bytes: int) -> Iterator[list[int]]:
+    """Indices of tensors by dtype, in groups of at most `bucket_bytes`."""
+    open_buckets: dict[torch.dtype, tuple[list[int], int]] = {}
+    for i, tensor in enumerate(tensors):
+        bucket, size = open_buckets.get(tensor.dtype, ([], 0))
+        if bucket and size + tensor.nbytes > bucket_bytes:
+            yield bucket
+            bucket, size = [], 0
+        open_buckets[tensor.dtype] = ([*bucket, i], size + tensor.nbytes)
+    yield from (bucket for bucket, _ in open_buckets.values())
+
+
+def memory_bytes(device: torch.device) -> float:
+    """Bytes of memory that a device has; infinite for the CPU, whose memory is shared with everything else."""
+    return float(torch.cuda.get_device_properties(device).total_memory) if device.type == "cuda" else math.inf

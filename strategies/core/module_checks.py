@@ -1,0 +1,31 @@
+"""Properties of a module that decide whether its batches can be cut."""
+
+import pytorch_lightning as pl
+from pytorch_lightning.utilities.signature_utils import is_param_in_hook_signature
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from .errors import ConfigError
+
+
+def has_batchnorm(module: nn.Module) -> bool:
+    """Whether a layer normalises over the batch, which a single sample can't be in training."""
+    return any(isinstance(layer, _BatchNorm) for layer in module.modules())
+
+
+def verify_takes_batches(module: pl.LightningModule, who: str, instead: str) -> None:
+    """Refuse a module whose training step reads its own batches.
+
+    Args:
+        module: the module.
+        who: what cuts, to begin the message with.
+        instead: what else to do.
+
+    Raises:
+        ConfigError: the step takes `dataloader_iter`.
+    """
+    if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
+        raise ConfigError(
+            f"{who}: training_step(dataloader_iter) reads its own batches, which can't be cut. "
+            f"Use training_step(batch, batch_idx), or {instead}."
+        )

@@ -1,0 +1,101 @@
+"""Read, set and isolate random states: Python's, NumPy's, torch's, and those of a process's devices."""
+
+import random
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+
+RandomState: TypeAlias = tuple[torch.Tensor, Any, Any]
+"""The global random states of torch (cpu), numpy and python."""
+
+
+def random_state() -> RandomState:
+    """The global random states of torch (cpu), numpy and python."""
+    return torch.get_rng_state(), np.random.get_state(), random.getstate()
+
+
+def set_random_state(state: RandomState) -> None:
+    """Set what `random_state` returned."""
+    torch.set_rng_state(state[0])
+    np.random.set_state(state[1])
+    random.setstate(state[2])
+
+
+@contextmanager
+def swapped_random_state(state: RandomState) -> Generator[None]:
+    """Draw from another random state for a while."""
+    own = random_state()
+    set_random_state(state)
+    try:
+        yield
+    finally:
+        set_random_state(own)
+
+
+def seed_rank(rank: int) -> None:
+    """Give a rank random streams of its own, made of the common seed; rank 0 keeps the common ones.
+
+    Called once the data are set up, because ranks must agree there (on a random split, say).
+    """
+    if rank == 0:
+        return
+    seeds = np.random.SeedSequence([torch.initial_seed() % 2**63, rank]).generate_state(6)
+    torch.manual_seed(int(seeds[0]) << 32 | int(seeds[1]))
+    random.seed(int(seeds[2]) << 32 | int(seeds[3]))
+    np.random.seed(seeds[4:])
+
+
+def capture(devices: Sequence[torch.device] = ()) -> dict[str, Any]:
+    """Read the random states.
+
+    Args:
+        devices: accelerators whose generators belong to this process.
+
+    Returns:
+        Plain data (`to_plain`) for `restore`.
+    """
+    name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    version, internal, gauss = random.getstate()
+    return {
+        "python": (version, torch.tensor(internal), gauss),
+        "numpy": (name, torch.from_numpy(np.asarray(keys, dtype=np.int64)), position, has_gauss, cached),
+        "torch": torch.get_rng_state(),
+        "devices": [_module(device).get_rng_state(device) for device in devices if device.type != "cpu"],
+    }
+
+
+def restore(state: dict[str, Any], devices: Sequence[torch.device] = ()) -> None:
+    """Set the random states to what `capture` read, on as many devices as then."""
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal.tolist()), gauss))
+    name, keys, position, has_gauss, cached = state["numpy"]
+    np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, cached))
+    torch.set_rng_state(state["torch"])
+    accelerators = [device for device in devices if device.type != "cpu"]
+    for device, device_state in zip(accelerators, state["devices"], strict=False):
+        _module(device).set_rng_state(device_state, device)
+
+
+@contextmanager
+def isolated() -> Generator[None]:
+    """Whatever is drawn inside leaves no trace outside."""
+    before = capture()
+    try:
+        yield
+    finally:
+        restore(before)
+
+
+def seed_all(*entropy: int) -> None:
+    """Seed Python, numpy and torch of this process from numbers that need not be independent."""
+    seeds = np.random.SeedSequence(entropy).generate_state(4, np.uint32)
+    random.seed(int(seeds[0]))
+    np.random.seed(int(seeds[1]))
+    torch.default_generator.manual_seed((int(seeds[2]) << 31) ^ int(seeds[3]))
+
+
+def _module(device: torch.device) -> Any:
+    return torch.get_device_module(device)

@@ -1,0 +1,84 @@
+"""One order of samples on all ranks, and random streams of loader workers."""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeAlias
+
+import torch
+from lightning_fabric.utilities.seed import pl_worker_init_function
+from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler
+
+from ..core.rng import RandomState, random_state, swapped_random_state
+from ..core.types import Unit
+
+Agree: TypeAlias = Callable[[Any], Any]
+"""Returns rank 0's value on every rank; called by all ranks at the same place."""
+
+# Samplers that draw all their randomness when the first index is asked for, from torch's global generator or their own.
+_DRAWS_AT_ONCE = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
+
+
+def in_one_order(units: Iterable[Unit], rank: int, agree: Agree) -> Iterator[Unit]:
+    """Iterate a sampler in rank 0's order on every rank.
+
+    Rank 0 draws as a single process would, so that one device and many see the same order under the same seed. The
+    others draw from rank 0's random state, and keep their own. A sampler that is not torch's may draw at any time:
+    after its first unit it has random streams of its own, which training can't disturb.
+    """
+    sampler = getattr(units, "sampler", units) if type(units) is BatchSampler else units
+    if type(sampler) is SequentialSampler:
+        yield from units
+        return
+    iterator = iter(units)
+    stream = _Stream(agree((random_state(), _generator_state(sampler))), sampler)
+    first = next(iterator, None) if rank == 0 else stream.next(iterator)
+    if first is None:
+        return
+    yield first
+    if type(sampler) in _DRAWS_AT_ONCE:
+        yield from iterator
+        return
+    if rank == 0:
+        stream.state = random_state()
+    while (unit := stream.next(iterator)) is not None:
+        yield unit
+
+
+@dataclass
+class _Stream:
+    """A random state that only a sampler draws from."""
+
+    state: "RandomState"
+
+    def __init__(self, agreed: tuple["RandomState", torch.Tensor | None], sampler: Any) -> None:
+        self.state, generator_state = agreed
+        if generator_state is not None:
+            sampler.generator.set_state(generator_state)
+
+    def next(self, iterator: Iterator[Unit]) -> Unit | None:
+        with swapped_random_state(self.state):
+            unit = next(iterator, None)
+            self.state = random_state()
+        return unit
+
+
+def _generator_state(sampler: Any) -> torch.Tensor | None:
+    generator = getattr(sampler, "generator", None)
+    return generator.get_state() if isinstance(generator, torch.Generator) else None
+
+
+def worker_seeds(rank: int, then: Callable[[int], None] | None) -> Callable[[int], None]:
+    """What a loader's worker does first: random streams of its own in python, numpy and torch, by rank and worker.
+
+    Args:
+        rank: the rank that starts the workers.
+        then: the loader's own `worker_init_fn`, called afterwards.
+    """
+    return partial(_seed_worker, rank=rank, then=then)
+
+
+def _seed_worker(worker: int, rank: int, then: Callable[[int], None] | None) -> None:
+    pl_worker_init_function(worker, rank)
+    if then is not None:
+        then(worker)

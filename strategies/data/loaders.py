@@ -1,0 +1,151 @@
+"""Give each rank its loader: which way of sharing samples suits which loader.
+
+loader                          per_device                       global
+batches of indices              `Deal`: each rank whole batches  `Divide`: each rank a part of every batch
+single keys (batch_size=None)   `Deal`, kept in step             every batch is read by all and divided
+iterable dataset, any iterable  each rank its own, kept in step  every batch is read by all and divided
+with a `DistributedSampler`     as it is                         refused
+"""
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias
+
+from pytorch_lightning.overrides.distributed import _IndexBatchSamplerWrapper
+from torch import Tensor
+from torch.distributed import Work
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
+
+from ..batch.policies import Even, Policy
+from ..core.errors import ConfigError
+from ._sampler_order import Agree, worker_seeds
+from .sampling import Cut, Deal, Divide, RankBatches, Share
+from .streams import Divided, Lockstep, Stream
+
+Stage: TypeAlias = Literal["train", "evaluate", "predict"]
+BatchSizeIs: TypeAlias = Literal["per_device", "global"]
+
+
+@dataclass
+class RankLoaders:
+    """Turns the user's loaders into this rank's.
+
+    Args:
+        rank: this rank.
+        num_ranks: number of ranks.
+        batch_size_is: what a loader's batch is: one rank's, or the global one.
+        agree: brings rank 0's value to all ranks.
+        sum_over_ranks: starts a sum of a small CPU tensor over all ranks, in place.
+        policy: how a global batch is divided in training; evaluation divides evenly.
+        smallest: samples that a rank must have in training, where it has any.
+        divides: the cuts handed out for training, whose policy may change while training.
+    """
+
+    rank: int
+    num_ranks: int
+    batch_size_is: BatchSizeIs
+    agree: Agree
+    sum_over_ranks: Callable[[Tensor], Work]
+    policy: Policy = field(default_factory=Even)
+    smallest: int = 1
+    divides: list[Divide] = field(default_factory=list)
+
+    def process(self, loader: Any, stage: Stage, managed: bool = True) -> Any:
+        """Make this rank's loader.
+
+        Args:
+            loader: the user's loader; it is not changed.
+            stage: what it is read for.
+            managed: False where the user shares the samples among ranks himself (`use_distributed_sampler=False`).
+
+        Returns:
+            A loader that yields this rank's batches.
+
+        Raises:
+            ConfigError: the loader is shared among ranks already, and `batch_size_is=global`.
+        """
+        loader = _original(loader)
+        if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+            return self._stream(loader, stage)
+        shared = _distributed_sampler(loader)
+        if shared is not None and self.batch_size_is == "global":
+            raise ConfigError(
+                f"ddp: the loader's {type(shared).__name__} gives each rank batches of its own, and "
+                "batch_size_is=global divides one batch among ranks. Remove the sampler, or set "
+                "batch_size_is=per_device."
+            )
+        if shared is not None:
+            return self._seeded(loader)
+        if not managed:
+            return self._stream(loader, stage)
+        if loader.batch_sampler is None and not isinstance(loader.sampler, BatchSampler):
+            return self._keyed(loader, stage)
+        return self._cut(loader, self._way(stage), stage == "train")
+
+    def _way(self, stage: Stage) -> Cut:
+        if self.batch_size_is == "global":
+            return self._divide(stage)
+        return Deal(spread=stage != "predict", smallest=self.smallest if stage == "train" else 1)
+
+    def _divide(self, stage: Stage) -> Divide:
+        if stage != "train":
+            return Divide()
+        self.divides.append(Divide(self.policy, smallest=self.smallest))
+        return self.divides[-1]
+
+    def _cut(self, loader: DataLoader[Any], cut: Cut, training: bool) -> DataLoader[Any]:
+        name = "sampler" if loader.batch_sampler is None else "batch_sampler"
+        units = getattr(loader, name)
+        tracks_indices = isinstance(units, _IndexBatchSamplerWrapper)  # Lightning's, for prediction writers
+        batches = RankBatches(
+            units._batch_sampler if tracks_indices else units, cut, self.rank, self.num_ranks, training, self.agree
+        )
+        clone = self._seeded(loader)
+        # DataLoader refuses such an assignment on a loader in use; this one is new
+        object.__setattr__(clone, name, _IndexBatchSamplerWrapper(batches) if tracks_indices else batches)
+        object.__setattr__(clone, "rank_batches", batches)
+        return clone
+
+    def _keyed(self, loader: DataLoader[Any], stage: Stage) -> Any:
+        if self.batch_size_is == "global":
+            return self._stream(loader, stage)
+        dealt = self._cut(loader, Deal(spread=False), training=False)
+        return Lockstep(dealt, self.sum_over_ranks) if stage == "train" else dealt
+
+    def _stream(self, loader: Any, stage: Stage) -> Any:
+        if self.batch_size_is == "global":
+            return Divided(loader, self._divide(stage), self.rank, self.num_ranks, stage == "train", self.agree)
+        loader = self._seeded(loader) if isinstance(loader, DataLoader) else loader
+        return Lockstep(loader, self.sum_over_ranks) if stage == "train" else loader
+
+    def _seeded(self, loader: DataLoader[Any]) -> DataLoader[Any]:
+        clone = copy.copy(loader)
+        clone._iterator = None
+        clone.worker_init_fn = worker_seeds(self.rank, loader.worker_init_fn)
+        object.__setattr__(clone, "evener_original", loader)
+        return clone
+
+
+def _original(loader: Any) -> Any:
+    """The user's loader, of one that was made for a rank before (a `CombinedLoader` keeps what it was given)."""
+    while isinstance(loader, Stream):
+        loader = loader.loader
+    return getattr(loader, "evener_original", loader)
+
+
+def _distributed_sampler(loader: DataLoader[Any]) -> DistributedSampler[Any] | None:
+    candidates = (loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None))
+    return next((sampler for sampler in candidates if isinstance(sampler, DistributedSampler)), None)
+
+
+def next_share(loader: Any) -> Share | None:
+    """Take the share of the batch that a rank's loader yielded; None where all ranks weigh the same."""
+    source = loader if isinstance(loader, Stream) else getattr(loader, "rank_batches", None)
+    return source.shares.popleft() if source is not None and source.shares else None
+
+
+def positions(loader: Any) -> list[int] | None:
+    """Where this rank's batches stand among all ranks' batches, in the order of the user's loader."""
+    source = loader if isinstance(loader, Stream) else getattr(loader, "rank_batches", None)
+    return getattr(source, "positions", None)

@@ -1,0 +1,210 @@
+"""Who reads which sample: a loader's batches cut among ranks, none dropped, none read twice.
+
+A loader's own batch sampler (or sampler) stays what it is, and every rank iterates it in the same order. What the
+ranks take of it depends on what the loader's batch is:
+
+    21 samples, batches of 8, 2 ranks        step 0        step 1
+    one rank's batch (`Deal`)       rank 0   0..7          16..18
+                                    rank 1   8..15         19..20
+    the global batch (`Divide`)     rank 0   0..3          8..11      16..18
+                                    rank 1   4..7          12..15     19..20
+
+Where a global batch has fewer samples than there are ranks, a training rank without any joins the step with a
+stand-in of weight zero (gradients are reduced by all), and an evaluating rank skips it.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, islice
+from typing import Any, Protocol
+
+from torch.utils.data import Sampler
+from typing_extensions import override
+
+from ..batch.policies import Even, Policy, without_single_samples
+from ..core.types import Unit
+from ._sampler_order import Agree, in_one_order
+
+
+@dataclass(frozen=True)
+class Share:
+    """This rank's part of one global batch.
+
+    Args:
+        num: samples of this rank; 0 where it trains on a stand-in of weight zero.
+        total: samples of all ranks.
+    """
+
+    num: float
+    total: float
+
+
+class Cut(Protocol):
+    """How a stream of units becomes global batches, one part per rank."""
+
+    def parts(self, units: Iterator[Unit], num_ranks: int) -> Iterator[list[Unit]]:
+        """Yield, for each global batch, one part per rank (an empty list for a rank without samples)."""
+        ...
+
+    def count(self, num_units: int, num_ranks: int) -> int:
+        """Number of global batches in `num_units` units."""
+        ...
+
+
+@dataclass(frozen=True)
+class Deal:
+    """A unit is one rank's batch: `num_ranks` units in a row make a global batch.
+
+    Args:
+        spread: split the largest units of an incomplete last global batch, so that every rank has a part; without it
+            the last ranks have none, and all units stay as the loader made them.
+        smallest: samples that a part must have to be split off; BatchNorm can't train on one.
+    """
+
+    spread: bool = True
+    smallest: int = 1
+
+    def parts(self, units: Iterator[Unit], num_ranks: int) -> Iterator[list[Unit]]:
+        """See `Cut.parts`."""
+        while group := list(islice(units, num_ranks)):
+            if self.spread:
+                group = _spread(group, num_ranks, self.smallest)
+            yield group + [[]] * (num_ranks - len(group))
+
+    def count(self, num_units: int, num_ranks: int) -> int:
+        """See `Cut.count`."""
+        return -(-num_units // num_ranks)
+
+
+@dataclass
+class Divide:
+    """A unit is the global batch, divided among the ranks by a policy.
+
+    Args:
+        policy: from the batch size and the number of ranks to sizes.
+        changes: policies still to come, as (number of the first global batch, policy); see `change`.
+        smallest: samples that a part must have, where it has any: 1, or 2 for BatchNorm, which can't train on one.
+        num_cut: global batches cut so far.
+    """
+
+    policy: Policy = field(default_factory=Even)
+    changes: list[tuple[int, Policy]] = field(default_factory=list)
+    smallest: int = 1
+    num_cut: int = 0
+
+    def change(self, policy: Policy, at: int) -> None:
+        """Use another policy from the global batch number `at` on, counted over all epochs.
+
+        Samplers run ahead of training where a loader has workers, so that all ranks must agree on a batch that none
+        of them has cut yet.
+        """
+        assert at >= self.num_cut, f"global batch {at} is cut already ({self.num_cut} are)"
+        self.changes.append((at, policy))
+
+    def sizes(self, num_samples: int, num_ranks: int) -> list[int]:
+        """Samples per rank of the next global batch."""
+        while self.changes and self.changes[0][0] <= self.num_cut:
+            self.policy = self.changes.pop(0)[1]
+        self.num_cut += 1
+        sizes = self.policy.sizes(num_samples, num_ranks)
+        return without_single_samples(sizes) if self.smallest > 1 else sizes
+
+    def parts(self, units: Iterator[Unit], num_ranks: int) -> Iterator[list[Unit]]:
+        """See `Cut.parts`."""
+        for unit in units:
+            ends = list(accumulate(self.sizes(len(unit), num_ranks)))
+            yield [unit[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+
+    def count(self, num_units: int, num_ranks: int) -> int:
+        """See `Cut.count`."""
+        return num_units
+
+
+def _spread(units: Sequence[Unit], num_ranks: int, smallest: int) -> list[Unit]:
+    """Split the largest units, in place, until there is one per rank or none can be split."""
+    units = list(units)
+    while len(units) < num_ranks:
+        largest = max(range(len(units)), key=lambda i: _num(units[i]))
+        if _num(units[largest]) < 2 * smallest:
+            break
+        unit = units[largest]
+        half = (len(unit) + 1) // 2
+        units[largest : largest + 1] = [unit[:half], unit[half:]]
+    return units
+
+
+def _num(unit: Unit) -> int:
+    """Samples of a unit; a key that is no list stands for one."""
+    return len(unit) if isinstance(unit, (list, tuple)) else 1
+
+
+class RankBatches(Sampler[Any]):
+    """One rank's parts of what a batch sampler (or sampler) yields; takes its place in the loader.
+
+    Args:
+        units: the loader's own batch sampler, or its sampler where it collates no batches.
+        cut: how units become global batches.
+        rank: this rank.
+        num_ranks: number of ranks.
+        training: whether a rank without samples joins with a stand-in; otherwise it skips the step.
+        agree: brings rank 0's random state to all ranks, so that all see one order.
+
+    Attributes:
+        shares: one entry per batch yielded since the last `__iter__`; the consumer takes them from the left.
+        positions: for every batch yielded since the last `__iter__`, its place among all ranks' parts.
+    """
+
+    def __init__(
+        self, units: Iterable[Unit], cut: Cut, rank: int, num_ranks: int, training: bool, agree: Agree
+    ) -> None:
+        self.units = units
+        self.cut = cut
+        self.rank = rank
+        self.num_ranks = num_ranks
+        self.training = training
+        self.agree = agree
+        self.shares: deque[Share] = deque()
+        self.positions: list[int] = []
+
+    @override
+    def __iter__(self) -> Iterator[Unit]:
+        self.shares.clear()
+        self.positions.clear()
+        units = in_one_order(self.units, self.rank, self.agree)
+        for step, parts in enumerate(self.cut.parts(units, self.num_ranks)):
+            mine, total = parts[self.rank], sum(_num(part) for part in parts)
+            num = _num(mine)
+            if not num and not self.training:
+                continue
+            self.shares.append(Share(num, total))
+            self.positions.append(step * self.num_ranks + self.rank)
+            yield mine if num else _stand_in(parts)
+
+    def forget(self, num: int) -> None:
+        """Drop the first batches' shares: a resumed loader skipped them."""
+        for _ in range(num):
+            self.shares.popleft()
+
+    def __len__(self) -> int:
+        """Number of steps, the same on every rank."""
+        return self.cut.count(len(self.units), self.num_ranks)  # pyright: ignore[reportArgumentType]  # TypeError where it has none
+
+    @property
+    def sampler(self) -> "RankBatches":
+        """Where Lightning looks for `set_epoch`."""
+        return self
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tell the loader's own batch sampler and its sampler the epoch, where they want to know."""
+        for receiver in (self.units, getattr(self.units, "sampler", None)):
+            if callable(set_epoch := getattr(receiver, "set_epoch", None)):
+                set_epoch(epoch)
+
+
+def _stand_in(parts: list[Unit]) -> Unit:
+    """Some samples of the other ranks: two where there are two, because BatchNorm can't train on one."""
+    taken = [part for part in parts if _num(part)]
+    if not isinstance(taken[0], (list, tuple)):
+        return taken[0]
+    return [index for part in taken for index in part][:2]

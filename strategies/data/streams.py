@@ -1,0 +1,139 @@
+"""Loaders whose samples can't be chosen by index (iterable datasets, any iterable), shared among ranks."""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import Work
+
+from ..batch.chunks import num_samples, split
+from ..core.errors import ConfigError
+from ..core.types import Batch
+from ._sampler_order import Agree, in_one_order
+from .sampling import Divide, Share
+
+
+class Stream:
+    """A loader in a wrapping; what it does not know, the loader answers."""
+
+    def __init__(self, loader: Iterable[Batch]) -> None:
+        self.loader = loader
+        self.shares: deque[Share] = deque()
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "loader":
+            raise AttributeError(name)
+        return getattr(self.loader, name)
+
+    @property
+    def _iterator(self) -> Any:
+        """Where Lightning finds a DataLoader's workers, to end them."""
+        return getattr(self.loader, "_iterator")  # noqa: B009  # AttributeError where the loader is no DataLoader
+
+    @_iterator.setter
+    def _iterator(self, iterator: Any) -> None:
+        setattr(self.loader, "_iterator", iterator)  # noqa: B010
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tell the loader, its samplers and its dataset the epoch, where they want to know."""
+        parts = [self.loader] + [getattr(self.loader, name, None) for name in ("sampler", "batch_sampler", "dataset")]
+        for part in parts:
+            if callable(set_epoch := getattr(part, "set_epoch", None)):
+                set_epoch(epoch)
+
+    @property
+    def sampler(self) -> "Stream":
+        """Where Lightning looks for `set_epoch`."""
+        return self
+
+
+class Lockstep(Stream):
+    """Every rank trains on its own stream; all of them end at the same step, when the longest has ended.
+
+    A rank whose stream is over repeats its last batch with weight zero. That takes one all-reduce of two numbers per
+    batch, started while the step before it computes.
+
+    Args:
+        loader: this rank's stream.
+        sum_over_ranks: starts a sum of a small CPU tensor over all ranks, in place.
+    """
+
+    def __init__(self, loader: Iterable[Batch], sum_over_ranks: Callable[[Tensor], Work]) -> None:
+        super().__init__(loader)
+        self._sum_over_ranks = sum_over_ranks
+
+    def __iter__(self) -> Iterator[Batch]:
+        self.shares.clear()
+        iterator = iter(self.loader)
+        last = None
+        batch, num, sums, work = self._fetch(iterator)
+        while True:
+            work.wait()
+            total, num_alive = sums.tolist()
+            if not num_alive:
+                return
+            last = last if batch is None else batch
+            if last is None:
+                raise ConfigError(
+                    "ddp: this rank's loader yielded no batch at all while others did. Give every rank at least one "
+                    "batch, or set batch_size_is=global with a stream that is the same on all ranks."
+                )
+            self.shares.append(Share(num, total))
+            batch, num, sums, work = self._fetch(iterator)
+            yield last
+
+    def _fetch(self, iterator: Iterator[Batch]) -> tuple[Batch, float, Tensor, Work]:
+        batch = next(iterator, None)
+        num = 0.0 if batch is None else float(num_samples(batch) or 1)
+        sums = torch.tensor([num, float(batch is not None)], dtype=torch.float64)
+        return batch, num, sums, self._sum_over_ranks(sums)
+
+
+class Divided(Stream):
+    """One stream, the same on every rank, whose batches are global batches: each rank keeps its part.
+
+    Every rank reads the whole stream; where reading is the bottleneck, let the dataset shard itself by rank and set
+    `batch_size_is=per_device`.
+
+    Args:
+        loader: the stream.
+        divide: how a batch is divided.
+        rank: this rank.
+        num_ranks: number of ranks.
+        training: whether a rank without samples joins with a stand-in; otherwise it skips the step.
+        agree: brings rank 0's random state to all ranks.
+    """
+
+    def __init__(
+        self, loader: Iterable[Batch], divide: Divide, rank: int, num_ranks: int, training: bool, agree: Agree
+    ) -> None:
+        super().__init__(loader)
+        self.divide = divide
+        self.rank = rank
+        self.num_ranks = num_ranks
+        self.training = training
+        self.agree = agree
+        self.positions: list[int] = []
+
+    def __iter__(self) -> Iterator[Batch]:
+        self.shares.clear()
+        self.positions.clear()
+        for step, batch in enumerate(in_one_order(self.loader, self.rank, self.agree)):
+            total = num_samples(batch)
+            if not total:
+                raise ConfigError(
+                    f"ddp: batch_size_is=global can't cut a batch of type {type(batch).__name__}: it holds nothing to "
+                    "count samples by. Put tensors into it, or set batch_size_is=per_device."
+                )
+            sizes = self.divide.sizes(total, self.num_ranks)
+            if not sizes[self.rank] and not self.training:
+                continue
+            self.shares.append(Share(sizes[self.rank], total))
+            self.positions.append(step * self.num_ranks + self.rank)
+            stand_in = min(2, total)
+            yield split(batch, sizes)[self.rank] if sizes[self.rank] else split(batch, [stand_in, total - stand_in])[0]
+
+    def __len__(self) -> int:
+        return len(self.loader)  # pyright: ignore[reportArgumentType]  # TypeError where it has none

@@ -1,0 +1,254 @@
+"""What ranks of any DDP strategy do together: begin, meet, sum, stop at one step, and name the one that fails."""
+
+import signal
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, cast
+
+import pytorch_lightning as pl
+import pytorch_lightning.strategies as pl_strategies
+import torch
+import torch.distributed as dist
+from pytorch_lightning.trainer.states import TrainerFn
+from pytorch_lightning.utilities.exceptions import SIGTERMException
+from torch import Tensor, nn
+from torch.distributed import PrefixStore
+from torch.nn.parallel import DistributedDataParallel
+from typing_extensions import override
+
+from ..core.devices import precise_dtype
+from ..core.errors import ConfigError
+from ._compression import Compression, compression_hook
+from ._coordinator import Peers
+from ._script_launcher import script_launcher
+from .environment import kubeflow
+from .options import name_unused_parameters, verified_options
+from .process_exit import leave_group_at_exit, prepare_forked
+from .side_group import SmallGroup
+from .sync_batchnorm import SyncBatchNorm
+from .wrapper import TrainedParameters, unwrap
+
+
+class RanksStrategy(pl_strategies.DDPStrategy):
+    """Lightning's DDP with ranks that never wait for ever, and sums that are exact.
+
+    Args:
+        timeout_s: seconds that a rank waits for its peers before it fails.
+        backend: `gloo`, `nccl`, ...; None takes the one that suits the device.
+        compression: how gradients travel: `fp16`, `bf16`, `powersgd`, or None for as they are.
+        sync_batchnorm: normalise by the statistics of the global batch; as `Trainer(sync_batchnorm=True)`.
+        ddp_options: keyword arguments of `torch.nn.parallel.DistributedDataParallel`.
+
+    Raises:
+        ConfigError: an option has a value that is not allowed.
+    """
+
+    strategy_name: str
+
+    def __init__(
+        self,
+        timeout_s: float = 1800.0,
+        backend: str | None = None,
+        compression: Compression | None = None,
+        sync_batchnorm: bool = False,
+        **ddp_options: Any,
+    ) -> None:
+        if not timeout_s > 0:
+            raise ConfigError(f"ddp: timeout_s={timeout_s} is not positive. Give seconds, for example timeout_s=1800.")
+        super().__init__(
+            cluster_environment=kubeflow(),
+            process_group_backend=backend,
+            timeout=timedelta(seconds=timeout_s),
+            **verified_options(ddp_options),
+        )
+        self.timeout_s = timeout_s
+        self.peers: Peers | None = None
+        self.stop_signal: int | None = None
+        self.at_teardown: Callable[[], None] | None = None
+        self._hook = compression_hook(compression)
+        self._small_groups: list[SmallGroup] = []
+        self._syncs_batchnorm = sync_batchnorm
+        self._trainer: pl.Trainer | None = None
+        self._trained: TrainedParameters | None = None
+
+    @property
+    def _layer_sync(self) -> SyncBatchNorm | None:
+        """Where Lightning puts what `sync_batchnorm=True` stands for; torch's own would refuse the CPU."""
+        return SyncBatchNorm() if self._syncs_batchnorm else None
+
+    @_layer_sync.setter
+    def _layer_sync(self, layer_sync: object) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]  # an attribute
+        self._syncs_batchnorm = layer_sync is not None or getattr(self, "_syncs_batchnorm", False)
+
+    @override
+    def _configure_launcher(self) -> None:
+        assert self.cluster_environment is not None
+        if not self.cluster_environment.creates_processes_externally:
+            self._launcher = script_launcher(self)
+
+    @override
+    def setup_distributed(self) -> None:
+        # as Lightning's, without its reset of the seed: the order of samples would not be one device's
+        if self._launcher is not None:
+            prepare_forked()
+        self.set_world_ranks()
+        self._process_group_backend = self._get_process_group_backend()
+        assert self.cluster_environment is not None
+        self.peers = Peers(self.cluster_environment, self.timeout_s)
+        if not dist.is_initialized():
+            dist.init_process_group(
+                self._process_group_backend,
+                store=PrefixStore("group", self.peers.root_store),
+                rank=self.global_rank,
+                world_size=self.world_size,
+                timeout=self._timeout,
+                device_id=self.root_device if self.root_device.type != "cpu" else None,
+            )
+            leave_group_at_exit()
+
+    @override
+    def setup(self, trainer: pl.Trainer) -> None:
+        if self._trainer is not trainer:
+            self._trainer = trainer
+            # Lightning's broadcasts from within the signal handler, amid whatever collective the ranks are in
+            trainer._signal_connector._sigterm_notifier_fn = self._on_signal
+        if self.peers is not None:
+            self.peers.watch.count_steps = lambda: trainer.global_step
+        super().setup(trainer)
+
+    @override
+    def configure_ddp(self) -> None:
+        assert self.model is not None
+        self._trained = TrainedParameters(self.model)
+        super().configure_ddp()
+        assert isinstance(self.model, DistributedDataParallel)
+        if self._hook is not None:
+            self.model.register_comm_hook(*self._hook())
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        # after the hooks of module and callbacks, which freeze and unfreeze layers, and on all ranks alike
+        if self._trained is not None and self._trained.changed(self.optimizers):
+            assert isinstance(self.model, DistributedDataParallel)
+            self._reduce_left(self._trained.frozen())
+            self.model = unwrap(self.model)
+            self.configure_ddp()
+
+    def _reduce_left(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Average what frozen parameters have accumulated on each rank; what was reduced already stays as it is."""
+        some = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.uint8)
+        some = self.reduce(some.to(self.root_device), reduce_op="max").tolist()
+        for parameter in (p for p, has_gradient in zip(parameters, some, strict=True) if has_gradient):
+            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            parameter.grad = self.reduce(gradient, reduce_op="mean")
+
+    def verify_trained(self) -> None:
+        """Refuse a parameter that was unfrozen too late in a step to be reduced in it.
+
+        Raises:
+            ConfigError: `training_step` unfroze it.
+        """
+        assert self.lightning_module is not None
+        if self._trained is not None and self.lightning_module.automatic_optimization and self._trained.unfrozen():
+            raise ConfigError(
+                f"{self.strategy_name}: a parameter was unfrozen within training_step, when its gradient can't be "
+                "reduced over the ranks any more. Unfreeze it in on_train_batch_start or on_train_epoch_start."
+            )
+
+    def new_small_group(self) -> SmallGroup:
+        """Make a group for small sums of CPU tensors beside the gradients; it ends with the run."""
+        self._small_groups.append(SmallGroup(cast(timedelta, self._timeout)))
+        return self._small_groups[-1]
+
+    def _on_signal(self, signum: int, _: object) -> None:
+        assert self._trainer is not None
+        if self.peers is None or self._trainer.state.fn != TrainerFn.FITTING:
+            raise SIGTERMException
+        self.peers.stopping.request(signum)
+
+    def agree_to_stop(self, received: bool) -> bool:
+        """Whether all ranks stop now, after a signal to any of them; called by all ranks before every micro-batch.
+
+        Args:
+            received: this rank was asked to stop, by other means than a signal.
+
+        Returns:
+            The same answer on all ranks at the same optimizer step. Nothing is communicated unless a stop was asked
+            for.
+        """
+        assert self.peers is not None
+        assert self._trainer is not None
+        stopping = self.peers.stopping
+        if received and not stopping.armed:
+            stopping.request(signal.SIGTERM)
+        stops = stopping.armed and stopping.due(self._trainer.global_step)
+        self.stop_signal = stopping.signal if stops else None
+        return stops
+
+    def total_loss_weight(self, local: Tensor | float) -> Tensor:
+        """Sum a loss's weight over the ranks, and divide it by their number, as DDP does with gradients.
+
+        Args:
+            local: this rank's weight, of shape ().
+
+        Returns:
+            The mean of all ranks' weights, on the root device; nothing is read back to the host.
+        """
+        total = torch.as_tensor(local, device=self.root_device).detach()
+        total = total.to(precise_dtype(self.root_device), copy=True)
+        dist.all_reduce(total)
+        return total / self.world_size
+
+    @override
+    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
+        if not isinstance(tensor, Tensor) or not dist.is_initialized():
+            return tensor
+        mean = isinstance(reduce_op, str) and reduce_op.lower() in ("mean", "avg")
+        op = dist.ReduceOp.SUM if mean else reduce_op
+        op = getattr(dist.ReduceOp, op.upper()) if isinstance(op, str) else op or dist.ReduceOp.SUM
+        # a mean of whole numbers is not whole: Lightning's cuts it off, and with it every epoch mean of uneven ranks
+        whole = mean and not tensor.is_floating_point()
+        result = tensor.to(precise_dtype(tensor.device)) if whole else tensor
+        dist.all_reduce(result, op=op, group=group)
+        return result.div_(dist.get_world_size(group)) if mean else result
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Bring every rank's value to all ranks.
+
+        Args:
+            value: anything that can be pickled.
+
+        Returns:
+            The values, by rank.
+        """
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, value)
+        return values
+
+    @override
+    def barrier(self, name: str | None = None, *args: Any, **kwargs: Any) -> None:
+        if self.peers is not None:
+            self.peers.meeting.wait(name or "a barrier without a name")
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        self._small_groups.clear()  # to end them would be to wait for what ranks that have failed will never send
+        if isinstance(self.model, DistributedDataParallel) and self._trained is not None:
+            name_unused_parameters(exception, self._trained.reduced)
+        if self.peers is not None and not isinstance(exception, SIGTERMException):
+            self.peers.explain(exception)
+
+    @override
+    def teardown(self) -> None:
+        if self.at_teardown is not None:
+            self.at_teardown()
+            self.at_teardown = None
+        if self.peers is not None:
+            if self.peers.stopping.armed:
+                self.stop_signal = self.peers.stopping.signal  # even where there was no step left to stop at
+            self.peers.end()
+            self.peers = None
+        while self._small_groups:
+            self._small_groups.pop().end()
+        self._trained = None
+        super().teardown()

@@ -1,0 +1,68 @@
+"""Which devices belong to which process, when a process owns several. Pure arithmetic over ranks.
+
+With 8 devices and 2 per process:
+
+```
+local rank   0      1      2      3
+devices      0 1    2 3    4 5    6 7
+```
+
+On several nodes every node has the same table over its own devices.
+"""
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+from ..core.errors import ConfigError
+
+T = TypeVar("T")
+
+
+def num_processes(num_devices: int, devices_per_process: int) -> int:
+    """Count the processes of one node.
+
+    Args:
+        num_devices: devices of the node.
+        devices_per_process: devices that each process owns.
+
+    Returns:
+        `num_devices / devices_per_process`.
+
+    Raises:
+        ConfigError: the devices don't divide into whole processes.
+    """
+    if devices_per_process < 1:
+        raise ConfigError(f"{devices_per_process} devices per process were asked for. Give at least 1.")
+    if num_devices < 1 or num_devices % devices_per_process:
+        raise ConfigError(
+            f"{num_devices} devices don't divide into processes of {devices_per_process} devices. "
+            f"Give a multiple of {devices_per_process} devices, or another number of devices per process."
+        )
+    return num_devices // devices_per_process
+
+
+def device_block(local_rank: int, devices_per_process: int) -> range:
+    """Number the devices of one process: r·k, …, r·k + k − 1.
+
+    Args:
+        local_rank: r, the rank of the process on its node.
+        devices_per_process: k, devices that each process owns.
+
+    Returns:
+        Indices into the node's list of devices.
+    """
+    return range(local_rank * devices_per_process, (local_rank + 1) * devices_per_process)
+
+
+def own_devices(devices: Sequence[T], local_rank: int, devices_per_process: int) -> list[T]:
+    """Take one process's devices from its node's.
+
+    Args:
+        devices: all devices of the node, in order.
+        local_rank: the rank of the process on its node.
+        devices_per_process: devices that each process owns.
+
+    Returns:
+        `devices_per_process` devices, the process's root device first.
+    """
+    return [devices[index] for index in device_block(local_rank, devices_per_process)]

@@ -1,0 +1,110 @@
+"""How the processes of a run end, wherever they were started: with their parent, in time, and in good order."""
+
+import atexit
+import ctypes
+import gc
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+from typing import NoReturn
+
+import torch
+import torch.distributed as dist
+
+from ._heartbeat import RANK_FAILED
+from .store import leave_store
+
+PR_SET_PDEATHSIG = 1
+
+FORKED_GRACE_S = 8.0
+"""Seconds from SIGTERM to the end of a process that a strategy has started: to reach the next step, and to save. More
+would break the promise that all are gone within 10 s: one that is busy does not hear that another was killed."""
+
+LAST_WORDS_S = 2.0
+"""Seconds that a process has once it is asked to stop after a rank has failed, so that there is no step to agree on: to
+name that rank, which takes one second, and to put what it logged on the disk."""
+
+
+def die_with_parent(parent: int | None = None) -> None:
+    """Ask the kernel (Linux) to end this process when its parent does, so that it does not outlive a killed one.
+
+    Args:
+        parent: the parent's process id, where it is known; the process ends at once if that is gone already.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if parent is not None and os.getppid() != parent:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def leave_in_time(grace_s: float) -> None:
+    """End this process for good if it is asked to stop and does not within some seconds.
+
+    A thread hears of the signal, even while the main thread waits for a rank that will never answer, where no handler
+    of Python's runs. torch's agent, and its launcher of plain scripts, would wait half a minute after a failure.
+
+    Args:
+        grace_s: seconds from SIGTERM or SIGINT to the end; less where another rank has failed.
+    """
+    read_end, write_end = os.pipe()
+    os.set_blocking(write_end, False)
+    signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
+    threading.Thread(target=_kill_late, args=(read_end, grace_s), name="evener-leave", daemon=True).start()
+
+
+def _kill_late(read_end: int, grace_s: float) -> None:
+    while os.read(read_end, 1)[0] not in (signal.SIGTERM, signal.SIGINT):
+        continue
+    deadline = time.monotonic() + grace_s
+    if RANK_FAILED.wait(grace_s):
+        time.sleep(max(0.0, min(LAST_WORDS_S, deadline - time.monotonic())))
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def leave_group_at_exit() -> None:
+    """Have torch's process group ended before the interpreter is: its threads must not outlive what they use."""
+    atexit.unregister(leave_group)  # once, however many groups a process has had
+    atexit.register(leave_group)
+
+
+def leave_group() -> None:
+    """End torch's process group and its threads, unless a rank has failed, whom they would wait for."""
+    leave_store()
+    if dist.is_initialized() and not RANK_FAILED.is_set():
+        dist.destroy_process_group()
+        gc.collect()  # modules hold the group in cycles, and its threads end with the last that does
+
+
+def end_process(status: int) -> NoReturn:
+    """End this process as `multiprocessing` ends its own: all is written, and the interpreter is not taken apart.
+
+    torch's threads (gloo's, the store's, autograd's) still run then, and now and then one of them aborts the process
+    whose work is done.
+
+    Args:
+        status: the exit status.
+    """
+    try:
+        threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue]  # waits for threads that are no daemons
+        atexit.unregister(leave_group)  # the end of the process ends it
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        leave_store()
+    finally:
+        os._exit(status)
+
+
+def prepare_forked() -> None:
+    """Set up a process that was started by a strategy; called in it first."""
+    parent = multiprocessing.parent_process()
+    if parent is None:
+        return
+    die_with_parent(parent.pid)
+    leave_in_time(FORKED_GRACE_S)
+    if multiprocessing.current_process().__class__.__name__ == "ForkProcess":
+        # OpenMP's threads were not copied: a process that waits for them hangs, if its parent has used them
+        torch.set_num_threads(1)

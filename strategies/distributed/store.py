@@ -1,0 +1,110 @@
+"""Open, wait on and leave the key-value store that all ranks share."""
+
+import os
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from datetime import timedelta
+
+from lightning_fabric.plugins.environments import ClusterEnvironment
+from torch.distributed import PrefixStore, Store, TCPStore
+
+from ._heartbeat import RANK_FAILED
+
+_STORES: dict[tuple[int, int], Store] = {}
+"""The store of this process, by rank and number of ranks; like torch's process group, it lives as long."""
+
+LEAVE_S = 3.0
+"""Seconds that the store's host waits at its end for the others to leave."""
+
+
+def root_store(environment: ClusterEnvironment, timeout_s: float) -> Store:
+    """Give the store of this attempt: after a restart nobody reads what the processes before have left."""
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return PrefixStore(f"evener/{attempt}", base_store(environment, timeout_s))
+
+
+def base_store(environment: ClusterEnvironment, timeout_s: float) -> Store:
+    """Open the store of this process, once; where a launcher hosts it, it outlives restarts."""
+    rank, num_ranks = environment.global_rank(), environment.world_size()
+    if (rank, num_ranks) not in _STORES:
+        os.environ["MASTER_ADDR"] = environment.main_address
+        os.environ["MASTER_PORT"] = str(environment.main_port)
+        timeout = timedelta(seconds=timeout_s)
+        _STORES[rank, num_ranks] = open_store(environment.main_address, environment.main_port, rank, timeout)
+    return _STORES[rank, num_ranks]
+
+
+def leave_store() -> None:
+    """Leave the store that all ranks share, as the last thing of a process: the rank that hosts it goes last.
+
+    It would take the store from ranks that still look whether all have come to their last meeting. If a rank has
+    failed, or does not leave in time, it goes nevertheless.
+    """
+    for (rank, num_ranks), store in _STORES.items():
+        if is_hosted_by_agent() or RANK_FAILED.is_set():
+            continue
+        keys = [_left_key(other) for other in range(1, num_ranks)]
+        with suppress(RuntimeError):  # the store has gone with its host
+            if rank:
+                store.set(_left_key(rank), "")
+            else:
+                wait_for(store, keys, LEAVE_S)
+
+
+def _left_key(rank: int) -> str:
+    return f"left/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{rank}"
+
+
+POLL_S = (0.0005, 0.02)
+"""Shortest and longest pause between two looks at the store; it grows while nothing happens."""
+
+
+class RankError(RuntimeError):
+    """Ranks can't go on together; the message names the rank at fault and where it is."""
+
+
+def open_store(address: str, port: int, rank: int, timeout: timedelta) -> Store:
+    """Connect to the store that all ranks share; rank 0 hosts it unless the launcher does.
+
+    Args:
+        address: host of the store.
+        port: its port.
+        rank: this rank.
+        timeout: for connecting.
+
+    Raises:
+        RankError: the host can't be reached.
+    """
+    hosted_by_agent = is_hosted_by_agent()
+    is_host = rank == 0 and not hosted_by_agent
+    try:
+        return TCPStore(address, port, None, is_host, timeout, wait_for_workers=False, multi_tenant=True)
+    except Exception as exc:  # torch's DistNetworkError, DistStoreError, and plain RuntimeError
+        raise RankError(
+            f"rank {rank} could not reach {'the launcher' if hosted_by_agent else 'rank 0'} at {address}:{port} within "
+            f"{timeout.total_seconds():g} s. Is it running, and does the network let this port through?"
+        ) from exc
+
+
+def is_hosted_by_agent() -> bool:
+    """Whether the launcher hosts the store, which then outlives all ranks."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def wait_for(store: Store, keys: Iterable[str], timeout_s: float) -> list[str]:
+    """Wait until keys are set, letting signals through.
+
+    Returns:
+        The keys that were not set in time.
+    """
+    missing = list(keys)
+    deadline = time.monotonic() + timeout_s
+    pause_s = POLL_S[0]
+    while True:
+        if store.check(missing):
+            return []
+        if time.monotonic() > deadline:
+            return [key for key in missing if not store.check([key])]
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, POLL_S[1])

@@ -1,0 +1,148 @@
+"""Work with torch's DistributedDataParallel wrapper: run a step inside its forward, hand it finished gradients,
+and keep track of the parameters that it reduces.
+
+DDP's reducer fires while backward runs, whenever a parameter's gradient is accumulated. Where a process sums gradients
+first (over replicas or micro-batches), they are handed over afterwards in one backward pass that does nothing else.
+
+The wrapper reduces the parameters that required gradients when it was made. One that is unfrozen later would be
+trained by each rank alone, and the wrapper would wait for one that is frozen later.
+"""
+
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from pytorch_lightning.overrides.distributed import prepare_for_backward
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+
+def reduce_finished(model: DistributedDataParallel) -> None:
+    """Average the gradients that parameters hold over all ranks, unless DDP was told to wait (accumulation)."""
+    if not model.require_backward_grad_sync:
+        return
+    parameters = [p for p in model.parameters() if p.requires_grad and p.grad is not None]
+    gradients = [p.grad for p in parameters]
+    for parameter in parameters:
+        parameter.grad = None
+    handover = _Handover.apply(gradients, *parameters)
+    prepare_for_backward(model, handover)
+    with _without_hooks(parameters):
+        handover.backward()
+
+
+@contextmanager
+def _without_hooks(parameters: list[nn.Parameter]) -> Generator[None]:
+    """Keep the parameters' hooks, which have seen these gradients already, out of the backward passes inside."""
+    hooked: list[tuple[Any, Any]] = [(p, p._backward_hooks) for p in parameters if p._backward_hooks]
+    for parameter, _ in hooked:
+        parameter._backward_hooks = None
+    try:
+        yield
+    finally:
+        for parameter, hooks in hooked:
+            parameter._backward_hooks = hooks
+
+
+class _Handover(torch.autograd.Function):
+    """Gives finished gradients to the parameters in a backward pass, where DDP's reducer waits for them."""
+
+    @staticmethod
+    def forward(ctx: Any, gradients: list[Tensor], *parameters: Tensor) -> Tensor:
+        ctx.gradients = gradients
+        return parameters[0].new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        gradients, ctx.gradients = ctx.gradients, None  # held here no longer, they need not be copied
+        return (None, *gradients)
+
+
+_NOTHING = object()
+
+
+def forward_through(wrapper: nn.Module, module: nn.Module, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a step of a module as if it were the module's `forward`, once; the step itself may call the real one.
+
+    Args:
+        wrapper: whose forward calls the module's.
+        module: whose forward is replaced until it is called.
+        step: what is called instead.
+        *args: for the step, by way of the wrapper.
+        **kwargs: likewise.
+
+    Returns:
+        What the wrapper's forward returned.
+    """
+    # nn.Module's own way to set an attribute asks first if it is a parameter, a buffer or a child
+    state = vars(module)
+    before = state.get("forward", _NOTHING)
+
+    def put_back() -> None:
+        if before is _NOTHING:
+            state.pop("forward", None)
+        else:
+            state["forward"] = before
+
+    def step_instead(*inner: Any, **named: Any) -> Any:
+        put_back()
+        return step(*inner, **named)
+
+    state["forward"] = step_instead
+    try:
+        return wrapper(*args, **kwargs)
+    finally:
+        put_back()
+
+
+class TrainedParameters:
+    """The parameters of a module as they were when it was wrapped.
+
+    Args:
+        module: the module, about to be wrapped.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._parameters = list(module.parameters())
+        self._flags = self._read_flags()
+        self._num_optimized: list[int] = []
+        self.reduced = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+        """Names and parameters whose gradients are reduced, in the order in which the wrapper counts them."""
+
+    def changed(self, optimizers: Sequence[Optimizer]) -> bool:
+        """Whether a parameter was frozen, unfrozen, or given to an optimizer after the module was wrapped."""
+        return self._read_flags() != self._flags or self._has_new(optimizers)
+
+    def unfrozen(self) -> bool:
+        """Whether a parameter that was frozen when the module was wrapped requires a gradient now."""
+        return any(now and not then for now, then in zip(self._read_flags(), self._flags, strict=True))
+
+    def frozen(self) -> list[nn.Parameter]:
+        """The parameters that required a gradient when the module was wrapped, and do so no longer."""
+        flags = zip(self._parameters, self._flags, strict=True)
+        return [parameter for parameter, then in flags if then and not parameter.requires_grad]
+
+    def _read_flags(self) -> list[bool]:
+        return [parameter.requires_grad for parameter in self._parameters]
+
+    def _has_new(self, optimizers: Sequence[Optimizer]) -> bool:
+        num = [len(group["params"]) for optimizer in optimizers for group in optimizer.param_groups]
+        if num == self._num_optimized:
+            return False
+        self._num_optimized = num
+        known = {id(parameter) for parameter in self._parameters}
+        return any(id(parameter) not in known for parameter in _optimized(optimizers))
+
+
+def _optimized(optimizers: Sequence[Optimizer]) -> Iterable[Tensor]:
+    return (parameter for optimizer in optimizers for group in optimizer.param_groups for parameter in group["params"])
+
+
+def unwrap(wrapper: DistributedDataParallel) -> nn.Module:
+    """Take a module out of its wrapper, whose reducer lets go of the parameters at once."""
+    state: Any = wrapper
+    # both hold the reducer, whose hooks stay on the parameters as long as it lives
+    state.reducer = state.logger = None
+    return wrapper.module

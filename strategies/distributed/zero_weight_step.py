@@ -1,0 +1,58 @@
+"""A step that leaves no trace: what a rank without samples runs, to take part in the gradients' reduction."""
+
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+from torch import Tensor
+from torchmetrics import Metric
+
+from ..core.patching import replaced
+from .sync_batchnorm import SyncedBatchNorm
+
+_NEUTRAL = {"mean": 0.0, "sum": 0.0, "max": float("-inf"), "min": float("inf")}
+
+
+@contextmanager
+def traceless(module: pl.LightningModule) -> Generator[None]:
+    """Run a step whose batch does not count: buffers and metric states return, logged values weigh nothing."""
+    buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    metrics = [(metric, _metric_state(metric)) for metric in module.modules() if isinstance(metric, Metric)]
+    synced = [layer for layer in module.modules() if isinstance(layer, SyncedBatchNorm)]
+    for layer in synced:
+        layer.counts = False
+    try:
+        with replaced(module, "log", _weightless(module.log)):
+            yield
+    finally:
+        for layer in synced:
+            layer.counts = True
+        for buffer, value in buffers:
+            buffer.data.copy_(value)  # unseen by autograd: BatchNorm's backward pass, whose result weighs 0, needs them
+        for metric, state in metrics:
+            vars(metric).update(state)
+
+
+def _metric_state(metric: Metric) -> dict[str, Any]:
+    names = [*metric._defaults, "_update_count", "_computed", "_forward_cache"]
+    values = {name: getattr(metric, name) for name in names}
+    return {name: list(value) if isinstance(value, list) else _kept(value) for name, value in values.items()}
+
+
+def _kept(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+def _weightless(log: Callable[..., None]) -> Callable[..., None]:
+    """`log` for a batch that does not count: means get weight 0, sums 0, maxima -inf, minima +inf."""
+
+    def log_nothing(name: str, value: Any, *args: Any, **options: Any) -> None:
+        reduce_fx = options.get("reduce_fx", "mean")
+        kind = reduce_fx if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", "mean")
+        if not isinstance(value, Metric):
+            value = torch.full_like(torch.as_tensor(value, dtype=torch.get_default_dtype()), _NEUTRAL.get(kind, 0.0))
+        log(name, value, *args, **{**options, "batch_size": 0})
+
+    return log_nothing

@@ -1,0 +1,71 @@
+"""Measure what each part of a module keeps for its backward pass, without computing anything.
+
+The forward pass is run on fake tensors: shapes are worked out, values are not, so it costs no memory and draws no
+random numbers. Gradients are on, and every tensor that autograd saves is counted, once, for the part that runs.
+
+Source: `torch._subclasses.FakeTensorMode` and `torch.autograd.graph.saved_tensors_hooks` (PyTorch 2.13).
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.func import functional_call
+from torch.utils._pytree import tree_map_only
+
+from .module_parts import Part
+
+
+def profile_activations(module: nn.Module, parts: Sequence[Part], args: Sequence[Any]) -> dict[str, int]:
+    """Count the bytes that backward keeps, by part.
+
+    Args:
+        module: the module, not yet placed.
+        parts: its parts; what runs between two parts counts for the one before.
+        args: inputs of `forward`, as large as one device's batch.
+
+    Returns:
+        Bytes by the name of the part; parameters and buffers are not counted.
+    """
+    fake = FakeTensorMode()
+    tensors = (*module.named_parameters(), *module.named_buffers())
+    state: dict[str, Tensor] = {name: fake.from_tensor(tensor) for name, tensor in tensors}
+    inputs = tree_map_only(Tensor, fake.from_tensor, tuple(args))
+    meter = _Meter(parts[0].name, {_storage(tensor) for tensor in state.values()})
+    hooks = [
+        module.get_submodule(part.name).register_forward_pre_hook(partial(meter.enter, part.name))
+        for part in parts
+        if not part.loose
+    ]
+    try:
+        with fake, torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(meter.save, lambda tensor: tensor):
+            functional_call(module, state, inputs, tie_weights=True)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return meter.bytes_of
+
+
+class _Meter:
+    def __init__(self, first: str, known: set[int]) -> None:
+        self.bytes_of: dict[str, int] = {}
+        self._part = first
+        self._counted = known
+
+    def enter(self, part: str, *_: Any) -> None:
+        self._part = part
+
+    def save(self, tensor: Tensor) -> Tensor:
+        storage = _storage(tensor)
+        if storage not in self._counted:
+            self._counted.add(storage)
+            size = tensor.untyped_storage().nbytes()
+            self.bytes_of[self._part] = self.bytes_of.get(self._part, 0) + size
+        return tensor
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata

@@ -1,0 +1,264 @@
+"""Cut a module into stages: which of its parts goes to which device.
+
+```
+module                          parts, in order of registration      3 stages
+LM( tok: Embedding              tok                                  0
+    blocks: ModuleList(4)       blocks.0 … blocks.3                  0 1 1 2
+    drop: Dropout               (runs where its input is)
+    head: Linear, tied to tok)  head                                 0: tied weights stay together
+```
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+
+import torch
+from torch import nn
+
+from ..core.errors import ConfigError
+from ..core.text_table import draw_table
+from .module_parts import Part, find_parts, part_bytes
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """Which part goes to which stage."""
+
+    num_stages: int
+    stage_of: Mapping[str, int]
+    """Stage by the name of the part, in order of registration."""
+
+
+def balanced_cut(costs: Sequence[int], num_stages: int) -> list[int]:
+    """Cut a row of costs into contiguous stages so that the dearest stage is as cheap as possible.
+
+    Args:
+        costs: positive costs, in order; at least as many as stages.
+        num_stages: number of stages, none of them empty.
+
+    Returns:
+        How many items each stage takes.
+    """
+    assert len(costs) >= num_stages, "the caller refuses more stages than items"
+    low, high = max(costs), sum(costs)
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if len(_fill(costs, middle)) <= num_stages else (middle + 1, high)
+    sizes = _fill(costs, low)
+    while len(sizes) < num_stages:  # fewer stages reach the best bound: splitting any of them keeps it
+        longest = sizes.index(max(sizes))
+        sizes[longest : longest + 1] = [sizes[longest] - sizes[longest] // 2, sizes[longest] // 2]
+    return sizes
+
+
+def _fill(costs: Sequence[int], bound: int) -> list[int]:
+    sizes, load = [0], 0
+    for cost in costs:
+        if load + cost > bound:
+            sizes.append(0)
+            load = 0
+        sizes[-1] += 1
+        load += cost
+    return sizes
+
+
+def auto_plan(
+    module: nn.Module,
+    num_stages: int,
+    optimizer_copies: float = 2,
+    activation_bytes: Mapping[str, int] | None = None,
+) -> StagePlan:
+    """Balance the memory of contiguous stages.
+
+    Args:
+        module: the module to cut.
+        num_stages: number of stages.
+        optimizer_copies: tensors of a parameter's size that the optimizer keeps per trainable parameter (Adam 2, SGD
+            with momentum 1, plain SGD 0).
+        activation_bytes: bytes by part that the backward pass keeps, from `profile_activations`; None counts none.
+
+    Returns:
+        The plan whose largest stage is as small as a contiguous cut allows.
+
+    Raises:
+        ConfigError: there are more stages than parts.
+    """
+    parts = find_parts(module)
+    kept = activation_bytes or {}
+    groups, costs = _groups(parts, {p.name: part_bytes(p, optimizer_copies) + kept.get(p.name, 0) for p in parts})
+    if len(groups) < num_stages:
+        raise ConfigError(
+            f"{num_stages} stages were asked for, and {type(module).__name__} has {len(groups)} parts to spread: "
+            f"{', '.join('+'.join(group) for group in groups) or 'none'}. Give at most {len(groups)} devices, or name "
+            "smaller parts: partition=[first module of each later stage]."
+        )
+    sizes = balanced_cut(costs, num_stages)
+    stages = [stage for stage, size in enumerate(sizes) for _ in range(size)]
+    stage_of = {name: stage for group, stage in zip(groups, stages, strict=True) for name in group}
+    return StagePlan(num_stages, {part.name: stage_of[part.name] for part in parts})
+
+
+def _groups(parts: Sequence[Part], cost_of: Mapping[str, int]) -> tuple[list[list[str]], list[int]]:
+    """Join parts that can't be separated: tied ones, loose tensors with what follows, free ones with what precedes."""
+    groups: list[list[str]] = []
+    group_of: dict[int, int] = {}
+    pending: list[Part] = []
+    for part in parts:
+        pending.append(part)
+        if part.loose and part is not parts[-1]:
+            continue
+        tensors = [tensor for p in pending for tensor in p.tensors]
+        home = min((group_of[id(tensor)] for tensor in tensors if id(tensor) in group_of), default=None)
+        if home is None and groups and not any(cost_of[p.name] for p in pending):
+            home = len(groups) - 1
+        if home is None:
+            home = len(groups)
+            groups.append([])
+        groups[home] += [p.name for p in pending]
+        group_of.update({id(tensor): home for tensor in tensors})
+        pending = []
+    costs = [sum(cost_of[name] for name in group) for group in groups]
+    return groups, costs
+
+
+def named_plan(module: nn.Module, num_stages: int, first_modules: Sequence[str]) -> StagePlan:
+    """Begin each later stage at a module that the user names.
+
+    Args:
+        module: the module to cut.
+        num_stages: number of stages.
+        first_modules: the first module of stage 1, 2, …, as in `module.named_modules()`.
+
+    Returns:
+        The plan; parts that share a tensor with an earlier part go to that part's stage.
+
+    Raises:
+        ConfigError: a name is unknown or out of order, the number of names is wrong, or a stage stays empty.
+    """
+    verify_names(module, num_stages, first_modules)
+    parts = find_parts(module, first_modules)
+    part_of = {part.name: part for part in parts}
+    stage, remaining = 0, list(first_modules)
+    stage_of: dict[str, int] = {}
+    home: dict[int, int] = {}
+    for name, _ in module.named_modules():
+        if remaining and name == remaining[0]:
+            stage += 1
+            remaining.pop(0)
+        if name in part_of:
+            tensors = part_of[name].tensors
+            stage_of[name] = min([stage, *(home[id(tensor)] for tensor in tensors if id(tensor) in home)])
+            home.update({id(tensor): stage_of[name] for tensor in tensors})
+    if remaining:
+        raise ConfigError(
+            f"partition={list(first_modules)} is not in the order of the module: {remaining[0]} is registered before "
+            "the name that precedes it. Give the names in the order of module.named_modules()."
+        )
+    empty = [stage for stage in range(num_stages) if stage not in stage_of.values()]
+    if empty:
+        raise ConfigError(
+            f"partition={list(first_modules)} leaves stage {empty[0]} without parameters. "
+            "Name modules so that every stage holds at least one module with parameters."
+        )
+    return StagePlan(num_stages, stage_of)
+
+
+def verify_names(module: nn.Module, num_stages: int, names: Sequence[str]) -> None:
+    """Refuse names that the module does not have, and a wrong number of them.
+
+    Raises:
+        ConfigError: as above; the nearest names are listed.
+    """
+    if len(names) != num_stages - 1:
+        raise ConfigError(
+            f"partition={list(names)} has {len(names)} names for {num_stages} stages. Give {num_stages - 1}: the first "
+            "module of each stage after stage 0."
+        )
+    known = [name for name, _ in module.named_modules() if name]
+    for name in names:
+        if name not in known:
+            near = get_close_matches(name, known, n=3, cutoff=0.4) or known[:3]
+            raise ConfigError(
+                f"partition: {type(module).__name__} has no module {name!r}; the nearest are {', '.join(near)}. "
+                "Give names of module.named_modules()."
+            )
+
+
+def verify_manual(module: nn.Module, devices: Sequence[torch.device]) -> None:
+    """Refuse a manual placement that is not finished.
+
+    Args:
+        module: the module, after its `configure_model`.
+        devices: the devices of this process.
+
+    Raises:
+        ConfigError: a parameter or buffer is on none of the devices; the message says which and where.
+    """
+    stray = [
+        f"{name} on {tensor.device}"
+        for name, tensor in (*module.named_parameters(), *module.named_buffers())
+        if tensor.device not in devices
+    ]
+    if stray:
+        shown = ", ".join(stray[:5]) + (f" and {len(stray) - 5} more" if len(stray) > 5 else "")
+        raise ConfigError(
+            f"partition=manual: {shown}; the devices of this process are {', '.join(map(str, devices))}. Move every "
+            "layer in configure_model, to a device of self.trainer.strategy.process_devices."
+        )
+
+
+def found_plan(module: nn.Module, devices: Sequence[torch.device]) -> StagePlan:
+    """Describe a placement that exists: a part belongs where its first tensor is.
+
+    Args:
+        module: a placed module.
+        devices: all devices that its tensors are on, each once.
+
+    Returns:
+        The plan that would have placed it so.
+    """
+    parts = find_parts(module)
+    return StagePlan(len(devices), {part.name: devices.index(part.tensors[0].device) for part in parts})
+
+
+def plan_table(module: nn.Module, plan: StagePlan, devices: Sequence[torch.device]) -> str:
+    """Draw the plan as text: stage, device, modules, parameters, bytes.
+
+    Args:
+        module: the module that was cut.
+        plan: the plan.
+        devices: one device per stage.
+
+    Returns:
+        One line per stage under a heading. Bytes are those of parameters and buffers; a tied tensor counts once.
+    """
+    tensors = {part.name: part.tensors for part in find_parts(module, list(plan.stage_of))}
+    rows = [("stage", "device", "modules", "parameters", "bytes")]
+    for stage in range(plan.num_stages):
+        names = [name for name, where in plan.stage_of.items() if where == stage]
+        own = {id(tensor): tensor for name in names for tensor in tensors[name]}.values()
+        parameters = sum(tensor.numel() for tensor in own if isinstance(tensor, nn.Parameter))
+        size = sum(tensor.nbytes for tensor in own)
+        rows.append((str(stage), str(devices[stage]), ", ".join(_ranges(names)), f"{parameters:,}", f"{size:,}"))
+    return draw_table(rows)
+
+
+def _ranges(names: Sequence[str]) -> list[str]:
+    """Shorten `blocks.0, blocks.1, blocks.2` to `blocks.0-2`; the root's own tensors are called `(root)`."""
+    runs: list[tuple[str, int, int]] = []
+    for name in names:
+        prefix, _, last = name.rpartition(".")
+        number = int(last) if last.isdecimal() else -1
+        if runs and number >= 0 and runs[-1][0] == prefix and runs[-1][2] == number - 1:
+            runs[-1] = (prefix, runs[-1][1], number)
+        else:
+            runs.append((prefix if number >= 0 else name, number, number))
+    return [_run_name(*run) for run in runs]
+
+
+def _run_name(prefix: str, first: int, last: int) -> str:
+    dot = "." if prefix else ""
+    if first < 0:
+        return prefix or "(root)"
+    return f"{prefix}{dot}{first}" if first == last else f"{prefix}{dot}{first}-{last}"

@@ -1,0 +1,110 @@
+"""The parts of a module that can each be placed on a device of their own.
+
+A *part* is a submodule that is placed whole, or the parameters that an opened module holds itself. Modules are opened
+(their children are placed one by one) where nothing but calling the children happens in them: the root,
+`nn.Sequential`, `nn.ModuleList`, `nn.ModuleDict`, a lone child of an opened module, and ancestors of modules that the
+user names. Modules without parameters and buffers are no parts: they run where their inputs are.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from ..core.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Part:
+    """What is placed as one: a submodule, or the tensors that an opened module holds itself."""
+
+    name: str
+    tensors: tuple[Tensor, ...]
+    """Parameters and buffers, each listed once."""
+    loose: bool
+    """Whether these are the own tensors of an opened module; they go with the part that follows."""
+
+
+def find_parts(module: nn.Module, names: Sequence[str] = ()) -> list[Part]:
+    """List what can be placed on its own, in order of registration.
+
+    Args:
+        module: the module to cut.
+        names: submodules that must be parts, or consist of whole parts: their ancestors are opened.
+
+    Returns:
+        Parts that together hold every parameter and buffer of the module.
+
+    Raises:
+        ConfigError: a parameter has no shape yet (`nn.LazyLinear` and its kind).
+    """
+    for name, tensor in module.named_parameters():
+        if is_lazy(tensor):
+            raise ConfigError(f"Parameter {name} has no shape yet, so it can't be placed. Run one forward before fit.")
+    ancestors = {name.rsplit(".", depth)[0] for name in names for depth in range(1, name.count(".") + 1)}
+    return list(_walk(module, "", ancestors))
+
+
+def _walk(module: nn.Module, name: str, opened: set[str]) -> Iterator[Part]:
+    own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
+    if own:
+        yield Part(name, own, loose=True)
+    holders = {key: child for key, child in module.named_children() if _tensors(child)}
+    for key, child in holders.items():
+        path = f"{name}.{key}" if name else key
+        if path in opened or _opens(child, alone=len(holders) == 1):
+            yield from _walk(child, path, opened)
+        else:
+            yield Part(path, _tensors(child), loose=False)
+
+
+def _tensors(module: nn.Module) -> tuple[Tensor, ...]:
+    return (*module.parameters(), *module.buffers())
+
+
+def _opens(module: nn.Module, *, alone: bool) -> bool:
+    holders = [child for child in module.children() if _tensors(child)]
+    if not holders:
+        return False
+    # a subclass that writes its own forward may do anything between its children, such as add a residual
+    if type(module).forward in (nn.Sequential.forward, nn.Module.forward):
+        return True
+    foreign = type(module).__module__.split(".")[0] != "torch"
+    return alone and (foreign or any(isinstance(child, (nn.Sequential, nn.ModuleList)) for child in holders))
+
+
+def part_bytes(part: Part, optimizer_copies: float) -> int:
+    """Count the bytes that a part occupies while it trains.
+
+    Args:
+        part: the part.
+        optimizer_copies: tensors of a parameter's size that the optimizer keeps per trainable parameter.
+
+    Returns:
+        Weights and buffers, plus the gradient and the optimizer's copies of what is trainable.
+    """
+    return sum(round(t.nbytes * (2 + optimizer_copies if t.requires_grad else 1)) for t in part.tensors)
+
+
+def place_parts(module: nn.Module, device_of: Mapping[str, torch.device], elsewhere: torch.device) -> None:
+    """Move each part to its device; the module is never on one device as a whole.
+
+    Args:
+        module: the module.
+        device_of: device by the name of the part; all parts of the module.
+        elsewhere: where modules go that hold no parameters, such as metrics (they may hold other tensors).
+    """
+    inside: tuple[str, ...] = ()
+    for part in find_parts(module, list(device_of)):
+        owner = module.get_submodule(part.name)
+        if part.loose:
+            for tensor in part.tensors:
+                tensor.data = tensor.data.to(device_of[part.name])
+        else:
+            owner.to(device_of[part.name])
+            inside += (f"{part.name}.",)
+    for name, child in module.named_modules():
+        if not _tensors(child) and not f"{name}.".startswith(inside):
+            child.to(elsewhere)

@@ -1,0 +1,52 @@
+"""Warn about attributes that are assigned on a replica, where they are lost."""
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Any
+
+from pytorch_lightning.utilities.rank_zero import rank_zero_warn
+from torch import nn
+
+from .replicas import Replicas, are_same, attribute_values
+
+
+class AttributeWatch:
+    """Warns, once by name, of an attribute that was assigned on a replica, where nobody will read it.
+
+    The module itself is watched in every step, the modules inside it in the first step of each kind.
+
+    Args:
+        replicas: the replicas to watch.
+        strategy: the name to begin warnings with.
+    """
+
+    def __init__(self, replicas: Replicas, strategy: str) -> None:
+        self._replicas = replicas
+        self._strategy = strategy
+        self._kinds: set[str] = set()
+        self._warned: set[tuple[str, str]] = set()
+
+    @contextmanager
+    def watching(self, kind: str) -> Generator[None]:
+        """Watch one step, `training_step` for example."""
+        modules = [module for watched in self._replicas.modules()[1:] for module in self._watched(watched, kind)]
+        before = [attribute_values(module) for module in modules]
+        yield
+        self._kinds.add(kind)
+        for module, values in zip(modules, before, strict=True):
+            if not are_same(values, attribute_values(module)):
+                self._warn(module, values, kind)
+
+    def _watched(self, modules: list[nn.Module], kind: str) -> list[nn.Module]:
+        return modules if kind not in self._kinds else modules[:1]
+
+    def _warn(self, module: nn.Module, before: tuple[Any, ...], kind: str) -> None:
+        old = list(before) + [None] * (len(module.__dict__) - len(before))
+        for (name, value), previous in zip(module.__dict__.items(), old, strict=False):
+            key = (type(module).__name__, name)
+            if value is not previous and not are_same((value,), (previous,)) and key not in self._warned:
+                self._warned.add(key)
+                rank_zero_warn(
+                    f"{self._strategy}: {key[0]}.{name} was assigned on a replica in {kind}. Only the root's own, "
+                    "of its own chunk, is kept. Use self.log, a torchmetrics metric, or return it from the step."
+                )

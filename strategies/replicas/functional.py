@@ -1,0 +1,196 @@
+"""The primitives of data parallelism as functions, on any devices, the CPU included, and differentiable.
+
+Arguments are in torch's order (`torch.nn.parallel`), whose functions refuse the CPU and rebuild what they need at
+every call. `DataParallelStrategy` keeps its replicas instead.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from lightning_fabric.utilities import move_data_to_device
+from torch import Tensor, nn
+
+from ..batch.chunks import num_samples, split
+from ..batch.policies import Even
+from ..core.errors import ConfigError
+from ..core.executor import Executor, Piece
+from ..core.types import Batch, Chunk, Device, Sizes
+from ._module_copy import ModuleCopy
+
+
+def replicate(network: nn.Module, devices: Sequence[Device], detach: bool = False) -> list[nn.Module]:
+    """Copy a module to devices; gradients of the copies flow to the module's parameters.
+
+    Args:
+        network: the module.
+        devices: one per replica; they may repeat.
+        detach: give the copies parameters without gradient, as in `torch.no_grad()`.
+
+    Returns:
+        One replica per device; its parameters are no leaves, but results of copying the module's.
+    """
+    detach = detach or not torch.is_grad_enabled()
+    root_device = _device_of(network)
+    replicas: list[nn.Module] = []
+    for device in map(torch.device, devices):
+        send = partial(_detached if detach else _sent, device=device)
+        replicas.append(ModuleCopy(network, root_device, device, send).module)
+    return replicas
+
+
+def scatter(
+    inputs: Batch, target_gpus: Sequence[Device], dim: int = 0, *, chunk_sizes: Sizes | None = None
+) -> list[Chunk]:
+    """Cut a batch into chunks, one per device, and move them there.
+
+    Args:
+        inputs: nested tensors, each of shape (N, ...).
+        target_gpus: the devices; any, the CPU too, in spite of the name that torch gave it.
+        dim: the dimension to cut along; only 0.
+        chunk_sizes: samples per device; they sum to N. None cuts evenly.
+
+    Returns:
+        One chunk per device. Torch returns fewer where samples are fewer than devices; here such chunks are empty.
+
+    Raises:
+        ConfigError: there is nothing to cut, it can't be cut, or the sizes don't fit.
+    """
+    _verify_dim(dim)
+    devices = [torch.device(device) for device in target_gpus]
+    num = num_samples(inputs)
+    if num is None:
+        raise ConfigError(f"scatter: a value of type {type(inputs).__name__} has no samples to split. Give a tensor.")
+    sizes = Even().sizes(num, len(devices)) if chunk_sizes is None else list(chunk_sizes)
+    if len(sizes) != len(devices) or sum(sizes) != num or min(sizes) < 0:
+        raise ConfigError(
+            f"scatter: chunk_sizes={sizes} do not cut {num} samples for {len(devices)} devices. Give one size per "
+            f"device, none negative, that sum to {num}."
+        )
+    chunks = split(inputs, sizes)
+    return [move_data_to_device(chunk, device) for chunk, device in zip(chunks, devices, strict=True)]
+
+
+def parallel_apply(
+    modules: Sequence[nn.Module],
+    inputs: Sequence[Any],
+    kwargs_tup: Sequence[dict[str, Any]] | None = None,
+    devices: Sequence[Device] | None = None,
+) -> list[Any]:
+    """Call every module with its inputs: in threads where a device is an accelerator, in order on CPUs.
+
+    Args:
+        modules: one per device.
+        inputs: per module a tuple of positional arguments, or one argument.
+        kwargs_tup: per module its keyword arguments.
+        devices: where each runs; None takes the modules' own.
+
+    Returns:
+        The outputs, in order, each on its own device.
+
+    Raises:
+        ConfigError: the arguments differ in length.
+        Exception: the first that a module raised; its message names chunk and device.
+    """
+    kwargs = [{}] * len(modules) if kwargs_tup is None else list(kwargs_tup)
+    places = [_device_of(m) for m in modules] if devices is None else [torch.device(device) for device in devices]
+    if not len(modules) == len(inputs) == len(kwargs) == len(places):
+        raise ConfigError(
+            f"parallel_apply: {len(modules)} modules, {len(inputs)} inputs, {len(kwargs)} kwargs_tup and "
+            f"{len(places)} devices. Give one of each per module."
+        )
+    arguments = [given if isinstance(given, tuple) else (given,) for given in inputs]
+    calls = [partial(m, *args, **kw) for m, args, kw in zip(modules, arguments, kwargs, strict=True)]
+    pieces = [
+        Piece(place, f"chunk {i + 1} of {len(calls)}", call)
+        for i, (place, call) in enumerate(zip(places, calls, strict=True))
+    ]
+    return Executor().run(pieces) if pieces else []
+
+
+def gather(outputs: Sequence[Any], target_device: Device, dim: int = 0) -> Any:
+    """Concatenate the outputs of chunks on one device.
+
+    Args:
+        outputs: one per chunk, all of one structure of tensors.
+        target_device: where the result lives.
+        dim: the dimension to concatenate along. Tensors of shape () become one vector, as in torch.
+
+    Returns:
+        The structure of one output, with tensors of all chunks.
+
+    Raises:
+        ConfigError: a value is no tensor, and no structure of tensors.
+    """
+    first = outputs[0]
+    if isinstance(first, Tensor):
+        device = torch.device(target_device)
+        moved = [output.to(device) for output in outputs]
+        return torch.cat(moved, dim) if first.dim() else torch.stack(moved)
+    if first is None:
+        return None
+    if isinstance(first, dict):
+        return type(first)((key, gather([output[key] for output in outputs], target_device, dim)) for key in first)
+    if isinstance(first, (list, tuple)):
+        parts = [gather(column, target_device, dim) for column in zip(*outputs, strict=True)]
+        return type(first)(*parts) if hasattr(first, "_fields") else type(first)(parts)
+    raise ConfigError(f"gather: an output of type {type(first).__name__} is no tensor. Return tensors, or use join.")
+
+
+def data_parallel(
+    module: nn.Module,
+    inputs: Any,
+    device_ids: Sequence[Device],
+    output_device: Device | None = None,
+    dim: int = 0,
+    module_kwargs: dict[str, Any] | None = None,
+    *,
+    chunk_sizes: Sizes | None = None,
+) -> Any:
+    """Call a module on a batch that is cut among devices.
+
+    Args:
+        module: on the first device.
+        inputs: a tuple of positional arguments, or one argument; tensors of shape (N, ...).
+        device_ids: the devices; they may repeat and mix.
+        output_device: where the outputs are gathered; None takes the first device.
+        dim: the dimension to cut along; only 0.
+        module_kwargs: keyword arguments, cut in the same way.
+        chunk_sizes: samples per device; None cuts evenly.
+
+    Returns:
+        The module's outputs for all N samples.
+
+    Raises:
+        ConfigError: the inputs can't be cut.
+    """
+    devices = [torch.device(device) for device in device_ids]
+    batch = (inputs if isinstance(inputs, tuple) else (inputs,), module_kwargs or {})
+    chunks = scatter(batch, devices, dim, chunk_sizes=chunk_sizes)
+    used = [i for i, chunk in enumerate(chunks) if num_samples(chunk)]
+    places = [devices[i] for i in used]
+    replicas = replicate(module, places)
+    outputs = parallel_apply(replicas, [chunks[i][0] for i in used], [chunks[i][1] for i in used], places)
+    return gather(outputs, devices[0] if output_device is None else output_device, dim)
+
+
+@torch.enable_grad()
+def _sent(parameter: Tensor, device: torch.device) -> Tensor:
+    return parameter.to(device, copy=True)
+
+
+def _detached(parameter: Tensor, device: torch.device) -> Tensor:
+    return parameter.detach().to(device, copy=True)
+
+
+def _device_of(module: nn.Module) -> torch.device:
+    tensor = next(module.parameters(), None)
+    if tensor is None:
+        tensor = next(module.buffers(), None)
+    return torch.device("cpu") if tensor is None else tensor.device
+
+
+def _verify_dim(dim: int) -> None:
+    if dim != 0:
+        raise ConfigError(f"scatter: dim={dim} is not supported; samples lie along dimension 0. Transpose the batch.")

@@ -1,0 +1,94 @@
+"""Measure the chunks of a step: seconds and bytes per device, without waiting for any device."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..core.devices import is_accelerator
+
+
+@dataclass
+class Reading:
+    """What one chunk took on its device.
+
+    Args:
+        seconds: of its forward pass.
+        saved_bytes: of all tensors that its backward pass needs: the memory that grows with samples.
+    """
+
+    seconds: float = 0.0
+    saved_bytes: float = 0.0
+    _events: tuple[torch.Event, torch.Event] | None = field(default=None, repr=False)
+
+    def is_ready(self) -> bool:
+        """Whether the device has passed the end of the chunk; then `seconds` is known."""
+        if self._events is None:
+            return True
+        start, end = self._events
+        if not end.query():
+            return False
+        self.seconds, self._events = start.elapsed_time(end) / 1000, None
+        return True
+
+    def of(self, call: Callable[[], Any], device: torch.device, parameters: Sequence[Tensor] | None) -> Any:
+        """Call, and measure it.
+
+        Args:
+            call: the work of the chunk.
+            device: where it runs.
+            parameters: those of its replica, which do not count as its memory; None does not measure memory, which
+                costs a Python call per saved tensor.
+        """
+        if parameters is None:
+            return self._timed(call, device)
+        seen = {parameter.untyped_storage().data_ptr() for parameter in parameters}
+
+        def count(tensor: Tensor) -> Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in seen:
+                seen.add(storage.data_ptr())
+                self.saved_bytes += storage.nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(count, _same):
+            return self._timed(call, device)
+
+    def _timed(self, call: Callable[[], Any], device: torch.device) -> Any:
+        if is_accelerator(device):
+            start, end = (torch.Event(device, enable_timing=True) for _ in range(2))
+            start.record()
+            result = call()
+            end.record()
+            self._events = (start, end)
+            return result
+        start_s = time.perf_counter()
+        result = call()
+        self.seconds = time.perf_counter() - start_s
+        return result
+
+
+@dataclass
+class Measurement:
+    """The readings of one step.
+
+    Args:
+        memory: whether bytes are counted.
+        sizes: samples per device; empty until the step ran.
+        readings: one per device.
+    """
+
+    memory: bool
+    sizes: list[int] = field(default_factory=list)
+    readings: list[Reading] = field(default_factory=list)
+
+    def is_ready(self) -> bool:
+        """Whether the step ran, and every device has passed the end of its chunk."""
+        return bool(self.sizes) and all(reading.is_ready() for reading in self.readings)
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor

@@ -1,0 +1,198 @@
+"""The solver against brute force, and the controller on devices whose speed is known."""
+
+import itertools
+import math
+import random
+from typing import Any
+
+import pytest
+
+from evener.strategies import ConfigError
+from evener.strategies.balance._estimates import fitted_times, relative_error
+from evener.strategies.balance.controller import BalanceController, DeviceCost, Objective, cautious, largest_load, solve
+
+
+def every_distribution(num_samples: int, num_devices: int) -> list[tuple[int, ...]]:
+    return [
+        sizes for sizes in itertools.product(range(num_samples + 1), repeat=num_devices) if sum(sizes) == num_samples
+    ]
+
+
+def random_cost(rng: random.Random) -> DeviceCost:
+    return DeviceCost(
+        seconds_per_sample=rng.choice([0.5, 1, 2, 3, 7]),
+        fixed_seconds=rng.choice([0, 0, 1, 5]),
+        bytes_per_sample=rng.choice([1, 2, 5]),
+        fixed_bytes=rng.choice([0, 3, 10]),
+        limit_bytes=rng.choice([math.inf, 20, 60]),
+    )
+
+
+@pytest.mark.parametrize("objective", ["time", "memory"])
+def test_no_distribution_is_better_than_the_solution(objective: Objective) -> None:
+    rng = random.Random(0)
+    solved = refused = 0
+    for _ in range(300):
+        costs = [random_cost(rng) for _ in range(rng.randint(1, 3))]
+        num_samples = rng.randint(1, 12)
+        fitting = [
+            sizes
+            for sizes in every_distribution(num_samples, len(costs))
+            if all(size == 0 or cost.fits(size) for size, cost in zip(sizes, costs, strict=True))
+        ]
+        if not fitting:
+            refused += 1
+            with pytest.raises(ConfigError, match=f"a batch of {num_samples} samples does not fit"):
+                solve(num_samples, costs, objective)
+            continue
+        solved += 1
+        sizes = solve(num_samples, costs, objective)
+        assert tuple(sizes) in fitting
+        best = min(largest_load(other, costs, objective) for other in fitting)
+        assert largest_load(sizes, costs, objective) == best
+    assert (solved > 200, refused > 5) == (True, True)
+
+
+def test_a_device_three_times_slower_gets_a_third() -> None:
+    costs = [DeviceCost(seconds_per_sample=3), DeviceCost(seconds_per_sample=1), DeviceCost(seconds_per_sample=1)]
+    assert solve(70, costs) == [10, 30, 30]
+
+
+def test_a_root_that_hosts_the_optimizer_gets_fewer_samples() -> None:
+    root = DeviceCost(bytes_per_sample=1, fixed_bytes=60, limit_bytes=100)
+    other = DeviceCost(bytes_per_sample=1, fixed_bytes=20, limit_bytes=100)
+    assert solve(40, [root, other], "memory") == [0, 40]
+    assert solve(60, [root, other], "memory") == [10, 50]
+
+
+def measure(controller: BalanceController, costs: list[float], num_samples: int, steps: int) -> list[list[int]]:
+    history: list[list[int]] = []
+    for _ in range(steps):
+        sizes = controller.propose(num_samples)
+        controller.observe(sizes, [size * cost for size, cost in zip(sizes, costs, strict=True)])
+        history.append(sizes)
+    return history
+
+
+def test_shares_are_even_until_something_was_measured_and_ideal_after() -> None:
+    controller = BalanceController(3, warmup=2)
+    history = measure(controller, [3.0, 1.0, 1.0], 70, 12)
+    # 2 to warm up, 3 that are measured; then the first device loses half of its 24, and 6 steps later the rest
+    assert history == [[24, 23, 23]] * 5 + [[12, 29, 29]] * 6 + [[10, 30, 30]]
+    assert controller.shares == pytest.approx([1 / 7, 3 / 7, 3 / 7])
+    assert controller.efficiency == pytest.approx(1.0)
+
+
+def test_a_gain_below_the_hysteresis_changes_nothing() -> None:
+    # even: the largest time is 52; best: 49 and 51 samples, 51.0; the gain of 1.9% is below 2%
+    assert measure(BalanceController(2, warmup=0), [1.04, 1.0], 100, 5)[-1] == [50, 50]
+    assert measure(BalanceController(2, warmup=0, hysteresis=0.001), [1.04, 1.0], 100, 5)[-1] == [49, 51]
+
+
+def test_one_slow_step_changes_nothing() -> None:
+    controller = BalanceController(2, warmup=0)
+    measure(controller, [1.0, 1.0], 100, 5)
+    assert not controller.observe([50, 50], [500.0, 50.0])
+    assert controller.propose(100) == [50, 50]
+
+
+def test_a_ragged_batch_is_not_measured() -> None:
+    controller = BalanceController(2, warmup=0)
+    measure(controller, [1.0, 1.0], 100, 3)
+    for _ in range(20):
+        controller.observe([1, 1], [10.0, 1.0])
+    assert controller.propose(100) == [50, 50]
+
+
+def test_times_that_scatter_change_nothing_by_accident() -> None:
+    # five medians of a device look a third slower than the other's, and may be off by more than that
+    assert relative_error([1.0, 2.0, 3.0, 4.0, 5.0]) == pytest.approx(1.2533 * 1.4826 / 5**0.5 / 3)
+    controller = BalanceController(2, warmup=0)
+    for slow, fast in [(1.0, 0.5), (2.0, 1.5), (3.0, 2.25), (4.0, 3.0), (5.0, 4.0)]:
+        assert not controller.observe([50, 50], [slow, fast])
+    steady = BalanceController(2, warmup=0)
+    assert [steady.observe([50, 50], [3.0, 2.25]) for _ in range(3)] == [False, False, True]
+
+
+def test_equal_devices_on_a_busy_machine_keep_their_shares() -> None:
+    """Half of the time is other programs' here; new shares at every step made a run five times as slow."""
+    noise = random.Random(0)
+    controller = BalanceController(2)
+    changes = 0
+    for _ in range(400):
+        sizes = controller.propose(64)
+        changes += controller.observe(sizes, [(0.01 + 0.001 * size) * noise.uniform(0.5, 1.5) for size in sizes])
+    assert changes <= 4
+    assert min(controller.propose(64)) >= 24
+
+
+def test_only_the_first_share_is_found_where_asked() -> None:
+    controller = BalanceController(3, warmup=0, only_first=True)
+    # the others are taken for as slow as the slowest of them: 4 samples a unit against 1 and 1
+    assert measure(controller, [0.25, 1.0, 0.5], 60, 5)[-1] == [40, 10, 10]
+
+
+def test_memory_is_balanced_by_bytes_and_limits() -> None:
+    controller = BalanceController(2, "memory", warmup=0, limit_bytes=[100.0, 100.0])
+    for _ in range(3):
+        controller.observe([20, 20], [1.0, 1.0], [20.0, 20.0], [60.0, 20.0])
+    # 60 + n = 20 + (40 - n): the root has no room for a sample before the other holds all 40
+    assert controller.propose(40) == [0, 40]
+
+
+def test_the_state_goes_through_a_checkpoint() -> None:
+    controller = BalanceController(3, warmup=0)
+    measure(controller, [3.0, 1.0, 1.0], 70, 9)
+    resumed = BalanceController(3)
+    assert resumed.load_state_dict(controller.state_dict())
+    assert resumed.propose(70) == [10, 30, 30]
+    assert resumed.state_dict() == controller.state_dict()
+    assert not BalanceController(2).load_state_dict(controller.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"objective": "speed"}, "objective=speed is unknown. Choose one of time, memory"),
+        ({"hysteresis": 1.5}, "hysteresis=1.5 is not a part"),
+    ],
+)
+def test_options_out_of_range_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        BalanceController(2, **options)
+
+
+def test_a_line_through_two_sizes_tells_what_is_fixed() -> None:
+    # 2 s for any chunk and 0.5 s per sample: 8 samples take 6 s, 16 take 10 s
+    assert fitted_times([(8, 6.0)], window=8) == (0.0, 0.75)
+    assert fitted_times([(8, 6.0), (16, 10.0)], window=8) == pytest.approx((2.0, 0.5))
+    # sizes too near each other say nothing: proportional to the newest
+    assert fitted_times([(16, 9.0), (17, 8.5)], window=8) == (0.0, 0.5)
+
+
+def test_no_device_loses_more_than_half_of_its_samples_at_once() -> None:
+    # 30 of 40 are to go, 20 may: two thirds of the way
+    assert cautious([40, 40], [10, 70]) == pytest.approx([20, 60])
+    assert cautious([40, 40], [30, 50]) == [30, 50]
+
+
+def test_equal_devices_whose_time_is_mostly_fixed_keep_even_shares() -> None:
+    """Before what is fixed was known, whoever had fewer samples looked slower per sample, and lost them all."""
+    noise = random.Random(0)
+    controller = BalanceController(2)
+    for _ in range(400):
+        sizes = controller.propose(64)
+        # 20 ms for any chunk, 0.1 ms per sample, a tenth of noise
+        seconds = [(0.02 + 0.0001 * size) * noise.uniform(0.9, 1.1) if size else 0.0 for size in sizes]
+        controller.observe(sizes, seconds)
+    assert min(controller.propose(64)) >= 16
+    assert controller.efficiency > 0.85
+
+
+def test_a_slower_device_is_found_though_much_of_its_time_is_fixed() -> None:
+    # 10 ms for any chunk; 1 ms and 3 ms per sample. Equal times of 64 samples: 10 + a = 10 + 3 (64 - a), a = 48
+    controller = BalanceController(2)
+    for _ in range(40):
+        sizes = controller.propose(64)
+        controller.observe(sizes, [0.01 + 0.001 * sizes[0], 0.01 + 0.003 * sizes[1]])
+    assert controller.propose(64)[0] == pytest.approx(48, abs=2)

@@ -1,0 +1,87 @@
+"""Sizes of every policy, worked out by hand and by laws that hold for all of them."""
+
+import itertools
+
+import pytest
+
+from evener.strategies import ConfigError
+from evener.strategies.batch.policies import Even, FirstChunk, Policy, Weighted, without_single_samples
+
+
+@pytest.mark.parametrize(
+    ("policy", "num", "expected"),
+    [
+        (Even(), 10, [3, 3, 2, 2]),
+        (Even(), 3, [1, 1, 1, 0]),
+        (Even(), 0, [0, 0, 0, 0]),
+        (FirstChunk(1), 10, [1, 3, 3, 3]),
+        (FirstChunk(1), 3, [0, 1, 1, 1]),
+        (FirstChunk(0), 10, [0, 4, 3, 3]),
+        (FirstChunk(2), 7, [1, 2, 2, 2]),
+        (Weighted((1, 0, 2, 2)), 10, [2, 0, 4, 4]),
+        (Weighted((1, 0, 2, 2)), 3, [1, 0, 1, 1]),
+        (Weighted((0.1, 0.2, 0.3, 0.4)), 10, [1, 2, 3, 4]),
+        (Weighted((1, 1, 1, 1)), 2, [1, 1, 0, 0]),
+    ],
+)
+def test_sizes_by_hand(policy: Policy, num: int, expected: list[int]) -> None:
+    assert policy.sizes(num, 4) == expected
+
+
+def test_every_policy_sums_to_the_batch_for_all_small_cases() -> None:
+    for num, parts in itertools.product(range(65), range(1, 5)):
+        policies = [Even(), *(FirstChunk(size) for size in range(5))]
+        policies += [Weighted(weights) for weights in itertools.product((0, 1, 2.5), repeat=parts) if any(weights)]
+        for policy in policies:
+            sizes = policy.sizes(num, parts)
+            assert (len(sizes), sum(sizes), min(sizes) >= 0) == (parts, num, True)
+
+
+def test_weighted_parts_are_within_one_sample_of_the_exact_share() -> None:
+    weights = (0.3, 1.7, 0, 4.1)
+    for num in range(200):
+        for size, weight in zip(Weighted(weights).sizes(num, 4), weights, strict=True):
+            assert abs(size - num * weight / sum(weights)) < 1
+
+
+def test_one_part_takes_the_whole_batch_whatever_the_first_chunk() -> None:
+    assert FirstChunk(2).sizes(7, 1) == [7]
+
+
+@pytest.mark.parametrize(
+    ("policy", "message"),
+    [
+        (FirstChunk(-1), "dp: gpu0_chunk=-1 is not a number of samples"),
+        (FirstChunk(1.5), "dp: gpu0_chunk=1.5 is not a number of samples"),  # pyright: ignore[reportArgumentType]  # the mistake
+        (Weighted((1, 2, 2)), "dp: weights has 3 entries for 2 devices"),
+        (Weighted((0, 0)), "dp: all weights are zero"),
+        (Weighted((1, -1)), "dp: a weight is negative, infinite or not a number"),
+        (Weighted((1, float("nan"))), "dp: a weight is negative, infinite or not a number"),
+        (Weighted((1, float("inf"))), "dp: a weight is negative, infinite or not a number"),
+    ],
+)
+def test_options_that_cannot_be_honoured_are_refused(policy: Policy, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        policy.verify(2, "dp")
+
+
+def test_a_first_chunk_above_the_even_share_is_refused() -> None:
+    FirstChunk(4).verify_batch(8, 2, "dp")
+    with pytest.raises(ConfigError, match=r"gpu0_chunk=5 is larger than an even share: 8 samples // 2 devices = 4"):
+        FirstChunk(5).verify_batch(8, 2, "dp")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        ([2, 1], [3, 0]),
+        ([1, 1, 1], [0, 3, 0]),
+        ([1, 1, 1, 1], [0, 2, 0, 2]),
+        ([4, 4, 1], [5, 4, 0]),
+        ([1], [1]),
+        ([1, 0], [1, 0]),
+        ([2, 2], [2, 2]),
+    ],
+)
+def test_single_samples_are_merged_into_other_parts(sizes: list[int], expected: list[int]) -> None:
+    assert without_single_samples(sizes) == expected

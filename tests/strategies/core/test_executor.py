@@ -1,0 +1,90 @@
+"""Pieces run in order or in threads, with the caller's modes, and errors name their piece."""
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from evener.strategies.core.executor import Executor, Piece
+
+CPU = torch.device("cpu")
+
+
+def pieces(*calls: Callable[[], Any]) -> list[Piece]:
+    return [Piece(CPU, f"chunk {i + 1} of {len(calls)}", call) for i, call in enumerate(calls)]
+
+
+def modes() -> tuple[Any, ...]:
+    return (
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.is_autocast_enabled("cpu"),
+        torch.get_autocast_dtype("cpu"),
+        threading.current_thread() is threading.main_thread(),
+    )
+
+
+@pytest.mark.parametrize("threads", [False, True])
+def test_results_come_in_order(threads: bool) -> None:
+    executor = Executor(threads)
+    assert executor.run(pieces(*(lambda i=i: i for i in range(5)))) == [0, 1, 2, 3, 4]
+    executor.shutdown()
+
+
+def test_cpu_pieces_run_in_order_in_the_callers_thread() -> None:
+    seen: list[int] = []
+    Executor().run(pieces(*(lambda i=i: seen.append(i) for i in range(3))))
+    assert seen == [0, 1, 2]
+    assert Executor().run(pieces(modes, modes))[1][-1]
+
+
+def test_threads_carry_the_callers_modes() -> None:
+    executor = Executor(threads=True)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        assert executor.run(pieces(modes, modes)) == [(False, False, True, torch.bfloat16, False)] * 2
+    with torch.inference_mode():
+        assert executor.run(pieces(modes, modes))[0][:3] == (False, True, False)
+    assert executor.run(pieces(modes, modes))[1][:3] == (True, False, False)
+    executor.shutdown()
+
+
+def failing(error: Exception) -> Callable[[], None]:
+    def fail() -> None:
+        raise error
+
+    return fail
+
+
+@pytest.mark.parametrize("threads", [False, True])
+def test_the_first_error_comes_back_with_its_type_chunk_and_device(threads: bool) -> None:
+    executor = Executor(threads)
+    with pytest.raises(ValueError, match=r"^bad label \[chunk 2 of 3 on cpu\]$"):
+        executor.run(pieces(lambda: 1, failing(ValueError("bad label")), failing(KeyError("later"))))
+    executor.shutdown()
+
+
+def test_an_error_without_a_plain_message_keeps_its_cause() -> None:
+    with pytest.raises(RuntimeError, match=r"OSError: \[Errno 5\] disk \[chunk 1 of 1 on cpu\]") as caught:
+        Executor().run(pieces(failing(OSError(5, "disk"))))
+    assert isinstance(caught.value.__cause__, OSError)
+
+
+def test_no_thread_runs_on_after_an_error() -> None:
+    done = threading.Event()
+    release = threading.Event()
+
+    def slow() -> None:
+        release.wait(5)
+        done.set()
+
+    def fail() -> None:
+        release.set()
+        raise ValueError("first")
+
+    executor = Executor(threads=True)
+    with pytest.raises(ValueError, match="first"):
+        executor.run(pieces(fail, slow))
+    assert done.is_set()
+    executor.shutdown()

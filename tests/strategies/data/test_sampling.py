@@ -1,0 +1,211 @@
+"""Which rank reads which sample: checked on plain integers, one simulated rank after the other."""
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, RandomSampler, Sampler
+
+from evener.strategies import ConfigError
+from evener.strategies.batch.policies import Weighted
+from evener.strategies.core.rng import random_state, seed_rank, set_random_state
+from evener.strategies.data.loaders import BatchSizeIs, RankLoaders, Stage, next_share, positions
+from evener.strategies.data.sampling import Divide, Share
+
+
+class Done:
+    def wait(self) -> bool:
+        return True
+
+
+def rank_loaders(rank: int, num_ranks: int, batch_size_is: BatchSizeIs = "per_device") -> RankLoaders:
+    return RankLoaders(rank, num_ranks, batch_size_is, lambda value: value, lambda values: Done())  # type: ignore[arg-type, return-value]
+
+
+def read(loader: Any, stage: Stage, num_ranks: int, batch_size_is: BatchSizeIs) -> list[list[tuple[Any, Share | None]]]:
+    """Every rank's batches with their shares; every rank starts from one random state, as under one seed."""
+    state = random_state()
+    ranks = []
+    for rank in range(num_ranks):
+        set_random_state(state)
+        own = rank_loaders(rank, num_ranks, batch_size_is).process(loader, stage)
+        ranks.append([(torch.as_tensor(batch).tolist(), next_share(own)) for batch in own])
+    return ranks
+
+
+def test_per_device_deals_whole_batches_and_splits_the_last() -> None:
+    first, second = read(DataLoader(range(21), 8), "train", 2, "per_device")  # type: ignore[arg-type]
+    assert first == [(list(range(8)), Share(8, 16)), ([16, 17, 18], Share(3, 5))]
+    assert second == [(list(range(8, 16)), Share(8, 16)), ([19, 20], Share(2, 5))]
+
+
+def test_global_divides_every_batch() -> None:
+    first, second = read(DataLoader(range(5), 4), "train", 2, "global")  # type: ignore[arg-type]
+    assert first == [([0, 1], Share(2, 4)), ([4], Share(1, 1))]
+    assert second == [([2, 3], Share(2, 4)), ([4], Share(0, 1))]  # a stand-in of weight zero
+
+
+@pytest.mark.parametrize("batch_size_is", ["per_device", "global"])
+@pytest.mark.parametrize("stage", ["train", "evaluate", "predict"])
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("num", [1, 2, 7, 21, 24])
+def test_every_sample_is_read_once(num: int, num_ranks: int, stage: Stage, batch_size_is: BatchSizeIs) -> None:
+    ranks = read(DataLoader(range(num), 4, shuffle=True), stage, num_ranks, batch_size_is)  # type: ignore[arg-type]
+    seen = [index for rank in ranks for batch, share in rank if share and share.num for index in batch]
+    assert sorted(seen) == list(range(num))
+    if stage == "train":
+        assert len({len(rank) for rank in ranks}) == 1, "every rank takes part in every step"
+        for step in zip(*ranks, strict=True):
+            assert sum(share.num for _, share in step if share) == step[0][1].total  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("batch_size_is", ["per_device", "global"])
+def test_positions_give_the_loaders_order_back(batch_size_is: BatchSizeIs) -> None:
+    parts: list[tuple[int, list[int]]] = []
+    for rank in range(3):
+        own = rank_loaders(rank, 3, batch_size_is).process(DataLoader(range(14), 4), "predict")  # type: ignore[arg-type]
+        batches = [batch.tolist() for batch in own]
+        parts += zip(positions(own) or [], batches, strict=True)
+    assert [index for _, batch in sorted(parts) for index in batch] == list(range(14))
+
+
+class Odd(Sampler[int]):
+    """A sampler of nobody's: draws from every global stream, at every index."""
+
+    def __init__(self) -> None:
+        self.epochs: list[int] = []
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epochs.append(epoch)
+
+    def __iter__(self) -> Iterator[int]:
+        left = list(range(9))
+        while left:
+            draw = int(torch.randint(9, ())) + int(np.random.randint(9)) + random.randrange(9)
+            yield left.pop(draw % len(left))
+
+
+class Pairs(Sampler[list[int]]):
+    """A batch sampler of nobody's: batches of unequal sizes."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        yield from ([5], [0, 1, 2], [3, 4], [8, 6, 7])
+
+    def __len__(self) -> int:
+        return 4
+
+
+def test_custom_samplers_keep_their_order_and_their_batches() -> None:
+    torch.manual_seed(0)
+    state = random_state()
+    loader: Any = DataLoader(range(9), 3, sampler=Odd())  # type: ignore[arg-type]
+    alone = [batch.tolist() for batch in loader]
+    set_random_state(state)
+    (one, three), (two, _) = read(loader, "evaluate", 2, "per_device")
+    assert [one[0], two[0], three[0] + _[0]] == alone
+    first, second = read(DataLoader(range(9), batch_sampler=Pairs()), "train", 2, "per_device")  # type: ignore[arg-type]
+    assert [batch for batch, _ in first] == [[5], [3, 4]]
+    assert [batch for batch, _ in second] == [[0, 1, 2], [8, 6, 7]]
+    assert [share for _, share in second] == [Share(3, 4), Share(3, 5)]
+
+
+def test_an_order_does_not_depend_on_what_a_rank_draws_in_between() -> None:
+    orders = []
+    state = random_state()
+    for rank in range(2):
+        set_random_state(state)
+        own = rank_loaders(rank, 2).process(DataLoader(range(9), 1, sampler=Odd()), "train")  # type: ignore[arg-type]
+        batches = []
+        for batch in own:
+            batches.append(batch.item())
+            torch.rand(rank + 1)  # dropout, say
+            random.random()
+        orders.append(batches)
+    assert sorted(orders[0] + orders[1][: 9 - len(orders[0])]) == list(range(9))
+
+
+def test_epochs_have_different_orders_and_reach_the_loaders_sampler() -> None:
+    torch.manual_seed(0)
+    own = rank_loaders(0, 2).process(DataLoader(range(50), 5, shuffle=True), "train")  # type: ignore[arg-type]
+    assert [b.tolist() for b in own] != [b.tolist() for b in own]
+    sampler = Odd()
+    own = rank_loaders(1, 2).process(DataLoader(range(9), 2, sampler=sampler), "train")  # type: ignore[arg-type]
+    own.batch_sampler.sampler.set_epoch(3)
+    assert sampler.epochs == [3]
+
+
+def test_keys_without_batches_are_dealt() -> None:
+    loader: Any = DataLoader(range(5), batch_size=None)  # type: ignore[arg-type]
+    first, second = read(loader, "evaluate", 2, "per_device")
+    assert [batch for batch, _ in first] == [0, 2, 4]
+    assert [batch for batch, _ in second] == [1, 3]
+    lists: Any = DataLoader(torch.arange(5), sampler=BatchSampler(range(5), 2, False), batch_size=None)  # type: ignore[arg-type]
+    first, second = read(lists, "train", 2, "global")
+    assert [batch for batch, _ in first] == [[0], [2], [4]]
+    assert [share for _, share in second] == [Share(1, 2), Share(1, 2), Share(0, 1)]
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        yield from range(5)
+
+
+def test_a_common_stream_is_divided() -> None:
+    first, second = read(DataLoader(Stream(), 4), "train", 2, "global")
+    assert first == [([0, 1], Share(2, 4)), ([4], Share(1, 1))]
+    assert second == [([2, 3], Share(2, 4)), ([4], Share(0, 1))]
+
+
+def test_a_loader_that_is_shared_already_stays_or_is_refused_by_name() -> None:
+    loader: Any = DataLoader(range(8), 2, sampler=DistributedSampler(range(8), 2, 0, shuffle=False))  # type: ignore[arg-type]
+    own = rank_loaders(0, 2).process(loader, "train")
+    assert [batch.tolist() for batch in own] == [[0, 2], [4, 6]]
+    assert next_share(own) is None
+    with pytest.raises(ConfigError, match="the loader's DistributedSampler gives each rank batches of its own"):
+        rank_loaders(0, 2, "global").process(loader, "train")
+
+
+def test_a_loader_is_not_cut_twice() -> None:
+    loader: Any = DataLoader(range(8), 2)  # type: ignore[arg-type]
+    once = rank_loaders(0, 2).process(loader, "train")
+    twice = rank_loaders(0, 2).process(once, "train")
+    assert [batch.tolist() for batch in twice] == [[0, 1], [4, 5]]
+    assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+
+
+def test_weights_change_at_an_agreed_batch() -> None:
+    divide = Divide()
+    units = iter([list(range(8))] * 3)
+    parts = divide.parts(units, 2)
+    assert [len(part) for part in next(parts)] == [4, 4]
+    divide.change(Weighted((3.0, 1.0)), at=2)
+    assert [[len(part) for part in step] for step in parts] == [[4, 4], [6, 2]]
+    with pytest.raises(AssertionError, match="global batch 1 is cut already"):
+        divide.change(Weighted((1.0, 1.0)), at=1)
+
+
+def test_ranks_draw_differently_and_the_same_again() -> None:
+    def draws(rank: int) -> tuple[float, float, float]:
+        torch.manual_seed(5)
+        random.seed(5)
+        np.random.seed(5)
+        seed_rank(rank)
+        return torch.rand(()).item(), random.random(), np.random.rand()
+
+    assert draws(0)[0] == torch.rand((), generator=torch.Generator().manual_seed(5)).item()
+    assert draws(1) == draws(1)
+    assert len({draw for rank in range(3) for draw in draws(rank)}) == 9
+
+
+def test_random_samplers_take_rank_0s_order() -> None:
+    torch.manual_seed(0)
+    expected = list(RandomSampler(range(6)))
+    torch.manual_seed(0)
+    state = (random_state(), None)
+    torch.manual_seed(99)  # this rank's own
+    own = RankLoaders(1, 2, "per_device", lambda value: state, lambda values: Done())  # type: ignore[arg-type, return-value]
+    loader: Any = own.process(DataLoader(range(6), 1, sampler=RandomSampler(range(6))), "train")  # type: ignore[arg-type]
+    assert list(loader.batch_sampler) == [[index] for index in expected[1::2]]

@@ -1,0 +1,114 @@
+"""How ranks end: nothing of torch's runs on while the interpreter is taken apart, and what was written is kept."""
+
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from torch.distributed import HashStore
+
+from evener.strategies.distributed import _coordinator as peers
+from evener.strategies.distributed._heartbeat import RANK_FAILED
+from evener.strategies.distributed.store import leave_store
+from evener.trainer.launch import worker
+
+SUPPORT = Path(__file__).parents[2] / "support"
+
+ENDING = """
+import atexit, os, sys, threading, time
+from datetime import timedelta
+from torch.distributed import TCPStore
+from evener.strategies.distributed.process_exit import end_process
+
+def write(name):
+    open(os.path.join(sys.argv[1], name), "w").write("written")
+
+def finish():
+    time.sleep(0.3)
+    write("thread")
+
+def ask(store):
+    while True:
+        store.set("key", "value")
+
+store = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=5), multi_tenant=True)
+for _ in range(4):
+    threading.Thread(target=ask, args=(store.clone(),), daemon=True).start()
+threading.Thread(target=finish).start()
+atexit.register(write, "atexit")
+sys.stdout.write("not flushed")
+{end}
+"""
+
+
+def end(folder: Path, statement: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", ENDING.replace("{end}", statement), str(folder)],
+        timeout=60, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("status", [0, 3])
+def test_a_process_ends_with_its_status_while_threads_are_in_native_code(tmp_path: Path, status: int) -> None:
+    # with sys.exit in its place this process aborts (SIGABRT, "terminate called without an active exception")
+    done = end(tmp_path, f"end_process({status})")
+    assert (done.returncode, done.stdout, done.stderr) == (status, "not flushed", "")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["atexit", "thread"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the threads of a process from /proc")
+def test_the_groups_threads_end_before_the_interpreter(tmp_path: Path) -> None:
+    subprocess.run(
+        [
+            sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone",
+            str(SUPPORT / "plain_script.py"), str(tmp_path / "log"), "threads",
+        ],
+        timeout=100, check=True,
+    )  # fmt: skip
+    for rank in range(2):
+        names = (tmp_path / f"log.threads{rank}").read_text().split()
+        assert not [name for name in names if "gloo" in name], names
+
+
+def test_the_stores_host_leaves_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, left = HashStore(), []
+    monkeypatch.setattr(peers, "_STORES", {(0, 2): store})
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+
+    def leave_late() -> None:
+        time.sleep(0.3)
+        left.append("rank 1")
+        store.set("left/0/1", "")
+
+    other = threading.Thread(target=leave_late)
+    other.start()
+    leave_store()
+    left.append("host")
+    other.join()
+    assert left == ["rank 1", "host"]
+
+
+@pytest.mark.parametrize("why", ["a rank has failed", "nobody leaves", "the launcher hosts the store"])
+def test_the_stores_host_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch, why: str) -> None:
+    waits: list[float] = []
+    monkeypatch.setattr(peers, "_STORES", {(0, 2): HashStore()})
+    monkeypatch.setattr(peers, "wait_for", lambda store, keys, timeout_s: waits.append(timeout_s))
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", str(why == "the launcher hosts the store"))
+    try:
+        if why == "a rank has failed":
+            RANK_FAILED.set()
+        leave_store()
+    finally:
+        RANK_FAILED.clear()
+    assert waits == ([3.0] if why == "nobody leaves" else [])
+
+
+def test_a_worker_ends_with_the_status_and_the_words_of_sys_exit(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for given, status in [(None, 0), (143, 143), ("no more data", 1)]:
+        monkeypatch.setattr(worker, "work", lambda _, given=given: sys.exit(given))
+        assert worker.exit_status("config.yaml") == status
+    assert capsys.readouterr().err == "no more data\n"

@@ -1,0 +1,125 @@
+"""`Trainer(strategy=DDPStrategy(), devices=2)` in a plain script starts its processes itself, and ends them."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from evener.strategies import ConfigError
+from evener.strategies.distributed import _script_launcher as script_launcher
+
+SCRIPT = Path(__file__).parents[2] / "support/plain_script.py"
+
+
+def test_a_plain_script_runs_once_and_sees_trained_weights(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), str(tmp_path / "log")], timeout=100, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    lines = (tmp_path / "log").read_text().splitlines()
+    assert len(lines) == 2
+    assert lines[0] == "before"
+    assert lines[1].split()[2:] == ["3.00", "0.0000"]
+
+
+@pytest.mark.parametrize(
+    ("fault", "told"),
+    [("fail", "rank 1 of a script"), ("hang", r"rank 1 is at step 0, plain_script.py:\d+ in training_step")],
+)
+def test_a_failing_rank_of_a_script_ends_it_with_its_traceback(tmp_path: Path, fault: str, told: str) -> None:
+    # 34 s: 3 until the first step, 3 until the timeout, 10 until all are gone, and the rest because machines of CI are
+    # slow; torch alone would wait 30 s more for a rank that hangs, which makes 37 on the fastest machine
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), str(tmp_path / "log"), fault],
+        timeout=34, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert re.search(told, done.stderr), done.stderr
+    assert (tmp_path / "log").read_text().splitlines() == ["before"]
+
+
+def test_a_rank_that_is_busy_while_another_is_killed_ends_with_it(tmp_path: Path) -> None:
+    # 28 s: 3 until the killing, 8 until the busy rank must go, and the rest because machines of CI are slow; torch
+    # alone would wait for 30
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), str(tmp_path / "log"), "busy"],
+        timeout=28, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert "process 1 terminated with signal SIGKILL" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("signum", "to", "status"),
+    [(signal.SIGTERM, "script", 143), (signal.SIGTERM, "rank0", 143), (signal.SIGTERM, "rank1", 143),
+     (signal.SIGINT, "script", 1)],
+)  # fmt: skip
+def test_a_signal_stops_a_script_and_its_ranks_at_one_step(tmp_path: Path, signum: int, to: str, status: int) -> None:
+    log = tmp_path / "log"
+    script = subprocess.Popen([sys.executable, str(SCRIPT), str(log), "long"], stderr=subprocess.PIPE, text=True)
+    try:
+        ranks = [wait_for_pid(Path(f"{log}.rank{rank}")) for rank in range(2)]
+        os.kill({"script": script.pid, "rank0": ranks[0], "rank1": ranks[1]}[to], signum)
+        _, errors = script.communicate(timeout=40)
+    finally:
+        script.kill()
+    assert script.returncode == status, errors
+    assert log.read_text() == "before\n"
+    stopped = [line.split() for line in Path(f"{log}.stopped").read_text().splitlines()]
+    assert sorted(int(pid) for pid, _ in stopped) == sorted(ranks)  # and not the script as well
+    assert len({step for _, step in stopped}) == 1
+    assert int(stopped[0][1]) >= 20
+    assert not any(Path(f"/proc/{rank}").exists() for rank in ranks)
+
+
+def wait_for_pid(path: Path) -> int:
+    deadline = time.monotonic() + 60
+    while not path.exists() or not path.read_text():
+        assert time.monotonic() < deadline, f"{path.name} was never written"
+        time.sleep(0.05)
+    return int(path.read_text())
+
+
+def run_guarded(tmp_path: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(SCRIPT.with_name("guarded_script.py")), str(tmp_path / "log"), *words],
+        timeout=100, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+
+
+@pytest.mark.slow  # three processes import torch, where forked ones share it
+def test_a_guarded_script_whose_processes_are_spawned_runs_once(tmp_path: Path) -> None:
+    done = run_guarded(tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "log").read_text().splitlines() == ["before", "after 3.00 0.0000"]
+
+
+def test_a_script_that_spawning_would_run_again_is_refused_at_once(tmp_path: Path) -> None:
+    done = run_guarded(tmp_path, "unguarded")
+    assert done.returncode == 1
+    told = (
+        r"ddp: line \d+ of guarded_script.py starts processes that import the script.*Put that line under `if __name__"
+    )
+    assert re.search(told, done.stderr), done.stderr
+    assert (tmp_path / "log").read_text().splitlines() == ["before"]
+
+
+def test_a_notebook_that_has_used_its_gpu_is_pointed_to_dp(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(script_launcher, "_IS_INTERACTIVE", True)
+    assert script_launcher.start_method(torch.device("cpu")) == "fork"
+    assert script_launcher.start_method(torch.device("cuda")) == "fork"
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    with pytest.raises(ConfigError, match=r"this notebook has used the GPU already.*Use strategy=dp"):
+        script_launcher.start_method(torch.device("cuda"))
+
+
+def test_importing_leaves_the_gpu_untouched() -> None:
+    code = "import torch, evener.trainer, evener.strategies; print(torch.cuda.is_initialized())"
+    done = subprocess.run([sys.executable, "-c", code], timeout=60, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"

@@ -1,0 +1,55 @@
+"""Ranks agree on the step to stop at: simulated in lockstep, with every pace at which threads may hear of it."""
+
+import itertools
+
+import pytest
+from torch.distributed import HashStore
+
+from evener.strategies.distributed._stop import Stopping
+
+
+def run_in_lockstep(asked: int, asked_at: int, heard_at: tuple[int, ...]) -> list[int]:
+    """Ranks in a row begin each step only after all have begun the one before, as the gradients' reduction has it.
+
+    Args:
+        asked: the rank that gets the signal.
+        asked_at: before which step.
+        heard_at: before which step each rank's thread listens for the first time.
+
+    Returns:
+        The step at which each rank stopped.
+    """
+    store = HashStore()
+    ranks = [Stopping(rank, len(heard_at), store) for rank in range(len(heard_at))]
+    stopped = [-1] * len(ranks)
+    for step in range(50):
+        for number, rank in enumerate(ranks):
+            if stopped[number] >= 0:
+                continue
+            if number == asked and step >= asked_at and not rank.armed:
+                rank.request(15)
+            if step >= heard_at[number]:
+                rank.listen(store)
+            if rank.armed and rank.due(step):
+                stopped[number] = step
+    return stopped
+
+
+@pytest.mark.parametrize("asked", [0, 1, 2])
+def test_all_ranks_stop_at_one_step(asked: int) -> None:
+    for heard_at in itertools.product(range(5), repeat=3):
+        stopped = run_in_lockstep(asked, 2, heard_at)
+        assert len(set(stopped)) == 1
+        assert 2 <= stopped[0] <= max(*heard_at, 2) + 3
+
+
+def test_nothing_is_asked_of_the_store_before_a_request() -> None:
+    rank = Stopping(0, 2, None)
+    assert not rank.armed
+
+
+def test_a_single_process_stops_at_once() -> None:
+    alone = Stopping()
+    alone.request(15)
+    assert alone.armed
+    assert alone.due(7)

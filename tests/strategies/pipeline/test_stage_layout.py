@@ -1,0 +1,110 @@
+"""Where a layout puts parts, inputs, outputs and optimizer state; `meta` stands for a second device."""
+
+from typing import Any
+
+import pytest
+import torch
+from parity import Net
+from test_model_parallel import CPU, META, DeepNet
+from torch import nn
+from torchmetrics import MeanMetric
+
+from evener.strategies import ModelParallelStrategy
+from evener.strategies.core.patching import replaced
+from evener.strategies.pipeline.base import state_to_parameters
+from evener.strategies.pipeline.layout import StageLayout
+from evener.strategies.pipeline.options import StageOptions
+
+
+def placed(devices: list[torch.device], **options: Any) -> tuple[DeepNet, StageLayout]:
+    module = DeepNet()
+    module.metric = MeanMetric()
+    layout = StageLayout(devices, StageOptions(**options))
+    layout.place(module)
+    return module, layout
+
+
+def test_parts_go_to_their_devices_and_what_has_no_parameters_to_the_meeting_device() -> None:
+    module, _ = placed([CPU, META], partition=["net.blocks.2"])  # meta is a device, too
+    where = {name: str(p.device) for name, p in module.named_parameters() if name.endswith("weight")}
+    assert where == {
+        "net.enter.weight": "cpu",
+        "net.blocks.0.linear.weight": "cpu",
+        "net.blocks.1.linear.weight": "cpu",
+        "net.blocks.2.linear.weight": "meta",
+        "net.blocks.3.linear.weight": "meta",
+        "net.leave.weight": "meta",
+    }
+    assert module.device == META
+    assert module.metric.device == META
+    assert module(torch.zeros(2, 4)).device == META
+
+
+def test_activations_are_profiled_on_the_modules_example() -> None:
+    class Example(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            sigmoids = [nn.Sigmoid() for _ in range(3)]
+            self.net = nn.Sequential(nn.Linear(4, 4), *sigmoids, *(nn.Linear(4, 4) for _ in range(3)))
+            self.example_input_array = torch.zeros(1000, 4)
+
+    def cut(**options: bool) -> list[int]:
+        layout = StageLayout([CPU, CPU], StageOptions(**options))
+        layout.place(Example())
+        assert layout.plan is not None
+        return list(layout.plan.stage_of.values())
+
+    assert cut() == [0, 0, 1, 1]
+    # tensors of 16 kB that backward keeps: input and three sigmoids' outputs; none; one; one
+    assert cut(profile_activations=True) == [0, 1, 1, 1]
+
+
+def test_outputs_meet_on_the_root_device_if_asked() -> None:
+    module, layout = placed([META, CPU], output_device="first")
+    assert (layout.meeting_device, module.device) == (META, META)
+
+
+def test_optimizer_state_is_restored_on_each_parameters_device() -> None:
+    parameters = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2, device=META))]
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer = torch.optim.AdamW(parameters)
+    optimizer.step()
+    strategy = ModelParallelStrategy(devices=[CPU, META])
+    strategy.optimizers = [torch.optim.AdamW(parameters)]
+    strategy.load_optimizer_state_dict({"optimizer_states": [optimizer.state_dict()]})
+    state = strategy.optimizers[0].state
+    assert [state[p]["exp_avg"].device.type for p in parameters] == ["cpu", "meta"]
+
+
+def test_optimizer_state_made_at_the_start_follows_its_parameter() -> None:
+    parameter = nn.Parameter(torch.ones(3, device=META))
+    optimizer = torch.optim.Adagrad([parameter])  # makes its state when it is made
+    optimizer.state[parameter]["sum"] = torch.ones(3)  # on the root device, where Lightning puts it
+    state_to_parameters(optimizer)
+    assert optimizer.state[parameter]["sum"].device == META
+    assert optimizer.state[parameter]["step"].device == CPU
+
+
+def test_a_loss_that_ddp_gets_by_calling_the_module_stays_on_the_root_device() -> None:
+    module, _ = placed([CPU, META])
+    with replaced(module, "forward", lambda: {"loss": torch.zeros(()), "logits": torch.zeros(2)}):
+        output = module()
+    assert (output["loss"].device, output["logits"].device) == (CPU, META)
+    # inside `training_step` it is brought there
+    strategy = ModelParallelStrategy([CPU, META])
+    strategy.layout.place(module)
+    output = strategy._training_step(lambda: {"loss": torch.ones((), device=CPU), "loss_weight": torch.ones(())})
+    assert (output["loss"].device, output["loss_weight"].device) == (CPU, CPU)
+
+
+def test_a_placement_by_hand_is_brought_back_in_the_next_run() -> None:
+    module, other = (nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)) for _ in range(2))
+    layout = StageLayout([CPU, CPU], StageOptions(partition="manual"))
+    layout._place_again(module)
+    assert layout._manual == dict.fromkeys(module.state_dict(), CPU)
+    layout._manual = dict.fromkeys(layout._manual, META)  # as if the user had put it there, and Lightning moved it away
+    with pytest.raises(RuntimeError, match="incompatible tensor type"):  # what torch says of going to meta in place
+        layout._place_again(module)
+    layout._place_again(other)  # another module is left where it is
+    assert set(layout._manual.values()) == {CPU}

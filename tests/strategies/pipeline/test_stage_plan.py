@@ -1,0 +1,221 @@
+"""Cutting modules into stages."""
+
+import random
+from itertools import combinations, pairwise
+
+import pytest
+import torch
+from torch import nn
+
+from evener.strategies import ConfigError
+from evener.strategies.pipeline._plan import auto_plan, balanced_cut, found_plan, named_plan, plan_table, verify_manual
+from evener.strategies.pipeline.module_parts import Part, find_parts, part_bytes
+
+CPU = torch.device("cpu")
+
+
+class Residual(nn.Sequential):
+    """A container whose forward adds its input: it must not be cut inside."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + super().forward(x)
+
+
+class Small(nn.Module):
+    """Four blocks between an embedding and a head."""
+
+    def __init__(self, tied: bool = False, width: int = 4) -> None:
+        super().__init__()
+        self.embed = nn.Linear(width, width, bias=False)
+        self.drop = nn.Dropout(0.1)
+        self.blocks = nn.ModuleList(Residual(nn.Linear(width, width), nn.ReLU()) for _ in range(4))
+        self.head = nn.Linear(width, width, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+
+
+class Wrapper(nn.Module):
+    """A module whose only child holds everything, with tensors of its own inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = Small()
+        self.model.register_buffer("mask", torch.ones(3))
+
+
+def names(parts: list[Part]) -> list[str]:
+    return [part.name for part in parts]
+
+
+def brute_force(costs: list[int], num_stages: int) -> int:
+    """The dearest stage of the best of all contiguous cuts."""
+    cuts = combinations(range(1, len(costs)), num_stages - 1)
+    edges = ([0, *cut, len(costs)] for cut in cuts)
+    return min(max(sum(costs[a:b]) for a, b in pairwise(e)) for e in edges)
+
+
+def test_parts_are_blocks_and_not_what_is_inside_them() -> None:
+    assert names(find_parts(Small())) == ["embed", "blocks.0", "blocks.1", "blocks.2", "blocks.3", "head"]
+
+
+def test_a_lone_child_is_opened_and_its_own_tensors_are_a_part() -> None:
+    parts = find_parts(Wrapper())
+    assert names(parts)[:3] == ["model", "model.embed", "model.blocks.0"]
+    assert [part.loose for part in parts[:3]] == [True, False, False]
+
+
+def test_parts_hold_every_tensor_once() -> None:
+    module = Wrapper()
+    held = [tensor for part in find_parts(module) for tensor in part.tensors]
+    assert {id(t) for t in held} == {id(t) for t in (*module.parameters(), *module.buffers())}
+    assert len(held) == len({id(t) for t in held})
+
+
+def test_a_torch_layer_with_children_is_one_part() -> None:
+    layer = nn.TransformerEncoderLayer(4, 2, 8)
+    assert names(find_parts(nn.Sequential(layer, nn.Linear(4, 4)))) == ["0", "1"]
+    encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+    assert names(find_parts(nn.ModuleDict({"net": encoder}))) == ["net.layers.0", "net.layers.1"]
+
+
+def test_lazy_parameters_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"Parameter 0\.weight has no shape yet"):
+        find_parts(nn.Sequential(nn.LazyLinear(3)))
+
+
+def test_part_bytes_by_hand() -> None:
+    weight, buffer = nn.Parameter(torch.zeros(10)), torch.zeros(3)
+    frozen = nn.Parameter(torch.zeros(5), requires_grad=False)
+    # 40 bytes: weight, gradient and two moments; 12 and 20 bytes once
+    assert part_bytes(Part("x", (weight, buffer, frozen), loose=False), optimizer_copies=2) == 4 * 40 + 12 + 20
+
+
+def test_cut_by_hand() -> None:
+    assert balanced_cut([1, 1, 1, 1], 2) == [2, 2]
+    assert balanced_cut([5, 1, 1, 1, 1], 2) == [1, 4]
+    assert balanced_cut([1, 2, 3, 4, 5], 3) == [3, 1, 1]  # 6, 4, 5
+    assert balanced_cut([9, 1, 1], 3) == [1, 1, 1]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_cut_equals_the_best_of_all_cuts(seed: int) -> None:
+    draw = random.Random(seed)
+    costs = [draw.randint(1, 10 ** draw.randint(1, 6)) for _ in range(draw.randint(2, 11))]
+    for num_stages in range(1, min(len(costs), 5) + 1):
+        sizes = balanced_cut(costs, num_stages)
+        assert sum(sizes) == len(costs)
+        assert min(sizes) >= 1
+        edges = [sum(sizes[:i]) for i in range(num_stages + 1)]
+        dearest = max(sum(costs[a:b]) for a, b in pairwise(edges))
+        assert dearest == brute_force(costs, num_stages)
+
+
+def test_auto_plan_by_hand() -> None:
+    # costs in parameters: embed 16, four blocks of 20, head 16: 56 on each side of the middle
+    plan = auto_plan(Small(), 2)
+    assert dict(plan.stage_of) == {"embed": 0, "blocks.0": 0, "blocks.1": 0, "blocks.2": 1, "blocks.3": 1, "head": 1}
+
+
+def test_tied_weights_stay_on_one_stage() -> None:
+    plan = auto_plan(Small(tied=True), 3)
+    assert plan.stage_of["head"] == plan.stage_of["embed"] == 0
+    named = named_plan(Small(tied=True), 2, ["blocks.2"])
+    assert (named.stage_of["head"], named.stage_of["blocks.3"]) == (0, 1)
+
+
+def test_loose_tensors_go_with_the_part_that_follows() -> None:
+    module = nn.Sequential(nn.Linear(2, 2), Wrapper())
+    plan = named_plan(module, 2, ["1.model.embed"])
+    assert (plan.stage_of["0"], plan.stage_of["1.model"]) == (0, 0)  # registered before the name
+    assert (plan.stage_of["1.model.embed"], plan.stage_of["1.model.head"]) == (1, 1)
+    auto = auto_plan(Wrapper(), 6)
+    assert auto.stage_of["model"] == auto.stage_of["model.embed"] == 0
+
+
+def test_activations_move_the_cut() -> None:
+    module = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(4)))  # 64 bytes each, 256 in training
+    assert list(auto_plan(module, 2).stage_of.values()) == [0, 0, 1, 1]
+    assert list(auto_plan(module, 2, activation_bytes={"0": 1000}).stage_of.values()) == [0, 1, 1, 1]
+
+
+def test_optimizer_copies_move_the_cut() -> None:
+    module = nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 4), nn.Linear(4, 8))
+    module[0].requires_grad_(requires_grad=False)
+    # frozen: 144 bytes; then 80 and 160 bytes once (SGD: twice, Adam: four times)
+    assert list(auto_plan(module, 2, optimizer_copies=0).stage_of.values()) == [0, 0, 1]
+    module[1].requires_grad_(requires_grad=False)
+    assert list(auto_plan(module, 2, optimizer_copies=2).stage_of.values()) == [0, 0, 1]
+
+
+def test_named_plan_by_hand() -> None:
+    plan = named_plan(Small(), 3, ["blocks.1", "head"])
+    assert list(plan.stage_of.values()) == [0, 0, 1, 1, 1, 2]
+
+
+def test_named_plan_opens_what_it_must() -> None:
+    plan = named_plan(Small(), 2, ["blocks.1.0"])
+    assert dict(plan.stage_of) == {
+        "embed": 0,
+        "blocks.0": 0,
+        "blocks.1.0": 1,
+        "blocks.2": 1,
+        "blocks.3": 1,
+        "head": 1,
+    }
+
+
+def test_unknown_name_lists_the_nearest() -> None:
+    with pytest.raises(ConfigError, match=r"has no module 'blocks\.9'; the nearest are blocks\.3, blocks\.2"):
+        named_plan(Small(), 2, ["blocks.9"])
+
+
+def test_wrong_number_of_names_is_refused_with_both() -> None:
+    with pytest.raises(ConfigError, match=r"has 1 names for 3 stages\. Give 2"):
+        named_plan(Small(), 3, ["head"])
+
+
+def test_names_out_of_order_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"blocks\.1 is registered before the name that precedes it"):
+        named_plan(Small(), 3, ["head", "blocks.1"])
+
+
+def test_an_empty_stage_is_refused() -> None:
+    with pytest.raises(ConfigError, match="leaves stage 0 without parameters"):
+        named_plan(Small(), 2, ["embed"])
+
+
+def test_more_stages_than_parts_are_refused_with_the_parts() -> None:
+    with pytest.raises(ConfigError, match="3 stages were asked for, and Sequential has 2 parts to spread: 0, 2"):
+        auto_plan(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)), 3)
+
+
+def test_manual_placement_that_is_not_finished_is_refused() -> None:
+    module = Small()
+    module.blocks[1].to("meta")
+    verify_manual(Small(), [CPU, CPU])
+    with pytest.raises(
+        ConfigError, match=r"manual: blocks\.1\.0\.weight on meta, blocks\.1\.0\.bias on meta; the devices .* cpu, cpu"
+    ):
+        verify_manual(module, [CPU, CPU])
+
+
+def test_table_by_hand() -> None:
+    module = Small(tied=True)
+    assert plan_table(module, named_plan(module, 2, ["blocks.2"]), [CPU, torch.device("cuda:1")]) == "\n".join(
+        [
+            "stage  device  modules                  parameters  bytes",
+            "0      cpu     embed, blocks.0-1, head  56          224",
+            "1      cuda:1  blocks.2-3               40          160",
+        ]
+    )
+
+
+def test_a_placement_by_hand_is_described() -> None:
+    module = Small()
+    module.blocks[2:].to("meta")
+    module.head.to("meta")
+    devices = [CPU, torch.device("meta")]
+    assert plan_table(module, found_plan(module, devices), devices).splitlines()[1:] == [
+        "0      cpu     embed, blocks.0-1  56          224",
+        "1      meta    blocks.2-3, head   56          224",
+    ]

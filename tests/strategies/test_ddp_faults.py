@@ -1,0 +1,185 @@
+"""Ranks that do not go together: the error names the rank and the place, within the timeout. Nothing hangs."""
+
+import os
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import pytest
+import torch.distributed as dist
+from distributed import RankError, run_ranks, run_ranks_unchecked
+from pytorch_lightning.callbacks import EarlyStopping
+from test_ddp import Net, Numbered, quiet_trainer
+from torch.distributed import HashStore
+from torch.utils.data import DataLoader
+
+from evener.strategies import DDPStrategy
+from evener.strategies.distributed import _heartbeat as watch
+from evener.strategies.distributed._stop import Stopping
+
+TIMEOUT_S = 3.0
+HANG_S = 10.0
+"""Seconds that a rank is away; it ends then, so that nothing waits for longer."""
+HARD_TIMEOUT_S = 20.0
+"""Seconds after which a rank is killed, and its exit code is not 1 but -9."""
+
+
+class Faulty(Net):
+    """Rank 1 does something else than rank 0 in step 2."""
+
+    def __init__(self, fault: Callable[["Faulty"], None]) -> None:
+        super().__init__()
+        self.fault = fault
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.global_rank == 1 and batch_idx == 2:
+            self.fault(self)
+        return super().training_step(batch, batch_idx)
+
+
+def hang(module: Faulty) -> None:
+    time.sleep(HANG_S)
+    os._exit(9)
+
+
+def fail(module: Faulty) -> None:
+    raise KeyError("only rank 1")
+
+
+def save(module: Faulty) -> None:
+    module.trainer.save_checkpoint("/dev/null")
+
+
+def die(module: Faulty) -> None:
+    os._exit(9)
+
+
+def log_another_key(module: Faulty) -> None:
+    module.log("another", 1.0, on_step=False, on_epoch=True, sync_dist=True)
+
+
+def _train(fault: Callable[[Faulty], None]) -> float:
+    trainer = quiet_trainer(DDPStrategy(timeout_s=TIMEOUT_S), 2, max_epochs=1)
+    trainer.fit(Faulty(fault), DataLoader(Numbered(), 2))
+    return 0.0
+
+
+def _never_join() -> None:
+    if os.environ["RANK"] == "1":
+        time.sleep(HANG_S)
+        os._exit(9)
+    _train(hang)
+
+
+FAULTS: dict[Callable[[Faulty], None], str] = {
+    hang: r"rank 1 is at step 2, test_ddp_faults.py:\d+ in hang",
+    fail: r"rank 1 failed with KeyError: 'only rank 1' \(test_ddp_faults.py:\d+, fail\)",
+    die: r"rank 1 is gone",
+    save: r"rank 1 is at step 2, test_ddp_faults.py:\d+ in save",
+    log_another_key: r"rank 1 logged 'another' with sync_dist=True in training_step, and rank 0 did not",
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+def test_a_rank_that_goes_its_own_way_is_named_by_the_others(fault: Callable[[Faulty], None]) -> None:
+    outcome = run_ranks_unchecked(_train, 2, fault, timeout_s=HARD_TIMEOUT_S)[0]
+    assert isinstance(outcome, RankError)
+    assert "exit code 1" in str(outcome).splitlines()[0], outcome
+    with pytest.raises(RankError, match=FAULTS[fault]):
+        raise outcome
+
+
+def test_a_rank_that_never_joins_is_named() -> None:
+    outcome = run_ranks_unchecked(_never_join, 2, timeout_s=HARD_TIMEOUT_S)[0]
+    with pytest.raises(RankError, match=rf"rank 1 did not join within {TIMEOUT_S:g} s \(1 of 2 did\)"):
+        raise outcome
+
+
+class Big:
+    """Something that a step holds, such as its activations."""
+
+
+class LocalStore(HashStore):
+    """A store that can be cloned, as those that ranks share can."""
+
+    def clone(self) -> Any:
+        return self
+
+
+def test_signs_of_life_keep_nothing_of_a_step_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "BEAT_S", 0.01)
+
+    def step() -> weakref.ref[Big]:
+        big = Big()
+        time.sleep(0.05)
+        return weakref.ref(big)
+
+    store = LocalStore()
+    signs = watch.Watch(store, 0, 1, Stopping(0, 1, store))
+    signs.start()
+    alive = [step()() is not None for _ in range(5)]
+    signs.end()
+    assert signs.beat.count > 5
+    assert "in step" in signs.beat.place
+    assert alive == [False] * 5
+
+
+class RankMetric(Net):
+    """Logs a metric that rises on rank 1 only."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        return
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("val", float(self.current_epoch) if self.global_rank == 1 else -float(self.current_epoch))
+
+
+def _healthy(folder: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    trainer = quiet_trainer(
+        DDPStrategy(timeout_s=20),
+        2,
+        max_epochs=10,
+        callbacks=[EarlyStopping("val", patience=2)],
+        num_sanity_val_steps=0,
+    )
+    trainer.fit(RankMetric(), DataLoader(Numbered(), 2), DataLoader(Numbered(), 2))
+    found["stopped at"] = trainer.current_epoch
+
+    names = ("all_reduce", "reduce", "broadcast", "barrier", "all_gather", "all_gather_object", "gather_object")
+    counts = dict.fromkeys((*names, "broadcast_object_list", "all_gather_into_tensor", "reduce_scatter_tensor"), 0)
+    originals = {name: getattr(dist, name) for name in counts}
+
+    def counted(name: str) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            counts[name] += 1
+            return originals[name](*args, **kwargs)
+
+        return call
+
+    class Counting(Net):
+        at: ClassVar[list[dict[str, int]]] = []
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            Counting.at.append(dict(counts))
+            return super().training_step(batch, batch_idx)
+
+    for name in counts:
+        setattr(dist, name, counted(name))
+    trainer = quiet_trainer(DDPStrategy(timeout_s=20), 2, max_epochs=1)
+    trainer.fit(Counting(), DataLoader(Numbered(210), 1))
+    for name, function in originals.items():
+        setattr(dist, name, function)
+    found["counted"] = (Counting.at[0], Counting.at[-1], len(Counting.at))
+
+    return found
+
+
+def test_ranks_stop_early_together_and_ordinary_steps_communicate_gradients_only(tmp_path: Any) -> None:
+    first, second = run_ranks(_healthy, 2, str(tmp_path), timeout_s=60)
+    assert first["stopped at"] == second["stopped at"] == 3
+    for rank in (first, second):
+        before, after, num_steps = rank["counted"]
+        assert num_steps == 105
+        assert before == after, "a collective was added to ordinary steps"

@@ -1,0 +1,625 @@
+"""What is particular to replicas: state, placement, counted copies, refused input. Parity is in test_parity.py."""
+
+import logging
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytorch_lightning as pl
+import torch
+import torchmetrics
+from parity import CASES, CLASSES, FEATURES, Case, Net, TokenNet, assert_equal, baseline, make_module, make_trainer, run
+from pytorch_lightning.plugins.precision import Precision
+from pytorch_lightning.trainer.states import TrainerFn
+from torch import Tensor, nn
+
+from evener.strategies import (
+    BalancedDataParallelStrategy,
+    ConfigError,
+    DataParallelStrategy,
+    SingleDeviceStrategy,
+    data_parallel,
+)
+from evener.strategies.batch.losses import chunk_losses
+from evener.strategies.batch.policies import Even, FirstChunk, Policy, Weighted
+from evener.strategies.ddp import RankReplicas
+from evener.strategies.replicas.layout import ReplicaLayout
+
+CPU = torch.device("cpu")
+
+
+class Step(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 1).double()
+
+    def training_step(self, x: Tensor) -> Tensor:
+        return self.linear(x).square().mean()
+
+
+def test_gradients_of_every_plan_equal_the_whole_batch() -> None:
+    """Pain 1: every batch of 1 to 64 samples, on 1 to 4 devices, under every policy."""
+    torch.manual_seed(0)
+    module, whole = Step(), torch.randn(64, 3, dtype=torch.float64)
+    for num_devices in range(1, 5):
+        layout = ReplicaLayout(module, [CPU] * num_devices)
+        policies: list[Policy] = [Even(), FirstChunk(0), FirstChunk(1), FirstChunk(5)]
+        policies += [Weighted((1, 7, 2, 1)[:num_devices]), Weighted((0, 4, 4, 0.5)[-num_devices:])]
+        for num in range(1, 65):
+            batch = whole[:num]
+            expected = torch.autograd.grad(module.training_step(batch), list(module.parameters()))
+            for policy in policies:
+                sizes = policy.sizes(num, num_devices)
+                chunks = batch.split(sizes)
+                outputs = layout.run("training_step", [((chunk,), {}) for chunk in chunks], sizes)
+                used = [size for size in sizes if size]
+                chunk_losses(outputs, chunks, used, "mean", "dp").combine(CPU).backward()
+                layout.sum_gradients()
+                for parameter, gradient in zip(module.parameters(), expected, strict=True):
+                    assert parameter.grad is not None
+                    assert (parameter.grad - gradient).abs().max() <= 1e-10, (num, num_devices, policy)
+                module.zero_grad()
+
+
+class Forms(nn.Module):
+    """Takes a batch in every form that a batch is passed in."""
+
+    def forward(self, x: Any = None, *, y: Tensor | None = None) -> Tensor:
+        if isinstance(x, dict):
+            return x["x"] * 2
+        if isinstance(x, tuple):
+            return x.x * 2  # pyright: ignore[reportAttributeAccessIssue]  # a namedtuple
+        return (x if y is None else y) * 2
+
+
+def test_no_batch_crashes_and_none_is_silently_evened() -> None:
+    """Pain 10: 1 to 8 samples, 1 to 4 devices, a first chunk of 0 to 4, in every form."""
+    from parity import Pair
+
+    for num_devices in range(1, 5):
+        for num in range(1, 2 * num_devices + 1):
+            x = torch.arange(num)
+            for chunk in range(5):
+                sizes = FirstChunk(chunk).sizes(num, num_devices)
+                assert sizes[0] == (num if num_devices == 1 else min(chunk, num // num_devices))
+                for inputs, kwargs in ((x, {}), ((), {"y": x}), ({"x": x}, {}), ((Pair(x, x),), {})):
+                    out = data_parallel(Forms(), inputs, ["cpu"] * num_devices, None, 0, kwargs, chunk_sizes=sizes)
+                    assert out.tolist() == (x * 2).tolist()
+
+
+def fit(module: pl.LightningModule, strategy: Any, case: Case = CASES["ragged"], **options: Any) -> pl.Trainer:
+    trainer = make_trainer(case, strategy, **{"devices": 3, "max_epochs": 1, **options})
+    trainer.fit(module, case.loader(), case.loader())
+    return trainer
+
+
+class Stateful(Net):
+    """Logs in every way, and counts with torchmetrics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        metric = torchmetrics.Accuracy("multiclass", num_classes=CLASSES)
+        self.accuracy = metric
+        self.collection = torchmetrics.MetricCollection(
+            {"f1": torchmetrics.F1Score("multiclass", num_classes=CLASSES, average="macro"), "acc": metric.clone()}
+        )
+        self.logits = torchmetrics.CatMetric()
+        self.batch_values: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        out = self(x)
+        loss = nn.functional.cross_entropy(out, y)
+        self.log("mean", out.mean())
+        self.log("sum", y.sum().float(), reduce_fx="sum", on_epoch=True)
+        self.log("max", out.max(), reduce_fx=torch.max, on_epoch=True)
+        self.log_dict({"number": float(len(x)), "loss": loss.detach()}, on_epoch=True)
+        self.accuracy(out, y)
+        self.log("accuracy", self.accuracy, on_step=True, on_epoch=True)
+        self.collection(out, y)
+        self.log_dict(self.collection, on_step=False, on_epoch=True)  # pyright: ignore[reportArgumentType]  # Lightning's
+        self.logits.update(out.detach())
+        return loss
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.batch_values.append(float(self.trainer.callback_metrics["accuracy_step"]))
+
+    def on_train_epoch_end(self) -> None:
+        self.seen = self.logits.compute()
+
+
+STATE_OPTIONS = {"log_every_n_steps": 1}
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        DataParallelStrategy,
+        lambda: BalancedDataParallelStrategy(gpu0_chunk=0),
+        lambda: DataParallelStrategy(threads=True),
+    ],
+)
+def test_logged_values_and_metrics_equal_one_device(strategy: Callable[[], Any]) -> None:
+    """Pain 11: 3 replicas; every value, of each step and of the epoch."""
+    case = CASES["ragged"]
+    expected, found = Stateful().double(), Stateful().double()
+    found.load_state_dict(expected.state_dict())
+    one = fit(expected, SingleDeviceStrategy(), devices=1, **STATE_OPTIONS)
+    three = fit(found, strategy(), case, **STATE_OPTIONS)
+    assert found.batch_values == expected.batch_values
+    torch.testing.assert_close(found.seen, expected.seen, rtol=0, atol=1e-10)
+    assert three.callback_metrics.keys() == one.callback_metrics.keys() >= {"f1", "acc", "accuracy_epoch", "sum_epoch"}
+    for name, value in one.callback_metrics.items():
+        if not name.startswith("number"):
+            torch.testing.assert_close(three.callback_metrics[name], value, rtol=0, atol=1e-6)
+
+
+class Unmergeable(torchmetrics.Metric):
+    full_state_update = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("middle", torch.zeros(()), dist_reduce_fx=torch.median)
+
+    def update(self, x: Tensor) -> None:
+        self.middle = x.median()
+
+    def compute(self) -> Tensor:
+        return self.middle
+
+
+def test_a_metric_that_cannot_be_merged_is_refused_by_name() -> None:
+    class WithMetric(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.metric = Unmergeable()
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            self.metric.update(batch[0])
+            return super().training_step(batch, batch_idx)
+
+    with pytest.raises(ConfigError, match="Unmergeable: its state 'middle' is neither summed"):
+        fit(WithMetric().double(), "dp", num_sanity_val_steps=0)
+
+
+def test_an_attribute_set_on_a_replica_warns_once_by_name() -> None:
+    """Pain 11."""
+
+    class Assigns(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            self.last_size = len(batch[0])
+            return super().training_step(batch, batch_idx)
+
+    module = Assigns().double()
+    with pytest.warns(UserWarning, match=r"dp: Assigns.last_size was assigned on a replica in training_step") as caught:
+        fit(module, "dp", max_epochs=2)
+    assert sum("was assigned" in str(warning.message) for warning in caught) == 1
+    assert module.last_size == 1  # the root's chunk of the last batch of 2
+
+
+def test_what_hooks_set_on_the_module_is_seen_by_every_replica() -> None:
+    class Annealed(Net):
+        temperature = 1.0
+
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            self.temperature = 1.0 + batch_idx
+            self.net[1].negative_slope = 0.1 * batch_idx
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.net[1] = nn.LeakyReLU()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.net(x) / self.temperature
+
+    case = Case(Annealed)
+    assert_equal(run(case, DataParallelStrategy(), devices=3), baseline(case), 1e-10)
+
+
+def test_replicas_are_whole_modules() -> None:
+    """Pain 34: `self.device`, `parameters()`, lists of layers, trainer and log work on every replica, silently."""
+    seen: list[tuple[Any, ...]] = []
+
+    class Curious(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = [self.net[0], self.net[2]]  # a plain list beside the registered modules
+            self.scales = nn.ParameterList([torch.ones(1)])
+            self.read_twice = self.read  # a bound method
+            self.net[0].register_forward_hook(self.hook)
+
+        def hook(self, layer: nn.Module, inputs: Any, output: Tensor) -> None:
+            assert layer is self.net[0]
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            assert self.layers[0] is self.net[0]
+            assert self.read_twice.__self__ is self
+            seen.append((self.device, sum(p.numel() for p in self.parameters()), len(self.scales), self.global_step))
+            return super().training_step(batch, batch_idx) * self.scales[0].squeeze()
+
+    module = Curious().double()
+    fit(module, "dp", max_steps=1)
+    count = sum(p.numel() for p in module.parameters())
+    assert seen == [(CPU, count, 1, 0)] * 3
+
+
+def test_a_module_with_a_lock_a_file_and_a_generator_trains(tmp_path: Path) -> None:
+    with (tmp_path / "file").open("w") as file:
+
+        class Holder(Net):
+            def __init__(self) -> None:
+                super().__init__()
+                self.lock, self.file, self.generator = threading.Lock(), file, (i for i in range(100))
+
+            def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+                with self.lock:
+                    self.file.write(f"{next(self.generator)} ")
+                return super().training_step(batch, batch_idx)
+
+        fit(Holder().double(), "dp", max_steps=2)
+    assert (tmp_path / "file").read_text() == "0 1 2 3 4 5 "
+
+
+class BatchNormNet(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(FEATURES, 8), nn.BatchNorm1d(8), nn.Linear(8, CLASSES))
+
+
+@pytest.mark.parametrize(("chunk", "rows"), [(None, slice(0, 2)), (0, slice(0, 4))])
+def test_batchnorm_statistics_are_those_of_the_first_chunk(chunk: int | None, rows: slice) -> None:
+    """Pain 11: the root's statistics survive, as in torch; where it has no sample, the first's that has."""
+    case = Case(BatchNormNet, num=4)
+    module = make_module(case)
+    features = module.net[0](next(iter(case.loader()))[0])[rows]
+    strategy = DataParallelStrategy() if chunk is None else BalancedDataParallelStrategy(gpu0_chunk=chunk)
+    fit(module, strategy, case, devices=2, limit_val_batches=0)
+    expected = 0.9 * torch.zeros(8) + 0.1 * features.mean(0)
+    torch.testing.assert_close(module.net[1].running_mean, expected.detach(), rtol=0, atol=1e-12)
+    assert module.net[1].num_batches_tracked == 1
+
+
+def test_batchnorm_never_gets_a_single_sample(caplog: pytest.LogCaptureFixture) -> None:
+    """Pain 10: batches of 4, 4 and 1 samples on 4 devices: chunks of one sample are merged, and the log says so."""
+    case = Case(BatchNormNet, num=10, batch_size=4)
+    with caplog.at_level(logging.INFO):
+        fit(make_module(case), "dp", case, devices=4)
+    assert caplog.text.count("chunks of one sample are merged into others") == 1
+
+
+def test_a_first_chunk_of_one_sample_with_batchnorm_is_refused() -> None:
+    with pytest.raises(ConfigError, match="gpu0_chunk=1 gives BatchNorm on the first device a single sample"):
+        fit(BatchNormNet().double(), BalancedDataParallelStrategy(gpu0_chunk=1))
+
+
+def test_parameters_are_copied_once_per_optimizer_step() -> None:
+    """Evaluation and accumulation copy nothing: 4 parameters × 2 other devices, once for each new set of weights."""
+    counts: list[int] = []
+
+    class Counter(pl.Callback):
+        def count(self, trainer: pl.Trainer, *_: Any) -> None:
+            assert isinstance(trainer.strategy, DataParallelStrategy)
+            assert trainer.strategy.layout is not None
+            counts.append(trainer.strategy.layout.replicas.num_copied_parameters)
+
+        on_train_batch_end = on_validation_batch_end = count
+
+    case = Case(num=24, trainer={"accumulate_grad_batches": 3, "num_sanity_val_steps": 0, "callbacks": [Counter()]})
+    fit(make_module(case), "dp", case)
+    training, validation = counts[:6], counts[6:]
+    # the start of training brings weights over (8); after the step of batches 1-3 they are copied once
+    assert training == [8, 8, 8, 16, 16, 16]
+    assert validation == [24] * 6
+
+
+def test_weights_written_through_data_are_copied_too() -> None:
+    """No version shows `parameter.data.copy_`, which moving averages use."""
+
+    class Average(pl.Callback):
+        def on_train_batch_end(self, trainer: pl.Trainer, module: Any, *_: Any) -> None:
+            for parameter in module.parameters():
+                parameter.data.mul_(0.9)
+
+        def on_validation_start(self, trainer: pl.Trainer, module: Any) -> None:
+            for parameter in module.parameters():
+                parameter.data.mul_(2)
+
+        def on_validation_end(self, trainer: pl.Trainer, module: Any) -> None:
+            for parameter in module.parameters():
+                parameter.data.div_(2)
+
+    case = Case(trainer={"callbacks": [Average()]})
+    assert_equal(run(case, DataParallelStrategy(), devices=3), baseline(case), 1e-10)
+
+
+def test_layers_that_are_unfrozen_while_training_are_trained() -> None:
+    class Unfreezing(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net[0].requires_grad_(False)
+
+        def on_train_epoch_start(self) -> None:
+            self.net[0].requires_grad_(self.current_epoch > 0)
+
+        def on_after_backward(self) -> None:
+            self.gradients.append(torch.stack([p.grad.sum() for p in self.net[2].parameters() if p.grad is not None]))
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    case = Case(Unfreezing)
+    assert_equal(run(case, DataParallelStrategy(), devices=2), baseline(case), 1e-10)
+
+
+class GatheredLoss(Net):
+    """Outputs of all replicas are joined on the root, and the loss is computed there, of the whole batch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return {"out": self(batch[0]), "y": batch[1], "name": "same for all"}
+
+    def training_step_end(self, outputs: Any) -> Tensor:
+        assert len(outputs["out"]) == len(outputs["y"])
+        contrast = outputs["out"] @ outputs["out"].T  # between samples of different chunks
+        return nn.functional.cross_entropy(outputs["out"], outputs["y"]) + 0.1 * contrast.square().mean()
+
+
+class LocalLoss(GatheredLoss):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step_end(super().training_step(batch, batch_idx))
+
+    training_step_end = None  # pyright: ignore[reportAssignmentType]  # one device needs none
+
+
+@pytest.mark.parametrize("num_devices", [1, 2, 3])
+def test_training_step_end_computes_the_loss_of_the_whole_batch(num_devices: int) -> None:
+    found = run(Case(GatheredLoss), DataParallelStrategy(), devices=num_devices)
+    assert_equal(found, baseline(Case(LocalLoss)), 1e-10)
+
+
+class BlockNet(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block1 = nn.Linear(FEATURES, 8)
+        self.block2 = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+        self.block3 = nn.Linear(8, CLASSES)
+        del self.net
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.block3(self.block2(self.block2(self.block1(x))))  # twice in one graph
+
+
+@pytest.mark.parametrize("num_devices", [1, 2, 4])
+def test_a_submodule_alone_is_replicated(num_devices: int) -> None:
+    case = Case(BlockNet)
+    module = BlockNet()
+    assert_equal(run(case, DataParallelStrategy(submodule="block2"), devices=num_devices), baseline(case), 1e-10)
+    assert "forward" not in vars(module.block2)
+
+
+def test_an_unknown_submodule_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"submodule='block9' is not a part of BlockNet. Its parts: block1, block2"):
+        fit(BlockNet().double(), DataParallelStrategy(submodule="block9"))
+
+
+def test_larger_outputs_stay_on_their_replica(caplog: pytest.LogCaptureFixture) -> None:
+    """Pain 9: only losses and scalars reach the root."""
+    received: list[set[str]] = []
+
+    class Returns(TokenNet):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return {**super().training_step(batch, batch_idx), "logits": self(batch[0])}
+
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            received.append(set(outputs))
+
+    with caplog.at_level(logging.INFO):
+        fit(Returns().double(), "dp")
+    assert received == [{"loss", "loss_weight", "accuracy"}] * 3
+    assert caplog.text.count("output 'logits' stays on its replica") == 1
+
+
+def test_devices_may_be_listed_by_name() -> None:
+    trainer = make_trainer(CASES["ragged"], "dp", devices=["cpu", "cpu"])
+    assert trainer.strategy.parallel_devices == [CPU, CPU]  # pyright: ignore[reportAttributeAccessIssue]  # ours
+    found = run(CASES["ragged"], "dp", devices=["cpu", "cpu"])
+    assert_equal(found, baseline(CASES["ragged"]), 1e-10)
+
+
+def test_a_checkpoint_of_replicas_is_a_checkpoint_of_the_module(tmp_path: Path) -> None:
+    module = make_module(CASES["ragged"])
+    fit(module, "dp").save_checkpoint(tmp_path / "dp.ckpt")
+    saved = torch.load(tmp_path / "dp.ckpt", weights_only=True)
+    assert list(saved["state_dict"]) == list(make_module(CASES["ragged"]).state_dict())
+    alone = make_module(CASES["ragged"])
+    make_trainer(CASES["ragged"], SingleDeviceStrategy(), devices=1, max_epochs=2).fit(
+        alone, CASES["ragged"].loader(), CASES["ragged"].loader(), ckpt_path=tmp_path / "dp.ckpt"
+    )
+    torch.testing.assert_close(
+        torch.cat([p.detach().flatten() for p in alone.parameters()]),
+        baseline(CASES["ragged"]).weights,
+        rtol=0,
+        atol=1e-10,
+    )
+
+
+@pytest.mark.parametrize("threads", [False, True])
+def test_an_error_in_a_replica_names_device_and_chunk(threads: bool) -> None:
+    class Fails(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            if self is not self.trainer.lightning_module:
+                raise KeyboardError("no such key")
+            return super().training_step(batch, batch_idx)
+
+    class KeyboardError(Exception):
+        pass
+
+    with pytest.raises(KeyboardError, match=r"no such key \[chunk 2 of 3, 1 of 4 samples, on cpu\]"):
+        fit(Fails().double(), DataParallelStrategy(threads=threads))
+
+
+class Batches(torch.utils.data.IterableDataset[Any]):
+    def __init__(self, batch: Any) -> None:
+        self.batch = batch
+
+    def __iter__(self) -> Any:
+        return iter([self.batch])
+
+
+X, Y = torch.randn(4, FEATURES, dtype=torch.float64), torch.tensor([0, 1, 2, 0])
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        (torch.tensor(1.0), "dp: a batch of type Tensor has no samples to split"),
+        ((X, Y[:3]), r"batch\[1\] has 3 rows in a batch of 4 samples"),
+        ((X, object()), r"batch\[1\] is a object, which can't be cut"),
+    ],
+)
+def test_batches_that_cannot_be_cut_are_refused(batch: Any, message: str) -> None:
+    loader = torch.utils.data.DataLoader(Batches(batch), batch_size=None)
+    with pytest.raises(ConfigError, match=message):
+        make_trainer(CASES["ragged"], "dp", devices=2, limit_val_batches=0).fit(Net().double(), loader, loader)
+
+
+class VectorLoss(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return nn.functional.cross_entropy(self(batch[0]), batch[1], reduction="none")
+
+
+class Manual(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+@pytest.mark.parametrize(
+    ("module", "strategy", "options", "message"),
+    [
+        (VectorLoss, DataParallelStrategy, {}, r"returned a loss of shape \(2,\) for a chunk of 2 samples"),
+        (Manual, DataParallelStrategy, {}, "dp: manual optimization .* Use strategy=ddp"),
+        (Net, DataParallelStrategy, {"loss_reduction": "max"}, "loss_reduction=max is unknown"),
+        (Net, BalancedDataParallelStrategy, {"gpu0_chunk": 3}, "gpu0_chunk=3 is larger than an even share: 4 samples"),
+        (Net, BalancedDataParallelStrategy, {"gpu0_chunk": -1}, "balanced_dp: gpu0_chunk=-1 is not a number of"),
+        (Net, BalancedDataParallelStrategy, {"gpu0_chunk": "half"}, "gpu0_chunk='half' is not a number of samples"),
+        (Net, BalancedDataParallelStrategy, {"weights": [1, 2, 3]}, "weights has 3 entries for 2 devices"),
+        (Net, BalancedDataParallelStrategy, {"weights": [0, 0]}, "all weights are zero"),
+        (Net, BalancedDataParallelStrategy, {"weights": [1, float("nan")]}, "negative, infinite or not a number"),
+        (Net, BalancedDataParallelStrategy, {"weights": "even"}, "weights=even is unknown"),
+        (Net, BalancedDataParallelStrategy, {"weights": [1, 1], "gpu0_chunk": 1}, "were both given"),
+        (Net, BalancedDataParallelStrategy, {"objective": "speed"}, "objective=speed is unknown"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused(module: Any, strategy: Any, options: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        fit(module().double(), strategy(**options), devices=2)
+
+
+def test_replicas_in_a_rank_point_to_ranks_of_one_device() -> None:
+    replicas = RankReplicas([torch.device("cpu")] * 2, Precision(), lambda: None)
+    trainer = make_trainer(CASES["ragged"], "auto", devices=1)
+    trainer.state.fn = TrainerFn.FITTING
+    with pytest.raises(ConfigError, match=r"ddp: manual optimization .* Use strategy.devices_per_process=1"):
+        replicas._verify(trainer, Manual())
+
+
+def test_sync_batchnorm_is_refused() -> None:
+    with pytest.raises(ConfigError, match="dp: sync_batchnorm=True synchronizes processes"):
+        make_trainer(CASES["ragged"], "dp", devices=2, sync_batchnorm=True)
+
+
+class Compiled(nn.Module):
+    """A module of which a part was wrapped in one of the ways that bind it to itself."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(3, 3), nn.Tanh())
+        before = self.net.forward
+        if way == "torch.compile":
+            self.net = torch.compile(self.net, backend="eager")  # pyright: ignore[reportAttributeAccessIssue]  # a module
+        elif way == "module.compile":
+            self.net.compile(backend="eager")
+        elif way == "closure":
+            self.net.forward = lambda x: before(x) * 2  # pyright: ignore[reportAttributeAccessIssue]  # as patches do
+
+    def step(self, x: Tensor) -> Tensor:
+        return self.net(x).sum()
+
+
+@pytest.mark.parametrize("way", ["plain", "torch.compile", "module.compile", "closure"])
+def test_a_replica_uses_its_own_parameters_however_it_is_wrapped(way: str) -> None:
+    layout = ReplicaLayout(Compiled(way), [CPU] * 2)
+    outputs = layout.run("step", [((torch.ones(2, 3),), {})] * 2, [2, 2])
+    torch.stack(outputs).sum().backward()
+    assert [[p.grad is not None for p in own] for own in layout.replicas.parameters()] == [[True, True]] * 2
+
+
+def test_a_layer_that_is_added_while_training_is_replicated() -> None:
+    class Growing(Net):
+        def on_train_epoch_start(self) -> None:
+            if self.current_epoch == 1:
+                layer = nn.Linear(CLASSES, CLASSES).double()
+                nn.init.eye_(layer.weight)
+                self.net.append(layer)
+                self.trainer.optimizers[0].add_param_group({"params": list(layer.parameters())})
+
+        def on_after_backward(self) -> None:
+            self.gradients.append(self.net[0].weight.grad.clone())
+
+    def fitted(strategy: Any, num_devices: int) -> Tensor:
+        torch.manual_seed(0)
+        module = make_module(Case(Growing))
+        fit(module, strategy, Case(Growing), devices=num_devices, max_epochs=2)
+        return torch.cat([p.detach().flatten() for p in module.parameters()])
+
+    torch.testing.assert_close(fitted("dp", 3), fitted(SingleDeviceStrategy(), 1), rtol=0, atol=1e-10)
+
+
+def test_a_step_that_does_not_log_reads_nothing_back() -> None:
+    """Law 3: no value is copied to the host, which would wait for the device."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    seen: list[str] = []
+    steps: list[list[str]] = []
+
+    class Spy(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    class Quiet(TokenNet):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = super().loss(batch)
+            return {"loss": loss, "loss_weight": batch[0].sum()}
+
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            seen.clear()
+
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            steps.append(list(seen))
+
+    module = Quiet().double()
+    module.configure_optimizers = lambda: torch.optim.SGD(module.parameters(), lr=0.1)  # Adam counts on the host
+    case = CASES["ragged"]
+    with Spy():
+        fit(module, "dp", case, limit_val_batches=0)
+    assert len(steps) == 3
+    for step in steps:
+        assert any("addmm" in name for name in step)
+        assert not [name for name in step if "_local_scalar_dense" in name]
+
+
+@pytest.mark.parametrize("threads", [False, True])
+def test_autocast_reaches_every_replica(threads: bool) -> None:
+    seen: list[torch.dtype] = []
+
+    class Seeing(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            seen.append(self(batch[0]).dtype)
+            return super().training_step(batch, batch_idx)
+
+    case = Case(Seeing, dtype=torch.float32, trainer={"precision": "bf16-mixed"})
+    fit(make_module(case), DataParallelStrategy(threads=threads), case, max_steps=1)
+    assert seen == [torch.bfloat16] * 3

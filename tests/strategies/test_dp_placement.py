@@ -1,0 +1,92 @@
+"""Everything that a replica uses is on its device: proved on fake devices, as repeated CPUs can't tell.
+
+What real accelerators add (streams, threads, transfers that do not wait) runs in the tests that need a GPU, below.
+"""
+
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import pytorch_lightning as pl
+import torch
+from parity import CASES, assert_equal, baseline, run
+from torch import Tensor, nn
+
+from evener.strategies import BalancedDataParallelStrategy, DataParallelStrategy
+from evener.strategies.batch.chunks import join, split
+from evener.strategies.core import executor
+from evener.strategies.pipeline.placement_check import FakeDevices
+from evener.strategies.replicas.layout import ReplicaLayout
+
+
+class Everything(pl.LightningModule):
+    """Tied weights, buffers, a plain tensor, a plain list, a recurrent module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
+        self.tied = nn.Linear(4, 4)
+        self.tied.weight = self.net[0].weight
+        self.recurrent = nn.LSTM(4, 4)
+        self.register_buffer("scale", torch.ones(3))
+        self.layers = [self.net[0]]
+        self.plain: Tensor | None = None
+
+    def step(self, batch: Any) -> Any:
+        x, names = batch
+        assert x.device == self.device
+        hidden = self.tied(self.layers[0](x)) + self.recurrent._flat_weights[0].sum()
+        out = self.net(hidden) * self.scale + self.plain + torch.ones(3, device=self.device)
+        return {"out": out, "names": names, "mean": hidden.mean()}
+
+
+@pytest.mark.filterwarnings("ignore:PyTorch was compiled without cuDNN")  # what a GPU that is not there lacks
+@pytest.mark.parametrize("second", ["cuda:1", "cpu"])
+def test_replicas_use_their_own_device_only(monkeypatch: pytest.MonkeyPatch, second: str) -> None:
+    monkeypatch.setattr(executor, "on_device", lambda *_: nullcontext())  # there is no such device to make current
+    sizes, devices = [2, 3], [torch.device("cuda", 0), torch.device(second)]
+    with FakeDevices(2) as fake:
+        module = Everything().to(devices[0]).eval()
+        module.plain = torch.ones(3).to(devices[0])
+        layout = ReplicaLayout(module, devices, threads=False)
+        with fake._fake:
+            batch = (fake.to_fake(torch.randn(5, 4), devices[0]), list("abcde"))
+            for _ in range(2):  # the second time with tensors that were refreshed
+                outputs = layout.run("step", [((chunk,), {}) for chunk in split(batch, sizes)], sizes)
+                layout.replicas.mark_changed()
+                layout.replicas.root.scale.add_(1)
+        assert [output["out"].device for output in outputs] == devices
+        replica = layout.replicas[1]
+        assert {tensor.device for tensor in (*replica.parameters(), *replica.buffers())} == {devices[1]}
+        assert (replica.device, replica.plain.device) == (devices[1],) * 2
+        joined = join(outputs, sizes, devices[0])
+    assert (joined["out"].device, joined["out"].shape, joined["names"]) == (devices[0], (5, 3), list("abcde"))
+    assert joined["mean"].device == devices[0]
+
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: this machine has none")
+
+
+@needs_gpu
+@pytest.mark.parametrize(
+    "name", ["ragged", "accumulation_with_a_short_tail", "loss_weight", "tied_frozen_parameter_list"]
+)
+@pytest.mark.parametrize("devices", [["cuda:0", "cuda:0"], ["cuda:0", "cpu"], ["cuda:0", "cuda:0", "cpu"]])
+def test_training_on_a_gpu_equals_one_device(name: str, devices: list[str]) -> None:
+    assert_equal(run(CASES[name], "dp", devices=devices), baseline(CASES[name]), 1e-8)
+
+
+@needs_gpu
+@pytest.mark.parametrize("policy", [{"gpu0_chunk": 1}, {"weights": [1, 2]}, {"weights": "auto"}])
+def test_balanced_training_on_a_gpu_equals_one_device(policy: dict[str, Any]) -> None:
+    strategy = BalancedDataParallelStrategy(devices=["cuda:0", "cuda:0"], **policy)
+    found = run(CASES["ragged"], strategy, accelerator="cuda", devices=1)
+    assert_equal(found, baseline(CASES["ragged"]), 1e-8)
+
+
+@needs_gpu
+def test_two_gpus_equal_one_device() -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs: this machine has one")
+    found = run(CASES["ragged"], DataParallelStrategy(), accelerator="cuda", devices=2)
+    assert_equal(found, baseline(CASES["ragged"]), 1e-8)

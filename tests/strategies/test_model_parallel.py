@@ -1,0 +1,305 @@
+"""strategy=model_parallel: placement, micro-batches, parity beyond test_parity.py, and refusals."""
+
+import logging
+import threading
+import weakref
+from functools import partial
+from typing import Any
+
+import pytest
+import pytorch_lightning as pl
+import torch
+from parity import Case, GroupsNet, Net, assert_equal, baseline, make_module, make_trainer, run
+from pytorch_lightning.plugins import MixedPrecision
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from torchmetrics import MeanMetric
+
+from evener.strategies import ModelParallelStrategy, SingleDeviceStrategy
+from evener.trainer import Trainer
+
+CPU, META = torch.device("cpu"), torch.device("meta")
+InOrder = partial(ModelParallelStrategy, deterministic=True)
+Threads = partial(ModelParallelStrategy, deterministic=False)
+
+
+def fit(case: Case, module: Net, strategy: Any, devices: int = 2, **options: Any) -> pl.Trainer:
+    """Fit only."""
+    trainer = make_trainer(case, strategy, devices=devices, **options)
+    trainer.fit(module, case.loader(), case.loader())
+    return trainer
+
+
+class Block(nn.Module):
+    """A residual block whose activation works in place on its input's copy."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+        self.activation = nn.ReLU(inplace=True)
+
+    def forward(self, x: Tensor, shift: Tensor | None = None) -> Tensor:
+        x = x + self.activation(self.linear(x))
+        return x if shift is None else x + shift
+
+
+class DeepNet(Net):
+    """Six parts; the first one's output goes to the last block, too, past those between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.ModuleDict({"enter": nn.Linear(4, 6)})
+        self.net["blocks"] = nn.ModuleList(Block(6) for _ in range(4))
+        self.net["leave"] = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = shift = self.net["enter"](x)
+        for index, block in enumerate(self.net["blocks"]):
+            x = block(x, shift=shift if index == 3 else None)
+        return self.net["leave"](x)
+
+
+class SquareNet(Net):
+    """Its head is tied to its first layer: stage 0 is used again at the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(4, 4), Block(4), Block(4), nn.Linear(4, 4))
+        self.net[3].weight = self.net[0].weight
+
+
+DEEP = Case(DeepNet, num=22, batch_size=5, trainer={"accumulate_grad_batches": 2, "gradient_clip_val": 0.1})
+
+
+@pytest.mark.parametrize("strategy", [InOrder, Threads])
+@pytest.mark.parametrize("num_microbatches", [1, 2, 3, 4])
+@pytest.mark.parametrize("num_stages", [1, 2, 3, 4])
+def test_deep_module_equals_one_device(num_stages: int, num_microbatches: int, strategy: Any) -> None:
+    found = run(DEEP, strategy(num_microbatches=num_microbatches), devices=num_stages)
+    assert_equal(found, baseline(DEEP), 1e-10)
+
+
+SQUARE = Case(SquareNet)
+
+
+@pytest.mark.parametrize("strategy", [InOrder, Threads])
+@pytest.mark.parametrize("output_device", ["last", "first"])
+def test_tied_weights_equal_one_device_and_the_way_back_is_told(strategy: Any, output_device: str) -> None:
+    tied = strategy(num_microbatches=3, output_device=output_device)
+    with pytest.warns(
+        UserWarning, match=r"net\.3 \(stage 0\) after stage 1\. .* 2 times instead of 1, brings 64 bytes"
+    ):
+        found = run(SQUARE, tied, devices=2)  # bytes: 2 samples of 4 float64
+    assert_equal(found, baseline(SQUARE), 1e-10)
+
+
+class CheckpointedNet(DeepNet):
+    """Its blocks are computed once more in backward: all four together, on two stages."""
+
+    reentrant = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        blocks = nn.Sequential(*self.net["blocks"])
+        x = self.net["enter"](x)
+        x = checkpoint(blocks, x, use_reentrant=self.reentrant) if self.training else blocks(x)
+        return self.net["leave"](x)
+
+
+class ReentrantNet(CheckpointedNet):
+    """The same, by torch's older way, whose backward runs a backward pass inside."""
+
+    reentrant = True
+
+
+@pytest.mark.timeout(60, method="thread")  # modules that were called in backward waited for a turn for ever
+@pytest.mark.parametrize("module", [CheckpointedNet, ReentrantNet])
+@pytest.mark.parametrize("num_stages", [2, 3])
+def test_activation_checkpointing_equals_one_device(num_stages: int, module: type[Net]) -> None:
+    case = Case(module)
+    assert_equal(run(case, Threads(num_microbatches=3), devices=num_stages), baseline(case), 1e-10)
+
+
+class BranchedNet(Net):
+    """Its first layer is used beside all others too: backward comes to stage 0 before it has left the last."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x) + self.net[0](x)[:, :3].tanh()
+
+
+@pytest.mark.timeout(60, method="thread")  # each micro-batch kept its stage, and waited for the other one's
+def test_a_backward_pass_that_branches_equals_one_device() -> None:
+    case = Case(BranchedNet)
+    with pytest.warns(UserWarning, match="stage 0"):  # the way back is told
+        found = run(case, Threads(num_microbatches=3), devices=2)
+    assert_equal(found, baseline(case), 1e-10)
+
+
+def scaled(dtype: torch.dtype = torch.float16) -> Any:
+    """float16 with a gradient scaler, on the CPU."""
+    return MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", init_scale=64.0))
+
+
+@pytest.mark.parametrize("strategy", [InOrder, Threads])
+def test_gradient_scaler_equals_one_device(strategy: Any) -> None:
+    case = Case(GroupsNet, dtype=torch.float32, num=22, trainer={"gradient_clip_val": 0.1})
+    one = run(case, SingleDeviceStrategy(), devices=1, plugins=[scaled()])
+    many = run(case, strategy(num_microbatches=2), devices=2, plugins=[scaled()])
+    assert (many.weights - one.weights).abs().max() < 2e-3  # of half precision
+    assert (many.weights - baseline(case).weights).abs().max() < 2e-2
+
+
+class Overflows(Net):
+    """The gradient of its first stage overflows in step 0."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        factor = float("inf") if self.global_step == 0 and batch_idx == 0 else 1.0
+        return loss + (self.net[0].weight * 0.0).sum() * factor
+
+
+def test_gradient_scaler_skips_the_step_of_all_stages_when_one_overflows() -> None:
+    case = Case(Overflows, dtype=torch.float32, num=4, trainer={"max_epochs": 1})
+    before = torch.cat([p.detach().flatten() for p in make_module(case).parameters()]).double()
+    plugin = scaled()
+    assert torch.equal(run(case, InOrder(num_microbatches=2), devices=2, plugins=[plugin]).weights, before)
+    assert plugin.scaler.get_scale() == 32.0
+
+
+class NormNet(Net):
+    """Batch statistics, which one sample has not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 3))
+
+
+def test_no_micro_batch_of_one_sample_where_batches_are_normalised() -> None:
+    # 3 samples in 3 micro-batches: 1 1 1 would fail; they are merged
+    run(Case(NormNet, num=3, batch_size=3), InOrder(num_microbatches=3), devices=2)
+
+
+class Logs(Net):
+    """Logs in every way; and a metric object."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean_y = MeanMetric()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        self.log("n", float(len(x)), reduce_fx="sum", on_step=False, on_epoch=True)
+        self.log("largest", x.max(), reduce_fx="max", on_step=False, on_epoch=True)
+        self.mean_y.update(y)
+        self.log("y", self.mean_y, on_step=False, on_epoch=True)
+        loss = self.loss(batch)
+        self.log("loss", loss, on_step=True, on_epoch=True, prog_bar=True)
+        return loss
+
+
+@pytest.mark.parametrize("strategy", [InOrder, Threads])
+def test_logged_values_are_those_of_the_whole_batch(strategy: Any) -> None:
+    case = Case(Logs)
+    found = run(case, strategy(num_microbatches=3), devices=2)
+    assert_equal(found, baseline(case), 1e-10)
+    assert float(found.metrics["n"]) == 10.0
+
+
+def test_the_plan_is_told_once_as_a_table(caplog: pytest.LogCaptureFixture) -> None:
+    table = """\
+stage  device  modules                    parameters  bytes
+0      cpu     net.enter, net.blocks.0-1  114         912
+1      cpu     net.blocks.2-3, net.leave  105         840"""
+    with caplog.at_level(logging.INFO):
+        module = make_module(DEEP)
+        trainer = fit(DEEP, module, InOrder())
+        trainer.test(module, DEEP.loader(), verbose=False)
+    told = [record.getMessage() for record in caplog.records if "stage  device" in record.getMessage()]
+    assert told == [f"DeepNet in 2 stages:\n{table}"]
+
+
+def test_fit_leaves_no_hook_no_thread_and_no_graph_behind() -> None:
+    module = make_module(DEEP)
+    outputs: list[Any] = []
+    module.net["leave"].register_forward_hook(lambda *args: outputs.append(weakref.ref(args[2])))
+    trainer = fit(DEEP, module, Threads(num_microbatches=2))
+    assert not any(output() is not None for output in outputs)
+    assert [len(part._forward_pre_hooks) for part in module.modules()] == [0] * len(list(module.modules()))
+    assert not [thread for thread in threading.enumerate() if "replica" in thread.name]
+    trainer.test(module, DEEP.loader(), verbose=False)
+
+
+def test_a_failure_in_a_micro_batch_names_it() -> None:
+    class Fails(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            if len(batch[0]) == 1:
+                raise ValueError("broken")
+            return super().training_step(batch, batch_idx)
+
+    with pytest.raises(ValueError, match=r"broken \[micro-batch 2 of 2, 1 of 3 samples, on cpu\]"):
+        run(Case(Fails, num=3, batch_size=3), InOrder(num_microbatches=2), devices=2)
+
+
+@pytest.mark.filterwarnings("ignore:`training_step` returned `None`")  # Lightning's; here it is on purpose
+def test_a_step_may_skip_the_whole_batch() -> None:
+    class Skips(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return None if batch_idx == 1 else super().training_step(batch, batch_idx)
+
+        def on_train_batch_end(self, *_: Any) -> None:
+            """Nothing to remember of a batch without loss."""
+
+    case = Case(Skips)
+    found = [make_module(case) for _ in range(2)]
+    fit(case, found[0], SingleDeviceStrategy(), devices=1)
+    fit(case, found[1], Threads(num_microbatches=2))
+    for one, many in zip(found[0].parameters(), found[1].parameters(), strict=True):
+        torch.testing.assert_close(many, one, rtol=0, atol=1e-10)
+
+
+class TwoDevices(Net):
+    """The classic module on two devices, placed by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential()
+
+    def configure_model(self) -> None:
+        if len(self.net):
+            return
+        first, second = self.trainer.strategy.process_devices
+        self.net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+        self.net[0].to(first)
+        self.net[2].to(second)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = self.trainer.strategy.process_devices
+        hidden = torch.tanh(self.net[0](x.to(first)))
+        return self.net[2](hidden.to(second)).to(x.device)
+
+
+def test_manual_placement_equals_one_device() -> None:
+    class Given(TwoDevices):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = make_module(Case()).net
+
+    module = Given().double()
+    fit(Case(), module, Threads(partition="manual", num_microbatches=2))
+    weights = torch.cat([p.detach().flatten() for p in module.parameters()])
+    assert (weights - baseline(Case()).weights).abs().max() < 1e-10
+
+
+def test_manual_module_is_made_in_configure_model_and_tested_after_fit() -> None:
+    torch.manual_seed(0)
+    module, case = TwoDevices(), Case()
+    trainer = fit(case, module, ModelParallelStrategy(partition="manual"))
+    assert len(trainer.test(module, case.loader(), verbose=False)) == 1
+
+
+def test_stock_trainer_takes_the_word_and_the_object() -> None:
+    expected = baseline(Case())
+    assert_equal(run(Case(), "model_parallel", pl.Trainer, devices=2), expected, 1e-10)
+    assert_equal(run(Case(), InOrder(devices=["cpu", "cpu"]), pl.Trainer, devices=1), expected, 1e-10)
+    assert type(Trainer(strategy="model_parallel", devices=2, accelerator="cpu", logger=False).strategy) is (
+        ModelParallelStrategy
+    )

@@ -1,0 +1,99 @@
+"""Start `train.py` in a process of its own, watch it, and leave nothing behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+
+ROOT = Path(__file__).parents[2]
+
+
+class Run:
+    """A running `train.py strategy=ddp devices=2` on the module of `launched.py`.
+
+    Args:
+        folder: for everything that it writes.
+        overrides: further words of the command line.
+        command: what runs `train.py`; python by default, torchrun where that is tested.
+        env: further environment variables.
+    """
+
+    def __init__(
+        self, folder: Path, overrides: list[str], command: list[str] | None = None, env: dict[str, str] | None = None
+    ) -> None:
+        self.folder = folder
+        self.record = folder / "record"
+        self.output = folder / "output"
+        words = [
+            *(command or [sys.executable]), str(ROOT / "train.py"), "strategy=ddp", "devices=2", "accelerator=cpu",
+            f"log_dir={folder}/logs", "data=none", "module._target_=launched.Told", f"+module.record={self.record}",
+            "trainer.max_epochs=3", "test_after_fit=false", "callbacks=none", *overrides,
+        ]  # fmt: skip
+        if not any(word.startswith("logger=") for word in overrides):
+            words.append("logger=none")
+        paths = os.pathsep.join([str(ROOT / "tests/support"), *filter(None, [os.environ.get("PYTHONPATH")])])
+        variables = {**os.environ, "PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": "", **(env or {})}
+        with open(self.output, "w") as output:
+            self.process = subprocess.Popen(
+                words, stdout=output, stderr=subprocess.STDOUT, env=variables, cwd=folder, start_new_session=True
+            )
+
+    def lines(self) -> list[tuple[int, int, int]]:
+        """(rank, pid, step) of every step begun so far."""
+        text = self.record.read_text() if self.record.exists() else ""
+        return [(int(a), int(b), int(c)) for a, b, c in (line.split() for line in text.splitlines())]
+
+    def wait_for_step(self, step: int, timeout_s: float = 90) -> None:
+        """Wait until both ranks have begun a step."""
+        deadline = time.monotonic() + timeout_s
+        while len({rank for rank, _, begun in self.lines() if begun >= step}) < 2:
+            assert self.process.poll() is None, self.output.read_text()
+            assert time.monotonic() < deadline, self.output.read_text()
+            time.sleep(0.05)
+
+    def pid_of(self, rank: int) -> int:
+        """The newest process of a rank."""
+        return [pid for number, pid, _ in self.lines() if number == rank][-1]
+
+    def wait(self, timeout_s: float) -> int:
+        """Wait for the end.
+
+        Returns:
+            The exit status, negative for a signal.
+        """
+        try:
+            return self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"still running after {timeout_s} s:\n{self.output.read_text()}") from None
+
+    def survivors(self) -> list[int]:
+        """Processes of this run that are alive, found by a file name that only they have on their command line."""
+        pids = {pid for _, pid, _ in self.lines()}
+        return [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie"]
+
+    def last_steps(self) -> dict[int, int]:
+        """The last step begun by each rank."""
+        return {rank: step for rank, _, step in self.lines()}
+
+
+@contextmanager
+def running(
+    folder: Path, *overrides: str, command: list[str] | None = None, env: dict[str, str] | None = None
+) -> Generator[Run]:
+    """Start a run, and end its processes whatever happens."""
+    run = Run(folder, list(overrides), command, env)
+    try:
+        yield run
+    finally:
+        for pid in {run.process.pid, *(pid for _, pid, _ in run.lines())}:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        run.process.wait()

@@ -1,0 +1,115 @@
+"""Gradients that are not finite, and memory that does not suffice."""
+
+from typing import Any
+
+import pytest
+import pytorch_lightning as pl
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from evener.strategies import ConfigError
+from evener.trainer import Trainer
+from evener.trainer.callbacks import DetectNonFinite
+from evener.trainer.loops.out_of_memory import DeviceOutOfMemory
+
+QUIET = {
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "accelerator": "cpu",
+    "devices": 1,
+    "strategy": "single_device",
+}
+
+
+class Fragile(pl.LightningModule):
+    """Four steps; the batch of step 2 holds a value that makes its gradient what it is told."""
+
+    def __init__(self, bad: float = 1.0, allocate: int = 10**9) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1, bias=False)
+        torch.nn.init.ones_(self.layer.weight)
+        self.bad = bad
+        self.allocate = allocate
+        self.seen: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.seen.append(self.layer.weight.item())
+        if len(batch[0]) > self.allocate:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 3 has ...")
+        return self.layer(batch[0]).mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.25, momentum=0.5)
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(TensorDataset(torch.tensor([[1.0], [1.0], [self.bad], [1.0]])), batch_size=1)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_a_bad_step_is_named(bad: float) -> None:
+    trainer = Trainer(max_epochs=1, detect_nonfinite="raise", **QUIET)
+    with pytest.raises(FloatingPointError, match=r"gradients of optimizer step 2 \(of layer\.weight\) are not finite"):
+        trainer.fit(Fragile(bad))
+    assert trainer.global_step == 2
+
+
+def test_a_skipped_step_leaves_weights_and_momentum() -> None:
+    module = Fragile(float("nan"))
+    trainer = Trainer(max_epochs=1, detect_nonfinite="skip_step", **QUIET)
+    trainer.fit(module)
+    # gradients of 1 and momentum 0.5: 1 - 0.25, then - 0.25 * 1.5, nothing, then - 0.25 * (1.5 / 2 + 1)
+    assert module.seen == [1.0, 0.75, 0.375, 0.375]
+    assert module.layer.weight.item() == 0.375 - 0.4375
+    assert trainer.global_step == 4
+    callback = next(cb for cb in trainer.callbacks if isinstance(cb, DetectNonFinite))  # type: ignore[attr-defined]
+    assert callback.num_skipped == 1
+
+
+@pytest.mark.parametrize("huge", [1e30, -1e30])
+def test_large_finite_gradients_pass(huge: float) -> None:
+    trainer = Trainer(max_epochs=1, detect_nonfinite="raise", **QUIET)
+    trainer.fit(Fragile(huge))
+    assert trainer.global_step == 4
+
+
+@pytest.mark.parametrize("off", ["off", False])
+def test_off_looks_at_nothing(off: Any) -> None:
+    module = Fragile(float("nan"))
+    trainer = Trainer(max_epochs=1, detect_nonfinite=off, **QUIET)
+    trainer.fit(module)
+    assert module.layer.weight.isnan().all()
+    assert not any(isinstance(cb, DetectNonFinite) for cb in trainer.callbacks)  # type: ignore[attr-defined]
+
+
+def test_an_unknown_word_is_refused() -> None:
+    with pytest.raises(ConfigError, match="detect_nonfinite=warn is unknown"):
+        Trainer(detect_nonfinite="warn", **QUIET)  # type: ignore[arg-type]
+
+
+def test_an_accelerator_notes_the_first_bad_step_and_is_read_where_the_host_waits() -> None:
+    callback = DetectNonFinite("raise")
+    callback._first_bad = torch.tensor(-1)
+    callback._read()
+    callback._first_bad = torch.tensor(5)
+    with pytest.raises(FloatingPointError, match="optimizer step 5 are not finite"):
+        callback.on_save_checkpoint(None, None, {})  # type: ignore[arg-type]
+
+
+def test_out_of_memory_names_device_samples_and_what_to_change() -> None:
+    trainer = Trainer(max_epochs=1, **QUIET)
+    with pytest.raises(DeviceOutOfMemory) as caught:
+        trainer.fit(Fragile(allocate=0))
+    message = str(caught.value)
+    assert "Out of memory on cuda:3, rank 0, in step 0: 1 samples at once" in message
+    assert "Make data.batch_size smaller" in message
+    assert "Tried to allocate 2.00 GiB" in message
+
+
+def test_out_of_memory_in_a_replica_names_its_chunk() -> None:
+    trainer = Trainer(max_epochs=1, **{**QUIET, "strategy": "dp", "devices": ["cpu", "cpu"]})
+    module = Fragile(allocate=1)
+    loader = DataLoader(TensorDataset(torch.ones(3, 1)), batch_size=3)
+    with pytest.raises(DeviceOutOfMemory, match=r"on cpu, rank 0, in step 0: chunk 1 of 2, 2 of 3 samples, peak"):
+        trainer.fit(module, loader)

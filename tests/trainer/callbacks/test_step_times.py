@@ -1,0 +1,81 @@
+"""Where the time of a step went, from clocks that the tests set."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from evener.trainer.callbacks.device_monitor import rank_times
+from evener.trainer.callbacks.step_times import DDPTimes, StepClock
+
+
+class Clock:
+    """Seconds that a test sets."""
+
+    def __init__(self) -> None:
+        self.s = 100.0
+
+    def __call__(self) -> float:
+        return self.s
+
+
+def test_step_times_are_means_per_optimizer_step() -> None:
+    now = Clock()
+    clock = StepClock(now)
+    clock.go()
+    for wait, compute in ((0.5, 1.0), (0.5, 2.0)):
+        now.s += wait
+        clock.start_batch()
+        now.s += compute
+        clock.end_batch(num_samples=8)
+    clock.pause()
+    now.s += 1000  # validation
+    clock.go()
+    times = clock.read(num_steps=2, data_wait_s=0.6)
+    assert times is not None
+    assert (times.step_ms, times.compute_ms, times.data_wait_ms) == pytest.approx((2000, 1500, 300))
+    assert times.samples_per_s == pytest.approx(16 / 4)
+    now.s += 5
+    later = clock.read(num_steps=1, data_wait_s=0.7)
+    assert later is not None
+    assert (later.step_ms, later.compute_ms, later.data_wait_ms) == pytest.approx((5000, 0, 100))
+    assert clock.read(num_steps=1, data_wait_s=0.7) is None
+    assert clock.seconds == pytest.approx(9)
+
+
+def test_communication_is_what_backward_does_not_hide() -> None:
+    class Wrapper:
+        data: dict[str, int] = {}  # noqa: RUF012
+
+        def _set_ddp_runtime_logging_sample_rate(self, every: int) -> None:
+            self.every = every
+
+        def _get_ddp_logging_data(self) -> dict[str, int]:
+            return self.data
+
+    wrapper: Any = Wrapper()
+    times = DDPTimes(wrapper, every=10)
+    assert wrapper.every == 10
+    assert times.exposed_communication_ms() is None
+    assert times.own_compute_s() is None
+    wrapper.data = {
+        "backward_comm_time": 9_000_000, "backward_compute_comm_overlap_time": 2_500_000,
+        "forward_compute_time": 1_000_000, "backward_compute_time": 3_000_000,
+    }  # fmt: skip
+    assert times.exposed_communication_ms() == 6.5
+    assert times.own_compute_s() == pytest.approx(0.004)
+
+
+def test_efficiency_is_the_mean_over_the_largest_time() -> None:
+    class TwoRanks:
+        root_device = torch.device("cpu")
+        global_rank, world_size = 0, 2
+
+        def reduce(self, places: torch.Tensor, reduce_op: str) -> torch.Tensor:
+            return places + torch.tensor([[0.0], [1.0]])  # what the other rank adds
+
+    ranks: Any = TwoRanks()
+    assert rank_times(ranks, 3.0) == {
+        "balance/time_s_0": 3.0, "balance/time_s_1": 1.0, "balance/efficiency": pytest.approx(2 / 3)
+    }  # fmt: skip
+    assert rank_times(ranks, None) == {}

@@ -1,0 +1,247 @@
+"""Checkpoints: names, which files are kept, and finding the newest."""
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytorch_lightning as pl
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from evener.strategies import ConfigError
+from evener.trainer import Trainer
+from evener.trainer.checkpoint._callback import Checkpoint
+from evener.trainer.checkpoint.file_io import CheckpointError, read, write
+from evener.trainer.checkpoint.find import find_newest, good_or_newest
+
+QUIET = {
+    "logger": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "accelerator": "cpu",
+    "devices": 1,
+    "strategy": "single_device",
+    "limit_val_batches": 1,
+}
+
+
+class Falling(pl.LightningModule):
+    """`val/loss` of the epochs is what it is told."""
+
+    def __init__(self, scores: list[float]) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 1)
+        self.scores = scores
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self.layer(batch[0]).square().mean()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val/loss", self.scores[self.current_epoch])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(TensorDataset(torch.ones(4, 2)), batch_size=2)
+
+    val_dataloader = train_dataloader
+
+
+def names(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+def test_names_are_valid_overrides_and_a_metric_with_a_slash_makes_no_directory(tmp_path: Path) -> None:
+    callback = Checkpoint(tmp_path, "{epoch}-val={val/loss:.2f}", monitor="val/loss")
+    Trainer(max_epochs=1, callbacks=[callback], **QUIET).fit(Falling([0.5]))
+    assert names(tmp_path) == ["0-val_0.50.ckpt", "last.ckpt"]
+    assert all(re.fullmatch(r"[A-Za-z0-9._-]+", name) for name in names(tmp_path))
+
+
+def test_best_k_are_kept_by_score(tmp_path: Path) -> None:
+    callback = Checkpoint(tmp_path, monitor="val/loss", save_top_k=2)
+    Trainer(max_epochs=4, callbacks=[callback], **QUIET).fit(Falling([0.5, 0.2, 0.9, 0.4]))
+    assert names(tmp_path) == ["epoch001-step000004.ckpt", "epoch003-step000008.ckpt", "last.ckpt"]
+    assert callback.best_model_path == str(tmp_path / "epoch001-step000004.ckpt")
+    assert torch.load(tmp_path / "last.ckpt", weights_only=True)["global_step"] == 8
+
+
+def test_two_triggers_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"every_n_steps=3 and interval_s=2\.0 were given"):
+        Checkpoint(every_n_steps=3, interval_s=2.0)
+
+
+def test_find_newest_looks_through_all_runs_of_an_experiment(tmp_path: Path) -> None:
+    assert find_newest(tmp_path) is None
+    for time, name in [(10, "a/checkpoints/last.ckpt"), (30, "b/checkpoints/last.ckpt"), (20, "c/checkpoints/x.ckpt")]:
+        path = tmp_path / name
+        write({"state_dict": {}}, path)
+        os.utime(path, (time, time))
+    assert find_newest(tmp_path) == tmp_path / "b/checkpoints/last.ckpt"
+
+
+class Noisy(Falling):
+    """A score that depends on the weights only, and training of 4 batches that changes them."""
+
+    def __init__(self) -> None:
+        super().__init__([])
+        self.validated: list[float] = []
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val/loss", (self.layer(batch[0]) - 1).abs().mean())
+
+    def on_validation_epoch_end(self) -> None:
+        self.validated.append(float(self.trainer.callback_metrics["val/loss"]))
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(TensorDataset(torch.ones(8, 2)), batch_size=2)
+
+
+def step_of(path: Path | str) -> int:
+    return read(path)["global_step"]
+
+
+TRIGGERS: dict[str, dict[str, Any]] = {
+    "steps": {"every_n_steps": 3},
+    "epochs": {"every_n_epochs": 1},
+    "time": {"interval_s": 0.0},
+}
+
+
+@pytest.mark.parametrize("trigger", TRIGGERS)
+@pytest.mark.parametrize("val_check_interval", [0.5, 1.0])
+def test_the_best_file_is_the_model_that_scored(trigger: str, val_check_interval: float, tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    callback = Checkpoint(tmp_path, monitor="val/loss", **TRIGGERS[trigger])
+    model = Noisy()
+    options = {**QUIET, "num_sanity_val_steps": 0, "val_check_interval": val_check_interval}
+    Trainer(max_epochs=3, callbacks=[callback], **options).fit(model)
+    validator = Trainer(callbacks=[callback], **QUIET)
+    score = callback.best_model_score
+    validator.validate(model, ckpt_path=callback.best_model_path, verbose=False)
+    assert score is not None
+    assert float(validator.callback_metrics["val/loss"]) == float(score)
+    scored = model.validated[:-1]
+    assert float(score) == min(scored)
+    assert len(set(scored)) > 2
+
+
+@pytest.mark.parametrize("trigger", TRIGGERS)
+def test_last_is_always_the_newest_and_no_link_dangles(trigger: str, tmp_path: Path) -> None:
+    seen: list[tuple[int, int]] = []
+
+    class Look(pl.Callback):
+        def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
+            newest = max(tmp_path.glob("*.ckpt"), key=step_of, default=None)
+            if newest is not None:
+                seen.append((step_of(tmp_path / "last.ckpt"), step_of(newest)))
+
+    callback = Checkpoint(tmp_path, monitor="val/loss", save_top_k=-1, **TRIGGERS[trigger])
+    Trainer(max_epochs=3, callbacks=[callback, Look()], **QUIET).fit(Noisy())
+    assert seen
+    assert all(last == newest for last, newest in seen)
+    assert step_of(callback.last_model_path) == 12
+
+
+def test_steps_are_counted_over_epochs(tmp_path: Path) -> None:
+    Trainer(max_epochs=3, callbacks=[Checkpoint(tmp_path, every_n_steps=5, save_top_k=-1)], **QUIET).fit(Noisy())
+    assert names(tmp_path) == ["epoch001-step000005.ckpt", "epoch002-step000010.ckpt", "last.ckpt"]
+
+
+def test_last_costs_no_second_file(tmp_path: Path) -> None:
+    Trainer(max_epochs=1, callbacks=[Checkpoint(tmp_path)], **QUIET).fit(Noisy())
+    assert os.path.samefile(tmp_path / "epoch000-step000004.ckpt", tmp_path / "last.ckpt")
+
+
+def test_the_best_score_survives_a_resume_into_a_new_directory(tmp_path: Path) -> None:
+    old, new = tmp_path / "old", tmp_path / "new"
+    first = Checkpoint(old, monitor="val/loss", save_top_k=2)
+    Trainer(max_epochs=2, callbacks=[first], **QUIET).fit(Falling([0.3, 0.1]))
+    before = {path: path.read_bytes() for path in old.iterdir()}
+
+    second = Checkpoint(new, monitor="val/loss", save_top_k=2)
+    scores = [0.3, 0.1, 0.9, 0.2, 0.8]
+    Trainer(max_epochs=5, callbacks=[second], **QUIET).fit(Falling(scores), ckpt_path=str(old / "last.ckpt"))
+    assert second.best_model_path == str(old / "epoch001-step000004.ckpt")
+    assert float(second.best_model_score or 0) == pytest.approx(0.1)
+    assert {path: path.read_bytes() for path in old.iterdir()} == before
+    assert names(new) == ["epoch003-step000008.ckpt", "last.ckpt"]
+
+
+def test_a_typo_in_monitor_fails_by_the_first_validation_with_a_usable_file(tmp_path: Path) -> None:
+    trainer = Trainer(max_epochs=5, callbacks=[Checkpoint(tmp_path, monitor="val/los")], **QUIET)
+    with pytest.raises(ConfigError, match=r"monitor=val/los was not logged. Logged so far: val/loss\."):
+        trainer.fit(Noisy())
+    assert trainer.global_step == 4
+    assert find_newest(tmp_path) == tmp_path / "last.ckpt"
+    trainer = Trainer(max_epochs=2, callbacks=[Checkpoint(tmp_path, monitor="val/loss")], **QUIET)
+    with pytest.warns(UserWarning, match="callbacks used to create the checkpoint"):  # the monitor has a new name
+        trainer.fit(Noisy(), ckpt_path=str(tmp_path / "last.ckpt"))
+    assert step_of(tmp_path / "last.ckpt") == 8
+
+
+def test_a_metric_of_later_validations_is_waited_for(tmp_path: Path) -> None:
+    callback = Checkpoint(tmp_path, monitor="val/loss", every_n_epochs=1)
+    Trainer(max_epochs=4, check_val_every_n_epoch=2, callbacks=[callback], **QUIET).fit(Falling([9, 0.4, 9, 0.5]))
+    assert names(tmp_path) == ["epoch001-step000004.ckpt", "last.ckpt"]
+
+
+def test_a_disk_that_fills_up_costs_the_new_file_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, fails = os.fsync, [False]
+
+    def fsync(file: int) -> None:
+        if fails[0]:
+            raise OSError(28, "No space left on device")
+        real(file)
+
+    class Fill(pl.Callback):
+        def on_train_epoch_start(self, trainer: pl.Trainer, *args: Any) -> None:
+            fails[0] = trainer.current_epoch == 1
+
+    monkeypatch.setattr("evener.trainer.checkpoint.file_io.os.fsync", fsync)
+    callback = Checkpoint(tmp_path, monitor="val/loss", on_error="warn")
+    Trainer(max_epochs=3, callbacks=[callback, Fill()], **QUIET).fit(Falling([0.5, 0.1, 0.9]))
+    assert names(tmp_path) == ["epoch000-step000002.ckpt", "last.ckpt"]
+    assert callback.best_model_path == str(tmp_path / "epoch000-step000002.ckpt")
+    assert float(callback.best_model_score or 0) == 0.5
+    assert step_of(tmp_path / "last.ckpt") == 6
+
+
+def test_saving_in_the_background_keeps_the_same_files(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"monitor": "val/loss", "save_top_k": 2, "async": True}
+    callback = Checkpoint(tmp_path, **options)
+    Trainer(max_epochs=4, callbacks=[callback], **QUIET).fit(Falling([0.5, 0.2, 0.9, 0.4]))
+    assert names(tmp_path) == ["epoch001-step000004.ckpt", "epoch003-step000008.ckpt", "last.ckpt"]
+    assert step_of(tmp_path / "last.ckpt") == 8
+
+
+def test_lightnings_own_trainer_can_save_with_it_and_read_its_files(tmp_path: Path) -> None:
+    callback = Checkpoint(tmp_path, monitor="val/loss")
+    stock = {**QUIET, "strategy": "auto"}
+    pl.Trainer(max_epochs=2, callbacks=[callback], **stock).fit(Falling([0.5, 0.2]))
+    assert names(tmp_path) == ["epoch001-step000004.ckpt", "last.ckpt"]
+    callbacks = [Checkpoint(tmp_path, monitor="val/loss")]
+    last = str(tmp_path / "last.ckpt")
+    Trainer(max_epochs=3, callbacks=callbacks, **QUIET).fit(Falling([0.5, 0.2, 0.1]), ckpt_path=last)
+    assert names(tmp_path) == ["epoch002-step000006.ckpt", "last.ckpt"]
+    pl.Trainer(max_epochs=4, callbacks=callbacks, **stock).fit(Falling([1, 1, 1, 0]), ckpt_path=last)
+    assert names(tmp_path) == ["epoch003-step000008.ckpt", "last.ckpt"]
+
+
+def test_a_torn_file_to_resume_from_is_replaced_by_the_newest_good_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    good, torn = tmp_path / "good.ckpt", tmp_path / "last.ckpt"
+    write({"state_dict": {}}, good)
+    assert good_or_newest(good) == good
+    torn.write_bytes(good.read_bytes()[:400])
+    assert good_or_newest(torn) == good
+    assert f"Instead of {torn}, training continues from {good}" in caplog.text
+    good.unlink()
+    (tmp_path / "another_run").mkdir()
+    write({"state_dict": {}}, tmp_path / "another_run" / "last.ckpt")
+    with pytest.raises(CheckpointError, match=r"last\.ckpt can't be used, and there is no good one beside it"):
+        good_or_newest(torn)

@@ -1,0 +1,263 @@
+"""Checkpoint files: whole or not at all, verified, plain data only; written in the background without losing any."""
+
+import errno
+import logging
+import os
+import pickle
+import random
+import resource
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from killing import in_child
+from lightning_fabric.plugins import TorchCheckpointIO
+from omegaconf import OmegaConf
+
+from evener.strategies import ConfigError
+from evener.trainer import Trainer
+from evener.trainer.checkpoint import file_io as checkpoint_io
+from evener.trainer.checkpoint._plain_data import to_plain
+from evener.trainer.checkpoint.file_io import (
+    CheckpointError,
+    VerifiedCheckpointIO,
+    read,
+    remove_leftovers,
+    verify,
+    write,
+)
+from evener.trainer.checkpoint.find import find_newest
+
+STATE = {"state_dict": {"weight": torch.arange(1000.0)}, "global_step": 7}
+
+
+class Bomb:
+    """Loading it with pickle makes a file."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> Any:
+        return os.system, (f"touch {self.marker}",)
+
+
+def save_forever(directory: Path, background: bool) -> None:
+    io = VerifiedCheckpointIO(background=background)
+    for step in range(1_000_000):
+        data = {"step": step, "weights": torch.full((20_000,), float(step))}
+        io.save_checkpoint(data, directory / f"{step % 3}.ckpt")
+        io.link_checkpoint(directory / f"{step % 3}.ckpt", directory / "last.ckpt")
+
+
+def kill_while_saving(directory: Path, background: bool, seed: int) -> int:
+    """Kill a process at a random instant of its saving; return the number of files it left."""
+    delay = random.Random(seed).uniform(0.02, 0.12)
+
+    def work() -> None:
+        signal.setitimer(signal.ITIMER_REAL, delay)
+        signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+        save_forever(directory, background)
+
+    assert in_child(work) == -signal.SIGKILL
+    files = list(directory.glob("*.ckpt"))
+    for file in files:
+        assert verify(file)
+        state = read(file)
+        assert bool((state["weights"] == state["step"]).all())
+    return len(files)
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_process_killed_while_saving_leaves_only_whole_files(background: bool, tmp_path: Path) -> None:
+    assert sum(kill_while_saving(tmp_path, background, seed) for seed in range(25)) > 25
+    remove_leftovers(tmp_path)
+    assert sorted(os.listdir(tmp_path)) == ["0.ckpt", "1.ckpt", "2.ckpt", "last.ckpt"]
+
+
+def test_a_file_survives_a_round_trip_and_torch_reads_it_too(tmp_path: Path) -> None:
+    write(STATE, tmp_path / "a.ckpt")
+    for loaded in (read(tmp_path / "a.ckpt"), torch.load(tmp_path / "a.ckpt", weights_only=True)):
+        assert loaded["global_step"] == 7
+        assert torch.equal(loaded["state_dict"]["weight"], STATE["state_dict"]["weight"])  # type: ignore[index]
+
+
+def test_every_truncation_is_told(tmp_path: Path) -> None:
+    write(STATE, tmp_path / "a.ckpt")
+    content = (tmp_path / "a.ckpt").read_bytes()
+    payload = len(content) - 48
+    for size in [0, 1, 40, 48, payload // 3, payload // 2, payload - 1]:
+        (tmp_path / "torn.ckpt").write_bytes(content[:size])
+        with pytest.raises(CheckpointError, match=r"torn\.ckpt is torn"):
+            read(tmp_path / "torn.ckpt")
+
+
+def test_one_altered_bit_is_told(tmp_path: Path) -> None:
+    write(STATE, tmp_path / "a.ckpt")
+    content = bytearray((tmp_path / "a.ckpt").read_bytes())
+    content[content.index(torch.tensor(500.0).numpy().tobytes())] ^= 1
+    (tmp_path / "altered.ckpt").write_bytes(content)
+    torch.load(tmp_path / "altered.ckpt", weights_only=True)  # torch does not notice
+    with pytest.raises(CheckpointError, match=r"altered\.ckpt has been altered"):
+        read(tmp_path / "altered.ckpt")
+
+
+def test_the_newest_good_file_is_found_and_the_torn_one_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write(STATE, tmp_path / "old.ckpt")
+    write(STATE, tmp_path / "new.ckpt")
+    os.utime(tmp_path / "old.ckpt", (10, 10))
+    os.truncate(tmp_path / "new.ckpt", 300)
+    with caplog.at_level(logging.WARNING):
+        assert find_newest(tmp_path) == tmp_path / "old.ckpt"
+    assert "new.ckpt is torn" in caplog.text
+
+
+@pytest.mark.parametrize("zipped", [False, True])
+@pytest.mark.parametrize("weights_only", [None, False])
+def test_a_pickle_bomb_is_refused_and_leaves_no_marker(zipped: bool, weights_only: bool | None, tmp_path: Path) -> None:
+    bomb = {"state_dict": {}, "callbacks": Bomb(tmp_path / "marker")}
+    if zipped:
+        torch.save(bomb, tmp_path / "bomb.ckpt")
+    else:
+        (tmp_path / "bomb.ckpt").write_bytes(pickle.dumps(bomb, protocol=2))
+    with pytest.raises(CheckpointError, match=r"bomb\.ckpt is refused.* \((posix|os)\.system\)"):
+        VerifiedCheckpointIO().load_checkpoint(tmp_path / "bomb.ckpt", weights_only=weights_only)
+    assert not (tmp_path / "marker").exists()
+
+
+def test_permission_to_run_code_changes_nothing_for_plain_data(tmp_path: Path) -> None:
+    write(STATE, tmp_path / "a.ckpt")
+    loaded = VerifiedCheckpointIO().load_checkpoint(tmp_path / "a.ckpt", weights_only=False)
+    assert torch.equal(loaded["state_dict"]["weight"], torch.arange(1000.0))
+
+
+def test_a_file_of_lightnings_is_read(tmp_path: Path) -> None:
+    TorchCheckpointIO().save_checkpoint(STATE, tmp_path / "a.ckpt")
+    assert not verify(tmp_path / "a.ckpt")
+    assert VerifiedCheckpointIO().load_checkpoint(tmp_path / "a.ckpt")["global_step"] == 7
+
+
+def test_configurations_become_plain_data_and_objects_among_them_text(caplog: pytest.LogCaptureFixture) -> None:
+    config = OmegaConf.create({"lr": 0.1, "sizes": [1, 2], "path": "${lr}"})
+    plain = to_plain({"hyper_parameters": {"cfg": config, "where": Path("a/b"), "loss": torch.nn.functional.relu}})
+    hyper = plain["hyper_parameters"]
+    assert hyper["cfg"] == {"lr": 0.1, "sizes": [1, 2], "path": 0.1}
+    assert type(hyper["cfg"]["sizes"]) is list
+    assert hyper["where"] == "a/b"
+    assert "function relu" in hyper["loss"]
+    assert "hyper_parameters.loss is stored as text" in caplog.text
+
+
+def test_an_object_in_the_state_is_named_when_it_is_saved() -> None:
+    with pytest.raises(ConfigError, match=r"entry callbacks\.Mine\.bomb is of type test_checkpoint_io\.Bomb"):
+        to_plain({"callbacks": {"Mine": {"bomb": Bomb(Path())}}})
+
+
+def test_a_save_in_the_background_holds_the_state_of_its_moment(tmp_path: Path) -> None:
+    io = VerifiedCheckpointIO(background=True)
+    weight = torch.zeros(1000)
+    for step in range(5):
+        weight.fill_(step)
+        io.save_checkpoint({"weight": weight, "tied": weight}, tmp_path / f"{step}.ckpt")
+        weight.fill_(-1)
+    io.teardown()
+    for step in range(5):
+        loaded = read(tmp_path / f"{step}.ckpt")
+        assert loaded["weight"].unique().tolist() == [step]
+        assert loaded["weight"].data_ptr() == loaded["tied"].data_ptr()
+
+
+def test_the_last_file_is_written_when_the_process_ends_at_once(tmp_path: Path) -> None:
+    def work() -> None:
+        io = VerifiedCheckpointIO(background=True)
+        io.save_checkpoint({"weight": torch.ones(1_000_000)}, tmp_path / "a.ckpt")
+
+    assert in_child(work) == 0
+    assert verify(tmp_path / "a.ckpt")
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_full_disk_keeps_the_old_file(background: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    old, new = tmp_path / "old.ckpt", tmp_path / "new.ckpt"
+    write(STATE, old)
+    before = old.read_bytes()
+    io = VerifiedCheckpointIO(background, on_error="warn")
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limit[1]))
+    try:
+        for target in (old, new):
+            io.save_checkpoint({"weight": torch.ones(100_000)}, target)
+        io.remove_checkpoint(old)  # it was to be replaced by the new one
+        io.wait()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        signal.signal(signal.SIGXFSZ, ignored)
+    assert old.read_bytes() == before
+    assert os.listdir(tmp_path) == ["old.ckpt"]
+    assert "new.ckpt could not be written (File too large); older files are intact. Training goes on" in caplog.text
+    assert io.take_failures() == ([str(old), str(new)], [str(old)])
+
+
+def test_an_error_stops_training_where_that_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    io = VerifiedCheckpointIO(background=True)
+    io.save_checkpoint(STATE, tmp_path / "a.ckpt")
+    io.wait()
+    monkeypatch.setattr(checkpoint_io.os, "fsync", full)
+    io.save_checkpoint(STATE, tmp_path / "a.ckpt")
+    with pytest.raises(CheckpointError, match=r"a\.ckpt could not be written \(No space left on device\)"):
+        io.teardown()
+    assert read(tmp_path / "a.ckpt")["global_step"] == 7
+    assert os.listdir(tmp_path) == ["a.ckpt"]
+
+
+def test_a_vanished_directory_is_made_again_and_a_file_in_its_place_is_told(tmp_path: Path) -> None:
+    io = VerifiedCheckpointIO()
+    io.save_checkpoint(STATE, tmp_path / "gone" / "a.ckpt")
+    assert verify(tmp_path / "gone" / "a.ckpt")
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match="could not be written"):
+        io.save_checkpoint(STATE, tmp_path / "file" / "a.ckpt")
+
+
+def test_leftovers_of_the_living_stay(tmp_path: Path) -> None:
+    path = checkpoint_io._temporary(tmp_path / "a.ckpt")
+    living = tmp_path / path.name.replace(f"-{os.getpid()}.", f"-{os.getppid()}.")
+    foreign = tmp_path / ".a.ckpt.another-host-1.tmp"
+    for file in (path, living, foreign):
+        file.touch()
+    remove_leftovers(tmp_path)
+    assert set(tmp_path.iterdir()) == {living, foreign}
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_an_address_is_written_read_copied_and_removed_where_it_points(
+    background: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # where `memory:/` would appear if the address were taken for a path
+    io = VerifiedCheckpointIO(background=background)
+    first, second = "memory://addresses/first.ckpt", "memory://addresses/second.ckpt"
+    io.save_checkpoint(STATE, first)
+    io.link_checkpoint(first, second)
+    io.remove_checkpoint(first)
+    assert io.load_checkpoint(second)["state_dict"]["weight"].sum() == 999 * 500
+    with pytest.raises(FileNotFoundError, match="first"):
+        io.load_checkpoint(first)
+    io.teardown()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_given_checkpoint_io_is_kept_and_the_default_is_verified() -> None:
+    given = TorchCheckpointIO()
+    quiet: dict[str, Any] = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False}
+    assert Trainer(plugins=[given], **quiet).strategy.checkpoint_io is given
+    assert type(Trainer(**quiet).strategy.checkpoint_io) is VerifiedCheckpointIO
+
+
+def test_storage_options_are_refused_as_by_lightnings_io(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="storage_options"):
+        VerifiedCheckpointIO().save_checkpoint(STATE, tmp_path / "a.ckpt", storage_options={})

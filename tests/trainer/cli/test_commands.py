@@ -1,0 +1,338 @@
+"""Every command of every page runs: in a short form here, and under `-m slow` as a user starts it."""
+
+import contextlib
+import importlib.util
+import json
+import math
+import os
+import re
+import runpy
+import shlex
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+from commands import PAGES, ROOT, commands, commands_of, overlooked, torchrun_options, unknown_extras, words_after
+from distributed import run_ranks
+from omegaconf import DictConfig, OmegaConf
+
+from evener.trainer import compose
+from evener.trainer.compare import compare
+from evener.trainer.compare.trial import CONFIG_FILE, Trial, read_trial, run_here
+
+COMMANDS = commands()
+
+CANNOT_RUN = {
+    "python3 -m venv .venv": "makes an environment; .ci/run runs it",
+    ". .venv/bin/activate": "belongs to the line before",
+    'pip install -c constraints.txt torch -e ".[examples]"': "needs a network",
+    'pip install -c constraints.txt torch -e ".[test]"': "needs a network; .ci/run runs it",
+    'pip install -e ".[examples]"': "needs a network",
+    'pip install torch==2.13.0 -e ".[test,third_party]"': "needs a network",
+    'pip install "evener[examples]"': "needs a network",
+    'pip install -e ".[slurm]"': "needs a network",
+    "ruff check . && ruff format --check . && basedpyright && pytest": "this test is a part of it; .ci/run runs it",
+    "pytest -m slow": "this test is a part of it",
+    "pytest -m slow tests/trainer/checkpoint/test_resume.py": "runs tests, as this does",
+    "pytest -m slow tests/trainer/test_third_party.py": "runs tests, as this does",
+    "python src/eval.py": "is lightning-hydra-template's",
+    "python train.py strategy=fsdp devices=8 accelerator=cuda": "needs GPUs",
+    "srun --ntasks-per-node=4 --nodes=2 python train.py strategy=ddp devices=4 num_nodes=2": "needs SLURM",
+    'srun python train.py strategy=ddp devices=4 resume=$([ "$SLURM_RESTART_COUNT" ] && echo last || echo null)': (
+        "needs SLURM"
+    ),
+    '[ $? -eq 138 ] && scontrol requeue "$SLURM_JOB_ID"': "needs SLURM",
+    "python train.py -m hydra/launcher=submitit_slurm hydra.launcher.nodes=2 hydra.launcher.tasks_per_node=4 "
+    "hydra.launcher.timeout_min=600 strategy=ddp devices=4 num_nodes=2 module.lr=0.1,0.01": (
+        "needs SLURM; tests/trainer/launch/test_slurm.py has stand-ins for its commands"
+    ),
+    "torchrun --nnodes=2 --node-rank=0 --nproc-per-node=2 --master-addr=10.0.0.1 --master-port=29500 --max-restarts=2 "
+    "train.py strategy=ddp num_nodes=2 devices=2": (
+        "needs two machines; tests/trainer/launch/test_two_machines.py makes them"
+    ),
+}
+"""Commands that can't run here, and why; they are composed or parsed instead."""
+
+RUNNABLE = [case for case in COMMANDS if case[1] not in CANNOT_RUN]
+TRAINING = [case for case in RUNNABLE if case[1].startswith("python train.py")]
+README_COMMANDS = commands_of((ROOT / "README.md").read_text(encoding="utf-8"))
+OTHER = [command for _, command in RUNNABLE if not command.startswith("python train.py")]
+
+MY_PROJECT = """
+from evener.examples.digits import DigitsClassifier, DigitsDataModule
+
+
+class MyModule(DigitsClassifier):
+    def __init__(self):
+        super().__init__()
+
+
+class MyData(DigitsDataModule):
+    pass
+"""
+WORKED_EXAMPLE = re.findall(
+    r"```python\n(.*?)```", (ROOT / "docs" / "adding_a_strategy.md").read_text(encoding="utf-8"), flags=re.DOTALL
+)[0]
+
+SHORT = [
+    "trainer.max_epochs=1", "trainer.limit_train_batches=2", "trainer.limit_val_batches=1",
+    "trainer.limit_test_batches=1", "trainer.num_sanity_val_steps=0",
+    "trainer.enable_progress_bar=false", "trainer.enable_model_summary=false",
+]  # fmt: skip
+SHORT_COMPARISON = ["compare.strategies=[dp]", "compare.steps=6", "compare.warmup_steps=1"]
+SHOWS = ("--help", "--cfg", "mode=compare", "mode=plan")
+"""Words of commands that train nothing, and leave no result."""
+
+
+def name(case: tuple[str, str]) -> str:
+    return " ".join(filter(None, [case[0] and "project:", case[1]]))
+
+
+# ---------------------------------------------------------------------------------------------- what the pages hold
+
+
+def test_no_command_stands_where_it_is_not_found() -> None:
+    found = {page.name: overlooked(page.read_text(encoding="utf-8")) for page in PAGES}
+    assert {page: lines for page, lines in found.items() if lines} == {}, "use a ```bash block"
+
+
+def test_a_new_command_is_found_wherever_it_stands() -> None:
+    page = (
+        "```bash\npython a.py \\\n    x=1  # why\n#SBATCH no\n```\ntext `python b.py y=2` text\n\n    pytest -m slow\n"
+    )
+    assert commands_of(page) == ["python a.py x=1", "pytest -m slow", "python b.py y=2"]
+    assert overlooked(page) == []
+    assert overlooked("```\npython c.py\n```\nor torchrun --nnodes=2 x.py") == [
+        "python c.py", "or torchrun --nnodes=2 x.py",
+    ]  # fmt: skip
+
+
+def test_commands_that_cannot_run_are_on_a_page() -> None:
+    assert set(CANNOT_RUN) - {command for _, command in COMMANDS} == set()
+
+
+def test_enough_commands_are_found() -> None:
+    assert len(TRAINING) > 35
+    assert len(OTHER) > 6
+
+
+# ------------------------------------------------------------------------------------- what can't run is looked at
+
+
+@pytest.mark.parametrize("command", CANNOT_RUN)
+def test_a_command_that_cannot_run_is_well_formed(command: str) -> None:
+    if command.startswith("torchrun"):
+        options = torchrun_options(command)
+        assert (options.nnodes, options.nproc_per_node, options.training_script) == ("2", "2", "train.py")
+    if "train.py" in command:
+        assert composed(words_after(command, "train.py")).strategy._target_.endswith("Strategy")
+    assert unknown_extras(command) == []
+    for path in re.findall(r"tests/\S+\.py", command):
+        assert "pytest.mark.slow" in (ROOT / path).read_text(encoding="utf-8")
+
+
+# ------------------------------------------------------------------------------------------- in short, in this process
+
+
+def shortened(words: list[str], cfg: DictConfig) -> list[str]:
+    """What is added to a command so that it is soon over."""
+    if "--help" in words or "--cfg" in words:
+        return []
+    added = [] if cfg.mode == "plan" and cfg.accelerator != "auto" else ["accelerator=cpu"]
+    if cfg.mode == "plan":
+        return added
+    if (num := num_processes(words, cfg)) > 1:
+        added.append(f"devices={num * devices_per_process(cfg)}")
+    return [*added, *SHORT, *(SHORT_COMPARISON if cfg.mode == "compare" else [])]
+
+
+def composed(words: list[str]) -> DictConfig:
+    """The configuration of a command, the first of a sweep's."""
+    given = [re.sub(r"=([^\[,]*),.*", r"=\1", word) for word in words if "=" in word and not word.startswith("hydra")]
+    return compose(given)
+
+
+def devices_per_process(cfg: DictConfig) -> int:
+    return cfg.strategy.get("model_parallel_size", cfg.strategy.get("devices_per_process", 1))
+
+
+def num_processes(words: list[str], cfg: DictConfig) -> int:
+    """Processes that a command is run in here: none but this one, or two where it starts some; one for a sweep."""
+    if not any(word.startswith("strategy=") and "ddp" in word for word in words) or cfg.mode == "plan":
+        return 0
+    return 1 if "-m" in words else 2
+
+
+def in_this_process(cfg: DictConfig, strategy: str, timeout_s: float) -> Trial:
+    """As `run_trial`, without a process of its own."""
+    folder = Path(cfg.run_dir)
+    folder.mkdir(parents=True)
+    (folder / CONFIG_FILE).write_text(OmegaConf.to_yaml(cfg, resolve=True), encoding="utf-8")
+    (folder / "outcome.json").write_text(json.dumps(run_here(folder / CONFIG_FILE)), encoding="utf-8")
+    return read_trial(folder, strategy, 0)
+
+
+def train_here(project: str, words: list[str]) -> None:
+    """Run a `train.py`, of this repository or of a project, as `python train.py` does."""
+    script = ROOT / project / "train.py"
+    status: Any = None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(script.parent))
+        patch.setattr(sys, "argv", [str(script), *words])
+        patch.delenv("HYDRA_FULL_ERROR", raising=False)
+        try:
+            runpy.run_path(str(script), run_name="__main__")
+        except SystemExit as exc:
+            status = exc.code
+    assert status in (None, 0), status
+
+
+def train_in_rank(home: Path, project: str, words: list[str]) -> None:
+    """The same under the environment of torchrun, where `train.py` is a worker and starts nothing."""
+    os.chdir(home)
+    train_here(project, words)
+
+
+def filled_in(words: list[str], train: Any) -> list[str]:
+    """Words with a real path for a place holder; a run comes first where one is to be resumed."""
+    if not any(word.startswith("resume=") for word in words):
+        return words
+    train()
+    (checkpoint,) = Path.cwd().rglob("last.ckpt")
+    return [re.sub(r"^resume=(<path>|logs/\.\.\..*)$", f"resume={checkpoint}", word) for word in words]
+
+
+def verify_results(home: Path, words: list[str]) -> None:
+    """A run leaves its metrics, each of them a number."""
+    results = [json.loads(file.read_text(encoding="utf-8")) for file in home.rglob("result.json")]
+    jobs = math.prod(len(word.partition("=")[2].split(",")) for word in words if "-m" in words and "=" in word)
+    assert len(results) >= jobs
+    for result in results:
+        assert result["metrics"] or "profile" in str(words) or "debug=fast" in words
+        assert all(math.isfinite(value) for value in result["metrics"].values())
+
+
+@pytest.mark.filterwarnings("ignore:You requested to overfit")  # Lightning's word on debug=overfit
+@pytest.mark.parametrize("case", TRAINING, ids=name)
+def test_command_runs_in_short(case: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    project, command = case
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(compare, "run_trial", in_this_process)
+    (tmp_path / "my_project.py").write_text(MY_PROJECT + WORKED_EXAMPLE, encoding="utf-8")
+    words = words_after(command, "train.py")
+    words = filled_in(words, lambda: train_here(project, ["accelerator=cpu", *SHORT]))
+    cfg = composed(words)
+    words += shortened(words, cfg)
+    if num := num_processes(words, cfg):
+        run_ranks(train_in_rank, num, tmp_path, project, words, timeout_s=90)
+    else:
+        train_here(project, words)
+    if not any(word in command for word in SHOWS):
+        verify_results(tmp_path, words)
+
+
+@pytest.mark.filterwarnings("ignore:html5lib's sanitizer is deprecated")  # TensorBoard's own use of it
+@pytest.mark.parametrize("command", OTHER)
+def test_other_commands_are_known(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    if "benchmarks/" in command:
+        (script,) = re.findall(r"benchmarks/\w+\.py", command)
+        source = (ROOT / script).read_text(encoding="utf-8")
+        options = [word for word in words_after(command, script) if word.startswith("--")]
+        assert [option for option in options if f'add_argument("{option}"' not in source] == []
+    elif command.startswith("torchrun"):
+        assert torchrun_options(command).training_script == "train.py"
+    elif command.startswith("tensorboard"):
+        importlib.import_module("tensorboard.program").TensorBoard().configure(argv=shlex.split(command))
+    elif command == "python docs/reference.py":
+        spec = importlib.util.spec_from_file_location("reference", ROOT / "docs" / "reference.py")
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        assert module.page().startswith("# Configuration reference")
+    else:
+        assert command.startswith("python -c ")
+        exec(words_after(command, "-c")[0], {})
+        assert capsys.readouterr().out.strip() in ("True", "False")
+
+
+# ------------------------------------------------------------------------------------------ as a user starts them
+
+SHORT_BENCHMARKS = {
+    "communication.py": ["--devices", "2"],
+    "data_parallel.py": ["--rounds", "2", "--layers", "10"],
+    "pipeline.py": ["--rounds", "1", "--steps", "2", "--batch", "64"],
+    "step_overhead.py": ["--rounds", "1", "--steps", "80"],
+    "uneven_ranks.py": ["--rounds", "1", "--steps", "10"],
+}
+"""Fewer rounds for measurements that take minutes."""
+
+
+def process(words: list[str], home: Path, timeout_s: float = 280) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(home), os.environ.get("PYTHONPATH", "")])}
+    return subprocess.run(
+        words, cwd=home, env=env, capture_output=True, text=True, timeout=timeout_s, check=False
+    )  # fmt: skip
+
+
+def limits(command: str, words: list[str]) -> list[str]:
+    """The README's commands run to their end; those of other pages, or with many processes, take a few batches."""
+    if any(word in command for word in SHOWS):
+        return []
+    return [] if command in README_COMMANDS and "devices=8" not in words else SHORT
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("case", TRAINING, ids=name)
+def test_command_runs_in_processes_of_its_own(
+    case: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    project, command = case
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my_project.py").write_text(MY_PROJECT + WORKED_EXAMPLE, encoding="utf-8")
+    python = [sys.executable, str(ROOT / project / "train.py")]
+    words = filled_in(words_after(command, "train.py"), lambda: process([*python, *SHORT], tmp_path))
+    done = process([*python, *words, *limits(command, words)], tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert any(word in command for word in SHOWS) or "run directory" in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("command", [c for c in OTHER if "benchmarks/" in c or c.startswith("torchrun")])
+def test_other_command_runs(command: str, tmp_path: Path) -> None:
+    words = [str(ROOT / word) if (ROOT / word).is_file() else word for word in shlex.split(command)]
+    more = [option for script, options in SHORT_BENCHMARKS.items() if script in command for option in options]
+    launcher = {"python": [sys.executable], "torchrun": [sys.executable, "-m", "torch.distributed.run"]}[words[0]]
+    done = process([*launcher, *words[1:], *more], tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.slow
+def test_tensorboard_shows_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "tensorboard --logdir logs" in OTHER
+    monkeypatch.chdir(tmp_path)
+    train_here("", ["accelerator=cpu", *SHORT])
+    with open(tmp_path / "output", "w") as output:
+        words = [sys.executable, "-m", "tensorboard.main", "--logdir", "logs", "--port", "0", "--host", "127.0.0.1"]
+        server = subprocess.Popen(words, cwd=tmp_path, stdout=output, stderr=subprocess.STDOUT)
+    try:
+        deadline = time.monotonic() + 60
+        while not (found := re.search(r"http://127\.0\.0\.1:\d+/", (tmp_path / "output").read_text())):
+            assert server.poll() is None, (tmp_path / "output").read_text()
+            assert time.monotonic() < deadline
+            time.sleep(0.2)
+        with urllib.request.urlopen(f"{found[0]}data/runs", timeout=30) as answer:
+            runs = json.loads(answer.read())
+        assert len(runs) == 1
+        assert runs[0].startswith("digits/single_device/")
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(server.pid, signal.SIGTERM)
+        server.wait(20)

@@ -1,0 +1,191 @@
+"""Values that no option can have are refused before anything is built, in one sentence that says what is allowed."""
+
+import errno
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import pytorch_lightning as pl
+from omegaconf import OmegaConf
+
+from evener.strategies import ConfigError, DDPModelParallelStrategy, DDPStrategy
+from evener.strategies.core.device_names import resolve_devices
+from evener.strategies.distributed.options import verify_backend
+from evener.strategies.pipeline.options import StageOptions
+from evener.trainer import Trainer
+from evener.trainer.checkpoint._callback import Checkpoint
+from evener.trainer.cli.main import explain
+from evener.trainer.cli.train import compose, default_run_dir, prepare, train
+from evener.trainer.config._option_values import allows, annotations, describe, verify_options
+from evener.trainer.config.checks import verify_checkpoint_path
+from evener.trainer.launch.launcher import launch
+
+MISTAKES = [
+    ("trainer.max_steps=two", r"trainer\.max_steps=two is not allowed\. Give a whole number\."),
+    ("trainer.max_epochs=1.5", r"trainer\.max_epochs=1\.5 is not allowed\. Give a whole number or null\."),
+    ("trainer.max_epochs=true", r"trainer\.max_epochs=true is not allowed"),
+    ("trainer.accumulate_grad_batches=-2", r"accumulate_grad_batches=-2 is too small\. Give 1 or more\."),
+    ("trainer.check_val_every_n_epoch=0", r"check_val_every_n_epoch=0 is too small\. Give 1 or more\."),
+    ("trainer.val_check_interval=0", r"val_check_interval=0 is too small\. Give more than 0\."),
+    ("trainer.gradient_clip_val=-1", r"gradient_clip_val=-1 is too small\. Give 0 or more\."),
+    ("trainer.deterministic=perhaps", r"deterministic=perhaps is not allowed\. Give true, false, warn or null\."),
+    ("trainer.enable_progress_bar=x", r"enable_progress_bar=x is not allowed\. Give true, false or null\."),
+    ("+trainer.strategy=ddp", r"trainer\.strategy would be lost.* Use strategy=<name>\."),
+    ("+trainer.logger=false", r"trainer\.logger would be lost.* Use logger=<name>, or logger=none\."),
+    ("precision=float8", r"precision=float8 is not allowed\. Give .*bf16-mixed.* or null\."),
+    ("num_nodes=0", r"num_nodes=0 is too small\. Give 1 or more\."),
+    ("seed=x", r"seed=x is not allowed\. Give a whole number or null\."),
+    ("seed=-1", r"seed=-1 is too small\. Give 0 or more\."),
+    ("seed=4294967296", r"seed=4294967296 is too large\. Give at most 4294967295, or null\."),
+    ("name=''", r"name='' names no folder within log_dir"),
+    ("name=../up", r"name='\.\./up' names no folder within log_dir"),
+    ("name=null", r"name=null is not allowed\. Give text\."),
+    ("run_dir=''", r"run_dir is empty\. Give the path of a directory\."),
+    ("compile=maybe", r"compile=maybe is not allowed\. Give true or false\."),
+    ("resume=true", r"resume=true is not allowed\. Give text or null\."),
+    ("devices=null", r"devices=None is no count\. Give a count"),
+    ("devices=1.5", r"devices=1\.5 is no count\. Give a count"),
+    ("launcher.max_restarts=-1", r"launcher\.max_restarts=-1 is too small\. Give 0 or more\."),
+    ("launcher.monitor_interval_s=0", r"launcher\.monitor_interval_s=0 is too small\. Give more than 0\."),
+    ("device_memory_gb=0", r"device_memory_gb=0 is too small\. Give more than 0\."),
+    ("compare.options=3", r"compare\.options=3 is not allowed\. Give a mapping\."),
+    ("data.batch_size=0", r"data\.batch_size=0 is too small\. Give 1 or more\."),
+    ("data.num_workers=-1", r"data\.num_workers=-1 is too small\. Give 0 or more\."),
+    ("module.lr=fast", r"module\.lr=fast is not allowed\. Give a number\."),
+    ("checkpoint.save_last=x", r"checkpoint\.save_last=x is not allowed\. Give true or false\."),
+    ("logger.flush_secs=x", r"logger\.flush_secs=x is not allowed\. Give a whole number\."),
+]
+
+
+@pytest.mark.parametrize(("override", "sentence"), MISTAKES, ids=[override for override, _ in MISTAKES])
+def test_a_value_that_is_not_allowed_is_refused_with_what_is(override: str, sentence: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        prepare(compose([override, *([] if override.startswith("run_dir") else [f"run_dir={tmp_path}"])]))
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "trainer.max_steps=2e3",
+        "trainer.max_time=00:01:00:00",
+        "trainer.deterministic=warn",
+        "trainer.detect_nonfinite=off",
+        "trainer.val_check_interval=0.25",
+        "precision=16",
+        "seed=null",
+        "monitor=null",
+        "name=a/b c",
+        "data.batch_size=auto",
+        "trainer.profiler=simple",
+    ],
+)
+def test_what_is_allowed_passes(override: str, tmp_path: Path) -> None:
+    prepare(compose([override, f"run_dir={tmp_path}"]))
+
+
+def test_a_name_of_digits_is_text_and_all_devices_are_auto(tmp_path: Path) -> None:
+    cfg = prepare(compose(["name=7", "devices=-1", f"run_dir={tmp_path}"]))
+    assert (cfg.name, cfg.devices, cfg.trainer.devices) == ("7", "auto", "auto")
+
+
+@pytest.mark.parametrize(
+    ("hint", "value", "fits"),
+    [
+        (int, 3, True),
+        (int, 3.0, True),  # 3e0 on the command line
+        (int, float("inf"), False),
+        (int, True, False),
+        (float, 3, True),
+        (bool, 1, False),
+        (str, 3, False),
+        (Path, "a", True),
+        (int | None, None, True),
+        (int, None, False),
+        (Literal["a", 16], 16, True),
+        (Literal["a", False], 0, False),
+        (Sequence[float], [1, 2.5], True),
+        (Sequence[float], [1, "x"], False),
+        (Sequence[str], "abc", False),
+        (tuple[int, ...], [1, 2], True),
+        (dict[str, Any], {"a": 1}, True),
+        (dict[str, Any], [1], False),
+        (pl.Callback, "early", False),
+        (pl.Callback, {"_target_": "some.Callback"}, True),
+        (Any, object(), True),
+    ],
+)
+def test_a_plain_value_fits_a_type(hint: Any, value: Any, fits: bool) -> None:
+    assert allows(hint, value) is fits
+
+
+def test_a_type_is_told_in_words() -> None:
+    assert describe(Sequence[float] | Literal["auto"] | None) == "a list (each a number), auto or null"
+    assert describe(int | float | bool) == "a number, true or false"
+
+
+def test_options_that_are_handed_on_have_the_types_of_those_who_take_them() -> None:
+    assert annotations(DDPStrategy)["timeout_s"] == (float, 1800.0)
+    assert annotations(DDPModelParallelStrategy)["num_microbatches"][0] is int
+    assert annotations(Trainer)["max_steps"] == (int, -1)
+
+
+class Theirs(pl.LightningModule):
+    """A module of a user, whose annotation is not meant strictly."""
+
+    def __init__(self, width: int = "wide") -> None:  # type: ignore[assignment]
+        super().__init__()
+        self.width = width
+
+
+def test_what_others_annotate_is_theirs() -> None:
+    verify_options("module", {"width": "wider"}, Theirs)
+
+
+def test_options_of_strategies_are_refused_from_python_too() -> None:
+    with pytest.raises(ConfigError, match=r"bucket_cap_mb=0 is no size\. Give MiB, more than 0"):
+        DDPStrategy(bucket_cap_mb=0)
+    with pytest.raises(ConfigError, match=r"find_unused_parameters=x is neither true nor false"):
+        DDPStrategy(find_unused_parameters="x")
+    with pytest.raises(ConfigError, match=r"backend=smoke is not in this build of torch\. Give .*gloo.*, or null"):
+        DDPStrategy(backend="smoke")
+    with pytest.raises(ConfigError, match=r"partition=3 is unknown\. Give auto, manual, or a list"):
+        StageOptions(partition=3)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ConfigError, match=r"every_n_steps=0 is too small\. Give more than 0, or null"):
+        Checkpoint(every_n_steps=0)
+    with pytest.raises(ConfigError, match=r"interval_s=-1 is too small"):
+        Checkpoint(interval_s=-1)
+    with pytest.raises(ConfigError, match=r"devices=None is no count"):
+        resolve_devices(None)  # pyright: ignore[reportArgumentType]
+    verify_backend("cpu:gloo")
+
+
+def test_a_strategy_of_one_process_refuses_several_nodes(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"num_nodes=2 and this strategy runs in one process.*such as strategy=ddp"):
+        launch(prepare(compose(["num_nodes=2", f"run_dir={tmp_path}"])))
+
+
+def test_a_directory_is_no_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"is a directory\. Give a file in it, such as last\.ckpt, or resume=last"):
+        verify_checkpoint_path(tmp_path)
+
+
+def test_what_python_passes_by_mistake_is_told() -> None:
+    given: Any = "strategy=ddp"
+    with pytest.raises(ConfigError, match=r"Use compose\(\['strategy=ddp'\]\)"):
+        compose(given)
+    for wrong in (given, {}, None, OmegaConf.create({})):
+        with pytest.raises(ConfigError, match=r"train takes a configuration.* Use train\(compose\(\[\.\.\.\]\)\)"):
+            train(wrong)
+
+
+@pytest.mark.parametrize("name", ["ddp", "balanced_dp", "single_device", "fsdp"])
+def test_a_run_from_python_lies_where_the_command_puts_it(name: str) -> None:
+    assert default_run_dir(compose([f"strategy={name}", "name=n"])).parts[:3] == ("logs", "n", name)
+
+
+def test_a_full_disk_is_one_sentence() -> None:
+    told = explain(OSError(errno.ENOSPC, "No space left on device"))
+    assert told == (
+        "Error: The disk is full (No space left on device); checkpoints are whole. Free it, or set log_dir to another."
+    )

@@ -1,0 +1,115 @@
+"""Under torchrun, SLURM or Kubeflow a process is a rank already: it is recognised, and nothing is started twice."""
+
+import os
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from distributed import run_ranks
+from test_ddp import quiet_trainer
+
+from evener.strategies import ConfigError, DDPStrategy
+from evener.trainer import compose
+from evener.trainer.cli.main import main
+from evener.trainer.cli.train import prepare
+from evener.trainer.launch import _elastic as agent
+from evener.trainer.launch import cluster
+from evener.trainer.launch import launcher as launch
+
+TORCHRUN = {
+    "TORCHELASTIC_RUN_ID": "7", "RANK": "1", "LOCAL_RANK": "1", "GROUP_RANK": "0", "WORLD_SIZE": "2",
+    "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29511",
+}  # fmt: skip
+SLURM = {
+    "SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2", "SLURM_NNODES": "1", "SLURM_JOB_ID": "1234", "SLURM_PROCID": "1",
+    "SLURM_LOCALID": "1", "SLURM_NODEID": "0", "SLURM_JOB_NAME": "train",
+}  # fmt: skip
+KUBEFLOW = {"MASTER_ADDR": "localhost", "MASTER_PORT": "29511", "WORLD_SIZE": "2", "RANK": "1"}
+LAUNCHERS: dict[str, tuple[dict[str, str], list[str]]] = {
+    "TorchElasticEnvironment": (TORCHRUN, ["devices=2"]),
+    "SLURMEnvironment": (SLURM, ["devices=2"]),
+    "KubeflowEnvironment": (KUBEFLOW, ["devices=1", "num_nodes=2"]),  # a pod is a node
+}
+NAMES = {name for environment, _ in LAUNCHERS.values() for name in environment}
+
+
+@pytest.fixture(params=LAUNCHERS)
+def started_by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    for name in NAMES:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in LAUNCHERS[request.param][0].items():
+        monkeypatch.setenv(name, value)
+    return request.param
+
+
+def configured(started_by: str, folder: Path, *overrides: str) -> Any:
+    words = ["strategy=ddp", "accelerator=cpu", f"log_dir={folder}", *LAUNCHERS[started_by][1], *overrides]
+    return prepare(compose(words))
+
+
+def test_a_rank_is_recognised(started_by: str) -> None:
+    found = cluster.detect()
+    assert type(found).__name__ == started_by
+    assert found is not None
+    assert (found.global_rank(), found.world_size()) == (1, 2)
+
+
+def test_the_command_starts_nothing_in_a_rank(started_by: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[Any] = []
+    monkeypatch.setattr(launch, "run", ran.append)
+    monkeypatch.setattr(agent, "launch_workers", lambda *_: pytest.fail("workers were started by a worker"))
+    cfg = configured(started_by, tmp_path)
+    launch.launch(cfg)
+    assert ran == [cfg]
+    with pytest.raises(ConfigError, match=r"The launcher started 2 processes, and the strategy needs [36]"):
+        launch.launch(configured(started_by, tmp_path, "devices=3"))
+
+
+def test_a_trainer_starts_nothing_in_a_rank(started_by: str) -> None:
+    kubeflow = started_by == "KubeflowEnvironment"
+    trainer = quiet_trainer(DDPStrategy(), 1 if kubeflow else 2, num_nodes=2 if kubeflow else 1)
+    assert type(trainer.strategy.cluster_environment).__name__ == started_by
+    assert trainer.strategy.launcher is None
+    assert (trainer.global_rank, trainer.local_rank, trainer.world_size) == (1, 0 if kubeflow else 1, 2)
+
+
+def test_an_interactive_allocation_and_a_plain_shell_are_no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in NAMES:
+        monkeypatch.delenv(name, raising=False)
+    assert cluster.detect() is None
+    assert quiet_trainer(DDPStrategy(), 2).strategy.launcher is not None
+    for name, value in {**SLURM, "SLURM_JOB_NAME": "bash"}.items():
+        monkeypatch.setenv(name, value)
+    assert cluster.detect() is None
+    assert quiet_trainer(DDPStrategy(), 2).strategy.launcher is not None
+
+
+def _main(started_by: str, folder: str, port: int) -> tuple[int, int]:
+    """What `srun python train.py ...` does in each rank, which is told its rank as that launcher does."""
+    rank = os.environ["RANK"]
+    for name in NAMES | {"TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_USE_AGENT_STORE"}:
+        os.environ.pop(name, None)
+    environment, words = LAUNCHERS[started_by]
+    own = {name: rank for name in ("RANK", "SLURM_PROCID", "SLURM_LOCALID") if name in environment}
+    os.environ.update(environment | own | {"MASTER_PORT": str(port)})
+    sys.argv = [
+        "train.py", "strategy=ddp", "accelerator=cpu", *words, f"log_dir={folder}", "data=none", "test_after_fit=false",
+        "module._target_=launched.Told", f"+module.record={folder}/record", "trainer.max_epochs=1", "logger=none",
+        "trainer.limit_train_batches=2", "callbacks=none",
+    ]  # fmt: skip
+    main()
+    return dist.get_rank(), dist.get_world_size()
+
+
+@pytest.mark.parametrize("started_by", ["SLURMEnvironment", "KubeflowEnvironment"])
+def test_two_ranks_of_a_launcher_are_one_run(started_by: str, tmp_path: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    assert run_ranks(_main, 2, started_by, str(tmp_path), port, timeout_s=60) == [(0, 2), (1, 2)]
+    steps = sorted(line.split()[::2] for line in (tmp_path / "record").read_text().splitlines())
+    assert steps == [["0", "0"], ["0", "1"], ["1", "0"], ["1", "1"]], "two steps of each rank, by two processes"
+    assert len(list(tmp_path.glob("*/*/*/.hydra"))) == len(list(tmp_path.glob("*/*/*/result.json"))) == 1

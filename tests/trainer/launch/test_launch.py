@@ -1,0 +1,132 @@
+"""Whatever happens to a launched run, it ends: soon, with the right status, nothing left behind, the culprit named."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from launching import Run, running
+from tensorboard.backend.event_processing import event_file_loader
+from tensorboard.compat.proto import event_pb2
+
+from evener.trainer.checkpoint.find import find_newest
+
+GONE_S = 10.0 + 4.0
+"""Seconds within which every process of a run must be gone: the 10 that are promised, and 4 because one look of a test
+at a run, and the end of a process that has torch in it, take up to a second each where all cores are busy. Alone on two
+cores it takes 1.2 s after an exception, 1.9 s after a kill, and 4 s after a timeout."""
+
+LOGGED = ("logger=tensorboard", "trainer.log_every_n_steps=1")
+
+
+def ends(run: Run, since_s: float) -> int:
+    """Wait for the end of a run and of all its processes, which must come in time; return its status."""
+    status = run.wait(since_s + GONE_S - time.monotonic())
+    while run.survivors():
+        assert time.monotonic() - since_s < GONE_S, f"survivors: {run.survivors()}"
+        time.sleep(0.05)
+    return status
+
+
+def written_steps(run: Run) -> list[int]:
+    """Steps of the points in the run's event file, which must be whole."""
+    (file,) = run.folder.glob("logs/*/*/*/events.out.tfevents.*")
+    records = list(event_file_loader.RawEventFileLoader(str(file)).Load())
+    assert sum(len(record) + 16 for record in records) == file.stat().st_size  # a record has 16 bytes of frame
+    events = [event_pb2.Event.FromString(record) for record in records]
+    return [event.step for event in events for value in event.summary.value if value.tag == "val/loss"]
+
+
+def saved_step(run: Run) -> int:
+    path = find_newest(run.folder)
+    assert path is not None
+    return torch.load(path, weights_only=True)["global_step"]
+
+
+@pytest.mark.parametrize(
+    ("signum", "to_rank", "status"),
+    [(signal.SIGTERM, None, 143), (signal.SIGINT, None, 130), (signal.SIGUSR1, None, 138), (signal.SIGTERM, 1, 143)],
+    ids=["SIGTERM to the parent", "SIGINT to the parent", "SIGUSR1 to the parent", "SIGTERM to rank 1"],
+)
+def test_a_signal_stops_all_ranks_at_one_step_with_a_checkpoint(
+    tmp_path: Path, signum: int, to_rank: int | None, status: int
+) -> None:
+    with running(tmp_path, "++module.pause_s=0.05") as run:
+        run.wait_for_step(3)
+        start = time.monotonic()
+        os.kill(run.process.pid if to_rank is None else run.pid_of(to_rank), signum)
+        assert ends(run, start) == status, run.output.read_text()
+        last = run.last_steps()
+        assert last[0] == last[1]
+        assert saved_step(run) == last[0] + 1
+        assert "Traceback" not in run.output.read_text()
+
+
+@pytest.mark.parametrize("cut", [(), ("strategy=single_device", "devices=1")], ids=["ddp", "single_device"])
+def test_a_signal_after_the_last_step_ends_the_run_before_its_test(tmp_path: Path, cut: tuple[str, ...]) -> None:
+    late = ("trainer.max_steps=4", "++module.fault=late", "test_after_fit=true")
+    with running(tmp_path, *late, *cut) as run:
+        assert run.wait(90) == 143, run.output.read_text()
+        assert not (tmp_path / "tested").exists()
+        assert saved_step(run) == 4
+
+
+def test_a_killed_parent_leaves_no_process(tmp_path: Path) -> None:
+    with running(tmp_path, "++module.pause_s=0.05") as run:
+        run.wait_for_step(1)
+        start = time.monotonic()
+        os.kill(run.process.pid, signal.SIGKILL)
+        assert ends(run, start) == -signal.SIGKILL
+
+
+def test_a_rank_that_raises_is_named_with_its_traceback(tmp_path: Path) -> None:
+    with running(
+        tmp_path, "++module.fault=raise", "checkpoint=every_n_steps", "checkpoint.every_n_steps=2", *LOGGED
+    ) as run:
+        run.wait_for_step(3)
+        assert ends(run, time.monotonic()) == 1
+        output = run.output.read_text()
+        assert "rank 1 failed" in output
+        assert "in misbehave" in output
+        assert "rank 1 had enough" in output
+        assert saved_step(run) == 2
+        assert written_steps(run) == [0, 1, 2]
+
+
+def test_a_killed_rank_is_named_and_nothing_that_was_logged_is_lost(tmp_path: Path) -> None:
+    with running(tmp_path, "++module.fault=kill", *LOGGED) as run:
+        run.wait_for_step(3)
+        assert ends(run, time.monotonic()) == 1
+        assert "rank 1 failed: it was ended by SIGKILL" in run.output.read_text()
+        assert written_steps(run) == [0, 1, 2]
+
+
+def test_a_rank_that_crashes_in_native_code_says_where_it_was(tmp_path: Path) -> None:
+    with running(tmp_path, "++module.fault=abort") as run:
+        run.wait_for_step(3)
+        assert ends(run, time.monotonic()) == 1
+        output = run.output.read_text()
+        assert "Fatal Python error: Aborted" in output
+        assert "in misbehave" in output
+        assert "rank 1 failed: it was ended by SIGABRT" in output
+
+
+def test_a_killed_rank_is_restarted_from_the_newest_checkpoint(tmp_path: Path) -> None:
+    with running(
+        tmp_path, "++module.fault=kill", f"++module.once={tmp_path}/once", "launcher.max_restarts=1",
+        "checkpoint=every_n_steps", "checkpoint.every_n_steps=2", "trainer.max_epochs=1",
+    ) as run:  # fmt: skip
+        assert run.wait(100) == 0, run.output.read_text()
+        steps = [step for rank, _, step in run.lines() if rank == 1]
+        assert steps == [0, 1, 2, 3, *range(2, 64)]
+        assert len(list(tmp_path.glob("logs/*/*/*/train.log"))) == 1
+
+
+def test_a_hanging_rank_is_gone_soon_after_the_timeout_and_named(tmp_path: Path) -> None:
+    with running(tmp_path, "++module.fault=hang", "strategy.timeout_s=3", *LOGGED) as run:
+        run.wait_for_step(3)
+        assert ends(run, time.monotonic() + 3) == 1
+        assert written_steps(run) == [0, 1, 2]
+        assert "rank 1 is at step 3, launched.py" in run.output.read_text()

@@ -1,0 +1,270 @@
+"""mode=plan: bytes worked out by hand for a small module, and what a real run allocates.
+
+The module is Linear(4, 8), ReLU, Linear(8, 2) with cross entropy and SGD with momentum, in float32, on n samples:
+
+    parameters                                        (4*8 + 8 + 8*2 + 2) * 4 = 232 bytes; gradients and momentum, too
+    batch: 4 floats and an int64 per sample           16n + 8n = 24n
+    left by forward: output of ReLU 32n, log-probabilities 8n, loss 4, sum of class weights 4
+    most in forward, when ReLU has its input (32n) and makes its output (32n):    3*232 + 24n + 64n
+    in backward there are three scalars (loss, what is reported of it, its gradient), and either
+        ReLU's gradient (32n) is made from that of its output (32n) and its output (32n), and of the gradients of
+        parameters there are those of the last layer, 72 bytes:                   2*232 + 24n + 96n + 72 + 12
+        or ReLU's gradient (32n) becomes those of the first layer, the last ones: 2*232 + 24n + 32n + 232 + 12
+"""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytorch_lightning as pl
+import torch
+import torch.nn.functional as F
+from omegaconf import DictConfig
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.data import DataLoader, TensorDataset
+
+from evener.strategies import ConfigError
+from evener.trainer import Trainer, compose
+from evener.trainer.cli.main import main
+from evener.trainer.cli.train import prepare
+from evener.trainer.compare.trial import FAILED, Trial
+from evener.trainer.plan._search import DevicePlan, MemoryPlan
+from evener.trainer.plan.plan import is_measured, plan_errors, plan_memory
+from evener.trainer.plan.table import conclusions, measured_lines, size_text
+
+WEIGHTS = 232
+
+
+def forward_peak(n: int) -> int:
+    return 3 * WEIGHTS + 88 * n
+
+
+def backward_peak(n: int) -> int:
+    return 2 * WEIGHTS + max(120 * n + 84, 56 * n + WEIGHTS + 12)
+
+
+class Small(pl.LightningModule):
+    def __init__(self, batch_size: int = 5) -> None:
+        super().__init__()
+        self.batch_size = batch_size
+        self.net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = F.cross_entropy(self.net(batch[0]), batch[1])
+        self.log("train/loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+    def train_dataloader(self) -> Any:
+        samples = TensorDataset(torch.randn(40, 4), torch.zeros(40, dtype=torch.int64))
+        return DataLoader(samples, batch_size=self.batch_size)
+
+
+class Curious(Small):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        return loss if loss.item() > 0 else loss * 2
+
+
+@pytest.fixture(autouse=True)
+def _module_imports(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+
+
+def small(tmp_path: Path, *overrides: str, module: str = "Small", **options: Any) -> DictConfig:
+    cfg = compose(["mode=plan", f"log_dir={tmp_path}", "accelerator=cpu", "data=none", *overrides])
+    cfg.module = {"_target_": f"test_plan.{module}", **options}
+    return prepare(cfg)
+
+
+def test_one_device_needs_what_the_hand_says(tmp_path: Path) -> None:
+    plan = plan_memory(small(tmp_path))
+    assert plan.devices == [
+        DevicePlan(0, 5, WEIGHTS, WEIGHTS, WEIGHTS, batch=5 * 24, activations=5 * 40 + 8, peak=backward_peak(5))
+    ]
+    assert (plan.loader_batch, plan.global_batch, plan.largest_batch) == (5, 5, None)
+
+
+def test_a_small_batch_peaks_in_forward(tmp_path: Path) -> None:
+    assert forward_peak(4) > backward_peak(4)
+    assert plan_memory(small(tmp_path, batch_size=4)).peak == forward_peak(4)
+
+
+@pytest.mark.parametrize("samples", [1, 12, 40])
+def test_the_largest_batch_fits_and_one_more_does_not(samples: int, tmp_path: Path) -> None:
+    limit = max(forward_peak(samples), backward_peak(samples)) + 80
+    assert plan_memory(small(tmp_path, f"device_memory_gb={limit / 1e9}")).largest_batch == samples
+
+
+def test_a_module_larger_than_the_device_fits_no_batch(tmp_path: Path) -> None:
+    plan = plan_memory(small(tmp_path, f"device_memory_gb={3 * WEIGHTS / 1e9}"))
+    assert plan.largest_batch == 0
+    assert "Not even a batch of one sample fits 696 B" in conclusions(plan)[1]
+
+
+def test_ranks_have_the_loaders_batch_and_buckets(tmp_path: Path) -> None:
+    plan = plan_memory(small(tmp_path, "strategy=ddp", "devices=4"))
+    assert [device.samples for device in plan.devices] == [5, 5, 5, 5]
+    assert {device.communication for device in plan.devices} == {WEIGHTS}
+    assert {device.peak for device in plan.devices} == {backward_peak(5) + WEIGHTS}
+    assert plan.global_batch == 20
+
+
+def test_ranks_share_a_global_batch(tmp_path: Path) -> None:
+    plan = plan_memory(small(tmp_path, "strategy=ddp", "devices=4", "strategy.batch_size_is=global"))
+    assert [device.peak for device in plan.devices] == [forward_peak(n) + WEIGHTS for n in (2, 1, 1, 1)]
+    assert plan.global_batch == 5
+
+
+def test_the_root_of_replicas_hosts_the_optimizer_and_receives_gradients(tmp_path: Path) -> None:
+    root, *others = plan_memory(small(tmp_path, "strategy=dp", "devices=3", batch_size=8)).devices
+    # 8 = 3 + 3 + 2 samples; two replicas send 232 bytes each
+    assert root == DevicePlan(0, 3, WEIGHTS, WEIGHTS, WEIGHTS, 72, 128, 2 * WEIGHTS, peak=5 * WEIGHTS + 72)
+    # without optimizer; their gradients were sent, so that forward has none
+    assert [d.optimizer for d in others] == [0, 0]
+    assert [d.peak for d in others] == [max(forward_peak(n) - 2 * WEIGHTS, backward_peak(n) - WEIGHTS) for n in (3, 2)]
+
+
+def test_a_root_without_samples_hosts_only(tmp_path: Path) -> None:
+    options = ["strategy=balanced_dp", "devices=2", "strategy.gpu0_chunk=0", "strategy.weights=null"]
+    root, other = plan_memory(small(tmp_path, *options)).devices
+    assert root == DevicePlan(0, 0, WEIGHTS, WEIGHTS, WEIGHTS, communication=WEIGHTS, peak=4 * WEIGHTS)
+    assert other.samples == 5
+
+
+def test_stages_hold_their_own_parts(tmp_path: Path) -> None:
+    cfg = small(tmp_path, "strategy=model_parallel", "devices=2", "strategy.partition=[net.2]")
+    first, last = plan_memory(cfg).devices
+    # the batch is on the last stage; the images' copy on the first is kept for the backward pass
+    assert (first.parameters, first.gradients, first.optimizer, first.batch) == (160, 160, 160, 0)
+    assert (last.parameters, last.gradients, last.optimizer, last.batch) == (72, 72, 72, 120)
+    assert first.activations == 5 * 16 + 5 * 32
+    assert last.activations == 5 * 32 + 5 * 8 + 8  # a copy of the first stage's output, log-probabilities, loss, weight
+
+
+def test_stages_in_processes(tmp_path: Path) -> None:
+    cfg = small(tmp_path, "strategy=ddp_model_parallel", "devices=4", "strategy.partition=[net.2]")
+    plan = plan_memory(cfg)
+    assert [device.parameters for device in plan.devices] == [160, 72, 160, 72]
+    assert [device.communication for device in plan.devices] == [160, 72, 160, 72]
+    assert plan.global_batch == 10
+
+
+def test_accumulated_gradients_are_there_in_backward(tmp_path: Path) -> None:
+    cfg = small(tmp_path, "trainer.accumulate_grad_batches=3")
+    # the second backward pass finds the first one's gradients, and makes those of the last layer anew (72 bytes)
+    assert plan_memory(cfg).peak >= backward_peak(5) + WEIGHTS - 72
+
+
+def test_accelerators_count_whole_blocks_and_need_not_be_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    arguments = ["mode=plan", "accelerator=gpu", "devices=8", "strategy=ddp", "data=none", "+module.batch_size=5"]
+    small_module = ["module._target_=test_plan.Small", "~module.lr", "~module.hidden", "~module.channels"]
+    where = [f"log_dir={tmp_path}", "~module.weight_decay", "device_memory_gb=1e-5"]
+    monkeypatch.setattr(sys, "argv", ["train.py", *arguments, *small_module, *where])
+    main()
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "strategy=ddp, global batch 40 = 8 ranks × 5 samples" in shown
+    # four parameters, a block of 512 bytes each
+    assert "│ 0 to 7 │ 5 │ 2.05 kB │ 2.05 kB │ 2.05 kB │ 1.02 kB │ 2.05 kB │ 2.05 kB │" in shown
+    assert "This does not fit 10.0 kB" in shown
+    assert "The devices measured" not in shown
+
+
+def test_the_plan_is_within_a_tenth_of_what_a_run_allocates(tmp_path: Path) -> None:
+    planned = plan_memory(small(tmp_path, batch_size=40)).peak
+
+    class Watch(pl.Callback):
+        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+            self.profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True).__enter__()
+
+        def on_train_batch_end(self, *args: Any) -> None:
+            self.profile.__exit__(None, None, None)
+
+    watch = Watch()
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "max_epochs": 3}
+    trainer = Trainer(accelerator="cpu", callbacks=[watch], enable_model_summary=False, **quiet)
+    trainer.fit(Small(batch_size=40))
+    live = peak = 0
+    kineto: Any = watch.profile.profiler
+    for event in sorted(kineto.kineto_results.events(), key=lambda event: event.start_ns()):
+        if event.name() == "[memory]":
+            live += event.nbytes()
+            peak = max(peak, live)
+    # the profiled step began with parameters, gradients, momentum and the batch
+    assert planned == pytest.approx(3 * WEIGHTS + 40 * 24 + peak, rel=0.1)
+
+
+@pytest.mark.parametrize("experiment", ["digits", "char_lm", "gan"])
+def test_examples_can_be_planned(experiment: str, tmp_path: Path) -> None:
+    cfg = prepare(compose([f"log_dir={tmp_path}", f"experiment={experiment}", "mode=plan", "accelerator=cpu"]))
+    (device,) = plan_memory(cfg).devices
+    assert device.optimizer == 2 * device.gradients, "Adam keeps two tensors per parameter"
+    assert device.peak > device.parameters + device.gradients + device.optimizer
+
+
+def test_a_step_that_reads_values_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"mode=plan runs training_step without values.*mode=compare"):
+        plan_memory(small(tmp_path, module="Curious"))
+
+
+REFUSED = [
+    (["devices=2"], r"single_device: 2 devices were given"),
+    (["strategy=model_parallel", "devices=2", "strategy.partition=manual"], r"mode=plan can't follow partition=manual"),
+    (["strategy=ddp_model_parallel", "devices=3"], r"3 devices don't divide into processes of 2"),
+    (["strategy=dp", "devices=2", "strategy.submodule=net"], r"mode=plan can't follow dp\.submodule"),
+    (["devices=none"], r"devices=none: at least one device"),
+]
+
+
+@pytest.mark.parametrize(("overrides", "sentence"), REFUSED, ids=[" ".join(given) for given, _ in REFUSED])
+def test_what_cannot_be_planned_is_refused(overrides: list[str], sentence: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        plan_memory(small(tmp_path, *overrides))
+
+
+def test_a_foreign_strategy_is_refused(tmp_path: Path) -> None:
+    cfg = small(tmp_path)
+    cfg.strategy = {"_target_": "pytorch_lightning.strategies.FSDPStrategy"}
+    with pytest.raises(ConfigError, match=r"mode=plan does not know the strategy fsdp"):
+        plan_memory(cfg)
+
+
+def two_devices() -> MemoryPlan:
+    return MemoryPlan("dp", 8, 8, [DevicePlan(0, 4, peak=1_100_000), DevicePlan(1, 4, peak=900_000)])
+
+
+def test_the_error_is_relative_to_what_was_measured() -> None:
+    measured = Trial("dp", memory={"cuda:0": 1_000_000, "cuda:1": 1_000_000})
+    errors = plan_errors(two_devices(), measured)
+    assert errors == [pytest.approx(0.1), pytest.approx(-0.1)]
+    assert measured_lines(two_devices(), measured) == [
+        "cuda:0: planned 1.10 MB, measured 1.00 MB (error +10.0%)",
+        "cuda:1: planned 900 kB, measured 1.00 MB (error -10.0%)",
+    ]
+
+
+def test_no_error_where_other_devices_were_measured() -> None:
+    assert plan_errors(two_devices(), Trial("dp", memory={"cuda:0": 5})) is None
+    assert measured_lines(two_devices(), Trial("dp", FAILED, "out of memory")) == [
+        "The measurement failed: out of memory"
+    ]
+
+
+def test_the_cpu_is_not_measured(tmp_path: Path) -> None:
+    assert not is_measured(small(tmp_path))
+    with pytest.raises(ConfigError, match=r"plan\.measure=maybe is unknown"):
+        is_measured(small(tmp_path, "plan.measure=maybe"))
+
+
+@pytest.mark.parametrize(
+    ("size", "text"), [(0, "0 B"), (999, "999 B"), (1000, "1.00 kB"), (12_345_678, "12.3 MB"), (2.5e11, "250 GB")]
+)
+def test_sizes_have_three_digits(size: float, text: str) -> None:
+    assert size_text(size) == text

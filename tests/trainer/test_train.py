@@ -1,0 +1,360 @@
+"""The command, from the configuration to the files of a run."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.hparams import plugin_data_pb2
+
+from evener.trainer import Result, compose, train
+from evener.trainer.cli.main import main, run_job
+
+SHORT = ["accelerator=cpu", "trainer.enable_progress_bar=false", "trainer.enable_model_summary=false"]
+
+
+def events(run_dir: str | Path) -> EventAccumulator:
+    (file,) = Path(run_dir).glob("events.out.tfevents.*")
+    accumulator = EventAccumulator(str(file), size_guidance={"scalars": 0, "tensors": 0})
+    accumulator.Reload()
+    return accumulator
+
+
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory: pytest.TempPathFactory) -> Result:
+    """One run of the default experiment, three epochs long."""
+    home = tmp_path_factory.mktemp("logs")
+    return train(compose([*SHORT, f"log_dir={home}", "trainer.max_epochs=3", "trainer.log_every_n_steps=5"]))
+
+
+def test_a_run_fills_one_directory(digits: Result) -> None:
+    names = {path.name.split(".out.")[0] for path in Path(digits.run_dir).iterdir()}
+    assert names == {"events", "train.log", "checkpoints", "result.json"}
+    assert Result.read(digits.run_dir) == digits
+
+
+def test_digits_learn_in_three_epochs(digits: Result) -> None:
+    assert digits.metrics["test/acc"] > 0.8
+    assert digits.monitored == digits.metrics["val/loss"]
+    assert digits.global_batch == 64
+
+
+def test_best_checkpoint_loads_with_weights_only(digits: Result) -> None:
+    assert digits.best_checkpoint is not None
+    checkpoint = torch.load(digits.best_checkpoint, weights_only=True)
+    assert checkpoint["global_step"] == digits.num_steps
+
+
+def test_checkpoint_names_are_plain(digits: Result) -> None:  # pain 39
+    files = list((Path(digits.run_dir) / "checkpoints").rglob("*"))
+    assert files
+    for file in files:
+        assert file.is_file(), "a metric's slash made no subdirectory"
+        assert re.fullmatch(r"[A-Za-z0-9._-]+", file.name)
+
+
+def test_tensorboard_has_one_point_per_logged_step(digits: Result) -> None:  # pain 40
+    log = events(digits.run_dir)
+    steps = [event.step for event in log.Scalars("train/loss")]
+    steps_per_epoch = digits.num_steps // 3
+    expected = [step for step in range(digits.num_steps) if (step + 1) % 5 == 0]
+    assert steps == expected, f"{steps_per_epoch} steps an epoch"
+    rates = [tag for tag in log.Tags()["scalars"] if tag.startswith("lr-")]
+    assert [event.step for event in log.Scalars(rates[0])] == expected
+    assert len(log.Scalars("val/loss")) == 3
+
+
+def test_a_three_batch_epoch_logs_a_point(tmp_path: Path) -> None:  # pain 40
+    options = ["trainer.max_epochs=2", "trainer.limit_train_batches=3", "trainer.log_every_n_steps=50"]
+    result = train(compose([*SHORT, f"log_dir={tmp_path}", *options]))
+    assert [event.step for event in events(result.run_dir).Scalars("train/loss")] == [2, 5]
+
+
+def test_accumulated_steps_log_one_point_each(tmp_path: Path) -> None:  # pain 40
+    options = ["trainer.max_epochs=1", "trainer.limit_train_batches=8", "trainer.accumulate_grad_batches=4"]
+    result = train(compose([*SHORT, f"log_dir={tmp_path}", "trainer.log_every_n_steps=1", *options]))
+    assert result.num_steps == 2
+    assert [event.step for event in events(result.run_dir).Scalars("train/loss")] == [0, 1]
+
+
+def test_hparams_hold_final_metrics_and_no_placeholder(digits: Result) -> None:  # pain 41
+    log = events(digits.run_dir)
+    assert "hp_metric" not in log.Tags()["scalars"]
+    content = plugin_data_pb2.HParamsPluginData.FromString(
+        log.SummaryMetadata("_hparams_/experiment").plugin_data.content
+    )
+    named = {info.name.tag for info in content.experiment.metric_infos}
+    assert {"val/loss", "val/acc", "test/acc"} <= named
+    assert {"module/lr", "strategy", "seed"} <= {info.name for info in content.experiment.hparam_infos}
+    for tag in ("val/loss", "test/acc"):
+        assert log.Scalars(tag)[-1].value == pytest.approx(digits.metrics[tag], abs=1e-6)
+
+
+def test_composed_config_is_in_the_text_tab(digits: Result) -> None:
+    (event,) = events(digits.run_dir).Tensors("config/text_summary")
+    text = event.tensor_proto.string_val[0].decode()
+    assert "evener.strategies.SingleDeviceStrategy" in text
+    assert "log_every_n_steps: 5" in text
+
+
+@pytest.mark.parametrize("mode", ["validate", "test", "predict"])
+def test_other_modes_read_a_checkpoint(mode: str, digits: Result, tmp_path: Path) -> None:
+    result = train(compose([*SHORT, f"log_dir={tmp_path}", f"mode={mode}", f"resume={digits.best_checkpoint}"]))
+    if mode == "predict":
+        assert result.predictions is not None
+        assert sum(len(batch) for batch in torch.load(result.predictions, weights_only=True)) > 100
+    elif mode == "test":
+        assert result.metrics["test/acc"] == pytest.approx(digits.metrics["test/acc"], abs=1e-6)
+    else:
+        assert set(result.metrics) >= {"val/loss", "val/acc"}
+
+
+def test_resume_last_continues_the_newest_run_of_the_name(digits: Result) -> None:
+    home = Path(digits.run_dir).parents[2]
+    options = ["resume=last", "trainer.max_epochs=4", "test_after_fit=false"]
+    result = train(compose([*SHORT, f"log_dir={home}", *options]))
+    assert result.num_steps == digits.num_steps * 4 // 3
+    assert result.run_dir != digits.run_dir
+
+
+def test_main_returns_the_monitored_metric(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cfg = compose([*SHORT, f"log_dir={tmp_path}", "trainer.max_epochs=1", "trainer.limit_train_batches=2"])
+    value = run_job(cfg)
+    (written,) = tmp_path.rglob("result.json")
+    assert value == json.loads(written.read_text())["monitored"]
+    shown = capsys.readouterr().out
+    for label in ("strategy", "devices", "global batch", "samples/s", "best checkpoint", "test/acc", "run directory"):
+        assert label in shown
+    assert f"tensorboard --logdir {tmp_path}" in shown
+
+
+def command(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> str:
+    """Run the command line in this process; the sentence that it exits with, or an empty one."""
+    monkeypatch.setattr(sys, "argv", ["train.py", *arguments])
+    monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
+    try:
+        main()
+    except SystemExit as exc:
+        return "" if exc.code in (None, 0) else str(exc.code)
+    return ""
+
+
+class FromTheOtherNamespace:
+    """Stands for a module of the `lightning` package."""
+
+
+FromTheOtherNamespace.__module__ = "lightning.pytorch.core.module"
+
+MISTAKES = [
+    (["strategy=dpp"], r"strategy=dpp is unknown\. Choose one of: .*ddp.*single_device"),
+    (["checkpoint=bset"], r"checkpoint=bset is unknown\. Choose one of: best, every_n_epochs"),
+    (["stratgy=ddp"], r"stratgy is no key or group here"),
+    (["module.lrr=1"], r"module\.lrr is no key or group here"),
+    (
+        ["mode=tset"],
+        r"mode=tset is unknown\. Choose one of fit, validate, test, predict, compare, plan\. Did you mean mode=test",
+    ),
+    (["devices=0"], r"devices=0: at least one device is needed"),
+    (["devices=-3"], r"devices=-3: at least one device is needed"),
+    (["devices=two"], r"devices: 'two' is no device"),
+    (
+        ["accelerator=cuda", "devices=999"],
+        r"this machine has (no such device|\d+ of type cuda)",
+    ),
+    (["accelerator=tpuu"], r"accelerator=tpuu is unknown\. Choose one of auto, gpu, cpu, cuda, mps"),
+    (["devices=2", "accelerator=cpu"], r"single_device: 2 devices were given and it uses exactly one"),
+    (["module._target_=no.such.Module"], r"module\._target_=no\.such\.Module can't be imported: No module named 'no'"),
+    (["module._target_=collections.Counter"], r"is the class collections\.Counter, which is not a pytorch_lightning L"),
+    (
+        ["module._target_=test_train.FromTheOtherNamespace"],
+        r"lightning\.pytorch namespace.*from pytorch_lightning",
+    ),
+    (["+module.nonsense=1"], r"module: .*DigitsClassifier refused its options: .*nonsense"),
+    (["resume=missing.ckpt"], r"resume=missing\.ckpt: there is no such file"),
+    (["resume=last"], r"resume=last: there is no checkpoint under"),
+    (["trainer.gradient_clip_algorithm=nrom"], r"trainer: .*gradient_clip_algorithm"),
+    (["logger=null"], r"A group can't be null\. Choose one of its files, such as logger=none"),
+    (["--resolve"], r"--resolve flag can only be used"),
+    (["module=custom", "module._target_=pytorch_lightning.LightningModule"], r"No `training_step\(\)` method defined"),
+    (["lr=[1"], r"lr=\[1 can't be read .* needs quotes that the shell leaves"),
+    (["name=a=b"], r"name=a=b can't be read .* such as \"name='a=b'\""),
+    (["devices=0,1"], r"Ambiguous value for argument 'devices=0,1'\. Brackets make it a list.*-m sweeps over"),
+    (["trainer.max_epochs=${nope}"], r"The configuration is not complete: .*nope"),
+    (["module=custom"], r"not complete: module\._target_ has no value\. Give module\._target_="),
+    (
+        ["module=char_lm"],
+        r"module\.max_length takes data\.max_length, which DigitsDataModule does not have: .*Choose data=char_lm, or",
+    ),
+    (
+        ["trainer.max_epochs=${strategy.nope}"],
+        r"which SingleDeviceStrategy does not have: .* Choose a strategy that has",
+    ),
+    (
+        ["num_nodes=2", "strategy=ddp", "accelerator=cpu"],
+        r"num_nodes=2: processes on other.*torchrun --nnodes=2",
+    ),
+]
+
+
+@pytest.mark.parametrize(("arguments", "sentence"), MISTAKES, ids=[" ".join(arguments) for arguments, _ in MISTAKES])
+def test_a_mistake_is_told_in_one_sentence(
+    arguments: list[str], sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    told = command(monkeypatch, *arguments)
+    assert re.search(sentence, told), told
+    assert "\n" not in told
+    assert {path.name for path in tmp_path.iterdir()} <= {"logs"}
+
+
+def test_an_unwritable_log_directory_is_told_in_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("no directory")
+    told = command(monkeypatch, f"log_dir={blocked}")
+    assert re.search(r"file.* can't be written \(Not a directory\)\. Set log_dir to a writable place", told), told
+
+
+def test_a_refusal_exits_1_without_a_traceback(tmp_path: Path) -> None:
+    run = subprocess.run(
+        [sys.executable, "-m", "evener.trainer", "devices=0"],
+        cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert run.returncode == 1
+    assert run.stderr.strip().startswith("Error: devices=0: at least one device is needed.")
+    assert "Traceback" not in run.stderr
+    assert len(run.stderr.strip().splitlines()) == 1, run.stderr
+
+
+def test_full_error_shows_the_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["train.py", "devices=0"])
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
+    with pytest.raises(ValueError, match="devices=0: at least one device is needed"):
+        main()
+
+
+def test_help_lists_the_groups_and_examples(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command(monkeypatch, "--help") == ""
+    shown = capsys.readouterr().out
+    for group in ("strategy: ", "checkpoint: ", "experiment: ", "debug: "):
+        assert group in shown
+    assert "python train.py strategy=ddp devices=2 accelerator=cpu" in shown
+
+
+def test_cfg_job_prints_the_config(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command(monkeypatch, "--cfg", "job", "module.lr=0.25") == ""
+    assert "lr: 0.25" in capsys.readouterr().out
+
+
+def run_command(home: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    train_py = Path(__file__).parents[2] / "train.py"
+    run = subprocess.run(
+        [sys.executable, str(train_py), *arguments, *SHORT],
+        cwd=home, env={**os.environ, **environment}, capture_output=True, text=True, timeout=110, check=False,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stdout + run.stderr
+    return run
+
+
+def test_ddp_leaves_one_of_everything(tmp_path: Path) -> None:  # pain 7
+    run = run_command(tmp_path, "strategy=ddp", "devices=2", "trainer.max_epochs=1", "trainer.limit_train_batches=4")
+    (run_dir,) = (tmp_path / "logs" / "digits" / "ddp").iterdir()
+    assert [path.name for path in tmp_path.iterdir()] == ["logs"]
+    assert len(list(tmp_path.rglob(".hydra"))) == 1
+    assert len(list(tmp_path.rglob("events.out.tfevents.*"))) == 1
+    (log,) = tmp_path.rglob("*.log")
+    lines = Counter(line for line in log.read_text().splitlines() if line.startswith("["))
+    assert lines, "the log is not empty"
+    assert max(lines.values()) == 1, "each line once"
+    result = Result.read(run_dir)
+    assert (result.num_processes, result.global_batch) == (2, 128)
+    assert run.stdout.count("fit finished") == 1
+
+
+SCRIPT = """
+from pathlib import Path
+Path("side_effects").open("a").write("once\\n")
+import torch
+from evener.trainer import compose, train
+result = train(compose(["strategy=ddp", "devices=2", "accelerator=cpu", "trainer.max_epochs=1",
+                        "trainer.limit_train_batches=4", "trainer.enable_progress_bar=false"]))
+weights = torch.load(result.best_checkpoint, weights_only=True)
+Path("after_fit").open("a").write(f"{weights['global_step']}\\n")
+"""
+
+
+def test_the_script_runs_once_and_sees_trained_weights(tmp_path: Path) -> None:  # pain 24
+    (tmp_path / "script.py").write_text(SCRIPT)
+    subprocess.run([sys.executable, "script.py"], cwd=tmp_path, check=True, timeout=110, capture_output=True)
+    assert (tmp_path / "side_effects").read_text() == "once\n"
+    assert (tmp_path / "after_fit").read_text() == "4\n"
+
+
+PLAIN_SCRIPT = """
+from pathlib import Path
+import torch
+from evener.examples.digits import DigitsClassifier, DigitsDataModule
+from evener.trainer import Trainer
+Path("side_effects").open("a").write("once\\n")
+module = DigitsClassifier()
+before = {name: value.clone() for name, value in module.state_dict().items()}
+trainer = Trainer(strategy="ddp", devices=2, accelerator="cpu", max_steps=3, logger=False,
+                  enable_checkpointing=False, enable_progress_bar=False)
+trainer.fit(module, datamodule=DigitsDataModule())
+changed = any(not torch.equal(value, before[name]) for name, value in module.state_dict().items())
+Path("after_fit").open("a").write(f"{changed}\\n")
+"""
+
+
+def test_a_plain_script_with_a_trainer_runs_once(tmp_path: Path) -> None:  # pain 24
+    (tmp_path / "script.py").write_text(PLAIN_SCRIPT)
+    subprocess.run([sys.executable, "script.py"], cwd=tmp_path, check=True, timeout=110, capture_output=True)
+    assert (tmp_path / "side_effects").read_text() == "once\n"
+    assert (tmp_path / "after_fit").read_text() == "True\n"
+
+
+def test_a_sweep_runs_every_job_in_its_own_directory(tmp_path: Path) -> None:  # pain 8
+    jobs = ["strategy=ddp", "devices=2", "module.lr=0.1,0.01"]
+    run_command(tmp_path, "-m", *jobs, "trainer.max_epochs=1", "trainer.limit_train_batches=2")
+    results: list[Any] = [Result.read(path.parent) for path in sorted(tmp_path.rglob("result.json"))]
+    assert [(result.strategy, result.num_processes) for result in results] == [("ddp", 2), ("ddp", 2)]
+    assert len({result.run_dir for result in results}) == 2
+    # what the ranks built their module with
+    rates = [torch.load(result.best_checkpoint, weights_only=True)["hyper_parameters"]["lr"] for result in results]
+    assert rates == [0.1, 0.01]
+
+
+FAILING = """
+import os
+from evener.examples.digits import DigitsClassifier
+
+class Failing(DigitsClassifier):
+    def training_step(self, batch, batch_idx):
+        if self.global_rank == 1 and batch_idx == 3:
+            raise KeyError("a mistake in the user's module")
+        return super().training_step(batch, batch_idx)
+"""
+
+
+def test_a_failing_rank_is_named_with_its_traceback(tmp_path: Path) -> None:
+    (tmp_path / "failing.py").write_text(FAILING)
+    train_py = Path(__file__).parents[2] / "train.py"
+    options = ["strategy=ddp", "devices=2", "module._target_=failing.Failing", *SHORT]
+    run = subprocess.run(
+        [sys.executable, str(train_py), *options],
+        cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False,
+    )  # fmt: skip
+    assert run.returncode == 1
+    told = run.stderr[run.stderr.index("Error: rank 1 failed") :]
+    assert "failing.py" in told
+    assert 'KeyError: "a mistake in the user\'s module"' in told

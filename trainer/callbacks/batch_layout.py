@@ -1,0 +1,91 @@
+"""How a full training batch is cut among ranks or replicas: `256 = 4 ranks × 64 samples`."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytorch_lightning as pl
+from pytorch_lightning.strategies import ParallelStrategy, Strategy
+
+from ...strategies.batch.policies import Even
+
+
+def loader_batch_size(trainer: pl.Trainer) -> int | None:
+    """Samples of a full batch of the first training loader; None where the loader does not say."""
+    combined = trainer.fit_loop._combined_loader
+    loader: Any = combined.flattened[0] if combined is not None and combined.flattened else None
+    candidates = (
+        getattr(loader, "batch_size", None),
+        getattr(getattr(getattr(loader, "batch_sampler", None), "units", None), "batch_size", None),
+        getattr(getattr(loader, "batch_sampler", None), "batch_size", None),
+    )
+    return next((size for size in candidates if isinstance(size, int)), None)
+
+
+def global_sizes(trainer: pl.Trainer) -> tuple[list[int], str]:
+    """Cut a full batch as the strategy does.
+
+    Args:
+        trainer: in training, its loaders set up.
+
+    Returns:
+        Samples per part, and what a part is: `rank`, `replica`, or `device` where the batch is not cut. No sizes where
+        the loader does not tell its batch size.
+    """
+    strategy: Any = trainer.strategy
+    batch_size, world = loader_batch_size(trainer), trainer.world_size
+    if batch_size is None:
+        return [], "device"
+    policy = getattr(strategy, "policy", None) or Even()
+    if world > 1:
+        per_device = getattr(strategy, "batch_size_is", "per_device") == "per_device"
+        return ([batch_size] * world if per_device else policy.sizes(batch_size, world)), "rank"
+    num_replicas = len(process_devices(strategy)) if hasattr(strategy, "policy") and not is_staged(strategy) else 1
+    if num_replicas > 1:
+        # a lone rank's policy is for ranks; its replicas take even chunks
+        policy = Even() if isinstance(strategy, ParallelStrategy) else policy
+        return policy.sizes(batch_size, num_replicas), "replica"
+    return [batch_size], "device"
+
+
+def is_staged(strategy: Strategy) -> bool:
+    """Whether the process's devices hold stages of one copy, and not replicas."""
+    return hasattr(strategy, "stage_options")
+
+
+def batch_line(trainer: pl.Trainer) -> str:
+    """Say what one batch is, over all processes, and how it is cut; empty where the loader does not tell."""
+    sizes, part = global_sizes(trainer)
+    if not sizes:
+        return ""
+    line = cut_line(sizes, part)
+    options = getattr(trainer.strategy, "stage_options", None)
+    if options is not None and options.num_microbatches > 1:
+        line += f", in {options.num_microbatches} micro-batches"
+    if (steps := trainer.accumulate_grad_batches) > 1:
+        line += f"; an optimizer step takes {steps} of them, {steps * sum(sizes):,} samples"
+    return line
+
+
+def cut_line(sizes: Sequence[int], part: str) -> str:
+    """Write sizes as a sum.
+
+    Args:
+        sizes: samples per part.
+        part: what a part is called.
+
+    Returns:
+        Such as `256 = 4 ranks × 64 samples`, `64 = 16 + 24 + 24 samples on 3 replicas`, or `64 samples`.
+    """
+    if len(sizes) == 1:
+        return f"{sizes[0]:,} samples"
+    if len(set(sizes)) == 1:
+        return f"{sum(sizes):,} = {len(sizes)} {part}s × {sizes[0]:,} samples"
+    return f"{sum(sizes):,} = {' + '.join(f'{size:,}' for size in sizes)} samples on {len(sizes)} {part}s"
+
+
+def process_devices(strategy: Strategy) -> list[Any]:
+    """The devices of this process, the root device first."""
+    devices = getattr(strategy, "process_devices", None)
+    if devices is None and not isinstance(strategy, ParallelStrategy):
+        devices = getattr(strategy, "parallel_devices", None)
+    return list(devices or [strategy.root_device])

@@ -1,0 +1,131 @@
+"""Split the time of training steps into its parts, from the host's clock only."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytorch_lightning as pl
+from torch.nn.parallel import DistributedDataParallel
+
+NS_PER_MS = 1e6
+
+
+class DDPTimes:
+    """Reads the times of the last step that torch sampled.
+
+    Args:
+        model: the wrapper, which keeps the times of one step in `every`.
+        every: number of batches between two samples.
+
+    Source: `torch/nn/parallel/distributed.py` (torch 2.13), `_get_ddp_logging_data`.
+    """
+
+    def __init__(self, model: DistributedDataParallel, every: int) -> None:
+        self._model = model
+        model._set_ddp_runtime_logging_sample_rate(every)
+
+    @classmethod
+    def of(cls, trainer: pl.Trainer) -> "DDPTimes | None":
+        """The times of a trainer's wrapper, sampled once per log point; None where it has none."""
+        model = trainer.strategy.model
+        every: int = getattr(trainer, "log_every_n_steps")  # noqa: B009  # Lightning sets it undeclared
+        if not isinstance(model, DistributedDataParallel) or not every:
+            return None
+        return cls(model, every * trainer.accumulate_grad_batches)
+
+    def exposed_communication_ms(self) -> float | None:
+        """Milliseconds that gradients were on their way while no backward pass ran, waiting for other ranks included.
+
+        Returns:
+            None until torch has sampled a step.
+        """
+        data: dict[str, Any] = self._model._get_ddp_logging_data()
+        if "backward_comm_time" not in data:
+            return None
+        return max(0, int(data["backward_comm_time"]) - int(data["backward_compute_comm_overlap_time"])) / NS_PER_MS
+
+    def own_compute_s(self) -> float | None:
+        """Seconds of this rank's forward and backward pass, without waiting for other ranks."""
+        data: dict[str, Any] = self._model._get_ddp_logging_data()
+        if "backward_compute_time" not in data:
+            return None
+        return (int(data["forward_compute_time"]) + int(data["backward_compute_time"])) / NS_PER_MS / 1000
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Means over the optimizer steps between two readings.
+
+    Args:
+        step_ms: milliseconds from step to step, validation excluded.
+        compute_ms: milliseconds from a batch's arrival on the device to the end of its step.
+        data_wait_ms: milliseconds spent waiting for the loader.
+        samples_per_s: samples trained on per second.
+    """
+
+    step_ms: float
+    compute_ms: float
+    data_wait_ms: float
+    samples_per_s: float
+
+
+class StepClock:
+    """Adds up the seconds of batches until somebody reads them.
+
+    Args:
+        now: seconds of a steady clock.
+
+    Attributes:
+        seconds: seconds of training so far, pauses excluded; complete while paused.
+        num_samples: samples so far.
+    """
+
+    def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
+        self.now = now
+        self.seconds = 0.0
+        self.num_samples = 0
+        self._since: float | None = None
+        self._batch_since = 0.0
+        self._compute = 0.0
+        self._last = (0.0, 0.0, 0.0, 0)
+
+    def go(self) -> None:
+        """Start, or go on after a pause."""
+        self._since = self._since or self.now()
+
+    def pause(self) -> None:
+        """Stop, for something that is no training."""
+        if self._since is not None:
+            self.seconds += self.now() - self._since
+        self._since = None
+
+    def start_batch(self) -> None:
+        """Note that a batch has arrived."""
+        self._batch_since = self.now()
+
+    def end_batch(self, num_samples: int) -> None:
+        """Note that its step has ended."""
+        self._compute += self.now() - self._batch_since
+        self.num_samples += num_samples
+
+    def read(self, num_steps: int, data_wait_s: float) -> StepTimes | None:
+        """Read the means since the last reading.
+
+        Args:
+            num_steps: optimizer steps since then.
+            data_wait_s: seconds spent waiting for the loader, since the start of training.
+
+        Returns:
+            The means; None where no time has passed.
+        """
+        if self._since is not None:
+            self.pause()
+            self.go()
+        current = (self.seconds, self._compute, data_wait_s, self.num_samples)
+        seconds, compute, wait, samples = (new - old for new, old in zip(current, self._last, strict=True))
+        self._last = (self.seconds, self._compute, data_wait_s, self.num_samples)
+        if seconds <= 0 or num_steps < 1:
+            return None
+        to_ms = 1000 / num_steps
+        return StepTimes(seconds * to_ms, compute * to_ms, wait * to_ms, samples / seconds)

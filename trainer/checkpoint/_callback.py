@@ -1,0 +1,337 @@
+"""When checkpoints are saved, which are kept, and what they are called."""
+
+import re
+import warnings
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal
+
+import pytorch_lightning as pl
+import torch
+from lightning_fabric.plugins import TorchCheckpointIO
+from pytorch_lightning.callbacks import ModelCheckpoint
+from pytorch_lightning.trainer.states import TrainerFn
+from pytorch_lightning.utilities.types import STEP_OUTPUT
+from torch import Tensor
+from typing_extensions import override
+
+from ...strategies.core.errors import ConfigError
+from ._interval import Interval
+from .file_io import VerifiedCheckpointIO, remove_leftovers
+from .find import find_newest, good_or_newest
+
+__all__ = ["Checkpoint", "find_newest", "good_or_newest"]
+
+
+class Checkpoint(ModelCheckpoint):
+    """Save checkpoints during training: the best ones, the last one, or both.
+
+    One trigger at most may be given; without any, a checkpoint is considered after every epoch. Names match
+    `[A-Za-z0-9._-]+`, so that a path can be passed as a Hydra override and a metric called `val/loss` makes no
+    directory.
+
+    With this project's trainer a checkpoint that is due is written between two batches or after the epoch, when
+    validation, logging and all callbacks are through, so that it resumes exactly (`clean_points.py`). A best checkpoint
+    is saved only with the weights that its score belongs to: a metric of validation counts right after a validation.
+
+    Args:
+        dirpath: directory of the files. None takes the logger's, as Lightning does.
+        filename: name without suffix; `{epoch}`, `{step}` and the names of logged metrics are filled in.
+        monitor: name of the logged metric by which the best are chosen; None keeps the newest instead.
+        mode: `min` or `max`: which value of `monitor` is the best.
+        save_top_k: number of files kept as the best; 0 keeps none, -1 keeps all.
+        save_last: also keep `last.ckpt`, always the state saved last.
+        every_n_steps: number of optimizer steps between checkpoints.
+        every_n_epochs: number of epochs between checkpoints.
+        interval_s: seconds of training between checkpoints.
+        on_error: what happens when a file can't be written (a full disk): `raise` stops training, `warn` goes on.
+        save_weights_only: leave out all that only resuming needs.
+        verbose: log a line for each checkpoint that is compared.
+        **options: `async`, a word that Python reserves: write in a thread while training goes on.
+
+    Raises:
+        ConfigError: more than one trigger is given, or an unknown option.
+    """
+
+    CHECKPOINT_EQUALS_CHAR = "_"
+
+    def __init__(
+        self,
+        dirpath: str | Path | None = None,
+        filename: str = "epoch{epoch:03d}-step{step:06d}",
+        monitor: str | None = None,
+        mode: Literal["min", "max"] = "min",
+        save_top_k: int = 1,
+        save_last: bool = True,
+        every_n_steps: int | None = None,
+        every_n_epochs: int | None = None,
+        interval_s: float | None = None,
+        on_error: Literal["raise", "warn"] = "raise",
+        save_weights_only: bool = False,
+        verbose: bool = False,
+        **options: bool,
+    ) -> None:
+        triggers = {"every_n_steps": every_n_steps, "every_n_epochs": every_n_epochs, "interval_s": interval_s}
+        _verify_options(triggers, on_error, options)
+        super().__init__(
+            dirpath=dirpath,
+            filename=filename,
+            monitor=monitor,
+            mode=mode,
+            save_top_k=save_top_k,
+            save_last=save_last,
+            every_n_train_steps=every_n_steps,
+            every_n_epochs=every_n_epochs,
+            train_time_interval=None if interval_s is None else timedelta(seconds=interval_s),
+            save_weights_only=save_weights_only,
+            verbose=verbose,
+            auto_insert_metric_name=False,
+        )
+        self.due = False
+        """A checkpoint is to be written at the next clean point."""
+        self._on_error: Literal["raise", "warn"] = on_error
+        self._background = options.get("async", False)
+        self._best_due = False
+        self._validated = self._scored_by_validation = False
+        self._score_step = -1
+        self._score_before: Tensor | None = None
+        self._interval = None if interval_s is None else Interval(interval_s)
+        self._io: VerifiedCheckpointIO | None = None
+        self._saved_now = ""
+        self._scores: dict[str, Tensor] = {}
+
+    # Deciding
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        with warnings.catch_warnings():
+            # A resumed run continues in its own directory.
+            warnings.filterwarnings("ignore", "Checkpoint directory .* exists and is not empty")
+            super().setup(trainer, pl_module, stage)
+        if stage != "fit":
+            return
+        if type(trainer.strategy.checkpoint_io) in (TorchCheckpointIO, VerifiedCheckpointIO):
+            self._io = VerifiedCheckpointIO(self._background, self._on_error)
+            trainer.strategy.checkpoint_io = self._io
+        if trainer.is_global_zero and self.dirpath is not None:
+            remove_leftovers(Path(self.dirpath))
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        super().on_train_start(trainer, pl_module)
+        if self._interval is not None:
+            self._interval.start()
+
+    @override
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: STEP_OUTPUT, batch: Any, batch_idx: int
+    ) -> None:
+        if not _has_clean_points(trainer):
+            super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+            return
+        step = trainer.global_step
+        by_step = self._every_n_train_steps > 0 and step % self._every_n_train_steps == 0
+        ends = self.save_last and step == trainer.max_steps  # maybe within an epoch
+        by_time = self._interval is not None and self._interval.is_over(trainer)
+        if by_time or ((by_step or ends) and step != self._last_global_step_saved):
+            self._mark(trainer)
+
+    @override
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self.monitor is not None and not trainer.sanity_checking:
+            self._score_before = trainer.callback_metrics.get(self.monitor)
+
+    @override
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if not _has_clean_points(trainer):
+            super().on_validation_end(trainer, pl_module)
+            return
+        if trainer.sanity_checking or trainer.state.fn != TrainerFn.FITTING:
+            return
+        self._validated = True
+        score = None if self.monitor is None else trainer.callback_metrics.get(self.monitor)
+        if score is not None and score is not self._score_before:
+            self._scored_by_validation = True
+            self._score_step = trainer.global_step
+        if self.monitor is not None and (self._best_due or self._epoch_counts(trainer)):
+            self._mark(trainer)
+
+    @override
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if not _has_clean_points(trainer):
+            super().on_train_epoch_end(trainer, pl_module)
+        elif self._epoch_counts(trainer):
+            self._mark(trainer)
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if not _has_clean_points(trainer):
+            super().on_train_end(trainer, pl_module)
+        if self._io is not None:
+            self._io.wait()
+        self._settle(trainer)
+
+    def lacks(self, trainer: pl.Trainer) -> bool:
+        """Whether `last.ckpt` is wanted and older than the weights."""
+        fresh = self._last_global_step_saved == trainer.global_step
+        return bool(self.save_last) and not fresh and not _is_trial(trainer)
+
+    def _mark(self, trainer: pl.Trainer) -> None:
+        self.due = self._best_due = not _is_trial(trainer)
+
+    def _epoch_counts(self, trainer: pl.Trainer) -> bool:
+        return self._every_n_epochs > 0 and (trainer.current_epoch + 1) % self._every_n_epochs == 0
+
+    # Saving
+
+    def save(self, trainer: pl.Trainer) -> None:
+        """Write what is due: the best by the monitored metric, if its value is of these weights, and the last.
+
+        Raises:
+            ConfigError: `monitor` is no metric that was logged by the end of the first validation.
+        """
+        self.due = False
+        self._settle(trainer)
+        _flush_logs(trainer)
+        candidates = self._monitor_candidates(trainer)
+        candidates["epoch"] = torch.tensor(trainer.fit_loop.epoch_progress.current.ready - 1)
+        known = self.monitor is None or self.monitor in candidates
+        self.last_model_path = self.format_checkpoint_name(candidates, self.CHECKPOINT_NAME_LAST)
+        if self._best_due and known and (not self._scored_by_validation or self._score_step == trainer.global_step):
+            self._best_due = False
+            self._save_topk_checkpoint(trainer, candidates)
+        self._save_last_checkpoint(trainer, candidates)
+        self._settle(trainer)
+        if not known and self._is_unknown(trainer):
+            raise ConfigError(
+                f"checkpoint: monitor={self.monitor} was not logged. Logged so far: "
+                f"{', '.join(sorted(set(candidates) - {'epoch', 'step'})) or 'nothing'}. Set monitor to one of these."
+            )
+
+    def _is_unknown(self, trainer: pl.Trainer) -> bool:
+        """Whether the monitored metric should have been seen by now."""
+        if trainer.enable_validation and not self._validated:
+            return False
+        logged = {value.meta.name for value in trainer.fit_loop.epoch_loop._results.values()}
+        ends = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
+        return ends or str(self.monitor).removesuffix("_epoch") not in logged
+
+    @override
+    def _save_checkpoint(self, trainer: pl.Trainer, filepath: str) -> None:
+        super()._save_checkpoint(trainer, filepath)
+        self._scores = {**self._scores, **self.best_k_models}
+        self._saved_now = filepath
+
+    @override
+    def _save_last_checkpoint(self, trainer: pl.Trainer, monitor_candidates: dict[str, Tensor]) -> None:
+        if not self.save_last:
+            self.last_model_path = ""
+            return
+        self.last_model_path = self.format_checkpoint_name(monitor_candidates, self.CHECKPOINT_NAME_LAST)
+        if self._saved_now and self._io is not None:
+            if trainer.is_global_zero:
+                self._io.link_checkpoint(self._saved_now, self.last_model_path)
+        else:
+            self._save_checkpoint(trainer, self.last_model_path)
+        self._saved_now = ""
+
+    def _settle(self, trainer: pl.Trainer) -> None:
+        """Take files that could not be written out of the ranking, and put those back that they were to replace."""
+        if self._io is None or self._on_error == "raise":
+            return
+        failed, kept = trainer.strategy.broadcast(self._io.take_failures())
+        if not failed:
+            return
+        ranked = {**self.best_k_models, **{path: self._scores[path] for path in kept if path in self._scores}}
+        self.best_k_models = {path: score for path, score in ranked.items() if path not in failed}
+        if self.monitor is None:
+            self.best_model_path = kept[-1] if kept else ""
+            return
+        best, worst = (min, max) if self.mode == "min" else (max, min)
+        self.best_model_path = best(self.best_k_models, key=self._score_of, default="")
+        self.best_model_score = self.best_k_models.get(self.best_model_path)
+        self.kth_best_model_path = worst(self.best_k_models, key=self._score_of, default="")
+        if self.kth_best_model_path:
+            self.kth_value = self.best_k_models[self.kth_best_model_path]
+
+    def _score_of(self, path: str) -> float:
+        return float(self.best_k_models[path])
+
+    @override
+    def _should_remove_checkpoint(self, trainer: pl.Trainer, previous: str, current: str) -> bool:
+        assert self.dirpath is not None
+        own = Path(previous).absolute().parent == Path(self.dirpath).absolute()
+        return own and super()._should_remove_checkpoint(trainer, previous, current)
+
+    # Names and scores
+
+    @property
+    @override
+    def state_key(self) -> str:
+        # Scores outlive a change of the trigger.
+        return self._generate_state_key(monitor=self.monitor, mode=self.mode)
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        # Best scores stay comparable when a run is resumed into a new directory; Lightning would forget them.
+        super().load_state_dict({**state_dict, "dirpath": self.dirpath})
+
+    @override
+    def _format_checkpoint_name(
+        self,
+        filename: str | None,
+        metrics: dict[str, Tensor],
+        prefix: str | None = None,
+        auto_insert_metric_name: bool = True,
+    ) -> str:
+        name = super()._format_checkpoint_name(filename, metrics, prefix, auto_insert_metric_name)
+        return re.sub(r"[^A-Za-z0-9._-]+", "_", name).lstrip(".-")
+
+    @override
+    def _get_metric_interpolated_filepath_name(
+        self, monitor_candidates: dict[str, Tensor], trainer: pl.Trainer, del_filepath: str | None = None
+    ) -> str:
+        # A file of the same name that is not among the best was left by a killed run at this very step.
+        path = self.format_checkpoint_name(monitor_candidates)
+        version = self.STARTING_VERSION
+        while path in self.best_k_models and path != del_filepath:
+            path = self.format_checkpoint_name(monitor_candidates, ver=version)
+            version += 1
+        return path
+
+
+def _is_trial(trainer: pl.Trainer) -> bool:
+    """Whether this is a `fast_dev_run`, which saves nothing."""
+    return bool(getattr(trainer, "fast_dev_run", False))
+
+
+def _has_clean_points(trainer: pl.Trainer) -> bool:
+    return getattr(trainer.fit_loop, "has_clean_points", False)
+
+
+def _flush_logs(trainer: pl.Trainer) -> None:
+    """What a checkpoint has seen must not be missing in the log after a crash."""
+    for log in trainer.loggers if trainer.is_global_zero else []:
+        flush = getattr(getattr(log, "experiment", None), "flush", None)
+        if flush is not None:
+            flush()
+
+
+def _verify_options(triggers: dict[str, float | None], on_error: str, options: dict[str, Any]) -> None:
+    given = [f"{name}={value}" for name, value in triggers.items() if value is not None]
+    if len(given) > 1:
+        raise ConfigError(
+            f"checkpoint: {' and '.join(given)} were given and one callback takes one trigger. "
+            "Set the others to null, or add a second Checkpoint callback."
+        )
+    for name, value in triggers.items():  # every 0 seconds is after every step
+        if value is not None and not (value > 0 or (value == 0 and name == "interval_s")):
+            raise ConfigError(
+                f"checkpoint: {name}={value} is too small. Give more than 0, or null for no such trigger."
+            )
+    if on_error not in ("raise", "warn"):
+        raise ConfigError(f"checkpoint: on_error={on_error} is unknown. Set it to raise or warn.")
+    if unknown := set(options) - {"async"}:
+        raise ConfigError(f"checkpoint: {', '.join(sorted(unknown))} is no option. Remove it.")
+    if not isinstance(options.get("async", False), bool):
+        raise ConfigError(f"checkpoint: async={options['async']} is neither true nor false. Give one of them.")

@@ -1,0 +1,255 @@
+"""The position of a stock DataLoader within an epoch, so that a run goes on at the very next sample.
+
+Three things make the samples of an epoch: the order in which the sampler yields indices, how many batches were taken,
+and the random numbers that augmentation draws. The order is made again from the random state at the moment when the
+sampler started; batches taken already are skipped without loading them (an `IterableDataset` must be read again). In
+workers every batch is loaded under a seed of its own, made from the epoch's seed, the rank and the batch's number, so
+that nothing depends on which batches a worker loaded before, nor on the number of workers.
+"""
+
+import os
+import sys
+import traceback
+from collections.abc import Iterator
+from functools import cache
+from itertools import islice
+from multiprocessing.queues import Queue
+from typing import Any
+
+import torch
+from torch import Generator
+from torch.utils.data import DataLoader, IterableDataset
+
+from ...strategies.core import rng
+from ...strategies.data.sampling import RankBatches
+from ...strategies.data.streams import Stream
+
+
+def make_resumable(loader: Any, rank: int) -> None:
+    """Let a DataLoader know its position; it stays the same object, of a subclass of its class.
+
+    Loaders with a `state_dict` of their own (torchdata's `StatefulDataLoader`) and other iterables are left alone.
+    """
+    if isinstance(loader, Stream) and not isinstance(loader, ResumableStream):
+        loader.__class__ = _subclass(ResumableStream, type(loader))
+    elif isinstance(loader, ResumableLoader):
+        loader.rank = rank
+    elif isinstance(loader, DataLoader) and not hasattr(loader, "state_dict"):
+        loader.__class__ = _subclass(ResumableLoader, type(loader))
+        loader.rank = rank
+
+
+def is_resumable(loader: Any) -> bool:
+    """Whether the position of this loader is known here, by `make_resumable`."""
+    return isinstance(loader, (ResumableLoader, ResumableStream))
+
+
+@cache
+def _subclass(resumable: type, cls: Any) -> Any:
+    def reduce_as_plain(self: Any, protocol: Any) -> Any:
+        # Pickles and copies are of the class that is found by its name; a trainer makes them resumable again.
+        maker, args, *rest = cls.__reduce_ex__(self, protocol)
+        maker = _new if maker.__name__ == "__newobj__" else maker  # which pickle takes for the object's own class only
+        return (maker, tuple(cls if arg is type(self) else arg for arg in args), *rest)
+
+    members = {"__module__": cls.__module__, "__doc__": cls.__doc__, "__reduce_ex__": reduce_as_plain}
+    return type(cls.__name__, (resumable, cls), members)
+
+
+def _new(cls: Any, *args: Any) -> Any:
+    return cls.__new__(cls, *args)
+
+
+class ResumableStream(Stream):
+    """Ranks' stream with a position: what was taken is read again, under the random numbers of then."""
+
+    _position = 0
+    _start: dict[str, Any] | None = None
+    _pending: dict[str, Any] | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Batches handed out, and the random state at the start."""
+        return {"position": self._position, "start": self._start}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Let the next iteration begin where the state says."""
+        self._pending = state_dict
+
+    def __iter__(self) -> Iterator[Any]:
+        resumed, self._pending = self._pending, None
+        batches: Iterator[Any] = super().__iter__()  # pyright: ignore  # of the stream's own class, which comes next
+        self._position = 0 if resumed is None else resumed["position"]
+        return self._run(batches, resumed)
+
+    def _run(self, batches: Iterator[Any], resumed: dict[str, Any] | None) -> Iterator[Any]:
+        if resumed is None or resumed["start"] is None:
+            self._start = rng.capture()
+        else:
+            self._start = resumed["start"]
+            with rng.isolated():
+                rng.restore(resumed["start"])
+                for _ in range(self._position):
+                    next(batches)
+                    self.shares.popleft()
+        for batch in batches:
+            self._position += 1
+            yield batch
+
+
+class ResumableLoader(DataLoader[Any]):
+    """A DataLoader with a position: `state_dict` and `load_state_dict`. Made by `make_resumable`."""
+
+    rank = 0
+    _position = 0
+    _seed = 0
+    _start: dict[str, Any] | None = None
+    _resumed: dict[str, Any] | None = None
+    _pending: dict[str, Any] | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the current epoch is: batches handed out, how its order was made, and generators of its own."""
+        return {
+            "position": self._position,
+            "seed": self._seed,
+            "start": self._start,
+            "generators": self._generator_states(),
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Let the next iteration begin where the state says."""
+        self._pending = state_dict
+
+    def load_generators(self, state_dict: dict[str, Any]) -> None:
+        """Restore the loader's and its sampler's own generators, for a new epoch."""
+        for generator, state in zip(self._generators(), state_dict["generators"], strict=False):
+            generator.set_state(state)
+
+    def __iter__(self) -> Any:
+        self._resumed, self._pending = self._pending, None
+        self._position = 0 if self._resumed is None else self._resumed["position"]
+        self._seed = self._peek_seed() if self._resumed is None else self._resumed["seed"]
+        if not isinstance(self.dataset, IterableDataset):
+            return self._count(super().__iter__())
+        if self._resumed is None or self._resumed["start"] is None:
+            self._resumed = None
+            self._start = self._capture()
+            return self._count(super().__iter__())
+        return self._count(self._replay(super().__iter__))
+
+    @property
+    def _index_sampler(self) -> Any:
+        return _Indices(self, super()._index_sampler)
+
+    def _count(self, batches: Iterator[Any]) -> Iterator[Any]:
+        for batch in batches:
+            self._position += 1
+            yield batch
+
+    def _replay(self, start: Any) -> Iterator[Any]:
+        with rng.isolated():
+            self._return_to_start()
+            batches = start()
+            for _ in range(self._position):
+                next(batches)
+        return batches
+
+    def begin(self, base: Any) -> Iterator[Any]:
+        """Start the sampler, and skip what was taken."""
+        if isinstance(self.dataset, IterableDataset):
+            return iter(base)
+        if self._resumed is None or self._resumed["start"] is None:  # The order was not made yet.
+            self._resumed = None
+            self._start = self._capture()
+            return iter(base)
+        with rng.isolated():
+            self._return_to_start()
+            indices = iter(base)
+            # Taking one more makes sure that a sampler which draws its order at the first index has done so.
+            head = list(islice(indices, self._position, self._position + 1))
+            if isinstance(base, RankBatches):
+                base.forget(self._position)
+        return _chain(head, indices)
+
+    def _return_to_start(self) -> None:
+        assert self._resumed is not None
+        start: dict[str, Any] = self._resumed["start"]
+        self._start, self._resumed = start, None
+        rng.restore(start["random"])
+        self.load_generators(start)
+
+    def _capture(self) -> dict[str, Any]:
+        return {"random": rng.capture(), "generators": self._generator_states()}
+
+    def _generators(self) -> list[Generator]:
+        units = getattr(self.batch_sampler, "units", None)  # what a rank's batches are cut from
+        own = (self, self.sampler, self.batch_sampler, getattr(self.batch_sampler, "sampler", None))
+        found = (getattr(owner, "generator", None) for owner in (*own, units, getattr(units, "sampler", None)))
+        return list({id(generator): generator for generator in found if isinstance(generator, Generator)}.values())
+
+    def _generator_states(self) -> list[torch.Tensor]:
+        return [generator.get_state() for generator in self._generators()]
+
+    def _peek_seed(self) -> int:
+        """The seed that torch's iterator is about to draw for its workers."""
+        generator = self.generator or torch.default_generator
+        before = generator.get_state()
+        seed = int(torch.empty((), dtype=torch.int64).random_(generator=generator))
+        generator.set_state(before)
+        return seed
+
+    def seeded(self, indices: Any, position: int) -> Any:
+        """Give a batch's indices the seed under which a worker is to load it."""
+        return _Seeded((self._seed, self.rank, position), indices) if self.num_workers else indices
+
+
+class _Indices:
+    """A loader's sampler of indices, started at the loader's position."""
+
+    def __init__(self, loader: ResumableLoader, base: Any) -> None:
+        self._loader = loader
+        self._base = base
+
+    def __len__(self) -> int:
+        return len(self._base)
+
+    def __iter__(self) -> Iterator[Any]:
+        loader = self._loader
+        first = 0 if isinstance(loader.dataset, IterableDataset) else loader._position
+        for position, indices in enumerate(loader.begin(self._base), first):
+            yield loader.seeded(indices, position)
+
+
+class _Seeded:
+    """Indices on their way to a worker, which is seeded as they arrive and then finds them bare."""
+
+    __slots__ = ("entropy", "indices")
+
+    def __init__(self, entropy: tuple[int, ...], indices: Any) -> None:
+        self.entropy = entropy
+        self.indices = indices
+
+    def __reduce__(self) -> Any:
+        return _arrive, (self.entropy, self.indices)
+
+
+def _arrive(entropy: tuple[int, ...], indices: Any) -> Any:
+    rng.seed_all(*entropy)
+    feeder: Any = Queue
+    feeder._on_queue_feeder_error = staticmethod(_end_worker)  # of this worker, which has put nothing yet
+    return indices
+
+
+def _end_worker(exc: Exception, _: object) -> None:
+    """End a worker whose batch can't be pickled: Python drops such an object, and training would wait for ever."""
+    traceback.print_exception(exc)
+    sys.stderr.write(
+        "A worker of the DataLoader can't send its batch (see above). Return tensors, numbers, text and containers of "
+        "these from the dataset and from collate_fn, or set num_workers=0.\n"
+    )
+    sys.stderr.flush()
+    os._exit(1)  # a thread can't end its process otherwise
+
+
+def _chain(head: list[Any], tail: Iterator[Any]) -> Iterator[Any]:
+    yield from head
+    yield from tail

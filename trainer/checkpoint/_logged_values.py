@@ -1,0 +1,90 @@
+"""What `self.log` has accumulated in an epoch that is not over, and what it has written that no longer holds."""
+
+from pathlib import Path
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.loggers import TensorBoardLogger
+from pytorch_lightning.trainer.connectors.logger_connector.result import (
+    _Metadata,
+    _ResultCollection,
+    _ResultMetric,
+    _Sync,
+)
+from tensorboard.compat.proto import event_pb2 as event_pb2_module
+from torch import Tensor
+
+from ..logging.step_sync import Deferred
+
+# protobuf makes its classes at run time
+event_pb2: Any = event_pb2_module
+
+_META = (
+    *("fx", "name", "prog_bar", "logger", "on_step", "on_epoch"),
+    *("enable_graph", "add_dataloader_idx", "dataloader_idx", "metric_attribute"),
+)
+_STATE = ("value", "cumulated_batch_size", "_forward_cache")
+
+
+def capture(results: _ResultCollection) -> dict[str, Any]:
+    """Read what was logged as tensors; metric objects keep their own state.
+
+    Args:
+        results: the training loop's.
+
+    Returns:
+        Plain data by the collection's keys.
+    """
+    settle = getattr(results, "settle", None)
+    if settle is not None:  # A collection that holds values back writes them now.
+        settle()
+    return {key: _capture(metric) for key, metric in results.items() if metric.is_tensor}
+
+
+def restore(trainer: pl.Trainer, results: _ResultCollection, saved: dict[str, Any]) -> None:
+    """Fill a collection with what `capture` read, as if `self.log` had been called."""
+    device = trainer.strategy.root_device
+    if saved:  # Otherwise the first `self.log` of a loop starts its means anew.
+        trainer._logger_connector._first_loop_iter = False
+    for key, entry in saved.items():
+        meta = _Metadata(**entry["meta"], reduce_fx=entry["reduce_fx"])
+        reduce = trainer.strategy.reduce
+        deferred: Deferred | None = getattr(results, "deferred", None)
+        if deferred is not None and entry["sync"]["_should"]:
+            reduce = deferred.through(reduce)  # as the collection does when such a value is logged
+        meta.sync = _Sync(fn=reduce, **entry["sync"])
+        metric = _ResultMetric(meta, is_tensor=True)
+        for name, value in entry["state"].items():
+            setattr(metric, name, value.to(device) if isinstance(value, Tensor) else value)
+        metric.has_reset = entry["has_reset"]
+        metric._update_count = entry["num_updates"]
+        results[key] = metric.to(device)
+
+
+def withdraw_later_points(trainer: pl.Trainer) -> None:
+    """Tell TensorBoard that points from here on, which an earlier attempt at this run wrote, do not count."""
+    step = trainer.fit_loop.epoch_loop._batches_that_stepped
+    for log in trainer.loggers if trainer.is_global_zero else []:
+        if isinstance(log, TensorBoardLogger):
+            writer: Any = log.experiment
+            if len(list(Path(log.log_dir).glob("events.out.tfevents.*"))) > 1:
+                started = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+                writer._get_file_writer().add_event(event_pb2.Event(session_log=started), step)
+
+
+def _capture(metric: _ResultMetric) -> dict[str, Any]:
+    meta = metric.meta
+    state = {name: _on_cpu(getattr(metric, name)) for name in _STATE if hasattr(metric, name)}
+    return {
+        "meta": {name: getattr(meta, name) for name in _META},
+        "reduce_fx": meta.reduce_fx.__name__,
+        "sync": {"_should": meta.sync.should, "rank_zero_only": meta.sync.rank_zero_only, "_op": meta.sync.op},
+        "state": state,
+        "has_reset": metric.has_reset,
+        "num_updates": metric._update_count,
+    }
+
+
+def _on_cpu(value: Any) -> Any:
+    return value.detach().cpu() if isinstance(value, torch.Tensor) else value

@@ -1,0 +1,128 @@
+"""What a checkpoint holds beyond Lightning's, so that a resumed run goes on as if nothing had happened.
+
+| state | kept per rank |
+|---|---|
+| random numbers of python, numpy, torch and the process's devices | yes |
+| position of the training loaders, and how their order was made | yes |
+| gradients and loss weights accumulated so far, where the save falls inside an accumulated step | yes |
+| states of torchmetrics' metrics in the module, accumulated over the epoch | yes |
+| values that `self.log` accumulates over the epoch | yes |
+| metrics logged last, which schedulers and early stopping read | no, they are equal |
+"""
+
+import logging
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+import torch.distributed as dist
+from pytorch_lightning.utilities.combined_loader import CombinedLoader
+from torch import Tensor
+from torchmetrics import Metric
+
+from ...strategies.core import rng
+from . import _logged_values
+from ._loader_state import ResumableLoader, is_resumable
+
+logger = logging.getLogger(__name__)
+
+
+def capture(trainer: pl.Trainer, accumulating: bool) -> list[dict[str, Any]] | None:
+    """Read this process's state and gather all ranks' on rank 0; every rank must call it.
+
+    Args:
+        trainer: it is fitting.
+        accumulating: the gradients so far belong to a step that is not finished.
+
+    Returns:
+        One state per rank; None on ranks other than 0.
+    """
+    loader = trainer.fit_loop._combined_loader
+    module = trainer.lightning_module
+    state = {
+        "random": rng.capture(process_devices(trainer)),
+        "loaders": [] if loader is None else _positions(trainer, loader),
+        "gradients": _gradients(module) if accumulating else None,
+        "weights": _on_cpu(_weights(trainer).total) if accumulating else 0.0,
+        "metrics": {name: _on_cpu(metric.metric_state) for name, metric in _metrics(module)},
+        "metric_counts": {name: metric._update_count for name, metric in _metrics(module)},
+        "results": _logged_values.capture(trainer.fit_loop.epoch_loop._results),
+        "logged": _on_cpu(dict(trainer.callback_metrics)),
+    }
+    if trainer.world_size == 1:
+        return [state]
+    states: list[Any] | None = [None] * trainer.world_size if trainer.is_global_zero else None
+    dist.gather_object(state, states)
+    return states
+
+
+def restore(trainer: pl.Trainer, state: dict[str, Any]) -> None:
+    """Set this process to a state that `capture` read, after all that draws random numbers while a run starts."""
+    module = trainer.lightning_module
+    trainer._logger_connector._callback_metrics.update(state["logged"])
+    _logged_values.restore(trainer, trainer.fit_loop.epoch_loop._results, state["results"])
+    for name, metric in _metrics(module):
+        if name in state["metrics"]:
+            for key, value in state["metrics"][name].items():
+                setattr(metric, key, _to(value, metric.device))
+            metric._update_count = state["metric_counts"][name]
+    _weights(trainer).total = _to(state["weights"], trainer.strategy.root_device)
+    for name, parameter in module.named_parameters():
+        if state["gradients"] is not None and name in state["gradients"]:
+            parameter.grad = state["gradients"][name].to(parameter)
+    rng.restore(state["random"], process_devices(trainer))
+
+
+def restore_generators(loader: CombinedLoader, states: list[dict[str, Any]]) -> None:
+    """Restore the generators that belong to loaders and samplers, where a new epoch begins."""
+    stateful = [part for part in loader.flattened if hasattr(part, "state_dict")]
+    for part, state in zip(stateful, states, strict=False):
+        if isinstance(part, ResumableLoader):
+            part.load_generators(state)
+
+
+def process_devices(trainer: pl.Trainer) -> list[torch.device]:
+    """The devices of this process: those of its parameters, root first."""
+    root = trainer.strategy.root_device
+    devices = {parameter.device: None for parameter in trainer.lightning_module.parameters()}
+    devices.pop(root, None)
+    replicas = getattr(trainer.strategy, "process_devices", [])
+    return list(dict.fromkeys([root, *devices, *replicas]))
+
+
+def _positions(trainer: pl.Trainer, loader: CombinedLoader) -> list[dict[str, Any]]:
+    """The loaders' states, less the batches that were fetched (from loaders without length) but not trained on."""
+    ahead = len(getattr(trainer.fit_loop._data_fetcher, "batches", ()))
+    states = loader._state_dicts()
+    for part, saved in zip([part for part in loader.flattened if hasattr(part, "state_dict")], states, strict=True):
+        if is_resumable(part):
+            saved["position"] = max(saved["position"] - ahead, 0)
+    return states
+
+
+def _weights(trainer: pl.Trainer) -> Any:
+    """The loss weights of the accumulated step, in `loops.accumulation.Accumulation`."""
+    epoch_loop: Any = trainer.fit_loop.epoch_loop
+    return epoch_loop.accumulation
+
+
+def _gradients(module: torch.nn.Module) -> dict[str, Tensor]:
+    return {name: p.grad.detach().cpu() for name, p in module.named_parameters() if p.grad is not None}
+
+
+def _metrics(module: torch.nn.Module) -> list[tuple[str, Metric]]:
+    return [(name, child) for name, child in module.named_modules() if isinstance(child, Metric)]
+
+
+def _on_cpu(tree: Any) -> Any:
+    if isinstance(tree, Tensor):
+        return tree.detach().cpu()
+    if isinstance(tree, dict):
+        return {key: _on_cpu(value) for key, value in tree.items()}
+    return [_on_cpu(value) for value in tree] if isinstance(tree, list) else tree
+
+
+def _to(tree: Any, device: torch.device) -> Any:
+    if isinstance(tree, Tensor):
+        return tree.to(device)
+    return [_to(value, device) for value in tree] if isinstance(tree, list) else tree

@@ -1,0 +1,224 @@
+"""Saving and resuming at points where nothing is half done.
+
+Lightning saves inside hooks: the batch is trained but not logged, validation is over but the epoch is not, and a
+restart has to guess what is still to come. Here a checkpoint that is due is written *between* two batches, or after
+an epoch with all its hooks, and a resumed run simply takes the next batch.
+
+What is here is mixed into Lightning's private loops in `loops/loops.py`, where alone those are subclassed.
+"""
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from lightning_fabric.utilities.data import _set_sampler_epoch
+from lightning_fabric.utilities.types import _PATH
+from pytorch_lightning.loops.fetchers import _DataFetcher
+from pytorch_lightning.trainer.states import TrainerFn
+from pytorch_lightning.utilities.exceptions import SIGTERMException
+from pytorch_lightning.utilities.rank_zero import rank_zero_warn
+from typing_extensions import override
+
+from . import _logged_values, _run_state
+from ._callback import Checkpoint
+from ._loader_state import is_resumable, make_resumable
+from .file_io import CheckpointError
+
+if TYPE_CHECKING:
+    from pytorch_lightning.loops.fit_loop import _FitLoop as FitLoop
+    from pytorch_lightning.loops.training_epoch_loop import _TrainingEpochLoop as EpochLoop
+    from pytorch_lightning.trainer.connectors.checkpoint_connector import _CheckpointConnector as CheckpointConnector
+else:
+    FitLoop = EpochLoop = CheckpointConnector = object
+
+
+BETWEEN_BATCHES = "between_batches"
+AFTER_EPOCH = "after_epoch"
+EXACT = "exact_resume"
+"""The key of a checkpoint under which all is kept that Lightning's checkpoints do not hold."""
+
+
+class ExactCheckpoints(CheckpointConnector):
+    """Checkpoints that are Lightning's for every hook, with what is ours put beside before they are written."""
+
+    @override
+    def dump_checkpoint(self, weights_only: bool | None = None) -> dict[str, Any]:
+        """Read the state of a run; every rank must call it."""
+        checkpoint: dict[str, Any] = super().dump_checkpoint(weights_only)
+        trainer: Any = self.trainer
+        fitting = trainer.state.fn == TrainerFn.FITTING and (trainer.training or trainer.validating)
+        return checkpoint if weights_only or not fitting else {**checkpoint, EXACT: trainer.fit_loop.resume_state()}
+
+    @override
+    def resume_start(self, checkpoint_path: _PATH | None = None, weights_only: bool | None = None) -> None:
+        try:
+            super().resume_start(checkpoint_path, weights_only)
+        except KeyError as exc:
+            raise CheckpointError(
+                f"The checkpoint {checkpoint_path} was not saved by a trainer: it has no entry {exc}. Give one "
+                "that was; weights alone are loaded with module.load_state_dict."
+            ) from exc
+        fit_loop: Any = self.trainer.fit_loop
+        fit_loop.saved_state = self._loaded_checkpoint.pop(EXACT, {})
+
+
+class ResumingFitLoop(FitLoop):
+    """The epochs."""
+
+    _point: str | None = None
+    """The clean point at which a checkpoint is being written."""
+    _resumed_point: str | None = None
+    """The clean point at which the checkpoint being resumed was written."""
+    resumes_between_batches = False
+    """The next batch is the one after the checkpoint being resumed."""
+    _resumed_state: dict[str, Any] | None = None
+    _savers: tuple[Checkpoint, ...] = ()
+    saved_state: Mapping[str, Any] = MappingProxyType({})
+    """What the checkpoint that is being loaded holds under `EXACT`."""
+    has_clean_points = True
+
+    def between_batches(self) -> None:
+        """Write what is due after a batch and all that follows it: logging, validation, schedulers."""
+        for saver in self._savers:
+            if saver.due and not self.epoch_loop.batch_progress.is_last_batch:
+                self._save(saver, BETWEEN_BATCHES)
+
+    def stop_between_batches(self) -> None:
+        """Save and stop if a signal asked for it; with several processes, once all of them stop at this step.
+
+        Raises:
+            SIGTERMException: a stop is due, and the checkpoint is written.
+        """
+        if self._stops():
+            self._save_and_stop(BETWEEN_BATCHES)
+
+    @override
+    def on_advance_end(self) -> None:
+        try:
+            super().on_advance_end()
+        except SIGTERMException:
+            self._save_and_stop(AFTER_EPOCH)
+        for saver in self._savers:
+            if saver.due:
+                self._save(saver, AFTER_EPOCH)
+        if self._stops():
+            self._save_and_stop(AFTER_EPOCH)
+
+    def _stops(self) -> bool:
+        """Ask for what no rank may decide alone.
+
+        A strategy of several processes defines `agree_to_stop(received: bool) -> bool`, which every rank calls between
+        two batches, and which turns true on all of them at the same step.
+        """
+        received = self.trainer._signal_connector.received_sigterm
+        agree: Callable[[bool], bool] | None = getattr(self.trainer.strategy, "agree_to_stop", None)
+        return received if agree is None else agree(received)
+
+    def _save_and_stop(self, point: str) -> None:
+        self.trainer.agreed_to_stop = True  # pyright: ignore[reportAttributeAccessIssue]  # an attribute of our Trainer
+        for saver in self._savers:
+            if saver.due or saver.lacks(self.trainer):
+                self._save(saver, point)
+        raise SIGTERMException
+
+    def _save(self, saver: Checkpoint, point: str) -> None:
+        self._point = point
+        try:
+            saver.save(self.trainer)
+        finally:
+            self._point = None
+
+    @override
+    def on_run_end(self) -> None:
+        for saver in self._savers:
+            if saver.lacks(self.trainer):
+                self._save(saver, AFTER_EPOCH)
+        super().on_run_end()
+
+    def resume_state(self) -> dict[str, Any]:
+        """Read what a checkpoint holds under `EXACT`; every rank must call it."""
+        accumulating = self._point != AFTER_EPOCH and self.epoch_loop._should_accumulate()
+        return {"point": self._point, "ranks": _run_state.capture(self.trainer, accumulating)}
+
+    @override
+    def on_save_checkpoint(self) -> dict[str, Any]:
+        saved: dict[str, Any] = super().on_save_checkpoint()
+        if self._combined_loader is not None:
+            # Positions of loaders that only we can restore are ours to keep; Lightning would not know what to do.
+            parts = [part for part in self._combined_loader.flattened if hasattr(part, "state_dict")]
+            states = zip(parts, saved.pop("combined_loader", []), strict=True)
+            if theirs := [kept for part, kept in states if not is_resumable(part)]:
+                saved["combined_loader"] = theirs
+        return saved
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any], prefix: str = "") -> None:
+        super().load_state_dict(state_dict, prefix)
+        saved, self.saved_state = self.saved_state, {}
+        self._resume(saved)
+        if self._resumed_point == AFTER_EPOCH:  # Lightning takes a run that is bounded by steps for unfinished.
+            self._restarting = self.epoch_loop._restarting = self.epoch_loop.val_loop._restarting = False
+
+    def _resume(self, saved: Mapping[str, Any]) -> None:
+        ranks = saved.get("ranks") or []
+        self._resumed_point = saved.get("point")
+        self._resumed_state = None
+        same = len(ranks) == self.trainer.world_size
+        if same:
+            self._resumed_state = ranks[self.trainer.global_rank]
+        elif ranks:
+            rank_zero_warn(
+                f"The checkpoint was written by {len(ranks)} ranks and is resumed by {self.trainer.world_size}: random "
+                "numbers start anew, and the samples left in this epoch are those of the new distribution."
+            )
+        if ranks:
+            self._combined_loader_states_to_load = ranks[self.trainer.global_rank if same else 0]["loaders"]
+
+    @override
+    def _load_combined_loader_states(self) -> None:
+        assert self._combined_loader is not None
+        progress: Any = self.epoch_progress.current
+        for loader in self._combined_loader.flattened:
+            make_resumable(loader, self.trainer.global_rank)
+            if self._resuming_from_checkpoint:
+                # Workers begin to load as soon as the iterator is made, before Lightning sets the epoch.
+                _set_sampler_epoch(loader, progress.processed)
+        super()._load_combined_loader_states()
+
+    @override
+    def on_run_start(self) -> None:
+        self._savers = tuple(cb for cb in self.trainer.checkpoint_callbacks if isinstance(cb, Checkpoint))
+        super().on_run_start()
+        self.resumes_between_batches = self._resumed_point == BETWEEN_BATCHES
+        if self._resumed_state is not None:
+            _run_state.restore(self.trainer, self._resumed_state)
+        _logged_values.withdraw_later_points(self.trainer)
+        if self._resumed_point == AFTER_EPOCH:
+            # The iterator made while the loop was set up is replaced at the place where a running epoch makes it.
+            self._resuming_from_checkpoint = False
+            if self._resumed_state is not None and self._combined_loader is not None:
+                _run_state.restore_generators(self._combined_loader, self._resumed_state["loaders"])
+        self._resumed_point = self._resumed_state = None
+
+
+class ResumingEpochLoop(EpochLoop):
+    """The batches of an epoch."""
+
+    @override
+    def reset(self) -> None:
+        super().reset()
+        fit_loop = self.trainer.fit_loop
+        assert isinstance(fit_loop, ResumingFitLoop)
+        if fit_loop.resumes_between_batches:  # Nothing is half done, and no validation is to be finished.
+            self._restarting = self.val_loop._restarting = fit_loop.resumes_between_batches = False
+
+    # A subclass whose `on_advance_end` does not come here calls `between_batches` itself, at its very end.
+    @override
+    def on_advance_end(self, data_fetcher: _DataFetcher) -> None:
+        fit_loop = self.trainer.fit_loop
+        assert isinstance(fit_loop, ResumingFitLoop)
+        try:
+            super().on_advance_end(data_fetcher)
+        except SIGTERMException:  # Lightning's, as the last thing it does here
+            fit_loop.stop_between_batches()
+        fit_loop.between_batches()

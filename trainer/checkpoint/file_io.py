@@ -1,0 +1,328 @@
+"""Checkpoint files that appear whole or not at all, are verified when read, and never run code.
+
+A file is torch's own zip archive followed by 48 bytes that torch ignores:
+
+| bytes | content |
+|---|---|
+| n | what `torch.save` wrote |
+| 32 | SHA-256 of these n bytes |
+| 8 | n, little endian |
+| 8 | `EVENERv1` |
+
+So `torch.load` and Lightning read it too, and files of theirs, which have no digest, are read here. Addresses (`s3://…`,
+`memory://…`) are left to Lightning, without a digest.
+"""
+
+import hashlib
+import logging
+import os
+import pickle
+import re
+import socket
+import struct
+import warnings
+import zipfile
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, Any, Literal
+
+import torch
+from lightning_fabric.plugins import TorchCheckpointIO
+from lightning_fabric.utilities.cloud_io import get_filesystem
+from lightning_fabric.utilities.types import _PATH
+from typing_extensions import override
+
+from ...strategies.core.errors import ConfigError
+from ._plain_data import to_plain
+from ._snapshot import Snapshot
+
+logger = logging.getLogger(__name__)
+
+SUFFIX = ".ckpt"
+_MAGIC = b"EVENERv1"
+_TRAILER = struct.Struct("<32sQ8s")
+_BLOCK = 1 << 20
+_TORN = (RuntimeError, EOFError, OSError, ValueError, KeyError, zipfile.BadZipFile, pickle.UnpicklingError)
+
+
+class CheckpointError(ConfigError):
+    """A checkpoint file that can't be read or written; the message names it."""
+
+
+class _HashedFile:
+    """A file that digests what passes through it, so that the bytes are touched once."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self._hash = hashlib.sha256()
+        self.size = 0
+
+    def write(self, data: Any) -> int:
+        self._hash.update(data)
+        self.size += memoryview(data).nbytes
+        return self._file.write(data)
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    def trailer(self) -> bytes:
+        return _TRAILER.pack(self._hash.digest(), self.size, _MAGIC)
+
+
+def write(checkpoint: dict[str, Any], path: str | Path) -> None:
+    """Write a checkpoint so that `path` holds the old file or the new one, at every instant.
+
+    Args:
+        checkpoint: plain data (`to_plain`).
+        path: the file; missing directories are made.
+
+    Raises:
+        OSError: the disk is full, the directory is read-only, ...; what was at `path` is intact.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = _temporary(path)
+    try:
+        with open(temporary, "wb") as file:
+            hashed = _HashedFile(file)
+            try:
+                torch.save(checkpoint, hashed)  # pyright: ignore[reportArgumentType]  # `write` and `flush` are all it uses
+            except RuntimeError as exc:
+                # torch's archive writer hides what went wrong behind an error of its own.
+                raise exc.__cause__ or exc.__context__ or OSError(str(exc)) from exc
+            file.write(hashed.trailer())
+            file.flush()
+            os.fsync(file.fileno())
+        _move(temporary, path)
+    except BaseException:
+        with suppress(OSError):
+            temporary.unlink()
+        raise
+
+
+def link(source: str | Path, path: str | Path) -> None:
+    """Give a checkpoint a second name, in place of what had it, without writing its bytes again."""
+    temporary = _temporary(Path(path))
+    try:
+        os.link(source, temporary)
+    except OSError:  # A file system without hard links.
+        temporary.write_bytes(Path(source).read_bytes())
+    _move(temporary, Path(path))
+
+
+def verify(path: str | Path) -> bool:
+    """Compare a file with its digest.
+
+    Returns:
+        Whether the file has a digest; one written by torch or Lightning has none.
+
+    Raises:
+        CheckpointError: the file has been altered.
+    """
+    with open(path, "rb") as file:
+        size = file.seek(0, os.SEEK_END) - _TRAILER.size
+        file.seek(max(size, 0))
+        trailer = file.read()
+        if size < 0 or not trailer.endswith(_MAGIC):
+            return False
+        digest, num_bytes, _ = _TRAILER.unpack(trailer)
+        file.seek(0)
+        actual = hashlib.sha256()
+        while block := file.read(min(_BLOCK, max(size - file.tell(), 0))):
+            actual.update(block)
+    if num_bytes != size or actual.digest() != digest:
+        raise CheckpointError(f"The checkpoint {path} has been altered: its digest does not match. Use another one.")
+    return True
+
+
+def read(path: str | Path) -> dict[str, Any]:
+    """Read a checkpoint of this project, of Lightning or of torch into memory of the CPU.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        CheckpointError: the file is torn, altered, or would run code.
+    """
+    if not os.path.exists(path):
+        raise FileNotFoundError(f"Checkpoint file not found: {path}")
+    verify(path)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter(
+                "ignore", UserWarning
+            )  # Remarks on pickle protocols, of files that are refused below.
+            return torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as exc:
+        if found := re.search(r"GLOBAL ([\w.]+)", str(exc)):
+            raise CheckpointError(
+                f"The checkpoint {path} is refused: it holds a Python object ({found[1]}), and loading it could run "
+                "any code. Save tensors, numbers, text and containers of these only."
+            ) from None
+        raise CheckpointError(f"The checkpoint {path} is torn, or is no checkpoint.") from exc
+    except _TORN as exc:
+        raise CheckpointError(f"The checkpoint {path} is torn, or is no checkpoint.") from exc
+
+
+def is_good(path: str | Path) -> bool:
+    """Whether a checkpoint can be loaded; a torn one is named in a warning."""
+    try:
+        if not verify(path):
+            read(path)
+    except (CheckpointError, OSError) as exc:
+        logger.warning("%s It is passed over.", exc)
+        return False
+    return True
+
+
+def remove_leftovers(directory: Path) -> None:
+    """Remove the temporary files that killed processes of this machine left in a directory."""
+    for path in directory.glob(f".*{SUFFIX}.{socket.gethostname()}-*.tmp"):
+        pid = int(path.suffixes[-2].rpartition("-")[2])
+        # This process writes nothing yet; a container's restart gives its number to the next.
+        if pid == os.getpid() or not _is_alive(pid):
+            with suppress(OSError):
+                path.unlink()
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def _is_address(path: _PATH) -> bool:
+    return "://" in str(path)
+
+
+def _temporary(path: Path) -> Path:
+    return path.with_name(f".{path.name}.{socket.gethostname()}-{os.getpid()}.tmp")
+
+
+def _move(temporary: Path, path: Path) -> None:
+    os.replace(temporary, path)
+    if os.name == "posix":  # The new name itself must survive a power cut.
+        directory = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(directory)
+        finally:
+            os.close(directory)
+
+
+class VerifiedCheckpointIO(TorchCheckpointIO):
+    """Lightning's access to these files, in the background where asked for.
+
+    In the background a save copies the state (device to host), hands it to one thread and returns. Saves, links and
+    removals keep their order, a save waits for the one before it, and `teardown` waits for all, so that memory holds
+    one copy at most and the last file is never lost.
+
+    Args:
+        background: write in a thread while training goes on.
+        on_error: `raise` stops training when a file can't be written; `warn` says so and goes on. Either way the
+            files that exist stay.
+    """
+
+    def __init__(self, background: bool = False, on_error: Literal["raise", "warn"] = "raise") -> None:
+        self.background = background
+        self.on_error = on_error
+        self._failed: list[str] = []
+        self._kept: list[str] = []
+        self._last_failed = False
+        self._snapshot = Snapshot()
+        self._executor: ThreadPoolExecutor | None = None
+        self._pending: list[Future[None]] = []
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: _PATH, storage_options: Any = None) -> None:
+        """Write a checkpoint; see `write`.
+
+        Raises:
+            CheckpointError: it, or in the background the one before it, could not be written.
+            TypeError: `storage_options` are given, which Lightning's own access to files does not take either.
+        """
+        if storage_options is not None:
+            raise TypeError("storage_options are not taken here. Give the Trainer a CheckpointIO plugin that does.")
+        self.wait()
+        plain = to_plain(checkpoint)
+        if self.background:
+            plain = self._snapshot.take(plain)
+        self._submit(lambda: self._write(plain, str(path)))
+
+    def link_checkpoint(self, source: _PATH, path: _PATH) -> None:
+        """Give the checkpoint saved last a second name; see `link`."""
+        copy = get_filesystem(path).copy if _is_address(path) else link
+        self._submit(lambda: None if self._last_failed else copy(str(source), str(path)))
+
+    @override
+    def remove_checkpoint(self, path: _PATH) -> None:
+        """Remove a file, unless the save that was to replace it failed."""
+        self._submit(lambda: self._remove(str(path)))
+
+    def take_failures(self) -> tuple[list[str], list[str]]:
+        """Tell, once, which files could not be written, and which were kept that they should have replaced."""
+        failures = (self._failed, self._kept)
+        self._failed, self._kept = [], []
+        return failures
+
+    @override
+    def load_checkpoint(
+        self, path: _PATH, map_location: Any = None, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Read a checkpoint; see `read`. It comes to the CPU, and the strategy moves it on.
+
+        `weights_only=False` gives a permission that is not used: a file that would need it is refused all the same.
+        """
+        self.wait()
+        if _is_address(path):
+            return super().load_checkpoint(path, weights_only=True)
+        return read(str(path))
+
+    @override
+    def teardown(self) -> None:
+        """Wait until every file is written."""
+        self.wait()
+        if self._executor is not None:
+            self._executor.shutdown()
+            self._executor = None
+
+    def wait(self) -> None:
+        """Wait for the background thread; raise what it could not write."""
+        pending, self._pending = self._pending, []
+        for future in pending:
+            future.result()
+
+    def _submit(self, work: Callable[[], None]) -> None:
+        if not self.background:
+            work()
+            return
+        if self._executor is None:
+            self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._pending.append(self._executor.submit(work))
+
+    def _write(self, plain: dict[str, Any], path: str) -> None:
+        try:
+            if _is_address(path):
+                super().save_checkpoint(plain, path)
+            else:
+                write(plain, path)
+        except OSError as exc:
+            self._last_failed = True
+            self._failed.append(path)
+            message = f"The checkpoint {path} could not be written ({exc.strerror or exc}); older files are intact."
+            if self.on_error == "raise":
+                raise CheckpointError(f"{message} Free the disk, or set checkpoint.on_error=warn.") from exc
+            logger.warning("%s Training goes on without it.", message)
+        else:
+            self._last_failed = False
+
+    def _remove(self, path: str) -> None:
+        if self._last_failed:
+            self._kept.append(path)
+        elif _is_address(path):
+            super().remove_checkpoint(path)
+        else:
+            Path(path).unlink(missing_ok=True)

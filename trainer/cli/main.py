@@ -1,0 +1,138 @@
+"""The command line: Hydra composes the configuration, `train` runs it, mistakes are told in one sentence."""
+
+import errno
+import os
+import re
+import sys
+import traceback
+from pathlib import Path
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import CompactHydraException, MissingConfigException, OverrideParseException
+from hydra.types import RunMode
+from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
+from pytorch_lightning.plugins.environments import ClusterEnvironment
+from pytorch_lightning.utilities.exceptions import MisconfigurationException
+
+from ...strategies import ConfigError
+from ..job.log_file import run_log
+from ..job.run import run
+from ..launch import cluster
+from ..launch.environment import WorkerError, environment
+from ._summary import show_summary
+from .sweep_table import show_unfinished
+from .train import ADVICE, prepare, train
+
+CONFIG_PACKAGE = "pkg://evener.conf"
+FULL_ERROR = "HYDRA_FULL_ERROR"
+
+
+def main(config_dir: str | Path | None = None, config_name: str = "train") -> None:
+    """Run the command line of `train.py`.
+
+    Args:
+        config_dir: a project's own configuration directory, relative to its script; its root configuration lists
+            `pkg://evener.conf` under `hydra.searchpath` to build on the groups here (`examples/user_project` shows
+            how). None uses the configuration of this package.
+        config_name: the root configuration.
+    """
+    script_dir = Path(getattr(sys.modules["__main__"], "__file__", None) or ".").absolute().parent
+    config_path = CONFIG_PACKAGE if config_dir is None else str(script_dir / config_dir)
+    wants_traceback = os.environ.get(FULL_ERROR, "0") == "1"
+
+    def job(cfg: DictConfig) -> float | None:
+        try:
+            return run_job(cfg)
+        except (ConfigError, WorkerError, MisconfigurationException) as exc:
+            if wants_traceback or HydraConfig.get().mode is RunMode.MULTIRUN:
+                raise  # Hydra names the job of a sweep, and runs the others
+            sys.exit(explain(exc))
+
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # a `_target_` beside the configuration imports, whatever started us
+    started_by = cluster.detect()
+    if started_by is not None and started_by.global_rank() > 0:
+        from torch.distributed.elastic.multiprocessing.errors import record  # takes long to import
+
+        record(follow)(started_by)
+        return
+    try:
+        if started_by is not None and (run_dir := cluster.earlier_run_dir(started_by)):
+            sys.argv.append(f"hydra.run.dir={run_dir}")
+        with environment({FULL_ERROR: "1"}):  # Hydra hands exceptions on, to be told in one sentence here
+            hydra.main(version_base="1.3", config_path=config_path, config_name=config_name)(job)()
+    except Exception as exc:
+        show_unfinished()
+        sentence = explain(exc)
+        if wants_traceback or sentence is None:
+            raise
+        sys.exit(sentence)
+    finally:
+        if started_by is not None:
+            cluster.publish(started_by, None)
+
+
+def follow(started_by: ClusterEnvironment) -> None:
+    """Run, as a rank above 0, the jobs that rank 0 hands out."""
+    try:
+        while (cfg := cluster.receive(started_by)) is not None:
+            with run_log(cfg.run_dir, started_by.global_rank()):
+                run(cfg)
+    finally:
+        cluster.leave(started_by)
+
+
+def run_job(cfg: DictConfig) -> float | None:
+    """Run one job, print its closing table, and return the monitored metric, which Hydra's sweepers optimize."""
+    if cfg.mode in ADVICE:
+        from ._modes import advise  # takes long to import, too
+
+        advise(prepare(cfg))
+        return None
+    result = train(cfg)
+    show_summary(result, cfg.log_dir)
+    return result.monitored
+
+
+def explain(exc: Exception) -> str | None:
+    """Put a user's mistake into one sentence.
+
+    Returns:
+        The sentence (for a failed worker its rank and traceback), or None for anything else, whose own traceback is
+        worth more.
+    """
+    if isinstance(exc, (ConfigError, WorkerError, MisconfigurationException)):
+        return f"Error: {exc}"
+    if isinstance(exc, MissingConfigException) and exc.options is not None and exc.missing_cfg_file:
+        group, _, option = exc.missing_cfg_file.rpartition("/")
+        return f"Error: {group}={option} is unknown. Choose one of: {', '.join(sorted(exc.options))}."
+    frames = traceback.extract_tb(exc.__traceback__)
+    from_hydra = bool(frames) and frames[-1].filename.startswith(str(Path(hydra.__file__).parent))
+    if from_hydra or isinstance(exc, (CompactHydraException, OmegaConfBaseException)):
+        return f"Error: {composition_sentence(exc)}"
+    if isinstance(exc, OSError) and exc.errno in (errno.ENOSPC, errno.EDQUOT):
+        return f"Error: The disk is full ({exc.strerror}); checkpoints are whole. Free it, or set log_dir to another."
+    if isinstance(exc, OSError) and exc.filename is not None:
+        return f"Error: {exc.filename} can't be written ({exc.strerror}). Set log_dir to a writable place."
+    return None
+
+
+def composition_sentence(exc: Exception) -> str:
+    """Put Hydra's account of a configuration that does not compose into one sentence."""
+    if str(exc).startswith("Config group override must be"):
+        return "A group can't be null. Choose one of its files, such as logger=none or data=none."
+    lines = [line.strip() for line in str(exc).splitlines() if line.strip()]
+    if isinstance(exc, OverrideParseException):
+        return (
+            f"{exc.override} can't be read ({lines[0]}). A value with = , {{ }} or [ ] in it needs quotes that the "
+            "shell leaves, such as \"name='a=b'\"."
+        )
+    if lines[0].startswith("Ambiguous value"):
+        return f"{lines[0].rstrip('.')}. Brackets make it a list, as in key=[a,b]; -m sweeps over the values."
+    unknown = re.match(r"Could not override '([^']+)'", lines[0])
+    if unknown:
+        key = unknown[1]
+        return f"{key} is no key or group here. --help lists them; write +{key}=... to add a new one."
+    return f"{lines[0].rstrip('.')}. `--cfg job` prints the configuration, --help the groups."

@@ -1,0 +1,176 @@
+"""After a multirun: one table over all its jobs, on the console, as CSV and as a picture."""
+
+import csv
+import importlib.util
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+from hydra.experimental.callback import Callback
+from omegaconf import DictConfig, OmegaConf
+from rich.console import Console
+from rich.table import Table
+from typing_extensions import override
+
+from ..job.result import RESULT_FILE, Result
+
+log = logging.getLogger(__name__)
+
+COLUMNS = ("job", "strategy", "overrides", "samples/s", "memory MiB", "metric", "value")
+
+
+@dataclass(frozen=True)
+class Job:
+    """One job of a sweep.
+
+    Args:
+        number: Hydra's number of the job, from 0.
+        overrides: as given on the command line.
+        strategy: the strategy's name in the configuration.
+        maximizes: whether the largest monitored metric is the best.
+        result: its outcome; None where it failed.
+    """
+
+    number: int
+    overrides: tuple[str, ...]
+    strategy: str
+    maximizes: bool
+    result: Result | None
+
+    def cells(self) -> list[str]:
+        """One text per column; what the job has no figure for stays empty."""
+        result = self.result
+        if result is None:
+            return [str(self.number), self.strategy, " ".join(self.overrides), "", "", "failed", ""]
+        speed = "" if result.samples_per_s is None else f"{result.samples_per_s:.0f}"
+        memory = f"{max(result.peak_memory_mib):.0f}" if result.peak_memory_mib else ""
+        value = "" if result.monitored is None else f"{result.monitored:.6g}"
+        overrides = " ".join(self.overrides)
+        return [str(self.number), result.strategy, overrides, speed, memory, result.monitor or "", value]
+
+
+class SweepTable(Callback):
+    """Hydra's callback that prints the table when all jobs are through.
+
+    `sweep.csv` and `sweep.png` in the sweep's directory are brought up to date after every job, so that they are there
+    when one fails. The picture needs Pillow, which comes with TensorBoard.
+    """
+
+    unfinished: ClassVar[Path | None] = None
+    """Directory of the sweep that runs."""
+
+    @override
+    def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
+        SweepTable.unfinished = Path(config.hydra.sweep.dir)
+
+    @override
+    def on_job_end(self, config: DictConfig, job_return: Any, **kwargs: Any) -> None:
+        if OmegaConf.select(config, "hydra.mode") is not None and "MULTIRUN" in str(config.hydra.mode):
+            write_files(Path(config.hydra.sweep.dir))
+
+    @override
+    def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
+        SweepTable.unfinished = None
+        show_table(Path(config.hydra.sweep.dir))
+
+
+def show_unfinished() -> None:
+    """Show the table of a sweep that a failed job brought to its end, which Hydra's callbacks are not told."""
+    home, SweepTable.unfinished = SweepTable.unfinished, None
+    if home is not None:
+        show_table(home)
+
+
+def show_table(home: Path) -> None:
+    """Print the table over all jobs of a sweep, and bring its files up to date.
+
+    Args:
+        home: the sweep's directory.
+    """
+    jobs = write_files(home)
+    if not jobs:
+        return
+    table = Table(title=f"{len(jobs)} jobs", title_justify="left")
+    for column in COLUMNS:
+        text = column in ("strategy", "overrides", "metric")
+        table.add_column(column, justify="left" if text else "right", overflow="fold", no_wrap=column != "overrides")
+    best = best_job(jobs)
+    for job in jobs:
+        table.add_row(*job.cells(), style="bold green" if job is best else None)
+    console = wide_console()
+    console.print(table)
+    if best is not None:
+        console.print(" ".join([f"best: job {best.number}, {best.cells()[1]}", *best.overrides]), soft_wrap=True)
+    console.print(f"table: {home / 'sweep.csv'}", soft_wrap=True)
+
+
+def wide_console() -> Console:
+    """The console, wide enough for a table where no window sets the width."""
+    console = Console()
+    return console if console.is_terminal or console.is_jupyter else Console(width=120)
+
+
+def write_files(home: Path) -> list[Job]:
+    """Write `sweep.csv`, and `sweep.png` where Pillow is installed.
+
+    Args:
+        home: the sweep's directory.
+
+    Returns:
+        The jobs found there.
+    """
+    jobs = read_jobs(home)
+    if jobs:
+        write_csv(home / "sweep.csv", jobs)
+    if jobs and importlib.util.find_spec("PIL") is not None:
+        from ._sweep_picture import draw
+
+        draw(home / "sweep.png", COLUMNS, [job.cells() for job in jobs], bar_column=COLUMNS.index("samples/s"))
+    return jobs
+
+
+def read_jobs(home: Path) -> list[Job]:
+    """Read every job of a sweep from what it left in its directory, in the order of their numbers."""
+    jobs = sorted((read_job(path.parent) for path in home.glob("*/.hydra")), key=lambda job: job.number)
+    return [replace(job, overrides=differing(job, jobs)) for job in jobs]
+
+
+def differing(job: Job, jobs: Sequence[Job]) -> tuple[str, ...]:
+    """The overrides that not all jobs share; the strategy has a column of its own."""
+    own = [override for override in job.overrides if not override.startswith("strategy=")]
+    return tuple(override for override in own if len(jobs) == 1 or any(override not in j.overrides for j in jobs))
+
+
+def read_job(run_dir: Path) -> Job:
+    """Read one job of a sweep from its run directory."""
+    hydra: Any = OmegaConf.load(run_dir / ".hydra" / "hydra.yaml")
+    config: Any = OmegaConf.load(run_dir / ".hydra" / "config.yaml")
+    strategy: str = hydra.hydra.runtime.choices.get("strategy", "")
+    overrides = OmegaConf.to_container(hydra.hydra.overrides.task)
+    assert isinstance(overrides, list)
+    return Job(
+        number=int(hydra.hydra.job.num),
+        overrides=tuple(str(override) for override in overrides),
+        strategy=strategy,
+        maximizes=config.get("monitor_mode") == "max",
+        result=Result.read(run_dir) if (run_dir / RESULT_FILE).exists() else None,
+    )
+
+
+def write_csv(path: Path, jobs: Sequence[Job]) -> None:
+    """Write the table with a heading, one line per job."""
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(COLUMNS)
+        writer.writerows(job.cells() for job in jobs)
+
+
+def best_job(jobs: Sequence[Job]) -> Job | None:
+    """The job with the best monitored metric; None where no job has one, or they monitor different metrics."""
+    scored = [(job.result.monitored, job) for job in jobs if job.result and job.result.monitored is not None]
+    if len({job.result.monitor for _, job in scored if job.result}) != 1:
+        return None
+    choose = max if scored[0][1].maximizes else min
+    return choose(scored, key=lambda pair: pair[0])[1]

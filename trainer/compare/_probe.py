@@ -1,0 +1,182 @@
+"""What one short training run is measured by: losses, speed, memory, and what may make it differ from another."""
+
+import json
+import resource
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.strategies import ParallelStrategy, Strategy
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
+from typing_extensions import override
+
+from ...strategies.batch.chunks import num_samples
+from ...strategies.batch.loss_weight import loss_weight
+from ...strategies.core.devices import is_accelerator, peak_memory_bytes
+
+WINDOW = 3
+"""Batches between two looks at the clock."""
+
+
+@dataclass
+class RankRecord:
+    """What one process saw.
+
+    Args:
+        losses: mean loss of this process's part of every batch; empty where `training_step` returned none.
+        weights: weight of each loss, in samples or as the module says.
+        first_batch: samples of this process's part of the first batch.
+        windows: samples and seconds of each stretch of `WINDOW` batches that the clock ran over.
+        memory: peak bytes by device; on the CPU by process.
+        num_batchnorms: BatchNorm layers that normalise by this process's chunk alone.
+        num_dropouts: dropout layers with a positive rate.
+        draws: whether the first training step drew random numbers.
+    """
+
+    losses: list[float] = field(default_factory=list[float])
+    weights: list[float] = field(default_factory=list[float])
+    first_batch: int = 0
+    windows: list[tuple[int, float]] = field(default_factory=list[tuple[int, float]])
+    memory: dict[str, int] = field(default_factory=dict[str, int])
+    num_batchnorms: int = 0
+    num_dropouts: int = 0
+    draws: bool = False
+
+
+class Probe(pl.Callback):
+    """Record a training run, and write `rank<r>.json` at its end.
+
+    The clock runs over stretches of `WINDOW` batches within an epoch, so that neither the first batches nor the start
+    of an epoch count, and a busy moment of the machine spoils one stretch. Accelerators are waited for between
+    stretches only. Losses are read when training is over; no collective is added.
+
+    Args:
+        folder: directory of the files.
+        warmup_steps: batches before the clock starts.
+    """
+
+    def __init__(self, folder: str, warmup_steps: int) -> None:
+        self._folder = Path(folder)
+        self._warmup = warmup_steps
+        self._record = RankRecord()
+        self._kept: list[tuple[Any, Any]] = []
+        self._num_batches = 0
+        self._since: float | None = None
+        self._window = (0, 0)
+        self._streams: list[Tensor] = []
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        modules = list(pl_module.modules())
+        self._record.num_batchnorms = sum(isinstance(m, _BatchNorm) and not is_synced(m) for m in modules)
+        self._record.num_dropouts = sum(isinstance(m, _DropoutNd) and m.p > 0 for m in modules)
+
+    @override
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        if self._num_batches == 0:
+            self._streams = random_streams(own_devices(trainer.strategy))
+
+    @override
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        devices = own_devices(trainer.strategy)
+        weight = loss_weight(outputs, batch)
+        count = 0 if isinstance(weight, float) and not weight else num_samples(batch) or 0
+        if self._num_batches == 0:
+            self._record.first_batch = count
+            self._record.draws = not same_tensors(self._streams, random_streams(devices))
+        self._num_batches += 1
+        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+        if isinstance(loss, Tensor):
+            self._kept.append((loss.detach().clone(), weight))
+        self._run_clock(count, devices)
+
+    def _run_clock(self, count: int, devices: list[torch.device]) -> None:
+        samples, batches = self._window
+        self._window = (samples + count, batches + 1)
+        if self._since is not None and batches + 1 == WINDOW:
+            now = synchronized_time(devices)
+            self._record.windows.append((samples + count, now - self._since))
+            self._since, self._window = now, (0, 0)
+        elif self._since is None and self._num_batches >= self._warmup:
+            self._since, self._window = synchronized_time(devices), (0, 0)
+
+    @override
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._since = None
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        record = self._record
+        record.losses = [float(loss) for loss, _ in self._kept]
+        record.weights = [float(weight) for _, weight in self._kept]
+        record.memory = peak_memory(own_devices(trainer.strategy), trainer.global_rank)
+        (self._folder / f"rank{trainer.global_rank}.json").write_text(json.dumps(asdict(record)), encoding="utf-8")
+
+
+def read_records(folder: Path) -> list[RankRecord]:
+    """Read what the processes of a run wrote, by rank."""
+    files = sorted(folder.glob("rank*.json"), key=lambda file: int(file.stem.removeprefix("rank")))
+    return [RankRecord(**json.loads(file.read_text(encoding="utf-8"))) for file in files]
+
+
+def own_devices(strategy: Strategy) -> list[torch.device]:
+    """The devices of this process, the root device first."""
+    owned = getattr(strategy, "process_devices", None)
+    if owned is None and not isinstance(strategy, ParallelStrategy):
+        owned = getattr(strategy, "parallel_devices", None)
+    return list(owned or [strategy.root_device])
+
+
+def is_synced(module: nn.Module) -> bool:
+    """Whether a normalisation layer takes its statistics over all processes."""
+    return isinstance(module, nn.SyncBatchNorm)
+
+
+def random_streams(devices: list[torch.device]) -> list[Tensor]:
+    """The states of torch's random streams that a step on these devices may draw from."""
+    cuda = sorted({device.index or 0 for device in devices if device.type == "cuda"})
+    return [torch.get_rng_state(), *(torch.cuda.get_rng_state(index) for index in cuda)]
+
+
+def same_tensors(tensors: list[Tensor], others: list[Tensor]) -> bool:
+    """Whether two lists hold equal tensors."""
+    return all(torch.equal(a, b) for a, b in zip(tensors, others, strict=True))
+
+
+def synchronized_time(devices: list[torch.device]) -> float:
+    """The time in seconds when all work queued on these devices is done."""
+    for device in {device for device in devices if is_accelerator(device)}:
+        torch.accelerator.synchronize(device)
+    return time.perf_counter()
+
+
+def peak_memory(devices: list[torch.device], rank: int) -> dict[str, int]:
+    """Peak bytes of this process: what tensors took on each accelerator; on the CPU the process's resident size."""
+    measured = {str(device): peak_memory_bytes(device) for device in devices}
+    known = {name: size for name, size in measured.items() if size is not None}
+    return known if len(known) == len(measured) else {**known, f"process {rank}": peak_resident_bytes()}
+
+
+def peak_resident_bytes() -> int:
+    """The largest resident size of this process.
+
+    Linux keeps it per program in `/proc`; `getrusage` there begins with the size of the process that started this one.
+    """
+    status = Path("/proc/self/status")
+    if status.exists():
+        for line in status.read_text(encoding="utf-8").splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

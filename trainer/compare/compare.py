@@ -1,0 +1,156 @@
+"""`mode=compare`: a few steps with every strategy, on the user's own module and data; which one to use, and why."""
+
+import difflib
+import logging
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf, open_dict
+
+from ... import conf
+from ...strategies import STRATEGIES, ConfigError
+from ..config.checks import plain
+from ..job.log_file import run_log
+from ._judge import REFERENCE, Comparison, judge, tolerance_of
+from ._probe import WINDOW, Probe
+from .trial import Trial, run_trial
+
+log = logging.getLogger(__name__)
+
+
+def compare_strategies(cfg: DictConfig) -> Comparison:
+    """Try strategies one after the other, each in a process of its own.
+
+    Args:
+        cfg: the resolved configuration (`prepare`); `cfg.compare` says which strategies, and how long.
+
+    Returns:
+        The comparison, also written as `compare.json` into the run directory.
+
+    Raises:
+        ConfigError: an option of `compare` can't be honoured.
+    """
+    names = chosen_strategies(cfg)
+    verify_lengths(cfg)
+    trials: list[Trial] = []
+    with run_log(cfg.run_dir):
+        for number, name in enumerate(names, start=1):
+            log.info("compare: %s (%d of %d)", name, number, len(names))
+            folder = Path(cfg.run_dir) / "compare" / name
+            trials.append(run_trial(trial_config(cfg, name, folder), name, cfg.compare.timeout_s))
+    limit = cfg.get("device_memory_gb")
+    comparison = judge(trials, tolerance_of(str(cfg.precision)), None if limit is None else limit * 1e9)
+    comparison.write(cfg.run_dir)
+    return comparison
+
+
+def chosen_strategies(cfg: DictConfig) -> list[str]:
+    """List the strategies to try, the reference first.
+
+    Raises:
+        ConfigError: a name is unknown.
+    """
+    given = plain(cfg.compare.strategies)
+    names: list[str] = list(STRATEGIES) if given is None else [str(name) for name in given]
+    for name in names:
+        if name not in STRATEGIES:
+            near = difflib.get_close_matches(name, STRATEGIES, n=1)
+            hint = f" Did you mean {near[0]}?" if near else ""
+            raise ConfigError(f"compare.strategies: {name} is unknown. Choose from {', '.join(STRATEGIES)}.{hint}")
+    return [REFERENCE, *(name for name in dict.fromkeys(names) if name != REFERENCE)]
+
+
+def verify_lengths(cfg: DictConfig) -> None:
+    """Refuse numbers of steps that leave nothing to measure."""
+    steps, warmup = cfg.compare.steps, cfg.compare.warmup_steps
+    if not (isinstance(steps, int) and isinstance(warmup, int) and 1 <= warmup <= steps - WINDOW):
+        raise ConfigError(
+            f"compare.steps={steps} with compare.warmup_steps={warmup} leaves fewer than the {WINDOW} steps that are "
+            f"timed together. Give warmup_steps >= 1 and steps >= warmup_steps + {WINDOW}."
+        )
+
+
+def trial_config(cfg: DictConfig, name: str, folder: Path) -> DictConfig:
+    """Turn a run's configuration into that of a short trial of one strategy.
+
+    Args:
+        cfg: the resolved configuration.
+        name: the strategy.
+        folder: where the trial writes.
+
+    Returns:
+        A configuration whose global batch is the loader's batch whatever the strategy is; otherwise `short_config`.
+    """
+    trial = short_config(cfg, folder)
+    trial.strategy = strategy_options(cfg, name)
+    if name == REFERENCE:
+        trial.devices = trial.trainer.devices = first_device(plain(cfg.devices))
+    return trial
+
+
+def short_config(cfg: DictConfig, folder: Path) -> DictConfig:
+    """Turn a run's configuration into that of a few probed steps.
+
+    Args:
+        cfg: the resolved configuration.
+        folder: where the run writes.
+
+    Returns:
+        A configuration with the same module, data, devices, precision, accumulation and clipping, a probe as its only
+        callback, and neither logger nor checkpoints.
+    """
+    short = cfg.copy()
+    with open_dict(short):
+        short.mode, short.resume, short.run_dir = "fit", None, str(folder)
+        short.seed = 0 if cfg.seed is None else cfg.seed  # all trials begin with the same weights
+        short.logger = short.checkpoint = None
+        short.test_after_fit = False
+        probe = {"_target_": f"{Probe.__module__}.{Probe.__qualname__}", "folder": str(folder)}
+        short.callbacks = {"probe": {**probe, "warmup_steps": cfg.compare.warmup_steps}}
+        short.trainer = {**plain(cfg.trainer), **short_run(cfg), "default_root_dir": str(folder)}
+        if short.get("launcher"):
+            short.launcher.max_restarts = 0
+    return short
+
+
+def short_run(cfg: DictConfig) -> dict[str, Any]:
+    """The trainer's options for a few steps of training and nothing else."""
+    return {
+        "max_steps": cfg.compare.steps,
+        "max_epochs": -1,
+        "max_time": None,
+        "limit_val_batches": 0,
+        "num_sanity_val_steps": 0,
+        "fast_dev_run": False,
+        "profiler": None,
+        "log_every_n_steps": 10**9,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+
+
+def strategy_options(cfg: DictConfig, name: str) -> DictConfig:
+    """The options of one strategy: the user's where it is the chosen one, else those of `conf/strategy`.
+
+    `compare.options.<name>` comes on top, and the batch is always the global one.
+    """
+    cls = STRATEGIES[name]
+    file = resources.files(conf) / "strategy" / f"{name}.yaml"
+    if str(cfg.strategy.get("_target_", "")).rpartition(".")[2] == cls.__name__:
+        options = cfg.strategy.copy()
+    elif file.is_file():
+        options = OmegaConf.create(file.read_text(encoding="utf-8"))
+    else:
+        options = OmegaConf.create({"_target_": f"{cls.__module__}.{cls.__qualname__}"})
+    assert isinstance(options, DictConfig)
+    with open_dict(options):
+        options.merge_with((cfg.compare.get("options") or {}).get(name) or {})
+        if "batch_size_is" in options:
+            options.batch_size_is = "global"
+    return options
+
+
+def first_device(devices: Any) -> Any:
+    """The first device of a count or a list, as one that `devices=` takes."""
+    return list(devices)[:1] if isinstance(devices, (list, tuple)) else 1

@@ -1,0 +1,94 @@
+"""The table of `mode=compare`."""
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from ..job.result import short_path
+from ._judge import Comparison
+from .trial import OK, Trial
+
+MIB = 2**20
+
+
+def show_comparison(comparison: Comparison, run_dir: str) -> None:
+    """Print the table, what could not train and why, and the recommendation.
+
+    Args:
+        comparison: what was found out.
+        run_dir: where the trials wrote.
+    """
+    console = Console()
+    trained = [trial for trial in comparison.trials if trial.status == OK]
+    if trained:
+        table = draw(comparison, trained)
+        # wide enough for whole cells, where the output goes to a file too
+        Console(
+            width=max(console.width, console.measure(table, options=console.options.update(width=200)).maximum)
+        ).print(table)
+    for line in [*reasons(comparison), *notes(comparison), recommendation(comparison), f"logs: {short_path(run_dir)}"]:
+        console.print(Text(line), soft_wrap=True)
+
+
+def draw(comparison: Comparison, trained: list[Trial]) -> Table:
+    """Draw one row per strategy that trained."""
+    first = trained[0]
+    title = f"compare: global batch {first.global_batch} samples, {len(first.losses)} steps"
+    table = Table(title=title, title_justify="left")
+    for heading in ("strategy", "processes", "samples/s", f"× {first.strategy}", "peak MiB", "losses"):
+        table.add_column(heading, no_wrap=True, justify="left" if heading in ("strategy", "losses") else "right")
+    for trial in trained:
+        ratio = f"{trial.samples_per_s / first.samples_per_s:.2f}" if first.samples_per_s else ""
+        name = Text(trial.strategy, style="bold" if trial.strategy == comparison.recommended else "")
+        speed = f"{trial.samples_per_s:,.0f}"
+        table.add_row(name, str(trial.num_processes), speed, ratio, memory(trial), verdict(comparison, trial))
+    return table
+
+
+def memory(trial: Trial) -> str:
+    """Peak memory per device (per process on the CPU): each, where there are few and they differ."""
+    sizes = [round(size / MIB) for size in trial.memory.values()]
+    if len(set(sizes)) <= 1:
+        return f"{sizes[0]:,}" if sizes else ""
+    if len(sizes) <= 4:
+        return " / ".join(f"{size:,}" for size in sizes)
+    return f"{min(sizes):,} to {max(sizes):,}"
+
+
+def verdict(comparison: Comparison, trial: Trial) -> str:
+    """Whether a strategy's losses are the reference's."""
+    difference = comparison.differences[trial.strategy]
+    if not trial.losses:
+        return "not checked: training_step returns no loss"
+    if trial.strategy == comparison.reference:
+        return f"{trial.losses[0]:.4g} to {trial.losses[-1]:.4g}"
+    if difference <= comparison.tolerance:
+        return f"equal (to {difference:.0e})"
+    return f"{'differ, see below' if comparison.excuses[trial.strategy] else 'DIFFER'} ({difference:.0e})"
+
+
+def notes(comparison: Comparison) -> list[str]:
+    """Say why losses differ, where they do."""
+    found: list[str] = []
+    for name, difference in comparison.differences.items():
+        if difference <= comparison.tolerance:
+            continue
+        excuses = comparison.excuses[name]
+        why = "; ".join(excuses) if excuses else "nothing explains it, so it is not recommended; please report it"
+        found.append(f"{name}: losses differ by {difference:.1e} (allowed: {comparison.tolerance:.0e}): {why}.")
+    named = {excuse for excuses in comparison.excuses.values() for excuse in excuses}
+    if named and not found:
+        found.append(f"Losses agree here, though they need not: {'; '.join(sorted(named))}.")
+    return found
+
+
+def reasons(comparison: Comparison) -> list[str]:
+    """Say why strategies did not train."""
+    return [f"{t.strategy} {t.status}: {t.reason}" for t in comparison.trials if t.status != OK]
+
+
+def recommendation(comparison: Comparison) -> str:
+    """The last word."""
+    if comparison.recommended is None:
+        return f"No recommendation: {comparison.reason}."
+    return f"Recommended: strategy={comparison.recommended}, because {comparison.reason}."

@@ -1,0 +1,223 @@
+"""Values of options: of the type that the constructor annotates, and no smaller than makes sense."""
+
+import inspect
+import types
+from collections.abc import Iterator, Mapping
+from dataclasses import is_dataclass
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import pytorch_lightning as pl
+
+from ...strategies import ConfigError
+
+ROOT: dict[str, Any] = {
+    "name": str,
+    "log_dir": str,
+    "run_dir": str,
+    "num_nodes": int,
+    "precision": get_type_hints(inspect.unwrap(pl.Trainer.__init__))["precision"],
+    "seed": int | None,
+    "resume": str | None,
+    "compile": bool,
+    "test_after_fit": bool,
+    "monitor": str | None,
+    "device_memory_gb": float | None,
+    "compare.strategies": list[str] | None,
+    "compare.steps": int,
+    "compare.warmup_steps": int,
+    "compare.timeout_s": float,
+    "compare.options": dict[str, Any],
+    "launcher.max_restarts": int,
+    "launcher.monitor_interval_s": float,
+    "launcher.shutdown_timeout_s": float,
+}
+"""Types of the options that no class takes."""
+
+AT_LEAST: dict[str, int] = {
+    "num_nodes": 1,
+    "seed": 0,
+    "launcher.max_restarts": 0,
+    "launcher.shutdown_timeout_s": 0,
+    "trainer.max_epochs": -1,
+    "trainer.max_steps": -1,
+    "trainer.log_every_n_steps": 0,
+    "trainer.check_val_every_n_epoch": 1,
+    "trainer.num_sanity_val_steps": -1,
+    "trainer.accumulate_grad_batches": 1,
+    "trainer.gradient_clip_val": 0,
+    "callbacks.early_stopping.patience": 0,
+    "data.batch_size": 1,
+    "data.num_workers": 0,
+    "module.lr": 0,
+}
+
+MORE_THAN: dict[str, int] = {
+    "device_memory_gb": 0,
+    "compare.timeout_s": 0,
+    "launcher.monitor_interval_s": 0,
+    "trainer.val_check_interval": 0,
+    "logger.flush_secs": 0,
+}
+
+LARGEST_SEED = 2**32 - 1  # numpy's
+
+SEARCHED = {"data.batch_size": "auto"}
+"""Words that are replaced before the class sees them."""
+
+MADE_ELSEWHERE = {
+    "strategy": "strategy=<name>",
+    "logger": "logger=<name>, or logger=none",
+    "callbacks": "callbacks=<name>, or +callbacks.mine._target_=<class>",
+    "enable_checkpointing": "checkpoint=<name>, or checkpoint=none",
+}
+"""Arguments of the trainer that groups of their own make."""
+
+WORDS = {int: "a whole number", float: "a number", str: "text", type(None): "null"}
+
+
+def verify_root(options: Mapping[str, Any]) -> None:
+    """Check the values of the options that no class takes.
+
+    Args:
+        options: the whole resolved configuration, as plain dicts.
+
+    Raises:
+        ConfigError: the first value that is not allowed.
+    """
+    for key, hint in ROOT.items():
+        value: Any = options
+        for part in key.split("."):
+            value = value.get(part) if isinstance(value, Mapping) else None
+        if value is not None or "." not in key:
+            verify_value(key, value, hint)
+    if options["seed"] is not None and options["seed"] > LARGEST_SEED:
+        raise ConfigError(f"seed={options['seed']} is too large. Give at most {LARGEST_SEED}, or null.")
+    for key in ("log_dir", "run_dir"):
+        if not options[key]:
+            raise ConfigError(f"{key} is empty. Give the path of a directory.")
+    path = Path(options["name"])
+    if not path.parts or path.is_absolute() or ".." in path.parts:
+        raise ConfigError(
+            f"name={options['name']!r} names no folder within log_dir. Give a name, or several as in name=digits/mine."
+        )
+
+
+def verify_options(key: str, options: Mapping[str, Any], cls: type) -> None:
+    """Check the values of a class's options against its constructor's annotations.
+
+    Only classes of this project and of Lightning are asked: what others annotate may be meant less strictly.
+
+    Args:
+        key: the config group.
+        options: its plain options; those with a `_target_` of their own are left to their own check.
+        cls: the class that takes them.
+
+    Raises:
+        ConfigError: the first value that is not allowed, or an option of the trainer that another group makes.
+    """
+    if issubclass(cls, pl.Trainer):
+        for name in options.keys() & MADE_ELSEWHERE:
+            raise ConfigError(
+                f"{key}.{name} would be lost: it comes from a group of its own. Use {MADE_ELSEWHERE[name]}."
+            )
+    parameters = annotations(cls)
+    for name, value in options.items():
+        if name in parameters and SEARCHED.get(f"{key}.{name}", ...) != value:
+            hint, default = parameters[name]
+            verify_value(f"{key}.{name}", value, Any if value is default or value == default else hint)
+
+
+def verify_value(key: str, value: Any, hint: Any) -> None:
+    """Check one value.
+
+    Raises:
+        ConfigError: it is not of the type, or too small.
+    """
+    if not allows(hint, value):
+        raise ConfigError(f"{key}={told(value)} is not allowed. Give {describe(hint)}.")
+    if not isinstance(value, (int, float)) or hint is Any:
+        return
+    if value < AT_LEAST.get(key, value):
+        raise ConfigError(f"{key}={value} is too small. Give {AT_LEAST[key]} or more.")
+    if key in MORE_THAN and not value > MORE_THAN[key]:
+        raise ConfigError(f"{key}={value} is too small. Give more than {MORE_THAN[key]}.")
+
+
+def told(value: Any) -> str:
+    """A value as it is written on the command line."""
+    return str(value).lower() if isinstance(value, bool) else "null" if value is None else str(value)
+
+
+def annotations(cls: type) -> dict[str, tuple[Any, Any]]:
+    """Types and defaults of the arguments that a class's constructors take, those handed on as `**options` included."""
+    found: dict[str, tuple[Any, Any]] = {}
+    for owner in (base for base in cls.__mro__ if "__init__" in vars(base)):
+        init: Any = inspect.unwrap(vars(owner)["__init__"])
+        parameters = inspect.signature(init).parameters if inspect.isfunction(init) else {}
+        if owner.__module__.partition(".")[0] in ("evener", "pytorch_lightning"):
+            hints = _hints(init)
+            for name, parameter in parameters.items():  # the trainer's signature has Lightning's arguments, too
+                hint = hints.get(name, parameter.annotation)
+                if hint is not parameter.empty and not isinstance(hint, str):
+                    found.setdefault(name, (hint, parameter.default))
+            for grouped in filter(is_dataclass, hints.values()):  # options that the class puts together itself
+                found |= {name: (hint, ...) for name, hint in get_type_hints(grouped).items() if name not in found}
+        if all(parameter.kind is not parameter.VAR_KEYWORD for parameter in parameters.values()):
+            break
+    return found
+
+
+def _hints(init: Any) -> dict[str, Any]:
+    try:
+        return get_type_hints(init)
+    except NameError:  # a name that is imported for type checkers only
+        return {}
+
+
+def allows(hint: Any, value: Any) -> bool:
+    """Whether a plain value may stand where a type is expected; a dict with a `_target_` may become any object."""
+    kind, arguments = get_origin(hint) or hint, get_args(hint)
+    if hint is Any or (isinstance(value, dict) and "_target_" in value):
+        return True
+    if kind in (Union, types.UnionType):
+        return any(allows(argument, value) for argument in arguments)
+    if kind is Literal:
+        return any(value == argument and type(value) is type(argument) for argument in arguments)
+    if kind is None or value is None:
+        return kind in (None, type(None))
+    if not isinstance(kind, type) or getattr(kind, "_is_protocol", False):
+        return True
+    if isinstance(value, (bool, str)):
+        return kind is type(value) or (kind is Path and isinstance(value, str))
+    if isinstance(value, (int, float)):
+        return kind is float or (kind is int and float(value).is_integer())
+    if isinstance(value, list):
+        fits = kind is tuple or issubclass(list, kind)
+        return fits and (kind is tuple or all(allows(argument, item) for argument in arguments for item in value))
+    return isinstance(value, kind)
+
+
+def describe(hint: Any) -> str:
+    """Say in words what a type allows."""
+    words = list(dict.fromkeys(_words(hint)))
+    if WORDS[float] in words and WORDS[int] in words:
+        words.remove(WORDS[int])
+    return " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
+
+
+def _words(hint: Any) -> Iterator[str]:
+    kind = get_origin(hint) or hint
+    if kind in (Union, types.UnionType):
+        for argument in get_args(hint):
+            yield from _words(argument)
+    elif kind is Literal:
+        yield from map(told, get_args(hint))
+    elif isinstance(kind, type) and issubclass(kind, Mapping):
+        yield "a mapping"
+    elif isinstance(kind, type) and (kind is tuple or issubclass(list, kind)):
+        yield f"a list (each {describe(get_args(hint)[0])})" if get_args(hint) else "a list"
+    elif kind is bool:
+        yield from ("true", "false")
+    else:
+        yield WORDS.get(kind, getattr(kind, "__name__", str(kind)))

@@ -1,0 +1,149 @@
+"""Mistakes found before training: each check names what was given, what is allowed, and what to do."""
+
+import difflib
+import sys
+from pathlib import Path
+from typing import Any
+
+import hydra.utils
+import pytorch_lightning as pl
+from omegaconf import DictConfig, OmegaConf
+from pytorch_lightning.loggers import Logger
+from pytorch_lightning.strategies import Strategy
+
+from ...strategies import ConfigError
+from ...strategies.core.device_names import resolve_devices
+from ._option_values import verify_options, verify_root
+
+KINDS: dict[str, type] = {
+    "strategy": Strategy,
+    "trainer": pl.Trainer,
+    "module": pl.LightningModule,
+    "data": pl.LightningDataModule,
+    "logger": Logger,
+    "checkpoint": pl.Callback,
+}
+"""What each group builds."""
+
+NEEDED = ("strategy", "trainer", "module")
+
+MODES = ("fit", "validate", "test", "predict", "compare", "plan")
+
+
+def verify_config(cfg: DictConfig) -> None:
+    """Check what can be checked without building anything.
+
+    Args:
+        cfg: the composed configuration of `conf/train.yaml`.
+
+    Raises:
+        ConfigError: the first mistake found.
+    """
+    verify_mode(cfg)
+    options = plain(cfg)
+    verify_root(options)
+    if cfg.resume not in (None, "last"):
+        verify_checkpoint_path(Path(cfg.resume))
+    if cfg.mode != "plan":  # which is for devices that need not be here
+        resolve_devices(plain(cfg.devices), cfg.accelerator)
+    for key, kind in KINDS.items():
+        if options.get(key) or key in NEEDED:
+            verify_options(key, options[key], verify_target(key, options[key], kind))
+    for name, callback in (options.get("callbacks") or {}).items():
+        key = f"callbacks.{name}"
+        verify_options(key, callback, verify_target(key, callback, pl.Callback))
+    verify_nested("", options)
+
+
+def verify_mode(cfg: DictConfig) -> None:
+    """Check the words that choose what to do."""
+    if cfg.mode not in MODES:
+        near = difflib.get_close_matches(str(cfg.mode), MODES, n=1)
+        hint = f" Did you mean mode={near[0]}?" if near else ""
+        raise ConfigError(f"mode={cfg.mode} is unknown. Choose one of {', '.join(MODES)}.{hint}")
+    if cfg.monitor_mode not in ("min", "max"):
+        raise ConfigError(f"monitor_mode={cfg.monitor_mode} is unknown. Choose min or max.")
+
+
+def verify_checkpoint_path(path: Path) -> None:
+    """Check that a checkpoint given by path exists."""
+    if path.is_dir():
+        raise ConfigError(f"resume={path} is a directory. Give a file in it, such as last.ckpt, or resume=last.")
+    if not path.is_file():
+        raise ConfigError(f"resume={path}: there is no such file. Give the path of a checkpoint, or resume=last.")
+
+
+def verify_target(key: str, options: Any, kind: type) -> type:
+    """Import the class that a config's `_target_` names, and check that it is of the expected kind.
+
+    Args:
+        key: the config key, for the message.
+        options: that part of the config.
+        kind: the class that the target must be a subclass of.
+
+    Returns:
+        The class.
+
+    Raises:
+        ConfigError: there is no `_target_`, it does not import, or it is something else.
+    """
+    target = options.get("_target_") if isinstance(options, (dict, DictConfig)) else None
+    expected = f"{'an' if kind.__name__[0] in 'AEIOU' else 'a'} {kind.__module__.split('.')[0]} {kind.__name__}"
+    if not isinstance(target, str):
+        raise ConfigError(f"{key}: no _target_ is given. Set {key}._target_ to the import path of {expected}.")
+    if target.startswith("__main__."):
+        raise ConfigError(
+            f"{key}._target_={target}: workers can't import __main__. Move the class to a module of its own."
+        )
+    try:
+        found = hydra.utils.get_object(target)
+    except Exception as exc:
+        reason = str(exc.__cause__ or exc).splitlines()[-1]
+        raise ConfigError(
+            f"{key}._target_={target} can't be imported: {reason}. Give the import path of {expected}."
+        ) from exc
+    if isinstance(found, type) and issubclass(found, kind):
+        return found
+    if isinstance(found, type) and any(base.__module__.startswith("lightning.pytorch") for base in found.__mro__):
+        raise ConfigError(
+            f"{key}._target_={target}: {found.__name__} comes from the lightning.pytorch namespace. "
+            "Import from pytorch_lightning instead (import pytorch_lightning as pl); both can't be mixed."
+        )
+    given = (
+        f"the class {found.__module__}.{found.__qualname__}" if isinstance(found, type) else f"a {type(found).__name__}"
+    )
+    raise ConfigError(f"{key}._target_={target} is {given}, which is not {expected}. Give one that is.")
+
+
+def verify_nested(key: str, options: Any) -> None:
+    """Check every `_target_` within a group's options: a class from an installed package or a project, no function.
+
+    So no configuration that somebody was sent can call `os.system`, `subprocess.Popen`, `eval` or `torch.load`.
+
+    Args:
+        key: the config key, for the message.
+        options: plain dicts and lists.
+
+    Raises:
+        ConfigError: a target does not import, is a function, or comes with Python itself.
+    """
+    children = options.items() if isinstance(options, dict) else enumerate(options) if isinstance(options, list) else ()
+    for name, child in children:
+        verify_nested(f"{key}.{name}" if key else str(name), child)
+    if not isinstance(options, dict) or "_target_" not in options:
+        return
+    target = str(options["_target_"])
+    try:
+        found = hydra.utils.get_object(target)
+    except Exception as exc:
+        raise ConfigError(f"{key}._target_={target} can't be imported. Give the import path of a class.") from exc
+    if not isinstance(found, type) or found.__module__.partition(".")[0] in sys.stdlib_module_names:
+        raise ConfigError(
+            f"{key}._target_={target} is refused: it is not a class of an installed package or of your project. "
+            "Give a class (a module, optimizer, dataset, callback, logger, ...), not a function."
+        )
+
+
+def plain(value: Any) -> Any:
+    """Turn an OmegaConf container into python's own lists and dicts."""
+    return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value

@@ -1,0 +1,34 @@
+"""Build the object that a config group names."""
+
+from typing import Any
+
+import hydra.utils
+from hydra.errors import InstantiationException
+from pytorch_lightning.utilities.exceptions import MisconfigurationException
+
+from ...strategies import ConfigError
+
+
+def instantiate(key: str, options: Any, **hydra_options: Any) -> Any:
+    """Build the object of one config group.
+
+    Args:
+        key: the group, for messages.
+        options: `_target_` and its arguments.
+        **hydra_options: such as `_partial_=True`.
+
+    Returns:
+        The object.
+
+    Raises:
+        ConfigError: the class refused its arguments.
+    """
+    try:
+        return hydra.utils.instantiate(options, _convert_="all", **hydra_options)
+    except InstantiationException as exc:
+        cause = exc.__cause__
+        if isinstance(cause, ConfigError):
+            raise cause from exc
+        if isinstance(cause, (TypeError, ValueError, MisconfigurationException)):
+            raise ConfigError(f"{key}: {options.get('_target_')} refused its options: {cause}") from exc
+        raise (cause or exc) from None

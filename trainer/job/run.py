@@ -1,0 +1,261 @@
+"""The work of one process: configuration → objects → fit, validate, test or predict → result."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import pytorch_lightning as pl
+import torch
+from omegaconf import DictConfig, OmegaConf
+from pytorch_lightning.loggers import Logger
+from pytorch_lightning.utilities.exceptions import MisconfigurationException, SIGTERMException
+from pytorch_lightning.utilities.model_helpers import is_overridden
+from pytorch_lightning.utilities.rank_zero import rank_zero_info
+from rich.console import Console
+
+from ...strategies import ConfigError
+from ..callbacks import EpochLines, LogEveryEpoch, RunSummary, StartUp
+from ..checkpoint.find import find_newest, good_or_newest
+from ..config.instantiate import instantiate
+from ..loggers.custom_scalars import OUR_OWN
+from ..loggers.hparams import hyperparameters, in_order, overridden
+from ..loggers.tensorboard import TensorBoardLogger
+from .batch_size_search import find_batch_size
+from .result import Result
+from .signals import graceful_stop
+
+
+@dataclass
+class Parts:
+    """The objects of a run, as the configuration names them."""
+
+    trainer: pl.Trainer
+    module: pl.LightningModule
+    data: pl.LightningDataModule | None
+    summary: RunSummary
+
+    @property
+    def best_checkpoint(self) -> str | None:
+        """Path of the best checkpoint; None where none was kept."""
+        return getattr(self.trainer.checkpoint_callback, "best_model_path", None) or None
+
+    @property
+    def last_checkpoint(self) -> str | None:
+        """Path of the newest checkpoint; None where none was kept."""
+        return getattr(self.trainer.checkpoint_callback, "last_model_path", None) or self.best_checkpoint
+
+
+def run(cfg: DictConfig) -> Result:
+    """Do what `cfg.mode` says, in this process (one rank of it, where there are several).
+
+    Args:
+        cfg: the resolved configuration, `run_dir` included.
+
+    Returns:
+        The result; rank 0 has written it to the run directory as well.
+
+    Raises:
+        ConfigError: something asked for can't be honoured.
+    """
+    cfg = with_batch_size(cfg)
+    if cfg.seed is not None:
+        pl.seed_everything(cfg.seed, workers=True)
+    checkpoint = starting_checkpoint(cfg)
+    parts = build(cfg)
+    log_config(parts.trainer, cfg)
+    with graceful_stop(parts.trainer):
+        metrics, predictions = work(parts, cfg, checkpoint)
+    result = collect(parts, cfg, metrics, predictions)
+    if parts.trainer.is_global_zero:
+        finish_loggers(parts.trainer.loggers, result)
+        result.write()
+    return result
+
+
+def with_batch_size(cfg: DictConfig) -> DictConfig:
+    """Put the largest batch size that fits in the place of `data.batch_size=auto`.
+
+    Raises:
+        ConfigError: there are several processes, or not even one sample fits.
+    """
+    if not cfg.get("data") or cfg.data.get("batch_size") != "auto":
+        return cfg
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ConfigError(
+            "data.batch_size=auto searches in one process, and this run has several. "
+            "Find it once with strategy=single_device devices=1, then set data.batch_size to what the log says."
+        )
+
+    def make_data(size: int) -> pl.LightningDataModule:
+        return instantiate("data", OmegaConf.merge(cfg.data, {"batch_size": size}))
+
+    def make_trainer(**options: Any) -> pl.Trainer:
+        make = instantiate("trainer", cfg.trainer, _partial_=True)
+        return make(strategy=instantiate("strategy", cfg.strategy), **options)
+
+    size = find_batch_size(lambda: instantiate("module", cfg.module), make_data, make_trainer)
+    rank_zero_info(f"batch_size=auto: data.batch_size={size}")
+    return cast("DictConfig", OmegaConf.merge(cfg, {"data": {"batch_size": size}}))
+
+
+def starting_checkpoint(cfg: DictConfig) -> str | None:
+    """Find the checkpoint to start from: after a restart of this run its newest, else what `resume` says.
+
+    Raises:
+        ConfigError: `resume=last`, and there is no earlier checkpoint of this name.
+    """
+    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0:
+        newest = find_newest(cfg.run_dir)
+        if newest is not None:
+            rank_zero_info(f"Restarted: continuing from {newest}")
+            return str(newest)
+    if cfg.resume is not None and cfg.resume != "last" and cfg.mode == "fit":
+        return str(good_or_newest(cfg.resume))
+    if cfg.resume != "last":
+        return cfg.resume
+    home = Path(cfg.log_dir) / cfg.name
+    newest = find_newest(home)
+    if newest is None:
+        raise ConfigError(f"resume=last: there is no checkpoint under {home}. Train first, or give resume=<path>.")
+    return str(newest)
+
+
+def build(cfg: DictConfig) -> Parts:
+    """Make the objects that the configuration names."""
+    strategy = instantiate("strategy", cfg.strategy)
+    module: pl.LightningModule = instantiate("module", cfg.module)
+    data: pl.LightningDataModule | None = instantiate("data", cfg.data) if cfg.get("data") else None
+    summary = RunSummary()
+    callbacks: list[pl.Callback] = [
+        *(instantiate(f"callbacks.{name}", options) for name, options in (cfg.get("callbacks") or {}).items()),
+        *([instantiate("checkpoint", cfg.checkpoint)] if cfg.get("checkpoint") else []),
+        LogEveryEpoch(),
+        summary,
+        StartUp(cfg.run_dir),
+    ]
+    if cfg.trainer.get("enable_progress_bar", True) and not can_draw():
+        callbacks.append(EpochLines())
+    if cfg.compile:
+        module.compile()
+    options = {} if can_draw() else {"enable_progress_bar": False}
+    make_trainer = instantiate("trainer", cfg.trainer, _partial_=True, **options)
+    logger: Logger | bool = instantiate("logger", cfg.logger) if cfg.get("logger") else False
+    try:
+        trainer: pl.Trainer = make_trainer(
+            strategy=strategy,
+            callbacks=callbacks,
+            logger=logger,
+            enable_checkpointing=bool(cfg.get("checkpoint")),
+        )
+    except (TypeError, ValueError, MisconfigurationException) as exc:
+        raise exc if isinstance(exc, ConfigError) else ConfigError(f"trainer: {exc}") from exc
+    return Parts(trainer, module, data, summary)
+
+
+def can_draw() -> bool:
+    """Whether a progress bar would be seen moving: on a terminal, or in a notebook."""
+    console = Console()
+    return console.is_terminal or console.is_jupyter
+
+
+def log_config(trainer: pl.Trainer, cfg: DictConfig) -> None:
+    """Give every logger the hyper-parameters, and TensorBoard the whole configuration as text."""
+    for logger in trainer.loggers:
+        logger.log_hyperparams(hyperparameters(cfg))
+        if isinstance(logger, TensorBoardLogger):
+            logger.log_config(OmegaConf.to_yaml(cfg))
+            logger.log_layout(cfg.monitor)
+            logger.differing = overridden(cfg)
+
+
+def work(parts: Parts, cfg: DictConfig, checkpoint: str | None) -> tuple[dict[str, float], str | None]:
+    """Run the trainer in the configured mode.
+
+    Returns:
+        The final metrics by name, and the path of the predictions where there are any.
+    """
+    trainer, module, data = parts.trainer, parts.module, parts.data
+    if cfg.mode == "fit":
+        return fit(parts, cfg, checkpoint), None
+    if checkpoint is None:
+        rank_zero_info(f"mode={cfg.mode} without resume: the module is used as it was constructed.")
+    if cfg.mode == "predict":
+        outputs = trainer.predict(module, datamodule=data, ckpt_path=checkpoint, weights_only=True)
+        return {}, write_predictions(trainer, cfg.run_dir, outputs)
+    evaluate = trainer.validate if cfg.mode == "validate" else trainer.test
+    evaluate(module, datamodule=data, ckpt_path=checkpoint, verbose=False, weights_only=True)
+    return final_metrics(trainer), None
+
+
+def fit(parts: Parts, cfg: DictConfig, checkpoint: str | None) -> dict[str, float]:
+    """Train, then test the best checkpoint (the final weights where none was kept)."""
+    trainer, module, data = parts.trainer, parts.module, parts.data
+    try:
+        trainer.fit(module, datamodule=data, ckpt_path=checkpoint, weights_only=True)
+    except KeyError as exc:
+        if checkpoint is None or "contains only the model" not in str(exc):
+            raise
+        raise ConfigError(
+            f"resume={checkpoint} holds weights only (checkpoint.save_weights_only=true), and training goes on from "
+            "the whole state of a run. Give another file; mode=test, validate and predict take this one."
+        ) from exc
+    if trainer.num_training_batches == 0 and trainer.limit_train_batches != 0:
+        raise ConfigError(
+            "Nothing was trained: the training loader has no batch. Give it samples; with drop_last=True, at least as "
+            "many as batch_size."
+        )
+    if trainer._signal_connector.received_sigterm or getattr(trainer.strategy, "stop_signal", None) is not None:
+        raise SIGTERMException  # asked for after the last step: training is whole, and nothing follows it
+    metrics = final_metrics(trainer)
+    tested = is_overridden("test_step", module) and is_overridden("test_dataloader", data or module)
+    if cfg.test_after_fit and tested and not trainer.interrupted:
+        trainer.test(module, datamodule=data, ckpt_path=parts.best_checkpoint, verbose=False, weights_only=True)
+        metrics |= final_metrics(trainer)
+    return metrics
+
+
+def final_metrics(trainer: pl.Trainer) -> dict[str, float]:
+    """Read every logged metric's last value."""
+    return {name: float(value) for name, value in trainer.callback_metrics.items()}
+
+
+def write_predictions(trainer: pl.Trainer, run_dir: str, outputs: Any) -> str | None:
+    """Write what `predict_step` returned, batch by batch in the loader's order: whole or not at all."""
+    if not trainer.is_global_zero:
+        return None
+    path = Path(run_dir) / "predictions.pt"
+    temporary = path.with_suffix(".tmp")
+    torch.save(outputs, temporary)
+    return str(temporary.replace(path))
+
+
+def collect(parts: Parts, cfg: DictConfig, metrics: dict[str, float], predictions: str | None) -> Result:
+    """Put the outcome together."""
+    trainer, strategy = parts.trainer, parts.trainer.strategy
+    devices = getattr(strategy, "parallel_devices", None) or [strategy.root_device]
+    return Result(
+        mode=cfg.mode,
+        strategy=getattr(strategy, "strategy_name", type(strategy).__name__),
+        devices=[str(device) for device in devices],
+        num_processes=trainer.world_size,
+        run_dir=cfg.run_dir,
+        metrics=metrics,
+        monitor=cfg.monitor,
+        monitored=metrics.get(cfg.monitor),
+        global_batch=parts.summary.global_batch,
+        samples_per_s=parts.summary.samples_per_s,
+        num_steps=trainer.global_step,
+        best_checkpoint=parts.best_checkpoint,
+        last_checkpoint=parts.last_checkpoint,
+        predictions=predictions,
+        peak_memory_mib=parts.summary.peak_memory_mib,
+    )
+
+
+def finish_loggers(loggers: list[Logger], result: Result) -> None:
+    """Write the final metrics beside the hyper-parameters, and close the event file."""
+    for logger in loggers:
+        if isinstance(logger, TensorBoardLogger):
+            logger.log_final_metrics(in_order(result.metrics, result.monitor, OUR_OWN))
+            logger.close()

@@ -1,0 +1,118 @@
+"""The workers of one machine: started by torch's elastic agent, and their failures told as this project tells them."""
+
+import os
+import signal
+import sys
+import tempfile
+import threading
+import uuid
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+
+from omegaconf import DictConfig, OmegaConf
+from pytorch_lightning.utilities.exceptions import MisconfigurationException
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from ...strategies import ConfigError
+from ..job.result import RESULT_FILE, Result
+from ..job.signals import Interrupted
+from .environment import AGENT, WorkerError, environment
+
+AGENT_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
+"""Signals that end a run in good order."""
+
+
+def launch_workers(cfg: DictConfig, num_processes: int) -> Result:
+    """Start one worker per process with torch's elastic agent, and wait for the result."""
+    (Path(cfg.run_dir) / RESULT_FILE).unlink(missing_ok=True)
+    with (
+        tempfile.TemporaryDirectory(prefix="evener-") as scratch,
+        environment(worker_environment(num_processes)),
+        signal_handlers_kept(),
+    ):
+        config_file = Path(scratch) / "config.yaml"
+        config_file.write_text(OmegaConf.to_yaml(cfg, resolve=True), encoding="utf-8")
+        agent = elastic_launch(launch_config(cfg, num_processes, scratch), entrypoint=sys.executable)
+        try:
+            agent("-m", "evener.trainer.launch.worker", str(config_file))
+        except ChildFailedError as exc:
+            raise explain(exc) from None
+        except SignalException as exc:
+            raise Interrupted(exc.sigval) from None
+    return Result.read(cfg.run_dir)
+
+
+def launch_config(cfg: DictConfig, num_processes: int, log_dir: str) -> LaunchConfig:
+    """Describe one node's workers to the elastic agent; the port is chosen by the system, so runs never clash."""
+    return LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=num_processes,
+        run_id=uuid.uuid4().hex,
+        signals_to_handle=",".join(number.name for number in AGENT_SIGNALS),
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        local_addr="localhost",
+        max_restarts=cfg.launcher.max_restarts,
+        monitor_interval=cfg.launcher.monitor_interval_s,
+        shutdown_timeout=cfg.launcher.shutdown_timeout_s,
+        logs_specs=DefaultLogsSpecs(log_dir=log_dir),
+    )
+
+
+def worker_environment(num_processes: int) -> dict[str, str]:
+    """Environment variables of the workers, beside the agent's own."""
+    threads = max(1, (os.cpu_count() or 1) // num_processes)
+    return {
+        # a restart re-reads stale addresses from the agent's shared store and hangs (torch 2.13)
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)),
+        AGENT: str(os.getpid()),
+        # modules beside the user's train.py stay importable
+        "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
+    }
+
+
+@contextmanager
+def signal_handlers_kept() -> Generator[None]:
+    """Put this process's signal handlers back afterwards: the agent leaves its own behind."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in AGENT_SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def explain(exc: ChildFailedError) -> BaseException:
+    """Turn the agent's report into the worker's own error: the refusal, or rank and traceback of the first failure."""
+    rank, failure = exc.get_first_failure()
+    if failure.exitcode in (128 + signal.SIGINT, 128 + signal.SIGTERM, 128 + signal.SIGUSR1):
+        return Interrupted(failure.exitcode - 128)
+    kind, _, message = first_line(failure)
+    if kind in (ConfigError.__name__, MisconfigurationException.__name__):
+        return ConfigError(message)
+    return WorkerError(f"rank {rank} failed: {traceback_of(failure)}")
+
+
+def first_line(failure: ProcessFailure) -> tuple[str, str, str]:
+    """Split a failure's message into exception name, separator, and text."""
+    message = failure.error_file_data.get("message") if failure.error_file_data else None
+    text = message.get("message", "") if isinstance(message, dict) else str(message or "")
+    return text.partition(": ")
+
+
+def traceback_of(failure: ProcessFailure) -> str:
+    """The traceback that the worker left behind, or how it ended where it left none."""
+    message = failure.error_file_data.get("message") if failure.error_file_data else None
+    if isinstance(message, dict):
+        return message.get("extraInfo", {}).get("py_callstack") or message.get("message", "")
+    if failure.exitcode < 0:
+        return f"it was ended by {failure.signal_name()} (process {failure.pid})"
+    return f"it exited with status {failure.exitcode} (process {failure.pid})"

@@ -1,0 +1,119 @@
+"""Under a launcher (torchrun, SLURM, MPI, Kubeflow): rank 0 composes the configuration, and hands it to the others.
+
+So every rank has the same resolved configuration and the same run directory, in every job of a sweep; Hydra runs once,
+and after a restart the run goes on in the directory that it had.
+"""
+
+import os
+import time
+from contextlib import suppress
+
+from omegaconf import DictConfig, OmegaConf
+from pytorch_lightning.plugins.environments import (
+    ClusterEnvironment,
+    MPIEnvironment,
+    SLURMEnvironment,
+    TorchElasticEnvironment,
+)
+from torch.distributed import DistNetworkError, PrefixStore, Store
+
+from ...strategies import ConfigError
+from ...strategies.distributed.environment import kubeflow
+from ...strategies.distributed.store import RankError, base_store, root_store, wait_for
+
+START_TIMEOUT_S = 1800.0
+"""Seconds that a rank waits for the place where ranks meet."""
+
+FAREWELL_S = 2.0
+"""Seconds that rank 0, whose process may host that place, waits at the end for the others to leave it."""
+
+POLL_S = 0.05
+
+_num_jobs = 0
+
+
+def detect() -> ClusterEnvironment | None:
+    """Find the launcher that started this process as one of several; None where nobody did."""
+    for kind in (TorchElasticEnvironment, SLURMEnvironment, MPIEnvironment):
+        if kind.detect():
+            return kind()
+    return kubeflow()
+
+
+def verify_size(cluster: ClusterEnvironment, num_processes: int | None, num_nodes: int) -> None:
+    """Check that the launcher started as many processes as the strategy needs.
+
+    Args:
+        cluster: the launcher.
+        num_processes: of each node; None for a strategy of one process.
+        num_nodes: machines.
+
+    Raises:
+        ConfigError: it started another number.
+    """
+    started, needed = cluster.world_size(), (num_processes or 1) * (num_nodes if num_processes else 1)
+    if started != needed:
+        raise ConfigError(
+            f"The launcher started {started} processes, and the strategy needs {needed} ({num_processes or 1} on each "
+            f"of {num_nodes} nodes). Set devices and num_nodes to what was started, or start as many."
+        )
+
+
+def publish(cluster: ClusterEnvironment, cfg: DictConfig | None) -> None:
+    """Hand a job's resolved configuration to the other ranks; None tells them that there are no more jobs."""
+    global _num_jobs
+    if cluster.world_size() == 1:
+        return
+    text = "" if cfg is None else OmegaConf.to_yaml(cfg, resolve=True)
+    store = root_store(cluster, START_TIMEOUT_S)
+    store.set(f"job/{_num_jobs}", text)
+    if cfg is None:
+        wait_for(store, [_farewell(rank) for rank in range(1, cluster.world_size())], FAREWELL_S)
+    else:
+        _runs(cluster).set(f"run_dir/{_num_jobs}", str(cfg.run_dir))
+    _num_jobs += 1
+
+
+def receive(cluster: ClusterEnvironment) -> DictConfig | None:
+    """Wait for the next job's configuration; None where there are no more.
+
+    Raises:
+        RankError: rank 0 has gone.
+    """
+    global _num_jobs
+    store = root_store(cluster, START_TIMEOUT_S)
+    try:
+        while not store.check([f"job/{_num_jobs}"]):
+            time.sleep(POLL_S)
+        text = store.get(f"job/{_num_jobs}").decode()
+    except DistNetworkError as exc:
+        raise RankError("rank 0 is gone, and with it who hands out the configuration. See its output.") from exc
+    _num_jobs += 1
+    if not text:
+        return None
+    cfg = OmegaConf.create(text)
+    assert isinstance(cfg, DictConfig)
+    return cfg
+
+
+def leave(cluster: ClusterEnvironment) -> None:
+    """Tell rank 0 that this rank needs nothing of it any more; the last thing that a rank does."""
+    with suppress(RuntimeError):  # rank 0 has gone
+        root_store(cluster, START_TIMEOUT_S).set(_farewell(cluster.global_rank()), "")
+
+
+def _farewell(rank: int) -> str:
+    return f"farewell/{rank}"
+
+
+def earlier_run_dir(cluster: ClusterEnvironment) -> str | None:
+    """The run directory of this run before it was restarted; None at its first start."""
+    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) == 0:
+        return None
+    runs = _runs(cluster)
+    return runs.get("run_dir/0").decode() if runs.check(["run_dir/0"]) else None
+
+
+def _runs(cluster: ClusterEnvironment) -> Store:
+    """What outlives a restart, if the launcher hosts the store."""
+    return PrefixStore("evener/runs", base_store(cluster, START_TIMEOUT_S))

@@ -1,0 +1,68 @@
+"""Run the work in every process: here, under torch's elastic agent, or as a worker of torchrun, SLURM or Kubeflow."""
+
+from omegaconf import DictConfig
+from pytorch_lightning.strategies import ParallelStrategy, Strategy
+
+from ...strategies import ConfigError
+from ...strategies.core.device_names import resolve_devices
+from ..config.checks import plain, verify_target
+from ..job.log_file import run_log
+from ..job.result import Result
+from ..job.run import run
+from . import cluster
+
+
+def launch(cfg: DictConfig) -> Result:
+    """Run the configured work in as many processes as its strategy needs.
+
+    Args:
+        cfg: the resolved configuration; `run_dir` exists.
+
+    Returns:
+        The result. With several processes it is what rank 0 wrote.
+
+    Raises:
+        ConfigError: something asked for can't be honoured.
+        WorkerError: a worker failed, with its rank and traceback.
+    """
+    num_processes = processes_per_node(cfg)
+    if started_by := cluster.detect():
+        cluster.verify_size(started_by, num_processes, cfg.num_nodes)
+        if started_by.global_rank() == 0:
+            cluster.publish(started_by, cfg)
+        with run_log(cfg.run_dir, started_by.global_rank()):
+            return run(cfg)
+    if num_processes is None:
+        if cfg.num_nodes > 1:
+            raise ConfigError(
+                f"num_nodes={cfg.num_nodes} and this strategy runs in one process, on one machine. Set num_nodes=1, or "
+                "choose a strategy of several processes, such as strategy=ddp."
+            )
+        with run_log(cfg.run_dir):
+            return run(cfg)
+    if cfg.num_nodes > 1:
+        raise ConfigError(
+            f"num_nodes={cfg.num_nodes}: processes on other machines can't be started from here. "
+            f"Run on each machine: torchrun --nnodes={cfg.num_nodes} --nproc-per-node={num_processes} train.py ..."
+        )
+    from ._elastic import launch_workers  # torch's agent takes long to import, and most runs have one process
+
+    with run_log(cfg.run_dir):
+        return launch_workers(cfg, num_processes)
+
+
+def processes_per_node(cfg: DictConfig) -> int | None:
+    """Count the processes that the strategy needs on each node.
+
+    A strategy class may define `count_processes(num_devices, **options) -> int` as a class method; Lightning's other
+    parallel strategies take one process per device.
+
+    Returns:
+        The count, or None for strategies of one process.
+    """
+    cls = verify_target("strategy", cfg.strategy, Strategy)
+    num_devices = len(resolve_devices(plain(cfg.devices), cfg.accelerator))
+    options = {key: value for key, value in plain(cfg.strategy).items() if key != "_target_"}
+    if count := getattr(cls, "count_processes", None):
+        return count(num_devices, **options)
+    return num_devices if issubclass(cls, ParallelStrategy) else None

@@ -1,0 +1,127 @@
+"""TensorBoard: one event stream per run, in the run directory."""
+
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import pytorch_lightning.loggers as pl_loggers
+from pytorch_lightning.utilities.rank_zero import rank_zero_only
+from tensorboard.plugins.hparams import plugin_data_pb2
+from torch.utils.tensorboard import SummaryWriter
+from torch.utils.tensorboard.summary import hparams
+from typing_extensions import override
+
+from .custom_scalars import layout
+from .hparams import without_repetition
+
+
+class TensorBoardLogger(pl_loggers.TensorBoardLogger):
+    """Lightning's logger with one event file from the first step to the last test metric.
+
+    Lightning's own closes its file after `fit`, so that `test` opens a second one, and writes a placeholder
+    `hp_metric`. Here the HPARAMS tab holds the final values of the metrics that were logged.
+
+    Args:
+        save_dir: directory of the event file.
+        flush_secs: seconds between writes to the disk.
+    """
+
+    def __init__(self, save_dir: str | Path, flush_secs: int = 30) -> None:
+        super().__init__(save_dir=str(save_dir), name="", version="", default_hp_metric=False, flush_secs=flush_secs)
+        self.differing: list[str] = []
+        """Hyper-parameters by which this run was told from others; the HPARAMS tab lists them first."""
+
+    @property
+    @override
+    def log_dir(self) -> str:
+        return self.save_dir
+
+    @override
+    @rank_zero_only
+    def log_hyperparams(self, params: Any, metrics: dict[str, Any] | None = None, step: int | None = None) -> None:
+        """Keep the hyper-parameters for the HPARAMS tab, which is written once the final metrics are known."""
+        flat: Mapping[str, Any] = params if isinstance(params, Mapping) else vars(params)
+        # metrics given here become no scalars: they would put a point at step 0 into each metric's curve
+        self.hparams = {**cast("dict[str, Any]", self.hparams), **flat}
+
+    @rank_zero_only
+    def log_config(self, text: str) -> None:
+        """Show the composed configuration in the TEXT tab.
+
+        Args:
+            text: the configuration as YAML.
+        """
+        self.log_text("config", text)
+
+    @rank_zero_only
+    def log_text(self, name: str, text: str) -> None:
+        """Show a text in the TEXT tab, line by line as it is.
+
+        Args:
+            name: its title.
+            text: the lines.
+        """
+        self.experiment.add_text(name, "\n".join(f"    {line}" for line in text.splitlines()))
+
+    @rank_zero_only
+    def log_layout(self, monitor: str | None) -> None:
+        """Arrange the charts of the CUSTOM SCALARS tab.
+
+        Args:
+            monitor: the metric that decides which checkpoint is best.
+        """
+        self.experiment.add_custom_scalars(layout(monitor))
+
+    @rank_zero_only
+    def log_final_metrics(self, metrics: Mapping[str, float]) -> None:
+        """Write the HPARAMS tab: the hyper-parameters, and the metrics whose last logged values it compares runs by.
+
+        Args:
+            metrics: final values by the names they were logged under.
+        """
+        values = without_repetition(cast("dict[str, Any]", self.hparams))
+        shown = {key: v if isinstance(v, (bool, int, float, str)) else str(v) for key, v in values.items()}
+        experiment, start, end = hparams(shown, dict(metrics))
+        put_first(experiment, self.differing)
+        for summary in (experiment, start, end):
+            self._writer.add_summary(summary)
+
+    @property
+    def _writer(self) -> Any:
+        experiment = self.experiment
+        assert isinstance(experiment, SummaryWriter)
+        return experiment._get_file_writer()
+
+    @override
+    @rank_zero_only
+    def save(self) -> None:
+        """Hyper-parameters live in the event file and in `.hydra/config.yaml`; no third copy is written."""
+
+    @override
+    @rank_zero_only
+    def finalize(self, status: str) -> None:
+        """Put all that was logged on the disk; the file stays open for what follows `fit`."""
+        if self._experiment is not None:
+            self.experiment.flush()
+
+    @rank_zero_only
+    def close(self) -> None:
+        """Close the event file, at the end of the run."""
+        if self._experiment is not None:
+            self.experiment.close()
+            self._experiment = None
+
+
+def put_first(experiment: Any, names: Collection[str]) -> None:
+    """Mark hyper-parameters as those that differ from run to run, which TensorBoard lists first.
+
+    Args:
+        experiment: torch's summary of an experiment; it is changed.
+        names: of the hyper-parameters.
+    """
+    plugin_data: Any = getattr(plugin_data_pb2, "HParamsPluginData")  # noqa: B009  # made at run time
+    for value in experiment.value:
+        data = plugin_data.FromString(value.metadata.plugin_data.content)
+        for info in data.experiment.hparam_infos:
+            info.differs = info.name in names
+        value.metadata.plugin_data.content = data.SerializeToString()

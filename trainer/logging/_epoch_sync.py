@@ -1,0 +1,161 @@
+"""Logged values of an epoch, over all ranks: exact weighted means, in one exchange for all keys.
+
+Lightning reduces key by key, rounds the number of samples, and waits for ever where ranks logged different keys.
+"""
+
+import warnings
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.trainer.connectors.logger_connector.result import (
+    _Metadata,
+    _ResultCollection,
+    _ResultMetric,
+    _Sync,
+)
+from torchmetrics import Metric
+
+from ...strategies.distributed.store import RankError
+from ._eval_step_sync import Step
+
+_META = (
+    "fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_graph", "add_dataloader_idx", "dataloader_idx",
+    "metric_attribute",
+)  # fmt: skip
+
+
+def is_shared_by(trainer: pl.Trainer) -> bool:
+    """Whether an epoch's values are exchanged by this module; Lightning's own strategies leave it to Lightning."""
+    return trainer.world_size > 1 and hasattr(trainer.strategy, "gather_objects")
+
+
+@contextmanager
+def own_values(results: _ResultCollection) -> Generator[None]:
+    """Let values of the epoch that were not exchanged yet be read as this rank's own.
+
+    Lightning would reduce them on being read, and wait for ever where only some ranks read. Metrics of torchmetrics,
+    for which every rank must compute, are not shown until then.
+    """
+    waiting = [metric for metric in results.values() if not metric.has_reset and _awaits_exchange(metric)]
+    for metric in waiting:
+        if metric.is_tensor:
+            vars(metric)["_computed"] = _own_value(metric)
+        else:
+            metric.has_reset = True
+    try:
+        yield
+    finally:
+        for metric in waiting:
+            vars(metric)["_computed"] = None
+            metric.has_reset = False
+
+
+def _awaits_exchange(metric: _ResultMetric) -> bool:
+    return metric.meta.on_epoch and metric._computed is None
+
+
+def _own_value(metric: _ResultMetric) -> Any:
+    value: Any = metric.value
+    return value / metric.cumulated_batch_size if metric.meta.is_mean_reduction else value.clone()
+
+
+def share(trainer: pl.Trainer, results: _ResultCollection, steps: list[Step]) -> list[list[Step]]:
+    """Compute the epoch's values over all ranks; all of them call it at the end of an epoch.
+
+    A mean weighs every value by its samples. A rank that had no batch takes part with no weight, and knows the values
+    afterwards, as callbacks decide by them.
+
+    Args:
+        trainer: its strategy defines `gather_objects`, or nothing is done.
+        results: what this rank logged in the epoch.
+        steps: what it logged by step and ranks have not exchanged.
+
+    Returns:
+        The steps of all ranks.
+
+    Raises:
+        RankError: ranks logged different keys with `sync_dist=True`; the message names rank and key.
+    """
+    if not is_shared_by(trainer):
+        return [steps]
+    gather: Any = getattr(trainer.strategy, "gather_objects")  # noqa: B009  # not of Lightning's strategies
+    own = {key: metric for key, metric in results.items() if _is_shared(metric, results)}
+    gathered: list[Any] = gather(({key: _tell(metric) for key, metric in own.items()}, steps))
+    told: list[dict[str, dict[str, Any]]] = [keys for keys, _ in gathered]
+    _verify_keys(told)
+    for key in dict.fromkeys(key for entries in told for key in entries):
+        entries = [entries[key] for entries in told if key in entries]
+        metric = own.get(key) or _stand_in(trainer, results, key, entries[0])
+        if entries[0]["kind"] == "metric":
+            _compute(metric)
+        else:
+            like: Any = metric.value
+            vars(metric)["_computed"] = torch.tensor(_combine(entries), dtype=like.dtype, device=like.device)
+    return [others for _, others in gathered]
+
+
+def _is_shared(metric: _ResultMetric, results: _ResultCollection) -> bool:
+    meta = metric.meta
+    current = not metric.has_reset and meta.dataloader_idx == results.dataloader_idx
+    return current and not meta.sync.rank_zero_only and _awaits_exchange(metric)
+
+
+def _tell(metric: _ResultMetric) -> dict[str, Any]:
+    """What the other ranks need to know of a value."""
+    meta = metric.meta
+    told: dict[str, Any] = {"meta": {name: getattr(meta, name) for name in _META}, "asked": meta.sync.should}
+    if not metric.is_tensor:
+        return {**told, "kind": "metric"}
+    count: Any = metric.cumulated_batch_size if meta.is_mean_reduction else torch.zeros(())
+    value: Any = metric.value
+    return {**told, "kind": meta.reduce_fx.__name__, "value": value.item(), "count": count.item()}
+
+
+def _verify_keys(told: list[dict[str, dict[str, Any]]]) -> None:
+    asked = {
+        key: (rank, entry["meta"]) for rank, part in enumerate(told) for key, entry in part.items() if entry["asked"]
+    }
+    for rank, entries in enumerate(told):
+        hooks = {entry["meta"]["fx"] for entry in entries.values()}
+        for key, (other, meta) in asked.items():
+            if key not in entries and meta["fx"] in hooks:
+                names = ", ".join(sorted(entry["meta"]["name"] for entry in entries.values()))
+                raise RankError(
+                    f"rank {other} logged {meta['name']!r} with sync_dist=True in {meta['fx']}, and rank {rank} did "
+                    f"not (it logged {names}). Log the same keys on all ranks, or leave sync_dist out."
+                )
+
+
+def _combine(entries: list[dict[str, Any]]) -> float:
+    values = [entry["value"] for entry in entries]
+    kind = entries[0]["kind"]
+    if kind == "mean":
+        count = sum(entry["count"] for entry in entries)
+        return sum(values) / count if count else float("nan")
+    return {"sum": sum, "max": max, "min": min}[kind](values)
+
+
+def _stand_in(trainer: pl.Trainer, results: _ResultCollection, key: str, entry: dict[str, Any]) -> _ResultMetric:
+    """The entry of a key that only other ranks logged."""
+    meta = _Metadata(**entry["meta"])
+    if entry["kind"] != "metric":
+        meta.reduce_fx = getattr(torch, entry["kind"])
+    meta.sync = _Sync()
+    metric = _ResultMetric(meta, is_tensor=entry["kind"] != "metric").to(trainer.strategy.root_device)
+    if not metric.is_tensor:
+        attribute = trainer.lightning_module.get_submodule(entry["meta"]["metric_attribute"])
+        assert isinstance(attribute, Metric)
+        metric.value = attribute  # pyright: ignore[reportAttributeAccessIssue]  # as Lightning's own update does
+    metric._update_count = 1
+    results[key] = metric
+    return metric
+
+
+def _compute(metric: _ResultMetric) -> None:
+    """Let a torchmetrics metric gather its own states; all ranks come here in one order."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The ``compute`` method of metric .* was called before", UserWarning)
+        metric.compute()

@@ -1,0 +1,111 @@
+"""Values that evaluation logs by step with `sync_dist=True`: exchanged among the ranks once, when the epoch is over.
+
+Ranks may have unequal numbers of batches: with an exchange per step, one that has none left would be waited for. Until
+the epoch ends each rank keeps its own values, with the samples that they stand for.
+"""
+
+from dataclasses import asdict, dataclass
+from typing import Any, TypeAlias
+
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.trainer.connectors.logger_connector.result import _ResultCollection, _ResultMetric
+from torch import Tensor
+
+from ...strategies.data.loaders import positions
+
+NUM_SAMPLES = "num_samples"
+"""Where an entry of the results keeps the samples that its last value stands for."""
+
+
+@dataclass
+class Value:
+    """What one rank logged under one name in one step.
+
+    Args:
+        value: the value; a tensor of shape () until it travels.
+        num: samples that it stands for.
+        kind: how ranks are combined: `mean`, `sum`, `max`, `min`, or `own` for rank 0's own value.
+    """
+
+    value: Tensor | float
+    num: float
+    kind: str
+
+
+Step: TypeAlias = tuple[int, int, dict[str, dict[str, Any]]]
+"""Number of the global batch in the epoch, step for the loggers, and values by name as plain data."""
+
+
+class EvaluatedSteps:
+    """Steps of an evaluation that wait for the end of the epoch."""
+
+    def __init__(self) -> None:
+        self._steps: list[tuple[int, int, dict[str, Value]]] = []
+
+    def add(self, trainer: pl.Trainer, results: _ResultCollection, step: int) -> None:
+        """Keep what this rank logged in the batch at hand.
+
+        Args:
+            trainer: knows the loader, and so which part of which global batch it was.
+            results: what was logged.
+            step: the step for the loggers.
+        """
+        loop: Any = trainer._evaluation_loop
+        places = positions(loop._combined_loader.flattened[results.dataloader_idx or 0])
+        count = len(self._steps)
+        index = count if places is None else places[count] // trainer.world_size
+        logged = {
+            results._forked_name(metric, True)[1]: _kept(metric)
+            for _, metric in results.valid_items()
+            if metric.meta.on_step and metric.meta.logger and isinstance(metric._forward_cache, Tensor)
+        }
+        self._steps.append((index, step, logged))
+
+    def take(self) -> list[Step]:
+        """Give all steps kept so far as plain data, and forget them."""
+        steps, self._steps = self._steps, []
+        kept = [value for _, _, logged in steps for value in logged.values()]
+        if kept:
+            numbers = torch.stack([torch.as_tensor(value.value, dtype=torch.float64, device="cpu") for value in kept])
+            for value, number in zip(kept, numbers.tolist(), strict=True):
+                value.value = number
+        return [(index, step, {name: asdict(value) for name, value in logged.items()}) for index, step, logged in steps]
+
+
+def _kept(metric: _ResultMetric) -> Value:
+    shared = metric.is_tensor and metric.meta.sync.should and not metric.meta.sync.rank_zero_only
+    value: Any = metric._forward_cache
+    return Value(value, vars(metric).get(NUM_SAMPLES, 1), metric.meta.reduce_fx.__name__ if shared else "own")
+
+
+def combine(ranks: list[list[Step]]) -> list[tuple[int, dict[str, float]]]:
+    """Put the ranks' steps together.
+
+    Args:
+        ranks: each rank's steps.
+
+    Returns:
+        Step for the loggers (rank 0's, counted on where only others had a batch) and values by name, in order.
+    """
+    indices = sorted({index for steps in ranks for index, _, _ in steps})
+    numbers = {index: step for index, step, _ in ranks[0]}
+    combined: list[tuple[int, dict[str, float]]] = []
+    for index in indices:
+        step = numbers.get(index, combined[-1][0] + 1 if combined else 0)
+        parts = [logged for steps in ranks for other, _, logged in steps if other == index]
+        names = dict.fromkeys(name for logged in parts for name in logged)
+        combined.append((step, {name: _over_ranks([part[name] for part in parts if name in part]) for name in names}))
+    return combined
+
+
+def _over_ranks(values: list[dict[str, Any]]) -> float:
+    """One value of what the ranks logged under a name."""
+    numbers = [value["value"] for value in values]
+    kind = values[0]["kind"]
+    if kind == "own":
+        return numbers[0]
+    if kind == "mean":
+        total = sum(value["num"] for value in values)
+        return sum(value["value"] * value["num"] for value in values) / total if total else float("nan")
+    return {"sum": sum, "max": max, "min": min}[kind](numbers)

@@ -1,0 +1,270 @@
+"""The lean path of `self.log`: values stay where they are until somebody reads them.
+
+Lightning collects all metrics, and reads those of the progress bar back to the host, at the end of every step. Here
+the end of a step only notes that there is something to collect; it is collected before anything that would change it,
+or when somebody looks: a logger at its step, the progress bar at its refresh, a callback whenever it asks.
+"""
+
+from contextlib import nullcontext
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.trainer.connectors.logger_connector import _LoggerConnector
+from pytorch_lightning.trainer.connectors.logger_connector.result import _ResultCollection
+from pytorch_lightning.utilities.data import _extract_batch_size, extract_batch_size
+from torch import Tensor
+from typing_extensions import override
+
+from ...strategies.core.errors import ConfigError
+from ...strategies.core.types import Batch
+from ._epoch_sync import is_shared_by, own_values, share
+from ._eval_step_sync import NUM_SAMPLES, EvaluatedSteps, combine
+from .slots import Slot
+from .step_sync import Deferred
+
+
+class LeanResults(_ResultCollection):
+    """Lightning's collection of logged values, with a slot for each key that was logged before.
+
+    Args:
+        training: whether it belongs to the training loop.
+    """
+
+    def __init__(self, training: bool) -> None:
+        super().__init__(training)
+        self.slots: dict[tuple[str, str, int | None], Slot] = {}
+        self.connector: LeanLoggerConnector | None = None
+        self.logs_steps = False
+        self.waits_for_epoch = False
+        """Whether evaluation logged a value by step that ranks share, which waits for the end of the epoch."""
+        self.deferred = Deferred()
+        self.defers = False
+        """Whether the loop reduces what was logged by step once its step is over."""
+
+    @override
+    def log(self, fx: str, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        if kwargs.get("sync_dist"):
+            through = self.deferred.through(kwargs["sync_dist_fn"])
+            kwargs["sync_dist_fn"] = through if self.training else self._reduce_evaluated
+            self.deferred.waits = self.defers
+        # the checker does not see through Lightning's `torch.compiler.disable`
+        super().log(fx, name, value, *args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+        self.deferred.waits = False
+        self.logs_steps = self.logs_steps or bool(kwargs.get("on_step"))
+
+    def _reduce_evaluated(self, value: Tensor, group: Any = None, reduce_op: str | None = "mean") -> Tensor:
+        """Leave a value of an evaluation's step to the end of the epoch; where Lightning shares values, act at once."""
+        if self.connector is None or not is_shared_by(self.connector.trainer):
+            return self.deferred.reduce(value, group=group, reduce_op=reduce_op)
+        self.waits_for_epoch = True
+        return value
+
+    @override
+    def _extract_batch_size(self, value: Any, batch_size: int | None, meta: Any) -> int:
+        given = batch_size is not None or self.batch_size is not None
+        shared = self.connector is not None and self.connector.trainer.world_size > 1
+        waits = not self.training and meta.sync.should
+        if shared and not given and self.batch is not None and value.is_tensor and meta.is_mean_reduction:
+            if meta.on_epoch or waits:
+                self._verify_countable(meta.name, self.batch)
+            if waits:
+                self.batch_size = extract_batch_size(self.batch)  # Lightning counts for an epoch's mean alone
+        size = super()._extract_batch_size(value, batch_size, meta)
+        if waits:
+            vars(value)[NUM_SAMPLES] = size
+        return size
+
+    @staticmethod
+    def _verify_countable(name: str, batch: Batch) -> None:
+        sizes = sorted({size for size in _extract_batch_size(batch) if size is not None})
+        if len(sizes) > 1:
+            raise ConfigError(
+                f"self.log({name!r}): the batch holds tensors of {' and '.join(map(str, sizes))} rows, so its "
+                "samples can't be counted, by which ranks are weighed. Give batch_size= to self.log."
+            )
+
+    @override
+    def metrics(self, on_step: bool) -> Any:
+        self.settle()
+        alone = not on_step and self.connector is not None and is_shared_by(self.connector.trainer)
+        with own_values(self) if alone else nullcontext():
+            return super().metrics(on_step)
+
+    @override
+    def reset(self, metrics: bool | None = None, fx: str | None = None) -> None:
+        if self.connector is not None:
+            self.connector.settle()
+        self.settle()
+        super().reset(metrics, fx)
+
+    @override
+    def to(self, *args: Any, **kwargs: Any) -> "LeanResults":
+        self.settle()
+        super().to(*args, **kwargs)
+        return self
+
+    def settle(self) -> None:
+        """Write into Lightning's metrics what the slots hold back."""
+        for slot in self.slots.values():
+            slot.settle()
+
+
+class LeanLoggerConnector(_LoggerConnector):
+    """Lightning's connector, which collects the metrics of a step when they are read.
+
+    Args:
+        trainer: the trainer.
+    """
+
+    def __init__(self, trainer: pl.Trainer) -> None:
+        self.batch_results: LeanResults | None = None
+        """The results of the loop that is at a batch now; None between batches."""
+        self._unread: LeanResults | None = None
+        self._evaluated = EvaluatedSteps()
+        self._collected: dict[str, dict[str, Any]] = {}
+        super().__init__(trainer)
+
+    def start_batch(self, results: LeanResults, batch: Batch, dataloader_idx: int | None) -> None:
+        """As Lightning's `on_batch_start`, for a loop that knows its results."""
+        if self._first_loop_iter is None:
+            self._first_loop_iter = True
+        elif self._first_loop_iter is True:
+            self._first_loop_iter = False
+        if results.dataloader_idx != dataloader_idx:
+            self.settle()
+            results.dataloader_idx = dataloader_idx
+        results.connector = self
+        results.deferred.clear()
+        self.batch_results = results
+        results.batch = batch
+        results.batch_size = None
+
+    def finish_batch(self, results: LeanResults) -> None:
+        """As Lightning's `on_batch_end`, for a loop that knows its results; what was logged is collected later."""
+        if results.deferred:
+            results.deferred.flush()
+        if results and self._unread is not results:
+            self.settle()
+            self._unread = results
+        results.batch = None
+        results.batch_size = None
+        self.batch_results = None
+
+    def log_train_step(self, num_steps: int) -> None:
+        """Send a step's values to the loggers, if it is one of every `log_every_n_steps`.
+
+        Args:
+            num_steps: batches that stepped the optimizer, this one included.
+        """
+        trainer: Any = self.trainer
+        every = trainer.log_every_n_steps
+        if (every and (num_steps % every == 0 or trainer.should_stop)) or trainer.fast_dev_run:
+            self.log_metrics(self.metrics["log"])
+
+    def log_evaluation_step(self, results: LeanResults, step: int) -> None:
+        """Send the step's values to the loggers, where any is logged by step."""
+        if results.logs_steps:
+            self.update_eval_step_metrics(step)
+
+    def settle(self) -> None:
+        """Collect the metrics of the last step, if that was not done yet."""
+        results, self._unread = self._unread, None
+        if results is not None:
+            metrics = results.metrics(on_step=True)
+            self._progress_bar_metrics.update(metrics["pbar"])
+            self._callback_metrics.update(metrics["callback"])
+            self._logged_metrics.update(metrics["log"])
+
+    @override
+    def on_batch_start(self, batch: Batch, dataloader_idx: int | None = None) -> None:
+        results: Any = self.trainer._results
+        self.start_batch(results, batch, dataloader_idx)
+
+    @override
+    def on_batch_end(self) -> None:
+        results: Any = self.trainer._results
+        self.finish_batch(results)
+
+    @override
+    def epoch_end_reached(self) -> None:
+        self.settle()
+        self.batch_results = None
+        super().epoch_end_reached()
+        self._share()
+
+    @override
+    def on_epoch_end(self) -> None:
+        self._share()  # what the epoch's last hooks logged
+        super().on_epoch_end()
+
+    @override
+    def update_train_epoch_metrics(self) -> None:
+        self._share()
+        super().update_train_epoch_metrics()
+
+    @override
+    def update_eval_epoch_metrics(self) -> Any:
+        self._share()
+        return super().update_eval_epoch_metrics()
+
+    @override
+    def update_eval_step_metrics(self, step: int) -> None:
+        results: Any = self.trainer._results
+        if results.waits_for_epoch:
+            results.settle()
+            self._evaluated.add(self.trainer, results, step)
+        else:
+            super().update_eval_step_metrics(step)
+
+    def _share(self) -> None:
+        results: Any = self.trainer._results
+        if results is not None:
+            results.connector = self
+            results.settle()
+            for step, values in combine(share(self.trainer, results, self._evaluated.take())):
+                self.log_metrics(
+                    {name: torch.tensor(value, dtype=torch.float64) for name, value in values.items()}, step=step
+                )
+
+    @override
+    def reset_results(self) -> None:
+        self.settle()
+        self.batch_results = None
+        super().reset_results()
+
+    # Lightning keeps three plain dictionaries. Whoever reads or replaces one sees it complete.
+
+    def _read(self, name: str) -> dict[str, Any]:
+        if self._unread is not None:
+            self.settle()
+        return self._collected[name]
+
+    def _write(self, name: str, metrics: dict[str, Any]) -> None:
+        if self._unread is not None:
+            self.settle()
+        self._collected[name] = metrics
+
+    @property
+    def _progress_bar_metrics(self) -> dict[str, Any]:  # type: ignore[override]
+        return self._read("pbar")
+
+    @_progress_bar_metrics.setter
+    def _progress_bar_metrics(self, metrics: dict[str, Any]) -> None:  # type: ignore[override]
+        self._write("pbar", metrics)
+
+    @property
+    def _callback_metrics(self) -> dict[str, Any]:  # type: ignore[override]
+        return self._read("callback")
+
+    @_callback_metrics.setter
+    def _callback_metrics(self, metrics: dict[str, Any]) -> None:  # type: ignore[override]
+        self._write("callback", metrics)
+
+    @property
+    def _logged_metrics(self) -> dict[str, Any]:  # type: ignore[override]
+        return self._read("log")
+
+    @_logged_metrics.setter
+    def _logged_metrics(self, metrics: dict[str, Any]) -> None:  # type: ignore[override]
+        self._write("log", metrics)

@@ -1,0 +1,136 @@
+"""A slot takes the values of one logged key, without the checks that its first value has passed.
+
+The first call of a key takes Lightning's whole path. From its second call on, with the same arguments from the same
+hook, a value is copied on its own device and accumulated there by the same arithmetic, to the same bits.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from pytorch_lightning.trainer.connectors.logger_connector.result import _ResultMetric
+from torch import Tensor
+from torchmetrics import Metric
+
+from .step_sync import Deferred
+
+_KEPT = (torch.float32, torch.float64)
+
+
+class Slot:
+    """The accumulator of one key.
+
+    Args:
+        metric: Lightning's own, in which the values end up.
+        options: the other arguments that `self.log` was given.
+        needs_logger: whether Lightning warns, in every call, where the trainer has no logger.
+        deferred: where a value of each step waits to be reduced over the ranks; None where it is this rank's own.
+    """
+
+    def __init__(
+        self, metric: _ResultMetric, options: tuple[Any, ...], needs_logger: bool, deferred: Deferred | None = None
+    ) -> None:
+        meta = metric.meta
+        self.metric = metric
+        self.deferred = deferred
+        self.options = options
+        self.needs_logger = needs_logger
+        # Metric.__setattr__ is a Python function; the dictionary itself is not
+        self.state: Any = metric.__dict__
+        self.is_tensor = metric.is_tensor
+        self.on_step = meta.on_step
+        self.step_only = meta.on_step and not meta.on_epoch
+        self.is_mean, self.is_sum = meta.is_mean_reduction, meta.is_sum_reduction
+        self.reduce: Callable[[Tensor, Tensor], Tensor] = meta.reduce_fx
+        self.counts_samples = self.is_tensor and meta.on_epoch and self.is_mean
+        value: Any = metric.value
+        self.device = value.device
+        self._samples = 0
+        self._number: float | None = None
+
+    def add(self, value: Any, batch_size: int) -> bool:
+        """Take a value.
+
+        Args:
+            value: a tensor of one element, a number, or the torchmetrics metric that this slot is of.
+            batch_size: samples that a mean weighs it with.
+
+        Returns:
+            False where the value is of another kind or place than the slot's, and nothing was done.
+        """
+        state = self.state
+        if type(value) is Tensor:
+            if value.dtype not in _KEPT or value.device != self.device or not self.is_tensor:
+                return False
+            # a copy: the value may be changed in place later
+            copy = value.detach().clone() if value.requires_grad else value.clone()
+            if copy.dim():
+                if copy.numel() != 1:
+                    return False
+                copy = copy.squeeze()
+        elif type(value) is float and self.is_tensor:
+            if self.step_only and self.deferred is None:
+                self._number = value
+                copy = None
+            else:
+                copy = torch.tensor(value, device=self.device, dtype=_default_dtype())
+        else:
+            return self._add_metric(value)
+        state["_computed"] = None
+        state["_update_count"] += 1
+        state["has_reset"] = False
+        if self.deferred is not None:
+            assert copy is not None
+            self._defer(copy, self.deferred)
+        if self.step_only:
+            state["value"] = state["_forward_cache"] = copy
+        else:
+            assert copy is not None
+            self._accumulate(copy, batch_size)
+        return True
+
+    def _accumulate(self, copy: Tensor, batch_size: int) -> None:
+        state = self.state
+        if self.on_step and self.deferred is None:
+            state["_forward_cache"] = copy
+        if self.is_mean:
+            state["value"] = state["value"] + copy * batch_size
+            self._samples += batch_size
+        elif self.is_sum:
+            state["value"] = state["value"] + copy
+        else:
+            state["value"] = self.reduce(state["value"], copy)
+
+    def _defer(self, copy: Tensor, deferred: Deferred) -> None:
+        """Let the step's value wait to be reduced; an epoch's value is accumulated from this rank's own."""
+        sync = self.metric.meta.sync
+        step = copy if self.step_only else copy.clone()
+        deferred.waits = True
+        self.state["_forward_cache"] = deferred.reduce(step, group=sync.group, reduce_op=sync.op)
+        deferred.waits = False
+
+    def _add_metric(self, value: Any) -> bool:
+        state = self.state
+        if self.is_tensor or not isinstance(value, Metric) or value is not state["value"]:
+            return False
+        state["_computed"] = None
+        state["_update_count"] += 1
+        state["has_reset"] = False
+        state["_forward_cache"] = value._forward_cache
+        return True
+
+    def settle(self) -> None:
+        """Write into Lightning's metric what was kept on the host: a number, a count of samples."""
+        if self._number is not None:
+            if self.state["value"] is None:
+                number = torch.tensor(self._number, device=self.device, dtype=_default_dtype())
+                self.state["value"] = self.state["_forward_cache"] = number
+            self._number = None
+        if self._samples:
+            self.state["cumulated_batch_size"] = self.state["cumulated_batch_size"] + self._samples
+            self._samples = 0
+
+
+def _default_dtype() -> torch.dtype:
+    dtype = torch.get_default_dtype()
+    return dtype if dtype in _KEPT else torch.float32

@@ -1,0 +1,121 @@
+"""Fetch a batch and move it to the device, at the price of a hand-written loop where nothing special was asked for."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from lightning_fabric.utilities import move_data_to_device
+from pytorch_lightning.loops.fetchers import _DataFetcher, _PrefetchDataFetcher
+from pytorch_lightning.utilities.combined_loader import CombinedLoader, _MaxSizeCycle
+from torch import Tensor
+
+from ...strategies.core.loop_contract import additions
+from ...strategies.core.types import Batch
+from ._hook_plan import DATA_MODULE, MODULE, PRECISION, STRATEGY, HookPlan, any_overridden, overridden
+
+_TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+
+
+class OneLoader:
+    """The batches of a single sized loader, without the machinery that combines several.
+
+    Lightning's fetcher and its counters stay in step, so that its own code can go on from here at any time.
+
+    Args:
+        fetcher: Lightning's fetcher, whose iterator was made.
+    """
+
+    def __init__(self, fetcher: _DataFetcher) -> None:
+        assert self.fits(fetcher)
+        self.fetcher = fetcher
+        self.cycle: Any = fetcher.combined_loader._iterator
+
+    @staticmethod
+    def fits(fetcher: _DataFetcher) -> bool:
+        """Whether the fetcher reads one loader of known length."""
+        combined = fetcher._combined_loader
+        return (
+            type(fetcher) is _PrefetchDataFetcher
+            and fetcher.length is not None
+            and type(combined) is CombinedLoader
+            and type(combined._iterator) is _MaxSizeCycle
+            and len(combined._iterator.iterators) == 1
+            and combined._iterables is combined._flattened[0]
+        )
+
+    def __next__(self) -> Batch:
+        """Return the next batch.
+
+        Raises:
+            StopIteration: the loader has no further batch.
+        """
+        cycle, fetcher = self.cycle, self.fetcher
+        try:
+            batch = next(cycle.iterators[0])
+        except StopIteration:
+            cycle._consumed[0] = True
+            fetcher.done = True
+            raise
+        cycle._idx += 1
+        fetcher.fetched += 1
+        assert fetcher.length is not None
+        fetcher.done = fetcher.fetched >= fetcher.length
+        return batch
+
+
+def batch_mover(plan: HookPlan) -> Callable[[Batch, int], Batch]:
+    """Choose how a batch gets to the device.
+
+    Returns:
+        A function of (batch, dataloader_idx).
+    """
+    module, data = plan.module, plan.trainer.datamodule
+    names = (*_TRANSFER_HOOKS, "_on_before_batch_transfer", "_apply_batch_transfer_handler", "_call_batch_hook")
+    adds = additions(plan.strategy, "batch_to_device", STRATEGY["batch_to_device"])
+    plain = (
+        not any_overridden(module, names, MODULE)
+        and (data is None or not any_overridden(data, _TRANSFER_HOOKS, DATA_MODULE))
+        and not overridden(plan.precision, "convert_input", PRECISION)
+    )
+    if not plain or adds is None:
+        return _with_hooks(plan)
+    device = plan.strategy.root_device
+    move = _to_cpu if device.type == "cpu" else _to(device)
+    return _after(getattr(plan.strategy, adds.first), move) if adds.first else move
+
+
+def _after(first: Callable[[], None], move: Callable[[Batch, int], Batch]) -> Callable[[Batch, int], Batch]:
+    def first_then_move(batch: Batch, dataloader_idx: int) -> Batch:
+        first()
+        return move(batch, dataloader_idx)
+
+    return first_then_move
+
+
+def _with_hooks(plan: HookPlan) -> Callable[[Batch, int], Batch]:
+    def move(batch: Batch, dataloader_idx: int) -> Batch:
+        batch = plan.precision.convert_input(batch)
+        batch = plan.module._on_before_batch_transfer(batch, dataloader_idx=dataloader_idx)
+        return plan.call_as("batch_to_device", plan.strategy.batch_to_device, batch, dataloader_idx=dataloader_idx)
+
+    return move
+
+
+def _to_cpu(batch: Batch, dataloader_idx: int) -> Batch:
+    kind = type(batch)
+    if kind is Tensor and batch.is_cpu:
+        return batch
+    if kind is list or kind is tuple:
+        for item in batch:
+            if type(item) is not Tensor or not item.is_cpu:
+                break
+        else:
+            return kind(batch)
+    return move_data_to_device(batch, torch.device("cpu"))
+
+
+def _to(device: torch.device) -> Callable[[Batch, int], Batch]:
+    def move(batch: Batch, dataloader_idx: int) -> Batch:
+        return move_data_to_device(batch, device)
+
+    return move

@@ -1,0 +1,137 @@
+"""One lean step of validation, test or prediction."""
+
+from typing import Any
+
+import torch
+from lightning_fabric.utilities import move_data_to_device
+from pytorch_lightning.loops.evaluation_loop import _EvaluationLoop
+from pytorch_lightning.loops.fetchers import _DataLoaderIterDataFetcher, _profile_nothing
+from pytorch_lightning.loops.prediction_loop import _PredictionLoop
+from pytorch_lightning.loops.training_epoch_loop import _TrainingEpochLoop
+from pytorch_lightning.utilities.exceptions import SIGTERMException
+from pytorch_lightning.utilities.signature_utils import is_param_in_hook_signature
+
+from ...strategies.core.types import Batch
+from ..logging.connector import LeanLoggerConnector
+from ._batch_fetch import batch_mover
+from ._hook_plan import HookPlan, profiles_nothing
+
+
+class StepPlan:
+    """What a validation, test or prediction loop calls for each batch, resolved once per run.
+
+    Args:
+        loop: Lightning's loop, its data set up.
+        stage: `validation`, `test` or `predict`.
+    """
+
+    def __init__(self, loop: _EvaluationLoop | _PredictionLoop, stage: str) -> None:
+        trainer = loop.trainer
+        self.step_name = f"{stage}_step"
+        self.start_name, self.end_name = f"on_{stage}_batch_start", f"on_{stage}_batch_end"
+        self.hooks = HookPlan(trainer, (self.start_name, self.end_name), getattr(trainer, "timed_bar", None))
+        combined = loop._combined_loader
+        assert combined is not None
+        self.sanity_checks = trainer.sanity_checking
+        self.names_loader = combined._mode == "sequential" and loop.num_dataloaders > 1
+        self.resolve()
+
+    def resolve(self) -> None:
+        """Choose what does not change from batch to batch."""
+        hooks = self.hooks
+        hooks.resolve()
+        self.move = batch_mover(hooks)
+        self.plain = hooks.step_is_the_modules(self.step_name)
+        step = getattr(hooks.module, self.step_name)
+        self.takes_index = is_param_in_hook_signature(step, "batch_idx", min_args=2)
+
+    def begin(self, batch: Batch, batch_idx: int, dataloader_idx: int) -> tuple[Any, ...]:
+        """Move the batch to the device.
+
+        Returns:
+            What the batch hooks take: the batch, its index and, where there are several loaders, the loader's.
+        """
+        if self.hooks.stale():
+            self.resolve()
+        batch = self.move(batch, dataloader_idx)
+        return (batch, batch_idx, dataloader_idx) if self.names_loader else (batch, batch_idx)
+
+    def step(self, args: tuple[Any, ...]) -> Any:
+        """Call the module's step, through the strategy where that adds something."""
+        hooks, state = self.hooks, self.hooks.state
+        if not self.takes_index:
+            args = (args[0], *args[2:])
+        before = state["_current_fx_name"]
+        state["_current_fx_name"] = self.step_name
+        output = getattr(hooks.module if self.plain else hooks.strategy, self.step_name)(*args)
+        state["_current_fx_name"] = before
+        return output
+
+
+def step_plan(loop: _EvaluationLoop | _PredictionLoop, stage: str) -> StepPlan | None:
+    """Plan the lean steps of a loop that was just reset; None where Lightning's own are taken."""
+    fetcher = loop._data_fetcher
+    assert fetcher is not None
+    if not profiles_nothing(loop.trainer):
+        return None
+    fetcher._start_profiler = fetcher._stop_profiler = _profile_nothing
+    return None if isinstance(fetcher, _DataLoaderIterDataFetcher) else StepPlan(loop, stage)
+
+
+def evaluate(loop: _EvaluationLoop, plan: StepPlan, batch: Batch, batch_idx: int, dataloader_idx: int) -> None:
+    """Do one step of validation or test, with Lightning's hooks and counters in Lightning's order."""
+    trainer, progress, hooks = loop.trainer, loop.batch_progress, plan.hooks
+    connector: LeanLoggerConnector = trainer._logger_connector  # type: ignore[assignment]
+    results: Any = loop._results
+    args = plan.begin(batch, batch_idx, dataloader_idx)
+    progress.increment_ready()
+    connector.start_batch(results, args[0], dataloader_idx if plan.names_loader else None)
+    hooks.call(plan.start_name, *args)
+    progress.increment_started()
+    output = plan.step(args)
+    progress.increment_processed()
+    hooks.call(plan.end_name, output, *args)
+    connector.finish_batch(results)
+    progress.increment_completed()
+    if not plan.sanity_checks:
+        loop._has_run = True
+        connector.log_evaluation_step(results, loop._seen_batches_per_dataloader[dataloader_idx])
+        loop._seen_batches_per_dataloader[dataloader_idx] += 1
+    # the trainer's own property asks for the stage first, at several times the price
+    if trainer._signal_connector.received_sigterm and not progress.is_last_batch and trainer.received_sigterm:
+        raise SIGTERMException
+
+
+def predict(loop: _PredictionLoop, plan: StepPlan, batch: Batch, batch_idx: int, dataloader_idx: int) -> None:
+    """Do one step of prediction, with Lightning's hooks and counters in Lightning's order."""
+    progress, hooks = loop.batch_progress, plan.hooks
+    args = plan.begin(batch, batch_idx, dataloader_idx)
+    progress.increment_ready()
+    writes_at_end = loop._store_data_for_prediction_writer(batch_idx, dataloader_idx)
+    hooks.call(plan.start_name, *args)
+    progress.increment_started()
+    predictions = plan.step(args)
+    if predictions is None:
+        loop._warning_cache.warn("predict returned None if it was on purpose, ignore this warning...")
+    progress.increment_processed()
+    hooks.call(plan.end_name, predictions, *args)
+    progress.increment_completed()
+    if loop.return_predictions or writes_at_end:
+        loop._predictions[dataloader_idx].append(move_data_to_device(predictions, torch.device("cpu")))
+
+
+def validation_may_be_due(loop: _TrainingEpochLoop) -> bool:
+    """Whether Lightning must decide: at the last batch, on a stop, at an interval, after a restart."""
+    trainer: Any = loop.trainer
+    if loop.batch_progress.is_last_batch or trainer.should_stop or loop._skip_next_val:
+        return True
+    every = trainer.val_check_batch
+    if trainer._val_check_time_interval is not None or every is None:
+        return True
+    if every == float("inf"):
+        every = trainer.limit_train_batches
+        if not isinstance(every, int) or not every:
+            return False
+        return (loop.batch_idx + 1) % every == 0
+    ready = loop.batch_progress.current if trainer.check_val_every_n_epoch is not None else loop.batch_progress.total
+    return ready.ready % every == 0

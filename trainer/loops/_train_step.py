@@ -1,0 +1,297 @@
+"""One training step with automatic optimization: forward, backward, optimizer, in Lightning's order.
+
+    training_step → on_before_zero_grad → optimizer_zero_grad → on_before_backward → backward → on_after_backward
+    → on_before_optimizer_step → configure_gradient_clipping → the optimizer's own update
+
+As in Lightning all of it runs inside `optimizer.step(closure)`, so that optimizers which call the closure again, or
+never, work; torch's own, which call it once and first, need none. What module, strategy or precision plugin override is
+called as Lightning calls it; what nobody overrides is done here directly.
+"""
+
+from collections.abc import Mapping
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from lightning_fabric.utilities.types import Optimizable
+from pytorch_lightning.core.optimizer import LightningOptimizer
+from pytorch_lightning.loops.optimization.automatic import Closure, ClosureResult, _AutomaticOptimization
+from pytorch_lightning.plugins.precision import MixedPrecision
+from pytorch_lightning.strategies import DDPStrategy, ParallelStrategy
+from pytorch_lightning.utilities.signature_utils import is_param_in_hook_signature
+from torch import Tensor
+
+from ...strategies.core.loop_contract import Additions, additions
+from ...strategies.core.types import Batch
+from ._hook_plan import MODULE, PRECISION, STRATEGY, HookPlan, any_overridden, overridden
+from ._torch_fast_path import PlainOptimizer, backward_of
+from .accumulation import Accumulation
+
+_OPTIMIZER_STEP = LightningOptimizer.step
+_DDP = {name: getattr(DDPStrategy, name) for name in ("pre_backward", "post_backward", "optimizer_step")}
+_MIXED = {name: getattr(MixedPrecision, name) for name in ("pre_backward", "optimizer_step")}
+
+
+class TrainStep:
+    """The lean step, with the choices that do not change from step to step made once.
+
+    Args:
+        plan: the hooks that exist.
+        automatic: Lightning's loop for automatic optimization, which owns the counters.
+        accumulation: weights of micro-batches.
+    """
+
+    def __init__(self, plan: HookPlan, automatic: _AutomaticOptimization, accumulation: Accumulation) -> None:
+        self.plan = plan
+        self.trainer = plan.trainer
+        self.automatic = automatic
+        self.accumulation = accumulation
+        self.resolve()
+
+    def resolve(self) -> None:
+        """Make the choices again, after the plan was resolved again."""
+        plan, module, strategy = self.plan, self.plan.module, self.plan.strategy
+        self.plain_forward = plan.step_is_the_modules("training_step")
+        self.backward_adds = _backward_adds(plan)
+        self.step_adds = _optimizer_step_adds(plan)
+        self.module_backward = overridden(module, "backward", MODULE)
+        self.hooks_only = self.step_adds is not None and not overridden(module, "optimizer_step", MODULE)
+        # where there is none, or several, no lean step is taken
+        self.optimizer: Any = PlainOptimizer(strategy.optimizers[0]) if strategy.optimizers else None
+        agrees = getattr(strategy, "agrees_on_loss", None)
+        if agrees is not None and self.optimizer is not None and agrees(self.optimizer.optimizer):
+            self.hooks_only = False
+        self.plain_optimizer_step = self.hooks_only and self.optimizer is not None and self.optimizer.steps_plainly
+        self.bring_back = backward_of()
+        self.takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
+        self.module_zero_grad = overridden(module, "optimizer_zero_grad", MODULE)
+        self.clips_itself = any_overridden(module, ("configure_gradient_clipping", "clip_gradients"), MODULE)
+        self.clips_itself |= any_overridden(plan.precision, ("_clip_gradients", "clip_gradients"), PRECISION)
+        self.post_training_step = overridden(strategy, "post_training_step", STRATEGY)
+        self.blocks_sync = isinstance(strategy, ParallelStrategy)
+        self.reads_outputs = plan.reads_outputs()
+        self.hooked_backward = self.module_backward or self.backward_adds != Additions()
+        self.hooked_backward |= "on_before_backward" in plan.work or "on_after_backward" in plan.work
+        self.hooked_update = self.clips_itself or "on_before_optimizer_step" in plan.work
+
+    def run(self, batch: Batch, batch_idx: int, stepping: bool) -> dict[str, Any]:
+        """Do a step on one micro-batch.
+
+        Args:
+            batch: the micro-batch.
+            batch_idx: its index in the epoch.
+            stepping: whether the optimizer updates the parameters now, or gradients are only accumulated.
+
+        Returns:
+            What `on_train_batch_end` receives: the loss, detached, and what else `training_step` returned. Empty
+            where it returned None.
+        """
+        if self.optimizer.optimizer is not self.plan.strategy.optimizers[0] or self.optimizer.was_patched():
+            self.resolve()
+        if not stepping:
+            return self._accumulate(batch, batch_idx)
+        step: Any = self.automatic.optim_progress.optimizer.step
+        step.total.ready += 1
+        step.current.ready += 1
+        if self.plain_optimizer_step and torch.is_grad_enabled():
+            reported = self._forward_backward(batch, batch_idx, True)
+            if self.hooked_update or self.trainer.gradient_clip_val:
+                self._before_update(self.optimizer.optimizer)
+            self.optimizer.step()
+            self._after_update()
+        else:
+            reported = self._step_with_closure(batch, batch_idx)
+        step.total.completed += 1
+        step.current.completed += 1
+        return reported
+
+    def _accumulate(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
+        strategy: Any = self.plan.strategy
+        with strategy.block_backward_sync() if self.blocks_sync else nullcontext(), torch.enable_grad():
+            return self._forward_backward(batch, batch_idx, False)
+
+    def _step_with_closure(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
+        """Let the optimizer call forward and backward, through whatever overrides its step."""
+        plan = self.plan
+        results: list[dict[str, Any]] = []
+
+        def forward_backward() -> ClosureResult:
+            results[:] = [self._forward_backward(batch, batch_idx, True)]
+            return ClosureResult(results[0].get("loss"))
+
+        # Lightning's type, by which user code may recognise the closure; it enables gradients and passes the loss on
+        closure = Closure(step_fn=forward_backward)
+        epoch, optimizer = self.trainer.current_epoch, plan.strategy._lightning_optimizers[0]
+        if self.hooks_only:
+            raw: Any = optimizer._optimizer
+
+            def closure_then_hooks() -> Tensor | None:
+                loss = closure()
+                self._before_update(raw)
+                return loss
+
+            raw.step(closure=closure_then_hooks)
+            self._after_update()
+        else:
+            plan.call_as("optimizer_step", plan.module.optimizer_step, epoch, batch_idx, optimizer, closure)
+        closure.consume_result()  # raises where the closure was never called
+        return results[0]
+
+    def _forward_backward(self, batch: Batch, batch_idx: int, stepping: bool) -> dict[str, Any]:
+        plan, state, parts = self.plan, self.plan.state, self.trainer.accumulate_grad_batches
+        args = (batch, batch_idx) if self.takes_index else (batch,)
+        before = state["_current_fx_name"]
+        state["_current_fx_name"] = "training_step"
+        output = plan.module.training_step(*args) if self.plain_forward else plan.strategy.training_step(*args)
+        state["_current_fx_name"] = before
+        if self.post_training_step:
+            plan.strategy.post_training_step()
+        if plan.stale():  # training_step attached or patched something
+            self.resolve_again()
+        first = parts == 1 or batch_idx % parts == 0
+        if output is None:
+            return self._skip(batch_idx, first)
+        if isinstance(output, Tensor):
+            loss, reported = output, self._reported(output)
+        else:
+            loss, reported = self._split(output)
+        if parts != 1:
+            loss = self._share(loss, output, batch, parts, first, reported)
+        del output
+        if first:
+            self._zero_grad(batch_idx)
+        state["_current_fx_name"] = "backward"
+        if self.backward_adds is None:
+            plan.strategy.backward(loss, self.optimizer.optimizer)
+        elif self.hooked_backward:
+            self._backward(loss)
+        else:
+            self.bring_back(loss)
+        state["_current_fx_name"] = before
+        if stepping and parts != 1 and self.accumulation.exact:
+            self.accumulation.divide_gradients()
+        return reported
+
+    def resolve_again(self) -> None:
+        """Look again at everything that is called."""
+        self.plan.resolve()
+        self.resolve()
+
+    def _skip(self, batch_idx: int, first: bool) -> dict[str, Any]:
+        """Do what is left of a step whose `training_step` returned None."""
+        if self.trainer.world_size > 1:
+            raise RuntimeError(
+                "Skipping the `training_step` by returning None in distributed training is not supported: the other "
+                "ranks would wait for this one's gradients. Return a loss on every rank, zero where there is nothing."
+            )
+        zero_grad = (lambda: self._zero_grad(batch_idx)) if first else None
+        Closure(step_fn=lambda: ClosureResult(None), zero_grad_fn=zero_grad)()  # warns
+        return {}
+
+    def _split(self, output: Any) -> tuple[Tensor, dict[str, Any]]:
+        """Split an output that is no plain loss into the loss and what is reported to hooks."""
+        if not isinstance(output, Mapping) or output.get("loss") is None:
+            ClosureResult.from_training_step_output(output)
+            raise AssertionError("Lightning refuses an output without a loss")
+        loss = output["loss"]
+        return loss, {**self._reported(loss), **{key: value for key, value in output.items() if key != "loss"}}
+
+    def _reported(self, loss: Tensor) -> dict[str, Any]:
+        """Return what hooks are shown of a loss: a copy, since precision plugins and hooks may scale it in place."""
+        return {"loss": loss.detach().clone() if self.reads_outputs else loss.detach()}
+
+    def _share(
+        self, loss: Tensor, output: Any, batch: Batch, parts: int, first: bool, reported: dict[str, Any]
+    ) -> Tensor:
+        """Scale a micro-batch's loss to its part of the accumulated step."""
+        if first:
+            self.accumulation.start()
+        if self.accumulation.exact:
+            return self.accumulation.weigh(loss, output, batch)
+        reported["loss"] = reported["loss"] / parts
+        return loss / parts
+
+    def _zero_grad(self, batch_idx: int) -> None:
+        plan, optimizer = self.plan, self.optimizer.optimizer
+        counter: Any = self.automatic.optim_progress.optimizer.zero_grad
+        total, current = counter.total, counter.current
+        total.ready += 1
+        current.ready += 1
+        if "on_before_zero_grad" in plan.work:
+            plan.call("on_before_zero_grad", optimizer)
+        total.started += 1
+        current.started += 1
+        if self.module_zero_grad:
+            epoch = self.trainer.current_epoch
+            plan.call_as("optimizer_zero_grad", plan.module.optimizer_zero_grad, epoch, batch_idx, optimizer)
+        else:
+            self.optimizer.zero_grad()
+        total.completed += 1
+        current.completed += 1
+
+    def _backward(self, loss: Tensor) -> None:
+        plan, adds = self.plan, self.backward_adds
+        assert adds is not None
+        if adds.first:
+            loss = getattr(plan.strategy, adds.first)(loss)
+        if "on_before_backward" in plan.work:
+            plan.call("on_before_backward", loss)
+        if self.module_backward:
+            plan.module.backward(loss)
+        else:
+            self.bring_back(loss)
+        if adds.then:
+            getattr(plan.strategy, adds.then)()
+        if "on_after_backward" in plan.work:
+            plan.call("on_after_backward")
+
+    def _after_update(self) -> None:
+        if self.step_adds:
+            getattr(self.plan.strategy, self.step_adds)()
+
+    def _before_update(self, optimizer: Optimizable) -> None:
+        """Call the hooks between backward and the optimizer's update, and clip."""
+        plan, trainer = self.plan, self.trainer
+        if "on_before_optimizer_step" in plan.work:
+            plan.call("on_before_optimizer_step", optimizer)
+        value = trainer.gradient_clip_val
+        if value or self.clips_itself:
+            # Lightning's own, for what it verifies about value and algorithm
+            algorithm = trainer.gradient_clip_algorithm
+            plan.precision._clip_gradients(plan.module, optimizer, value, gradient_clip_algorithm=algorithm)
+
+
+def _adds(strategy: object, name: str) -> Additions | None:
+    """What a strategy's method adds to Lightning's, or to that of Lightning's DDP."""
+    found = additions(strategy, name, STRATEGY[name])
+    return found if found is not None or name not in _DDP else additions(strategy, name, _DDP[name])
+
+
+def _backward_adds(plan: HookPlan) -> Additions | None:
+    """What the strategy's backward adds to the hooks and the module's; None where it may do anything."""
+    strategy, precision = plan.strategy, plan.precision
+    # DDP's own act in manual optimization only
+    if any(_adds(strategy, name) != Additions() for name in ("pre_backward", "post_backward")):
+        return None
+    scaled = overridden(precision, "pre_backward", PRECISION) and not _mixes_without_scaler(plan, "pre_backward")
+    own = any_overridden(precision, ("backward", "post_backward"), PRECISION)
+    return None if scaled or own else _adds(strategy, "backward")
+
+
+def _optimizer_step_adds(plan: HookPlan) -> str | None:
+    """What the strategy calls after the optimizer's step and its hooks; None where it may do anything."""
+    strategy: Any = plan.strategy
+    adds = _adds(strategy, "optimizer_step")
+    averages = getattr(strategy, "_model_averager", None) is not None
+    scaled = overridden(plan.precision, "optimizer_step", PRECISION) and not _mixes_without_scaler(
+        plan, "optimizer_step"
+    )
+    wrapped = any_overridden(plan.precision, ("_wrap_closure", "_after_closure"), PRECISION)
+    patched = any(type(optimizer).step is not _OPTIMIZER_STEP for optimizer in strategy._lightning_optimizers)
+    return None if adds is None or adds.first or averages or scaled or wrapped or patched else adds.then
+
+
+def _mixes_without_scaler(plan: HookPlan, name: str) -> bool:
+    """Whether this is Lightning's mixed precision in bfloat16, which scales nothing."""
+    precision: Any = plan.precision
+    return not overridden(precision, name, _MIXED) and precision.scaler is None

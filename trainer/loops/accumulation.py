@@ -1,0 +1,91 @@
+"""Exact accumulation: an accumulated step is the mean over all its samples, or over all its loss weights.
+
+Lightning divides each micro-batch's loss by `accumulate_grad_batches`: right only where every step has exactly that
+many micro-batches, all of one size. Here each loss is multiplied by its weight, and the gradients are divided once, by
+the sum of the weights that were really seen.
+"""
+
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from ...strategies.batch.loss_weight import loss_weight, weighs_in_loop
+from ...strategies.core.errors import ConfigError
+from ...strategies.core.types import Batch
+
+
+class Accumulation:
+    """The weights seen so far in the current optimizer step.
+
+    Args:
+        trainer: whose `exact_accumulation` and `accumulate_grad_batches` decide whether weights are used.
+    """
+
+    def __init__(self, trainer: pl.Trainer) -> None:
+        self.trainer = trainer
+        self.total: Tensor | float = 0.0
+
+    @property
+    def exact(self) -> bool:
+        """Whether micro-batches are weighed now; callbacks may change `accumulate_grad_batches` between epochs."""
+        return weighs_in_loop(self.trainer)
+
+    def verify(self) -> None:
+        """Refuse what can't be weighed.
+
+        Raises:
+            ConfigError: the strategy accumulates by its own rule.
+        """
+        if self.exact and self.trainer.strategy.handles_gradient_accumulation:
+            raise ConfigError(
+                f"exact_accumulation=True was given with {type(self.trainer.strategy).__name__}, which accumulates "
+                "gradients itself by its own rule. Set exact_accumulation=False, or choose another strategy."
+            )
+
+    def start(self) -> None:
+        """Begin an optimizer step: nothing has been weighed."""
+        self.total = 0.0
+
+    def weigh(self, loss: Tensor, output: Any, batch: Batch) -> Tensor:
+        """Multiply a micro-batch's loss by its weight, and remember the weight.
+
+        Args:
+            loss: mean loss of the micro-batch.
+            output: what `training_step` returned, perhaps with `loss_weight`.
+            batch: the micro-batch.
+
+        Returns:
+            The loss to call backward on.
+        """
+        weight = loss_weight(output, batch)
+        if isinstance(weight, Tensor):
+            weight = weight.detach()
+        self.total = self.total + weight
+        return loss * weight
+
+    def divide_gradients(self) -> None:
+        """Turn the gradients of weighted sums into those of the mean. Call it once, after the last backward."""
+        strategy: Any = self.trainer.strategy
+        shared = getattr(strategy, "total_loss_weight", None)
+        divisor = _not_zero(self.total if shared is None else shared(self.total))
+        for parameter in self._parameters():
+            if parameter.grad is not None:
+                here = divisor.to(parameter.grad.device) if isinstance(divisor, Tensor) else divisor
+                parameter.grad.div_(here)
+
+    def _parameters(self) -> list[Parameter]:
+        """Return the module's parameters and whatever else the optimizer updates, each once."""
+        found = {id(p): p for p in self.trainer.lightning_module.parameters()}
+        for optimizer in self.trainer.optimizers:
+            found.update((id(p), p) for group in optimizer.param_groups for p in group["params"])
+        return list(found.values())
+
+
+def _not_zero(total: Tensor | float) -> Tensor | float:
+    """Replace a total of zero: where nothing weighed anything the gradients are zero, and must not become NaN."""
+    if isinstance(total, Tensor):
+        return torch.where(total == 0, torch.ones_like(total), total)
+    return total or 1.0

@@ -1,0 +1,148 @@
+"""`self.log` during a run: Lightning's own for what is new, a slot for what was logged before."""
+
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.utilities.data import extract_batch_size
+from pytorch_lightning.utilities.signature_utils import is_param_in_hook_signature
+from torch import Tensor
+
+from ..logging.connector import LeanLoggerConnector, LeanResults
+from ..logging.slots import Slot
+from ._hook_plan import MODULE
+
+
+class LeanLog:
+    """Stands in for a module's `log` while its trainer runs.
+
+    Args:
+        trainer: the trainer, its module connected.
+    """
+
+    def __init__(self, trainer: pl.Trainer) -> None:
+        connector: Any = trainer._logger_connector
+        self.trainer = trainer
+        self.connector: LeanLoggerConnector = connector
+        self.module = trainer.lightning_module
+        self.state: dict[str, Any] = self.module.__dict__
+        self.full: Callable[..., None] = MODULE["log"].__get__(self.module)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copied or pickled with its module, it is the copy's own `log`."""
+        return getattr, (self.module, "log")
+
+    def __call__(
+        self,
+        name: str,
+        value: Any,
+        prog_bar: bool = False,
+        logger: bool | None = None,
+        on_step: bool | None = None,
+        on_epoch: bool | None = None,
+        reduce_fx: Any = "mean",
+        enable_graph: bool = False,
+        sync_dist: bool = False,
+        sync_dist_group: Any = None,
+        add_dataloader_idx: bool = True,
+        batch_size: int | None = None,
+        metric_attribute: str | None = None,
+        rank_zero_only: bool = False,
+    ) -> None:
+        """Log a value; see `LightningModule.log`."""
+        options = (
+            prog_bar, logger, on_step, on_epoch, reduce_fx, enable_graph, sync_dist, sync_dist_group,
+            add_dataloader_idx, metric_attribute, rank_zero_only,
+        )  # fmt: skip
+        fx: str = self.state["_current_fx_name"]
+        connector = self.connector
+        results = connector.batch_results
+        if results is not None and not torch.compiler.is_compiling():
+            slot = results.slots.get((fx, name, results.dataloader_idx))
+            if (
+                slot is not None
+                and slot.options == options
+                # the moments at which Lightning would neither reset the hook's values nor warn
+                and (connector._first_loop_iter is False or connector._current_fx == fx)
+                and (not slot.needs_logger or self.trainer.loggers)
+            ):
+                size = self._batch_size(results, batch_size) if slot.counts_samples else 1
+                if slot.add(value, size):
+                    connector._current_fx = fx
+                    return
+            if slot is not None:
+                slot.settle()
+        self._log_first(results, fx, name, value, options, batch_size)
+
+    def _log_first(
+        self, results: LeanResults | None, fx: str, name: str, value: Any, options: tuple[Any, ...], batch_size: Any
+    ) -> None:
+        names = (
+            "prog_bar", "logger", "on_step", "on_epoch", "reduce_fx", "enable_graph", "sync_dist", "sync_dist_group",
+            "add_dataloader_idx", "metric_attribute", "rank_zero_only",
+        )  # fmt: skip
+        given = dict(zip(names, options, strict=True))
+        # what is shared at once is a mean over ranks, which may have unequal parts of the batch
+        weighing = getattr(self.trainer.strategy, "weighing_logged", nullcontext)
+        with weighing():
+            self.full(name, value, batch_size=batch_size, **given)
+        if results is not None and not given["enable_graph"]:
+            index = results.dataloader_idx
+            key = f"{fx}.{name}.{index}" if given["add_dataloader_idx"] and index is not None else f"{fx}.{name}"
+            metric: Any = results.get(key)
+            if metric is not None:
+                shared = metric.is_tensor and metric.meta.on_step and metric.meta.sync.should
+                if not shared or results.defers:
+                    defer = results.deferred if shared else None
+                    results.slots[fx, name, index] = Slot(metric, options, bool(given["logger"]), defer)
+
+    def _batch_size(self, results: LeanResults, given: int | None) -> int:
+        size = results.batch_size if given is None else given
+        if size is not None:
+            return size
+        if results.batch is None:
+            return 1
+        size = _samples(results.batch)
+        results.batch_size = size
+        return size
+
+
+def _samples(batch: Any) -> int:
+    """Count samples as Lightning does, warning included, without its walk where one look is enough."""
+    kind = type(batch)
+    if kind is Tensor and batch.dim():
+        return batch.shape[0]
+    if (kind is list or kind is tuple) and batch and all(type(item) is Tensor and item.dim() for item in batch):
+        size = batch[0].shape[0]
+        if all(item.shape[0] == size for item in batch):
+            return size
+    return extract_batch_size(batch)
+
+
+@contextmanager
+def lean_logging(trainer: Any) -> Generator[None]:
+    """Let the module, and the callbacks that log through it, log leanly inside the block.
+
+    A module that has its own `log`, or that is compiled, and a trainer that does not log, are left alone.
+    """
+    module = trainer.lightning_module
+    own = type(module).log is not MODULE["log"] or "log" in module.__dict__
+    iterates = is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True)
+    if own or iterates or trainer.barebones or module._compiler_ctx is not None or module._fabric is not None:
+        yield
+        return
+    log = LeanLog(trainer)
+    through = [callback for callback in trainer.callbacks if getattr(callback, "log", None) == module.log]
+    module.__dict__["log"] = log
+    for callback in through:
+        callback.log = log
+    try:
+        yield
+    finally:
+        if module.__dict__.get("log") is log:
+            del module.__dict__["log"]
+        for callback in through:
+            if getattr(callback, "log", None) is log:
+                callback.log = module.log

@@ -1,0 +1,350 @@
+"""The lean loops: Lightning's loops, whose ordinary step costs what a hand-written one does.
+
+Everything rare stays Lightning's own code, called through `super()`: restarts, profilers, `dataloader_iter`, manual
+optimization, validation's frame, schedulers, the decisions about when to validate and when to stop.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from time import perf_counter
+from typing import Any
+
+import pytorch_lightning as pl
+from pytorch_lightning.loops.evaluation_loop import _EvaluationLoop
+from pytorch_lightning.loops.fetchers import _DataFetcher, _DataLoaderIterDataFetcher, _profile_nothing
+from pytorch_lightning.loops.fit_loop import _FitLoop
+from pytorch_lightning.loops.optimization.automatic import ClosureResult, _AutomaticOptimization
+from pytorch_lightning.loops.prediction_loop import _PredictionLoop
+from pytorch_lightning.loops.training_epoch_loop import _TrainingEpochLoop
+from pytorch_lightning.trainer.connectors.checkpoint_connector import _CheckpointConnector
+from pytorch_lightning.trainer.states import RunningStage, TrainerFn
+from torch import Tensor
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from ...strategies.core.types import Batch
+from ..checkpoint.clean_points import ExactCheckpoints, ResumingEpochLoop, ResumingFitLoop
+from ..logging.connector import LeanLoggerConnector, LeanResults
+from ._batch_fetch import OneLoader, batch_mover
+from ._eval_step import StepPlan, evaluate, predict, step_plan, validation_may_be_due
+from ._hook_plan import STRATEGY, HookPlan, overridden, profiles_nothing
+from ._train_step import TrainStep
+from .accumulation import Accumulation
+
+TRAIN_HOOKS = (
+    "on_train_batch_start", "on_before_zero_grad", "on_before_backward", "on_after_backward",
+    "on_before_optimizer_step", "on_train_batch_end",
+)  # fmt: skip
+
+
+class ExactCheckpointConnector(ExactCheckpoints, _CheckpointConnector):
+    """What a checkpoint holds."""
+
+
+class LeanFitLoop(ResumingFitLoop, _FitLoop):
+    """All epochs."""
+
+
+class LeanTrainingEpochLoop(ResumingEpochLoop, _TrainingEpochLoop):
+    """One epoch of training.
+
+    Args:
+        trainer: the trainer, with its lean logger connector in place.
+        min_steps: optimizer steps that must be taken.
+        max_steps: optimizer steps that may be taken; -1 for any number.
+    """
+
+    def __init__(self, trainer: pl.Trainer, min_steps: int | None = None, max_steps: int = -1) -> None:
+        super().__init__(trainer, min_steps=min_steps, max_steps=max_steps)
+        self.accumulation = Accumulation(trainer)
+        self.automatic_optimization = WeighedAutomaticOptimization(trainer, self.accumulation)
+        self.val_loop = LeanEvaluationLoop(
+            trainer, TrainerFn.FITTING, RunningStage.VALIDATING, verbose=False, inference_mode=False
+        )
+        self._results: LeanResults = LeanResults(training=True)  # pyright: ignore[reportIncompatibleVariableOverride]
+        connector: Any = trainer._logger_connector
+        self._connector: LeanLoggerConnector = connector
+        self.data_wait_s = 0.0  # seconds that lean steps have waited for the loader
+        self._plan: HookPlan | None = None
+        self._step: TrainStep | None = None
+        self._loader: OneLoader | None = None
+        self._agrees = False  # whether several processes ask each other, between batches, if all of them stop
+
+    @override
+    def on_run_start(self, data_fetcher: _DataFetcher) -> None:
+        super().on_run_start(data_fetcher)
+        self.accumulation.verify()
+        self._forget()
+        self._agrees = hasattr(self.trainer.strategy, "agree_to_stop")
+        if not profiles_nothing(self.trainer):
+            return
+        data_fetcher._start_profiler = data_fetcher._stop_profiler = _profile_nothing
+        if not isinstance(data_fetcher, _DataLoaderIterDataFetcher):
+            self._plan = HookPlan(self.trainer, TRAIN_HOOKS, getattr(self.trainer, "timed_bar", None))
+            self._loader = OneLoader(data_fetcher) if OneLoader.fits(data_fetcher) else None
+            self._step = TrainStep(self._plan, self.automatic_optimization, self.accumulation)
+            self._resolve()
+            self._results.defers = True
+
+    def _resolve(self) -> None:
+        """Choose what does not change from step to step; again whenever somebody attached or patched something."""
+        plan, step = self._plan, self._step
+        assert plan is not None
+        assert step is not None
+        step.resolve_again()
+        self._move = batch_mover(plan)
+        strategy = plan.strategy
+        self._tells_strategy = overridden(strategy, "on_train_batch_start", STRATEGY)
+        self._lean_step = not strategy.handles_gradient_accumulation and len(strategy.optimizers) == 1
+
+    def _forget(self) -> None:
+        self._plan = self._step = self._loader = None
+        self._results.defers = False
+
+    @override
+    def teardown(self) -> None:
+        self._forget()
+        super().teardown()
+
+    @property
+    @override
+    def done(self) -> bool:
+        progress = self.batch_progress
+        if (
+            not self._restarting
+            and not self.trainer.should_stop
+            and not progress.is_last_batch
+            and progress.current.ready != self.trainer.fit_loop.max_batches
+            and (self.max_steps == -1 or self.global_step < self.max_steps)
+        ):
+            return False
+        return super().done
+
+    @override
+    def _broadcast_sigterm_tensor(self) -> None:
+        """Do nothing: Lightning's is a host synchronization per step. See `ResumingFitLoop.stop_between_batches`."""
+
+    @override
+    def advance(self, data_fetcher: _DataFetcher) -> None:
+        fit_loop: Any = self.trainer.fit_loop
+        # before the first batch of an epoch a run can't be resumed exactly
+        if self.batch_progress.current.ready and (self._agrees or self.trainer._signal_connector.received_sigterm):
+            fit_loop.stop_between_batches()
+        plan = self._plan
+        if plan is None or self._restarting or plan.module is not self.trainer.lightning_module:
+            super().advance(data_fetcher)
+            return
+        if plan.stale():
+            if not profiles_nothing(self.trainer):
+                self._forget()
+                super().advance(data_fetcher)
+                return
+            self._resolve()
+        # Lightning's setter walks over all children
+        if self.val_loop._restarting:
+            self.val_loop.restarting = False
+        self._advance(plan, data_fetcher)
+
+    def _advance(self, plan: HookPlan, data_fetcher: _DataFetcher) -> None:
+        progress, connector = self.batch_progress, self._connector
+        total: Any = progress.total
+        current: Any = progress.current
+        batch = self._fetch(data_fetcher)
+        batch_idx = current.ready
+        progress.is_last_batch = data_fetcher.done
+        batch = self._move(batch, 0)
+        total.ready += 1
+        current.ready += 1
+        connector.start_batch(self._results, batch, None)
+
+        output: Any = None
+        skip = False
+        if batch is None:
+            self._warning_cache.warn("train_dataloader yielded None. If this was on purpose, ignore this warning...")
+        else:
+            skip = "on_train_batch_start" in plan.work and plan.call("on_train_batch_start", batch, batch_idx) == -1
+            if self._tells_strategy:
+                plan.call_as("on_train_batch_start", plan.strategy.on_train_batch_start, batch, batch_idx)
+            if skip:
+                progress.increment_by(0, is_last_batch=True)
+            else:
+                total.started += 1
+                current.started += 1
+                output = self._optimize(plan, batch, batch_idx)
+        total.processed += 1
+        current.processed += 1
+
+        if plan.strategy.lr_scheduler_configs:
+            self.update_lr_schedulers("step", update_plateau_schedulers=False)
+            if self._num_ready_batches_reached():
+                self.update_lr_schedulers("epoch", update_plateau_schedulers=False)
+        if skip:
+            raise StopIteration
+        self._end_batch(plan, output, batch, batch_idx)
+        total.completed += 1
+        current.completed += 1
+        if self._stepping() or not plan.module.automatic_optimization:
+            connector.log_train_step(self._batches_that_stepped + 1)
+
+    def _fetch(self, data_fetcher: _DataFetcher) -> Batch:
+        asked_s = perf_counter()
+        # Lightning's fetcher also returns the indices of batch and loader
+        batch: Batch = next(data_fetcher)[0] if self._loader is None else next(self._loader)
+        self.data_wait_s += perf_counter() - asked_s
+        return batch
+
+    def _end_batch(self, plan: HookPlan, output: Any, batch: Batch, batch_idx: int) -> None:
+        if self._results.deferred:
+            with getattr(plan.strategy, "weighing_logged", nullcontext)():
+                self._results.deferred.flush()
+        if plan.work and plan.stale():  # a hook of this step attached or patched something
+            self._resolve()
+        if "on_train_batch_end" in plan.work:
+            plan.call("on_train_batch_end", output, batch, batch_idx)
+        self._connector.finish_batch(self._results)
+
+    def _stepping(self) -> bool:
+        """Whether the optimizer updates at this micro-batch."""
+        parts = self.trainer.accumulate_grad_batches
+        return parts == 1 or self.batch_progress.current.ready % parts == 0 or not self._should_accumulate()
+
+    def _optimize(self, plan: HookPlan, batch: Batch, batch_idx: int) -> Any:
+        automatic = plan.module.automatic_optimization
+        if automatic and self._lean_step and not self.automatic_optimization._skip_backward:
+            assert self._step is not None
+            return self._step.run(batch, batch_idx, self._stepping())
+        kwargs = self._build_kwargs(OrderedDict(), batch, batch_idx)
+        if automatic:
+            return self.automatic_optimization.run(self.trainer.optimizers[0], batch_idx, kwargs)
+        return self.manual_optimization.run(kwargs)
+
+    @override
+    def on_advance_end(self, data_fetcher: _DataFetcher) -> None:
+        if self._plan is None or validation_may_be_due(self):
+            self._show_everything()
+            super().on_advance_end(data_fetcher)
+            return
+        if self._plan.strategy.lr_scheduler_configs:
+            self.update_lr_schedulers("step", update_plateau_schedulers=True)
+        if self._stepping():
+            self._batches_that_stepped += 1
+        fit_loop: Any = self.trainer.fit_loop
+        if fit_loop._savers:
+            fit_loop.between_batches()
+
+    @override
+    def on_iteration_done(self) -> None:
+        if self._restarting or self._loaded_from_state_dict or self._resuming_from_checkpoint:
+            super().on_iteration_done()
+
+    def _show_everything(self) -> None:
+        """Let metrics and progress bar catch up, before validation writes to both."""
+        self._connector.settle()
+        bar = getattr(self.trainer, "timed_bar", None)
+        if bar is not None:
+            bar.catch_up(self.trainer)
+
+
+class LeanEvaluationLoop(_EvaluationLoop):
+    """Validation or test."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._results = LeanResults(training=False)
+        self._plan: StepPlan | None = None
+
+    @override
+    def reset(self) -> None:
+        super().reset()
+        self._plan = step_plan(self, "test" if self.trainer.testing else "validation")
+
+    @override
+    def _evaluation_step(
+        self, batch: Any, batch_idx: int, dataloader_idx: int, dataloader_iter: Iterator[Any] | None
+    ) -> None:
+        if self._plan is None:
+            super()._evaluation_step(batch, batch_idx, dataloader_idx, dataloader_iter)
+        else:
+            evaluate(self, self._plan, batch, batch_idx, dataloader_idx)
+
+    @override
+    def teardown(self) -> None:
+        self._plan = None
+        super().teardown()
+
+
+class LeanPredictionLoop(_PredictionLoop):
+    """Prediction."""
+
+    _plan: StepPlan | None = None
+
+    @override
+    def reset(self) -> None:
+        super().reset()
+        self._plan = step_plan(self, "predict")
+
+    @override
+    def _predict_step(
+        self, batch: Any, batch_idx: int, dataloader_idx: int, dataloader_iter: Iterator[Any] | None
+    ) -> None:
+        if self._plan is None:
+            super()._predict_step(batch, batch_idx, dataloader_idx, dataloader_iter)
+        else:
+            predict(self, self._plan, batch, batch_idx, dataloader_idx)
+
+    @override
+    def teardown(self) -> None:
+        self._plan = None
+        super().teardown()
+
+
+class WeighedAutomaticOptimization(_AutomaticOptimization):
+    """Lightning's automatic optimization, for the steps that are not lean, with exact accumulation.
+
+    Args:
+        trainer: the trainer.
+        accumulation: weights of micro-batches, shared with the lean step.
+    """
+
+    def __init__(self, trainer: pl.Trainer, accumulation: Accumulation) -> None:
+        super().__init__(trainer)
+        self._accumulation = accumulation
+
+    @override
+    def run(self, optimizer: Optimizer, batch_idx: int, kwargs: Any) -> Any:
+        if batch_idx % self.trainer.accumulate_grad_batches == 0:
+            self._accumulation.start()
+        return super().run(optimizer, batch_idx, kwargs)
+
+    @override
+    def _training_step(self, kwargs: Any) -> ClosureResult:
+        result = super()._training_step(kwargs)
+        if self._accumulation.exact and result.closure_loss is not None:
+            parts = self.trainer.accumulate_grad_batches
+            output = {"loss_weight": result.extra.get("loss_weight")}
+            result.closure_loss = self._accumulation.weigh(
+                result.closure_loss * parts, output, next(iter(kwargs.values()))
+            )
+            assert result.loss is not None
+            result.loss = result.loss * parts
+        return result
+
+    @override
+    def _make_backward_fn(self, optimizer: Optimizer) -> Callable[[Tensor], None] | None:
+        backward = super()._make_backward_fn(optimizer)
+        if backward is None or not self._accumulation.exact or self.trainer.fit_loop._should_accumulate():
+            return backward
+
+        def backward_and_divide(loss: Tensor) -> None:
+            backward(loss)
+            self._accumulation.divide_gradients()
+
+        return backward_and_divide
+
+
+# Profilers name actions after the class of the loop: a profile reads as Lightning's.
+LeanFitLoop.__name__ = _FitLoop.__name__
+LeanTrainingEpochLoop.__name__ = _TrainingEpochLoop.__name__
+LeanEvaluationLoop.__name__ = _EvaluationLoop.__name__
+LeanPredictionLoop.__name__ = _PredictionLoop.__name__

@@ -1,0 +1,121 @@
+"""Counts the bytes that tensors occupy, per stage, at every operation. With fake tensors nothing is allocated."""
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.autograd import Function
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from typing_extensions import override
+
+LITERAL = "aten::lift_fresh"
+"""The operation behind `torch.tensor(1.0)`: optimizers count steps with such scalars, which stay on the CPU."""
+
+
+class MemoryTracker(TorchDispatchMode):
+    """Follows the life of every storage that operations make while the mode is on.
+
+    A result lives where the operation's tensors are, as on real devices; `Cross` takes a tensor to another stage.
+
+    Args:
+        num_stages: devices of the process.
+        block_bytes: sizes are rounded up to multiples of it, as the allocator of the devices does (CUDA: 512).
+
+    Attributes:
+        live: bytes per stage now.
+        peak: largest `live` per stage since `start_peak`.
+        home: the stage of results of operations that have no tensors.
+        moving_to: the stage of all results, while a tensor crosses.
+    """
+
+    def __init__(self, num_stages: int = 1, block_bytes: int = 1) -> None:
+        super().__init__()
+        self.live = [0] * num_stages
+        self.peak = [0] * num_stages
+        self.home = 0
+        self.moving_to: int | None = None
+        self._block_bytes = block_bytes
+        self._known: dict[int, tuple[int, weakref.ref[Any]]] = {}
+
+    def track(self, tensor: Tensor, stage: int) -> None:
+        """Count a tensor's storage, unless it is counted already, until it is freed."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._known:
+            return
+        size = self.size_of(tensor)
+        self.live[stage] += size
+        self.peak[stage] = max(self.peak[stage], self.live[stage])
+
+        def forget(_: Any) -> None:
+            self.live[stage] -= size
+            del self._known[key]
+
+        self._known[key] = (stage, weakref.ref(storage, forget))
+
+    def size_of(self, tensor: Tensor) -> int:
+        """Bytes of a tensor's storage, in whole blocks."""
+        return -(-tensor.untyped_storage().nbytes() // self._block_bytes) * self._block_bytes
+
+    def stage_of(self, tensor: Tensor) -> int | None:
+        """The stage that a tensor's storage is counted at; None where it is not counted."""
+        known = self._known.get(tensor.untyped_storage()._cdata)
+        return None if known is None else known[0]
+
+    def start_peak(self) -> None:
+        """Begin to look for the peak anew."""
+        self.peak = list(self.live)
+
+    @override
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func.name().startswith(LITERAL) and isinstance(result, Tensor) and not result.dim():
+            return result
+        given = args[0] if args else None
+        if isinstance(result, (list, tuple)) and isinstance(given, (list, tuple)) and len(result) == len(given):
+            for made, tensor in zip(result, given, strict=True):  # a `_foreach` operation: one result per tensor
+                self._track_results(made, tensor)
+        else:
+            self._track_results(result, (args, kwargs))
+        return result
+
+    def _track_results(self, results: Any, given: Any) -> None:
+        inputs = [value for value in tree_leaves(given) if isinstance(value, Tensor)]
+        known = {tensor.untyped_storage()._cdata for tensor in inputs}  # written in place, or seen in another shape
+        made = [value for value in tree_leaves(results) if isinstance(value, Tensor)]
+        made = [tensor for tensor in made if tensor.untyped_storage()._cdata not in known]
+        if made:
+            stage = self._place(inputs) if self.moving_to is None else self.moving_to
+            for tensor in made:
+                self.track(tensor, stage)
+
+    def _place(self, tensors: Sequence[Tensor]) -> int:
+        stages = ((tensor.dim(), self.stage_of(tensor)) for tensor in tensors)
+        # a scalar may be anywhere: what it meets decides
+        known = sorted(((not dim, stage) for dim, stage in stages if stage is not None), key=lambda item: item[0])
+        return known[0][1] if known else self.home
+
+
+class Cross(Function):
+    """Copies a tensor to another stage, and its gradient back."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, tracker: MemoryTracker, stage: int) -> Tensor:
+        """Copy forward."""
+        ctx.tracker, ctx.back = tracker, tracker.stage_of(tensor)
+        return _copy(tensor, tracker, stage)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        """Copy back."""
+        return _copy(grads[0], ctx.tracker, ctx.tracker.home if ctx.back is None else ctx.back), None, None
+
+
+def _copy(tensor: Tensor, tracker: MemoryTracker, stage: int) -> Tensor:
+    tracker.moving_to = stage
+    try:
+        return tensor.clone()
+    finally:
+        tracker.moving_to = None

@@ -1,0 +1,247 @@
+"""A training run without data and without devices: every operation computes shapes only, and bytes are counted.
+
+Source: `torch._subclasses.FakeTensorMode` (PyTorch 2.13).
+"""
+
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import pytorch_lightning as pl
+import torch
+from lightning_utilities.core.apply_func import apply_to_collection
+from pytorch_lightning.utilities.types import STEP_OUTPUT
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from ...strategies import ConfigError, SingleDeviceStrategy
+from ...strategies.batch.chunks import num_samples
+from ...strategies.core.types import Batch
+from ...strategies.pipeline.layout import StageLayout
+from ...strategies.pipeline.options import StageOptions
+from ._fake_tensors import Repeated, make_fake, resized, silence
+from ._memory_tracker import Cross, MemoryTracker
+
+Answer = TypeVar("Answer")
+
+
+@dataclass
+class StageMemory:
+    """Bytes on one device while a module trains, with an optimizer that has its state.
+
+    Args:
+        parameters: parameters and buffers.
+        gradients: gradients of the parameters.
+        optimizer: state of the optimizers.
+        batch: the batch.
+        activations: what a training step leaves for its backward pass.
+        forward_peak: most bytes at one time during the training step, all of the above included.
+        backward_peak: the same during the backward pass.
+        update_peak: the same during the optimizer's update.
+    """
+
+    parameters: int = 0
+    gradients: int = 0
+    optimizer: int = 0
+    batch: int = 0
+    activations: int = 0
+    forward_peak: int = 0
+    backward_peak: int = 0
+    update_peak: int = 0
+
+
+Questions = Generator[int, list[StageMemory], Answer]
+"""Asks for numbers of samples, is sent the memory of a step with so many, by stage, and returns its conclusion."""
+
+
+class SimulatedStages(StageLayout):
+    """Stages whose devices do not exist: parts stay where they are, and what crosses a border is copied.
+
+    Args:
+        tracker: counts bytes by stage.
+        options: how the module is cut.
+    """
+
+    def __init__(self, tracker: MemoryTracker, options: StageOptions) -> None:
+        super().__init__([torch.device("cpu")] * len(tracker.live), options)
+        self.tracker = tracker
+
+    @override
+    def place(self, module: pl.LightningModule) -> None:
+        if self.options.partition == "manual":
+            raise ConfigError(
+                "mode=plan can't follow partition=manual, where the module moves its layers itself. Use mode=compare, "
+                "which measures, or strategy.partition=auto."
+            )
+        self.plan = self._make_plan(module)
+        self.tracker.home = self.meeting_stage
+        self._add_hooks(module)
+
+    @override
+    def _move(self, stage: int, tensors: list[Tensor]) -> list[Tensor]:
+        cross: Callable[..., Tensor] = Cross.apply
+        return [t if self.tracker.stage_of(t) == stage else cross(t, self.tracker, stage) for t in tensors]
+
+
+class SimulatedStrategy(SingleDeviceStrategy):
+    """Trains with fake tensors.
+
+    Args:
+        num_stages: devices that the module is cut across.
+        options: how it is cut; without effect on one stage.
+        on_accelerator: whether to reckon as accelerators do: CUDA's blocks of 512 bytes, fused loops in optimizers.
+    """
+
+    strategy_name = "simulated"
+
+    def __init__(self, num_stages: int = 1, options: StageOptions | None = None, on_accelerator: bool = False) -> None:
+        super().__init__()
+        self.samples = self.loader_samples = 0
+        self.tracker = MemoryTracker(num_stages, block_bytes=512 if on_accelerator else 1)
+        self._fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self._stages = SimulatedStages(self.tracker, options or StageOptions())
+        self._foreach = on_accelerator
+        self._active = False
+        self._first: Batch | None = None
+        self._memory = [StageMemory() for _ in range(num_stages)]
+
+    @override
+    def process_dataloader(self, dataloader: Any) -> Any:
+        repeated = Repeated(dataloader)
+        self.loader_samples = num_samples(repeated.batch) or 1
+        return repeated
+
+    @override
+    def setup_optimizers(self, trainer: pl.Trainer) -> None:
+        module = self.lightning_module
+        assert module is not None
+        make_fake(module, self._fake)
+        self._stages.place(module)
+        for _, tensor, stage in self._stages.tensors(module):
+            self.tracker.track(tensor, stage)
+        for stage, memory in enumerate(self._memory):
+            memory.parameters = self.tracker.live[stage]
+        silence(module)
+        super().setup_optimizers(trainer)
+        groups = (group for optimizer in self.optimizers for group in optimizer.param_groups)
+        for group in groups:
+            if self._foreach and group.get("foreach", False) is None and not group.get("fused"):
+                group["foreach"] = True  # the default where parameters are on an accelerator
+
+    @override
+    def batch_to_device(self, batch: Batch, device: torch.device | None = None, dataloader_idx: int = 0) -> Batch:
+        if self._first is None:
+            self._first = apply_to_collection(batch, Tensor, self._fake.from_tensor, allow_frozen=True)
+        before = list(self.tracker.live)
+        batch = resized(self._first, num_samples(self._first) or 0, self.samples, self._fake)
+        apply_to_collection(batch, Tensor, self.tracker.track, self.tracker.home, allow_frozen=True)
+        for stage, memory in enumerate(self._memory):
+            memory.batch = self.tracker.live[stage] - before[stage]
+        return batch
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        before = list(self.tracker.live)
+        self.tracker.start_peak()
+        with self._simulating():
+            output = super().training_step(*args, **kwargs)
+        for stage, memory in enumerate(self._memory):
+            memory.activations = max(memory.activations, self.tracker.live[stage] - before[stage])
+        self._note("forward_peak")
+        return output
+
+    @override
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        self.tracker.start_peak()
+        with self._simulating():
+            loss = super().backward(closure_loss, optimizer, *args, **kwargs)
+        self._note("backward_peak")
+        return loss
+
+    @override
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
+        with self._simulating():
+            result = super().optimizer_step(optimizer, closure, *args, **kwargs)
+        self._note("update_peak")
+        return result
+
+    @override
+    def teardown(self) -> None:
+        """Leave the module as it is: fake tensors can't be moved to the CPU."""
+
+    def take(self) -> list[StageMemory]:
+        """What the last optimizer step needed, by stage; the next one is counted anew."""
+        assert self.lightning_module is not None
+        gradients = [p.grad for p in self.lightning_module.parameters() if p.grad is not None]
+        states = [v for o in self.optimizers for s in o.state.values() for v in s.values() if isinstance(v, Tensor)]
+        taken = self._memory
+        for stage, memory in enumerate(taken):
+            memory.gradients = self._bytes(gradients, stage)
+            memory.optimizer = self._bytes(states, stage)
+        self._memory = [StageMemory(parameters=memory.parameters, batch=memory.batch) for memory in taken]
+        return taken
+
+    def _bytes(self, tensors: Sequence[Tensor], stage: int) -> int:
+        storages = {t.untyped_storage()._cdata: t for t in tensors if self.tracker.stage_of(t) == stage}
+        return sum(self.tracker.size_of(tensor) for tensor in storages.values())
+
+    def _note(self, name: str) -> None:
+        for stage, memory in enumerate(self._memory):
+            setattr(memory, name, max(getattr(memory, name), self.tracker.peak[stage]))
+        self.tracker.start_peak()
+
+    @contextmanager
+    def _simulating(self) -> Generator[None]:
+        if self._active:  # a training step inside an optimizer's step
+            yield
+            return
+        self._active = True
+        try:
+            with self._fake, self.tracker:
+                yield
+        finally:
+            self._active = False
+
+
+class Finished(Exception):
+    """All questions are answered: the run need not go on."""
+
+
+class Interview(pl.Callback):
+    """Answers questions about memory, one optimizer step each.
+
+    Args:
+        strategy: the strategy of the run.
+        ask: makes the questions from the number of samples of the loader's batch.
+    """
+
+    def __init__(self, strategy: SimulatedStrategy, ask: Callable[[int], Questions[Any]]) -> None:
+        self.answer: Any = None
+        self._strategy = strategy
+        self._ask = ask
+        self._questions = ask(0)
+        self._num_batches = 0
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._questions = self._ask(self._strategy.loader_samples)
+        self._strategy.samples = next(self._questions)
+
+    @override
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self._num_batches += 1
+        if self._num_batches % trainer.accumulate_grad_batches:
+            return
+        memory = self._strategy.take()
+        if self._num_batches == trainer.accumulate_grad_batches:
+            return  # the optimizer had no state yet
+        try:
+            self._strategy.samples = self._questions.send(memory)
+        except StopIteration as stop:
+            self.answer = stop.value
+            raise Finished from stop

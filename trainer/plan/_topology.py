@@ -1,0 +1,115 @@
+"""How a strategy spreads a module and a batch over devices, as numbers: what `mode=plan` reckons with."""
+
+from dataclasses import dataclass, field
+
+from omegaconf import DictConfig
+from pytorch_lightning.strategies import Strategy
+
+from ...strategies import ConfigError, SingleDeviceStrategy
+from ...strategies.balanced_dp import BalancedDataParallelStrategy
+from ...strategies.batch.policies import Even, Policy
+from ...strategies.core.device_names import ALLOWED, accelerator_type, num_available
+from ...strategies.ddp import DDPStrategy
+from ...strategies.distributed.device_blocks import num_processes
+from ...strategies.dp import DataParallelStrategy
+from ...strategies.pipeline.base import StagedStrategy
+from ..config.checks import plain
+
+
+@dataclass(frozen=True)
+class Spread:
+    """How a strategy spreads a batch of the loader over the devices of one node.
+
+    Args:
+        name: the strategy's.
+        num_devices: devices of the node.
+        num_stages: devices that one copy of the module is cut across.
+        num_ranks: processes over all nodes.
+        is_replicated: whether the devices of a process hold replicas, of which the first has the optimizer.
+        is_per_rank: whether each rank reads a batch of its own.
+        policy: how a batch is cut among replicas or ranks.
+        buckets: copies of the gradients that DDP sends them in.
+    """
+
+    name: str
+    num_devices: int
+    num_stages: int = 1
+    num_ranks: int = 1
+    is_replicated: bool = False
+    is_per_rank: bool = True
+    policy: Policy = field(default_factory=Even)
+    buckets: int = 0
+
+    def samples(self, batch: int) -> list[int]:
+        """Samples per copy of the module on the first node, for a batch of the loader."""
+        copies = self.num_devices // self.num_stages
+        if self.is_replicated:
+            return self.policy.sizes(batch, copies)
+        return [batch] * copies if self.is_per_rank else self.policy.sizes(batch, self.num_ranks)[:copies]
+
+    def global_batch(self, batch: int) -> int:
+        """Samples over all processes, for a batch of the loader."""
+        return batch * self.num_ranks if self.is_per_rank and not self.is_replicated else batch
+
+
+def spread_of(strategy: Strategy, num_devices: int, num_nodes: int) -> Spread:
+    """Find out how a strategy spreads its work.
+
+    Args:
+        strategy: the strategy, not set up.
+        num_devices: devices of each node.
+        num_nodes: machines.
+
+    Returns:
+        The spread.
+
+    Raises:
+        ConfigError: the strategy is not one of this project's, or does not fit the devices.
+    """
+    name = getattr(strategy, "strategy_name", type(strategy).__name__)
+    if isinstance(strategy, SingleDeviceStrategy):
+        strategy.parallel_devices = [strategy.root_device] * num_devices
+        return Spread(name, 1)
+    if isinstance(strategy, DataParallelStrategy):
+        if strategy._submodule is not None:
+            raise ConfigError(f"mode=plan can't follow {name}.submodule. Use mode=compare, which measures.")
+        strategy.parallel_devices = [strategy.root_device] * num_devices
+        policy = strategy._make_policy() if isinstance(strategy, BalancedDataParallelStrategy) else strategy.policy
+        policy.verify(num_devices, name)
+        return Spread(name, num_devices, is_replicated=True, policy=policy)
+    staged = isinstance(strategy, StagedStrategy)
+    if not isinstance(strategy, DDPStrategy):
+        if staged:
+            return Spread(name, num_devices, num_stages=num_devices)
+        raise ConfigError(f"mode=plan does not know the strategy {name}. Choose one of this project's, such as ddp.")
+    num_stages: int = getattr(strategy, "model_parallel_size", 1)
+    num_ranks = num_processes(num_devices, num_stages) * num_nodes
+    buckets = 0 if strategy._ddp_kwargs.get("gradient_as_bucket_view") else 1
+    per_rank = strategy.batch_size_is == "per_device"
+    return Spread(name, num_devices, num_stages, num_ranks, False, per_rank, strategy.policy, buckets)
+
+
+def count_devices(cfg: DictConfig) -> int:
+    """Count the devices of a node that `devices=` means; they need not be there unless it says `auto`.
+
+    Raises:
+        ConfigError: it is no count and no list.
+    """
+    devices = plain(cfg.devices)
+    if isinstance(devices, (list, tuple)):
+        return len(devices)
+    if str(devices) in ("auto", "-1"):
+        return num_available(accelerator_type(cfg.accelerator))
+    if isinstance(devices, str) and "," in devices:
+        return len(devices.split(","))
+    if not str(devices).isdigit() or int(devices) < 1:
+        raise ConfigError(f"devices={devices}: at least one device is needed. {ALLOWED}.")
+    return int(devices)
+
+
+def is_for_accelerator(cfg: DictConfig) -> bool:
+    """Whether the plan is for accelerators, whether or not there are any here."""
+    devices = plain(cfg.devices)
+    if isinstance(devices, list) and any(isinstance(device, str) for device in devices):
+        return not all(str(device).startswith("cpu") for device in devices)
+    return cfg.accelerator != "cpu" and (cfg.accelerator != "auto" or accelerator_type("auto") != "cpu")

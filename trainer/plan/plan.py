@@ -1,0 +1,177 @@
+"""`mode=plan`: the memory that each device would need, found out without a device."""
+
+import logging
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytorch_lightning as pl
+from omegaconf import DictConfig
+from pytorch_lightning.strategies import Strategy
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedOperatorException,
+)
+
+from ...strategies import ConfigError
+from ...strategies.core.device_names import resolve_devices
+from ...strategies.core.devices import is_accelerator
+from ...strategies.pipeline.base import StagedStrategy
+from ..compare.compare import short_config
+from ..compare.trial import Trial, run_trial
+from ..config.checks import plain
+from ..config.instantiate import instantiate
+from ..job.log_file import run_log
+from ._search import MemoryPlan, questions
+from ._simulation import Finished, Interview, Questions, SimulatedStrategy
+from ._topology import Spread, count_devices, is_for_accelerator, spread_of
+
+GB = 10**9
+LIGHTNING_TALK = "pytorch_lightning.utilities.rank_zero"
+
+UNREADABLE = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
+
+Ask = Callable[[int], Questions[MemoryPlan]]
+"""Makes the questions from the number of samples of the loader's batch."""
+
+
+def plan_memory(cfg: DictConfig) -> MemoryPlan:
+    """Work out the memory of each device for the chosen strategy.
+
+    Args:
+        cfg: the resolved configuration (`prepare`). No device is touched, nor need it be there.
+
+    Returns:
+        The plan, also written as `plan.json` into the run directory.
+
+    Raises:
+        ConfigError: the strategy, or what the module does in a training step, can't be followed.
+    """
+    limit = cfg.get("device_memory_gb")
+    with run_log(cfg.run_dir):
+        strategy: Strategy = instantiate("strategy", cfg.strategy)
+        spread = spread_of(strategy, count_devices(cfg), int(cfg.num_nodes))
+
+        def ask(batch: int) -> Questions[MemoryPlan]:
+            return questions(spread, batch, None if limit is None else limit * GB)
+
+        found = interview(cfg, strategy, spread, ask)
+    found.write(cfg.run_dir)
+    return found
+
+
+def is_measured(cfg: DictConfig) -> bool:
+    """Whether the plan is to be compared with a run on the devices: where asked for, or where accelerators are here."""
+    wanted = (cfg.get("plan") or {}).get("measure", "auto")
+    if wanted not in (True, False, "auto"):
+        raise ConfigError(f"plan.measure={wanted} is unknown. Choose true, false or auto.")
+    try:
+        devices = resolve_devices(plain(cfg.devices), cfg.accelerator)
+    except ConfigError:
+        devices = []  # the plan is for devices that are not here
+    return wanted is not False and bool(devices) and all(is_accelerator(device) for device in devices)
+
+
+def measure(cfg: DictConfig, name: str) -> Trial:
+    """Train a few steps on the devices, in processes of their own.
+
+    Args:
+        cfg: the resolved configuration.
+        name: the strategy.
+
+    Returns:
+        The trial; where it is `ok` its `memory` holds peak bytes by device.
+    """
+    folder = Path(cfg.run_dir) / "measured"
+    with run_log(cfg.run_dir):
+        return run_trial(short_config(cfg, folder), name, cfg.compare.timeout_s)
+
+
+def plan_errors(planned: MemoryPlan, measured: Trial) -> list[float] | None:
+    """Compare a plan with what was measured.
+
+    Args:
+        planned: the plan.
+        measured: a trial of the same strategy on the planned devices.
+
+    Returns:
+        Per device planned / measured - 1; None where the devices measured are not those planned.
+    """
+    if len(measured.memory) != len(planned.devices) or not all(measured.memory.values()):
+        return None
+    pairs = zip(planned.devices, measured.memory.values(), strict=True)
+    return [device.peak / size - 1 for device, size in pairs]
+
+
+def interview(cfg: DictConfig, strategy: Strategy, spread: Spread, ask: Ask) -> MemoryPlan:
+    """Run a simulated training that answers questions.
+
+    Args:
+        cfg: the resolved configuration.
+        strategy: the strategy, not set up.
+        spread: how it spreads its work.
+        ask: makes the questions from the number of samples of the loader's batch.
+
+    Returns:
+        The answer.
+    """
+    options = strategy.stage_options if isinstance(strategy, StagedStrategy) else None
+    pl.seed_everything(cfg.seed or 0, workers=True, verbose=False)  # the first batch is that of a run
+    simulated = SimulatedStrategy(spread.num_stages, options, is_for_accelerator(cfg))
+    module: pl.LightningModule = instantiate("module", cfg.module)
+    data: pl.LightningDataModule | None = instantiate("data", cfg.data) if cfg.get("data") else None
+    talk = Interview(simulated, ask)
+    make_trainer = instantiate("trainer", cfg.trainer, _partial_=True)
+    options = {"callbacks": [talk], "logger": False, "enable_checkpointing": False, **one_device(cfg)}
+    try:
+        with quiet(LIGHTNING_TALK):
+            make_trainer(strategy=simulated, **options).fit(module, datamodule=data)
+    except Finished:
+        return talk.answer
+    except UNREADABLE as exc:
+        raise ConfigError(
+            f"mode=plan runs training_step without values, and it needs some ({str(exc).splitlines()[0]}). "
+            "Use mode=compare, which measures."
+        ) from exc
+    raise AssertionError("the training ended before the questions were answered")
+
+
+@contextmanager
+def quiet(name: str) -> Generator[None]:
+    """Keep what a logger says about a simulated trainer to warnings: that it uses no GPU is the point."""
+    logger = logging.getLogger(name)
+    before = logger.level
+    logger.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+
+
+def one_device(cfg: DictConfig) -> dict[str, Any]:
+    """The trainer's options for a simulated run."""
+    precision = str(cfg.precision)
+    return {
+        "accelerator": "cpu",
+        "devices": 1,
+        "num_nodes": 1,
+        "precision": "bf16-mixed"
+        if precision == "16-mixed"
+        else precision,  # as many bytes; the CPU has no fp16 scaler
+        "max_steps": -1,
+        "max_time": None,
+        "min_epochs": None,
+        "limit_train_batches": None,
+        "limit_val_batches": 0,
+        "num_sanity_val_steps": 0,
+        "val_check_interval": 1.0,
+        "overfit_batches": 0,
+        "fast_dev_run": False,
+        "profiler": None,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        # from the second batch on, gradients are there in forward; further batches add no memory
+        "accumulate_grad_batches": min(int(cfg.trainer.get("accumulate_grad_batches") or 1), 2),
+    }

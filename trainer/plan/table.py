@@ -1,0 +1,94 @@
+"""The table of `mode=plan`."""
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from ..compare.trial import OK, Trial
+from ._search import DevicePlan, MemoryPlan
+from .plan import GB, plan_errors
+
+COLUMNS = ("parameters", "gradients", "optimizer", "batch", "activations", "communication", "peak")
+UNITS = (("GB", GB), ("MB", 10**6), ("kB", 10**3))
+
+
+def show_plan(plan: MemoryPlan) -> None:
+    """Print the memory of each device, and the largest batch that fits."""
+    table = Table(title=title(plan), title_justify="left")
+    for heading in ("device", "samples", *COLUMNS):
+        table.add_column(heading, no_wrap=True, justify="right")
+    for first, last in alike(plan.devices):
+        name = str(first.device) if first is last else f"{first.device} to {last.device}"
+        table.add_row(name, str(first.samples), *(size_text(getattr(first, column)) for column in COLUMNS))
+    console = Console()
+    width = console.measure(table, options=console.options.update(width=200)).maximum
+    Console(width=max(console.width, width)).print(table)
+    for line in conclusions(plan):
+        console.print(Text(line), soft_wrap=True)
+
+
+def title(plan: MemoryPlan) -> str:
+    """What was planned."""
+    ranks = plan.global_batch // plan.loader_batch
+    batch = f"{plan.global_batch}" if ranks == 1 else f"{plan.global_batch} = {ranks} ranks × {plan.loader_batch}"
+    return f"plan: strategy={plan.strategy}, global batch {batch} samples"
+
+
+def alike(devices: list[DevicePlan]) -> list[tuple[DevicePlan, DevicePlan]]:
+    """Group neighbours that need the same, as (first, last)."""
+    groups: list[tuple[DevicePlan, DevicePlan]] = []
+    for device in devices:
+        if groups and amounts(groups[-1][0]) == amounts(device):
+            groups[-1] = (groups[-1][0], device)
+        else:
+            groups.append((device, device))
+    return groups
+
+
+def amounts(device: DevicePlan) -> tuple[int, ...]:
+    """What a row of the table says, without the number of the device."""
+    return (device.samples, *(int(getattr(device, column)) for column in COLUMNS))
+
+
+def conclusions(plan: MemoryPlan) -> list[str]:
+    """Say whether it fits, and the largest batch that does."""
+    if plan.device_bytes is None:
+        return ["Give device_memory_gb to learn the largest batch that fits."]
+    room = size_text(plan.device_bytes)
+    fits = "fits" if plan.peak <= plan.device_bytes else "does not fit"
+    line = f"This {fits} {room}: the fullest device needs {size_text(plan.peak)}."
+    if plan.largest_batch is None:
+        return [line, f"Any batch fits {room}."]
+    if not plan.largest_batch:
+        return [line, f"Not even a batch of one sample fits {room}: the module itself is too large for this strategy."]
+    return [line, f"The largest batch of the loader that fits {room}: {plan.largest_batch:,} samples."]
+
+
+def show_measured(plan: MemoryPlan, measured: Trial) -> None:
+    """Print a plan's error against the peaks that were measured."""
+    console = Console()
+    for line in measured_lines(plan, measured):
+        console.print(Text(line), soft_wrap=True)
+
+
+def measured_lines(plan: MemoryPlan, measured: Trial) -> list[str]:
+    """Say how far a plan is from the peaks that were measured."""
+    if measured.status != OK:
+        return [f"The measurement {measured.status}: {measured.reason}"]
+    errors = plan_errors(plan, measured)
+    if errors is None:
+        return [f"The devices measured ({', '.join(measured.memory)}) are not those planned, so there is no error."]
+    pairs = zip(measured.memory.items(), plan.devices, errors, strict=True)
+    return [
+        f"{name}: planned {size_text(device.peak)}, measured {size_text(size)} (error {error:+.1%})"
+        for (name, size), device, error in pairs
+    ]
+
+
+def size_text(size: float) -> str:
+    """Bytes with three digits and a unit: 1.23 GB is 1.23 * 10^9 bytes."""
+    for unit, factor in UNITS:
+        if size >= factor:
+            digits = max(0, 2 - (len(str(int(size / factor))) - 1))
+            return f"{size / factor:.{digits}f} {unit}"
+    return f"{size:.0f} B"
