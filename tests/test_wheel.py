@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -27,7 +28,11 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
             (source / name).parent.mkdir(parents=True, exist_ok=True)
             (source / name).write_bytes((ROOT / name).read_bytes())
     build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(home), str(source)]
-    subprocess.run(build, check=True, timeout=110, capture_output=True)
+    built = subprocess.run(build, check=True, timeout=300, capture_output=True, text=True)
+    told = [
+        line for line in (built.stdout + built.stderr).splitlines() if re.search("warn|absent", line, re.IGNORECASE)
+    ]
+    assert [line for line in told if "byte-compiling is disabled" not in line] == []
     (wheel,) = home.glob("evener-*.whl")
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(home / "site")
@@ -40,6 +45,16 @@ def test_wheel_holds_every_config_and_no_other_top_level_name(installed: Path) -
     assert {path.relative_to(installed / "evener/conf") for path in (installed / "evener/conf").rglob("*.yaml")} == here
     for package in ("trainer", "strategies", "conf", "examples"):
         assert (installed / "evener" / package / "py.typed").exists()
+
+
+def test_wheel_holds_the_files_of_the_checkout_and_no_others(installed: Path) -> None:
+    folders = ("trainer", "strategies", "conf", "examples")
+    listed = subprocess.run(["git", "ls-files", *folders], cwd=ROOT, capture_output=True, text=True, check=False)
+    if listed.returncode:
+        pytest.skip("needs a git checkout, to know which files belong to it")
+    here = {name for name in listed.stdout.split() if not name.startswith("examples/user_project/")}
+    packed = {str(path.relative_to(installed / "evener")) for path in (installed / "evener").rglob("*.*")}
+    assert packed == {name for name in here if (ROOT / name).exists()}
 
 
 def test_wheel_runs_from_an_empty_directory(installed: Path, tmp_path: Path) -> None:

@@ -1,4 +1,8 @@
-"""Callbacks that every run may use."""
+"""Callbacks that every run may use, and what they measure.
+
+Exports: the callbacks below; batch_layout, peak_memory, step_times.
+May import: nothing else in the trainer.
+"""
 
 from .device_monitor import DeviceMonitor
 from .epoch_lines import EpochLines

@@ -3,16 +3,17 @@
 import logging
 from collections import Counter
 from datetime import timedelta
+from textwrap import indent
 from typing import Any
 
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.callbacks import ModelCheckpoint
+from pytorch_lightning.loggers import TensorBoardLogger
 from typing_extensions import override
 
 from ...strategies.core.devices import device_name
 from ...strategies.core.text_table import draw_table
-from ..loggers.tensorboard import TensorBoardLogger
 from .batch_layout import batch_line, global_sizes, process_devices
 
 log = logging.getLogger(__name__)
@@ -36,7 +37,7 @@ class StartUp(pl.Callback):
         log.info("\n%s", "\n".join(f"  {label:<{width}}  {value}" for label, value in rows))
         for logger in trainer.loggers:
             if isinstance(logger, TensorBoardLogger):
-                logger.log_text("partition", partition_plan(trainer, devices))
+                logger.experiment.add_text("partition", indent(partition_plan(trainer, devices), " " * 4))
 
 
 def start_up_rows(trainer: pl.Trainer, devices: list[str], run_dir: str) -> list[tuple[str, str]]:

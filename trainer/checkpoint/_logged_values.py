@@ -15,8 +15,6 @@ from pytorch_lightning.trainer.connectors.logger_connector.result import (
 from tensorboard.compat.proto import event_pb2 as event_pb2_module
 from torch import Tensor
 
-from ..logging.step_sync import Deferred
-
 # protobuf makes its classes at run time
 event_pb2: Any = event_pb2_module
 
@@ -50,7 +48,7 @@ def restore(trainer: pl.Trainer, results: _ResultCollection, saved: dict[str, An
     for key, entry in saved.items():
         meta = _Metadata(**entry["meta"], reduce_fx=entry["reduce_fx"])
         reduce = trainer.strategy.reduce
-        deferred: Deferred | None = getattr(results, "deferred", None)
+        deferred: Any = getattr(results, "deferred", None)
         if deferred is not None and entry["sync"]["_should"]:
             reduce = deferred.through(reduce)  # as the collection does when such a value is logged
         meta.sync = _Sync(fn=reduce, **entry["sync"])

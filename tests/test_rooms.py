@@ -1,0 +1,62 @@
+"""The rooms: sizes, doors, and what the wheel holds. The arrows between rooms are checked by `lint-imports`."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PRODUCT = ("trainer", "strategies", "conf", "examples")
+
+
+def _is_room(path: Path) -> bool:
+    return (path / "__init__.py").exists()
+
+
+ROOMS = [path for name in ("trainer", "strategies") for path in sorted((ROOT / name).iterdir()) if _is_room(path)]
+MOST_ENTRIES = 20
+
+
+@pytest.mark.parametrize("folder", PRODUCT)
+def test_no_folder_of_the_product_has_more_than_20_entries(folder: str) -> None:
+    counts = {str(path): len(_entries(path)) for path in (ROOT / folder, *(ROOT / folder).rglob("*")) if path.is_dir()}
+    assert {path: count for path, count in counts.items() if count > MOST_ENTRIES} == {}
+
+
+@pytest.mark.parametrize("room", ROOMS, ids=lambda room: f"{room.parent.name}/{room.name}")
+def test_a_room_says_what_it_is_for_exports_and_may_import(room: Path) -> None:
+    lines = (ast.get_docstring(ast.parse((room / "__init__.py").read_text())) or "").splitlines()
+    assert [line.split(":")[0] for line in lines if line.startswith(("Exports:", "May import:"))] == [
+        "Exports", "May import",
+    ]  # fmt: skip
+    exported = " ".join(lines)
+    for path in room.glob("[!_]*.py"):
+        assert path.stem in exported or path.stem in _reexported(room), (
+            f"{path} is public, and the room does not say so"
+        )
+
+
+def test_underscored_files_are_imported_in_their_own_room_only() -> None:
+    intruders = [
+        f"{path.relative_to(ROOT)}: {name}"
+        for path in sorted((*(ROOT / "trainer").rglob("*.py"), *(ROOT / "strategies").rglob("*.py")))
+        for depth, name in _imports(path)
+        if any(part.startswith("_") and not part.startswith("__") for part in name.split(".")) and depth != 1
+    ]
+    assert intruders == []
+
+
+def _reexported(room: Path) -> set[str]:
+    return {name for _, name in _imports(room / "__init__.py")}
+
+
+def _entries(folder: Path) -> list[Path]:
+    return [path for path in folder.iterdir() if path.name != "__pycache__"]
+
+
+def _imports(path: Path) -> Iterator[tuple[int, str]]:
+    """Relative imports of a file: the number of dots, and the module."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            yield node.level, ".".join([node.module or "", *(name.name for name in node.names if not node.module)])
