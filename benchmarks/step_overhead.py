@@ -24,7 +24,7 @@ from typing import Any
 
 import pytorch_lightning as pl
 import torch
-from tiny_step import BATCH, Module, Net, Stopwatch, make_loader, make_shared_loader
+from tiny_step import BATCH, Module, Net, RankTimer, make_loader, make_shared_loader
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler
 from torch.utils.tensorboard import SummaryWriter
@@ -34,7 +34,7 @@ from evener.trainer import Trainer
 # --------------------------------------------------------------------------------------------------------- training
 
 
-def hand_written(watch: Stopwatch, loader: DataLoader[Any], model: nn.Module | None = None) -> None:
+def hand_written(watch: RankTimer, loader: DataLoader[Any], model: nn.Module | None = None) -> None:
     net = Net() if model is None else model
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-2)
     for inputs, targets in loader:
@@ -45,8 +45,8 @@ def hand_written(watch: Stopwatch, loader: DataLoader[Any], model: nn.Module | N
         optimizer.step()
 
 
-def lightning(cls: type[pl.Trainer], typical: bool, **options: Any) -> Callable[[Stopwatch, DataLoader[Any]], None]:
-    def run(watch: Stopwatch, loader: DataLoader[Any]) -> None:
+def lightning(cls: type[pl.Trainer], typical: bool, **options: Any) -> Callable[[RankTimer, DataLoader[Any]], None]:
+    def run(watch: RankTimer, loader: DataLoader[Any]) -> None:
         with tempfile.TemporaryDirectory() as folder:
             given: dict[str, Any] = {"max_epochs": 1, "accelerator": "cpu", "enable_model_summary": False, **options}
             if not typical:
@@ -57,11 +57,11 @@ def lightning(cls: type[pl.Trainer], typical: bool, **options: Any) -> Callable[
     return run
 
 
-def accelerate(typical: bool) -> Callable[[Stopwatch, DataLoader[Any]], None]:
+def accelerate(typical: bool) -> Callable[[RankTimer, DataLoader[Any]], None]:
     from accelerate import Accelerator
     from tqdm import tqdm
 
-    def run(watch: Stopwatch, loader: DataLoader[Any]) -> None:
+    def run(watch: RankTimer, loader: DataLoader[Any]) -> None:
         with tempfile.TemporaryDirectory() as folder:
             accelerator = Accelerator(cpu=True, log_with="tensorboard" if typical else None, project_dir=folder)
             if typical:
@@ -84,12 +84,12 @@ def accelerate(typical: bool) -> Callable[[Stopwatch, DataLoader[Any]], None]:
     return run
 
 
-def ignite(typical: bool) -> Callable[[Stopwatch, DataLoader[Any]], None]:
+def ignite(typical: bool) -> Callable[[RankTimer, DataLoader[Any]], None]:
     from ignite.contrib.handlers import ProgressBar
     from ignite.engine import Engine, Events
     from ignite.handlers import Checkpoint, DiskSaver
 
-    def run(watch: Stopwatch, loader: DataLoader[Any]) -> None:
+    def run(watch: RankTimer, loader: DataLoader[Any]) -> None:
         net = Net()
         optimizer = torch.optim.SGD(net.parameters(), lr=1e-2)
 
@@ -126,7 +126,7 @@ def ignite(typical: bool) -> Callable[[Stopwatch, DataLoader[Any]], None]:
 # ------------------------------------------------------------------------------------------------------- evaluation
 
 
-def hand_written_evaluation(watch: Stopwatch, loader: DataLoader[Any]) -> None:
+def hand_written_evaluation(watch: RankTimer, loader: DataLoader[Any]) -> None:
     net, total = Net().eval(), torch.zeros(())
     with torch.inference_mode():
         for inputs, targets in loader:
@@ -134,7 +134,7 @@ def hand_written_evaluation(watch: Stopwatch, loader: DataLoader[Any]) -> None:
             total += nn.functional.cross_entropy(net(inputs), targets) * len(inputs)
 
 
-def hand_written_prediction(watch: Stopwatch, loader: DataLoader[Any]) -> None:
+def hand_written_prediction(watch: RankTimer, loader: DataLoader[Any]) -> None:
     net, predictions = Net().eval(), []
     with torch.inference_mode():
         for inputs, _ in loader:
@@ -142,8 +142,8 @@ def hand_written_prediction(watch: Stopwatch, loader: DataLoader[Any]) -> None:
             predictions.append(net(inputs))
 
 
-def lightning_evaluation(cls: type[pl.Trainer], stage: str) -> Callable[[Stopwatch, DataLoader[Any]], None]:
-    def run(watch: Stopwatch, loader: DataLoader[Any]) -> None:
+def lightning_evaluation(cls: type[pl.Trainer], stage: str) -> Callable[[RankTimer, DataLoader[Any]], None]:
+    def run(watch: RankTimer, loader: DataLoader[Any]) -> None:
         trainer = cls(
             accelerator="cpu", logger=False, enable_progress_bar=False, enable_checkpointing=False,
             enable_model_summary=False,
@@ -156,7 +156,7 @@ def lightning_evaluation(cls: type[pl.Trainer], stage: str) -> Callable[[Stopwat
 
 # ------------------------------------------------------------------------------------------------------------ cases
 
-Contender = Callable[[Stopwatch, DataLoader[Any]], None]
+Contender = Callable[[RankTimer, DataLoader[Any]], None]
 MakeLoader = Callable[[int], DataLoader[Any]]
 
 
@@ -175,7 +175,7 @@ def contenders(case: str) -> tuple[Contender, dict[str, Contender]]:
 
 
 def measure(contender: Contender, steps: int, clock: Callable[[], float], make: MakeLoader) -> float:
-    watch = Stopwatch(clock, steps)
+    watch = RankTimer(clock, steps)
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         contender(watch, make(steps))
     return watch.seconds()
@@ -222,7 +222,7 @@ def run_ddp(rank: int, port: int, rounds: int, steps: int) -> None:
     quiet()
     torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=300))
 
-    def bare(watch: Stopwatch, loader: DataLoader[Any]) -> None:
+    def bare(watch: RankTimer, loader: DataLoader[Any]) -> None:
         sampler: Any = DistributedSampler(loader.dataset, shuffle=False)  # type: ignore[arg-type]
         own = DataLoader(loader.dataset, batch_size=BATCH, sampler=sampler, collate_fn=loader.collate_fn)
         hand_written(watch, own, nn.parallel.DistributedDataParallel(Net()))

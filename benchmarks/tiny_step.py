@@ -23,7 +23,7 @@ class Net(nn.Module):
         return self.layers(inputs)
 
 
-class Stopwatch:
+class RankTimer:
     """Seconds per step between the warm-up and the last step."""
 
     def __init__(self, clock: Callable[[], float], steps: int) -> None:
@@ -43,7 +43,7 @@ class Stopwatch:
 class Module(pl.LightningModule):
     """The perceptron for trainers that run a LightningModule."""
 
-    def __init__(self, watch: Stopwatch, values: int) -> None:
+    def __init__(self, watch: RankTimer, values: int) -> None:
         super().__init__()
         self.net, self.watch, self.values = Net(), watch, values
 

@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from .balance.checkpointed import KeepsBalance
+from .balance.checkpointed import CheckpointedBalance
 from .balance.controller import BalanceController
-from .balance.rank_timer import Stopwatch
+from .balance.rank_timer import RankTimer
 from .batch.policies import Even, Policy, Weighted
 from .core.errors import ConfigError
 from .ddp import DDPStrategy
@@ -21,7 +21,7 @@ FIRST_STEPS, THEN_EVERY = 12, 20
 """The first steps are measured, and then one in as many."""
 
 
-class BalancedDDPStrategy(KeepsBalance, DDPStrategy):
+class BalancedDDPStrategy(CheckpointedBalance, DDPStrategy):
     """`DDPStrategy` whose loader's batch is the global batch, divided among the ranks by weights.
 
     Gradients stay exact, as every rank's counts by its samples. With `auto` each rank measures the time that its own
@@ -53,7 +53,7 @@ class BalancedDDPStrategy(KeepsBalance, DDPStrategy):
         BalanceController(1, hysteresis=hysteresis)  # checks it
         self.weights = weights
         self.hysteresis = hysteresis
-        self._watch: Stopwatch | None = None
+        self._timer: RankTimer | None = None
         self._exchanged: Tensor | None = None
         self._num_steps = 0
 
@@ -84,18 +84,18 @@ class BalancedDDPStrategy(KeepsBalance, DDPStrategy):
         if not measured:
             return super().training_step(*args, **kwargs)
         assert self.lightning_module is not None
-        self._watch = Stopwatch(self.lightning_module, self.root_device)
-        with self._watch.forward():
+        self._timer = RankTimer(self.lightning_module, self.root_device)
+        with self._timer.forward():
             return super().training_step(*args, **kwargs)
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        watch, self._watch = self._watch, None
-        if watch is None:
+        timer, self._timer = self._timer, None
+        if timer is None:
             return super().backward(closure_loss, optimizer, *args, **kwargs)
-        with watch.backward():
+        with timer.backward():
             loss = super().backward(closure_loss, optimizer, *args, **kwargs)
-        self._exchange(watch.seconds())
+        self._exchange(timer.seconds())
         return loss
 
     def _exchange(self, seconds: float) -> None:

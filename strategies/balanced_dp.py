@@ -8,7 +8,7 @@ import pytorch_lightning as pl
 from torch import Tensor
 from typing_extensions import override
 
-from .balance.checkpointed import KeepsBalance
+from .balance.checkpointed import CheckpointedBalance
 from .balance.controller import BalanceController, Objective
 from .batch.chunks import num_samples
 from .batch.policies import FirstChunk, Policy, Weighted
@@ -39,7 +39,7 @@ class Measured:
         """See `Policy.verify`: the controller checked its options."""
 
 
-class BalancedDataParallelStrategy(KeepsBalance, DataParallelStrategy):
+class BalancedDataParallelStrategy(CheckpointedBalance, DataParallelStrategy):
     """`DataParallelStrategy` with chunks of unequal size, each loss weighted so that training stays the same.
 
     Give one of `gpu0_chunk` and `weights`. `auto` measures each device's forward time and memory while training, and

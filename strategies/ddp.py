@@ -22,20 +22,20 @@ from .core.errors import ConfigError
 from .core.loop_contract import adds
 from .core.rng import seed_rank
 from .core.types import Batch
-from .data.loaders import BatchSizeIs, RankLoaders, Stage, next_share, positions
+from .data.loaders import BatchSizeIs, LoaderRole, RankLoaders, next_share, positions
 from .data.predictions import in_loader_order
 from .data.sampling import Share
-from .distributed.base import RanksStrategy
+from .distributed.base import MultiProcessStrategy
 from .distributed.device_blocks import num_processes, own_devices
 from .distributed.options import verify_backend
-from .distributed.side_group import SmallGroup
+from .distributed.side_group import SideGroup
 from .distributed.sync_batchnorm import SyncedBatchNorm
 from .distributed.wrapper import forward_through, reduce_finished
-from .distributed.zero_weight_step import traceless
+from .distributed.zero_weight_step import zero_weight_step
 from .dp import DataParallelStrategy
 
 
-class DDPStrategy(RanksStrategy):
+class DDPStrategy(MultiProcessStrategy):
     """One process per device, each with its own part of every global batch.
 
     Training equals one device's on the same global batch: no sample is dropped or read twice, and each rank's gradient
@@ -48,7 +48,7 @@ class DDPStrategy(RanksStrategy):
         batch_size_is: what the loader's batch is. `per_device`: one rank's, so that the global batch is as many times
             larger as there are ranks. `global`: the global batch, divided among the ranks.
         devices_per_process: devices of each process; its batch is cut among replicas on them.
-        **options: those of `RanksStrategy`, and of `torch.nn.parallel.DistributedDataParallel`:
+        **options: those of `MultiProcessStrategy`, and of `torch.nn.parallel.DistributedDataParallel`:
             `find_unused_parameters`, `static_graph`, `gradient_as_bucket_view`, `bucket_cap_mb`, ...
 
     Raises:
@@ -68,7 +68,7 @@ class DDPStrategy(RanksStrategy):
         self.devices_per_process = devices_per_process
         self._replicas: RankReplicas | None = None
         self._loaders: RankLoaders | None = None
-        self._sums: SmallGroup | None = None
+        self._sums: SideGroup | None = None
         self._manages_samples = True
         self._share: Share | None = None
         self._weighs = False
@@ -147,8 +147,8 @@ class DDPStrategy(RanksStrategy):
     @override
     def process_dataloader(self, dataloader: object) -> object:
         assert self._trainer is not None
-        stage: Stage = "train" if self._trainer.training else "predict" if self._trainer.predicting else "evaluate"
-        return self.loaders.process(dataloader, stage, self._manages_samples)
+        role: LoaderRole = "train" if self._trainer.training else "predict" if self._trainer.predicting else "evaluate"
+        return self.loaders.process(dataloader, role, self._manages_samples)
 
     @override
     def on_train_start(self) -> None:
@@ -190,7 +190,7 @@ class DDPStrategy(RanksStrategy):
         assert self.lightning_module is not None
         assert self._trainer is not None
         counts = self._share is None or self._share.num > 0
-        with nullcontext() if counts else traceless(self.lightning_module):
+        with nullcontext() if counts else zero_weight_step(self.lightning_module):
             output = self._own_step(*args, **kwargs)
         module_weighs = isinstance(output, dict) and output.get("loss_weight") is not None
         if not counts:

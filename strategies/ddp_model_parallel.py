@@ -15,13 +15,13 @@ from .core.patching import replaced
 from .ddp import DDPStrategy
 from .distributed.device_blocks import num_processes, own_devices
 from .distributed.wrapper import reduce_finished
-from .pipeline.base import StagedStrategy
+from .pipeline.base import PipelineStrategy
 from .pipeline.options import StageOptions
 
 STAGE_OPTIONS = tuple(field.name for field in fields(StageOptions))
 
 
-class StagesInRanks(StagedStrategy, pl_strategies.DDPStrategy):
+class PipelineInRanks(PipelineStrategy, pl_strategies.DDPStrategy):
     """Mixed in before a DDP strategy: that one deals with ranks, this one gives each rank a block of devices.
 
     Args:
@@ -90,7 +90,7 @@ class StagesInRanks(StagedStrategy, pl_strategies.DDPStrategy):
         reduce_finished(model)
 
 
-class DDPModelParallelStrategy(StagesInRanks, DDPStrategy):
+class DDPModelParallelStrategy(PipelineInRanks, DDPStrategy):
     """One process per block of devices; each cuts its copy of the module across its block.
 
     With 8 devices and `model_parallel_size=2` there are 4 processes, and rank r owns devices 2r and 2r + 1. What DDP

@@ -9,12 +9,12 @@ from typing_extensions import override
 from .batch.losses import LossReduction
 from .core.errors import ConfigError
 from .core.types import Device
-from .pipeline.base import StagedStrategy
+from .pipeline.base import PipelineStrategy
 from .pipeline.options import Partition, StageOptions
 from .single_device import OneProcessStrategy
 
 
-class ModelParallelStrategy(StagedStrategy, OneProcessStrategy):
+class ModelParallelStrategy(PipelineStrategy, OneProcessStrategy):
     """Train a module that is too large for one device: each device holds one stage of it.
 
     Args:

@@ -13,7 +13,7 @@ CHECKPOINT_KEY = "balance"
 """Where a checkpoint keeps what was measured."""
 
 
-class KeepsBalance(pl_strategies.Strategy):
+class CheckpointedBalance(pl_strategies.Strategy):
     """The half of a balanced strategy that keeps its controller; the other half measures for it.
 
     Attributes:

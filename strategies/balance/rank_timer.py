@@ -11,7 +11,7 @@ from ..core.devices import is_accelerator
 from ..core.patching import replaced
 
 
-class Stopwatch:
+class RankTimer:
     """Measures one step.
 
     The forward pass counts while the module's own `training_step` runs, within DDP's wrapper; the backward pass until

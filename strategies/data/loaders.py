@@ -23,7 +23,7 @@ from ._sampler_order import Agree, worker_seeds
 from .sampling import Cut, Deal, Divide, RankBatches, Share
 from .streams import Divided, Lockstep, Stream
 
-Stage: TypeAlias = Literal["train", "evaluate", "predict"]
+LoaderRole: TypeAlias = Literal["train", "evaluate", "predict"]
 BatchSizeIs: TypeAlias = Literal["per_device", "global"]
 
 
@@ -51,12 +51,12 @@ class RankLoaders:
     smallest: int = 1
     divides: list[Divide] = field(default_factory=list)
 
-    def process(self, loader: Any, stage: Stage, managed: bool = True) -> Any:
+    def process(self, loader: Any, role: LoaderRole, managed: bool = True) -> Any:
         """Make this rank's loader.
 
         Args:
             loader: the user's loader; it is not changed.
-            stage: what it is read for.
+            role: what it is read for.
             managed: False where the user shares the samples among ranks himself (`use_distributed_sampler=False`).
 
         Returns:
@@ -67,7 +67,7 @@ class RankLoaders:
         """
         loader = _original(loader)
         if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
-            return self._stream(loader, stage)
+            return self._stream(loader, role)
         shared = _distributed_sampler(loader)
         if shared is not None and self.batch_size_is == "global":
             raise ConfigError(
@@ -78,18 +78,18 @@ class RankLoaders:
         if shared is not None:
             return self._seeded(loader)
         if not managed:
-            return self._stream(loader, stage)
+            return self._stream(loader, role)
         if loader.batch_sampler is None and not isinstance(loader.sampler, BatchSampler):
-            return self._keyed(loader, stage)
-        return self._cut(loader, self._way(stage), stage == "train")
+            return self._keyed(loader, role)
+        return self._cut(loader, self._way(role), role == "train")
 
-    def _way(self, stage: Stage) -> Cut:
+    def _way(self, role: LoaderRole) -> Cut:
         if self.batch_size_is == "global":
-            return self._divide(stage)
-        return Deal(spread=stage != "predict", smallest=self.smallest if stage == "train" else 1)
+            return self._divide(role)
+        return Deal(spread=role != "predict", smallest=self.smallest if role == "train" else 1)
 
-    def _divide(self, stage: Stage) -> Divide:
-        if stage != "train":
+    def _divide(self, role: LoaderRole) -> Divide:
+        if role != "train":
             return Divide()
         self.divides.append(Divide(self.policy, smallest=self.smallest))
         return self.divides[-1]
@@ -107,17 +107,17 @@ class RankLoaders:
         object.__setattr__(clone, "rank_batches", batches)
         return clone
 
-    def _keyed(self, loader: DataLoader[Any], stage: Stage) -> Any:
+    def _keyed(self, loader: DataLoader[Any], role: LoaderRole) -> Any:
         if self.batch_size_is == "global":
-            return self._stream(loader, stage)
+            return self._stream(loader, role)
         dealt = self._cut(loader, Deal(spread=False), training=False)
-        return Lockstep(dealt, self.sum_over_ranks) if stage == "train" else dealt
+        return Lockstep(dealt, self.sum_over_ranks) if role == "train" else dealt
 
-    def _stream(self, loader: Any, stage: Stage) -> Any:
+    def _stream(self, loader: Any, role: LoaderRole) -> Any:
         if self.batch_size_is == "global":
-            return Divided(loader, self._divide(stage), self.rank, self.num_ranks, stage == "train", self.agree)
+            return Divided(loader, self._divide(role), self.rank, self.num_ranks, role == "train", self.agree)
         loader = self._seeded(loader) if isinstance(loader, DataLoader) else loader
-        return Lockstep(loader, self.sum_over_ranks) if stage == "train" else loader
+        return Lockstep(loader, self.sum_over_ranks) if role == "train" else loader
 
     def _seeded(self, loader: DataLoader[Any]) -> DataLoader[Any]:
         clone = copy.copy(loader)

@@ -7,7 +7,7 @@ from torch.distributed import Store
 from .store import RankError, wait_for
 
 
-class Meeting:
+class Barrier:
     """Where ranks wait for each other, by the name of the place.
 
     Args:

@@ -3,15 +3,15 @@
 from lightning_fabric.plugins.environments import ClusterEnvironment
 from torch.distributed import PrefixStore
 
-from ._barrier import Meeting, join
-from ._heartbeat import Watch, is_about_communication
-from ._stop import Stopping
+from ._barrier import Barrier, join
+from ._heartbeat import HeartbeatMonitor, is_about_communication
+from ._stop import StopAgreement
 from .store import root_store
 
 _num_runs = 0
 
 
-class Peers:
+class RankCoordinator:
     """The other ranks, during one run of a trainer.
 
     Args:
@@ -20,9 +20,9 @@ class Peers:
 
     Attributes:
         store: shared by all ranks, for this run alone.
-        meeting: where ranks wait for each other.
-        stopping: when to stop together.
-        watch: signs of life.
+        barrier: where ranks wait for each other.
+        stop_agreement: when to stop together.
+        heartbeat: signs of life.
     """
 
     def __init__(self, environment: ClusterEnvironment, timeout_s: float) -> None:
@@ -32,19 +32,19 @@ class Peers:
         self.root_store = root_store(environment, timeout_s)
         self.store = PrefixStore(f"run/{_num_runs}", self.root_store)
         join(self.store, rank, num_ranks, timeout_s)
-        self.stopping = Stopping(rank, num_ranks, self.store)
-        self.watch = Watch(self.store, rank, num_ranks, self.stopping)
-        self.meeting = Meeting(self.store, rank, num_ranks, timeout_s, self.watch.where)
-        self.watch.start()
+        self.stop_agreement = StopAgreement(rank, num_ranks, self.store)
+        self.heartbeat = HeartbeatMonitor(self.store, rank, num_ranks, self.stop_agreement)
+        self.barrier = Barrier(self.store, rank, num_ranks, timeout_s, self.heartbeat.where)
+        self.heartbeat.start()
 
     def end(self) -> None:
         """Stop giving signs of life."""
-        self.watch.end()
+        self.heartbeat.end()
 
     def explain(self, exc: BaseException) -> None:
         """Tell the peers of a failure; where it is only that a peer could not be reached, name that peer in it."""
-        self.watch.freeze(exc)
+        self.heartbeat.freeze(exc)
         if not is_about_communication(exc):
-            self.watch.tell(exc)
-        elif culprits := self.watch.culprits():
+            self.heartbeat.tell(exc)
+        elif culprits := self.heartbeat.culprits():
             exc.args = (f"{culprits} This rank noticed it as: {exc}",)

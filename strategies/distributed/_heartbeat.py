@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.distributed import Store
 
-from ._stop import Stopping
+from ._stop import StopAgreement
 
 BEAT_S = 0.2
 """Seconds between two signs of life."""
@@ -30,7 +30,7 @@ _COMMUNICATION = ("gloo", "nccl", "connection", "timed out", "timeout", "peer", 
 
 
 @dataclass
-class Beat:
+class Heartbeat:
     """A rank's sign of life.
 
     Args:
@@ -46,25 +46,25 @@ class Beat:
     error: str = ""
 
 
-class Watch:
+class HeartbeatMonitor:
     """Signs of life of this rank, and those of the others.
 
     Args:
         store: shared by all ranks; the thread uses a connection of its own.
         rank: this rank.
         num_ranks: number of ranks.
-        stopping: told about requests to stop.
+        stop_agreement: told about requests to stop.
 
     Attributes:
         count_steps: says how many optimizer steps this rank has finished.
     """
 
-    def __init__(self, store: Store, rank: int, num_ranks: int, stopping: Stopping) -> None:
+    def __init__(self, store: Store, rank: int, num_ranks: int, stop_agreement: StopAgreement) -> None:
         self.store = store
         self.rank = rank
         self.num_ranks = num_ranks
-        self.stopping = stopping
-        self.beat = Beat()
+        self.stop_agreement = stop_agreement
+        self.beat = Heartbeat()
         self.count_steps: Callable[[], int] = lambda: 0
         self._failed_at = ""
         self._main = threading.main_thread().ident or 0
@@ -86,7 +86,7 @@ class Watch:
     def _run(self, store: Store) -> None:
         try:
             while not self._ended.wait(BEAT_S):
-                self.stopping.listen(store)
+                self.stop_agreement.listen(store)
                 if not RANK_FAILED.is_set() and store.check([_FAILED]):
                     RANK_FAILED.set()
                 self.beat.count += 1
@@ -126,7 +126,7 @@ class Watch:
                 return f" because it failed with {self.store.get(f'failed/{rank}').decode()}"
             if not self.store.check([f"beat/{rank}"]):
                 return ", nor has it given any sign of life"
-            beat = Beat(**json.loads(self.store.get(f"beat/{rank}")))
+            beat = Heartbeat(**json.loads(self.store.get(f"beat/{rank}")))
         except RuntimeError:
             return ", and the store that rank 0 hosts is gone"
         return f"; it was at step {beat.step}, {beat.place}"
@@ -154,9 +154,11 @@ class Watch:
         behind = [rank for rank in others if second[rank].step < furthest] or others
         return " ".join(f"rank {rank} is at step {second[rank].step}, {second[rank].place}." for rank in behind)
 
-    def _beats(self) -> list[Beat]:
+    def _beats(self) -> list[Heartbeat]:
         keys = [f"beat/{rank}" for rank in range(self.num_ranks)]
-        return [Beat(**json.loads(self.store.get(key))) if self.store.check([key]) else Beat() for key in keys]
+        return [
+            Heartbeat(**json.loads(self.store.get(key))) if self.store.check([key]) else Heartbeat() for key in keys
+        ]
 
 
 def _own_connection(store: Any) -> Store:

@@ -14,7 +14,7 @@ from torch.distributed import Store
 REQUEST, ANNOUNCEMENT = "stop/requested", "stop/step"
 
 
-class Stopping:
+class StopAgreement:
     """What one rank knows of a stop.
 
     Args:

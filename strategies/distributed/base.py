@@ -19,17 +19,17 @@ from typing_extensions import override
 from ..core.devices import precise_dtype
 from ..core.errors import ConfigError
 from ._compression import Compression, compression_hook
-from ._coordinator import Peers
+from ._coordinator import RankCoordinator
 from ._script_launcher import script_launcher
 from .environment import kubeflow
 from .options import name_unused_parameters, verified_options
 from .process_exit import leave_group_at_exit, prepare_forked
-from .side_group import SmallGroup
+from .side_group import SideGroup
 from .sync_batchnorm import SyncBatchNorm
-from .wrapper import TrainedParameters, unwrap
+from .wrapper import ReducedParameters, unwrap
 
 
-class RanksStrategy(pl_strategies.DDPStrategy):
+class MultiProcessStrategy(pl_strategies.DDPStrategy):
     """Lightning's DDP with ranks that never wait for ever, and sums that are exact.
 
     Args:
@@ -62,14 +62,14 @@ class RanksStrategy(pl_strategies.DDPStrategy):
             **verified_options(ddp_options),
         )
         self.timeout_s = timeout_s
-        self.peers: Peers | None = None
+        self.coordinator: RankCoordinator | None = None
         self.stop_signal: int | None = None
         self.at_teardown: Callable[[], None] | None = None
         self._hook = compression_hook(compression)
-        self._small_groups: list[SmallGroup] = []
+        self._small_groups: list[SideGroup] = []
         self._syncs_batchnorm = sync_batchnorm
         self._trainer: pl.Trainer | None = None
-        self._trained: TrainedParameters | None = None
+        self._trained: ReducedParameters | None = None
 
     @property
     def _layer_sync(self) -> SyncBatchNorm | None:
@@ -94,11 +94,11 @@ class RanksStrategy(pl_strategies.DDPStrategy):
         self.set_world_ranks()
         self._process_group_backend = self._get_process_group_backend()
         assert self.cluster_environment is not None
-        self.peers = Peers(self.cluster_environment, self.timeout_s)
+        self.coordinator = RankCoordinator(self.cluster_environment, self.timeout_s)
         if not dist.is_initialized():
             dist.init_process_group(
                 self._process_group_backend,
-                store=PrefixStore("group", self.peers.root_store),
+                store=PrefixStore("group", self.coordinator.root_store),
                 rank=self.global_rank,
                 world_size=self.world_size,
                 timeout=self._timeout,
@@ -112,14 +112,14 @@ class RanksStrategy(pl_strategies.DDPStrategy):
             self._trainer = trainer
             # Lightning's broadcasts from within the signal handler, amid whatever collective the ranks are in
             trainer._signal_connector._sigterm_notifier_fn = self._on_signal
-        if self.peers is not None:
-            self.peers.watch.count_steps = lambda: trainer.global_step
+        if self.coordinator is not None:
+            self.coordinator.heartbeat.count_steps = lambda: trainer.global_step
         super().setup(trainer)
 
     @override
     def configure_ddp(self) -> None:
         assert self.model is not None
-        self._trained = TrainedParameters(self.model)
+        self._trained = ReducedParameters(self.model)
         super().configure_ddp()
         assert isinstance(self.model, DistributedDataParallel)
         if self._hook is not None:
@@ -155,16 +155,16 @@ class RanksStrategy(pl_strategies.DDPStrategy):
                 "reduced over the ranks any more. Unfreeze it in on_train_batch_start or on_train_epoch_start."
             )
 
-    def new_small_group(self) -> SmallGroup:
+    def new_small_group(self) -> SideGroup:
         """Make a group for small sums of CPU tensors beside the gradients; it ends with the run."""
-        self._small_groups.append(SmallGroup(cast(timedelta, self._timeout)))
+        self._small_groups.append(SideGroup(cast(timedelta, self._timeout)))
         return self._small_groups[-1]
 
     def _on_signal(self, signum: int, _: object) -> None:
         assert self._trainer is not None
-        if self.peers is None or self._trainer.state.fn != TrainerFn.FITTING:
+        if self.coordinator is None or self._trainer.state.fn != TrainerFn.FITTING:
             raise SIGTERMException
-        self.peers.stopping.request(signum)
+        self.coordinator.stop_agreement.request(signum)
 
     def agree_to_stop(self, received: bool) -> bool:
         """Whether all ranks stop now, after a signal to any of them; called by all ranks before every micro-batch.
@@ -176,9 +176,9 @@ class RanksStrategy(pl_strategies.DDPStrategy):
             The same answer on all ranks at the same optimizer step. Nothing is communicated unless a stop was asked
             for.
         """
-        assert self.peers is not None
+        assert self.coordinator is not None
         assert self._trainer is not None
-        stopping = self.peers.stopping
+        stopping = self.coordinator.stop_agreement
         if received and not stopping.armed:
             stopping.request(signal.SIGTERM)
         stops = stopping.armed and stopping.due(self._trainer.global_step)
@@ -227,27 +227,29 @@ class RanksStrategy(pl_strategies.DDPStrategy):
 
     @override
     def barrier(self, name: str | None = None, *args: Any, **kwargs: Any) -> None:
-        if self.peers is not None:
-            self.peers.meeting.wait(name or "a barrier without a name")
+        if self.coordinator is not None:
+            self.coordinator.barrier.wait(name or "a barrier without a name")
 
     @override
     def on_exception(self, exception: BaseException) -> None:
         self._small_groups.clear()  # to end them would be to wait for what ranks that have failed will never send
         if isinstance(self.model, DistributedDataParallel) and self._trained is not None:
             name_unused_parameters(exception, self._trained.reduced)
-        if self.peers is not None and not isinstance(exception, SIGTERMException):
-            self.peers.explain(exception)
+        if self.coordinator is not None and not isinstance(exception, SIGTERMException):
+            self.coordinator.explain(exception)
 
     @override
     def teardown(self) -> None:
         if self.at_teardown is not None:
             self.at_teardown()
             self.at_teardown = None
-        if self.peers is not None:
-            if self.peers.stopping.armed:
-                self.stop_signal = self.peers.stopping.signal  # even where there was no step left to stop at
-            self.peers.end()
-            self.peers = None
+        if self.coordinator is not None:
+            if self.coordinator.stop_agreement.armed:
+                self.stop_signal = (
+                    self.coordinator.stop_agreement.signal
+                )  # even where there was no step left to stop at
+            self.coordinator.end()
+            self.coordinator = None
         while self._small_groups:
             self._small_groups.pop().end()
         self._trained = None

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.distributed import Work
 
 
-class SmallGroup:
+class SideGroup:
     """Starts sums of small CPU tensors over all ranks, in place.
 
     Args:

@@ -27,7 +27,7 @@ def reduce_finished(model: DistributedDataParallel) -> None:
     gradients = [p.grad for p in parameters]
     for parameter in parameters:
         parameter.grad = None
-    handover = _Handover.apply(gradients, *parameters)
+    handover = _FinishedGradients.apply(gradients, *parameters)
     prepare_for_backward(model, handover)
     with _without_hooks(parameters):
         handover.backward()
@@ -46,7 +46,7 @@ def _without_hooks(parameters: list[nn.Parameter]) -> Generator[None]:
             parameter._backward_hooks = hooks
 
 
-class _Handover(torch.autograd.Function):
+class _FinishedGradients(torch.autograd.Function):
     """Gives finished gradients to the parameters in a backward pass, where DDP's reducer waits for them."""
 
     @staticmethod
@@ -97,7 +97,7 @@ def forward_through(wrapper: nn.Module, module: nn.Module, step: Callable[..., A
         put_back()
 
 
-class TrainedParameters:
+class ReducedParameters:
     """The parameters of a module as they were when it was wrapped.
 
     Args:

@@ -16,7 +16,7 @@ _NEUTRAL = {"mean": 0.0, "sum": 0.0, "max": float("-inf"), "min": float("inf")}
 
 
 @contextmanager
-def traceless(module: pl.LightningModule) -> Generator[None]:
+def zero_weight_step(module: pl.LightningModule) -> Generator[None]:
     """Run a step whose batch does not count: buffers and metric states return, logged values weigh nothing."""
     buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
     metrics = [(metric, _metric_state(metric)) for metric in module.modules() if isinstance(metric, Metric)]

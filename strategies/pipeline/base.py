@@ -28,7 +28,7 @@ from .layout import StageLayout
 from .options import StageOptions
 
 
-class StagedStrategy(pl_strategies.Strategy):
+class PipelineStrategy(pl_strategies.Strategy):
     """Mixed in before a strategy of Lightning's: that one deals with processes, this one with the devices of one.
 
     Args:

@@ -28,7 +28,7 @@ class AttributeWatch:
 
     @contextmanager
     def watching(self, kind: str) -> Generator[None]:
-        """Watch one step, `training_step` for example."""
+        """HeartbeatMonitor one step, `training_step` for example."""
         modules = [module for watched in self._replicas.modules()[1:] for module in self._watched(watched, kind)]
         before = [attribute_values(module) for module in modules]
         yield

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from evener.strategies import DDPStrategy
 from evener.strategies.distributed import _heartbeat as watch
-from evener.strategies.distributed._stop import Stopping
+from evener.strategies.distributed._stop import StopAgreement
 
 TIMEOUT_S = 3.0
 HANG_S = 10.0
@@ -116,7 +116,7 @@ def test_signs_of_life_keep_nothing_of_a_step_alive(monkeypatch: pytest.MonkeyPa
         return weakref.ref(big)
 
     store = LocalStore()
-    signs = watch.Watch(store, 0, 1, Stopping(0, 1, store))
+    signs = watch.HeartbeatMonitor(store, 0, 1, StopAgreement(0, 1, store))
     signs.start()
     alive = [step()() is not None for _ in range(5)]
     signs.end()

@@ -10,7 +10,7 @@ from ..plan.plan import is_measured, measure, plan_memory
 from ..plan.table import show_measured, show_plan
 
 
-def advise(cfg: DictConfig) -> None:
+def run_advisory_mode(cfg: DictConfig) -> None:
     """Print what `mode=compare` or `mode=plan` asks for.
 
     Args:

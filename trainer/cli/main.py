@@ -23,7 +23,7 @@ from ..launch import cluster
 from ..launch.environment import WorkerError, environment
 from ._summary import show_summary
 from .sweep_table import show_unfinished
-from .train import ADVICE, prepare, train
+from .train import ADVISORY_MODES, prepare, train
 
 CONFIG_PACKAGE = "pkg://evener.conf"
 FULL_ERROR = "HYDRA_FULL_ERROR"
@@ -86,10 +86,10 @@ def follow(started_by: ClusterEnvironment) -> None:
 
 def run_job(cfg: DictConfig) -> float | None:
     """Run one job, print its closing table, and return the monitored metric, which Hydra's sweepers optimize."""
-    if cfg.mode in ADVICE:
-        from ._modes import advise  # takes long to import, too
+    if cfg.mode in ADVISORY_MODES:
+        from ._modes import run_advisory_mode  # takes long to import, too
 
-        advise(prepare(cfg))
+        run_advisory_mode(prepare(cfg))
         return None
     result = train(cfg)
     show_summary(result, cfg.log_dir)

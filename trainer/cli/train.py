@@ -17,7 +17,7 @@ from ..config.missing_values import incomplete
 from ..job.result import Result
 from ..launch.launcher import launch
 
-ADVICE = ("compare", "plan")
+ADVISORY_MODES = ("compare", "plan")
 """The modes that train nothing to keep."""
 
 
@@ -38,7 +38,7 @@ def train(cfg: DictConfig) -> Result:
         raise ConfigError(
             f"train takes a configuration, and a {type(given).__name__} was given. Use train(compose([...]))."
         )
-    if cfg.mode in ADVICE:
+    if cfg.mode in ADVISORY_MODES:
         raise ConfigError(
             f"mode={cfg.mode} trains nothing, so there is no result. Run python train.py mode={cfg.mode}."
         )

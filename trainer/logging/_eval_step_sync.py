@@ -37,7 +37,7 @@ Step: TypeAlias = tuple[int, int, dict[str, dict[str, Any]]]
 """Number of the global batch in the epoch, step for the loggers, and values by name as plain data."""
 
 
-class EvaluatedSteps:
+class EvalStepSync:
     """Steps of an evaluation that wait for the end of the epoch."""
 
     def __init__(self) -> None:

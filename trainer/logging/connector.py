@@ -19,9 +19,9 @@ from typing_extensions import override
 from ...strategies.core.errors import ConfigError
 from ...strategies.core.types import Batch
 from ._epoch_sync import is_shared_by, own_values, share
-from ._eval_step_sync import NUM_SAMPLES, EvaluatedSteps, combine
+from ._eval_step_sync import NUM_SAMPLES, EvalStepSync, combine
 from .slots import Slot
-from .step_sync import Deferred
+from .step_sync import StepSync
 
 
 class LeanResults(_ResultCollection):
@@ -38,7 +38,7 @@ class LeanResults(_ResultCollection):
         self.logs_steps = False
         self.waits_for_epoch = False
         """Whether evaluation logged a value by step that ranks share, which waits for the end of the epoch."""
-        self.deferred = Deferred()
+        self.deferred = StepSync()
         self.defers = False
         """Whether the loop reduces what was logged by step once its step is over."""
 
@@ -121,7 +121,7 @@ class LeanLoggerConnector(_LoggerConnector):
         self.batch_results: LeanResults | None = None
         """The results of the loop that is at a batch now; None between batches."""
         self._unread: LeanResults | None = None
-        self._evaluated = EvaluatedSteps()
+        self._evaluated = EvalStepSync()
         self._collected: dict[str, dict[str, Any]] = {}
         super().__init__(trainer)
 

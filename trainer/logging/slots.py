@@ -12,7 +12,7 @@ from pytorch_lightning.trainer.connectors.logger_connector.result import _Result
 from torch import Tensor
 from torchmetrics import Metric
 
-from .step_sync import Deferred
+from .step_sync import StepSync
 
 _KEPT = (torch.float32, torch.float64)
 
@@ -28,7 +28,7 @@ class Slot:
     """
 
     def __init__(
-        self, metric: _ResultMetric, options: tuple[Any, ...], needs_logger: bool, deferred: Deferred | None = None
+        self, metric: _ResultMetric, options: tuple[Any, ...], needs_logger: bool, deferred: StepSync | None = None
     ) -> None:
         meta = metric.meta
         self.metric = metric
@@ -101,7 +101,7 @@ class Slot:
         else:
             state["value"] = self.reduce(state["value"], copy)
 
-    def _defer(self, copy: Tensor, deferred: Deferred) -> None:
+    def _defer(self, copy: Tensor, deferred: StepSync) -> None:
         """Let the step's value wait to be reduced; an epoch's value is accumulated from this rank's own."""
         sync = self.metric.meta.sync
         step = copy if self.step_only else copy.clone()

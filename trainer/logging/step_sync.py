@@ -13,7 +13,7 @@ from torch import Tensor
 Reduce = Callable[..., Tensor]
 
 
-class Deferred:
+class StepSync:
     """Values of one loop that wait for their reduction.
 
     Every rank must log the same keys in the same order, as Lightning asks too.

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ._simulation import Questions, StageMemory
-from ._topology import Spread
+from ._topology import Topology
 
 MAX_SAMPLES = 2**24
 """Batches beyond this are not looked for."""
@@ -76,7 +76,7 @@ class MemoryPlan:
         return path
 
 
-def questions(spread: Spread, batch: int, device_bytes: float | None) -> Questions[MemoryPlan]:
+def questions(spread: Topology, batch: int, device_bytes: float | None) -> Questions[MemoryPlan]:
     """Ask for what a plan needs.
 
     Args:
@@ -95,7 +95,7 @@ def questions(spread: Spread, batch: int, device_bytes: float | None) -> Questio
     return MemoryPlan(spread.name, batch, spread.global_batch(batch), devices, device_bytes, largest)
 
 
-def planned(spread: Spread, batch: int, known: dict[int, list[StageMemory]]) -> Questions[list[DevicePlan]]:
+def planned(spread: Topology, batch: int, known: dict[int, list[StageMemory]]) -> Questions[list[DevicePlan]]:
     """Plan every device for a batch of the loader, asking for sizes that are not known yet."""
     for samples in spread.samples(batch):
         if samples and samples not in known:
@@ -103,7 +103,7 @@ def planned(spread: Spread, batch: int, known: dict[int, list[StageMemory]]) -> 
     return device_plans(spread, batch, known)
 
 
-def device_plans(spread: Spread, batch: int, known: dict[int, list[StageMemory]]) -> list[DevicePlan]:
+def device_plans(spread: Topology, batch: int, known: dict[int, list[StageMemory]]) -> list[DevicePlan]:
     """Plan every device of a node.
 
     Args:
@@ -173,7 +173,7 @@ def replica(memory: StageMemory, device: int, samples: int) -> DevicePlan:
 
 
 def largest_batch(
-    spread: Spread, batch: int, device_bytes: float, known: dict[int, list[StageMemory]]
+    spread: Topology, batch: int, device_bytes: float, known: dict[int, list[StageMemory]]
 ) -> Questions[int | None]:
     """Look for the largest batch of the loader with which no device needs more than it has.
 

@@ -12,12 +12,12 @@ from ...strategies.core.device_names import ALLOWED, accelerator_type, num_avail
 from ...strategies.ddp import DDPStrategy
 from ...strategies.distributed.device_blocks import num_processes
 from ...strategies.dp import DataParallelStrategy
-from ...strategies.pipeline.base import StagedStrategy
+from ...strategies.pipeline.base import PipelineStrategy
 from ..config.checks import plain
 
 
 @dataclass(frozen=True)
-class Spread:
+class Topology:
     """How a strategy spreads a batch of the loader over the devices of one node.
 
     Args:
@@ -52,7 +52,7 @@ class Spread:
         return batch * self.num_ranks if self.is_per_rank and not self.is_replicated else batch
 
 
-def spread_of(strategy: Strategy, num_devices: int, num_nodes: int) -> Spread:
+def topology_of(strategy: Strategy, num_devices: int, num_nodes: int) -> Topology:
     """Find out how a strategy spreads its work.
 
     Args:
@@ -69,24 +69,24 @@ def spread_of(strategy: Strategy, num_devices: int, num_nodes: int) -> Spread:
     name = getattr(strategy, "strategy_name", type(strategy).__name__)
     if isinstance(strategy, SingleDeviceStrategy):
         strategy.parallel_devices = [strategy.root_device] * num_devices
-        return Spread(name, 1)
+        return Topology(name, 1)
     if isinstance(strategy, DataParallelStrategy):
         if strategy._submodule is not None:
             raise ConfigError(f"mode=plan can't follow {name}.submodule. Use mode=compare, which measures.")
         strategy.parallel_devices = [strategy.root_device] * num_devices
         policy = strategy._make_policy() if isinstance(strategy, BalancedDataParallelStrategy) else strategy.policy
         policy.verify(num_devices, name)
-        return Spread(name, num_devices, is_replicated=True, policy=policy)
-    staged = isinstance(strategy, StagedStrategy)
+        return Topology(name, num_devices, is_replicated=True, policy=policy)
+    staged = isinstance(strategy, PipelineStrategy)
     if not isinstance(strategy, DDPStrategy):
         if staged:
-            return Spread(name, num_devices, num_stages=num_devices)
+            return Topology(name, num_devices, num_stages=num_devices)
         raise ConfigError(f"mode=plan does not know the strategy {name}. Choose one of this project's, such as ddp.")
     num_stages: int = getattr(strategy, "model_parallel_size", 1)
     num_ranks = num_processes(num_devices, num_stages) * num_nodes
     buckets = 0 if strategy._ddp_kwargs.get("gradient_as_bucket_view") else 1
     per_rank = strategy.batch_size_is == "per_device"
-    return Spread(name, num_devices, num_stages, num_ranks, False, per_rank, strategy.policy, buckets)
+    return Topology(name, num_devices, num_stages, num_ranks, False, per_rank, strategy.policy, buckets)
 
 
 def count_devices(cfg: DictConfig) -> int:

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import (
 from ...strategies import ConfigError
 from ...strategies.core.device_names import resolve_devices
 from ...strategies.core.devices import is_accelerator
-from ...strategies.pipeline.base import StagedStrategy
+from ...strategies.pipeline.base import PipelineStrategy
 from ..compare.compare import short_config
 from ..compare.trial import Trial, run_trial
 from ..config.checks import plain
@@ -26,7 +26,7 @@ from ..config.instantiate import instantiate
 from ..job.log_file import run_log
 from ._search import MemoryPlan, questions
 from ._simulation import Finished, Interview, Questions, SimulatedStrategy
-from ._topology import Spread, count_devices, is_for_accelerator, spread_of
+from ._topology import Topology, count_devices, is_for_accelerator, topology_of
 
 GB = 10**9
 LIGHTNING_TALK = "pytorch_lightning.utilities.rank_zero"
@@ -52,7 +52,7 @@ def plan_memory(cfg: DictConfig) -> MemoryPlan:
     limit = cfg.get("device_memory_gb")
     with run_log(cfg.run_dir):
         strategy: Strategy = instantiate("strategy", cfg.strategy)
-        spread = spread_of(strategy, count_devices(cfg), int(cfg.num_nodes))
+        spread = topology_of(strategy, count_devices(cfg), int(cfg.num_nodes))
 
         def ask(batch: int) -> Questions[MemoryPlan]:
             return questions(spread, batch, None if limit is None else limit * GB)
@@ -105,7 +105,7 @@ def plan_errors(planned: MemoryPlan, measured: Trial) -> list[float] | None:
     return [device.peak / size - 1 for device, size in pairs]
 
 
-def interview(cfg: DictConfig, strategy: Strategy, spread: Spread, ask: Ask) -> MemoryPlan:
+def interview(cfg: DictConfig, strategy: Strategy, spread: Topology, ask: Ask) -> MemoryPlan:
     """Run a simulated training that answers questions.
 
     Args:
@@ -117,7 +117,7 @@ def interview(cfg: DictConfig, strategy: Strategy, spread: Spread, ask: Ask) -> 
     Returns:
         The answer.
     """
-    options = strategy.stage_options if isinstance(strategy, StagedStrategy) else None
+    options = strategy.stage_options if isinstance(strategy, PipelineStrategy) else None
     pl.seed_everything(cfg.seed or 0, workers=True, verbose=False)  # the first batch is that of a run
     simulated = SimulatedStrategy(spread.num_stages, options, is_for_accelerator(cfg))
     module: pl.LightningModule = instantiate("module", cfg.module)

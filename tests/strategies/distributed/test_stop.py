@@ -5,7 +5,7 @@ import itertools
 import pytest
 from torch.distributed import HashStore
 
-from evener.strategies.distributed._stop import Stopping
+from evener.strategies.distributed._stop import StopAgreement
 
 
 def run_in_lockstep(asked: int, asked_at: int, heard_at: tuple[int, ...]) -> list[int]:
@@ -20,7 +20,7 @@ def run_in_lockstep(asked: int, asked_at: int, heard_at: tuple[int, ...]) -> lis
         The step at which each rank stopped.
     """
     store = HashStore()
-    ranks = [Stopping(rank, len(heard_at), store) for rank in range(len(heard_at))]
+    ranks = [StopAgreement(rank, len(heard_at), store) for rank in range(len(heard_at))]
     stopped = [-1] * len(ranks)
     for step in range(50):
         for number, rank in enumerate(ranks):
@@ -44,12 +44,12 @@ def test_all_ranks_stop_at_one_step(asked: int) -> None:
 
 
 def test_nothing_is_asked_of_the_store_before_a_request() -> None:
-    rank = Stopping(0, 2, None)
+    rank = StopAgreement(0, 2, None)
     assert not rank.armed
 
 
 def test_a_single_process_stops_at_once() -> None:
-    alone = Stopping()
+    alone = StopAgreement()
     alone.request(15)
     assert alone.armed
     assert alone.due(7)

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from evener.strategies import STRATEGIES, ConfigError
 from evener.trainer import compose, train
-from evener.trainer.cli._modes import advise
+from evener.trainer.cli._modes import run_advisory_mode
 from evener.trainer.cli.main import main
 from evener.trainer.cli.train import prepare
 from evener.trainer.compare._judge import judge, largest_difference, tolerance_of
@@ -302,7 +302,7 @@ def test_workers_do_not_compare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     for name in ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK"):
         monkeypatch.setenv(name, "1")
     with pytest.raises(ConfigError, match=r"mode=compare runs once, in one process"):
-        advise(cfg)
+        run_advisory_mode(cfg)
     with pytest.raises(ConfigError, match=r"mode=compare trains nothing"):
         train(cfg)
 
