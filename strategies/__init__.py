@@ -1,5 +1,9 @@
 """How the work is spread: strategies and the pieces they are made of."""
 
+from .core.lightning_names import unify
+
+unify()  # before anything imports Lightning
+
 from .balanced_ddp import BalancedDDPStrategy
 from .balanced_ddp_model_parallel import BalancedDDPModelParallelStrategy
 from .balanced_dp import BalancedDataParallelStrategy

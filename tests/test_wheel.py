@@ -86,3 +86,12 @@ def test_a_project_of_its_own_runs_on_the_wheel(installed: Path, tmp_path: Path)
     result = json.loads(written.read_text())
     assert result["metrics"]["test/acc"] > 0.85
     assert result["num_processes"] == 2
+
+
+def test_the_installed_command_starts() -> None:
+    command = Path(sys.executable).with_name("evener")
+    if not command.exists():
+        pytest.skip("evener is not installed in this environment")
+    shown = subprocess.run([str(command), "--cfg", "job"], capture_output=True, text=True, timeout=110, check=False)
+    assert shown.returncode == 0, shown.stderr
+    assert "evener.trainer.Trainer" in shown.stdout

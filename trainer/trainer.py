@@ -2,7 +2,9 @@
 
 import inspect
 import signal
-from typing import Any, Literal
+from collections.abc import Callable, Iterable, Iterator
+from functools import wraps
+from typing import Any, Literal, TypeVar, cast
 
 import pytorch_lightning as pl
 import torch.distributed as dist
@@ -14,6 +16,7 @@ from typing_extensions import override
 
 from ..strategies import STRATEGIES
 from ..strategies.core.device_names import are_names, give_devices
+from ..strategies.core.lightning_names import verify_family
 from .callbacks.nonfinite import DetectNonFinite
 from .checkpoint.file_io import VerifiedCheckpointIO
 from .logging.connector import LeanLoggerConnector
@@ -27,6 +30,24 @@ from .loops.loops import (
 )
 from .loops.out_of_memory import explained_out_of_memory
 from .loops.progress_bar import TimedBar
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def _verified(method: Method) -> Method:
+    """Have a method of the trainer refuse modules of another package that is called Lightning, too."""
+
+    @wraps(method)
+    def verified(self: pl.Trainer, *args: Any, **kwargs: Any) -> Any:
+        verify_family(*args, *kwargs.values())
+        return method(self, *args, **kwargs)
+
+    return cast("Method", verified)
+
+
+def _flat(values: Iterable[Any]) -> Iterator[Any]:
+    for value in values:
+        yield from value if isinstance(value, (list, tuple)) else [value]
 
 
 class Trainer(pl.Trainer):
@@ -55,6 +76,7 @@ class Trainer(pl.Trainer):
             strategy = STRATEGIES[strategy]()
         if are_names(kwargs.get("devices")):
             kwargs |= give_devices(strategy, kwargs["devices"])
+        verify_family(strategy, *_flat(kwargs.values()))
         super().__init__(strategy=strategy, **kwargs)
         self.exact_accumulation = exact_accumulation
         self.agreed_to_stop = False
@@ -91,6 +113,11 @@ class Trainer(pl.Trainer):
         if bar is None or any(bar is callback for callback in given):
             return None
         return TimedBar(bar)
+
+    fit = _verified(pl.Trainer.fit)
+    validate = _verified(pl.Trainer.validate)
+    test = _verified(pl.Trainer.test)
+    predict = _verified(pl.Trainer.predict)
 
     @override
     def _run(self, *args: Any, **kwargs: Any) -> Any:

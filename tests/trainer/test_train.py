@@ -174,7 +174,7 @@ MISTAKES = [
     (["module._target_=collections.Counter"], r"is the class collections\.Counter, which is not a pytorch_lightning L"),
     (
         ["module._target_=test_train.FromTheOtherNamespace"],
-        r"lightning\.pytorch namespace.*from pytorch_lightning",
+        r"derives from lightning's .* Evener runs pytorch_lightning here, which is a different package",
     ),
     (["+module.nonsense=1"], r"module: .*DigitsClassifier refused its options: .*nonsense"),
     (["resume=missing.ckpt"], r"resume=missing\.ckpt: there is no such file"),

@@ -155,7 +155,7 @@ def annotations(cls: type) -> dict[str, tuple[Any, Any]]:
     for owner in (base for base in cls.__mro__ if "__init__" in vars(base)):
         init: Any = inspect.unwrap(vars(owner)["__init__"])
         parameters = inspect.signature(init).parameters if inspect.isfunction(init) else {}
-        if owner.__module__.partition(".")[0] in ("evener", "pytorch_lightning"):
+        if owner.__module__.startswith(("evener.", f"{pl.__name__}.")):
             hints = _hints(init)
             for name, parameter in parameters.items():  # the trainer's signature has Lightning's arguments, too
                 hint = hints.get(name, parameter.annotation)

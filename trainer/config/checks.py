@@ -13,6 +13,7 @@ from pytorch_lightning.strategies import Strategy
 
 from ...strategies import ConfigError
 from ...strategies.core.device_names import resolve_devices
+from ...strategies.core.lightning_names import verify_family
 from ._option_values import verify_options, verify_root
 
 KINDS: dict[str, type] = {
@@ -104,11 +105,7 @@ def verify_target(key: str, options: Any, kind: type) -> type:
         ) from exc
     if isinstance(found, type) and issubclass(found, kind):
         return found
-    if isinstance(found, type) and any(base.__module__.startswith("lightning.pytorch") for base in found.__mro__):
-        raise ConfigError(
-            f"{key}._target_={target}: {found.__name__} comes from the lightning.pytorch namespace. "
-            "Import from pytorch_lightning instead (import pytorch_lightning as pl); both can't be mixed."
-        )
+    verify_family(found)
     given = (
         f"the class {found.__module__}.{found.__qualname__}" if isinstance(found, type) else f"a {type(found).__name__}"
     )

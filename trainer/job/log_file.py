@@ -9,7 +9,7 @@ from pathlib import Path
 
 LOG_FILE = "train.log"
 FORMAT = "[%(asctime)s][%(name)s][%(levelname)s] - %(message)s"
-LIGHTNING_LOGGERS = ("pytorch_lightning", "lightning_fabric")
+LIGHTNING_LOGGERS = ("pytorch_lightning", "lightning_fabric", "lightning.pytorch", "lightning.fabric", "lightning")
 
 
 @contextmanager
@@ -39,8 +39,11 @@ def run_log(run_dir: str | Path, rank: int = 0) -> Generator[None]:
         logger = logging.getLogger(name)
         logger.handlers.clear()
         logger.propagate = True
-    told_by_lightning = logging.getLogger("pytorch_lightning.utilities.rank_zero")
-    told_by_lightning.addFilter(is_no_advertisement)
+    talkative = [
+        logging.getLogger(f"{name}.utilities.rank_zero") for name in ("pytorch_lightning", "lightning.pytorch")
+    ]
+    for logger in talkative:
+        logger.addFilter(is_no_advertisement)
     # the interval is shortened to the epoch's length right after this warning
     warnings.filterwarnings("ignore", message="The number of training batches .* is smaller than the logging interval")
     # Lightning 2.6 asks torch 2.13's pytree in a way that torch deprecates; no user can do anything about it
@@ -48,7 +51,8 @@ def run_log(run_dir: str | Path, rank: int = 0) -> Generator[None]:
     try:
         yield
     finally:
-        told_by_lightning.removeFilter(is_no_advertisement)
+        for logger in talkative:
+            logger.removeFilter(is_no_advertisement)
         root.level = level
         logging.disable(logging.NOTSET)
         for handler in added:

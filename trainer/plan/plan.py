@@ -29,7 +29,7 @@ from ._simulation import Finished, Interview, Questions, SimulatedStrategy
 from ._topology import Topology, count_devices, is_for_accelerator, topology_of
 
 GB = 10**9
-LIGHTNING_TALK = "pytorch_lightning.utilities.rank_zero"
+LIGHTNING_TALK = f"{pl.__name__}.utilities.rank_zero"
 
 UNREADABLE = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from torch.distributed import HashStore
 
-from evener.strategies.distributed import _coordinator as peers
+from evener.strategies.distributed import store as store_module
 from evener.strategies.distributed._heartbeat import RANK_FAILED
 from evener.strategies.distributed.store import leave_store
 from evener.trainer.launch import worker
@@ -74,7 +74,7 @@ def test_the_groups_threads_end_before_the_interpreter(tmp_path: Path) -> None:
 
 def test_the_stores_host_leaves_last(monkeypatch: pytest.MonkeyPatch) -> None:
     store, left = HashStore(), []
-    monkeypatch.setattr(peers, "_STORES", {(0, 2): store})
+    monkeypatch.setattr(store_module, "_STORES", {(0, 2): store})
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
 
     def leave_late() -> None:
@@ -93,8 +93,8 @@ def test_the_stores_host_leaves_last(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("why", ["a rank has failed", "nobody leaves", "the launcher hosts the store"])
 def test_the_stores_host_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch, why: str) -> None:
     waits: list[float] = []
-    monkeypatch.setattr(peers, "_STORES", {(0, 2): HashStore()})
-    monkeypatch.setattr(peers, "wait_for", lambda store, keys, timeout_s: waits.append(timeout_s))
+    monkeypatch.setattr(store_module, "_STORES", {(0, 2): HashStore()})
+    monkeypatch.setattr(store_module, "wait_for", lambda store, keys, timeout_s: waits.append(timeout_s))
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", str(why == "the launcher hosts the store"))
     try:
         if why == "a rank has failed":

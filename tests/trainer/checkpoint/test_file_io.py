@@ -150,7 +150,7 @@ def test_configurations_become_plain_data_and_objects_among_them_text(caplog: py
 
 
 def test_an_object_in_the_state_is_named_when_it_is_saved() -> None:
-    with pytest.raises(ConfigError, match=r"entry callbacks\.Mine\.bomb is of type test_checkpoint_io\.Bomb"):
+    with pytest.raises(ConfigError, match=r"entry callbacks\.Mine\.bomb is of type test_file_io\.Bomb"):
         to_plain({"callbacks": {"Mine": {"bomb": Bomb(Path())}}})
 
 

@@ -1,0 +1,181 @@
+"""Make both published names of Lightning mean one package.
+
+Lightning is published as `pytorch_lightning` (with `lightning_fabric`) and as `lightning.pytorch` (with
+`lightning.fabric`), with the same content but different classes, so that a module written for one is refused by the
+other's trainer. `unify` installs an import hook that loads one name as the very modules of the other:
+
+| imported before                                | the real package                                       |
+|------------------------------------------------|--------------------------------------------------------|
+| neither                                        | `pytorch_lightning` where it is installed              |
+| one of the two                                 | that one                                               |
+| both                                           | both; `verify_family` refuses objects of the other one |
+
+`EVENER_LIGHTNING_ALIAS=0` leaves both names as they are.
+"""
+
+import importlib
+import logging
+import os
+import sys
+from collections.abc import Iterable, Sequence
+from importlib import metadata
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType
+from typing import Any
+
+from typing_extensions import override
+
+from .errors import ConfigError
+
+SWITCH = "EVENER_LIGHTNING_ALIAS"
+"""Environment variable: `0` switches the import hook off."""
+
+STANDALONE = {"pytorch_lightning": "lightning.pytorch", "lightning_fabric": "lightning.fabric"}
+"""The packages of `pytorch-lightning`, and what the distribution `lightning` calls them."""
+
+FACE = {
+    "Callback": "pytorch_lightning",
+    "Fabric": "lightning_fabric",
+    "LightningDataModule": "pytorch_lightning",
+    "LightningModule": "pytorch_lightning",
+    "Trainer": "pytorch_lightning",
+    "__version__": "pytorch_lightning",
+    "seed_everything": "pytorch_lightning",
+}
+"""What `lightning` itself exports, and the package where it comes from."""
+
+log = logging.getLogger(__name__)
+
+
+def unify() -> None:
+    """Install the import hook, once; nothing is imported until somebody asks for it."""
+    if os.environ.get(SWITCH) == "0" or any(isinstance(finder, _AliasFinder) for finder in sys.meta_path):
+        return
+    standalone, unified = _is_imported(STANDALONE), _is_imported(STANDALONE.values())
+    if standalone and unified:
+        return
+    if unified or (not standalone and PathFinder.find_spec("pytorch_lightning") is None):
+        sys.meta_path.insert(0, _AliasFinder(STANDALONE))
+    else:
+        sys.meta_path.insert(0, _AliasFinder({alias: real for real, alias in STANDALONE.items()}))
+
+
+def verify_family(*objects: object) -> None:
+    """Refuse objects whose class derives from the package of Lightning that this process does not use.
+
+    Args:
+        *objects: modules, data modules, callbacks, loggers, plugins, or classes of them; anything else passes.
+
+    Raises:
+        ConfigError: both packages were imported before the import hook was installed, or it is switched off.
+    """
+    for value in objects:
+        cls: type = value if isinstance(value, type) else type(value)
+        if foreign := _foreign_base(cls):
+            unset = f" and unset {SWITCH}" if os.environ.get(SWITCH) == "0" else ""
+            raise ConfigError(
+                f"{cls.__name__} derives from {foreign.__module__.partition('.')[0]}'s {foreign.__name__}, and Evener "
+                f"runs {_running()} here, which is a different package. Import evener before either of them{unset}: "
+                "then both names mean the same package."
+            )
+
+
+class _AliasFinder(MetaPathFinder):
+    """Finds every module of an alias as the module of the real package.
+
+    Args:
+        aliases: alias of each package and its real name.
+    """
+
+    def __init__(self, aliases: dict[str, str]) -> None:
+        self._aliases = aliases
+        self._warned = False
+
+    @override
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        for alias, real in self._aliases.items():
+            if fullname == alias or fullname.startswith(f"{alias}."):
+                self._warn()
+                return ModuleSpec(fullname, _AliasLoader(real + fullname[len(alias) :]), is_package=True)
+        if fullname == "lightning" and "lightning.pytorch" in self._aliases and PathFinder.find_spec(fullname) is None:
+            return ModuleSpec(fullname, _FaceLoader(), is_package=True)
+        return None
+
+    def _warn(self) -> None:
+        if self._warned:
+            return
+        self._warned = True
+        versions = {name: _version(name) for name in ("pytorch-lightning", "lightning")}
+        if None not in versions.values() and len(set(versions.values())) > 1:
+            real = "lightning" if "pytorch_lightning" in self._aliases else "pytorch-lightning"
+            log.warning(
+                "pytorch-lightning %s and lightning %s are installed; %s %s runs under both names.",
+                *versions.values(), real, versions[real],
+            )  # fmt: skip
+
+
+class _AliasLoader(Loader):
+    """Loads a module as the one of another name."""
+
+    def __init__(self, real: str) -> None:
+        self._real = real
+        self._spec: ModuleSpec | None = None
+
+    @override
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        module = importlib.import_module(self._real)
+        self._spec = module.__spec__
+        return module
+
+    @override
+    def exec_module(self, module: ModuleType) -> None:
+        module.__spec__ = self._spec  # the import system has set the alias's
+
+
+class _FaceLoader(Loader):
+    """Stands for `lightning` where only `pytorch_lightning` is installed."""
+
+    @override
+    def create_module(self, spec: ModuleSpec) -> None:
+        return None
+
+    @override
+    def exec_module(self, module: ModuleType) -> None:
+        def get(name: str) -> Any:
+            if name not in FACE:
+                raise AttributeError(f"module 'lightning' has no attribute {name!r}")
+            return getattr(importlib.import_module(FACE[name]), name)
+
+        vars(module)["__getattr__"] = get
+        vars(module)["__all__"] = list(FACE)
+        importlib.import_module("lightning.fabric")  # as `import lightning` makes both available
+        importlib.import_module("lightning.pytorch")
+
+
+def _foreign_base(cls: type) -> type | None:
+    """The class's first base that comes from the package of Lightning that does not run here."""
+    others = [name for pair in STANDALONE.items() for name in pair if name.startswith("lightning.") != _is_unified()]
+    prefixes = tuple(f"{name}." for name in others)
+    return next((base for base in cls.__mro__ if base.__module__.startswith(prefixes)), None)
+
+
+def _is_unified() -> bool:
+    return _running().startswith("lightning.")
+
+
+def _running() -> str:
+    return importlib.import_module("pytorch_lightning").__name__
+
+
+def _is_imported(names: Iterable[str]) -> bool:
+    return any(name in sys.modules for name in names)
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None

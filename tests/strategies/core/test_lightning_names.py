@@ -1,0 +1,160 @@
+"""`lightning.pytorch` and `pytorch_lightning` are one package, whichever was imported first and whichever is installed.
+
+Each case runs in an interpreter of its own, since what was imported before decides.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from evener.strategies.core import lightning_names
+
+MODULE = """
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import Callback
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+
+class Net(L.LightningModule):
+    def __init__(self, width: int = 4) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.layer = nn.Linear(width, 1)
+
+    def training_step(self, batch, batch_idx):
+        loss = self.layer(batch[0]).square().mean()
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Data(L.LightningDataModule):
+    def train_dataloader(self):
+        return DataLoader(TensorDataset(torch.arange(40.0).view(10, 4) / 40), batch_size=3)
+
+
+class Count(Callback):
+    batches = 0
+
+    def on_train_batch_end(self, *args):
+        self.batches += 1
+"""
+
+TRAIN = """
+import pickle, warnings
+warnings.simplefilter("ignore")
+from evener.trainer import Trainer
+import torch, written
+import pytorch_lightning, lightning.pytorch, lightning.fabric, lightning_fabric
+assert pytorch_lightning is lightning.pytorch and lightning_fabric is lightning.fabric
+import pytorch_lightning.callbacks as ours
+import lightning.pytorch.callbacks as theirs
+assert ours is theirs and ours.__spec__.name == ours.__name__
+assert isinstance(written.Net(), pytorch_lightning.LightningModule)
+assert pickle.loads(pickle.dumps(pytorch_lightning.LightningModule)) is lightning.pytorch.LightningModule
+quiet = dict(accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False)
+weights = []
+for strategy, devices in (("single_device", 1), ("dp", 2)):
+    torch.manual_seed(0)
+    net, count = written.Net(), written.Count()
+    trainer = Trainer(strategy=strategy, devices=devices, max_epochs=1, callbacks=count, **quiet)
+    trainer.fit(net, datamodule=written.Data())
+    assert count.batches == 4
+    weights.append(net.layer.weight.detach().clone())
+assert torch.allclose(*weights, atol=1e-6)
+trainer.save_checkpoint("net.ckpt")
+print("trained with", pytorch_lightning.__name__)
+"""
+
+HIDE = """
+import importlib.machinery
+find = importlib.machinery.PathFinder.find_spec
+def hiding(cls, name, path=None, target=None):
+    return None if name.partition(".")[0] in {hidden} else find(name, path, target)
+importlib.machinery.PathFinder.find_spec = classmethod(hiding)
+"""
+
+LOAD = """
+from evener.trainer import Trainer
+import torch, written
+quiet = dict(accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False)
+trainer = Trainer(max_epochs=2, enable_checkpointing=False, **quiet)
+trainer.fit(written.Net(), datamodule=written.Data(), ckpt_path="net.ckpt", weights_only=True)
+width = written.Net.load_from_checkpoint("net.ckpt", weights_only=True).hparams.width
+print("resumed at", trainer.current_epoch, width)
+"""
+
+
+def python(folder: Path, script: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    (folder / "written.py").write_text(MODULE)
+    variables = {**os.environ, "PYTHONPATH": str(folder), "PYTHONWARNINGS": "ignore", **environment}
+    return subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=folder,
+        env=variables,
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("before", "real"),
+    [
+        ("", "pytorch_lightning"),
+        ("import lightning", "lightning.pytorch"),
+        ("import pytorch_lightning", "pytorch_lightning"),
+    ],
+    ids=["evener first", "lightning first", "pytorch_lightning first"],
+)
+def test_a_module_written_for_the_other_name_trains(before: str, real: str, tmp_path: Path) -> None:
+    ended = python(tmp_path, before + TRAIN)
+    assert ended.returncode == 0, ended.stderr
+    assert f"trained with {real}" in ended.stdout
+
+
+def test_a_checkpoint_written_with_one_name_loads_where_only_the_other_is_installed(tmp_path: Path) -> None:
+    saved = python(tmp_path, HIDE.format(hidden={"pytorch_lightning", "lightning_fabric"}) + TRAIN)
+    assert "trained with lightning.pytorch" in saved.stdout, saved.stderr
+    loaded = python(tmp_path, HIDE.format(hidden={"lightning"}) + LOAD)
+    assert "resumed at 2 4" in loaded.stdout, loaded.stderr
+
+
+def test_objects_of_the_other_package_are_refused_where_both_were_imported_before(tmp_path: Path) -> None:
+    script = (
+        "import pytorch_lightning, lightning\nfrom evener.trainer import Trainer\nimport written\n"
+        "Trainer(accelerator='cpu', logger=False).fit(written.Net(), written.Data())"
+    )
+    ended = python(tmp_path, script)
+    expected = (
+        "Net derives from lightning's LightningModule, and Evener runs pytorch_lightning here, which is a different "
+        "package. Import evener before either of them"
+    )
+    assert expected in ended.stderr
+    assert "unset EVENER_LIGHTNING_ALIAS" not in ended.stderr
+
+
+def test_the_import_hook_can_be_switched_off(tmp_path: Path) -> None:
+    script = "import evener.strategies, lightning.pytorch as a, pytorch_lightning as b; print(a is b)"
+    assert python(tmp_path, script, EVENER_LIGHTNING_ALIAS="0").stdout == "False\n"
+
+
+def test_different_versions_are_reported_once_with_the_one_that_runs(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    versions = {"lightning": "2.5.0", "pytorch-lightning": "2.6.6"}
+    monkeypatch.setattr("importlib.metadata.version", versions.__getitem__)
+    finder = lightning_names._AliasFinder({"lightning.pytorch": "pytorch_lightning"})
+    for name in ("lightning.pytorch", "lightning.pytorch.callbacks"):
+        assert finder.find_spec(name, None) is not None
+    assert caplog.messages == [
+        "pytorch-lightning 2.6.6 and lightning 2.5.0 are installed; pytorch-lightning 2.6.6 runs under both names."
+    ]
