@@ -163,7 +163,7 @@ MISTAKES = [
     ),
     (["devices=0"], r"devices=0: at least one device is needed"),
     (["devices=-3"], r"devices=-3: at least one device is needed"),
-    (["devices=two"], r"devices: 'two' is no device"),
+    (["devices=two"], r"devices: 'two' is not a device"),
     (
         ["accelerator=cuda", "devices=999"],
         r"this machine has (no such device|\d+ of type cuda)",
