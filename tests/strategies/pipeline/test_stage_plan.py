@@ -185,7 +185,7 @@ def test_an_empty_stage_is_refused() -> None:
 
 
 def test_more_stages_than_parts_are_refused_with_the_parts() -> None:
-    with pytest.raises(ConfigError, match="3 stages were asked for, and Sequential has 2 parts to spread: 0, 2"):
+    with pytest.raises(ConfigError, match="3 stages were requested, but Sequential has 2 parts to place: 0, 2"):
         auto_plan(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)), 3)
 
 
