@@ -175,7 +175,7 @@ def test_wrong_number_of_names_is_refused_with_both() -> None:
 
 
 def test_names_out_of_order_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"blocks\.1 is registered before the name that precedes it"):
+    with pytest.raises(ConfigError, match=r"blocks\.1 is registered before the name listed before it"):
         named_plan(Small(), 3, ["head", "blocks.1"])
 
 
