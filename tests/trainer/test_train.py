@@ -169,7 +169,7 @@ MISTAKES = [
         r"this machine has (no such device|\d+ of type cuda)",
     ),
     (["accelerator=tpuu"], r"accelerator=tpuu is unknown\. Choose one of auto, gpu, cpu, cuda, mps"),
-    (["devices=2", "accelerator=cpu"], r"single_device: 2 devices were given and it uses exactly one"),
+    (["devices=2", "accelerator=cpu"], r"single_device: 2 devices were given, but it uses exactly one"),
     (["module._target_=no.such.Module"], r"module\._target_=no\.such\.Module can't be imported: No module named 'no'"),
     (["module._target_=collections.Counter"], r"is the class collections\.Counter, which is not a pytorch_lightning L"),
     (
