@@ -1,4 +1,4 @@
-"""How the work is spread: strategies and the pieces they are made of."""
+"""Spread training over devices and processes: the strategies and their building blocks."""
 
 from .core.lightning_names import unify
 

@@ -1,4 +1,4 @@
-"""DDP among ranks of unequal speed: each takes its share of every global batch, fixed or measured."""
+"""DDP for ranks of unequal speed: divides every global batch by fixed or measured shares."""
 
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -18,24 +18,24 @@ from .core.errors import ConfigError
 from .ddp import DDPStrategy
 
 FIRST_STEPS, THEN_EVERY = 12, 20
-"""The first steps are measured, and then one in as many."""
+"""Number of first steps that are measured; then one step in as many."""
 
 
 class BalancedDDPStrategy(CheckpointedBalance, DDPStrategy):
-    """`DDPStrategy` whose loader's batch is the global batch, divided among the ranks by weights.
+    """`DDPStrategy` that divides each global batch, which is the loader's batch, among the ranks by weights.
 
-    Gradients stay exact, as every rank's counts by its samples. With `auto` each rank measures the time that its own
-    forward and backward passes take, without its waiting for others; the ranks exchange these (a few numbers, in one
-    step of twenty) and change their shares at the same global batch. Shares are logged as `balance/...`, and saved in
+    Gradients stay exact, because each rank's is weighted by its samples. With `auto` each rank measures the time of its
+    own forward and backward passes, without the wait for others; the ranks exchange these (a few numbers, in one step
+    of twenty) and change their shares at the same global batch. Shares are logged as `balance/...` and saved in
     checkpoints.
 
     Args:
-        weights: share of each rank, in any unit (samples a second, say), or `auto`.
-        hysteresis: the part of the slowest rank's time that new shares must save to be adopted.
-        **options: those of `DDPStrategy`, without `batch_size_is`.
+        weights: share of each rank, in any unit (samples per second, for example), or `auto`.
+        hysteresis: fraction of the slowest rank's time that new shares must save to be adopted.
+        **options: options of `DDPStrategy`, except `batch_size_is`.
 
     Raises:
-        ConfigError: an option has a value that is not allowed.
+        ConfigError: an option has an invalid value.
     """
 
     strategy_name = "balanced_ddp"
@@ -45,12 +45,12 @@ class BalancedDDPStrategy(CheckpointedBalance, DDPStrategy):
     ) -> None:
         if options.pop("batch_size_is", "global") != "global":
             raise ConfigError(
-                "balanced_ddp: batch_size_is=per_device was given, and the batch is divided: it is global."
+                "balanced_ddp: batch_size_is=per_device was given, but the batch is always divided. Remove the option."
             )
         if isinstance(weights, str) and weights != "auto":
             raise ConfigError(f"balanced_ddp: weights={weights} is unknown. Give a list of numbers, or auto.")
         super().__init__(batch_size_is="global", **options)
-        BalanceController(1, hysteresis=hysteresis)  # checks it
+        BalanceController(1, hysteresis=hysteresis)  # validates the option
         self.weights = weights
         self.hysteresis = hysteresis
         self._timer: RankTimer | None = None
@@ -99,7 +99,7 @@ class BalancedDDPStrategy(CheckpointedBalance, DDPStrategy):
         return loss
 
     def _exchange(self, seconds: float) -> None:
-        """Tell all ranks samples and seconds of this one, and how far its sampler is."""
+        """Send this rank's samples and seconds, and its sampler's position, to all ranks."""
         num = 0.0 if self._share is None else self._share.num
         num_cut = max((divide.num_cut for divide in self.loaders.divides), default=0)
         table = torch.zeros(self.world_size, 3, dtype=torch.float64)
@@ -108,13 +108,13 @@ class BalancedDDPStrategy(CheckpointedBalance, DDPStrategy):
         self._exchanged = table
 
     def _adopt(self, controller: BalanceController) -> None:
-        """Give what was exchanged to the controller, which decides alike on all ranks."""
+        """Pass the exchanged values to the controller, which decides the same on all ranks."""
         if self._exchanged is None:
             return
         table, self._exchanged = self._exchanged.tolist(), None
         sizes = [int(row[0]) for row in table]
         if controller.observe(sizes, [row[1] for row in table]):
-            # a sampler cuts one batch more, at most, between the exchange and here; `change` would notice two
+            # a sampler cuts at most one more batch between the exchange and here; `change` would detect two
             first = max(int(row[2]) for row in table) + 2
             for divide in self.loaders.divides:
                 divide.change(Weighted(tuple(controller.shares)), first)

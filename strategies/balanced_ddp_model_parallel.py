@@ -1,14 +1,14 @@
-"""DDP among blocks of devices of unequal speed: each block takes its share of every global batch."""
+"""DDP for blocks of devices of unequal speed: divides every global batch among the blocks by their shares."""
 
 from .balanced_ddp import BalancedDDPStrategy
 from .ddp_model_parallel import PipelineInRanks
 
 
 class BalancedDDPModelParallelStrategy(PipelineInRanks, BalancedDDPStrategy):
-    """`DDPModelParallelStrategy` whose ranks share each global batch by fixed or measured weights.
+    """`DDPModelParallelStrategy` that divides each global batch among ranks by fixed or measured weights.
 
-    What ranks do is `BalancedDDPStrategy`'s, what the devices of a block do is `ModelParallelStrategy`'s; the arguments
-    are those of both.
+    Ranks work as in `BalancedDDPStrategy`, the devices of a block as in `ModelParallelStrategy`; it takes the arguments
+    of both.
     """
 
     strategy_name = "balanced_ddp_model_parallel"

@@ -1,4 +1,4 @@
-"""Data parallelism where devices get unequal chunks: a small one for the first, weighted ones, or measured ones."""
+"""Data parallelism with unequal chunks: a small one for the first device, weighted, or measured."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,15 +19,15 @@ from .dp import DataParallelStrategy
 from .replicas.measurement import Measurement
 
 Auto: TypeAlias = Literal["auto"]
-"""An option that is found by measuring."""
+"""Value of an option that is found by measuring."""
 
 NUM_MEMORY_STEPS, MEMORY_EVERY = 8, 50
-"""Memory, which costs time to count, is measured in the first steps and then once in as many."""
+"""Number of first steps in which memory is measured; then once in as many steps, because it takes time."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """The policy of `auto`: the shares that a controller found."""
+    """The policy of `auto`: uses the shares of a controller."""
 
     controller: BalanceController
 
@@ -36,22 +36,22 @@ class Measured:
         return self.controller.propose(num_samples)
 
     def verify(self, num_parts: int, strategy: str) -> None:
-        """See `Policy.verify`: the controller checked its options."""
+        """See `Policy.verify`: the controller has validated its options."""
 
 
 class BalancedDataParallelStrategy(CheckpointedBalance, DataParallelStrategy):
-    """`DataParallelStrategy` with chunks of unequal size, each loss weighted so that training stays the same.
+    """`DataParallelStrategy` with chunks of unequal size, each loss weighted so that training does not change.
 
     Give one of `gpu0_chunk` and `weights`. `auto` measures each device's forward time and memory while training, and
-    moves samples to where there is room; what it found is logged as `balance/...` and saved in checkpoints.
+    moves samples to less loaded devices; shares are logged as `balance/...` and saved in checkpoints.
 
     Args:
-        gpu0_chunk: samples of the first device, which also hosts gradients and optimizer; the others share the rest
-            evenly. 0 leaves it without samples; `auto` measures.
-        weights: share of the batch per device, in any unit; `auto` measures. It is the default.
-        objective: what `auto` makes equal: `time`, or `memory`.
-        hysteresis: the part of the largest time, or memory, that new shares must save to be adopted.
-        **options: those of `DataParallelStrategy`.
+        gpu0_chunk: samples of the first device, which also holds gradients and optimizer; the others share the rest
+            evenly. 0 gives it no samples; `auto` measures.
+        weights: share of the batch per device, in any unit; `auto` (default) measures.
+        objective: quantity that `auto` equalizes: `time` or `memory`.
+        hysteresis: fraction of the largest time or memory that new shares must save to be adopted.
+        **options: options of `DataParallelStrategy`.
 
     Raises:
         ConfigError: both `gpu0_chunk` and `weights` were given.
@@ -79,7 +79,7 @@ class BalancedDataParallelStrategy(CheckpointedBalance, DataParallelStrategy):
         self._gpu0_chunk = gpu0_chunk
         self._weights = weights
         self._new_controller_options: dict[str, Any] = {"objective": objective, "hysteresis": hysteresis}
-        BalanceController(1, objective, hysteresis)  # checks both
+        BalanceController(1, objective, hysteresis)  # validates both
         self._pending: Measurement | None = None
         self._num_measured = 0
         self._is_batch_verified = False
@@ -116,7 +116,7 @@ class BalancedDataParallelStrategy(CheckpointedBalance, DataParallelStrategy):
             self._info_once("with one device gpu0_chunk has no effect: the device takes the whole batch.")
 
     def _make_policy(self) -> Policy:
-        chunk: Any = self._gpu0_chunk  # anything but a number of samples is refused by the policy's `verify`
+        chunk: Any = self._gpu0_chunk  # the policy's `verify` refuses anything but a number of samples
         if chunk not in (None, "auto"):
             return FirstChunk(chunk)
         if self._weights is not None and not isinstance(self._weights, str):
@@ -132,16 +132,16 @@ class BalancedDataParallelStrategy(CheckpointedBalance, DataParallelStrategy):
         )
 
     def _verify_batch(self, batch: Any) -> None:
-        """Refuse, before the first step, a first chunk above the even share of a full batch."""
+        """Refuse, before the first step, a first chunk larger than an even share of a full batch."""
         self._is_batch_verified = True
         if isinstance(self.policy, FirstChunk):
             loader = getattr(getattr(self.lightning_module, "trainer", None), "train_dataloader", None)
-            batch_size = getattr(loader, "batch_size", None)  # the first batch may be a ragged one, after a resume
+            batch_size = getattr(loader, "batch_size", None)  # after a resume the first batch may be incomplete
             num = max(num_samples(batch) or 0, batch_size if isinstance(batch_size, int) else 0)
             self.policy.verify_batch(num, len(self.parallel_devices), self.strategy_name)
 
     def _observe(self, controller: BalanceController) -> None:
-        """Hand over what the devices have measured by now; an accelerator may be a step late."""
+        """Pass finished measurements to the controller; an accelerator may be one step late."""
         pending = self._pending
         if pending is None or not pending.is_ready():
             return
@@ -151,7 +151,7 @@ class BalancedDataParallelStrategy(CheckpointedBalance, DataParallelStrategy):
         controller.observe(pending.sizes, seconds, used, self._fixed_bytes() if pending.memory else None)
 
     def _fixed_bytes(self) -> list[float]:
-        """Bytes of parameters and gradients on each device, and of the optimizer on the first."""
+        """Bytes of parameters and gradients per device, plus the optimizer on the first."""
         assert self.layout is not None
         sizes = [
             sum(p.nbytes * (2 if p.requires_grad else 1) for p in own) for own in self.layout.replicas.parameters()

@@ -1,4 +1,4 @@
-"""One process per device; gradients averaged by torch's DistributedDataParallel, weighted by what each rank had."""
+"""Train with one process per device, averaging gradients by torch's DistributedDataParallel, weighted by samples."""
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -36,32 +36,32 @@ from .dp import DataParallelStrategy
 
 
 class DDPStrategy(MultiProcessStrategy):
-    """One process per device, each with its own part of every global batch.
+    """Train with one process per device, each on its own part of every global batch.
 
     Training equals one device's on the same global batch: no sample is dropped or read twice, and each rank's gradient
-    counts by its samples (or by the `loss_weight` that the module returns). Evaluation sees every sample once.
+    is weighted by its samples (or by the `loss_weight` that the module returns). Evaluation sees every sample once.
 
     Under `train.py`, torchrun, SLURM or Kubeflow the processes exist already. In a plain script the trainer starts
-    them itself, by fork on CPU and by spawn on accelerators, so that the script is not run once per device.
+    them, by fork on CPU and by spawn on accelerators, so that the script does not run once per device.
 
     Args:
-        batch_size_is: what the loader's batch is. `per_device`: one rank's, so that the global batch is as many times
-            larger as there are ranks. `global`: the global batch, divided among the ranks.
-        devices_per_process: devices of each process; its batch is cut among replicas on them.
-        **options: those of `MultiProcessStrategy`, and of `torch.nn.parallel.DistributedDataParallel`:
+        batch_size_is: meaning of the loader's batch. `per_device`: the batch of one rank; the global batch is that
+            times the number of ranks. `global`: the global batch, divided among the ranks.
+        devices_per_process: number of devices per process; its batch is cut among replicas on them.
+        **options: options of `MultiProcessStrategy` and of `torch.nn.parallel.DistributedDataParallel`:
             `find_unused_parameters`, `static_graph`, `gradient_as_bucket_view`, `bucket_cap_mb`, ...
 
     Raises:
-        ConfigError: an option has a value that is not allowed.
+        ConfigError: an option has an invalid value.
     """
 
     strategy_name = "ddp"
 
     def __init__(self, batch_size_is: BatchSizeIs = "per_device", devices_per_process: int = 1, **options: Any) -> None:
         if batch_size_is not in ("per_device", "global"):
-            raise ConfigError(f"ddp: batch_size_is={batch_size_is} is unknown. Give per_device or global.")
+            raise ConfigError(f"ddp: batch_size_is={batch_size_is} is unknown; choose one of per_device, global.")
         if devices_per_process < 1:
-            raise ConfigError(f"ddp: devices_per_process={devices_per_process}. Give at least 1.")
+            raise ConfigError(f"ddp: devices_per_process must be at least 1; got {devices_per_process}.")
         verify_backend(options.get("backend"))
         super().__init__(**options)
         self.batch_size_is: BatchSizeIs = batch_size_is
@@ -92,7 +92,7 @@ class DDPStrategy(MultiProcessStrategy):
 
     @property
     def process_devices(self) -> list[torch.device]:
-        """The devices of this process, its root device first."""
+        """The devices of this process, the root device first."""
         assert self.parallel_devices is not None
         return own_devices(self.parallel_devices, self.local_rank, self.devices_per_process)
 
@@ -103,12 +103,12 @@ class DDPStrategy(MultiProcessStrategy):
 
     @property
     def policy(self) -> Policy:
-        """How a global batch is divided among the ranks."""
+        """The policy that divides a global batch among the ranks."""
         return Even()
 
     @property
     def share(self) -> Share | None:
-        """This rank's part of the batch in hand; None where all ranks count the same."""
+        """This rank's share of the current batch; None if all ranks have the same weight."""
         return self._share
 
     @override
@@ -116,8 +116,8 @@ class DDPStrategy(MultiProcessStrategy):
         connector = trainer._accelerator_connector
         if self._trainer is not trainer:
             self._manages_samples = connector.use_distributed_sampler
-            connector.use_distributed_sampler = False  # Lightning's sampler pads; ours cuts, in `process_dataloader`
-        self._loaders, self._sums = None, self.new_small_group()  # by all ranks: one alone may ask for loaders
+            connector.use_distributed_sampler = False  # Lightning's sampler pads; `process_dataloader` cuts instead
+        self._loaders, self._sums = None, self.new_small_group()  # on all ranks: one alone may request loaders
         super().setup(trainer)
         if self.devices_per_process > 1:
             assert self.lightning_module is not None
@@ -126,7 +126,7 @@ class DDPStrategy(MultiProcessStrategy):
 
     @property
     def loaders(self) -> RankLoaders:
-        """Gives this rank its loaders; made when the first is asked for, by `configure_optimizers` perhaps."""
+        """Makes this rank's loaders; created on first use, which may be in `configure_optimizers`."""
         if self._loaders is None:
             assert self.lightning_module is not None
             normed = any(
@@ -154,7 +154,7 @@ class DDPStrategy(MultiProcessStrategy):
     def on_train_start(self) -> None:
         assert self._trainer is not None
         self._tell_batch_size(self._trainer)
-        if not self._trainer.fit_loop.restarting:  # a resumed run has the streams that it was saved with
+        if not self._trainer.fit_loop.restarting:  # a resumed run restores its saved streams
             seed_rank(self.global_rank)
 
     def _tell_batch_size(self, trainer: pl.Trainer) -> None:
@@ -175,7 +175,7 @@ class DDPStrategy(MultiProcessStrategy):
         return super().batch_to_device(batch, device, dataloader_idx)
 
     def take_share(self) -> None:
-        """Learn how many samples of the global batch this rank's next batch holds."""
+        """Read this rank's share of the global batch from its next batch."""
         assert self._trainer is not None
         loader = self._trainer.fit_loop._combined_loader
         self._share = None
@@ -206,18 +206,18 @@ class DDPStrategy(MultiProcessStrategy):
         return output
 
     def _tell_parts(self) -> None:
-        """Warn once that one weight can't be right for the batches of several loaders."""
+        """Warn once that a single weight does not fit the batches of several loaders."""
         if not self._told_parts:
             rank_zero_warn(
                 f"{self.strategy_name}: this rank has {' and '.join(f'{part:.3g}' for part in sorted(self._parts))} of "
-                "the batches of the loaders, and its loss is weighed by the first loader's: the step is not quite one "
-                "device's. Give the loaders batch sizes that divide alike and drop_last=True, or return "
+                "the batches of the loaders, but its loss is weighted by the share of the first loader, so the step "
+                "differs slightly from one device's. Use batch sizes that divide alike and drop_last=True, or return "
                 '{"loss": loss, "loss_weight": n}.'
             )
         self._told_parts = True
 
     def _own_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        """What this rank computes: in one piece, or on replicas."""
+        """Run this rank's own step: on one device, or on replicas."""
         if self._replicas is None:
             return self._wrapped_step(*args, **kwargs)
         self._sync_buffers()
@@ -244,14 +244,14 @@ class DDPStrategy(MultiProcessStrategy):
         return super().backward(closure_loss, optimizer, *args, **kwargs)
 
     def scale_loss(self, loss: Tensor) -> Tensor:
-        """Weigh this rank's loss, so that the mean of all ranks' gradients is that of the global batch."""
+        """Weight this rank's loss, so that the mean of all ranks' gradients is the gradient of the global batch."""
         self.verify_trained()
         if isinstance(self._scale, Tensor) or self._scale != 1.0:
             return loss * torch.as_tensor(self._scale, dtype=loss.dtype)
         return loss
 
     def sum_replicas(self) -> None:
-        """Bring the gradients of this rank's replicas together, and to the other ranks."""
+        """Sum the gradients of this rank's replicas, and average them over the ranks."""
         if self._replicas is not None:
             self._replicas.finish_backward()
 
@@ -265,7 +265,7 @@ class DDPStrategy(MultiProcessStrategy):
         return result
 
     def agrees_on_loss(self, optimizer: Optimizer) -> bool:
-        """Whether an optimizer decides by the loss, which must be the global batch's then: ranks would part ways."""
+        """Whether an optimizer decides by the loss, which must then be the global batch's, or ranks would diverge."""
         return isinstance(optimizer, LBFGS)
 
     def _agreed_loss(self, closure: Callable[[], Any]) -> Any:
@@ -273,13 +273,13 @@ class DDPStrategy(MultiProcessStrategy):
         return self.reduce(self.scale_loss(loss.detach().clone()), reduce_op="mean") if loss is not None else None
 
     def tell_replicas(self) -> None:
-        """Let this rank's replicas know that the weights have changed."""
+        """Notify this rank's replicas that the weights have changed."""
         if self._replicas is not None:
             self._replicas.weights_changed()
 
     @contextmanager
     def weighing_logged(self) -> Generator[None]:
-        """Let means over ranks weigh each rank by its samples of the batch in hand, inside the block."""
+        """Weight means over ranks by each rank's samples in the current batch, inside the block."""
         self._weighs = True
         try:
             yield
@@ -313,8 +313,8 @@ class DDPStrategy(MultiProcessStrategy):
 
     @override
     def on_validation_start(self) -> None:
-        # evaluation does not run through the wrapper, whose forward brings rank 0's buffers to all: ranks may have
-        # unequal numbers of batches
+        # evaluation bypasses the wrapper, which broadcasts rank 0's buffers in forward, because ranks may have unequal
+        # numbers of batches
         self._sync_buffers()
         if self._replicas is not None:
             self._replicas.weights_changed()
@@ -338,19 +338,19 @@ class DDPStrategy(MultiProcessStrategy):
 
 
 def _sum_of(sizes: list[int]) -> str:
-    """Write sizes as a product where they are equal, as a sum otherwise."""
+    """Format sizes as a product if they are equal, otherwise as a sum."""
     if len(set(sizes)) == 1:
         return f"{len(sizes)} ranks × {sizes[0]} samples"
     return f"{' + '.join(map(str, sizes))} samples on {len(sizes)} ranks"
 
 
 class RankReplicas(DataParallelStrategy):
-    """`DataParallelStrategy` for the devices of one rank, used by `DDPStrategy` in place of its own step.
+    """`DataParallelStrategy` for the devices of one rank; `DDPStrategy` uses it instead of its own step.
 
     Args:
-        devices: of this rank, its root device first.
-        precision_plugin: the rank's.
-        reduce: averages the root's gradients over all ranks; called when the replicas' gradients are summed.
+        devices: devices of this rank, the root device first.
+        precision_plugin: precision plugin of this rank.
+        reduce: averages the root's gradients over all ranks; called after the replicas' gradients are summed.
     """
 
     strategy_name = "ddp"
@@ -375,5 +375,5 @@ class RankReplicas(DataParallelStrategy):
         self._reduce_gradients()
 
     def weights_changed(self) -> None:
-        """Have the next step copy the root's parameters: the optimizer, or a callback, has written to them."""
+        """Make the next step copy the root's parameters, after the optimizer or a callback has written to them."""
         self._mark_changed()

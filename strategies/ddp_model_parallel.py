@@ -1,4 +1,4 @@
-"""DDP whose every process owns several devices, and cuts its copy of the module across them."""
+"""DDP with several devices per process, each process cutting its copy of the module across them."""
 
 from dataclasses import fields
 from typing import Any
@@ -22,14 +22,14 @@ STAGE_OPTIONS = tuple(field.name for field in fields(StageOptions))
 
 
 class PipelineInRanks(PipelineStrategy, pl_strategies.DDPStrategy):
-    """Mixed in before a DDP strategy: that one deals with ranks, this one gives each rank a block of devices.
+    """Mixin for a DDP strategy, which handles the ranks; this class gives each rank a block of devices.
 
     Args:
-        model_parallel_size: devices of a process, which is stages of the module.
-        **options: those of `StageOptions` and of the strategy that this is mixed into.
+        model_parallel_size: number of devices per process, and so of stages.
+        **options: options of `StageOptions` and of the DDP strategy.
 
     Raises:
-        ConfigError: an option has no such value, or the devices don't divide into blocks.
+        ConfigError: an option has an invalid value, or the devices don't divide into blocks.
     """
 
     def __init__(self, model_parallel_size: int = 2, **options: Any) -> None:
@@ -59,7 +59,7 @@ class PipelineInRanks(PipelineStrategy, pl_strategies.DDPStrategy):
 
     @override
     def determine_ddp_device_ids(self) -> None:
-        """DDP is told of no device: it must leave the module where it is."""
+        """Pass no device ids to DDP, which must not move the module."""
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
@@ -67,10 +67,10 @@ class PipelineInRanks(PipelineStrategy, pl_strategies.DDPStrategy):
         self.verify_threads()
 
     def verify_threads(self) -> None:
-        """Refuse options of DDP that micro-batches in threads can't honour."""
+        """Refuse DDP options that micro-batches in threads can't honour."""
         if self.finishes_later and self._ddp_kwargs.get("static_graph"):
             raise ConfigError(
-                f"{self.strategy_name}: static_graph=True needs one backward pass per step, and micro-batches in "
+                f"{self.strategy_name}: static_graph=True needs one backward pass per step, but micro-batches in "
                 "threads have one each. Set static_graph=false, or deterministic=true."
             )
 
@@ -78,7 +78,7 @@ class PipelineInRanks(PipelineStrategy, pl_strategies.DDPStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         if not self.finishes_later:
             return super().training_step(*args, **kwargs)
-        # each micro-batch has a backward pass of its own; DDP must not take the first one's gradients for the sum
+        # each micro-batch has its own backward pass; DDP must not reduce before all gradients are summed
         with replaced(self.model, "require_backward_grad_sync", False):
             return super().training_step(*args, **kwargs)
 
@@ -91,11 +91,10 @@ class PipelineInRanks(PipelineStrategy, pl_strategies.DDPStrategy):
 
 
 class DDPModelParallelStrategy(PipelineInRanks, DDPStrategy):
-    """One process per block of devices; each cuts its copy of the module across its block.
+    """Train with one process per block of devices; each cuts its copy of the module across its block.
 
-    With 8 devices and `model_parallel_size=2` there are 4 processes, and rank r owns devices 2r and 2r + 1. What DDP
-    does is `DDPStrategy`'s, what the devices of a block do is `ModelParallelStrategy`'s; the arguments are
-    those of both.
+    With 8 devices and `model_parallel_size=2` there are 4 processes, and rank r owns devices 2r and 2r + 1. Ranks work
+    as in `DDPStrategy`, the devices of a block as in `ModelParallelStrategy`; it takes the arguments of both.
     """
 
     strategy_name = "ddp_model_parallel"

@@ -1,4 +1,4 @@
-"""A copy of the module per device in one process; every batch is cut among them."""
+"""Train with a copy of the module per device in one process, cutting every batch among them."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, get_args
@@ -29,22 +29,22 @@ class DataParallelStrategy(OneProcessStrategy):
 
     `training_step` runs on every replica with its chunk of the batch; the losses are combined to the mean of the whole
     batch, and the gradients summed on the root device, which alone has an optimizer. Training equals
-    `SingleDeviceStrategy`'s, but for BatchNorm statistics and random streams (docs/data_parallel.md).
+    `SingleDeviceStrategy`, except for BatchNorm statistics and random streams (docs/data_parallel.md).
 
-    Where a module defines `training_step_end(outputs)`, the replicas' outputs are joined on the root device and given
-    to it; it returns the loss of the whole batch.
+    If a module defines `training_step_end(outputs)`, the replicas' outputs are joined on the root device and passed to
+    it; it returns the loss of the whole batch.
 
     Args:
         devices: one per replica; they may repeat and mix (`["cuda:0", "cpu"]`). None takes the trainer's.
-        loss_reduction: `mean` where the module's loss is a mean over samples (or `loss_weight`), `sum` where a sum.
-        submodule: dotted name of the part of the module to replicate; the rest runs on the root device. None
-            replicates the whole.
-        copy_frozen: after every optimizer step copy parameters without gradient, too, as code may write to
-            `parameter.data` unseen (moving averages); False copies them only when they were seen to change.
-        threads: run replicas in threads; None does so where a device is an accelerator.
+        loss_reduction: reduction of the module's loss: `mean` over samples (or `loss_weight`), or `sum`.
+        submodule: dotted name of the submodule to replicate; the rest runs on the root device. None replicates the
+            whole module.
+        copy_frozen: after every optimizer step also copy parameters without gradients, because writes to
+            `parameter.data` (moving averages) can't be detected; False copies them only on detected changes.
+        threads: run replicas in threads; None does so if a device is an accelerator.
 
     Raises:
-        ConfigError: `loss_reduction` is neither of both.
+        ConfigError: `loss_reduction` is not `mean` or `sum`.
     """
 
     strategy_name = "dp"
@@ -60,7 +60,7 @@ class DataParallelStrategy(OneProcessStrategy):
     ) -> None:
         if loss_reduction not in get_args(LossReduction):
             raise ConfigError(
-                f"{self.strategy_name}: loss_reduction={loss_reduction} is unknown. Choose one of mean, sum."
+                f"{self.strategy_name}: loss_reduction={loss_reduction} is unknown; choose one of mean, sum."
             )
         super().__init__(device="cpu")
         self._parallel_devices: list[torch.device] = []
@@ -95,7 +95,7 @@ class DataParallelStrategy(OneProcessStrategy):
         self.replicate(module)
 
     def replicate(self, module: pl.LightningModule) -> None:
-        """Make the replicas of a module that is on the root device, where there is more than one device."""
+        """Make the replicas of a module on the root device, if there is more than one device."""
         self._has_batchnorm = has_batchnorm(module)
         if len(self.parallel_devices) > 1:
             self._make_replicas(module)
@@ -143,7 +143,7 @@ class DataParallelStrategy(OneProcessStrategy):
         return closure_loss
 
     def finish_backward(self) -> None:
-        """Bring all gradients of the step to the root's parameters."""
+        """Sum all gradients of the step on the root's parameters."""
         if self.layout is not None:
             self.layout.sum_gradients()
 
@@ -155,7 +155,7 @@ class DataParallelStrategy(OneProcessStrategy):
         return result
 
     def finish_step(self) -> None:
-        """Have the next step copy what the optimizer has changed to the replicas."""
+        """Make the next step copy the parameters that the optimizer has changed to the replicas."""
         if self.layout is not None:
             self.layout.replicas.mark_changed(frozen=self._copy_frozen)
 
@@ -180,12 +180,12 @@ class DataParallelStrategy(OneProcessStrategy):
         self._mark_changed()
 
     def _mark_changed(self) -> None:
-        """Callbacks that exchange weights (moving averages) do so at these hooks, often through `parameter.data`."""
+        """Mark all parameters changed: callbacks swap weights (moving averages) here, often by `parameter.data`."""
         if self.layout is not None:
             self.layout.replicas.mark_changed()
 
     def _verify(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        """Refuse, before anything is placed, what can't be honoured."""
+        """Refuse, before anything is placed, a module or options that can't be honoured."""
         self.policy.verify(len(self.parallel_devices), self.strategy_name)
         if self._submodule is not None:
             find_submodule(module, self._submodule, self.strategy_name)
@@ -243,7 +243,7 @@ class DataParallelStrategy(OneProcessStrategy):
         return num
 
     def _sizes(self, num: int) -> list[int]:
-        """Samples per device, as the policy cuts a batch of `num`."""
+        """Compute the samples per device of a batch of `num`, by the policy."""
         assert self.lightning_module is not None
         sizes = self.policy.sizes(num, len(self.parallel_devices))
         if not (self._has_batchnorm and self.lightning_module.training and 1 in sizes):
@@ -254,7 +254,7 @@ class DataParallelStrategy(OneProcessStrategy):
         return without_single_samples(sizes)
 
     def _combined(self, outputs: list[Any], chunks: list[Any], sizes: list[int]) -> Any:
-        """One result for the whole batch, of the kind that the module returned for its chunks."""
+        """Combine the outputs of chunks into one result for the whole batch, of the same kind."""
         assert self.layout is not None
         if self._end is not None:
             self.layout.logs.replay(sizes)
@@ -266,7 +266,7 @@ class DataParallelStrategy(OneProcessStrategy):
         for key in left_out:
             self._info_once(
                 f"training_step's output {key!r} stays on its replica and does not reach callbacks. Define "
-                "training_step_end(outputs) to have the outputs of all replicas joined on the root device."
+                "training_step_end(outputs) to join the outputs of all replicas on the root device."
             )
         return result
 

@@ -1,4 +1,4 @@
-"""One process, one copy of the module, cut across devices."""
+"""Train one copy of a module, cut across the devices of one process."""
 
 from collections.abc import Sequence
 from typing import Literal
@@ -20,17 +20,17 @@ class ModelParallelStrategy(PipelineStrategy, OneProcessStrategy):
     Args:
         devices: one per stage; devices may repeat and mix. None takes the trainer's (`accelerator=`, `devices=`).
         partition: how the module is cut: `auto`, `manual`, or the names of the first module of each later stage.
-        num_microbatches: parts of a training batch that are on different stages at the same time.
-        output_device: where batch, outputs and loss meet: `last` or `first`.
+        num_microbatches: number of micro-batches per training batch, which run on different stages at the same time.
+        output_device: device of batch, outputs and loss: `last` or `first`.
         optimizer_copies: tensors of a parameter's size that the optimizer keeps per trainable parameter.
-        profile_activations: whether `auto` also counts what the backward pass keeps.
-        loss_reduction: what the module's loss is, `mean` or `sum`.
+        profile_activations: whether `auto` also counts activations saved for backward.
+        loss_reduction: reduction of the module's loss, `mean` or `sum`.
         deterministic: whether one thread runs the micro-batches in order; None follows torch.
 
-    Further explanation: `StageOptions`.
+    See `StageOptions` for details.
 
     Raises:
-        ConfigError: an option has no such value, or the trainer has no devices.
+        ConfigError: an option has an invalid value, or the trainer has no devices.
     """
 
     strategy_name = "model_parallel"
@@ -63,5 +63,5 @@ class ModelParallelStrategy(PipelineStrategy, OneProcessStrategy):
     @override
     def process_devices(self) -> list[torch.device]:
         if not self.parallel_devices:
-            raise ConfigError("model_parallel: it has no devices yet. Give devices=..., or use it in a Trainer.")
+            raise ConfigError("model_parallel: the strategy has no devices yet. Give devices=..., or use a Trainer.")
         return list(self.parallel_devices)

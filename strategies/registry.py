@@ -1,4 +1,4 @@
-"""Names of strategies: the one word of configuration."""
+"""Register the strategies by name."""
 
 from pytorch_lightning.strategies import Strategy, StrategyRegistry
 
@@ -24,9 +24,9 @@ STRATEGIES: dict[str, type[Strategy]] = {
         BalancedDDPModelParallelStrategy,
     )
 }
-"""The strategies of this project, by the word that `strategy=` takes."""
+"""Strategies of this project by the name that `strategy=` takes."""
 
 
 for _name, _cls in STRATEGIES.items():
-    if _name not in StrategyRegistry:  # a word that Lightning does not have: a stock pl.Trainer takes it, too
+    if _name not in StrategyRegistry:  # a name that Lightning does not have: a stock pl.Trainer takes it too
         StrategyRegistry.register(_name, _cls, description=_cls.__name__)

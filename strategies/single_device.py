@@ -11,17 +11,17 @@ from .core.types import Device
 
 
 class OneProcessStrategy(pl_strategies.SingleDeviceStrategy):
-    """One process: nothing to reduce, gather or wait for. Its root device is the first of its devices."""
+    """Base of single-process strategies: nothing to reduce, gather or wait for. The first device is the root device."""
 
     @property
     def _layer_sync(self) -> None:
-        """Where Lightning puts what `sync_batchnorm=True` stands for."""
+        """The layer plugin that Lightning sets for `sync_batchnorm=True`."""
 
     @_layer_sync.setter
     def _layer_sync(self, layer_sync: object) -> None:
         if layer_sync is not None:
             raise ConfigError(
-                f"{self.strategy_name}: sync_batchnorm=True synchronizes processes, and here is only one. Set "
+                f"{self.strategy_name}: sync_batchnorm=True synchronizes processes, but there is only one. Set "
                 "sync_batchnorm=False, or choose strategy=ddp."
             )
 
@@ -51,7 +51,7 @@ class SingleDeviceStrategy(pl_strategies.SingleDeviceStrategy):
     def parallel_devices(self, devices: Sequence[torch.device]) -> None:
         if len(devices) != 1:
             raise ConfigError(
-                f"single_device: {len(devices)} devices were given and it uses exactly one. "
+                f"single_device: {len(devices)} devices were given, but it uses exactly one. "
                 "Set devices=1, or choose a strategy that spreads the work, such as strategy=ddp."
             )
         self._root_device = devices[0]

@@ -1,25 +1,25 @@
-"""What a device's times tell: what is fixed in them, what grows with samples, and how far they may be off."""
+"""Estimate the fixed and the per-sample part of a device's times, and their error."""
 
 import math
 from collections.abc import Sequence
 from statistics import median
 
 DISTINCT_SIZES = 1.25
-"""Largest over smallest size measured from which on a line through them says what is fixed."""
+"""Ratio of largest to smallest measured size from which a line is fitted to find the fixed time."""
 
 SMALLEST_SLOPE = 0.1
-"""The least part of a chunk's time that is taken to grow with its samples, whatever a noisy line says."""
+"""Smallest fraction of a chunk's time that is attributed to its samples, whatever a noisy fit gives."""
 
 
 def fitted_times(pairs: Sequence[tuple[int, float]], window: int) -> tuple[float, float]:
-    """Tell what is fixed in a device's times, and what grows with its samples.
+    """Split a device's times into a fixed part and a part per sample.
 
     Args:
         pairs: (samples, seconds) of its last chunks, the newest last.
-        window: chunks of one size that count.
+        window: number of chunks of each size that count.
 
     Returns:
-        Seconds of any chunk, and seconds per sample.
+        Fixed seconds per chunk, and seconds per sample.
     """
     if not pairs:
         return 0.0, 0.0
@@ -39,13 +39,13 @@ def fitted_times(pairs: Sequence[tuple[int, float]], window: int) -> tuple[float
 
 
 def relative_error(values: Sequence[float]) -> float:
-    """Tell how far the median of some measurements may be off: its standard error over the median.
+    """Estimate the relative standard error of the median of some measurements.
 
-    The spread is the median distance to the median, which outliers do not move; 1.4826 times that is a normal
-    distribution's standard deviation, and a median's error is 1.2533 times a mean's.
+    It uses the median absolute deviation, which is robust to outliers: 1.4826 times that is the standard deviation of
+    a normal distribution, and the standard error of a median is 1.2533 times that of a mean.
 
     Args:
-        values: at least one.
+        values: measurements, at least one.
     """
     middle = median(values)
     spread = median(abs(value - middle) for value in values)

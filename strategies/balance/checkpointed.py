@@ -1,4 +1,4 @@
-"""What a balanced strategy has measured outlives the run: in the strategy, and in its checkpoints."""
+"""Keep what a balanced strategy has measured across runs and in checkpoints."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,14 +10,14 @@ from typing_extensions import override
 from .controller import BalanceController
 
 CHECKPOINT_KEY = "balance"
-"""Where a checkpoint keeps what was measured."""
+"""Checkpoint key of the measurements."""
 
 
 class CheckpointedBalance(pl_strategies.Strategy):
-    """The half of a balanced strategy that keeps its controller; the other half measures for it.
+    """Mixin for a balanced strategy that keeps its controller; the strategy itself measures.
 
     Attributes:
-        controller: what was measured and decided; None where nothing is measured.
+        controller: holds measurements and shares; None if nothing is measured.
     """
 
     strategy_name: str
@@ -25,21 +25,21 @@ class CheckpointedBalance(pl_strategies.Strategy):
     _restored: dict[str, Any] | None = None
 
     def keep_controller(self, num_parts: int, make: Callable[[], BalanceController], part: str) -> BalanceController:
-        """Go on with the controller of an earlier run or of a checkpoint, or make one.
+        """Continue with the controller of an earlier run or of a checkpoint, or make one.
 
         Args:
-            num_parts: devices, or ranks, now.
-            make: makes a controller that has measured nothing.
+            num_parts: current number of devices or ranks.
+            make: makes a controller without measurements.
             part: `devices` or `ranks`, for the message.
 
         Returns:
-            The controller, which is `self.controller` as well.
+            The controller, which is also `self.controller`.
         """
         if self.controller is None or len(self.controller.shares) != num_parts:
             self.controller = make()
         if self._restored is not None and not self.controller.load_state_dict(self._restored):
             rank_zero_info(
-                f"{self.strategy_name}: the checkpoint was balanced for another number of {part}; measuring anew."
+                f"{self.strategy_name}: the checkpoint was balanced for another number of {part}; measuring again."
             )
         self._restored = None
         return self.controller

@@ -1,6 +1,6 @@
-"""Solve for the share of each device from what was measured, and decide when new shares are worth a change.
+"""Compute the share of each device from measurements, and decide when to adopt new shares.
 
-Both parts are pure: devices, clocks and processes enter elsewhere, so replicas and ranks share them.
+Both are pure functions of numbers, without devices, clocks or processes, so replicas and ranks share them.
 """
 
 import heapq
@@ -15,28 +15,28 @@ from ..core.errors import ConfigError
 from ._estimates import fitted_times, relative_error
 
 Objective: TypeAlias = Literal["time", "memory"]
-"""What is made equal: the time that devices take, or the part of their memory that they fill."""
+"""Quantity to equalize: the time that devices take, or the fraction of their memory that they fill."""
 
 LARGEST_CUT = 0.5
-"""The part of its samples that a device keeps at least when shares change: away from measured sizes we guess."""
+"""Minimum fraction of its samples that a device keeps in one change: far from measured sizes, costs are guesses."""
 
 MIN_MEASUREMENTS = 3
-"""Measurements of every device at its present size before shares change: the median of fewer may be an accident."""
+"""Measurements of every device at its current size before shares change: the median of fewer may be noise."""
 
 NOISE_FACTOR = 2.0
-"""Standard errors of the times that a gain must exceed: below that it may be an accident, too."""
+"""Standard errors of the times that a gain must exceed: a smaller gain may be noise."""
 
 
 @dataclass(frozen=True)
 class DeviceCost:
-    """What samples cost on one device.
+    """Cost of samples on one device.
 
     Args:
-        seconds_per_sample: seconds that one more sample takes.
-        fixed_seconds: seconds that any chunk takes, whatever its size; a device without samples takes none.
-        bytes_per_sample: bytes that one more sample needs.
-        fixed_bytes: bytes that are taken without any sample (parameters, gradients, optimizer).
-        limit_bytes: bytes that the device has.
+        seconds_per_sample: seconds per additional sample.
+        fixed_seconds: seconds per chunk, whatever its size; a device without samples takes none.
+        bytes_per_sample: bytes per additional sample.
+        fixed_bytes: bytes used without any sample (parameters, gradients, optimizer).
+        limit_bytes: memory of the device in bytes.
     """
 
     seconds_per_sample: float = 0.0
@@ -50,7 +50,7 @@ class DeviceCost:
         return self.fixed_seconds + num_samples * self.seconds_per_sample if num_samples else 0.0
 
     def memory(self, num_samples: int) -> float:
-        """The part of the device's memory that a chunk fills; bytes where the device has no limit."""
+        """Fraction of the device's memory that a chunk fills; bytes if the device has no limit."""
         used = self.fixed_bytes + num_samples * self.bytes_per_sample
         return used if math.isinf(self.limit_bytes) else used / self.limit_bytes
 
@@ -60,21 +60,21 @@ class DeviceCost:
 
 
 def solve(num_samples: int, costs: Sequence[DeviceCost], objective: Objective = "time") -> list[int]:
-    """Find the sizes that make the largest time, or the fullest memory, as small as it can be.
+    """Find the sizes that minimize the largest time or memory of all devices.
 
-    One sample after the other goes to the device that has then the least, among those with room. As costs only grow
-    with samples, no other distribution has a smaller maximum.
+    Samples are assigned one by one to the device that then has the smallest load, among those with room. Because costs
+    only grow with samples, no other distribution has a smaller maximum.
 
     Args:
         num_samples: samples to distribute.
         costs: one per device.
-        objective: what to make small.
+        objective: quantity to minimize.
 
     Returns:
         Samples per device; they sum to `num_samples`.
 
     Raises:
-        ConfigError: the devices together have no room for the batch.
+        ConfigError: the batch does not fit on all devices together.
     """
     sizes = [0] * len(costs)
     heap = [(_load(cost, 1, objective), i) for i, cost in enumerate(costs) if cost.fits(1)]
@@ -82,7 +82,7 @@ def solve(num_samples: int, costs: Sequence[DeviceCost], objective: Objective = 
     for done in range(num_samples):
         if not heap:
             raise ConfigError(
-                f"balance: a batch of {num_samples} samples does not fit, by what was measured: the devices hold "
+                f"balance: a batch of {num_samples} samples does not fit: by the measurements, the devices hold "
                 f"{done} together. Use a smaller batch, more devices, or accumulate_grad_batches."
             )
         _, i = heapq.heappop(heap)
@@ -93,7 +93,7 @@ def solve(num_samples: int, costs: Sequence[DeviceCost], objective: Objective = 
 
 
 def largest_load(sizes: Sequence[int], costs: Sequence[DeviceCost], objective: Objective) -> float:
-    """The largest time (seconds), or the fullest memory, of all devices: what `solve` makes small."""
+    """Largest time in seconds, or memory, of all devices, which `solve` minimizes."""
     return max(_load(cost, size, objective) for cost, size in zip(costs, sizes, strict=True))
 
 
@@ -102,25 +102,24 @@ def _load(cost: DeviceCost, num_samples: int, objective: Objective) -> float:
 
 
 class BalanceController:
-    """Turns measurements of devices into shares of the batch, and keeps them until others are clearly better.
+    """Computes shares of the batch from measurements, and keeps them until others are clearly better.
 
-    A device's seconds are medians of its last measurements, so that one slow step changes nothing. Until it was
-    measured at two clearly different sizes they are taken to be proportional to its samples; from then on a line
-    through them tells what any chunk takes. Without that, a device would look slower the fewer samples it has, and
-    lose them all.
+    A device's seconds are medians of its last measurements, so that one slow step changes nothing. Until a device was
+    measured at two clearly different sizes, its seconds are assumed proportional to its samples; then a fitted line
+    gives the fixed time per chunk. Without it, a device would look slower the fewer samples it has, and lose them all.
 
     Args:
-        num_devices: devices, or ranks.
-        objective: what to make equal.
-        hysteresis: the part of the largest time, or memory, that new shares must save to be adopted; where times
-            scatter they must save more than the scatter may explain.
-        warmup: measurements that are thrown away, as first steps are slow.
-        window: measurements of one size that count; of all sizes, three times as many.
-        only_first: find the first device's share only; the others share the rest evenly.
-        limit_bytes: per device, bytes that it has; None for no limit.
+        num_devices: number of devices or ranks.
+        objective: quantity to equalize.
+        hysteresis: fraction of the largest time or memory that new shares must save to be adopted; if times are
+            noisy, they must save more than the noise explains.
+        warmup: number of first measurements to discard, because first steps are slow.
+        window: number of measurements of one size that count; of all sizes, three times as many.
+        only_first: only find the first device's share; the others share the rest evenly.
+        limit_bytes: memory per device in bytes; None for no limit.
 
     Raises:
-        ConfigError: an option is out of its range.
+        ConfigError: an option is out of range.
     """
 
     def __init__(
@@ -134,9 +133,9 @@ class BalanceController:
         limit_bytes: Sequence[float] | None = None,
     ) -> None:
         if objective not in get_args(Objective):
-            raise ConfigError(f"balance: objective={objective} is unknown. Choose one of time, memory.")
+            raise ConfigError(f"balance: objective={objective} is unknown; choose one of time, memory.")
         if not 0 <= hysteresis < 1:
-            raise ConfigError(f"balance: hysteresis={hysteresis} is not a part. Give 0 <= hysteresis < 1.")
+            raise ConfigError(f"balance: hysteresis must be a fraction in [0, 1); got {hysteresis}.")
         self._num_devices = num_devices
         self._objective: Objective = objective
         self._hysteresis = hysteresis
@@ -155,17 +154,17 @@ class BalanceController:
 
     @property
     def shares(self) -> list[float]:
-        """The fraction of a batch that each device gets; they sum to 1."""
+        """Fraction of a batch for each device; they sum to 1."""
         return self._shares or [1 / self._num_devices] * self._num_devices
 
     @property
     def efficiency(self) -> float:
-        """Mean over largest time of the devices in the last measurement: 1 where all were busy all the time."""
+        """Mean over largest time of the devices in the last measurement: 1 if all were busy all the time."""
         largest = max(self._last_seconds)
         return sum(self._last_seconds) / len(self._last_seconds) / largest if largest > 0 else 1.0
 
     def propose(self, num_samples: int) -> list[int]:
-        """Samples per device of a batch of `num_samples`; even until something was measured."""
+        """Propose samples per device for a batch of `num_samples`; even until there are measurements."""
         if self._shares is None:
             return Even().sizes(num_samples, self._num_devices)
         return Weighted(tuple(self._shares)).sizes(num_samples, self._num_devices)
@@ -177,15 +176,15 @@ class BalanceController:
         used_bytes: Sequence[float] | None = None,
         fixed_bytes: Sequence[float] | None = None,
     ) -> bool:
-        """Take a step's measurements, and adopt new shares where they are better by more than the hysteresis.
+        """Record a step's measurements, and adopt new shares if they are better by more than the hysteresis.
 
-        Batches smaller than the largest so far do not count: what is fixed weighs more in them.
+        Batches smaller than the largest so far are ignored, because fixed costs weigh more in them.
 
         Args:
             sizes: samples per device.
-            seconds: per device; of one without samples it does not count.
-            used_bytes: per device, bytes that its samples took; None where memory was not measured.
-            fixed_bytes: per device, bytes that are taken without samples; None keeps the last.
+            seconds: seconds per device; ignored for a device without samples.
+            used_bytes: bytes per device that its samples took; None if memory was not measured.
+            fixed_bytes: bytes per device that are used without samples; None keeps the last value.
 
         Returns:
             Whether the shares changed.
@@ -204,7 +203,7 @@ class BalanceController:
         return self._resolve()
 
     def metrics(self) -> dict[str, float]:
-        """Share, seconds and bytes per sample of each device, and the efficiency, by their names in the log."""
+        """Share, seconds and bytes per sample of each device, and the efficiency, by name in the log."""
         values = {"balance/efficiency": self.efficiency}
         for i, share in enumerate(self.shares):
             values[f"balance/share_{i}"] = share
@@ -213,7 +212,7 @@ class BalanceController:
         return values
 
     def state_dict(self) -> dict[str, Any]:
-        """What was measured and decided, in plain lists."""
+        """Return measurements and shares in plain lists."""
         return {
             "seconds": [[list(pair) for pair in values] for values in self._seconds],
             "bytes": [list(values) for values in self._bytes],
@@ -225,10 +224,10 @@ class BalanceController:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> bool:
-        """Take over what a checkpoint holds.
+        """Load the state of a checkpoint.
 
         Returns:
-            False where it was measured on another number of devices, and nothing was taken over.
+            False if it was measured on another number of devices, and was not loaded.
         """
         if len(state["seconds"]) != self._num_devices:
             return False
@@ -242,7 +241,7 @@ class BalanceController:
         return True
 
     def costs(self) -> list[DeviceCost]:
-        """What samples cost, by the measurements so far."""
+        """Estimate the cost of samples on each device from the measurements so far."""
         times = [fitted_times(pairs, self._window) for pairs in self._seconds]
         costs = [
             DeviceCost(
@@ -272,7 +271,7 @@ class BalanceController:
         return True
 
     def _measured_now(self) -> list[list[float]]:
-        """Seconds of each device's last chunks of its present size; of one without samples, of all sizes."""
+        """Seconds of each device's last chunks of its current size; of all sizes for a device without samples."""
         sizes = self.propose(self._full_batch)
         return [
             [seconds for measured, seconds in pairs if measured == size or not size][-self._window :]
@@ -280,21 +279,21 @@ class BalanceController:
         ]
 
     def _least_gain(self, measured: Iterable[Sequence[float]]) -> float:
-        """The part of the largest load that new shares must save."""
+        """Fraction of the largest load that new shares must save."""
         if self._objective == "memory":
             return self._hysteresis
         return max(self._hysteresis, *(NOISE_FACTOR * relative_error(values) for values in measured))
 
 
 def cautious(now: Sequence[int], solved: Sequence[int]) -> list[float]:
-    """Go from one distribution towards another as far as every device keeps `LARGEST_CUT` of its samples.
+    """Move from one distribution towards another, while every device keeps at least `LARGEST_CUT` of its samples.
 
     Args:
-        now: samples per device as they are.
-        solved: as they should be, by what was measured.
+        now: current samples per device.
+        solved: target samples per device, from the measurements.
 
     Returns:
-        Samples per device, not whole; the sum is that of `solved`.
+        Samples per device, not rounded, with the sum of `solved`.
     """
     cuts = [old - new for old, new in zip(now, solved, strict=True)]
     allowed = [(1 - LARGEST_CUT) * old / cut for old, cut in zip(now, cuts, strict=True) if cut > 0]
@@ -303,7 +302,7 @@ def cautious(now: Sequence[int], solved: Sequence[int]) -> list[float]:
 
 
 def _with_equal_others(costs: Sequence[DeviceCost]) -> list[DeviceCost]:
-    """Costs where every device but the first is as slow, and as full, as the worst of them."""
+    """Replace the costs of every device but the first by the worst among them, in time and memory."""
     others = costs[1:]
     worst = DeviceCost(
         seconds_per_sample=max(cost.seconds_per_sample for cost in others),

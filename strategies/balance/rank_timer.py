@@ -1,4 +1,4 @@
-"""The time of one rank's own work in a step: forward and backward, without waiting for other ranks."""
+"""Time one rank's own work in a step: forward and backward, without the wait for other ranks."""
 
 import time
 from collections.abc import Callable, Generator
@@ -14,12 +14,12 @@ from ..core.patching import replaced
 class RankTimer:
     """Measures one step.
 
-    The forward pass counts while the module's own `training_step` runs, within DDP's wrapper; the backward pass until
-    its last gradient is there, which is before DDP waits for the gradients of others.
+    The forward pass is timed within the module's own `training_step`, inside DDP's wrapper; the backward pass until its
+    last gradient is ready, before DDP waits for the gradients of other ranks.
 
     Args:
-        module: whose step it is.
-        device: where it computes; on an accelerator its own clock is read.
+        module: the module to time.
+        device: its device; on an accelerator, device events measure the time.
     """
 
     def __init__(self, module: pl.LightningModule, device: torch.device) -> None:
@@ -44,7 +44,7 @@ class RankTimer:
 
     @contextmanager
     def backward(self) -> Generator[None]:
-        """Measure the block until the last gradient has come."""
+        """Measure the block until the last gradient is ready."""
         parameters = [parameter for parameter in self._module.parameters() if parameter.requires_grad]
         hooks = [parameter.register_post_accumulate_grad_hook(self._ready()) for parameter in parameters]
         self._marks.append(self._now())
@@ -56,7 +56,7 @@ class RankTimer:
         self._marks.append(self._last if self._last is not None else self._now())
 
     def seconds(self) -> float:
-        """Seconds of both passes; on an accelerator this waits until it has done them."""
+        """Seconds of both passes; on an accelerator this waits until both have finished."""
         starts, ends = self._marks[0::2], self._marks[1::2]
         return sum(_elapsed(start, end) for start, end in zip(starts, ends, strict=True))
 

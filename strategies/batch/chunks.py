@@ -1,13 +1,13 @@
-"""Cut nested batches into chunks by sizes, and join the chunks' results again.
+"""Cut nested batches into chunks by sizes, and join the chunks' results.
 
 a value in a batch of N samples                     becomes
 tensor or array of shape (N, ...)                   its rows
-list or tuple of N values, of no tensors of N rows  its elements (strings, images of unequal size)
+list or tuple of N values, not N-row tensors        its elements (strings, images of unequal size)
 mapping, other list or tuple, dataclass             the same structure, cut inside
 object with `split(sizes)`                          what its `split` returns
 pandas Index, as names of a tensor's columns        shared by every chunk; cut where it has N entries and names no axis
 None, number, string, tensor of shape ()            shared by every chunk
-anything else                                       refused by its name in the batch
+anything else                                       refused by name
 """
 
 import copy
@@ -47,9 +47,9 @@ def num_samples(batch: Batch) -> int | None:
 
 
 def split(batch: Batch, sizes: Sizes) -> list[Chunk]:
-    """Cut a batch along dimension 0; the table above says what becomes of each value.
+    """Cut a batch along dimension 0; the table above shows how each kind of value is cut.
 
-    Tensors are views of the batch's. A chunk of no sample has tensors of shape (0, ...).
+    Tensors are views of the batch's. An empty chunk has tensors of shape (0, ...).
 
     Args:
         batch: nested tensors, each of shape (N, ...).
@@ -63,12 +63,12 @@ def split(batch: Batch, sizes: Sizes) -> list[Chunk]:
     """
     num = sum(sizes)
     if isinstance(batch, (list, tuple)) and next(_rows(batch, "batch"), None) is not None:
-        return _split_structure(batch, list(sizes), num, "batch")  # `[x, y]` of two samples is no list of two samples
+        return _split_structure(batch, list(sizes), num, "batch")  # two tensors are not two samples
     return _split(batch, list(sizes), num, "batch")
 
 
 def join(chunks: Sequence[Chunk], sizes: Sizes, device: torch.device | None = None) -> Any:
-    """Put the results of chunks together: the inverse of `split`.
+    """Join the results of chunks; the inverse of `split`.
 
     Args:
         chunks: one result per chunk, all of one structure; per-sample tensors have shape (sizes[i], ...).
@@ -77,7 +77,7 @@ def join(chunks: Sequence[Chunk], sizes: Sizes, device: torch.device | None = No
 
     Returns:
         The same structure: rows and per-sample lists in order; numbers and tensors of shape () are means weighted by
-        the sizes; of other values, which are equal for all chunks, the first.
+        the sizes; other values, equal in all chunks, are taken from the first.
 
     Raises:
         ConfigError: a value can't be joined; the message names it.
@@ -102,7 +102,7 @@ def _children(value: Any) -> _Items | None:
 
 
 def _rebuild(value: Any, parts: list[Any]) -> Any:
-    """A structure like `value`, its parts replaced in order."""
+    """Build a structure like `value` with its parts replaced in order."""
     if isinstance(value, tuple):
         return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
     if isinstance(value, list):
@@ -157,9 +157,9 @@ def _kind(value: Any, num: int) -> _Kind:
 
 
 def _holds_samples(value: Any, num: int, name: str) -> bool:
-    """Whether a list inside a batch is to be cut between its elements; see `_kind`.
+    """Whether to cut a list inside a batch between its elements; see `_kind`.
 
-    Tensors of one shape would have been stacked if they were samples, and tensors of unequal dimensions are not.
+    Samples of one shape would have been stacked, and samples have equal numbers of dimensions.
     """
     kind = _kind(value, num)
     if kind != "either":
@@ -167,8 +167,9 @@ def _holds_samples(value: Any, num: int, name: str) -> bool:
     shapes = {element.shape for element in value if isinstance(element, Tensor)}
     if len(shapes) > 1 and len({len(shape) for shape in shapes}) == 1:
         raise ConfigError(
-            f"{name} is a list of {num} tensors of {num} rows each in a batch of {num} samples: its elements may be "
-            "samples, or its rows. Use a dict for the rows, or an object that defines split(sizes) for samples."
+            f"{name} is a list of {num} tensors of {num} rows each in a batch of {num} samples: either its "
+            "elements or its rows may be the samples. Use a dict for the rows, or an object that defines "
+            "split(sizes) for samples."
         )
     return False
 
@@ -202,12 +203,12 @@ def _split_structure(value: Any, sizes: list[int], num: int, name: str) -> list[
 
 
 def _is_labels(value: Any) -> bool:
-    pandas = sys.modules.get("pandas")  # no dependency: whoever puts its objects into batches has imported it
+    pandas = sys.modules.get("pandas")  # not a dependency: imported only if a batch can hold its objects
     return pandas is not None and isinstance(value, pandas.Index)
 
 
 def _split_labels(labels: Any, beside: _Items, sizes: list[int], num: int) -> list[Any]:
-    """Share labels of columns; cut those of samples: they have as many entries, and name no axis of a tensor beside."""
+    """Share column labels; cut sample labels: those with N entries that match no other axis of a sibling tensor."""
     shapes = [value.shape[1:] for _, value in beside if isinstance(value, (Tensor, np.ndarray))]
     if len(labels) != num or any(num in shape for shape in shapes):
         return [labels] * len(sizes)

@@ -1,4 +1,4 @@
-"""What modules do to themselves in a step on replicas: values that they log, attributes that they assign."""
+"""Record what modules log on each replica, and log it once for the whole batch."""
 
 import inspect
 from collections import Counter
@@ -26,7 +26,7 @@ _SUMS = ("sum", sum, torch.sum)
 
 @dataclass(frozen=True)
 class _Call:
-    """One call of `self.log`, by number of the replica and of the module in it."""
+    """One call of `self.log`, with the indices of the replica and of the module in it."""
 
     replica: int
     module: int
@@ -40,9 +40,9 @@ class LogRecorder:
     """Records `self.log` on every replica, and logs each name once, on the root, for the whole batch.
 
     Args:
-        modules: the modules of every replica that logs, the root's first, each in one order.
+        modules: the modules of each replica, the root first, all in the same order.
         device: where the values are combined.
-        original: finds the root's metric where a replica's is logged.
+        original: maps a replica's metric to the root's.
     """
 
     def __init__(
@@ -75,13 +75,13 @@ class LogRecorder:
                         module.__dict__["log"] = log
 
     def replay(self, sizes: Sequence[int], losses: ChunkLosses | None = None) -> None:
-        """Log on the root what was recorded.
+        """Log the recorded values on the root.
 
-        The loss itself is combined as the loss is. Other values are weighed by the `batch_size` that they were logged
-        with, else by samples; `reduce_fx` of sum, max and min are what they are over the whole batch.
+        A logged loss is combined like the loss itself. Other values are weighted by the `batch_size` that they were
+        logged with, or else by samples; a `reduce_fx` of sum, max or min is applied over the whole batch.
 
         Args:
-            sizes: samples per replica, 0 where it had none.
+            sizes: samples per replica; 0 for a replica without samples.
             losses: the chunks' losses, one per replica with samples.
         """
         for same in self._same_calls():
@@ -95,7 +95,7 @@ class LogRecorder:
             self._modules[0][same[0].module].log(same[0].name, value, **options)
 
     def _same_calls(self) -> list[list[_Call]]:
-        """The calls that log one name for the whole batch, in the order of the replicas."""
+        """Group the calls that log the same value, in the order of the replicas."""
         found: dict[tuple[int, str, int], list[_Call]] = {}
         for calls in self._calls:
             counts: Counter[tuple[int, str]] = Counter()
@@ -115,7 +115,7 @@ class LogRecorder:
         return log
 
     def _loss(self, calls: list[_Call], sizes: Sequence[int], losses: ChunkLosses | None) -> Tensor | None:
-        """The batch's loss, where that is what was logged."""
+        """The batch's loss, if that is what was logged."""
         used = [i for i, size in enumerate(sizes) if size > 0]
         if losses is None or [call.replica for call in calls] != used:
             return None
@@ -141,7 +141,7 @@ _LOG_OPTIONS = list(inspect.signature(pl.LightningModule.log).parameters)[3:]  #
 
 
 def _kept(value: Tensor, options: dict[str, Any]) -> Tensor:
-    """The value as it is now: `loss += penalty` after `self.log("loss", loss)` must not change it."""
+    """Keep the value as it is now: `loss += penalty` after `self.log("loss", loss)` must not change it."""
     return value.clone() if options.get("enable_graph") else value.detach().clone()
 
 

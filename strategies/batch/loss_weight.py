@@ -1,8 +1,8 @@
-"""The weight of a loss: the number of samples that it is the mean of, or what the module says.
+"""Weigh a loss by its number of samples, or by the `loss_weight` that the module returns.
 
-A `training_step` returns the mean loss of its samples, or `{"loss": mean, "loss_weight": n}` where it is normalised
-by something else (tokens, valid pixels). Everywhere that means of unequal parts are combined (chunks of a replica,
-ranks, micro-batches of an accumulated step), part i weighs w_i / sum(w).
+A `training_step` returns the mean loss of its samples, or `{"loss": mean, "loss_weight": n}` if it is normalised by
+something else (tokens, valid pixels). Wherever means over unequal parts are combined (chunks of a replica, ranks,
+micro-batches of an accumulated step), part i has the weight w_i / sum(w).
 """
 
 from typing import Any
@@ -16,18 +16,18 @@ from .chunks import num_samples
 
 
 def loss_weight(output: Any, batch: Batch) -> Tensor | float:
-    """Weigh one step's loss.
+    """Find the weight of one step's loss.
 
     Args:
         output: what `training_step` returned: a loss, or a mapping with `loss` and perhaps `loss_weight`.
-        batch: the batch that it was computed on.
+        batch: the batch it was computed on.
 
     Returns:
-        `loss_weight` where the module gave one (a tensor stays a tensor: nothing is read back to the host), else the
-        number of samples.
+        `loss_weight` if the module returned one (a tensor stays a tensor: nothing is read back to the host), otherwise
+        the number of samples.
 
     Raises:
-        ConfigError: the module gave no weight and the batch holds no tensor to count samples by.
+        ConfigError: the module returned no weight, and the batch holds no tensor to count samples by.
     """
     if isinstance(output, dict) and output.get("loss_weight") is not None:
         return output["loss_weight"]
@@ -43,7 +43,7 @@ def loss_weight(output: Any, batch: Batch) -> Tensor | float:
 def weighs_in_loop(trainer: "pl.Trainer") -> bool:
     """Whether the loop weighs micro-batches itself, so that the strategy must not.
 
-    In an exactly accumulated step each micro-batch's loss is multiplied by its weight, and the gradients are divided
+    With exact accumulation each micro-batch's loss is multiplied by its weight, and the gradients are divided
     once, before clipping, by the sum of the weights over all micro-batches and ranks.
     """
     return bool(getattr(trainer, "exact_accumulation", False)) and trainer.accumulate_grad_batches > 1

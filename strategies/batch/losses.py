@@ -1,7 +1,7 @@
-"""Combine what chunks gave: losses weighted by n_i/N, and gradients summed onto the root's parameters.
+"""Combine the losses of chunks, weighted by n_i/N.
 
 With chunk losses L_i that are means over w_i samples (or tokens), the root optimizes sum(w_i / W * L_i), W = sum(w_i),
-which is the mean over the whole batch, however unequal the chunks are.
+which is the mean over the whole batch, however unequal the chunks.
 """
 
 from collections.abc import Sequence
@@ -25,8 +25,8 @@ class ChunkLosses:
 
     Args:
         losses: one scalar per chunk that has samples, each on its own device.
-        weights: samples per chunk, or what the module returned as `loss_weight`.
-        reduction: what a module's loss is.
+        weights: samples per chunk, or the `loss_weight` that the module returned.
+        reduction: whether a chunk's loss is a mean or a sum.
     """
 
     losses: list[Tensor]
@@ -43,7 +43,7 @@ class ChunkLosses:
         return torch.stack(parts).sum() if len(parts) > 1 else parts[0]
 
     def total(self, device: torch.device) -> Tensor | float:
-        """The sum of the weights; a float where all of them are."""
+        """The sum of the weights; a float if all of them are floats."""
         return sum((_on(weight, device) for weight in self.weights), start=0.0)
 
 
@@ -56,11 +56,11 @@ def chunk_losses(
         outputs: one per chunk, a loss or a mapping with `loss`.
         chunks: the chunks.
         sizes: samples per chunk.
-        reduction: what a module's loss is.
-        strategy: the name to begin errors with.
+        reduction: whether a chunk's loss is a mean or a sum.
+        strategy: name that begins error messages.
 
     Raises:
-        ConfigError: a loss is missing, or is no scalar.
+        ConfigError: a loss is missing, or is not a scalar.
     """
     losses: list[Any] = [output.get("loss") if isinstance(output, dict) else output for output in outputs]
     for i, loss in enumerate(losses):
@@ -80,17 +80,17 @@ def chunk_losses(
 def with_scalars(
     loss: Tensor, losses: ChunkLosses, outputs: Sequence[dict[str, Any]], sizes: Sequence[int], device: torch.device
 ) -> tuple[dict[str, Any], list[str]]:
-    """Join what chunks returned beside their losses, as far as it is scalar; what is larger stays where it is.
+    """Join the scalars that chunks returned besides their losses; larger values stay where they are.
 
     Args:
         loss: the loss of the whole batch.
         losses: the losses of the chunks.
         outputs: one per chunk.
         sizes: samples per chunk.
-        device: where the result is to be.
+        device: device of the result.
 
     Returns:
-        `loss`, the sum of `loss_weight` where the module gave it, and means of scalars; and the keys left out.
+        `loss`, the sum of `loss_weight` if the module returned it, and means of scalars; and the keys left out.
     """
     result: dict[str, Any] = {"loss": loss}
     left_out: list[str] = []
@@ -106,7 +106,7 @@ def with_scalars(
 
 
 def _shares(weights: Sequence[Any]) -> list[Any]:
-    """Each weight's part of their sum; equal parts where nothing weighs anything (a batch of padding only)."""
+    """Each weight's fraction of their sum; equal fractions if all are zero (a batch of padding only)."""
     total: Any = sum(weights, start=0.0)
     if not isinstance(total, Tensor):
         return [weight / total if total else 1.0 / len(weights) for weight in weights]

@@ -1,4 +1,4 @@
-"""What strategies share that cut a batch inside one process: what they refuse, and one result for the whole batch."""
+"""Combine the outputs of a batch's chunks into one result, for strategies that cut a batch in one process."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -26,23 +26,23 @@ def combine_outputs(
     strategy: str,
     device: torch.device,
 ) -> tuple[Any, list[str]]:
-    """Make one result of what `training_step` returned for each chunk, and log what it logged once.
+    """Combine what `training_step` returned for each chunk into one result, and log each recorded value once.
 
     Args:
         outputs: one per chunk that has samples.
         chunks: all chunks.
         sizes: samples per chunk.
-        logs: what was logged.
-        reduction: what a module's loss is.
-        strategy: the name to begin errors with.
-        device: where the result is to be.
+        logs: the recorded calls of `self.log`.
+        reduction: whether a chunk's loss is a mean or a sum.
+        strategy: name that begins error messages.
+        device: device of the result.
 
     Returns:
-        A result of the kind that the module returned (None where it skips the batch), and the keys of its outputs
-        that are no scalars, which are left out.
+        A result of the kind that the module returned (None if it skips the batch), and the keys that are left out
+        because their values are not scalars.
 
     Raises:
-        ConfigError: a loss is missing, or is no scalar.
+        ConfigError: a loss is missing, or is not a scalar.
     """
     if all(output is None for output in outputs):
         logs.replay(sizes)

@@ -1,4 +1,4 @@
-"""Partition policies: from a batch size and a number of parts to sizes. Integers only; no devices here.
+"""Divide a number of samples into parts: even, a small first part, or weighted. Integers only, no devices.
 
     policy              N=10, 4 parts     N=3, 4 parts
     Even()              3 3 2 2           1 1 1 0
@@ -19,7 +19,7 @@ from ..core.errors import ConfigError
 
 
 class Policy(Protocol):
-    """How a batch is cut."""
+    """Decides the sizes of the parts of a batch."""
 
     def sizes(self, num_samples: int, num_parts: int) -> list[int]:
         """Cut `num_samples` samples into `num_parts` parts.
@@ -33,14 +33,14 @@ class Policy(Protocol):
         """Refuse options that can't be honoured for `num_parts` parts.
 
         Raises:
-            ConfigError: they can't; the message begins with the name of the strategy.
+            ConfigError: an option is invalid; the message begins with the strategy's name.
         """
         ...
 
 
 @dataclass(frozen=True)
 class Even:
-    """Equal parts; where the batch does not divide, the first parts take one sample more."""
+    """Equal parts; if the batch does not divide evenly, the first parts take one more sample."""
 
     def sizes(self, num_samples: int, num_parts: int) -> list[int]:
         """See `Policy.sizes`."""
@@ -55,11 +55,11 @@ class Even:
 class FirstChunk:
     """A fixed, small first part, so that the first device has room for what it alone holds.
 
-    The first part takes `min(size, N // num_parts)` samples and the others share the rest evenly. With one part the
-    whole batch is its own.
+    The first part takes `min(size, N // num_parts)` samples and the others share the rest evenly. A single part
+    takes the whole batch.
 
     Args:
-        size: samples of the first part; 0 leaves it without any.
+        size: samples of the first part; 0 leaves it empty.
     """
 
     size: int
@@ -72,18 +72,18 @@ class FirstChunk:
         return [first, *Even().sizes(num_samples - first, num_parts - 1)]
 
     def verify(self, num_parts: int, strategy: str) -> None:
-        """See `Policy.verify`: a size that is not a natural number is refused."""
+        """See `Policy.verify`: the size must be an integer >= 0."""
         if type(self.size) is not int or self.size < 0:
             raise ConfigError(
                 f"{strategy}: gpu0_chunk={self.size!r} is not a number of samples. "
-                "Give 0 (the first device takes no sample) or a positive integer."
+                "Give 0 (no samples on the first device) or a positive integer."
             )
 
     def verify_batch(self, num_samples: int, num_parts: int, strategy: str) -> None:
         """Refuse a first part that is larger than an even share of a full batch.
 
         Raises:
-            ConfigError: it is; the message holds the arithmetic.
+            ConfigError: it is larger; the message shows the arithmetic.
         """
         share = num_samples // num_parts
         if num_parts > 1 and self.size > share:
@@ -97,10 +97,10 @@ class FirstChunk:
 class Weighted:
     """Parts in proportion to weights, each within one sample of its exact share.
 
-    Source: the method of largest remainders (Hamilton's). Ties go to the earlier part. A weight of zero gets nothing.
+    Source: the method of largest remainders (Hamilton's). Ties go to the earlier part. A part of weight 0 is empty.
 
     Args:
-        weights: one per part, in any unit (samples a second, say); none negative, not all zero.
+        weights: one per part, in any unit (samples per second, for example); none negative, not all zero.
     """
 
     weights: tuple[float, ...]
@@ -135,7 +135,7 @@ class Weighted:
 def without_single_samples(sizes: Sequence[int]) -> list[int]:
     """Merge parts of one sample into others, for layers that need two (BatchNorm in train mode).
 
-    A part of one sample hands it to the smallest other part that has any.
+    A part of one sample gives it to the smallest other part that is not empty.
 
     Args:
         sizes: samples per part.

@@ -17,15 +17,15 @@ ACCELERATORS = {
     "cuda": ("cuda",),
     "mps": ("mps",),
 }
-"""What each word of `accelerator=` stands for, best first."""
+"""Device types that each value of `accelerator=` may resolve to, in order of preference."""
 
-_NAME = re.compile(r"[a-z]+:?\d*")  # misspelt ones, too, which are named where they are refused
+_NAME = re.compile(r"[a-z]+:?\d*")  # misspelt names match too, so that the error can quote them
 
 ALLOWED = "Give a count (devices=2), indices (devices=[0,1]), names (devices=[cuda:0,cpu]) or devices=auto"
 
 
 def accelerator_type(accelerator: str) -> str:
-    """Resolve the word of `accelerator=` to a torch device type that exists on this machine.
+    """Resolve `accelerator=` to a torch device type that exists on this machine.
 
     Args:
         accelerator: auto, cpu, gpu, cuda or mps.
@@ -34,7 +34,7 @@ def accelerator_type(accelerator: str) -> str:
         cpu, cuda or mps.
 
     Raises:
-        ConfigError: the word is unknown, or this machine has no such device.
+        ConfigError: the accelerator is unknown, or this machine has none.
     """
     present = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
     if accelerator not in ACCELERATORS:
@@ -46,22 +46,22 @@ def accelerator_type(accelerator: str) -> str:
 
 
 def num_available(kind: str) -> int:
-    """Count the devices of a type; the CPU counts as one, though it may be given any number of times."""
+    """Count the devices of a type; the CPU counts as one, although it may be listed any number of times."""
     return torch.cuda.device_count() if kind == "cuda" else 1
 
 
 def resolve_devices(devices: int | str | Sequence[int | str], accelerator: str = "auto") -> list[torch.device]:
-    """Name the devices that `devices=` and `accelerator=` mean on this machine.
+    """Resolve `devices=` and `accelerator=` to devices of this machine.
 
     Args:
         devices: a count, `auto` (or -1) for all, a list of indices, or names; names may repeat and mix.
-        accelerator: auto, cpu, gpu, cuda or mps; without effect on names.
+        accelerator: auto, cpu, gpu, cuda or mps; ignored for names.
 
     Returns:
         The devices of this machine, in order.
 
     Raises:
-        ConfigError: no or negative devices, or more than the machine has.
+        ConfigError: the count is not positive, or a device does not exist on this machine.
     """
     if isinstance(devices, str) and devices not in ("auto", "-1"):
         devices = [int(part) if part.isdigit() else part for part in devices.split(",")]
@@ -72,9 +72,9 @@ def resolve_devices(devices: int | str | Sequence[int | str], accelerator: str =
     available = num_available(kind)
     if devices in ("auto", "-1", -1):
         return _indexed(kind, range(available))
-    countable: Any = devices  # from a configuration it may be anything
+    countable: Any = devices  # a configuration may hold anything
     if not isinstance(countable, (int, Sequence)):
-        raise ConfigError(f"devices={devices} is no count. {ALLOWED}.")
+        raise ConfigError(f"devices must be a count, a list or 'auto'; got {devices!r}. {ALLOWED}.")
     if isinstance(devices, bool) or (isinstance(devices, int) and devices < 1):
         raise ConfigError(f"devices={devices}: at least one device is needed. {ALLOWED}.")
     if isinstance(devices, int):
@@ -85,7 +85,10 @@ def resolve_devices(devices: int | str | Sequence[int | str], accelerator: str =
         return _indexed(kind, range(devices))
     indices = [int(index) for index in devices]
     if not indices or kind == "cpu" or any(not 0 <= index < available for index in indices):
-        raise ConfigError(f"devices={indices}: no such devices of type {kind} here (it has {available}). {ALLOWED}.")
+        raise ConfigError(
+            f"devices={indices}: expected indices of accelerators; this machine has {available} of type {kind}. "
+            f"{ALLOWED}."
+        )
     return _indexed(kind, indices)
 
 
@@ -97,29 +100,29 @@ def _named_device(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError as exc:
-        raise ConfigError(f"devices: {name!r} is no device. {ALLOWED}.") from exc
+        raise ConfigError(f"devices: {name!r} is not a device. {ALLOWED}.") from exc
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ConfigError(f"devices: {name} is not there; this machine has {torch.cuda.device_count()} of type cuda.")
+        raise ConfigError(f"devices: {name} does not exist; this machine has {torch.cuda.device_count()} of type cuda.")
     return device
 
 
 def give_devices(strategy: Any, devices: Any) -> dict[str, Any]:
-    """Give a strategy the devices that Lightning's trainer has no words for: names, which may repeat and mix.
+    """Set a strategy's devices by name, which Lightning's trainer does not support; names may repeat and mix.
 
     Args:
-        strategy: a strategy object of one process.
+        strategy: a single-process strategy.
         devices: the trainer's `devices=`, a list of names (`["cuda:0", "cpu"]`).
 
     Returns:
-        The arguments for Lightning's trainer: its `devices` and `accelerator` are those of the first device.
+        Arguments for Lightning's trainer: `devices` and `accelerator` of the first device.
 
     Raises:
-        ConfigError: the strategy can't be given devices, or one is not there.
+        ConfigError: the strategy does not accept device names, or a device does not exist.
     """
     if not hasattr(strategy, "parallel_devices") or isinstance(strategy, pl_strategies.ParallelStrategy):
         raise ConfigError(
-            f"devices={list(devices)}: names are for strategies of one process. Give a count or indices, or choose "
-            "strategy=dp, balanced_dp, model_parallel or single_device."
+            f"devices={list(devices)}: only single-process strategies accept device names. Give a count or indices, or "
+            "choose strategy=dp, balanced_dp, model_parallel or single_device."
         )
     strategy.parallel_devices = resolve_devices([str(device) for device in devices])
     root = strategy.parallel_devices[0]

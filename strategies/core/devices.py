@@ -1,4 +1,4 @@
-"""Every difference between the CPU and accelerators."""
+"""Hide the differences between the CPU and accelerators."""
 
 import math
 from collections.abc import Generator, Iterator, Sequence
@@ -9,18 +9,18 @@ from torch import Tensor
 
 
 def peak_memory_bytes(device: torch.device) -> int | None:
-    """Peak memory that tensors took on a device, in bytes since the last reset; None for the CPU."""
+    """Peak memory allocated by tensors on a device, in bytes since the last reset; None for the CPU."""
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
 
 
 def reset_peak_memory_bytes(device: torch.device) -> None:
-    """Count the peak memory of a device from now on; the CPU has none of its own."""
+    """Reset the peak memory count of a device; does nothing for the CPU."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
 
 
 def device_name(device: torch.device) -> str:
-    """Name a device for people: `cpu`, or `cuda:1 (NVIDIA H200)`."""
+    """Describe a device for messages: `cpu`, or `cuda:1 (NVIDIA H200)`."""
     return f"{device} ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else str(device)
 
 
@@ -36,7 +36,7 @@ def is_accelerator(device: torch.device) -> bool:
 
 @contextmanager
 def on_device(device: torch.device, stream: torch.Stream | None = None) -> Generator[None]:
-    """Make a device, and a stream of it, the current ones; the CPU has neither."""
+    """Make a device and one of its streams current; does nothing for the CPU."""
     if not is_accelerator(device):
         yield
         return
@@ -50,20 +50,20 @@ def current_stream(device: torch.device) -> torch.Stream | None:
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Move a tensor, without waiting for it where that is safe: to the CPU a copy must have ended before it is read."""
+    """Move a tensor, asynchronously where that is safe: a copy to the CPU must finish before it is read."""
     return tensor.to(device, non_blocking=is_accelerator(device))
 
 
 def copy_coalesced(sources: Sequence[Tensor], targets: Sequence[Tensor], bucket_bytes: int = 2**26) -> None:
     """Copy tensors to tensors of the same shapes on another device, in few transfers.
 
-    Between unequal devices the sources are packed into flat buckets, one transfer each; on one device one fused copy
-    does it. Call it under `torch.no_grad()`.
+    Between different devices the sources are packed into flat buckets, one transfer each; on the same device one
+    fused copy is enough. Call it under `torch.no_grad()`.
 
     Args:
         sources: tensors of one device.
         targets: tensors of one device, in the same order.
-        bucket_bytes: bytes of a bucket at most (one larger tensor is a bucket of its own).
+        bucket_bytes: maximum size of a bucket in bytes (a larger tensor gets a bucket of its own).
     """
     if not sources:
         return
@@ -82,13 +82,13 @@ def move_coalesced(tensors: Sequence[Tensor], device: torch.device) -> list[Tens
         Views of one flat tensor on the device, with the shapes of `tensors`.
     """
     flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
-    flat = flat.to(device, non_blocking=is_accelerator(device))  # to the CPU the copy must have ended before it is read
+    flat = flat.to(device, non_blocking=is_accelerator(device))  # a copy to the CPU must finish before it is read
     parts = flat.split([tensor.numel() for tensor in tensors])
     return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
 
 
 def _buckets(tensors: Sequence[Tensor], bucket_bytes: int) -> Iterator[list[int]]:
-    """Indices of tensors by dtype, in groups of at most `bucket_bytes`."""
+    """Group the indices of tensors by dtype, at most `bucket_bytes` per group."""
     open_buckets: dict[torch.dtype, tuple[list[int], int]] = {}
     for i, tensor in enumerate(tensors):
         bucket, size = open_buckets.get(tensor.dtype, ([], 0))
@@ -100,5 +100,5 @@ def _buckets(tensors: Sequence[Tensor], bucket_bytes: int) -> Iterator[list[int]
 
 
 def memory_bytes(device: torch.device) -> float:
-    """Bytes of memory that a device has; infinite for the CPU, whose memory is shared with everything else."""
+    """Total memory of a device in bytes; infinite for the CPU, whose memory is shared with everything else."""
     return float(torch.cuda.get_device_properties(device).total_memory) if device.type == "cuda" else math.inf

@@ -1,4 +1,4 @@
-"""Run one piece of work on each device: in order where the devices are CPUs, in threads where any is an accelerator."""
+"""Run one piece of work on each device: in order on CPUs, in threads if any is an accelerator."""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +17,7 @@ class Piece:
 
     Args:
         device: where it runs.
-        name: what it is, for errors: `chunk 1 of 3 (4 samples)`.
+        name: description used in errors, such as `chunk 1 of 3 (4 samples)`.
         call: the work.
     """
 
@@ -27,10 +27,10 @@ class Piece:
 
 
 class Executor:
-    """Runs pieces at once, and gives their results in order.
+    """Runs pieces concurrently and returns their results in order.
 
-    CPU replicas run in order: CPU random numbers are one stream, which threads would share in an order of their own.
-    Threads carry grad mode, inference mode and autocast of the caller; where autocast is on for the first piece's
+    CPU replicas run in order: they share one random stream, which threads would consume in an unpredictable order.
+    Threads inherit grad mode, inference mode and autocast from the caller; if autocast is on for the first piece's
     device type, it is on, with the same dtype, for all.
 
     Args:
@@ -48,7 +48,7 @@ class Executor:
             Their results, in order.
 
         Raises:
-            Exception: the first piece's, in their order, that failed; its message names device and chunk.
+            Exception: the error of the first piece that failed; its message names the device and the chunk.
         """
         threads = self._threads
         if threads is None:
@@ -69,14 +69,14 @@ class Executor:
         return [_reraised(piece, future.result) for piece, future in zip(pieces, futures, strict=True)]
 
     def shutdown(self) -> None:
-        """End the threads."""
+        """Stop the threads."""
         if self._pool is not None:
             self._pool.shutdown()
             self._pool = None
 
 
 class _Context:
-    """What torch keeps per thread, as it is where this is made."""
+    """Captures torch's thread-local state at construction and reproduces it in other threads."""
 
     def __init__(self, root_device: torch.device) -> None:
         self._root_type = root_device.type
@@ -87,7 +87,7 @@ class _Context:
         self._dtype = torch.get_autocast_dtype(self._root_type) if self._autocast else None
 
     def run(self, piece: Piece) -> Any:
-        """Run a piece in the thread that this was made in."""
+        """Run a piece in the thread that created this context."""
         with on_device(piece.device), ExitStack() as stack:
             if piece.device.type != self._root_type:
                 self._enter_autocast(stack, piece.device)
@@ -107,7 +107,7 @@ class _Context:
 
 
 def _reraised(piece: Piece, call: Callable[..., Any], *args: Any) -> Any:
-    """Call, and name the piece in the error, whose type and traceback stay."""
+    """Call, and add the piece's name to any error, keeping its type and traceback."""
     try:
         return call(*args)
     except Exception as exc:

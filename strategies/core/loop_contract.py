@@ -1,14 +1,14 @@
-"""What a strategy adds to Lightning's own methods, told so that a loop can do Lightning's part itself.
+"""Declare what a strategy adds to Lightning's methods, so that a loop can do Lightning's part itself.
 
 A strategy that overrides `backward` only to scale the loss first need not send the loop through Lightning's whole
-chain of calls for that. It marks its method with what it adds:
+chain of calls. It marks its method with what it adds:
 
     @adds(first="scale_loss")
     def backward(self, closure_loss, optimizer, *args, **kwargs):
         return super().backward(self.scale_loss(closure_loss), optimizer, *args, **kwargs)
 
-A loop that knows Lightning's part calls `scale_loss`, and does that part in its own way; one that does not calls
-`backward`. A subclass that overrides `backward` again, without a mark, is called as it is.
+A loop that implements Lightning's part calls `scale_loss` and does that part its own way; any other loop calls
+`backward`. A subclass that overrides `backward` again, without a mark, is called as is.
 """
 
 from collections.abc import Callable
@@ -25,7 +25,7 @@ class Additions(NamedTuple):
 
 
 def adds(first: str = "", then: str = "") -> Callable[[Method], Method]:
-    """Mark a method that does as Lightning's own, and calls `first` before and `then` after.
+    """Mark a method that does what Lightning's does, and calls `first` before it and `then` after it.
 
     Args:
         first: for `backward` a function of the loss that returns the loss, otherwise one without arguments.
@@ -40,15 +40,15 @@ def adds(first: str = "", then: str = "") -> Callable[[Method], Method]:
 
 
 def additions(strategy: object, name: str, lightnings: Any) -> Additions | None:
-    """What a strategy's method adds to Lightning's own.
+    """Look up what a strategy's method adds to Lightning's.
 
     Args:
         strategy: the strategy.
-        name: of the method.
+        name: name of the method.
         lightnings: Lightning's own method.
 
     Returns:
-        None where the method may do anything.
+        The additions, or None if the method may do anything.
     """
     method = getattr(type(strategy), name)
     if name in vars(strategy):

@@ -9,7 +9,7 @@ from .errors import ConfigError
 
 
 def has_batchnorm(module: nn.Module) -> bool:
-    """Whether a layer normalises over the batch, which a single sample can't be in training."""
+    """Whether the module has a BatchNorm layer, which can't train on a single sample."""
     return any(isinstance(layer, _BatchNorm) for layer in module.modules())
 
 
@@ -18,8 +18,8 @@ def verify_takes_batches(module: pl.LightningModule, who: str, instead: str) -> 
 
     Args:
         module: the module.
-        who: what cuts, to begin the message with.
-        instead: what else to do.
+        who: name of the strategy, which begins the message.
+        instead: the alternative to suggest.
 
     Raises:
         ConfigError: the step takes `dataloader_iter`.

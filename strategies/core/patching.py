@@ -1,4 +1,4 @@
-"""Give one object another method for a while."""
+"""Temporarily replace an attribute of one object."""
 
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -7,7 +7,7 @@ from typing import Any
 
 @contextmanager
 def replaced(owner: object, name: str, value: Any) -> Generator[None]:
-    """Have an object's own attribute hide what it had by that name, and bring that back afterwards."""
+    """Set an attribute on an object inside the block, and restore the previous one afterwards."""
     kept = {name: vars(owner)[name]} if name in vars(owner) else {}
     vars(owner)[name] = value
     try:

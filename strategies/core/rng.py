@@ -13,12 +13,12 @@ RandomState: TypeAlias = tuple[torch.Tensor, Any, Any]
 
 
 def random_state() -> RandomState:
-    """The global random states of torch (cpu), numpy and python."""
+    """Read the global random states of torch (cpu), numpy and python."""
     return torch.get_rng_state(), np.random.get_state(), random.getstate()
 
 
 def set_random_state(state: RandomState) -> None:
-    """Set what `random_state` returned."""
+    """Set the state that `random_state` returned."""
     torch.set_rng_state(state[0])
     np.random.set_state(state[1])
     random.setstate(state[2])
@@ -26,7 +26,7 @@ def set_random_state(state: RandomState) -> None:
 
 @contextmanager
 def swapped_random_state(state: RandomState) -> Generator[None]:
-    """Draw from another random state for a while."""
+    """Draw from another random state inside the block."""
     own = random_state()
     set_random_state(state)
     try:
@@ -36,9 +36,9 @@ def swapped_random_state(state: RandomState) -> Generator[None]:
 
 
 def seed_rank(rank: int) -> None:
-    """Give a rank random streams of its own, made of the common seed; rank 0 keeps the common ones.
+    """Derive a rank's own random streams from the common seed; rank 0 keeps the common ones.
 
-    Called once the data are set up, because ranks must agree there (on a random split, say).
+    Call it after the data are set up, because ranks must agree there (on a random split, for example).
     """
     if rank == 0:
         return
@@ -68,7 +68,7 @@ def capture(devices: Sequence[torch.device] = ()) -> dict[str, Any]:
 
 
 def restore(state: dict[str, Any], devices: Sequence[torch.device] = ()) -> None:
-    """Set the random states to what `capture` read, on as many devices as then."""
+    """Set the random states that `capture` read, on as many devices as it read."""
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal.tolist()), gauss))
     name, keys, position, has_gauss, cached = state["numpy"]
@@ -81,7 +81,7 @@ def restore(state: dict[str, Any], devices: Sequence[torch.device] = ()) -> None
 
 @contextmanager
 def isolated() -> Generator[None]:
-    """Whatever is drawn inside leaves no trace outside."""
+    """Restore the random states on exit, so that draws inside the block have no effect outside."""
     before = capture()
     try:
         yield

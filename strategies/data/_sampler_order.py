@@ -1,4 +1,4 @@
-"""One order of samples on all ranks, and random streams of loader workers."""
+"""Iterate samplers in one order on all ranks, and seed the workers of loaders."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from ..core.rng import RandomState, random_state, swapped_random_state
 from ..core.types import Unit
 
 Agree: TypeAlias = Callable[[Any], Any]
-"""Returns rank 0's value on every rank; called by all ranks at the same place."""
+"""Returns rank 0's value on every rank; all ranks must call it at the same place."""
 
 # Samplers that draw all their randomness when the first index is asked for, from torch's global generator or their own.
 _DRAWS_AT_ONCE = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
@@ -23,8 +23,8 @@ def in_one_order(units: Iterable[Unit], rank: int, agree: Agree) -> Iterator[Uni
     """Iterate a sampler in rank 0's order on every rank.
 
     Rank 0 draws as a single process would, so that one device and many see the same order under the same seed. The
-    others draw from rank 0's random state, and keep their own. A sampler that is not torch's may draw at any time:
-    after its first unit it has random streams of its own, which training can't disturb.
+    others draw from rank 0's random state and keep their own. A sampler that is not torch's may draw at any time, so
+    after its first unit it draws from separate random streams, which training does not affect.
     """
     sampler = getattr(units, "sampler", units) if type(units) is BatchSampler else units
     if type(sampler) is SequentialSampler:
@@ -47,7 +47,7 @@ def in_one_order(units: Iterable[Unit], rank: int, agree: Agree) -> Iterator[Uni
 
 @dataclass
 class _Stream:
-    """A random state that only a sampler draws from."""
+    """A random state for one sampler."""
 
     state: "RandomState"
 
@@ -69,7 +69,7 @@ def _generator_state(sampler: Any) -> torch.Tensor | None:
 
 
 def worker_seeds(rank: int, then: Callable[[int], None] | None) -> Callable[[int], None]:
-    """What a loader's worker does first: random streams of its own in python, numpy and torch, by rank and worker.
+    """Make the `worker_init_fn` of a loader: seeds python, numpy and torch by rank and worker.
 
     Args:
         rank: the rank that starts the workers.

@@ -1,4 +1,4 @@
-"""Give each rank its loader: which way of sharing samples suits which loader.
+"""Make the loader of each rank; the way to share samples depends on the loader.
 
 loader                          per_device                       global
 batches of indices              `Deal`: each rank whole batches  `Divide`: each rank a part of every batch
@@ -29,17 +29,17 @@ BatchSizeIs: TypeAlias = Literal["per_device", "global"]
 
 @dataclass
 class RankLoaders:
-    """Turns the user's loaders into this rank's.
+    """Makes this rank's loaders from the user's.
 
     Args:
         rank: this rank.
         num_ranks: number of ranks.
-        batch_size_is: what a loader's batch is: one rank's, or the global one.
-        agree: brings rank 0's value to all ranks.
-        sum_over_ranks: starts a sum of a small CPU tensor over all ranks, in place.
-        policy: how a global batch is divided in training; evaluation divides evenly.
-        smallest: samples that a rank must have in training, where it has any.
-        divides: the cuts handed out for training, whose policy may change while training.
+        batch_size_is: whether a loader's batch is one rank's or the global one.
+        agree: returns rank 0's value on all ranks.
+        sum_over_ranks: starts an in-place sum of a small CPU tensor over all ranks.
+        policy: divides a global batch in training; evaluation divides evenly.
+        smallest: minimum samples of a rank in training, if it has any.
+        divides: the cuts made for training; their policy may change during training.
     """
 
     rank: int
@@ -56,14 +56,14 @@ class RankLoaders:
 
         Args:
             loader: the user's loader; it is not changed.
-            role: what it is read for.
-            managed: False where the user shares the samples among ranks himself (`use_distributed_sampler=False`).
+            role: what it is used for.
+            managed: False if the user divides the samples among ranks (`use_distributed_sampler=False`).
 
         Returns:
             A loader that yields this rank's batches.
 
         Raises:
-            ConfigError: the loader is shared among ranks already, and `batch_size_is=global`.
+            ConfigError: the loader is already divided among ranks, and `batch_size_is=global`.
         """
         loader = _original(loader)
         if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
@@ -71,7 +71,7 @@ class RankLoaders:
         shared = _distributed_sampler(loader)
         if shared is not None and self.batch_size_is == "global":
             raise ConfigError(
-                f"ddp: the loader's {type(shared).__name__} gives each rank batches of its own, and "
+                f"ddp: the loader's {type(shared).__name__} gives each rank its own batches, but "
                 "batch_size_is=global divides one batch among ranks. Remove the sampler, or set "
                 "batch_size_is=per_device."
             )
@@ -128,7 +128,7 @@ class RankLoaders:
 
 
 def _original(loader: Any) -> Any:
-    """The user's loader, of one that was made for a rank before (a `CombinedLoader` keeps what it was given)."""
+    """The user's loader behind one that was already made for a rank (a `CombinedLoader` keeps these)."""
     while isinstance(loader, Stream):
         loader = loader.loader
     return getattr(loader, "evener_original", loader)
@@ -140,12 +140,12 @@ def _distributed_sampler(loader: DataLoader[Any]) -> DistributedSampler[Any] | N
 
 
 def next_share(loader: Any) -> Share | None:
-    """Take the share of the batch that a rank's loader yielded; None where all ranks weigh the same."""
+    """Take the share of the batch that a rank's loader yielded; None if all ranks have the same weight."""
     source = loader if isinstance(loader, Stream) else getattr(loader, "rank_batches", None)
     return source.shares.popleft() if source is not None and source.shares else None
 
 
 def positions(loader: Any) -> list[int] | None:
-    """Where this rank's batches stand among all ranks' batches, in the order of the user's loader."""
+    """Positions of this rank's batches among all ranks' batches, in the order of the user's loader."""
     source = loader if isinstance(loader, Stream) else getattr(loader, "rank_batches", None)
     return getattr(source, "positions", None)

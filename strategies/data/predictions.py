@@ -1,4 +1,4 @@
-"""Bring all ranks' predictions to rank 0, in the order of the loader."""
+"""Gather all ranks' predictions on rank 0, in the order of the loader."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,8 +13,8 @@ def in_loader_order(
 
     Args:
         predictions: one per batch of this rank, on the CPU.
-        positions: where each of them stands among all ranks' batches; None where the ranks read streams of their own,
-            whose predictions follow each other by rank.
+        positions: position of each among all ranks' batches; None if each rank reads its own stream: then predictions
+            are concatenated by rank.
         rank: this rank.
         num_ranks: number of ranks.
 

@@ -1,7 +1,7 @@
-"""Who reads which sample: a loader's batches cut among ranks, none dropped, none read twice.
+"""Divide a loader's batches among ranks; no sample is dropped or read twice.
 
-A loader's own batch sampler (or sampler) stays what it is, and every rank iterates it in the same order. What the
-ranks take of it depends on what the loader's batch is:
+The loader keeps its own batch sampler (or sampler), and every rank iterates it in the same order. What each rank takes
+depends on the meaning of the loader's batch:
 
     21 samples, batches of 8, 2 ranks        step 0        step 1
     one rank's batch (`Deal`)       rank 0   0..7          16..18
@@ -9,8 +9,8 @@ ranks take of it depends on what the loader's batch is:
     the global batch (`Divide`)     rank 0   0..3          8..11      16..18
                                     rank 1   4..7          12..15     19..20
 
-Where a global batch has fewer samples than there are ranks, a training rank without any joins the step with a
-stand-in of weight zero (gradients are reduced by all), and an evaluating rank skips it.
+Where a global batch has fewer samples than there are ranks, a training rank without samples joins with a
+zero-weight batch (all ranks must reduce gradients), and an evaluating rank skips the step.
 """
 
 from collections import deque
@@ -32,7 +32,7 @@ class Share:
     """This rank's part of one global batch.
 
     Args:
-        num: samples of this rank; 0 where it trains on a stand-in of weight zero.
+        num: samples of this rank; 0 if it trains on a zero-weight batch.
         total: samples of all ranks.
     """
 
@@ -41,7 +41,7 @@ class Share:
 
 
 class Cut(Protocol):
-    """How a stream of units becomes global batches, one part per rank."""
+    """Cuts a stream of units into global batches, one part per rank."""
 
     def parts(self, units: Iterator[Unit], num_ranks: int) -> Iterator[list[Unit]]:
         """Yield, for each global batch, one part per rank (an empty list for a rank without samples)."""
@@ -54,12 +54,12 @@ class Cut(Protocol):
 
 @dataclass(frozen=True)
 class Deal:
-    """A unit is one rank's batch: `num_ranks` units in a row make a global batch.
+    """Treats a unit as one rank's batch: `num_ranks` consecutive units make a global batch.
 
     Args:
-        spread: split the largest units of an incomplete last global batch, so that every rank has a part; without it
-            the last ranks have none, and all units stay as the loader made them.
-        smallest: samples that a part must have to be split off; BatchNorm can't train on one.
+        spread: split the largest units of an incomplete last global batch, so that every rank has a part; otherwise
+            the last ranks have none, and units are never split.
+        smallest: minimum samples of a part that is split off; BatchNorm can't train on one.
     """
 
     spread: bool = True
@@ -79,13 +79,13 @@ class Deal:
 
 @dataclass
 class Divide:
-    """A unit is the global batch, divided among the ranks by a policy.
+    """Treats a unit as the global batch, divided among the ranks by a policy.
 
     Args:
-        policy: from the batch size and the number of ranks to sizes.
-        changes: policies still to come, as (number of the first global batch, policy); see `change`.
-        smallest: samples that a part must have, where it has any: 1, or 2 for BatchNorm, which can't train on one.
-        num_cut: global batches cut so far.
+        policy: computes sizes from the batch size and the number of ranks.
+        changes: future policies, as (number of the first global batch, policy); see `change`.
+        smallest: minimum samples of a part that is not empty: 1, or 2 for BatchNorm, which can't train on one.
+        num_cut: number of global batches cut so far.
     """
 
     policy: Policy = field(default_factory=Even)
@@ -96,14 +96,14 @@ class Divide:
     def change(self, policy: Policy, at: int) -> None:
         """Use another policy from the global batch number `at` on, counted over all epochs.
 
-        Samplers run ahead of training where a loader has workers, so that all ranks must agree on a batch that none
-        of them has cut yet.
+        Samplers run ahead of training if a loader has workers, so all ranks must agree on a batch that none of them has
+        cut yet.
         """
-        assert at >= self.num_cut, f"global batch {at} is cut already ({self.num_cut} are)"
+        assert at >= self.num_cut, f"global batch {at} is already cut ({self.num_cut} are)"
         self.changes.append((at, policy))
 
     def sizes(self, num_samples: int, num_ranks: int) -> list[int]:
-        """Samples per rank of the next global batch."""
+        """Compute the samples per rank of the next global batch."""
         while self.changes and self.changes[0][0] <= self.num_cut:
             self.policy = self.changes.pop(0)[1]
         self.num_cut += 1
@@ -135,24 +135,24 @@ def _spread(units: Sequence[Unit], num_ranks: int, smallest: int) -> list[Unit]:
 
 
 def _num(unit: Unit) -> int:
-    """Samples of a unit; a key that is no list stands for one."""
+    """Number of samples in a unit; a key that is not a list counts as one."""
     return len(unit) if isinstance(unit, (list, tuple)) else 1
 
 
 class RankBatches(Sampler[Any]):
-    """One rank's parts of what a batch sampler (or sampler) yields; takes its place in the loader.
+    """Replaces a loader's batch sampler (or sampler) and yields one rank's parts of it.
 
     Args:
-        units: the loader's own batch sampler, or its sampler where it collates no batches.
-        cut: how units become global batches.
+        units: the loader's own batch sampler, or its sampler if it does not collate batches.
+        cut: cuts units into global batches.
         rank: this rank.
         num_ranks: number of ranks.
-        training: whether a rank without samples joins with a stand-in; otherwise it skips the step.
-        agree: brings rank 0's random state to all ranks, so that all see one order.
+        training: whether a rank without samples joins with a zero-weight batch; otherwise it skips the step.
+        agree: returns rank 0's random state on all ranks, so that all use the same order.
 
     Attributes:
         shares: one entry per batch yielded since the last `__iter__`; the consumer takes them from the left.
-        positions: for every batch yielded since the last `__iter__`, its place among all ranks' parts.
+        positions: position of each batch yielded since the last `__iter__` among all ranks' parts.
     """
 
     def __init__(
@@ -182,28 +182,28 @@ class RankBatches(Sampler[Any]):
             yield mine if num else _stand_in(parts)
 
     def forget(self, num: int) -> None:
-        """Drop the first batches' shares: a resumed loader skipped them."""
+        """Drop the shares of the first batches, which a resumed loader skipped."""
         for _ in range(num):
             self.shares.popleft()
 
     def __len__(self) -> int:
         """Number of steps, the same on every rank."""
-        return self.cut.count(len(self.units), self.num_ranks)  # pyright: ignore[reportArgumentType]  # TypeError where it has none
+        return self.cut.count(len(self.units), self.num_ranks)  # pyright: ignore[reportArgumentType]  # TypeError if it has none
 
     @property
     def sampler(self) -> "RankBatches":
-        """Where Lightning looks for `set_epoch`."""
+        """The sampler on which Lightning calls `set_epoch`."""
         return self
 
     def set_epoch(self, epoch: int) -> None:
-        """Tell the loader's own batch sampler and its sampler the epoch, where they want to know."""
+        """Pass the epoch to the loader's own batch sampler and its sampler, if they define `set_epoch`."""
         for receiver in (self.units, getattr(self.units, "sampler", None)):
             if callable(set_epoch := getattr(receiver, "set_epoch", None)):
                 set_epoch(epoch)
 
 
 def _stand_in(parts: list[Unit]) -> Unit:
-    """Some samples of the other ranks: two where there are two, because BatchNorm can't train on one."""
+    """Take samples of other ranks for a zero-weight batch: two if possible, because BatchNorm can't train on one."""
     taken = [part for part in parts if _num(part)]
     if not isinstance(taken[0], (list, tuple)):
         return taken[0]

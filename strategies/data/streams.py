@@ -1,4 +1,4 @@
-"""Loaders whose samples can't be chosen by index (iterable datasets, any iterable), shared among ranks."""
+"""Divide among ranks loaders without an index (iterable datasets, any iterable)."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -16,7 +16,7 @@ from .sampling import Divide, Share
 
 
 class Stream:
-    """A loader in a wrapping; what it does not know, the loader answers."""
+    """Wraps a loader; other attributes are the loader's."""
 
     def __init__(self, loader: Iterable[Batch]) -> None:
         self.loader = loader
@@ -29,15 +29,15 @@ class Stream:
 
     @property
     def _iterator(self) -> Any:
-        """Where Lightning finds a DataLoader's workers, to end them."""
-        return getattr(self.loader, "_iterator")  # noqa: B009  # AttributeError where the loader is no DataLoader
+        """The iterator on which Lightning shuts down a DataLoader's workers."""
+        return getattr(self.loader, "_iterator")  # noqa: B009  # AttributeError if the loader is not a DataLoader
 
     @_iterator.setter
     def _iterator(self, iterator: Any) -> None:
         setattr(self.loader, "_iterator", iterator)  # noqa: B010
 
     def set_epoch(self, epoch: int) -> None:
-        """Tell the loader, its samplers and its dataset the epoch, where they want to know."""
+        """Pass the epoch to the loader, its samplers and its dataset, if they define `set_epoch`."""
         parts = [self.loader] + [getattr(self.loader, name, None) for name in ("sampler", "batch_sampler", "dataset")]
         for part in parts:
             if callable(set_epoch := getattr(part, "set_epoch", None)):
@@ -45,19 +45,19 @@ class Stream:
 
     @property
     def sampler(self) -> "Stream":
-        """Where Lightning looks for `set_epoch`."""
+        """The sampler on which Lightning calls `set_epoch`."""
         return self
 
 
 class Lockstep(Stream):
-    """Every rank trains on its own stream; all of them end at the same step, when the longest has ended.
+    """Trains every rank on its own stream; all end at the same step, when the longest stream ends.
 
-    A rank whose stream is over repeats its last batch with weight zero. That takes one all-reduce of two numbers per
-    batch, started while the step before it computes.
+    A rank with an exhausted stream repeats its last batch with weight zero. This takes one all-reduce of two numbers
+    per batch, which overlaps with the previous step.
 
     Args:
         loader: this rank's stream.
-        sum_over_ranks: starts a sum of a small CPU tensor over all ranks, in place.
+        sum_over_ranks: starts an in-place sum of a small CPU tensor over all ranks.
     """
 
     def __init__(self, loader: Iterable[Batch], sum_over_ranks: Callable[[Tensor], Work]) -> None:
@@ -77,7 +77,7 @@ class Lockstep(Stream):
             last = last if batch is None else batch
             if last is None:
                 raise ConfigError(
-                    "ddp: this rank's loader yielded no batch at all while others did. Give every rank at least one "
+                    "ddp: this rank's loader yielded no batch, but others did. Give every rank at least one "
                     "batch, or set batch_size_is=global with a stream that is the same on all ranks."
                 )
             self.shares.append(Share(num, total))
@@ -92,18 +92,18 @@ class Lockstep(Stream):
 
 
 class Divided(Stream):
-    """One stream, the same on every rank, whose batches are global batches: each rank keeps its part.
+    """Divides a stream of global batches, the same on every rank: each rank keeps its part.
 
-    Every rank reads the whole stream; where reading is the bottleneck, let the dataset shard itself by rank and set
+    Every rank reads the whole stream; if reading is the bottleneck, let the dataset shard itself by rank and set
     `batch_size_is=per_device`.
 
     Args:
         loader: the stream.
-        divide: how a batch is divided.
+        divide: divides a batch.
         rank: this rank.
         num_ranks: number of ranks.
-        training: whether a rank without samples joins with a stand-in; otherwise it skips the step.
-        agree: brings rank 0's random state to all ranks.
+        training: whether a rank without samples joins with a zero-weight batch; otherwise it skips the step.
+        agree: returns rank 0's random state on all ranks.
     """
 
     def __init__(
@@ -136,4 +136,4 @@ class Divided(Stream):
             yield split(batch, sizes)[self.rank] if sizes[self.rank] else split(batch, [stand_in, total - stand_in])[0]
 
     def __len__(self) -> int:
-        return len(self.loader)  # pyright: ignore[reportArgumentType]  # TypeError where it has none
+        return len(self.loader)  # pyright: ignore[reportArgumentType]  # TypeError if it has none

@@ -1,4 +1,4 @@
-"""What ranks do together: start, meet, sum, stop at one step, and name the one that fails.
+"""Coordinate ranks: start, synchronize, sum, stop at the same step, and name a rank that fails.
 
 Exports: base, options, wrapper, store, environment, device_blocks, side_group, sync_batchnorm, zero_weight_step,
     process_exit.

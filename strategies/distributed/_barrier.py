@@ -1,4 +1,4 @@
-"""Barriers that name the rank that does not arrive."""
+"""Wait for all ranks, and name those that do not arrive."""
 
 from collections.abc import Callable
 
@@ -8,14 +8,14 @@ from .store import RankError, wait_for
 
 
 class Barrier:
-    """Where ranks wait for each other, by the name of the place.
+    """Makes ranks wait for each other at named places.
 
     Args:
         store: shared by all ranks.
         rank: this rank.
         num_ranks: number of ranks.
         timeout_s: seconds to wait for the others.
-        describe: says where a rank is that did not come.
+        describe: describes where a missing rank is.
     """
 
     def __init__(
@@ -29,10 +29,10 @@ class Barrier:
         self._count = 0
 
     def wait(self, place: str) -> None:
-        """Wait until all ranks are at this place.
+        """Wait until all ranks have reached this place.
 
         Raises:
-            RankError: a rank did not come in time, or is at another place; the message names it.
+            RankError: a rank did not arrive in time, or is at another place; the message names it.
         """
         self._count += 1
         keys = [self._key(self._count, rank) for rank in range(self.num_ranks)]
@@ -43,21 +43,22 @@ class Barrier:
         places = [self.store.get(key).decode() for key in keys]
         strangers = [rank for rank, other in enumerate(places) if other != place]
         if strangers:
-            where = ", ".join(f"rank {rank} at {places[rank]!r}" for rank in strangers)
+            where = ", ".join(f"rank {rank} is at {places[rank]!r}" for rank in strangers)
             raise RankError(
-                f"rank {self.rank} waits at {place!r} and {where}. All ranks must do the same in one order."
+                f"rank {self.rank} waits at {place!r}, but {where}. All ranks must reach the same places in the same "
+                "order."
             )
-        if self._count > 2:  # whoever is here has left the meeting before the last
+        if self._count > 2:  # all ranks that are here have left the barrier before the last
             self.store.delete_key(self._key(self._count - 2, self.rank))
 
     def _key(self, count: int, rank: int) -> str:
         return f"meeting/{count}/{rank}"
 
     def _absence(self, place: str, missing: list[int]) -> str:
-        where = "; ".join(f"rank {rank} did not come{self.describe(rank)}" for rank in missing)
+        where = "; ".join(f"rank {rank} did not arrive{self.describe(rank)}" for rank in missing)
         return (
-            f"rank {self.rank} waited {self.timeout_s:g} s at {place!r}: {where}. What all ranks must do together "
-            "(saving a checkpoint, an epoch's end) can't be done by some of them only."
+            f"rank {self.rank} waited {self.timeout_s:g} s at {place!r}: {where}. All ranks must take part "
+            "in collective operations (saving a checkpoint, ending an epoch)."
         )
 
 
@@ -65,7 +66,7 @@ def join(store: Store, rank: int, num_ranks: int, timeout_s: float) -> None:
     """Wait until all ranks have joined.
 
     Raises:
-        RankError: some have not in time; the message names them.
+        RankError: some did not join in time; the message names them.
     """
     store.set(f"joined/{rank}", "")
     keys = [f"joined/{other}" for other in range(num_ranks)]
@@ -74,7 +75,7 @@ def join(store: Store, rank: int, num_ranks: int, timeout_s: float) -> None:
         ranks = f"rank {missing[0]}" if len(missing) == 1 else f"ranks {', '.join(map(str, missing))}"
         raise RankError(
             f"{ranks} did not join within {timeout_s:g} s ({num_ranks - len(missing)} of {num_ranks} did). See the "
-            "output of that process; if it only needs longer to start, raise strategy.timeout_s."
+            "output of that process; if it only needs more time to start, raise strategy.timeout_s."
         )
 
 

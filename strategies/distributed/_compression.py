@@ -1,4 +1,4 @@
-"""Communication hooks that compress gradients."""
+"""Compress gradients in communication hooks of DDP."""
 
 from collections.abc import Callable
 from typing import Any, Literal, TypeAlias, get_args
@@ -13,14 +13,14 @@ from torch.futures import Future
 from ..core.errors import ConfigError
 
 Compression: TypeAlias = Literal["fp16", "bf16", "powersgd"]
-"""How gradients travel between ranks."""
+"""How gradients are compressed between ranks."""
 
 
 def compression_hook(compression: Compression | None) -> Callable[[], tuple[Any, Any]] | None:
     """Choose the communication hook of a compression.
 
     Returns:
-        A function that makes the hook's state and gives the hook; None where gradients travel as they are.
+        A function that returns the hook's state and the hook; None without compression.
 
     Raises:
         ConfigError: the compression is unknown.
@@ -28,7 +28,7 @@ def compression_hook(compression: Compression | None) -> Callable[[], tuple[Any,
     if compression is None:
         return None
     if compression not in get_args(Compression):
-        raise ConfigError(f"ddp: compression={compression} is unknown. Give fp16, bf16, powersgd or null.")
+        raise ConfigError(f"ddp: compression={compression} is unknown; choose one of fp16, bf16, powersgd, null.")
     if compression == "powersgd":
         return lambda: (powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=2), powerSGD_hook.powerSGD_hook)
     dtype = torch.float16 if compression == "fp16" else torch.bfloat16
@@ -36,14 +36,14 @@ def compression_hook(compression: Compression | None) -> Callable[[], tuple[Any,
 
 
 def reduce_as(dtype: torch.dtype, bucket: GradBucket) -> Future[Tensor]:
-    """Average a bucket of gradients in another type; torch's own hooks refuse bf16 on the CPU, and gloo can do it.
+    """Average a bucket of gradients in another dtype; torch's own hooks refuse bf16 on the CPU, which gloo supports.
 
     Args:
-        dtype: what travels.
+        dtype: dtype that is sent.
         bucket: gradients of one dtype.
 
     Returns:
-        The averaged bucket, to be there later.
+        A future of the averaged bucket.
     """
     buffer = bucket.buffer()
     sent = buffer.to(dtype).div_(dist.get_world_size())

@@ -12,17 +12,17 @@ _num_runs = 0
 
 
 class RankCoordinator:
-    """The other ranks, during one run of a trainer.
+    """Connects this rank to the others during one run of a trainer.
 
     Args:
-        environment: knows rank, number of ranks, and the store's address.
-        timeout_s: seconds to wait for ranks that do not come.
+        environment: provides the rank, the number of ranks, and the store's address.
+        timeout_s: seconds to wait for other ranks.
 
     Attributes:
-        store: shared by all ranks, for this run alone.
-        barrier: where ranks wait for each other.
-        stop_agreement: when to stop together.
-        heartbeat: signs of life.
+        store: store of this run, shared by all ranks.
+        barrier: makes ranks wait for each other.
+        stop_agreement: decides when all ranks stop.
+        heartbeat: monitors heartbeats.
     """
 
     def __init__(self, environment: ClusterEnvironment, timeout_s: float) -> None:
@@ -38,13 +38,13 @@ class RankCoordinator:
         self.heartbeat.start()
 
     def end(self) -> None:
-        """Stop giving signs of life."""
+        """Stop the heartbeat."""
         self.heartbeat.end()
 
     def explain(self, exc: BaseException) -> None:
-        """Tell the peers of a failure; where it is only that a peer could not be reached, name that peer in it."""
+        """Report a failure to the other ranks; if a peer could not be reached, name that peer in the error instead."""
         self.heartbeat.freeze(exc)
         if not is_about_communication(exc):
             self.heartbeat.tell(exc)
         elif culprits := self.heartbeat.culprits():
-            exc.args = (f"{culprits} This rank noticed it as: {exc}",)
+            exc.args = (f"{culprits} The error on this rank was: {exc}",)

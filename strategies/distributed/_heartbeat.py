@@ -1,4 +1,4 @@
-"""A thread in every rank that tells the others where it is, so that whoever waits for it can name it."""
+"""Publish, from a thread in every rank, where it is, so that ranks that wait for it can name it."""
 
 import json
 import os
@@ -19,10 +19,10 @@ from torch.distributed import Store
 from ._stop import StopAgreement
 
 BEAT_S = 0.2
-"""Seconds between two signs of life."""
+"""Seconds between two heartbeats."""
 
 RANK_FAILED = threading.Event()
-"""Set in every rank once any of them has failed: whoever is asked to stop then has no one to agree with."""
+"""Set in every rank once any has failed: from then on ranks can't agree on a step to stop at."""
 
 _FAILED = "failed"
 
@@ -31,13 +31,13 @@ _COMMUNICATION = ("gloo", "nccl", "connection", "timed out", "timeout", "peer", 
 
 @dataclass
 class Heartbeat:
-    """A rank's sign of life.
+    """A rank's heartbeat.
 
     Args:
-        count: number of signs so far.
-        step: optimizer steps finished.
-        place: the line of the user's code that it is in, or the innermost line where there is none.
-        error: what it failed with; empty while it lives.
+        count: number of heartbeats so far.
+        step: number of finished optimizer steps.
+        place: current line of the user's code, or the innermost line if there is none.
+        error: the error that it failed with; empty while it runs.
     """
 
     count: int = 0
@@ -47,16 +47,16 @@ class Heartbeat:
 
 
 class HeartbeatMonitor:
-    """Signs of life of this rank, and those of the others.
+    """Sends the heartbeats of this rank and reads those of the others.
 
     Args:
         store: shared by all ranks; the thread uses a connection of its own.
         rank: this rank.
         num_ranks: number of ranks.
-        stop_agreement: told about requests to stop.
+        stop_agreement: passes requests to stop between ranks.
 
     Attributes:
-        count_steps: says how many optimizer steps this rank has finished.
+        count_steps: returns the number of optimizer steps that this rank has finished.
     """
 
     def __init__(self, store: Store, rank: int, num_ranks: int, stop_agreement: StopAgreement) -> None:
@@ -79,7 +79,7 @@ class HeartbeatMonitor:
         self._thread.start()
 
     def end(self) -> None:
-        """End the thread."""
+        """Stop the thread."""
         self._ended.set()
         self._thread.join(timeout=5)
 
@@ -93,26 +93,26 @@ class HeartbeatMonitor:
                 self.beat.step = self.count_steps()
                 self.beat.place = self._failed_at or self._place()
                 store.set(f"beat/{self.rank}", json.dumps(asdict(self.beat)))
-        except Exception:  # noqa: BLE001  # the store has gone with its host; the main thread fails by itself
+        except Exception:  # noqa: BLE001  # the store ended with its host; the main thread fails by itself
             RANK_FAILED.set()
 
     def _place(self) -> str:
-        """Where the main thread is. No frame is kept until the next sign of life: its tensors would be kept with it."""
+        """Current line of the main thread. Keeps no reference to its frame, which would keep tensors alive."""
         frame = sys._current_frames().get(self._main)
         return place_of(frame) if frame is not None else ""
 
     def freeze(self, exc: BaseException) -> None:
-        """Say from now on that this rank has failed, and is where the exception arose."""
+        """Report from now on that this rank has failed, at the line that raised the exception."""
         trace = exc.__traceback__
         while trace is not None and trace.tb_next is not None:
             trace = trace.tb_next
         self._failed_at = place_of(trace.tb_frame) if trace is not None else ""
         RANK_FAILED.set()
-        with suppress(RuntimeError):  # the store has gone with its host: the others know
+        with suppress(RuntimeError):  # the store ended with its host: the others know
             self.store.set(_FAILED, "")
 
     def tell(self, exc: BaseException) -> None:
-        """Leave word of what this rank failed with."""
+        """Publish the error that this rank failed with."""
         frames = traceback.extract_tb(exc.__traceback__)
         own = [frame for frame in frames if not _is_library(frame.filename)] or list(frames)
         where = f" ({Path(own[-1].filename).name}:{own[-1].lineno}, {own[-1].name})" if own else ""
@@ -120,23 +120,23 @@ class HeartbeatMonitor:
         self.store.set(f"failed/{self.rank}", f"{type(exc).__name__}: {text}{where}")
 
     def where(self, rank: int) -> str:
-        """Say what is known of a rank, as the end of a sentence about it."""
+        """Describe what is known of a rank, as the end of a sentence about it."""
         try:
             if self.store.check([f"failed/{rank}"]):
                 return f" because it failed with {self.store.get(f'failed/{rank}').decode()}"
             if not self.store.check([f"beat/{rank}"]):
-                return ", nor has it given any sign of life"
+                return " and has sent no heartbeat"
             beat = Heartbeat(**json.loads(self.store.get(f"beat/{rank}")))
         except RuntimeError:
-            return ", and the store that rank 0 hosts is gone"
+            return "; the store that rank 0 hosts is gone"
         return f"; it was at step {beat.step}, {beat.place}"
 
     def culprits(self) -> str:
-        """Name the ranks that failed, or went silent, or are behind; empty where nothing is known."""
+        """Name the ranks that failed, stopped sending heartbeats, or are behind; empty if nothing is known."""
         try:
             return self._culprits()
         except RuntimeError:
-            return "The store is gone, and with it rank 0's process, which hosted it." if self.rank else ""
+            return "Rank 0's process, which hosted the store, is gone." if self.rank else ""
 
     def _culprits(self) -> str:
         others = [rank for rank in range(self.num_ranks) if rank != self.rank]
@@ -162,19 +162,19 @@ class HeartbeatMonitor:
 
 
 def _own_connection(store: Any) -> Store:
-    """A second connection: one that waits for an answer would keep the other waiting."""
+    """Open a second connection: requests on one connection wait for each other."""
     return store.clone()
 
 
 def is_about_communication(exc: BaseException) -> bool:
-    """Whether an error says that a peer could not be reached, rather than what went wrong."""
+    """Whether an error only says that a peer could not be reached."""
     text = str(exc).lower()
     dist_errors = (torch.distributed.DistError, torch.distributed.DistBackendError)
     return isinstance(exc, dist_errors) or (type(exc) is RuntimeError and any(word in text for word in _COMMUNICATION))
 
 
 def place_of(frame: FrameType) -> str:
-    """The innermost line of a stack that is the user's, and the innermost of all."""
+    """Describe the innermost line of the user's code in a stack, and the innermost function of all."""
     own: FrameType | None = frame
     while own is not None and _is_library(own.f_code.co_filename):
         own = own.f_back

@@ -1,4 +1,4 @@
-"""The processes of a plain script, or of a notebook: started by `fit`, and stopped by a signal to any of them."""
+"""Start the processes of a plain script or notebook from `fit`, and stop them at a signal to any of them."""
 
 import ast
 import os
@@ -24,20 +24,20 @@ from ..core.errors import ConfigError
 from .store import leave_store
 
 STOPPED = "stopped by a signal"
-"""What the processes return where they have stopped together, after a signal to any of them."""
+"""Result of the processes if they stopped together after a signal to any of them."""
 
 _handlers_before: dict[int, Any] = {}
-"""The script's own handlers, which its processes inherit only while it is waiting for them."""
+"""The script's own signal handlers, replaced while it waits for its processes."""
 
 
 def start_method(device: torch.device) -> str:
-    """Choose how a plain script's processes begin, so that the script is not run once per process.
+    """Choose how a plain script's processes start, so that the script does not run once per process.
 
     Returns:
-        `fork` on the CPU and in notebooks; `spawn` for accelerators, which a process can't hand on to its copy.
+        `fork` on the CPU and in notebooks; `spawn` for accelerators, whose state a forked process can't use.
 
     Raises:
-        ConfigError: a notebook has used its accelerator, and neither way is open.
+        ConfigError: a notebook has used its accelerator already, so neither works.
     """
     if device.type == "cpu":
         return "fork"
@@ -45,18 +45,17 @@ def start_method(device: torch.device) -> str:
         return "spawn"
     if torch.cuda.is_initialized():
         raise ConfigError(
-            "ddp: this notebook has used the GPU already, so no processes can be started from it. Use strategy=dp, "
-            "which needs one process; or restart the kernel and call fit before anything touches the GPU; or run a "
-            "script."
+            "ddp: this notebook has used the GPU already, so it can't start processes. Use strategy=dp, which "
+            "needs one process; or restart the kernel and call fit before anything uses the GPU; or run a script."
         )
     return "fork"
 
 
 def verify_guarded() -> None:
-    """Check that a script whose processes are spawned, and so import it, does not call `fit` while it is imported.
+    """Verify that a script does not call `fit` on import, because spawned processes import it.
 
     Raises:
-        ConfigError: it does, and each process would run the script up to that line.
+        ConfigError: it does, so each process would run the script up to that line.
     """
     main = vars(sys.modules["__main__"])
     frame: FrameType | None = sys._getframe()
@@ -69,16 +68,16 @@ def verify_guarded() -> None:
         statements = [node for node in ast.parse(file.read()).body if node.lineno <= frame.f_lineno]
     if not any(isinstance(node, ast.If) and "__name__" in ast.dump(node.test) for node in statements):
         raise ConfigError(
-            f"ddp: line {frame.f_lineno} of {os.path.basename(path)} starts processes that import the script, and would"
-            ' run it once more each. Put that line under `if __name__ == "__main__":`, or start with torchrun.'
+            f"ddp: line {frame.f_lineno} of {os.path.basename(path)} starts processes that import the script and would"
+            ' run it again. Put that line under `if __name__ == "__main__":`, or start with torchrun.'
         )
 
 
 def script_launcher(strategy: pl_strategies.ParallelStrategy) -> _MultiProcessingLauncher:
-    """Make what starts a plain script's processes: Lightning's launcher, whose ranks say themselves why they fail.
+    """Make Lightning's launcher of processes, changed so that ranks handle their own exceptions.
 
-    Lightning handles exceptions in the parent, where no rank can be asked any more, and waits for ever for the result
-    of a rank that was asked to stop.
+    Lightning handles exceptions in the parent, which can no longer ask the ranks, and waits without a timeout for the
+    result of a rank that was asked to stop.
     """
     method: Any = start_method(strategy.root_device)
     launcher = _MultiProcessingLauncher(strategy, start_method=method)
@@ -92,7 +91,7 @@ def _launch(
     if launcher._start_method == "spawn":
         verify_guarded()
     try:
-        with signals_handed_on(launcher) as received:
+        with forwarded_signals(launcher) as received:
             result = _result(launcher, partial(_in_rank, trainer, work), *args, trainer=trainer, **kwargs)
             if received or result == STOPPED:
                 raise _stop(received[0] if received else signal.SIGTERM)
@@ -112,28 +111,28 @@ def _result(launcher: _MultiProcessingLauncher, in_rank: Callable[..., Any], *ar
 
 
 def _hide_callbacks(trainer: Any) -> None:
-    """Keep `on_exception` of the callbacks to the ranks, which have called it; one that saves has nothing to save here.
+    """Prevent `on_exception` of the callbacks in the parent: the ranks have called it, and nothing is to be saved here.
 
     Args:
-        trainer: gets its callbacks back at the strategy's teardown, which comes next.
+        trainer: the trainer; its callbacks are restored in the strategy's teardown, which comes next.
     """
     trainer.strategy.at_teardown = partial(setattr, trainer, "callbacks", trainer.callbacks)
     trainer.callbacks = []
 
 
 @contextmanager
-def signals_handed_on(launcher: _MultiProcessingLauncher) -> Generator[list[int]]:
-    """Hand SIGTERM and Ctrl-C on to the processes, which then stop at the same step; a second one ends them at once.
+def forwarded_signals(launcher: _MultiProcessingLauncher) -> Generator[list[int]]:
+    """Forward SIGTERM and Ctrl-C to the processes, which stop at the same step; a second signal kills them.
 
     Args:
-        launcher: has the processes.
+        launcher: owns the processes.
 
     Yields:
         The signals received so far.
     """
     received: list[int] = []
 
-    def hand_on(signum: int, frame: FrameType | None) -> None:
+    def forward(signum: int, frame: FrameType | None) -> None:
         received.append(signum)
         if len(received) > 1 or not launcher.procs:
             launcher.kill(signal.SIGKILL)
@@ -144,7 +143,7 @@ def signals_handed_on(launcher: _MultiProcessingLauncher) -> Generator[list[int]
         yield received
         return
     for signum in (signal.SIGTERM, signal.SIGINT):
-        _handlers_before[signum] = signal.signal(signum, hand_on)
+        _handlers_before[signum] = signal.signal(signum, forward)
     try:
         yield received
     finally:
@@ -153,19 +152,19 @@ def signals_handed_on(launcher: _MultiProcessingLauncher) -> Generator[list[int]
 
 
 def _stop(signum: int) -> BaseException:
-    """What `fit` raises in a script that is asked to stop: what Lightning's raises on one device."""
+    """The exception that `fit` raises after a signal, the same as Lightning's on one device."""
     return KeyboardInterrupt() if signum == signal.SIGINT else SIGTERMException(128 + signum)
 
 
 def _in_rank(trainer: pl.Trainer, work: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     for signum in list(_handlers_before):
         signal.signal(signum, _handlers_before.pop(signum))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all; the script hands it on
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all processes; the script forwards it
     try:
         return work(*args, **kwargs)
     except SIGTERMException as exc:
         _interrupt(trainer, exc)
-        if getattr(trainer.strategy, "stop_signal", None) is None:  # this rank stops, and the others don't know
+        if getattr(trainer.strategy, "stop_signal", None) is None:  # this rank stops alone
             raise SystemExit(128 + signal.SIGTERM) from exc
         return STOPPED
     except BaseException as exc:

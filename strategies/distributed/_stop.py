@@ -1,11 +1,11 @@
-"""All ranks stop at the same step after a signal to any of them, and ordinary steps pay one attribute for it.
+"""Stop all ranks at the same step after a signal to any of them; other steps only read one attribute.
 
     rank 0   ── step 7 ── ● armed ── step 8 ── all are armed: "stop at 10" ── step 9 ── ■ 10
     rank 1   ── step 7 ── step 8 ── ● armed ── step 9 ────────────────────────────────── ■ 10
 
-A thread hears of the request and arms its rank. From then on the rank looks at the store between two optimizer steps.
-When all ranks do, rank 0 sets the step, before it begins the one before it. No rank can be past that step unaware: to
-get there it needs rank 0's gradients of a step that rank 0 begins after its announcement.
+A thread receives the request and arms its rank. From then on the rank checks the store between optimizer steps. When
+all ranks are armed, rank 0 announces the step to stop at, before it starts the step before that one. No rank can pass
+it unaware: it would need rank 0's gradients of a step that rank 0 starts after the announcement.
 """
 
 import torch
@@ -15,7 +15,7 @@ REQUEST, ANNOUNCEMENT = "stop/requested", "stop/step"
 
 
 class StopAgreement:
-    """What one rank knows of a stop.
+    """Agrees with the other ranks on the step to stop at.
 
     Args:
         rank: this rank.
@@ -23,7 +23,7 @@ class StopAgreement:
         store: shared by all ranks; None for a single process.
 
     Attributes:
-        armed: whether a stop was asked for, here or elsewhere. The loop reads it after every optimizer step, and
+        armed: whether any rank was asked to stop. The loop reads it after every optimizer step, and
             calls `due` when it is set.
     """
 
@@ -43,10 +43,10 @@ class StopAgreement:
         self.armed = True
 
     def listen(self, store: Store) -> None:
-        """Pass a request on, and hear of others' requests; called now and then by a thread.
+        """Publish this rank's request and read those of others; called regularly by a thread.
 
         Args:
-            store: a connection of the thread's own.
+            store: the thread's own connection.
         """
         if self.armed and not self._told and self.signal is not None:
             store.set(REQUEST, str(self.signal))
@@ -56,7 +56,7 @@ class StopAgreement:
             self.armed = True
 
     def due(self, step: int) -> bool:
-        """Whether to stop now, the same answer on all ranks at the same step.
+        """Whether to stop now; the answer is the same on all ranks at the same step.
 
         Args:
             step: number of optimizer steps that this rank has finished.
@@ -67,7 +67,7 @@ class StopAgreement:
             self._takes_part = True
             self.store.set(f"stop/armed/{self.rank}", "")
         if torch.cuda.is_available() and torch.cuda.is_initialized():
-            torch.cuda.synchronize()  # the gradients of the last step have come: no step is begun ahead of them
+            torch.cuda.synchronize()  # the last step's gradients have arrived: no later step was started
         if self.rank == 0 and self._step is None and self._all_armed(self.store):
             self.store.set(ANNOUNCEMENT, str(step + 1))
         if self._step is None and self.store.check([ANNOUNCEMENT]):

@@ -1,4 +1,4 @@
-"""What ranks of any DDP strategy do together: begin, meet, sum, stop at one step, and name the one that fails."""
+"""Coordinate the ranks of any DDP strategy: start, synchronize, sum, stop at one step, name a rank that fails."""
 
 import signal
 from collections.abc import Callable, Sequence
@@ -30,13 +30,13 @@ from .wrapper import ReducedParameters, unwrap
 
 
 class MultiProcessStrategy(pl_strategies.DDPStrategy):
-    """Lightning's DDP with ranks that never wait for ever, and sums that are exact.
+    """Lightning's DDP where every wait is bounded by `timeout_s`, and sums are exact.
 
     Args:
-        timeout_s: seconds that a rank waits for its peers before it fails.
-        backend: `gloo`, `nccl`, ...; None takes the one that suits the device.
-        compression: how gradients travel: `fp16`, `bf16`, `powersgd`, or None for as they are.
-        sync_batchnorm: normalise by the statistics of the global batch; as `Trainer(sync_batchnorm=True)`.
+        timeout_s: seconds that a rank waits for the others before it fails.
+        backend: `gloo`, `nccl`, ...; None chooses by the device.
+        compression: compression of gradients between ranks: `fp16`, `bf16`, `powersgd`, or None.
+        sync_batchnorm: normalise by the statistics of the global batch, like `Trainer(sync_batchnorm=True)`.
         ddp_options: keyword arguments of `torch.nn.parallel.DistributedDataParallel`.
 
     Raises:
@@ -54,7 +54,7 @@ class MultiProcessStrategy(pl_strategies.DDPStrategy):
         **ddp_options: Any,
     ) -> None:
         if not timeout_s > 0:
-            raise ConfigError(f"ddp: timeout_s={timeout_s} is not positive. Give seconds, for example timeout_s=1800.")
+            raise ConfigError(f"ddp: timeout_s={timeout_s} is not positive. Give seconds, such as timeout_s=1800.")
         super().__init__(
             cluster_environment=kubeflow(),
             process_group_backend=backend,
@@ -73,7 +73,7 @@ class MultiProcessStrategy(pl_strategies.DDPStrategy):
 
     @property
     def _layer_sync(self) -> SyncBatchNorm | None:
-        """Where Lightning puts what `sync_batchnorm=True` stands for; torch's own would refuse the CPU."""
+        """The layer plugin that Lightning sets for `sync_batchnorm=True`; torch's own would refuse the CPU."""
         return SyncBatchNorm() if self._syncs_batchnorm else None
 
     @_layer_sync.setter
@@ -88,7 +88,7 @@ class MultiProcessStrategy(pl_strategies.DDPStrategy):
 
     @override
     def setup_distributed(self) -> None:
-        # as Lightning's, without its reset of the seed: the order of samples would not be one device's
+        # as Lightning's, without its reset of the seed, which would change the order of samples from one device's
         if self._launcher is not None:
             prepare_forked()
         self.set_world_ranks()
@@ -110,7 +110,7 @@ class MultiProcessStrategy(pl_strategies.DDPStrategy):
     def setup(self, trainer: pl.Trainer) -> None:
         if self._trainer is not trainer:
             self._trainer = trainer
-            # Lightning's broadcasts from within the signal handler, amid whatever collective the ranks are in
+            # Lightning's handler broadcasts, possibly in the middle of another collective
             trainer._signal_connector._sigterm_notifier_fn = self._on_signal
         if self.coordinator is not None:
             self.coordinator.heartbeat.count_steps = lambda: trainer.global_step
@@ -127,7 +127,7 @@ class MultiProcessStrategy(pl_strategies.DDPStrategy):
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        # after the hooks of module and callbacks, which freeze and unfreeze layers, and on all ranks alike
+        # after the hooks of module and callbacks, which may freeze and unfreeze layers, on all ranks alike
         if self._trained is not None and self._trained.changed(self.optimizers):
             assert isinstance(self.model, DistributedDataParallel)
             self._reduce_left(self._trained.frozen())
@@ -135,7 +135,7 @@ class MultiProcessStrategy(pl_strategies.DDPStrategy):
             self.configure_ddp()
 
     def _reduce_left(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Average what frozen parameters have accumulated on each rank; what was reduced already stays as it is."""
+        """Average the gradients that frozen parameters have accumulated on each rank; reduced ones do not change."""
         some = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.uint8)
         some = self.reduce(some.to(self.root_device), reduce_op="max").tolist()
         for parameter in (p for p, has_gradient in zip(parameters, some, strict=True) if has_gradient):
@@ -143,7 +143,7 @@ class MultiProcessStrategy(pl_strategies.DDPStrategy):
             parameter.grad = self.reduce(gradient, reduce_op="mean")
 
     def verify_trained(self) -> None:
-        """Refuse a parameter that was unfrozen too late in a step to be reduced in it.
+        """Refuse a parameter that was unfrozen too late to be reduced in this step.
 
         Raises:
             ConfigError: `training_step` unfroze it.
@@ -151,12 +151,12 @@ class MultiProcessStrategy(pl_strategies.DDPStrategy):
         assert self.lightning_module is not None
         if self._trained is not None and self.lightning_module.automatic_optimization and self._trained.unfrozen():
             raise ConfigError(
-                f"{self.strategy_name}: a parameter was unfrozen within training_step, when its gradient can't be "
-                "reduced over the ranks any more. Unfreeze it in on_train_batch_start or on_train_epoch_start."
+                f"{self.strategy_name}: a parameter was unfrozen within training_step, too late for its gradient "
+                "to be reduced over the ranks. Unfreeze it in on_train_batch_start or on_train_epoch_start."
             )
 
     def new_small_group(self) -> SideGroup:
-        """Make a group for small sums of CPU tensors beside the gradients; it ends with the run."""
+        """Make a group for small sums of CPU tensors that run beside the gradients; it ends with the run."""
         self._small_groups.append(SideGroup(cast(timedelta, self._timeout)))
         return self._small_groups[-1]
 
@@ -170,11 +170,11 @@ class MultiProcessStrategy(pl_strategies.DDPStrategy):
         """Whether all ranks stop now, after a signal to any of them; called by all ranks before every micro-batch.
 
         Args:
-            received: this rank was asked to stop, by other means than a signal.
+            received: whether this rank was asked to stop by other means than a signal.
 
         Returns:
-            The same answer on all ranks at the same optimizer step. Nothing is communicated unless a stop was asked
-            for.
+            The same answer on all ranks at the same optimizer step. Nothing is communicated unless a stop was
+            requested.
         """
         assert self.coordinator is not None
         assert self._trainer is not None
@@ -186,7 +186,7 @@ class MultiProcessStrategy(pl_strategies.DDPStrategy):
         return stops
 
     def total_loss_weight(self, local: Tensor | float) -> Tensor:
-        """Sum a loss's weight over the ranks, and divide it by their number, as DDP does with gradients.
+        """Sum a loss's weight over the ranks and divide by their number, as DDP does with gradients.
 
         Args:
             local: this rank's weight, of shape ().
@@ -206,20 +206,20 @@ class MultiProcessStrategy(pl_strategies.DDPStrategy):
         mean = isinstance(reduce_op, str) and reduce_op.lower() in ("mean", "avg")
         op = dist.ReduceOp.SUM if mean else reduce_op
         op = getattr(dist.ReduceOp, op.upper()) if isinstance(op, str) else op or dist.ReduceOp.SUM
-        # a mean of whole numbers is not whole: Lightning's cuts it off, and with it every epoch mean of uneven ranks
+        # a mean of integers is not an integer: Lightning truncates it, and so epoch means of uneven ranks
         whole = mean and not tensor.is_floating_point()
         result = tensor.to(precise_dtype(tensor.device)) if whole else tensor
         dist.all_reduce(result, op=op, group=group)
         return result.div_(dist.get_world_size(group)) if mean else result
 
     def gather_objects(self, value: Any) -> list[Any]:
-        """Bring every rank's value to all ranks.
+        """Gather the values of all ranks on every rank.
 
         Args:
-            value: anything that can be pickled.
+            value: any object that can be pickled.
 
         Returns:
-            The values, by rank.
+            The values in order of rank.
         """
         values: list[Any] = [None] * self.world_size
         dist.all_gather_object(values, value)
@@ -228,11 +228,11 @@ class MultiProcessStrategy(pl_strategies.DDPStrategy):
     @override
     def barrier(self, name: str | None = None, *args: Any, **kwargs: Any) -> None:
         if self.coordinator is not None:
-            self.coordinator.barrier.wait(name or "a barrier without a name")
+            self.coordinator.barrier.wait(name or "an unnamed barrier")
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        self._small_groups.clear()  # to end them would be to wait for what ranks that have failed will never send
+        self._small_groups.clear()  # ending them would wait for failed ranks
         if isinstance(self.model, DistributedDataParallel) and self._trained is not None:
             name_unused_parameters(exception, self._trained.reduced)
         if self.coordinator is not None and not isinstance(exception, SIGTERMException):
@@ -245,9 +245,7 @@ class MultiProcessStrategy(pl_strategies.DDPStrategy):
             self.at_teardown = None
         if self.coordinator is not None:
             if self.coordinator.stop_agreement.armed:
-                self.stop_signal = (
-                    self.coordinator.stop_agreement.signal
-                )  # even where there was no step left to stop at
+                self.stop_signal = self.coordinator.stop_agreement.signal  # even if no step was left to stop at
             self.coordinator.end()
             self.coordinator = None
         while self._small_groups:

@@ -1,4 +1,4 @@
-"""Which devices belong to which process, when a process owns several. Pure arithmetic over ranks.
+"""Assign devices to processes that own several each. Pure arithmetic over ranks.
 
 With 8 devices and 2 per process:
 
@@ -7,7 +7,7 @@ local rank   0      1      2      3
 devices      0 1    2 3    4 5    6 7
 ```
 
-On several nodes every node has the same table over its own devices.
+Every node has the same table over its own devices.
 """
 
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ def num_processes(num_devices: int, devices_per_process: int) -> int:
         ConfigError: the devices don't divide into whole processes.
     """
     if devices_per_process < 1:
-        raise ConfigError(f"{devices_per_process} devices per process were asked for. Give at least 1.")
+        raise ConfigError(f"devices per process must be at least 1; got {devices_per_process}.")
     if num_devices < 1 or num_devices % devices_per_process:
         raise ConfigError(
             f"{num_devices} devices don't divide into processes of {devices_per_process} devices. "
@@ -42,7 +42,7 @@ def num_processes(num_devices: int, devices_per_process: int) -> int:
 
 
 def device_block(local_rank: int, devices_per_process: int) -> range:
-    """Number the devices of one process: r·k, …, r·k + k − 1.
+    """Indices of the devices of one process: r·k, …, r·k + k − 1.
 
     Args:
         local_rank: r, the rank of the process on its node.
@@ -55,7 +55,7 @@ def device_block(local_rank: int, devices_per_process: int) -> range:
 
 
 def own_devices(devices: Sequence[T], local_rank: int, devices_per_process: int) -> list[T]:
-    """Take one process's devices from its node's.
+    """Select the devices of one process from those of its node.
 
     Args:
         devices: all devices of the node, in order.

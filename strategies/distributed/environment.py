@@ -14,6 +14,6 @@ KUBEFLOW = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK")
 
 
 def kubeflow() -> ClusterEnvironment | None:
-    """Kubeflow's environment, which Lightning does not detect; None elsewhere."""
+    """Return Kubeflow's environment, which Lightning does not detect; None elsewhere."""
     elsewhere = TorchElasticEnvironment.detect() or SLURMEnvironment.detect() or "LOCAL_RANK" in os.environ
     return KubeflowEnvironment() if not elsewhere and all(name in os.environ for name in KUBEFLOW) else None

@@ -16,48 +16,48 @@ _OURS = ("module", "device_ids", "output_device", "process_group", "self")
 
 
 def verified_options(options: dict[str, Any]) -> dict[str, Any]:
-    """Check the names of options.
+    """Verify the names and values of options.
 
     Returns:
         The options, without those that are None.
 
     Raises:
-        ConfigError: an option is unknown to torch or has no such value, or two of them exclude each other.
+        ConfigError: an option is unknown to torch, its value is invalid, or two options exclude each other.
     """
     parameters = inspect.signature(DistributedDataParallel.__init__).parameters
     allowed = [name for name in parameters if name not in _OURS]
     unknown = [name for name in options if name not in allowed]
     if unknown:
-        raise ConfigError(f"ddp: {', '.join(unknown)} is no option. Choose from {', '.join(allowed)}.")
+        raise ConfigError(f"ddp: {', '.join(unknown)} is unknown; choose from {', '.join(allowed)}.")
     if options.get("static_graph") and options.get("find_unused_parameters"):
         raise ConfigError(
-            "ddp: static_graph=true and find_unused_parameters=true were both given. A static graph knows its unused "
-            "parameters after the first step: leave find_unused_parameters out."
+            "ddp: static_graph=true and find_unused_parameters=true were both given. A static graph finds unused "
+            "parameters in the first step. Remove find_unused_parameters."
         )
     for name, value in options.items():
         if isinstance(parameters[name].default, bool) and not isinstance(value, (bool, NoneType)):
-            raise ConfigError(f"ddp: {name}={value} is neither true nor false. Give one of them.")
+            raise ConfigError(f"ddp: {name} must be true or false; got {value}.")
     size = options.get("bucket_cap_mb")
     if size is not None and not (isinstance(size, (int, float)) and size > 0):
-        raise ConfigError(f"ddp: bucket_cap_mb={size} is no size. Give MiB, more than 0, or null for torch's 25.")
+        raise ConfigError(f"ddp: bucket_cap_mb must be a size in MiB > 0, or null for torch's 25; got {size}.")
     return {name: value for name, value in options.items() if value is not None}
 
 
 def verify_backend(backend: str | None) -> None:
-    """Check that torch knows a communication library, and was built with it.
+    """Verify that torch was built with a communication backend.
 
     Args:
-        backend: its name, or one for each type of device as torch writes it (`cpu:gloo,cuda:nccl`).
+        backend: its name, or one per device type in torch's syntax (`cpu:gloo,cuda:nccl`).
 
     Raises:
-        ConfigError: it is unknown, or not there.
+        ConfigError: the backend is unknown or unavailable.
     """
     there = [name for name in dist.Backend.backend_list if _is_built_in(name)]
     for part in backend.split(",") if backend else []:
         if part.rpartition(":")[2].lower() not in there:
             raise ConfigError(
-                f"ddp: backend={backend} is not in this build of torch. Give {', '.join(there)}, or null for the one "
-                "that suits the devices."
+                f"ddp: backend={backend} is not available in this build of torch; choose from {', '.join(there)}, "
+                "or null to choose by the devices."
             )
 
 
@@ -67,11 +67,11 @@ def _is_built_in(name: str) -> bool:
 
 
 def name_unused_parameters(exc: BaseException, parameters: Sequence[tuple[str, Tensor]]) -> None:
-    """Rewrite torch's error about parameters without gradient: their names, and the override that fixes it.
+    """Rewrite torch's error about parameters without gradients: name them and the override that fixes it.
 
     Args:
-        exc: any error.
-        parameters: names and parameters that the wrapper reduces, in its order.
+        exc: the error; any other error is left as is.
+        parameters: names and parameters that the wrapper reduces, in the wrapper's order.
     """
     text = str(exc)
     if "Expected to have finished reduction in the prior iteration" not in text:
@@ -81,6 +81,6 @@ def name_unused_parameters(exc: BaseException, parameters: Sequence[tuple[str, T
     unused = named or [name for name, parameter in parameters if parameter.grad is None]
     exc.args = (
         f"ddp: parameters took no part in the loss: {', '.join(unused) or 'unknown'}. Set "
-        "strategy.find_unused_parameters=true (strategy.static_graph=true where they are the same in every step), or "
+        "strategy.find_unused_parameters=true (or strategy.static_graph=true if they are the same in every step), or "
         "freeze them with requires_grad_(False).",
     )

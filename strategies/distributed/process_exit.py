@@ -1,4 +1,4 @@
-"""How the processes of a run end, wherever they were started: with their parent, in time, and in good order."""
+"""End the processes of a run with their parent, in time, and in order."""
 
 import atexit
 import ctypes
@@ -20,19 +20,19 @@ from .store import leave_store
 PR_SET_PDEATHSIG = 1
 
 FORKED_GRACE_S = 8.0
-"""Seconds from SIGTERM to the end of a process that a strategy has started: to reach the next step, and to save. More
-would break the promise that all are gone within 10 s: one that is busy does not hear that another was killed."""
+"""Seconds from SIGTERM to the end of a process started by a strategy: time to reach the next step and save. More would
+break the promise that all end within 10 s: a busy process does not notice that another was killed."""
 
 LAST_WORDS_S = 2.0
-"""Seconds that a process has once it is asked to stop after a rank has failed, so that there is no step to agree on: to
-name that rank, which takes one second, and to put what it logged on the disk."""
+"""Seconds that a process has to stop after a rank has failed, when there is no step to agree on: time to name it, which
+takes one second, and to write logs to disk."""
 
 
 def die_with_parent(parent: int | None = None) -> None:
-    """Ask the kernel (Linux) to end this process when its parent does, so that it does not outlive a killed one.
+    """Ask the kernel (Linux) to end this process when its parent does, so that it does not outlive a killed parent.
 
     Args:
-        parent: the parent's process id, where it is known; the process ends at once if that is gone already.
+        parent: the parent's process id, if known; this process ends at once if the parent is gone already.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -41,13 +41,13 @@ def die_with_parent(parent: int | None = None) -> None:
 
 
 def leave_in_time(grace_s: float) -> None:
-    """End this process for good if it is asked to stop and does not within some seconds.
+    """Kill this process if it does not end within some seconds of being asked to stop.
 
-    A thread hears of the signal, even while the main thread waits for a rank that will never answer, where no handler
-    of Python's runs. torch's agent, and its launcher of plain scripts, would wait half a minute after a failure.
+    A thread receives the signal even while the main thread waits for a rank that never answers, where no Python signal
+    handler runs. torch's agent, and its launcher of plain scripts, would wait half a minute after a failure.
 
     Args:
-        grace_s: seconds from SIGTERM or SIGINT to the end; less where another rank has failed.
+        grace_s: seconds from SIGTERM or SIGINT to the end; fewer if another rank has failed.
     """
     read_end, write_end = os.pipe()
     os.set_blocking(write_end, False)
@@ -65,30 +65,30 @@ def _kill_late(read_end: int, grace_s: float) -> None:
 
 
 def leave_group_at_exit() -> None:
-    """Have torch's process group ended before the interpreter is: its threads must not outlive what they use."""
-    atexit.unregister(leave_group)  # once, however many groups a process has had
+    """End torch's process group before the interpreter exits: its threads must not outlive what they use."""
+    atexit.unregister(leave_group)  # registered once, however many groups a process has had
     atexit.register(leave_group)
 
 
 def leave_group() -> None:
-    """End torch's process group and its threads, unless a rank has failed, whom they would wait for."""
+    """End torch's process group and its threads, unless a rank has failed, because they would wait for it."""
     leave_store()
     if dist.is_initialized() and not RANK_FAILED.is_set():
         dist.destroy_process_group()
-        gc.collect()  # modules hold the group in cycles, and its threads end with the last that does
+        gc.collect()  # modules hold the group in reference cycles, and its threads end with the last reference
 
 
 def end_process(status: int) -> NoReturn:
-    """End this process as `multiprocessing` ends its own: all is written, and the interpreter is not taken apart.
+    """End this process as `multiprocessing` does: flush everything, but do not finalize the interpreter.
 
-    torch's threads (gloo's, the store's, autograd's) still run then, and now and then one of them aborts the process
-    whose work is done.
+    torch's threads (of gloo, the store, autograd) still run at that point, and occasionally one of them would abort a
+    process that has finished its work.
 
     Args:
         status: the exit status.
     """
     try:
-        threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue]  # waits for threads that are no daemons
+        threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue]  # waits for non-daemon threads
         atexit.unregister(leave_group)  # the end of the process ends it
         atexit._run_exitfuncs()
         sys.stdout.flush()
@@ -99,12 +99,12 @@ def end_process(status: int) -> NoReturn:
 
 
 def prepare_forked() -> None:
-    """Set up a process that was started by a strategy; called in it first."""
+    """Set up a process that was started by a strategy; called first in it."""
     parent = multiprocessing.parent_process()
     if parent is None:
         return
     die_with_parent(parent.pid)
     leave_in_time(FORKED_GRACE_S)
     if multiprocessing.current_process().__class__.__name__ == "ForkProcess":
-        # OpenMP's threads were not copied: a process that waits for them hangs, if its parent has used them
+        # OpenMP's threads are not copied: the process would hang waiting for them if its parent has used them
         torch.set_num_threads(1)

@@ -1,4 +1,4 @@
-"""A process group of its own for small sums, so that they do not wait for gradients."""
+"""Sum small tensors in a separate process group, so that they do not wait for gradients."""
 
 from datetime import timedelta
 from typing import cast
@@ -12,7 +12,7 @@ class SideGroup:
     """Starts sums of small CPU tensors over all ranks, in place.
 
     Args:
-        timeout: for each sum.
+        timeout: limit for each sum.
     """
 
     def __init__(self, timeout: timedelta) -> None:
@@ -21,11 +21,11 @@ class SideGroup:
         )
 
     def __call__(self, values: Tensor) -> Work:
-        """Start the sum of a tensor."""
+        """Start summing a tensor."""
         assert self._group is not None, "the run has ended"
         return cast(Work, dist.all_reduce(values, group=self._group, async_op=True))
 
     def end(self) -> None:
-        """End the group and its threads, whoever still has this object: a loader that was kept, say."""
+        """End the group and its threads, even if this object is still referenced (by a loader, for example)."""
         dist.destroy_process_group(self._group)
         self._group = None

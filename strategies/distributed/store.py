@@ -12,20 +12,20 @@ from torch.distributed import PrefixStore, Store, TCPStore
 from ._heartbeat import RANK_FAILED
 
 _STORES: dict[tuple[int, int], Store] = {}
-"""The store of this process, by rank and number of ranks; like torch's process group, it lives as long."""
+"""The store of this process, by rank and number of ranks; like torch's process group, it lasts as long."""
 
 LEAVE_S = 3.0
-"""Seconds that the store's host waits at its end for the others to leave."""
+"""Seconds that the store's host waits at exit for the others to leave."""
 
 
 def root_store(environment: ClusterEnvironment, timeout_s: float) -> Store:
-    """Give the store of this attempt: after a restart nobody reads what the processes before have left."""
+    """Return the store of this attempt; after a restart no rank reads entries of earlier processes."""
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return PrefixStore(f"evener/{attempt}", base_store(environment, timeout_s))
 
 
 def base_store(environment: ClusterEnvironment, timeout_s: float) -> Store:
-    """Open the store of this process, once; where a launcher hosts it, it outlives restarts."""
+    """Open the store of this process, once; if a launcher hosts it, it outlives restarts."""
     rank, num_ranks = environment.global_rank(), environment.world_size()
     if (rank, num_ranks) not in _STORES:
         os.environ["MASTER_ADDR"] = environment.main_address
@@ -36,16 +36,16 @@ def base_store(environment: ClusterEnvironment, timeout_s: float) -> Store:
 
 
 def leave_store() -> None:
-    """Leave the store that all ranks share, as the last thing of a process: the rank that hosts it goes last.
+    """Leave the shared store as the last action of a process; the rank that hosts it leaves last.
 
-    It would take the store from ranks that still look whether all have come to their last meeting. If a rank has
-    failed, or does not leave in time, it goes nevertheless.
+    Otherwise ranks that still wait at the last barrier would lose the store. The host leaves anyway if a rank has
+    failed or does not leave in time.
     """
     for (rank, num_ranks), store in _STORES.items():
         if is_hosted_by_agent() or RANK_FAILED.is_set():
             continue
         keys = [_left_key(other) for other in range(1, num_ranks)]
-        with suppress(RuntimeError):  # the store has gone with its host
+        with suppress(RuntimeError):  # the store ended with its host
             if rank:
                 store.set(_left_key(rank), "")
             else:
@@ -57,11 +57,11 @@ def _left_key(rank: int) -> str:
 
 
 POLL_S = (0.0005, 0.02)
-"""Shortest and longest pause between two looks at the store; it grows while nothing happens."""
+"""Shortest and longest pause in seconds between two polls of the store; it grows while nothing changes."""
 
 
 class RankError(RuntimeError):
-    """Ranks can't go on together; the message names the rank at fault and where it is."""
+    """Raised when ranks can't continue together; the message names the rank at fault and where it is."""
 
 
 def open_store(address: str, port: int, rank: int, timeout: timedelta) -> Store:
@@ -71,7 +71,7 @@ def open_store(address: str, port: int, rank: int, timeout: timedelta) -> Store:
         address: host of the store.
         port: its port.
         rank: this rank.
-        timeout: for connecting.
+        timeout: limit for connecting.
 
     Raises:
         RankError: the host can't be reached.
@@ -83,17 +83,17 @@ def open_store(address: str, port: int, rank: int, timeout: timedelta) -> Store:
     except Exception as exc:  # torch's DistNetworkError, DistStoreError, and plain RuntimeError
         raise RankError(
             f"rank {rank} could not reach {'the launcher' if hosted_by_agent else 'rank 0'} at {address}:{port} within "
-            f"{timeout.total_seconds():g} s. Is it running, and does the network let this port through?"
+            f"{timeout.total_seconds():g} s. Check that it is running and that the network allows this port."
         ) from exc
 
 
 def is_hosted_by_agent() -> bool:
-    """Whether the launcher hosts the store, which then outlives all ranks."""
+    """Whether the launcher hosts the store, so that it outlives all ranks."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def wait_for(store: Store, keys: Iterable[str], timeout_s: float) -> list[str]:
-    """Wait until keys are set, letting signals through.
+    """Wait until keys are set; signals are handled meanwhile.
 
     Returns:
         The keys that were not set in time.

@@ -1,6 +1,6 @@
-"""BatchNorm over the whole global batch: the statistics of all ranks' samples, on any device.
+"""Synchronize BatchNorm statistics over the global batch, on any device.
 
-torch's SyncBatchNorm refuses the CPU. This one is a plain composition of sums over ranks that backward passes through.
+torch's SyncBatchNorm refuses the CPU. This one is composed of differentiable sums over ranks.
 """
 
 from typing import Any
@@ -14,11 +14,11 @@ from typing_extensions import override
 
 
 class SyncedBatchNorm(_BatchNorm):
-    """A BatchNorm layer that was given this class for the time of training; see `SyncBatchNorm`.
+    """Class of BatchNorm layers during training; see `SyncBatchNorm`.
 
     Attributes:
-        counts: whether this rank's samples count; not those of a stand-in.
-        plain_class: what the layer was.
+        counts: whether this rank's samples count; False for a zero-weight batch.
+        plain_class: original class of the layer.
     """
 
     counts: bool
@@ -61,7 +61,7 @@ class SyncedBatchNorm(_BatchNorm):
 
 
 class _SumOverRanks(torch.autograd.Function):
-    """Sum of a tensor over all ranks; every rank's gradient reaches every rank's summand."""
+    """Sum of a tensor over all ranks; its backward sums the gradients of all ranks."""
 
     @staticmethod
     def forward(ctx: Any, summand: Tensor) -> Tensor:
@@ -77,7 +77,7 @@ class _SumOverRanks(torch.autograd.Function):
 
 
 class SyncBatchNorm(LayerSync):
-    """Makes a module's BatchNorm layers synchronize, and plain again. They stay the same objects."""
+    """Makes a module's BatchNorm layers synchronize, and reverts them. They stay the same objects."""
 
     @override
     def apply(self, model: nn.Module) -> nn.Module:

@@ -1,11 +1,11 @@
-"""Work with torch's DistributedDataParallel wrapper: run a step inside its forward, hand it finished gradients,
-and keep track of the parameters that it reduces.
+"""Work with torch's DistributedDataParallel wrapper: run a step inside its forward, give it finished gradients,
+and track the parameters that it reduces.
 
-DDP's reducer fires while backward runs, whenever a parameter's gradient is accumulated. Where a process sums gradients
-first (over replicas or micro-batches), they are handed over afterwards in one backward pass that does nothing else.
+DDP's reducer fires during backward, whenever a parameter's gradient is accumulated. If a process sums gradients first
+(over replicas or micro-batches), they are passed on afterwards in one backward pass that does nothing else.
 
-The wrapper reduces the parameters that required gradients when it was made. One that is unfrozen later would be
-trained by each rank alone, and the wrapper would wait for one that is frozen later.
+The wrapper reduces the parameters that required gradients when it was created. A parameter unfrozen later would be
+trained by each rank separately, and the wrapper would wait for one frozen later.
 """
 
 from collections.abc import Callable, Generator, Iterable, Sequence
@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 
 def reduce_finished(model: DistributedDataParallel) -> None:
-    """Average the gradients that parameters hold over all ranks, unless DDP was told to wait (accumulation)."""
+    """Average the parameters' gradients over all ranks, unless DDP's synchronization is off (accumulation)."""
     if not model.require_backward_grad_sync:
         return
     parameters = [p for p in model.parameters() if p.requires_grad and p.grad is not None]
@@ -35,7 +35,7 @@ def reduce_finished(model: DistributedDataParallel) -> None:
 
 @contextmanager
 def _without_hooks(parameters: list[nn.Parameter]) -> Generator[None]:
-    """Keep the parameters' hooks, which have seen these gradients already, out of the backward passes inside."""
+    """Disable the parameters' hooks, which have seen these gradients already, inside the block."""
     hooked: list[tuple[Any, Any]] = [(p, p._backward_hooks) for p in parameters if p._backward_hooks]
     for parameter, _ in hooked:
         parameter._backward_hooks = None
@@ -47,7 +47,7 @@ def _without_hooks(parameters: list[nn.Parameter]) -> Generator[None]:
 
 
 class _FinishedGradients(torch.autograd.Function):
-    """Gives finished gradients to the parameters in a backward pass, where DDP's reducer waits for them."""
+    """Passes finished gradients to the parameters in a backward pass, where DDP's reducer expects them."""
 
     @staticmethod
     def forward(ctx: Any, gradients: list[Tensor], *parameters: Tensor) -> Tensor:
@@ -56,7 +56,7 @@ class _FinishedGradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        gradients, ctx.gradients = ctx.gradients, None  # held here no longer, they need not be copied
+        gradients, ctx.gradients = ctx.gradients, None  # no longer held here, so they need not be copied
         return (None, *gradients)
 
 
@@ -64,19 +64,19 @@ _NOTHING = object()
 
 
 def forward_through(wrapper: nn.Module, module: nn.Module, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a step of a module as if it were the module's `forward`, once; the step itself may call the real one.
+    """Call a step of a module through the wrapper's forward; the step itself may call the real `forward`.
 
     Args:
-        wrapper: whose forward calls the module's.
-        module: whose forward is replaced until it is called.
-        step: what is called instead.
-        *args: for the step, by way of the wrapper.
-        **kwargs: likewise.
+        wrapper: wrapper that calls the module's forward.
+        module: module with a forward that is replaced until it is called.
+        step: the function to call instead.
+        *args: arguments of the step, passed through the wrapper.
+        **kwargs: keyword arguments of the step, likewise.
 
     Returns:
         What the wrapper's forward returned.
     """
-    # nn.Module's own way to set an attribute asks first if it is a parameter, a buffer or a child
+    # nn.Module.__setattr__ would first check for a parameter, a buffer or a child
     state = vars(module)
     before = state.get("forward", _NOTHING)
 
@@ -98,7 +98,7 @@ def forward_through(wrapper: nn.Module, module: nn.Module, step: Callable[..., A
 
 
 class ReducedParameters:
-    """The parameters of a module as they were when it was wrapped.
+    """Records the parameters of a module at the time it was wrapped.
 
     Args:
         module: the module, about to be wrapped.
@@ -109,18 +109,18 @@ class ReducedParameters:
         self._flags = self._read_flags()
         self._num_optimized: list[int] = []
         self.reduced = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
-        """Names and parameters whose gradients are reduced, in the order in which the wrapper counts them."""
+        """Names and parameters that are reduced, in the wrapper's order."""
 
     def changed(self, optimizers: Sequence[Optimizer]) -> bool:
         """Whether a parameter was frozen, unfrozen, or given to an optimizer after the module was wrapped."""
         return self._read_flags() != self._flags or self._has_new(optimizers)
 
     def unfrozen(self) -> bool:
-        """Whether a parameter that was frozen when the module was wrapped requires a gradient now."""
+        """Whether a parameter that was frozen when the module was wrapped now requires a gradient."""
         return any(now and not then for now, then in zip(self._read_flags(), self._flags, strict=True))
 
     def frozen(self) -> list[nn.Parameter]:
-        """The parameters that required a gradient when the module was wrapped, and do so no longer."""
+        """The parameters that required a gradient when the module was wrapped, and no longer do."""
         flags = zip(self._parameters, self._flags, strict=True)
         return [parameter for parameter, then in flags if then and not parameter.requires_grad]
 
@@ -141,8 +141,8 @@ def _optimized(optimizers: Sequence[Optimizer]) -> Iterable[Tensor]:
 
 
 def unwrap(wrapper: DistributedDataParallel) -> nn.Module:
-    """Take a module out of its wrapper, whose reducer lets go of the parameters at once."""
+    """Take a module out of its wrapper and detach the reducer from its parameters at once."""
     state: Any = wrapper
-    # both hold the reducer, whose hooks stay on the parameters as long as it lives
+    # both hold the reducer, which keeps its hooks on the parameters as long as it exists
     state.reducer = state.logger = None
     return wrapper.module

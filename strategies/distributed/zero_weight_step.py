@@ -1,4 +1,4 @@
-"""A step that leaves no trace: what a rank without samples runs, to take part in the gradients' reduction."""
+"""Run a zero-weight step: a rank without samples takes part in the reduction of gradients."""
 
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
@@ -17,7 +17,7 @@ _NEUTRAL = {"mean": 0.0, "sum": 0.0, "max": float("-inf"), "min": float("inf")}
 
 @contextmanager
 def zero_weight_step(module: pl.LightningModule) -> Generator[None]:
-    """Run a step whose batch does not count: buffers and metric states return, logged values weigh nothing."""
+    """Run a step with weight zero: restores buffers and metric states, and gives logged values no weight."""
     buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
     metrics = [(metric, _metric_state(metric)) for metric in module.modules() if isinstance(metric, Metric)]
     synced = [layer for layer in module.modules() if isinstance(layer, SyncedBatchNorm)]
@@ -30,7 +30,7 @@ def zero_weight_step(module: pl.LightningModule) -> Generator[None]:
         for layer in synced:
             layer.counts = True
         for buffer, value in buffers:
-            buffer.data.copy_(value)  # unseen by autograd: BatchNorm's backward pass, whose result weighs 0, needs them
+            buffer.data.copy_(value)  # hidden from autograd: BatchNorm's backward, with weight 0 here, needs them
         for metric, state in metrics:
             vars(metric).update(state)
 
@@ -46,7 +46,7 @@ def _kept(value: Any) -> Any:
 
 
 def _weightless(log: Callable[..., None]) -> Callable[..., None]:
-    """`log` for a batch that does not count: means get weight 0, sums 0, maxima -inf, minima +inf."""
+    """Wrap `log` for a zero-weight batch: means get weight 0, sums 0, maxima -inf, minima +inf."""
 
     def log_nothing(name: str, value: Any, *args: Any, **options: Any) -> None:
         reduce_fx = options.get("reduce_fx", "mean")

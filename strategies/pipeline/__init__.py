@@ -1,4 +1,4 @@
-"""One copy of a module cut into stages, with micro-batches.
+"""Cut one copy of a module into stages, and a batch into micro-batches.
 
 Exports: base, layout, options, module_parts, placement_check.
 May import: core, batch.

@@ -1,7 +1,7 @@
-"""Measure what each part of a module keeps for its backward pass, without computing anything.
+"""Measure the memory that each part of a module keeps for backward, without computing anything.
 
-The forward pass is run on fake tensors: shapes are worked out, values are not, so it costs no memory and draws no
-random numbers. Gradients are on, and every tensor that autograd saves is counted, once, for the part that runs.
+The forward pass runs on fake tensors, which have shapes but no values, so it takes no memory and draws no random
+numbers. Gradients are on, and every tensor that autograd saves is counted once, for the part that is running.
 
 Source: `torch._subclasses.FakeTensorMode` and `torch.autograd.graph.saved_tensors_hooks` (PyTorch 2.13).
 """
@@ -20,15 +20,15 @@ from .module_parts import Part
 
 
 def profile_activations(module: nn.Module, parts: Sequence[Part], args: Sequence[Any]) -> dict[str, int]:
-    """Count the bytes that backward keeps, by part.
+    """Count the bytes saved for backward, by part.
 
     Args:
         module: the module, not yet placed.
-        parts: its parts; what runs between two parts counts for the one before.
+        parts: its parts; operations between two parts count for the first.
         args: inputs of `forward`, as large as one device's batch.
 
     Returns:
-        Bytes by the name of the part; parameters and buffers are not counted.
+        Bytes by part name, without parameters and buffers.
     """
     fake = FakeTensorMode()
     tensors = (*module.named_parameters(), *module.named_buffers())

@@ -1,4 +1,4 @@
-"""One training step in micro-batches: forward on stages that overlap, then backward."""
+"""Run a training step in micro-batches: forward on overlapping stages, then backward."""
 
 import threading
 from collections.abc import Callable, Generator, Sequence
@@ -19,21 +19,21 @@ from .layout import StageLayout
 
 
 class _Pending(NamedTuple):
-    """A micro-batch whose backward pass is still to come."""
+    """A micro-batch that waits for its backward pass."""
 
     name: str
     loss: Tensor
     leaf: Tensor
-    """Stands for the loss in what the caller computes from it; its gradient starts the loss's own backward pass."""
+    """Stands in for the loss in the caller's graph; its gradient starts the backward pass of the loss itself."""
     ticket: Ticket
 
 
 class MicroBatches:
-    """Runs micro-batches on a layout of stages.
+    """Runs micro-batches on the stages of a layout.
 
-    Where all stages are accelerators, one thread launches the micro-batches in order: launches return at once, so
-    that a stage works on one micro-batch while the next stage works on another, in backward too. Where a stage is a
-    CPU, each micro-batch has a thread (see `_turns.py`), and its backward pass is run by `finish_backward`.
+    If all stages are accelerators, one thread launches the micro-batches in order: launches return at once, so stages
+    work on different micro-batches at the same time, in backward too. If a stage is a CPU, each micro-batch has its own
+    thread (see `_turns.py`), and `finish_backward` runs its backward pass.
 
     Args:
         layout: the stages.
@@ -47,7 +47,7 @@ class MicroBatches:
 
     @property
     def uses_threads(self) -> bool:
-        """Whether micro-batches have threads, so that `finish_backward` is needed after the loss's own backward."""
+        """Whether micro-batches have threads, so that `finish_backward` must follow the backward of the loss."""
         options = self._layout.options
         in_order = (
             torch.are_deterministic_algorithms_enabled() if options.deterministic is None else options.deterministic
@@ -59,14 +59,14 @@ class MicroBatches:
         """Run one training step per micro-batch.
 
         Args:
-            names: what each is, for errors.
-            calls: each returns a loss, a mapping with `loss`, or None.
+            names: name of each micro-batch, for errors.
+            calls: one per micro-batch; each returns a loss, a mapping with `loss`, or None.
 
         Returns:
-            What they returned, in order.
+            Their results, in order.
 
         Raises:
-            Exception: the first one's that failed; its message names the micro-batch.
+            Exception: the error of the first one that failed; its message names the micro-batch.
         """
         device = self._layout.devices[0]
         if not self.uses_threads:
@@ -80,7 +80,7 @@ class MicroBatches:
         return [self._set_aside(*item) for item in zip(names, outputs, tickets, strict=True)]
 
     def finish_backward(self) -> None:
-        """Run the backward pass of each micro-batch, from the gradient that its loss has been given."""
+        """Run the backward pass of each micro-batch, from the gradient of its loss."""
         pending, self._pending = self._pending, []
         pending = [item for item in pending if item.leaf.grad is not None]
         turns = Turns(len(pending), self._layout.num_stages, "B")
@@ -91,7 +91,7 @@ class MicroBatches:
             self._threads.run(pieces[::-1])
 
     def shutdown(self) -> None:
-        """End the threads."""
+        """Stop the threads."""
         self._threads.shutdown()
         self._pending = []
 
@@ -104,7 +104,7 @@ class MicroBatches:
             item.ticket.run_backward(partial(torch.autograd.backward, item.loss, item.leaf.grad), turns)
 
     def _set_aside(self, name: str, output: Any, ticket: Ticket) -> Any:
-        """Cut the loss off its graph, so that the micro-batches' graphs can be run side by side."""
+        """Detach the loss from its graph, so that backward passes of micro-batches can run in parallel."""
         loss = output.get("loss") if isinstance(output, dict) else output
         if not isinstance(loss, Tensor) or not loss.requires_grad:
             return output
@@ -117,8 +117,8 @@ class MicroBatchLogs(LogRecorder):
     """Logs each name once for the whole batch, though every micro-batch calls `self.log`.
 
     Args:
-        module: the module that logs; its parts log, too.
-        num_microbatches: micro-batches of a step.
+        module: the module that logs, submodules included.
+        num_microbatches: number of micro-batches per step.
         device: where the values are combined.
     """
 
@@ -136,7 +136,7 @@ class MicroBatchLogs(LogRecorder):
             yield
 
     def run(self, microbatch: int, call: Callable[[], Any]) -> Any:
-        """Run a micro-batch's step, so that what this thread logs is known for its own."""
+        """Run a micro-batch's step, and record what this thread logs as that micro-batch's."""
         self._on_thread.microbatch = microbatch
         return call()
 

@@ -1,10 +1,10 @@
-"""Cut a module into stages: which of its parts goes to which device.
+"""Cut a module into stages: assign its parts to devices.
 
 ```
 module                          parts, in order of registration      3 stages
 LM( tok: Embedding              tok                                  0
     blocks: ModuleList(4)       blocks.0 … blocks.3                  0 1 1 2
-    drop: Dropout               (runs where its input is)
+    drop: Dropout               (runs on its input's device)
     head: Linear, tied to tok)  head                                 0: tied weights stay together
 ```
 """
@@ -23,22 +23,22 @@ from .module_parts import Part, find_parts, part_bytes
 
 @dataclass(frozen=True)
 class StagePlan:
-    """Which part goes to which stage."""
+    """Assignment of parts to stages."""
 
     num_stages: int
     stage_of: Mapping[str, int]
-    """Stage by the name of the part, in order of registration."""
+    """Stage by part name, in order of registration."""
 
 
 def balanced_cut(costs: Sequence[int], num_stages: int) -> list[int]:
-    """Cut a row of costs into contiguous stages so that the dearest stage is as cheap as possible.
+    """Cut a sequence of costs into contiguous stages so that the largest stage is as small as possible.
 
     Args:
         costs: positive costs, in order; at least as many as stages.
-        num_stages: number of stages, none of them empty.
+        num_stages: number of stages, none empty.
 
     Returns:
-        How many items each stage takes.
+        Number of items per stage.
     """
     assert len(costs) >= num_stages, "the caller refuses more stages than items"
     low, high = max(costs), sum(costs)
@@ -76,7 +76,7 @@ def auto_plan(
         num_stages: number of stages.
         optimizer_copies: tensors of a parameter's size that the optimizer keeps per trainable parameter (Adam 2, SGD
             with momentum 1, plain SGD 0).
-        activation_bytes: bytes by part that the backward pass keeps, from `profile_activations`; None counts none.
+        activation_bytes: bytes saved for backward by part name, from `profile_activations`; None ignores them.
 
     Returns:
         The plan whose largest stage is as small as a contiguous cut allows.
@@ -89,7 +89,7 @@ def auto_plan(
     groups, costs = _groups(parts, {p.name: part_bytes(p, optimizer_copies) + kept.get(p.name, 0) for p in parts})
     if len(groups) < num_stages:
         raise ConfigError(
-            f"{num_stages} stages were asked for, and {type(module).__name__} has {len(groups)} parts to spread: "
+            f"{num_stages} stages were requested, but {type(module).__name__} has {len(groups)} parts to place: "
             f"{', '.join('+'.join(group) for group in groups) or 'none'}. Give at most {len(groups)} devices, or name "
             "smaller parts: partition=[first module of each later stage]."
         )
@@ -100,7 +100,7 @@ def auto_plan(
 
 
 def _groups(parts: Sequence[Part], cost_of: Mapping[str, int]) -> tuple[list[list[str]], list[int]]:
-    """Join parts that can't be separated: tied ones, loose tensors with what follows, free ones with what precedes."""
+    """Group inseparable parts: tied ones, loose tensors with the next part, parts without cost with the previous."""
     groups: list[list[str]] = []
     group_of: dict[int, int] = {}
     pending: list[Part] = []
@@ -123,7 +123,7 @@ def _groups(parts: Sequence[Part], cost_of: Mapping[str, int]) -> tuple[list[lis
 
 
 def named_plan(module: nn.Module, num_stages: int, first_modules: Sequence[str]) -> StagePlan:
-    """Begin each later stage at a module that the user names.
+    """Start each later stage at a module that the user names.
 
     Args:
         module: the module to cut.
@@ -153,7 +153,7 @@ def named_plan(module: nn.Module, num_stages: int, first_modules: Sequence[str])
     if remaining:
         raise ConfigError(
             f"partition={list(first_modules)} is not in the order of the module: {remaining[0]} is registered before "
-            "the name that precedes it. Give the names in the order of module.named_modules()."
+            "the name listed before it. Give the names in the order of module.named_modules()."
         )
     empty = [stage for stage in range(num_stages) if stage not in stage_of.values()]
     if empty:
@@ -165,10 +165,10 @@ def named_plan(module: nn.Module, num_stages: int, first_modules: Sequence[str])
 
 
 def verify_names(module: nn.Module, num_stages: int, names: Sequence[str]) -> None:
-    """Refuse names that the module does not have, and a wrong number of them.
+    """Verify the number of names, and that the module has them.
 
     Raises:
-        ConfigError: as above; the nearest names are listed.
+        ConfigError: the number is wrong, or a name is unknown; the message lists the nearest names.
     """
     if len(names) != num_stages - 1:
         raise ConfigError(
@@ -186,14 +186,14 @@ def verify_names(module: nn.Module, num_stages: int, names: Sequence[str]) -> No
 
 
 def verify_manual(module: nn.Module, devices: Sequence[torch.device]) -> None:
-    """Refuse a manual placement that is not finished.
+    """Verify that a manual placement is complete.
 
     Args:
         module: the module, after its `configure_model`.
         devices: the devices of this process.
 
     Raises:
-        ConfigError: a parameter or buffer is on none of the devices; the message says which and where.
+        ConfigError: a parameter or buffer is on none of the devices; the message names it and its device.
     """
     stray = [
         f"{name} on {tensor.device}"
@@ -209,14 +209,14 @@ def verify_manual(module: nn.Module, devices: Sequence[torch.device]) -> None:
 
 
 def found_plan(module: nn.Module, devices: Sequence[torch.device]) -> StagePlan:
-    """Describe a placement that exists: a part belongs where its first tensor is.
+    """Describe an existing placement: a part belongs to the device of its first tensor.
 
     Args:
         module: a placed module.
-        devices: all devices that its tensors are on, each once.
+        devices: the devices of its tensors, each once.
 
     Returns:
-        The plan that would have placed it so.
+        The plan that matches the placement.
     """
     parts = find_parts(module)
     return StagePlan(len(devices), {part.name: devices.index(part.tensors[0].device) for part in parts})
@@ -226,12 +226,12 @@ def plan_table(module: nn.Module, plan: StagePlan, devices: Sequence[torch.devic
     """Draw the plan as text: stage, device, modules, parameters, bytes.
 
     Args:
-        module: the module that was cut.
+        module: the module.
         plan: the plan.
         devices: one device per stage.
 
     Returns:
-        One line per stage under a heading. Bytes are those of parameters and buffers; a tied tensor counts once.
+        A heading and one line per stage. Bytes count parameters and buffers; a tied tensor counts once.
     """
     tensors = {part.name: part.tensors for part in find_parts(module, list(plan.stage_of))}
     rows = [("stage", "device", "modules", "parameters", "bytes")]
@@ -245,7 +245,7 @@ def plan_table(module: nn.Module, plan: StagePlan, devices: Sequence[torch.devic
 
 
 def _ranges(names: Sequence[str]) -> list[str]:
-    """Shorten `blocks.0, blocks.1, blocks.2` to `blocks.0-2`; the root's own tensors are called `(root)`."""
+    """Shorten `blocks.0, blocks.1, blocks.2` to `blocks.0-2`; the root's own tensors are shown as `(root)`."""
     runs: list[tuple[str, int, int]] = []
     for name in names:
         prefix, _, last = name.rpartition(".")

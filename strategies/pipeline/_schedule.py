@@ -1,4 +1,4 @@
-"""Which micro-batch is on which stage, and when. A pure generator: no module, no device, no clock."""
+"""Schedule micro-batches on stages. A pure generator: no module, no device, no clock."""
 
 from collections.abc import Iterator
 from typing import Literal, NamedTuple
@@ -14,10 +14,10 @@ class Task(NamedTuple):
 
 
 def schedule(num_microbatches: int, num_stages: int) -> Iterator[list[Task]]:
-    """Yield, tick by tick, the tasks that run side by side.
+    """Yield, tick by tick, the tasks that run in parallel.
 
-    Every micro-batch goes forward through all stages; then all come back, the last one first, so that the stage that
-    finished forward last starts backward first. With 4 micro-batches on 2 stages:
+    Every micro-batch runs forward through all stages; then all run backward, the last one first, so that the stage
+    that finished forward last starts backward first. With 4 micro-batches on 2 stages:
 
     ```
     tick      0   1   2   3   4   5   6   7   8   9
@@ -26,8 +26,8 @@ def schedule(num_microbatches: int, num_stages: int) -> Iterator[list[Task]]:
     ```
 
     Args:
-        num_microbatches: parts of the batch, m.
-        num_stages: stages of the module, k.
+        num_microbatches: number of micro-batches, m.
+        num_stages: number of stages, k.
 
     Yields:
         The tasks of one tick, ordered by stage; 2·(m + k − 1) ticks in all.
@@ -45,7 +45,7 @@ def schedule(num_microbatches: int, num_stages: int) -> Iterator[list[Task]]:
 
 
 def ideal_speedup(num_microbatches: int, num_stages: int) -> float:
-    """How much faster than one micro-batch the schedule is, if stages are equal and nothing else costs time.
+    """Speedup of the schedule over one micro-batch, if stages are equal and nothing else takes time.
 
     One after the other, m micro-batches on k stages take m·k ticks in each direction; the schedule takes m + k − 1.
 

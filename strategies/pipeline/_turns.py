@@ -1,7 +1,7 @@
-"""Turns of micro-batches on stages, for stages that are served by threads.
+"""Enforce the schedule of micro-batches on stages that threads serve.
 
-A CPU "device" does its work in the thread that asks for it. So each micro-batch gets a thread, and a stage serves one
-thread at a time, in the order of the schedule: what `_schedule.py` draws is what happens.
+A CPU "device" works in the calling thread. So each micro-batch gets a thread, and a stage serves one thread at a time,
+in the order that `_schedule.py` draws.
 """
 
 import threading
@@ -15,15 +15,15 @@ from ._schedule import schedule
 
 
 class Turns:
-    """Who may be on which stage, in one direction of one step.
+    """Grants micro-batches access to stages, in one direction of one step.
 
-    The first visit of a micro-batch to a stage waits for those that the schedule puts before it. A later visit (a
-    tied head on the first stage, say) waits only for the stage to be free, and a micro-batch that has finished keeps
-    nobody waiting, nor does one that waits itself, so that no order of visits can deadlock.
+    The first visit of a micro-batch to a stage waits for those that the schedule puts before it. A later visit (a tied
+    head on the first stage, for example) only waits for the stage to be free. Micro-batches that have finished, or that
+    wait themselves, block no others, so no order of visits can deadlock.
 
     Args:
-        num_microbatches: micro-batches of the step.
-        num_stages: stages.
+        num_microbatches: number of micro-batches.
+        num_stages: number of stages.
         phase: `F` for forward, `B` for backward.
     """
 
@@ -34,18 +34,18 @@ class Turns:
         self._changed = threading.Condition()
 
     def enter(self, stage: int, microbatch: int) -> None:
-        """Wait for the stage, and take it, if this micro-batch has not got it. Whoever waits has no stage meanwhile."""
+        """Wait for the stage and take it, unless this micro-batch has it already. While waiting it holds no stage."""
         with self._changed:
             if self._holder[stage] == microbatch:
                 return
-            # a backward pass that branches comes to a stage before it has left another
+            # a backward pass that branches reaches a stage before it has left another
             for other in range(len(self._holder)):
                 self.leave(other, microbatch)
             self._changed.wait_for(lambda: self._may_enter(stage, microbatch))
             self._holder[stage] = microbatch
 
     def leave(self, stage: int, microbatch: int) -> None:
-        """Free the stage, if this micro-batch has it."""
+        """Release the stage, if this micro-batch holds it."""
         with self._changed:
             if self._holder[stage] == microbatch:
                 self._holder[stage] = None
@@ -54,7 +54,7 @@ class Turns:
                 self._changed.notify_all()
 
     def finish(self, microbatch: int) -> None:
-        """Let nobody wait for this micro-batch any more."""
+        """Make no other micro-batch wait for this one."""
         for stage in range(len(self._holder)):
             self.leave(stage, microbatch)
         with self._changed:
@@ -67,13 +67,13 @@ class Turns:
 
 
 class Ticket:
-    """One micro-batch's way through the stages: where it is, forward and then backward.
+    """Tracks one micro-batch through the stages, forward and then backward.
 
     Args:
-        microbatch: its number in the step.
+        microbatch: index of the micro-batch in the step.
         turns: the turns of the forward pass.
-        waits_in_backward: by stage, whether backward takes turns there. An accelerator's stage does not: its work is a
-            queue already, and one thread of autograd serves all its micro-batches, which must never wait in it.
+        waits_in_backward: by stage, whether backward takes turns there. Not on an accelerator: its work is queued
+            already, and one autograd thread serves all its micro-batches, so none may block it.
     """
 
     def __init__(self, microbatch: int, turns: Turns, waits_in_backward: list[bool]) -> None:
@@ -84,7 +84,7 @@ class Ticket:
         self._goes_back = False
 
     def run(self, call: Callable[[], Any]) -> Any:
-        """Run the forward pass, which begins on stage 0 and enters others by `move_on`."""
+        """Run the forward pass, which starts on stage 0 and enters other stages by `move_on`."""
         try:
             self._turns.enter(0, self.microbatch)
             return call()
@@ -92,7 +92,7 @@ class Ticket:
             self._turns.finish(self.microbatch)
 
     def run_backward(self, call: Callable[[], Any], turns: Turns) -> None:
-        """Run the backward pass, which begins where the forward pass ended; crossings lead it back."""
+        """Run the backward pass, which starts where forward ended and goes back through the same crossings."""
         self._turns = turns
         self._goes_back = True
         try:
@@ -103,17 +103,17 @@ class Ticket:
             turns.finish(self.microbatch)
 
     def move_on(self, stage: int, tensors: list[Tensor], move: Callable[[Tensor], Tensor]) -> list[Tensor]:
-        """Go to another stage with the tensors that the next module needs.
+        """Move to another stage, with the tensors that the next module needs.
 
         Args:
-            stage: the stage to enter, another than the present one.
-            tensors: what comes along.
-            move: brings a tensor to the stage's device.
+            stage: the stage to enter; not the current one.
+            tensors: the tensors to move.
+            move: moves a tensor to the stage's device.
 
         Returns:
-            The tensors there. Their backward pass leaves that stage and enters the present one again.
+            The moved tensors. Their backward pass leaves that stage and re-enters the current one.
         """
-        if self._goes_back:  # activation checkpointing calls modules again: part of the stage's turn in backward
+        if self._goes_back:  # activation checkpointing recomputes modules within the stage's turn in backward
             return [move(tensor) for tensor in tensors]
         left, self.stage = self.stage, stage
         tensors = self._on_backward(tensors, self._turns_back(left, "enter"))
@@ -135,12 +135,12 @@ class Ticket:
 
 
 class _Mark(torch.autograd.Function):
-    """The identity, whose backward calls a function once, when all gradients have arrived."""
+    """Identity that calls a function once in backward, when all gradients have arrived."""
 
     @staticmethod
     def forward(ctx: Any, call: Callable[[], None], *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.call = call
-        # detached, not views: a module that works in place on its input stays legal
+        # detached, not views, so that a module may modify its input in place
         return tuple(tensor.detach() for tensor in tensors)
 
     @staticmethod

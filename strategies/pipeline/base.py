@@ -1,4 +1,4 @@
-"""What a strategy does when one copy of the module is cut into stages; the base of both model-parallel strategies."""
+"""Train one copy of a module that is cut into stages; the base of both model-parallel strategies."""
 
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
@@ -29,11 +29,11 @@ from .options import StageOptions
 
 
 class PipelineStrategy(pl_strategies.Strategy):
-    """Mixed in before a strategy of Lightning's: that one deals with processes, this one with the devices of one.
+    """Mixin for a Lightning strategy: Lightning's handles the processes, this class the devices of each process.
 
     Args:
         options: how the module is cut into stages, and a batch into micro-batches.
-        **kwargs: for the strategy that this is mixed into.
+        **kwargs: arguments of the Lightning strategy.
     """
 
     strategy_name: str
@@ -74,22 +74,22 @@ class PipelineStrategy(pl_strategies.Strategy):
         self._has_batchnorm = has_batchnorm(module)
         self._microbatches = MicroBatches(self.layout)
         self._logs = MicroBatchLogs(module, num, self.layout.meeting_device)
-        self._tell(self.layout.table(module))
+        self._log_plan(self.layout.table(module))
 
     def _verify(self, trainer: pl.Trainer) -> None:
-        """Refuse, before anything is placed, what can't be honoured."""
+        """Verify the options before anything is placed."""
         module, num = trainer.lightning_module, self.stage_options.num_microbatches
         if num == 1 or trainer.state.fn != TrainerFn.FITTING:
             return
         if not module.automatic_optimization:
             raise ConfigError(
-                f"num_microbatches={num} needs automatic optimization, and {type(module).__name__} optimizes manually. "
+                f"num_microbatches={num} needs automatic optimization, but {type(module).__name__} optimizes manually. "
                 "Set num_microbatches=1."
             )
         verify_takes_batches(module, f"num_microbatches={num}", "set num_microbatches=1")
 
-    def _tell(self, table: str) -> None:
-        """Log the plan, unless it is the one that was told for the last run."""
+    def _log_plan(self, table: str) -> None:
+        """Log the plan, unless it was already logged for the last run."""
         if table != self._told:
             rank_zero_info(f"{type(self.lightning_module).__name__} in {self.layout.num_stages} stages:\n{table}")
         self._told = table
@@ -102,7 +102,7 @@ class PipelineStrategy(pl_strategies.Strategy):
     @override
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None]:
-        # on the CPU: a module that needs several devices must not be made on one of them
+        # on the CPU: a module that needs several devices must not be created on one of them
         with super().tensor_init_context(empty_init), torch.device("cpu"):
             yield
 
@@ -112,7 +112,7 @@ class PipelineStrategy(pl_strategies.Strategy):
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        # torch brings each state to its parameter's device; Lightning would then move all to the root device
+        # torch moves each state to its parameter's device; Lightning would then move all to the root device
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             optimizer.load_state_dict(state)
 
@@ -124,15 +124,15 @@ class PipelineStrategy(pl_strategies.Strategy):
             return super().training_step(*args, **kwargs)
 
     def _training_step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        """Run the module's own step, on one device or on many: in micro-batches, its loss on the root device."""
+        """Run the module's own step, in micro-batches if there are any, and return its loss on the root device."""
         if self.stage_options.num_microbatches == 1:
             output = self._watched(partial(step, *args, **kwargs))
         else:
             output = self._step_in_microbatches(step, *args, **kwargs)
-        # Lightning, the gradient scaler and DDP take it for granted that the loss is on the root device
+        # Lightning, the gradient scaler and DDP expect the loss on the root device
         if not isinstance(output, dict):
             return move_data_to_device(output, self.root_device)
-        scalars = {key: output[key] for key in ("loss", "loss_weight") if key in output}  # what is larger stays
+        scalars = {key: output[key] for key in ("loss", "loss_weight") if key in output}  # larger values stay
         return {**output, **move_data_to_device(scalars, self.root_device)}
 
     def _step_in_microbatches(self, step: Callable[..., Any], batch: Batch, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
@@ -170,7 +170,7 @@ class PipelineStrategy(pl_strategies.Strategy):
 
     @property
     def finishes_later(self) -> bool:
-        """Whether micro-batches have backward passes of their own, which `finish_backward` runs."""
+        """Whether micro-batches have separate backward passes, which `finish_backward` runs."""
         return self._microbatches is not None and self._microbatches.uses_threads
 
     @override
@@ -187,7 +187,7 @@ class PipelineStrategy(pl_strategies.Strategy):
         return post_backward(*args)
 
     def finish_backward(self) -> None:
-        """Run what is left of the backward pass when the loss's own has ended."""
+        """Run the rest of the backward pass, after the backward of the loss."""
         assert self._microbatches is not None
         self._microbatches.finish_backward()
 
@@ -201,7 +201,7 @@ class PipelineStrategy(pl_strategies.Strategy):
 
 
 def state_to_parameters(optimizer: Optimizer) -> None:
-    """Bring each tensor of an optimizer's state to the device of its parameter; scalars stay on the CPU."""
+    """Move each tensor of an optimizer's state to the device of its parameter; scalars stay on the CPU."""
     for parameter, state in optimizer.state.items():
         for key, value in state.items():
             if isinstance(value, Tensor) and value.dim():

@@ -1,4 +1,4 @@
-"""One copy of a module, cut across the devices of a process."""
+"""Place one copy of a module across the devices of a process."""
 
 import threading
 import weakref
@@ -24,7 +24,7 @@ from .options import StageOptions
 
 
 class Route:
-    """The way of one batch through the stages."""
+    """Records the path of one batch through the stages."""
 
     def __init__(self) -> None:
         self._stage = 0
@@ -33,7 +33,7 @@ class Route:
         self._bytes_back = 0
 
     def enter(self, stage: int, name: str, inputs: Sequence[Any]) -> None:
-        """Note that a part is called."""
+        """Record the call of a part."""
         if stage < self._stage:
             self._back.append(f"{name} (stage {stage}) after stage {self._stage}")
             self._bytes_back += sum(value.nbytes for value in inputs if isinstance(value, Tensor))
@@ -41,44 +41,44 @@ class Route:
         self._stage = stage
 
     def warn(self, num_stages: int) -> None:
-        """Say what going back costs, if it happened."""
+        """Warn if the batch went back to an earlier stage, with the cost."""
         if self._back:
             rank_zero_warn(
                 f"A stage is used before the previous one is done: {', '.join(self._back)}. Each step changes devices "
-                f"{self._crossings} times instead of {num_stages - 1}, brings {self._bytes_back:,} bytes back, and "
+                f"{self._crossings} times instead of {num_stages - 1}, moves {self._bytes_back:,} bytes back, and "
                 "stages wait for each other. Register modules in the order of their use, or name the cut: "
                 "partition=[first module of each later stage]."
             )
 
 
 def example_inputs(module: LightningModule) -> tuple[Any, ...]:
-    """The module's `example_input_array` as arguments of `forward`.
+    """Return the module's `example_input_array` as arguments of `forward`.
 
     Raises:
-        ConfigError: it has none.
+        ConfigError: the module has none.
     """
     inputs = module.example_input_array
     if inputs is None:
         raise ConfigError(
-            f"profile_activations needs inputs, and {type(module).__name__} has no example_input_array. Set it in "
+            f"profile_activations needs inputs, but {type(module).__name__} has no example_input_array. Set it in "
             "__init__ to what forward takes, as large as one batch, or set profile_activations=false."
         )
     return tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)
 
 
 class StageLayout:
-    """The devices of a process as stages of one module.
+    """Runs one module in stages, one per device of a process.
 
     Args:
         devices: one per stage; devices may repeat.
-        options: how to cut.
+        options: how to cut the module.
     """
 
     def __init__(self, devices: Sequence[torch.device], options: StageOptions) -> None:
         self.devices = list(devices)
         self.options = options
         self.plan: StagePlan | None = None
-        """Which part is on which stage; None before placement and under `partition=manual`."""
+        """The assignment of parts to stages; None before placement and under `partition=manual`."""
         self._hooks: list[RemovableHandle] = []
         self._on_thread = threading.local()
         self._is_watched = False
@@ -92,21 +92,21 @@ class StageLayout:
 
     @property
     def meeting_stage(self) -> int:
-        """The stage on whose device batch, outputs and loss meet."""
+        """The stage that holds the batch, the outputs and the loss."""
         if self.options.output_device == "first":
             return 0
         return list(self.plan.stage_of.values())[-1] if self.plan and self.plan.stage_of else self.num_stages - 1
 
     @property
     def meeting_device(self) -> torch.device:
-        """The device on which batch, outputs and loss meet."""
+        """The device that holds the batch, the outputs and the loss."""
         return self.devices[self.meeting_stage]
 
     def place(self, module: LightningModule) -> None:
-        """Put each part of the module on its stage's device, and have inputs follow.
+        """Move each part of the module to its stage's device, and add hooks that move its inputs there.
 
         Raises:
-            ConfigError: the module can't be cut as asked.
+            ConfigError: the module can't be cut by the options.
         """
         self.remove()
         if self.options.partition == "manual":
@@ -121,7 +121,7 @@ class StageLayout:
         self._add_hooks(module)
 
     def table(self, module: nn.Module) -> str:
-        """Draw the plan as text; under `partition=manual` it is what was found, and repeated devices are one stage."""
+        """Draw the plan as text; under `partition=manual` the found placement, where a repeated device is one stage."""
         if self.plan is not None:
             return plan_table(module, self.plan, self.devices)
         devices = list(dict.fromkeys(self.devices))
@@ -129,7 +129,7 @@ class StageLayout:
 
     def tensors(self, module: nn.Module) -> Iterator[tuple[str, Tensor, int]]:
         """Yield name, tensor and stage of each parameter and buffer; a tied tensor once."""
-        assert self.plan is not None, "place comes first"
+        assert self.plan is not None, "call place first"
         parts = find_parts(module, list(self.plan.stage_of))
         stage_of = {id(tensor): self.plan.stage_of[part.name] for part in reversed(parts) for tensor in part.tensors}
         for name, tensor in (*module.named_parameters(), *module.named_buffers()):
@@ -137,7 +137,7 @@ class StageLayout:
 
     @contextmanager
     def on_devices(self, devices: Sequence[torch.device]) -> Generator[None]:
-        """Have inputs follow to other devices for a while; the module stays where it is."""
+        """Move inputs to other devices inside the block; the module stays where it is."""
         own, self.devices = self.devices, list(devices)
         try:
             yield
@@ -145,13 +145,13 @@ class StageLayout:
             self.devices = own
 
     def remove(self) -> None:
-        """Take the hooks off the module; it stays where it is."""
+        """Remove the hooks from the module, which stays on its devices."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
 
     def _place_again(self, module: nn.Module) -> None:
-        """Remember where the user put each tensor; bring it back there in a later run, as Lightning moved it away."""
+        """Record where the user placed each tensor; in a later run move it back, because Lightning moved it away."""
         tensors = dict((*module.named_parameters(), *module.named_buffers()))
         if self._placed is not None and self._placed() is module and self._manual.keys() == tensors.keys():
             for name, tensor in tensors.items():
@@ -181,7 +181,7 @@ class StageLayout:
         self._hooks.append(module.register_forward_hook(traced_around(module, self._meet_but_scalars)))
 
     def _enter(self, stage: int, name: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Bring the inputs of a part to its stage."""
+        """Move the inputs of a part to its stage."""
         route: Route | None = getattr(self._on_thread, "route", None)
         if route is not None:
             route.enter(stage, name, tree_leaves((args, kwargs)))
@@ -189,7 +189,7 @@ class StageLayout:
 
     @contextmanager
     def watched(self) -> Generator[None]:
-        """Warn, the first time that a training step is run, if its way through the stages goes back."""
+        """Warn, in the first training step, if the batch goes back to an earlier stage."""
         if self._is_watched:
             yield
             return
@@ -202,11 +202,11 @@ class StageLayout:
             self._on_thread.route = None
 
     def _meet(self, _: nn.Module, __: tuple[Any, ...], output: Any) -> Any:
-        """Bring an output to the meeting device."""
+        """Move an output to the meeting device."""
         return self._bring(self.meeting_stage, output)
 
     def _meet_but_scalars(self, _: nn.Module, __: tuple[Any, ...], output: Any) -> Any:
-        """As above, for the whole module, through which DDP also calls `training_step`: a loss stays where it is."""
+        """As above for the root module, through which DDP also calls `training_step`; scalars (losses) stay."""
         return self._bring(self.meeting_stage, output, min_dim=1)
 
     def _bring(self, stage: int, value: Any, min_dim: int = 0) -> Any:
@@ -226,7 +226,7 @@ class StageLayout:
 
     @contextmanager
     def ticketed(self, ticket: Ticket) -> Generator[None]:
-        """Let modules that this thread calls take turns with those of other threads."""
+        """Make the modules that this thread calls take turns with those of other threads."""
         self._on_thread.ticket = ticket
         try:
             yield
@@ -235,7 +235,7 @@ class StageLayout:
 
 
 def traced_around(module: nn.Module, hook: Callable[..., Any]) -> Callable[..., Any]:
-    """Keep a hook out of what `torch.compile` makes of a module: it waits for turns, which can't be traced."""
+    """Exclude a hook from `torch.compile`: it waits for turns, which can't be traced."""
     compiled = any(
         part._compiled_call_impl is not None or type(part).__name__ == "OptimizedModule" for part in module.modules()
     )

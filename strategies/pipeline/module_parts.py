@@ -1,9 +1,9 @@
-"""The parts of a module that can each be placed on a device of their own.
+"""Find the parts of a module that can be placed on separate devices.
 
 A *part* is a submodule that is placed whole, or the parameters that an opened module holds itself. Modules are opened
-(their children are placed one by one) where nothing but calling the children happens in them: the root,
-`nn.Sequential`, `nn.ModuleList`, `nn.ModuleDict`, a lone child of an opened module, and ancestors of modules that the
-user names. Modules without parameters and buffers are no parts: they run where their inputs are.
+(their children are placed one by one) if they do nothing but call their children: the root, `nn.Sequential`,
+`nn.ModuleList`, `nn.ModuleDict`, an only child of an opened module, and ancestors of modules that the user names.
+Modules without parameters and buffers are not parts: they run where their inputs are.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,17 +18,17 @@ from ..core.errors import ConfigError
 
 @dataclass(frozen=True)
 class Part:
-    """What is placed as one: a submodule, or the tensors that an opened module holds itself."""
+    """The unit of placement: a submodule, or the tensors that an opened module holds itself."""
 
     name: str
     tensors: tuple[Tensor, ...]
     """Parameters and buffers, each listed once."""
     loose: bool
-    """Whether these are the own tensors of an opened module; they go with the part that follows."""
+    """Whether these are tensors that an opened module holds itself; they go with the next part."""
 
 
 def find_parts(module: nn.Module, names: Sequence[str] = ()) -> list[Part]:
-    """List what can be placed on its own, in order of registration.
+    """List the parts of a module, in order of registration.
 
     Args:
         module: the module to cut.
@@ -38,7 +38,7 @@ def find_parts(module: nn.Module, names: Sequence[str] = ()) -> list[Part]:
         Parts that together hold every parameter and buffer of the module.
 
     Raises:
-        ConfigError: a parameter has no shape yet (`nn.LazyLinear` and its kind).
+        ConfigError: a parameter is uninitialized (`nn.LazyLinear` and the like).
     """
     for name, tensor in module.named_parameters():
         if is_lazy(tensor):
@@ -68,7 +68,7 @@ def _opens(module: nn.Module, *, alone: bool) -> bool:
     holders = [child for child in module.children() if _tensors(child)]
     if not holders:
         return False
-    # a subclass that writes its own forward may do anything between its children, such as add a residual
+    # a subclass with its own forward may do anything between its children, such as add a residual
     if type(module).forward in (nn.Sequential.forward, nn.Module.forward):
         return True
     foreign = type(module).__module__.split(".")[0] != "torch"
@@ -76,14 +76,14 @@ def _opens(module: nn.Module, *, alone: bool) -> bool:
 
 
 def part_bytes(part: Part, optimizer_copies: float) -> int:
-    """Count the bytes that a part occupies while it trains.
+    """Count the bytes that a part occupies in training.
 
     Args:
         part: the part.
         optimizer_copies: tensors of a parameter's size that the optimizer keeps per trainable parameter.
 
     Returns:
-        Weights and buffers, plus the gradient and the optimizer's copies of what is trainable.
+        Bytes of weights and buffers, plus gradients and optimizer copies of the trainable weights.
     """
     return sum(round(t.nbytes * (2 + optimizer_copies if t.requires_grad else 1)) for t in part.tensors)
 
@@ -93,8 +93,8 @@ def place_parts(module: nn.Module, device_of: Mapping[str, torch.device], elsewh
 
     Args:
         module: the module.
-        device_of: device by the name of the part; all parts of the module.
-        elsewhere: where modules go that hold no parameters, such as metrics (they may hold other tensors).
+        device_of: device by part name, for all parts.
+        elsewhere: device of modules without parameters, such as metrics (they may hold other tensors).
     """
     inside: tuple[str, ...] = ()
     for part in find_parts(module, list(device_of)):

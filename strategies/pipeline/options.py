@@ -1,4 +1,4 @@
-"""Options of model parallelism: how a module is cut into stages and a batch into micro-batches."""
+"""Define and validate the options of model parallelism."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,19 +18,19 @@ class StageOptions:
     Args:
         partition: `auto` balances memory over contiguous stages; `manual` leaves placement to the module's
             `configure_model`; a list names the first module of each stage after stage 0.
-        num_microbatches: parts of a training batch that are on different stages at the same time.
-        output_device: where the batch, the module's outputs and the loss meet: `last` is the device of the module's
-            last part (logits stay where they arise), `first` the root device.
+        num_microbatches: number of micro-batches per training batch, which run on different stages at the same time.
+        output_device: device of the batch, the module's outputs and the loss: `last` is the device of the module's last
+            part (logits stay where they are computed), `first` the root device.
         optimizer_copies: tensors of a parameter's size that the optimizer keeps per trainable parameter: Adam 2, SGD
             with momentum 1, plain SGD 0. Used by `auto`.
-        profile_activations: whether `auto` also counts what backward keeps, measured without computing on the
-            module's `example_input_array`.
-        loss_reduction: what the module's loss is: `mean` over samples (or `loss_weight`), or `sum`.
+        profile_activations: whether `auto` also counts activations saved for backward, measured without computing
+            from the module's `example_input_array`.
+        loss_reduction: reduction of the module's loss: `mean` over samples (or `loss_weight`), or `sum`.
         deterministic: whether one thread runs the micro-batches in order. None follows
             `torch.use_deterministic_algorithms` (`Trainer(deterministic=True)`).
 
     Raises:
-        ConfigError: an option has no such value.
+        ConfigError: an option has an invalid value.
     """
 
     partition: Partition = "auto"
@@ -42,17 +42,17 @@ class StageOptions:
     deterministic: bool | None = None
 
     def __post_init__(self) -> None:
-        named: Any = self.partition  # from a configuration it may be anything
+        named: Any = self.partition  # a configuration may hold anything
         if self.partition not in ("auto", "manual") and (isinstance(named, str) or not isinstance(named, Sequence)):
             raise ConfigError(
                 f"partition={self.partition} is unknown. Give auto, manual, or a list with the first module of each "
                 "stage after stage 0."
             )
         if type(self.num_microbatches) is not int or self.num_microbatches < 1:
-            raise ConfigError(f"num_microbatches={self.num_microbatches!r} is no count. Give 1 or more.")
+            raise ConfigError(f"num_microbatches must be an integer >= 1; got {self.num_microbatches!r}.")
         if self.output_device not in ("last", "first"):
-            raise ConfigError(f"output_device={self.output_device} is unknown. Give last or first.")
+            raise ConfigError(f"output_device={self.output_device} is unknown; choose one of last, first.")
         if self.loss_reduction not in ("mean", "sum"):
-            raise ConfigError(f"loss_reduction={self.loss_reduction} is unknown. Give mean or sum.")
+            raise ConfigError(f"loss_reduction={self.loss_reduction} is unknown; choose one of mean, sum.")
         if not self.optimizer_copies >= 0:
-            raise ConfigError(f"optimizer_copies={self.optimizer_copies} is negative. Give 0 or more (Adam: 2).")
+            raise ConfigError(f"optimizer_copies must be >= 0 (Adam: 2); got {self.optimizer_copies}.")

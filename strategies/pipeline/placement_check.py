@@ -1,8 +1,8 @@
-"""Prove, without accelerators, that every operation of a module sees its tensors on one device.
+"""Check, without accelerators, that every operation of a module has its tensors on one device.
 
-Repeated CPU devices can't tell a wrong placement: a tensor of `cpu:1` says that it is on `cpu`. So the forward pass is
-run on fake devices `cuda:0`, `cuda:1`, …: shapes and devices are computed, values are not, and no such device needs to
-be there. Gradients are off: with them, a torch built without CUDA would end the process.
+Repeated CPU devices can't reveal a wrong placement: a tensor on `cpu:1` reports `cpu`. So the forward pass runs on fake
+devices `cuda:0`, `cuda:1`, …: shapes and devices are computed, values are not, and the devices need not exist.
+Gradients are off: with them, a torch built without CUDA would abort the process.
 
 Source: `torch._subclasses.FakeTensorMode` (PyTorch 2.13).
 """
@@ -24,15 +24,15 @@ from .layout import StageLayout
 
 
 class FakeDevices:
-    """Fake devices for the time of a `with` statement: `with FakeDevices(2) as fake: ...`.
+    """Fake devices inside a `with` block: `with FakeDevices(2) as fake: ...`.
 
-    Inside, modules are made and moved as ever: `nn.Linear(4, 4).to(fake.devices[1])`. `fake.run` calls them.
+    Inside, modules are created and moved as usual: `nn.Linear(4, 4).to(fake.devices[1])`. `fake.run` calls them.
 
     Args:
-        num_devices: how many.
+        num_devices: number of devices.
 
     Attributes:
-        devices: `cuda:0`, `cuda:1`, …; there need be no such device.
+        devices: `cuda:0`, `cuda:1`, …; they need not exist.
     """
 
     def __init__(self, num_devices: int) -> None:
@@ -49,22 +49,22 @@ class FakeDevices:
         self._stack.close()
 
     def to_fake(self, value: Any, device: torch.device) -> Any:
-        """A fake of each tensor inside a value, on a fake device."""
+        """Replace each tensor inside a value by a fake on a fake device."""
         return tree_map_only(Tensor, lambda tensor: tensor.detach().to(device), value)
 
     def run(self, module: nn.Module, *args: Any, state: dict[str, Tensor] | None = None) -> Any:
-        """Call a module on fakes; dropout and batch statistics are off.
+        """Call a module on fake tensors, in eval mode.
 
         Args:
             module: the module.
             args: its inputs.
-            state: what to use instead of its parameters and buffers.
+            state: replacements of its parameters and buffers.
 
         Returns:
             Its output, of fake tensors.
 
         Raises:
-            ConfigError: an operation had tensors on different devices; the message names the module that did it.
+            ConfigError: an operation had tensors on different devices; the message names its module.
         """
         training = {child: child.training for child in module.modules()}
         path = _Path(module)
@@ -75,8 +75,8 @@ class FakeDevices:
             if "device" not in str(exc) or "not linked with support" in str(exc):
                 raise
             raise ConfigError(
-                f"Module {path.name()} uses tensors that are on different devices: {str(exc).splitlines()[0]} "
-                "Move its inputs to its device, or put what it uses on one device."
+                f"Module {path.name()} uses tensors on different devices: {str(exc).splitlines()[0]} "
+                "Move its inputs to its device, or place all that it uses on one device."
             ) from exc
         finally:
             for child, mode in training.items():
@@ -84,7 +84,7 @@ class FakeDevices:
 
 
 class _MoveToFake(TorchFunctionMode):
-    """Makes fakes of what is moved to, or made on, a device of type cuda; initial values don't matter there."""
+    """Replaces tensors that are moved to, or created on, cuda devices by fakes; initial values don't matter there."""
 
     def __init__(self, fake: FakeTensorMode) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ def _is_fake_device(value: Any) -> bool:
 
 
 class _Path:
-    """The innermost module that is running."""
+    """Tracks the innermost running module."""
 
     def __init__(self, root: nn.Module) -> None:
         self._names = {child: name or f"{type(root).__name__} (the root)" for name, child in root.named_modules()}
@@ -113,7 +113,7 @@ class _Path:
 
     @contextmanager
     def recorded(self) -> Generator[None]:
-        """Follow modules as they are called."""
+        """Track the modules that are called inside the block."""
         hooks = (register_module_forward_pre_hook(self._enter), register_module_forward_hook(self._leave))
         try:
             yield
@@ -122,7 +122,7 @@ class _Path:
                 hook.remove()
 
     def name(self) -> str:
-        """Its name in the root."""
+        """Name of the innermost running module in the root."""
         return next((self._names[module] for module in reversed(self._running) if module in self._names), "(unknown)")
 
     def _enter(self, module: nn.Module, _: Any) -> None:
@@ -136,17 +136,17 @@ def prove_placement(module: nn.Module, layout: StageLayout, args: Sequence[Any])
     """Run a placed module's forward pass on one fake device per stage; the module itself is not touched.
 
     Args:
-        module: the module, as `layout` has placed it.
+        module: the module, placed by `layout`.
         layout: its stages.
         args: inputs of `forward`, real tensors on any device.
 
     Returns:
-        The output, of fake tensors: on the fake meeting device, if all is well.
+        The output, as fake tensors on the fake meeting device.
 
     Raises:
         ConfigError: an operation would see tensors on different devices; the message names the module.
     """
-    assert layout.plan is not None, "place comes first"
+    assert layout.plan is not None, "call place first"
     with FakeDevices(layout.num_stages) as fake:
         state = {name: fake.to_fake(t, fake.devices[stage]) for name, t, stage in layout.tensors(module)}
         inputs = fake.to_fake(tuple(args), fake.devices[layout.meeting_stage])

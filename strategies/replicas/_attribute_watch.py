@@ -1,4 +1,4 @@
-"""Warn about attributes that are assigned on a replica, where they are lost."""
+"""Warn about attributes that are assigned on a replica and so get lost."""
 
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -11,13 +11,13 @@ from .replicas import Replicas, are_same, attribute_values
 
 
 class AttributeWatch:
-    """Warns, once by name, of an attribute that was assigned on a replica, where nobody will read it.
+    """Warns, once per name, about an attribute assigned on a replica, where nothing reads it.
 
-    The module itself is watched in every step, the modules inside it in the first step of each kind.
+    The module itself is watched in every step, its submodules in the first step of each kind.
 
     Args:
         replicas: the replicas to watch.
-        strategy: the name to begin warnings with.
+        strategy: name that begins warnings.
     """
 
     def __init__(self, replicas: Replicas, strategy: str) -> None:
@@ -28,7 +28,7 @@ class AttributeWatch:
 
     @contextmanager
     def watching(self, kind: str) -> Generator[None]:
-        """HeartbeatMonitor one step, `training_step` for example."""
+        """Watch one step of a kind (`training_step` for example)."""
         modules = [module for watched in self._replicas.modules()[1:] for module in self._watched(watched, kind)]
         before = [attribute_values(module) for module in modules]
         yield
@@ -47,6 +47,6 @@ class AttributeWatch:
             if value is not previous and not are_same((value,), (previous,)) and key not in self._warned:
                 self._warned.add(key)
                 rank_zero_warn(
-                    f"{self._strategy}: {key[0]}.{name} was assigned on a replica in {kind}. Only the root's own, "
-                    "of its own chunk, is kept. Use self.log, a torchmetrics metric, or return it from the step."
+                    f"{self._strategy}: {key[0]}.{name} was assigned on a replica in {kind} and is lost: only "
+                    "the first device's value is kept. Use self.log, a torchmetrics metric, or return it from the step."
                 )

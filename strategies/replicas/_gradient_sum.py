@@ -8,20 +8,20 @@ from torch import Tensor
 from ..core.devices import is_accelerator, move_coalesced
 
 BUCKET_BYTES = 2**25
-"""Bytes of gradients that are moved to the root in one transfer while backward goes on."""
+"""Bytes of gradients moved to the root in one transfer during backward."""
 
 
 class GradientSum:
     """Sums the replicas' gradients onto the root's parameters after each backward.
 
-    A replica on another accelerator sends its gradients in buckets while its backward goes on; the others' are added
-    when backward has ended. The replicas keep no gradient.
+    A replica on another accelerator sends its gradients in buckets during its backward; the others' are added when
+    backward has finished. The replicas keep no gradients.
 
     Args:
         root: the root's parameters.
-        replicas: for each other replica its parameters, in the order of the root's.
-        overlap: send while backward goes on; None decides by the devices.
-        bucket_bytes: bytes that are sent at once.
+        replicas: the parameters of each other replica, in the order of the root's.
+        overlap: send during backward; None decides by the devices.
+        bucket_bytes: bytes per transfer.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class GradientSum:
                 self._add(*sender.take())
 
     def remove_hooks(self) -> None:
-        """Leave the replicas' parameters as they were."""
+        """Remove the hooks from the replicas' parameters."""
         for sender in self._senders:
             sender.remove_hooks()
 
@@ -61,7 +61,7 @@ class GradientSum:
 
 
 def _hooked(parameter: Tensor, gradient: Tensor) -> Tensor:
-    """Give a replica's gradient to the hooks of the root's parameter, as autograd does with the root's own."""
+    """Pass a replica's gradient through the root parameter's hooks, as autograd does with the root's gradient."""
     for hook in tuple((parameter._backward_hooks or {}).values()):
         changed = hook(gradient)
         gradient = gradient if changed is None else changed
@@ -69,7 +69,7 @@ def _hooked(parameter: Tensor, gradient: Tensor) -> Tensor:
 
 
 class _Sender:
-    """Takes one replica's gradients to the root's device."""
+    """Moves one replica's gradients to the root's device."""
 
     def __init__(
         self, root: Sequence[Tensor], parameters: Sequence[Tensor], overlap: bool | None, bucket_bytes: int
@@ -87,14 +87,14 @@ class _Sender:
         self._hooks = [p.register_post_accumulate_grad_hook(self._ready(i)) for i, p in trained]
 
     def take(self) -> tuple[list[int], list[Tensor]]:
-        """Indices and gradients, on the root's device, of all parameters that have one; the replica's are gone."""
+        """Take the indices and gradients, on the root's device, of all parameters that have one."""
         for i, parameter in enumerate(self._parameters):
             if parameter.grad is not None:
                 self._bucket.append((i, parameter.grad))
                 parameter.grad = None
         self._send()
         taken, self._sent = self._sent, []
-        # a parameter that was reached twice (reentrant checkpointing) is sent twice; each is added by itself
+        # a parameter reached twice (reentrant checkpointing) is sent twice; each gradient is added
         return [i for i, _ in taken], [gradient for _, gradient in taken]
 
     def remove_hooks(self) -> None:

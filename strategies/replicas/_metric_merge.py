@@ -1,4 +1,4 @@
-"""Metrics on replicas: each chunk is counted by a copy, and the copies are merged into the root's metric."""
+"""Merge the metrics of replicas: a copy on each replica counts its chunk, then is merged into the root's metric."""
 
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,8 +19,8 @@ _MERGEABLE = (dim_zero_sum, dim_zero_cat, dim_zero_max, dim_zero_min)
 class MetricMerger:
     """Merges the metrics of all replicas after a step.
 
-    While a step runs, a copy stands in the place of each of the root's metrics, too, so that every copy holds this
-    step's samples only: the value of the whole batch is exact then, not only the epoch's.
+    During a step each of the root's metrics is replaced by a copy too, so that every copy holds only this step's
+    samples. This makes the value of the whole batch exact, not only the epoch's.
 
     Args:
         replicas: the replicas whose metrics are merged.
@@ -42,7 +42,7 @@ class MetricMerger:
 
     @contextmanager
     def standing_in(self) -> Generator[None]:
-        """Let the copies stand in the place of the root's metrics."""
+        """Replace the root's metrics by their copies inside the block."""
         for module, name, metric in self._slots:
             module._modules[name] = self._stand_ins[id(metric)]
         try:
@@ -52,11 +52,11 @@ class MetricMerger:
                 module._modules[name] = metric
 
     def original(self, value: Any) -> Any:
-        """The root's metric of which a copy was logged; any other value itself."""
+        """Map a copy to the root's metric; return any other value unchanged."""
         return self._originals.get(id(value), value)
 
     def merge(self) -> None:
-        """Add to the root's metrics what the copies counted, in the order of the chunks, and empty the copies."""
+        """Merge the copies into the root's metrics, in the order of the chunks, and reset the copies."""
         with torch.inference_mode(False), torch.no_grad():
             for leaves in self._all_copies():
                 for metric, *copies in leaves:
@@ -65,14 +65,14 @@ class MetricMerger:
                         _merge(metric, updated)
 
     def discard(self) -> None:
-        """Empty the copies: the step failed."""
+        """Reset the copies, after a failed step."""
         for leaves in self._all_copies():
             for _, *copies in leaves:
                 for copy in copies:
                     copy.reset()
 
     def _all_copies(self) -> Iterator[list[tuple[Any, ...]]]:
-        """For every metric of the root its leaves, each with its copy on every replica."""
+        """Yield, for each of the root's metrics, its leaf metrics, each with its copies on all replicas."""
         for metric in self._metrics:
             others = [self._replicas.counterpart(i, metric) for i in range(1, len(self._replicas))]
             copies = [self._stand_ins[id(metric)], *others]
@@ -100,7 +100,7 @@ def _states(metric: Metric) -> dict[str, Any]:
 
 
 def _append(metric: Metric, states: dict[str, Any]) -> None:
-    """Add states behind a metric's own; torchmetrics merges the other's in front, so they change places."""
+    """Append states to a metric's own; torchmetrics merges the other's in front, so the two are swapped."""
     own = _states(metric)
     for name, state in states.items():
         setattr(metric, name, _moved(state, metric.device))
@@ -121,7 +121,7 @@ def _verify_mergeable(metric: Metric) -> None:
         reduction = metric._reductions[name]
         if reduction not in _MERGEABLE and not (reduction is None and isinstance(default, list)):
             raise ConfigError(
-                f"{type(metric).__name__}: its state {name!r} is neither summed, concatenated, nor a minimum or a "
-                "maximum, so that the states of replicas can't be merged exactly. Define merge_state in the metric, or "
+                f"{type(metric).__name__}: the reduction of its state {name!r} is not a sum, concatenation, minimum "
+                "or maximum, so the states of replicas can't be merged exactly. Define merge_state in the metric, or "
                 "update it in training_step_end or in an epoch hook, which run on the root only."
             )

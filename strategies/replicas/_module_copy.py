@@ -1,7 +1,7 @@
-"""Copy one module to a device, module by module: own parameters and buffers, everything else shared.
+"""Copy one module to a device, module by module, with its own parameters and buffers; everything else is shared.
 
-`copy.deepcopy` would fail on a lock or an open file that a module holds; here such attributes are shared by the copy.
-What refers to the module itself (its layers in plain lists, bound methods, hooks, closures) refers to the copy.
+`copy.deepcopy` would fail on a lock or an open file that a module holds; here the copy shares such attributes.
+References to the module itself (layers in plain lists, bound methods, hooks, closures) become references to the copy.
 """
 
 import copy
@@ -18,7 +18,7 @@ from torchmetrics import Metric, MetricCollection
 
 
 class StaysOnRoot:
-    """An attribute of this type is the root's alone: its copies keep what they had."""
+    """Marks attributes that are not copied from the root to its copies."""
 
 
 class ModuleCopy:
@@ -28,7 +28,7 @@ class ModuleCopy:
         root: the module.
         root_device: where it lives.
         device: where the copy lives.
-        new_parameter: makes the copy of a parameter; None makes a parameter of the same values.
+        new_parameter: makes the copy of a parameter; None makes a parameter with the same values.
 
     Attributes:
         module: the copy.
@@ -49,7 +49,7 @@ class ModuleCopy:
         self._root_device = root_device
         self.pairs: list[tuple[nn.Module, nn.Module]] = []
         self.metrics: list[tuple[nn.Module, nn.Module]] = []
-        self._copies: dict[int, tuple[Any, Any]] = {}  # originals are kept, so that no id is used again
+        self._copies: dict[int, tuple[Any, Any]] = {}  # keeps the originals alive, so that no id is reused
         self._open: set[int] = set()
         with torch.inference_mode(False), torch.no_grad():
             self.module = self._copy_module(root)
@@ -58,19 +58,19 @@ class ModuleCopy:
                     self.set_attribute(replica, key, value)
 
     def counterpart(self, value: Any) -> Any:
-        """The copy of a module, parameter or buffer of the root; None of anything else."""
+        """The copy of a module, parameter or buffer of the root; None for anything else."""
         found = self._copies.get(id(value))
         return None if found is None else found[1]
 
     def set_attribute(self, replica: nn.Module, key: str, value: Any) -> None:
-        """Give a copied module an attribute of its original, referring to the copy where that refers to the root."""
+        """Set an attribute of the original on a copied module, with references to the root replaced."""
         if key == "_device" and isinstance(value, torch.device):
             replica.__dict__[key] = self.device
         elif key not in ("_parameters", "_buffers", "_modules") and not isinstance(value, StaysOnRoot):
             replica.__dict__[key] = self._translated(value)
 
     def copy_tensor(self, original: Tensor) -> Tensor:
-        """A copy of a parameter or buffer on the device; the same copy for the same tensor."""
+        """Copy a parameter or buffer to the device; the same tensor always gets the same copy."""
         if id(original) not in self._copies:
             is_parameter = isinstance(original, nn.Parameter)
             made = self._new_parameter(original) if is_parameter else original.detach().to(self.device, copy=True)
@@ -79,7 +79,7 @@ class ModuleCopy:
 
     def _independent_parameter(self, original: Tensor) -> Tensor:
         made: Any = nn.Parameter(original.detach().to(self.device, copy=True), requires_grad=original.requires_grad)
-        if type(original) is nn.Parameter:  # what a tensor subclass keeps there (its device, say) is its own
+        if type(original) is nn.Parameter:  # a tensor subclass keeps its own state there (its device, for example)
             made.__dict__.update(original.__dict__)
         return made
 
@@ -88,18 +88,18 @@ class ModuleCopy:
             return self._copies[id(original)][1]
         if isinstance(original, (Metric, MetricCollection)):
             return self._copy_metric(original)
-        if type(original).__name__ == "OptimizedModule":  # what torch.compile returns; importing it would take a second
+        if type(original).__name__ == "OptimizedModule":  # from torch.compile; importing the class would take a second
             compiled: Any = original
             replica = type(compiled)(self._copy_module(compiled._orig_mod), compiled.dynamo_ctx)
             self._copies[id(original)] = (original, replica)
             return replica
         replica = original._replicate_for_data_parallel()
-        del replica.__dict__["_is_replica"]  # a replica here has parameters of its own
+        del replica.__dict__["_is_replica"]  # replicas here have their own parameters
         self._copies[id(original)] = (original, replica)
         self.pairs.append((original, replica))
         replica._parameters = self._copy_tensors(original._parameters)
         replica._buffers = self._copy_tensors(original._buffers)
-        children = original._modules.items()  # an empty ModuleDict is a module, too, though it is false
+        children = original._modules.items()  # an empty ModuleDict is falsy
         replica._modules = {key: None if child is None else self._copy_module(child) for key, child in children}
         return replica
 
@@ -114,7 +114,7 @@ class ModuleCopy:
         return replica
 
     def _translated(self, value: Any) -> Any:
-        """A value that refers to the copy where the given one refers to the root; the same object where it doesn't."""
+        """Replace references to the root in a value by references to the copy; without any, return the same object."""
         if id(value) in self._copies:
             return self._copies[id(value)][1]
         if isinstance(value, Tensor):
@@ -152,7 +152,7 @@ class ModuleCopy:
         return value if target is None else weakref.ref(target)
 
     def _function(self, value: types.FunctionType) -> Any:
-        """A wrapper around a method of the module holds the method in a cell of its closure."""
+        """Rebind a closure over the module, such as a wrapper around one of its methods."""
         cells = list(value.__closure__ or ())
         contents = [self._translated(cell.cell_contents) if _is_filled(cell) else None for cell in cells]
         changed = [
@@ -171,11 +171,11 @@ class ModuleCopy:
 
 
 def copy_metric(metric: Any, device: torch.device) -> Any:
-    """An empty metric, or collection of metrics, on a device that counts as the given one does."""
+    """Make an empty copy of a metric or metric collection on a device."""
     replica = copy.deepcopy(metric).to(device)
     replica.reset()
     if isinstance(replica, MetricCollection):
-        replica._enable_compute_groups = False  # every member keeps its own state, to be merged
+        replica._enable_compute_groups = False  # every member keeps its own state, which is merged
         replica._groups_checked = False
     return replica
 

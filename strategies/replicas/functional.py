@@ -1,7 +1,7 @@
-"""The primitives of data parallelism as functions, on any devices, the CPU included, and differentiable.
+"""Provide the primitives of data parallelism as differentiable functions on any devices, the CPU included.
 
-Arguments are in torch's order (`torch.nn.parallel`), whose functions refuse the CPU and rebuild what they need at
-every call. `DataParallelStrategy` keeps its replicas instead.
+Arguments are in the order of `torch.nn.parallel`, where functions refuse the CPU and rebuild their replicas at every
+call. `DataParallelStrategy` keeps its replicas instead.
 """
 
 from collections.abc import Sequence
@@ -26,10 +26,10 @@ def replicate(network: nn.Module, devices: Sequence[Device], detach: bool = Fals
     Args:
         network: the module.
         devices: one per replica; they may repeat.
-        detach: give the copies parameters without gradient, as in `torch.no_grad()`.
+        detach: make copies without gradients, as in `torch.no_grad()`.
 
     Returns:
-        One replica per device; its parameters are no leaves, but results of copying the module's.
+        One replica per device; its parameters are not leaves, but copies in the graph of the module's.
     """
     detach = detach or not torch.is_grad_enabled()
     root_device = _device_of(network)
@@ -47,15 +47,15 @@ def scatter(
 
     Args:
         inputs: nested tensors, each of shape (N, ...).
-        target_gpus: the devices; any, the CPU too, in spite of the name that torch gave it.
+        target_gpus: the devices, of any type; the name is torch's.
         dim: the dimension to cut along; only 0.
         chunk_sizes: samples per device; they sum to N. None cuts evenly.
 
     Returns:
-        One chunk per device. Torch returns fewer where samples are fewer than devices; here such chunks are empty.
+        One chunk per device. With fewer samples than devices some chunks are empty, where torch returns fewer chunks.
 
     Raises:
-        ConfigError: there is nothing to cut, it can't be cut, or the sizes don't fit.
+        ConfigError: the inputs hold no samples or can't be cut, or the sizes don't match.
     """
     _verify_dim(dim)
     devices = [torch.device(device) for device in target_gpus]
@@ -65,8 +65,8 @@ def scatter(
     sizes = Even().sizes(num, len(devices)) if chunk_sizes is None else list(chunk_sizes)
     if len(sizes) != len(devices) or sum(sizes) != num or min(sizes) < 0:
         raise ConfigError(
-            f"scatter: chunk_sizes={sizes} do not cut {num} samples for {len(devices)} devices. Give one size per "
-            f"device, none negative, that sum to {num}."
+            f"scatter: chunk_sizes={sizes} do not divide {num} samples among {len(devices)} devices. Give one size "
+            f"per device, none negative, with sum {num}."
         )
     chunks = split(inputs, sizes)
     return [move_data_to_device(chunk, device) for chunk, device in zip(chunks, devices, strict=True)]
@@ -78,20 +78,20 @@ def parallel_apply(
     kwargs_tup: Sequence[dict[str, Any]] | None = None,
     devices: Sequence[Device] | None = None,
 ) -> list[Any]:
-    """Call every module with its inputs: in threads where a device is an accelerator, in order on CPUs.
+    """Call every module with its inputs: in threads if a device is an accelerator, in order on CPUs.
 
     Args:
         modules: one per device.
-        inputs: per module a tuple of positional arguments, or one argument.
-        kwargs_tup: per module its keyword arguments.
-        devices: where each runs; None takes the modules' own.
+        inputs: a tuple of positional arguments, or one argument, per module.
+        kwargs_tup: keyword arguments per module.
+        devices: the device of each module; None takes the modules' own.
 
     Returns:
         The outputs, in order, each on its own device.
 
     Raises:
         ConfigError: the arguments differ in length.
-        Exception: the first that a module raised; its message names chunk and device.
+        Exception: the error of the first module that failed; its message names the chunk and the device.
     """
     kwargs = [{}] * len(modules) if kwargs_tup is None else list(kwargs_tup)
     places = [_device_of(m) for m in modules] if devices is None else [torch.device(device) for device in devices]
@@ -114,14 +114,14 @@ def gather(outputs: Sequence[Any], target_device: Device, dim: int = 0) -> Any:
 
     Args:
         outputs: one per chunk, all of one structure of tensors.
-        target_device: where the result lives.
+        target_device: device of the result.
         dim: the dimension to concatenate along. Tensors of shape () become one vector, as in torch.
 
     Returns:
-        The structure of one output, with tensors of all chunks.
+        The structure of one output, with the concatenated tensors.
 
     Raises:
-        ConfigError: a value is no tensor, and no structure of tensors.
+        ConfigError: a value is not a tensor or a structure of tensors.
     """
     first = outputs[0]
     if isinstance(first, Tensor):
@@ -135,7 +135,7 @@ def gather(outputs: Sequence[Any], target_device: Device, dim: int = 0) -> Any:
     if isinstance(first, (list, tuple)):
         parts = [gather(column, target_device, dim) for column in zip(*outputs, strict=True)]
         return type(first)(*parts) if hasattr(first, "_fields") else type(first)(parts)
-    raise ConfigError(f"gather: an output of type {type(first).__name__} is no tensor. Return tensors, or use join.")
+    raise ConfigError(f"gather: an output of type {type(first).__name__} is not a tensor. Return tensors, or use join.")
 
 
 def data_parallel(
@@ -148,15 +148,15 @@ def data_parallel(
     *,
     chunk_sizes: Sizes | None = None,
 ) -> Any:
-    """Call a module on a batch that is cut among devices.
+    """Call a module on a batch that is divided among devices.
 
     Args:
-        module: on the first device.
+        module: the module, on the first device.
         inputs: a tuple of positional arguments, or one argument; tensors of shape (N, ...).
         device_ids: the devices; they may repeat and mix.
-        output_device: where the outputs are gathered; None takes the first device.
+        output_device: device that gathers the outputs; None takes the first device.
         dim: the dimension to cut along; only 0.
-        module_kwargs: keyword arguments, cut in the same way.
+        module_kwargs: keyword arguments, cut like the inputs.
         chunk_sizes: samples per device; None cuts evenly.
 
     Returns:

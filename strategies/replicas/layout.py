@@ -1,4 +1,4 @@
-"""The devices of one process as replicas of one module: refresh, run, merge, sum."""
+"""Run a module on replicas, one per device of the process: refresh, run, merge metrics, sum gradients."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -22,14 +22,14 @@ Arguments: TypeAlias = tuple[Sequence[Any], dict[str, Any]]
 
 
 class ReplicaLayout:
-    """Runs one method of a module on all devices of a process, and brings its state and gradients to the root.
+    """Runs a method of a module on all devices of a process, and collects state and gradients on the root.
 
     Args:
         root: the module, on `devices[0]`.
         devices: one per replica; they may repeat and mix.
         threads: run the replicas in threads; None decides by the devices.
-        strategy: the name to begin messages with.
-        root_call: what to call on the root in place of its method; None calls its method.
+        strategy: name that begins messages.
+        root_call: called on the root instead of its method; None calls the method.
     """
 
     def __init__(
@@ -52,21 +52,21 @@ class ReplicaLayout:
         """Measure the next run.
 
         Args:
-            memory: count bytes, too.
+            memory: also count bytes.
 
         Returns:
-            The measurement, which is filled when the run's work has ended on its devices.
+            The measurement, which is filled when the devices have finished the run.
         """
         self._measurement = Measurement(memory)
         return self._measurement
 
     def run(self, method: str, arguments: Sequence[Arguments], sizes: Sequence[int]) -> list[Any]:
-        """Call a method of every replica that has samples.
+        """Call a method on every replica that has samples.
 
         Args:
-            method: its name, `training_step` for example.
+            method: name of the method, `training_step` for example.
             arguments: positional and keyword arguments per replica; tensors are moved to its device.
-            sizes: samples per replica; one without samples is not called.
+            sizes: samples per replica; a replica without samples is not called.
 
         Returns:
             The results of the replicas that were called, in order, each on its own device.
@@ -94,12 +94,12 @@ class ReplicaLayout:
         self._gradients.collect()
 
     def close(self) -> None:
-        """End threads and hooks; the root stays as it is."""
+        """Stop the threads and remove the hooks; the root keeps its state."""
         self._executor.shutdown()
         self._gradients.remove_hooks()
 
     def _attach(self) -> None:
-        """Find what the replicas, which were just made, hold."""
+        """Set up metrics, logs and gradient sums for new replicas."""
         root, *others = self.replicas.parameters()
         self._gradients = GradientSum(root, others)
         self._metrics = MetricMerger(self.replicas)

@@ -1,4 +1,4 @@
-"""Measure the chunks of a step: seconds and bytes per device, without waiting for any device."""
+"""Measure seconds and bytes of each chunk of a step, without synchronizing any device."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -13,11 +13,11 @@ from ..core.devices import is_accelerator
 
 @dataclass
 class Reading:
-    """What one chunk took on its device.
+    """Time and memory of one chunk on its device.
 
     Args:
-        seconds: of its forward pass.
-        saved_bytes: of all tensors that its backward pass needs: the memory that grows with samples.
+        seconds: duration of the forward pass.
+        saved_bytes: size of all tensors saved for backward, the memory that grows with samples.
     """
 
     seconds: float = 0.0
@@ -25,7 +25,7 @@ class Reading:
     _events: tuple[torch.Event, torch.Event] | None = field(default=None, repr=False)
 
     def is_ready(self) -> bool:
-        """Whether the device has passed the end of the chunk; then `seconds` is known."""
+        """Whether the device has finished the chunk, so that `seconds` is known."""
         if self._events is None:
             return True
         start, end = self._events
@@ -35,13 +35,13 @@ class Reading:
         return True
 
     def of(self, call: Callable[[], Any], device: torch.device, parameters: Sequence[Tensor] | None) -> Any:
-        """Call, and measure it.
+        """Run a call and measure it.
 
         Args:
             call: the work of the chunk.
-            device: where it runs.
-            parameters: those of its replica, which do not count as its memory; None does not measure memory, which
-                costs a Python call per saved tensor.
+            device: the device it runs on.
+            parameters: parameters of the replica, which do not count as its memory; None skips the measurement of
+                memory, which costs a Python call per saved tensor.
         """
         if parameters is None:
             return self._timed(call, device)
@@ -77,7 +77,7 @@ class Measurement:
 
     Args:
         memory: whether bytes are counted.
-        sizes: samples per device; empty until the step ran.
+        sizes: samples per device; empty until the step has run.
         readings: one per device.
     """
 
@@ -86,7 +86,7 @@ class Measurement:
     readings: list[Reading] = field(default_factory=list)
 
     def is_ready(self) -> bool:
-        """Whether the step ran, and every device has passed the end of its chunk."""
+        """Whether the step has run and every device has finished its chunk."""
         return bool(self.sizes) and all(reading.is_ready() for reading in self.readings)
 
 

@@ -1,12 +1,12 @@
-"""Persistent replicas of a module: made once per device, refreshed only when the root's tensors changed.
+"""Keep replicas of a module: made once per device, refreshed only when the root's tensors change.
 
-The first replica is the root module itself. What a refresh brings over:
+The first replica is the root module itself. A refresh copies:
 
-    what changed on the root             how it is noticed                        what is done
+    changed on the root                  detected by                              action
     parameters                           tensor versions; `mark_changed`          one coalesced copy per device
     buffers                              versions, the copy's own too; identity   one coalesced copy per device
     attributes, `training`, hooks        values of the modules' `__dict__`        set on the copies
-    modules or parameters added          identity                                 the copies are made anew
+    modules or parameters added          identity                                 the copies are rebuilt
 """
 
 import itertools
@@ -30,7 +30,7 @@ def attribute_values(module: nn.Module) -> tuple[Any, ...]:
 def are_same(values: tuple[Any, ...], others: tuple[Any, ...]) -> bool:
     """Whether two tuples hold the same objects, or equal ones of simple types."""
     try:
-        return values == others  # Python looks at identity first
+        return values == others  # Python compares identity first
     except (RuntimeError, ValueError):
         return False  # tensors and arrays have no single truth value
 
@@ -63,26 +63,26 @@ class Replicas:
         return [self._parameters, *self._parameter_copies]
 
     def modules(self) -> list[list[nn.Module]]:
-        """The modules of every replica in one order, without torchmetrics' metrics and what they are made of."""
+        """The modules of every replica, in the same order, without torchmetrics' metrics and their submodules."""
         return [self._modules, *([replica for _, replica in copy.pairs] for copy in self._copies)]
 
     def counterpart(self, i: int, value: Any) -> Any:
-        """What replica i has in the place of a module of the root; the module itself for the root."""
+        """The counterpart in replica i of a module of the root; for i = 0 the module itself."""
         return value if i == 0 else self._copies[i - 1].counterpart(value)
 
     def mark_changed(self, frozen: bool = True) -> None:
-        """Have the next refresh copy all parameters: `parameter.data` was perhaps written, which no version shows.
+        """Make the next refresh copy all parameters: writes to `parameter.data` do not change a tensor's version.
 
         Args:
-            frozen: those without gradient, too.
+            frozen: include parameters that don't require a gradient.
         """
         self._changed |= {i for i, parameter in enumerate(self._parameters) if frozen or parameter.requires_grad}
 
     def refresh(self) -> bool:
-        """Bring over what changed on the root since the last refresh.
+        """Copy what changed on the root since the last refresh.
 
         Returns:
-            Whether the copies were made anew, because modules or parameters were added or replaced.
+            Whether the copies were rebuilt because modules or parameters were added or replaced.
         """
         if self._has_new_structure():
             self._make()
@@ -94,7 +94,7 @@ class Replicas:
         return False
 
     def adopt_buffers(self, i: int) -> None:
-        """Take replica i's buffers for the root's: it ran the first chunk, as the root had no sample of the batch."""
+        """Copy replica i's buffers to the root: it ran the first chunk because the root had no samples."""
         if i > 0:
             with torch.inference_mode(False), torch.no_grad():
                 copy_coalesced(self._buffers(i), self._buffers(0))
@@ -148,7 +148,7 @@ class Replicas:
         self._buffer_versions = self._versions_of_buffers()
 
     def _set_buffers(self, i: int, buffers: list[Tensor]) -> None:
-        """Give replica i copies of buffers: new tensors, as a graph may still need the old ones' values."""
+        """Give replica i copies of buffers; new tensors, because a graph may still need the old values."""
         copies = [torch.empty_like(buffer, device=self.devices[i]) for buffer in buffers]
         copy_coalesced(buffers, copies)
         for (module, name), copy in zip(self._buffer_slots, copies, strict=True):
@@ -169,7 +169,7 @@ class Replicas:
 
 
 def _version(tensor: Tensor) -> int:
-    """A number that grows with every write to a tensor; a new one each time for inference tensors, which keep none."""
+    """A number that grows with every write to a tensor; always new for inference tensors, which have no version."""
     return next(_UNVERSIONED) if tensor.is_inference() else tensor._version
 
 
@@ -177,7 +177,7 @@ _UNVERSIONED = itertools.count(-1, -1)
 
 
 def _plain_modules(root: nn.Module) -> list[nn.Module]:
-    """The modules that are copied piece by piece, root first, each once."""
+    """The modules that are copied one by one, root first, each once."""
     found: dict[int, nn.Module] = {}
     _find_plain_modules(root, found)
     return list(found.values())
@@ -193,7 +193,7 @@ def _find_plain_modules(module: nn.Module, found: dict[int, nn.Module]) -> None:
 
 
 def _parameter_slots(modules: Sequence[nn.Module]) -> Iterator[tuple[nn.Module, str]]:
-    """(module, name) of every parameter; of a tied one, the first."""
+    """Yield (module, name) of every parameter; for a tied parameter, the first."""
     seen: set[int] = set()
     for module in modules:
         for name, tensor in module._parameters.items():

@@ -1,4 +1,4 @@
-"""Replicas of a part of a module: the rest runs once, on the root device."""
+"""Replicate a submodule; the rest of the module runs once, on the root device."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,26 +12,26 @@ from .layout import ReplicaLayout
 
 
 def find_submodule(root: nn.Module, name: str, strategy: str) -> nn.Module:
-    """The part of a module with a dotted name.
+    """Find a submodule by its dotted name.
 
     Raises:
-        ConfigError: there is none; the message lists the nearest parts.
+        ConfigError: the name is unknown; the message lists the names down to its depth.
     """
     found = dict(root.named_modules())
     if not name or name not in found:
         names = ", ".join(key for key in found if key and key.count(".") <= name.count(".")) or "none"
-        raise ConfigError(f"{strategy}: submodule={name!r} is not a part of {type(root).__name__}. Its parts: {names}.")
+        raise ConfigError(f"{strategy}: submodule={name!r} is unknown; submodules of {type(root).__name__}: {names}.")
     return found[name]
 
 
 class ParallelForward(StaysOnRoot):
-    """Stands in the place of a submodule's `forward`: cuts its inputs, runs the replicas, joins their outputs.
+    """Replaces a submodule's `forward`: cuts its inputs, runs the replicas, joins their outputs.
 
     Args:
         module: the submodule.
-        new_layout: makes its replicas, given what to call on the root.
-        sizes: samples of the inputs → samples per replica.
-        strategy: the name to begin errors with.
+        new_layout: makes its replicas, given the function to call on the root.
+        sizes: maps the number of samples to samples per replica.
+        strategy: name that begins error messages.
     """
 
     def __init__(
@@ -49,19 +49,19 @@ class ParallelForward(StaysOnRoot):
         module.__dict__["forward"] = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The submodule's outputs for the whole batch, on the root device."""
+        """Compute the submodule's outputs for the whole batch, on the root device."""
         num = num_samples((args, kwargs))
         if not num:
             raise ConfigError(
                 f"{self._strategy}: the inputs of {type(self._module).__name__} hold no tensor with a dimension, so "
-                "there is nothing to split. Choose a submodule that takes the batch."
+                "they can't be split. Choose a submodule that takes the batch."
             )
         sizes = self._sizes(num)
         outputs = self.layout.run("forward", split((args, kwargs), sizes), sizes)
         return join(outputs, [size for size in sizes if size > 0], self.layout.devices[0])
 
     def close(self) -> None:
-        """Give the submodule its own `forward` again."""
+        """Restore the submodule's own `forward`."""
         self.layout.close()
         del self._module.__dict__["forward"]
         if self._before is not None:

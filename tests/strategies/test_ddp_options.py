@@ -159,10 +159,10 @@ def test_options_and_shares_do_not_change_training() -> None:
     ("options", "message"),
     [
         ({"timeout_s": 0}, r"timeout_s=0 is not positive"),
-        ({"batch_size_is": "each"}, r"batch_size_is=each is unknown. Give per_device or global"),
-        ({"devices_per_process": 0}, r"devices_per_process=0. Give at least 1"),
-        ({"compression": "zip"}, r"compression=zip is unknown. Give fp16, bf16, powersgd or null"),
-        ({"find_unused": True}, r"find_unused is no option. Choose from .*find_unused_parameters"),
+        ({"batch_size_is": "each"}, r"batch_size_is=each is unknown; choose one of per_device, global"),
+        ({"devices_per_process": 0}, r"devices_per_process must be at least 1; got 0"),
+        ({"compression": "zip"}, r"compression=zip is unknown; choose one of fp16, bf16, powersgd, null"),
+        ({"find_unused": True}, r"find_unused is unknown; choose from .*find_unused_parameters"),
         ({"static_graph": True, "find_unused_parameters": True}, r"were both given"),
     ],
 )

@@ -180,7 +180,7 @@ def test_a_metric_that_cannot_be_merged_is_refused_by_name() -> None:
             self.metric.update(batch[0])
             return super().training_step(batch, batch_idx)
 
-    with pytest.raises(ConfigError, match="Unmergeable: its state 'middle' is neither summed"):
+    with pytest.raises(ConfigError, match="Unmergeable: the reduction of its state 'middle' is not a sum"):
         fit(WithMetric().double(), "dp", num_sanity_val_steps=0)
 
 
@@ -399,7 +399,7 @@ def test_a_submodule_alone_is_replicated(num_devices: int) -> None:
 
 
 def test_an_unknown_submodule_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"submodule='block9' is not a part of BlockNet. Its parts: block1, block2"):
+    with pytest.raises(ConfigError, match=r"submodule='block9' is unknown; submodules of BlockNet: block1, block2"):
         fit(BlockNet().double(), DataParallelStrategy(submodule="block9"))
 
 

@@ -17,12 +17,12 @@ from evener.strategies import ConfigError, ModelParallelStrategy
         ({"partition": "half"}, "partition=half is unknown. Give auto, manual, or a list"),
         ({"partition": ["net.3"]}, r"Net has no module 'net\.3'; the nearest are net\.2"),
         ({"partition": ["net.2", "net.2"]}, "2 names for 2 stages. Give 1"),
-        ({"num_microbatches": 0}, "num_microbatches=0 is no count. Give 1 or more"),
-        ({"num_microbatches": 1.5}, "num_microbatches=1.5 is no count"),
-        ({"output_device": "middle"}, "output_device=middle is unknown. Give last or first"),
-        ({"optimizer_copies": -1}, "optimizer_copies=-1 is negative"),
-        ({"loss_reduction": "max"}, "loss_reduction=max is unknown. Give mean or sum"),
-        ({"profile_activations": True}, "profile_activations needs inputs, and Net has no example_input_array"),
+        ({"num_microbatches": 0}, "num_microbatches must be an integer >= 1; got 0"),
+        ({"num_microbatches": 1.5}, "num_microbatches must be an integer >= 1; got 1.5"),
+        ({"output_device": "middle"}, "output_device=middle is unknown; choose one of last, first"),
+        ({"optimizer_copies": -1}, "optimizer_copies must be >= 0"),
+        ({"loss_reduction": "max"}, "loss_reduction=max is unknown; choose one of mean, sum"),
+        ({"profile_activations": True}, "profile_activations needs inputs, but Net has no example_input_array"),
     ],
 )
 def test_bad_options_are_refused_before_training(options: dict[str, Any], message: str) -> None:
@@ -33,7 +33,7 @@ def test_bad_options_are_refused_before_training(options: dict[str, Any], messag
 
 
 def test_more_stages_than_parts_is_refused_before_training() -> None:
-    with pytest.raises(ConfigError, match=r"3 stages were asked for, and Net has 2 parts to spread: net\.0, net\.2"):
+    with pytest.raises(ConfigError, match=r"3 stages were requested, but Net has 2 parts to place: net\.0, net\.2"):
         fit(Case(), Net(), ModelParallelStrategy(), devices=3)
 
 
@@ -41,7 +41,7 @@ def test_manual_optimization_in_micro_batches_is_refused() -> None:
     module = Net()
     module.automatic_optimization = False
     with pytest.raises(
-        ConfigError, match="num_microbatches=2 needs automatic optimization, and Net optimizes manually"
+        ConfigError, match="num_microbatches=2 needs automatic optimization, but Net optimizes manually"
     ):
         fit(Case(), module, ModelParallelStrategy(num_microbatches=2))
 

@@ -66,5 +66,5 @@ class Misplaced(TwoDeviceDigitsClassifier):
 
 
 def test_a_layer_on_the_wrong_device_fails_on_fake_devices() -> None:
-    with pytest.raises(ConfigError, match=r"Module head\.2 uses tensors that are on different devices"):
+    with pytest.raises(ConfigError, match=r"Module head\.2 uses tensors on different devices"):
         on_fake_devices(Misplaced())

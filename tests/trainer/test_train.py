@@ -163,13 +163,13 @@ MISTAKES = [
     ),
     (["devices=0"], r"devices=0: at least one device is needed"),
     (["devices=-3"], r"devices=-3: at least one device is needed"),
-    (["devices=two"], r"devices: 'two' is no device"),
+    (["devices=two"], r"devices: 'two' is not a device"),
     (
         ["accelerator=cuda", "devices=999"],
         r"this machine has (no such device|\d+ of type cuda)",
     ),
     (["accelerator=tpuu"], r"accelerator=tpuu is unknown\. Choose one of auto, gpu, cpu, cuda, mps"),
-    (["devices=2", "accelerator=cpu"], r"single_device: 2 devices were given and it uses exactly one"),
+    (["devices=2", "accelerator=cpu"], r"single_device: 2 devices were given, but it uses exactly one"),
     (["module._target_=no.such.Module"], r"module\._target_=no\.such\.Module can't be imported: No module named 'no'"),
     (["module._target_=collections.Counter"], r"is the class collections\.Counter, which is not a pytorch_lightning L"),
     (

@@ -13,5 +13,5 @@ def test_a_name_resolves_to_our_strategy() -> None:
 
 
 def test_single_device_refuses_two_devices() -> None:
-    with pytest.raises(ConfigError, match="single_device: 2 devices were given and it uses exactly one"):
+    with pytest.raises(ConfigError, match="single_device: 2 devices were given, but it uses exactly one"):
         Trainer(strategy="single_device", devices=2, **QUIET)

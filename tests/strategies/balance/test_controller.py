@@ -153,8 +153,8 @@ def test_the_state_goes_through_a_checkpoint() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"objective": "speed"}, "objective=speed is unknown. Choose one of time, memory"),
-        ({"hysteresis": 1.5}, "hysteresis=1.5 is not a part"),
+        ({"objective": "speed"}, "objective=speed is unknown; choose one of time, memory"),
+        ({"hysteresis": 1.5}, r"hysteresis must be a fraction in \[0, 1\); got 1.5"),
     ],
 )
 def test_options_out_of_range_are_refused(options: dict[str, Any], message: str) -> None:

@@ -164,7 +164,7 @@ def test_a_loader_that_is_shared_already_stays_or_is_refused_by_name() -> None:
     own = rank_loaders(0, 2).process(loader, "train")
     assert [batch.tolist() for batch in own] == [[0, 2], [4, 6]]
     assert next_share(own) is None
-    with pytest.raises(ConfigError, match="the loader's DistributedSampler gives each rank batches of its own"):
+    with pytest.raises(ConfigError, match="the loader's DistributedSampler gives each rank its own batches"):
         rank_loaders(0, 2, "global").process(loader, "train")
 
 

@@ -95,7 +95,7 @@ def test_outputs_meet_on_the_first_device_if_asked() -> None:
 
 
 def test_a_forward_that_mixes_stages_is_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match=r"Module Mixed \(the root\) uses tensors that are on different devices"):
+    with pytest.raises(ConfigError, match=r"Module Mixed \(the root\) uses tensors on different devices"):
         proved(Mixed(), 2, "auto", torch.randn(2, 4))
 
 

@@ -175,7 +175,7 @@ def test_wrong_number_of_names_is_refused_with_both() -> None:
 
 
 def test_names_out_of_order_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"blocks\.1 is registered before the name that precedes it"):
+    with pytest.raises(ConfigError, match=r"blocks\.1 is registered before the name listed before it"):
         named_plan(Small(), 3, ["head", "blocks.1"])
 
 
@@ -185,7 +185,7 @@ def test_an_empty_stage_is_refused() -> None:
 
 
 def test_more_stages_than_parts_are_refused_with_the_parts() -> None:
-    with pytest.raises(ConfigError, match="3 stages were asked for, and Sequential has 2 parts to spread: 0, 2"):
+    with pytest.raises(ConfigError, match="3 stages were requested, but Sequential has 2 parts to place: 0, 2"):
         auto_plan(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)), 3)
 
 

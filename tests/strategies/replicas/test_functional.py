@@ -101,11 +101,11 @@ def test_parallel_apply_names_the_chunk_that_failed(module: Tied) -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: scatter(X, ["cpu", "cpu"], chunk_sizes=[3, 3]), r"chunk_sizes=\[3, 3\] do not cut 7 samples"),
+        (lambda: scatter(X, ["cpu", "cpu"], chunk_sizes=[3, 3]), r"chunk_sizes=\[3, 3\] do not divide 7 samples"),
         (lambda: scatter(X, ["cpu", "cpu"], dim=1), "dim=1 is not supported"),
         (lambda: scatter(3, ["cpu"]), "a value of type int has no samples to split"),
         (lambda: parallel_apply([nn.Identity()], [X, X]), "1 modules, 2 inputs"),
-        (lambda: gather(["a", "b"], "cpu"), "an output of type str is no tensor"),
+        (lambda: gather(["a", "b"], "cpu"), "an output of type str is not a tensor"),
     ],
 )
 def test_bad_arguments_are_refused(call: Any, message: str) -> None:
