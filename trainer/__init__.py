@@ -1,4 +1,4 @@
-"""The trainer and the command."""
+"""Provide the Trainer and the command line."""
 
 from .cli.main import main
 from .cli.train import compose, train

@@ -175,7 +175,7 @@ def test_what_python_passes_by_mistake_is_told() -> None:
     with pytest.raises(ConfigError, match=r"Use compose\(\['strategy=ddp'\]\)"):
         compose(given)
     for wrong in (given, {}, None, OmegaConf.create({})):
-        with pytest.raises(ConfigError, match=r"train takes a configuration.* Use train\(compose\(\[\.\.\.\]\)\)"):
+        with pytest.raises(ConfigError, match=r"expected a configuration, got .* Use train\(compose\(\[\.\.\.\]\)\)"):
             train(wrong)
 
 
@@ -187,5 +187,6 @@ def test_a_run_from_python_lies_where_the_command_puts_it(name: str) -> None:
 def test_a_full_disk_is_one_sentence() -> None:
     told = explain(OSError(errno.ENOSPC, "No space left on device"))
     assert told == (
-        "Error: The disk is full (No space left on device); checkpoints are whole. Free it, or set log_dir to another."
+        "Error: The disk is full (No space left on device); existing checkpoints are intact. Free some space, or set "
+        "log_dir to another disk."
     )
