@@ -150,7 +150,7 @@ def test_weights_alone_are_no_run_to_resume(tmp_path: Path) -> None:
     trainer.save_checkpoint(weights, weights_only=True)
     torch.save(module.state_dict(), bare)
     parts = Parts(Trainer(**quiet), module, None, RunSummary())
-    with pytest.raises(ConfigError, match=r"weights\.ckpt holds weights only .* Give another file; mode=test"):
+    with pytest.raises(ConfigError, match=r"weights\.ckpt contains only weights .* Give another checkpoint; mode=test"):
         fit(parts, compose([]), str(weights))
     with pytest.raises(ConfigError, match=r"bare\.ckpt was not saved by a trainer: .*module\.load_state_dict"):
         Trainer(**quiet).fit(module, ckpt_path=str(bare), weights_only=True)

@@ -1,4 +1,4 @@
-"""The trainer and the command."""
+"""Provide the Trainer and the command line."""
 
 from ..strategies import ConfigError  # first: it makes both names of Lightning one package
 from .cli.main import main

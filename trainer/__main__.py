@@ -1,4 +1,4 @@
-"""`python -m evener.trainer`: the command of `train.py`, from any directory."""
+"""Run the command line of `train.py` from any directory: `python -m evener.trainer`."""
 
 from .cli.main import main
 

@@ -1,4 +1,4 @@
-"""Where the time of a run goes, in a table that fits on a screen."""
+"""Profile a run, and show the slowest actions in a table that fits on a screen."""
 
 import time
 
@@ -9,13 +9,13 @@ TRIVIAL_PART = 0.001
 
 
 class ShortProfiler(SimpleProfiler):
-    """Lightning's `SimpleProfiler`, which lists only what took time.
+    """Lightning's `SimpleProfiler`, limited to the actions that took the most time.
 
-    Actions contain each other (`run_training_epoch` all of an epoch), so parts of the total do not add up to one. Under
-    any profiler Lightning's own loop runs, not the lean one, which costs some 0.2 ms per step more.
+    Actions are nested (`run_training_epoch` contains a whole epoch), so the percentages do not add up to 100. With any
+    profiler, Lightning's own loop runs instead of the lean one, which adds about 0.2 ms per step.
 
     Args:
-        num_rows: actions listed at most, those with the largest totals.
+        num_rows: maximum number of actions to list, those with the largest totals.
     """
 
     def __init__(self, num_rows: int = 20) -> None:

@@ -1,4 +1,4 @@
-"""The trainer: Lightning's, lean, with strategies of this project chosen by object or by one word."""
+"""Extend Lightning's Trainer with the lean loops and this project's strategies, given as objects or by name."""
 
 import inspect
 import signal
@@ -51,17 +51,17 @@ def _flat(values: Iterable[Any]) -> Iterator[Any]:
 
 
 class Trainer(pl.Trainer):
-    """`pytorch_lightning.Trainer` that also takes this project's strategies, with loops that cost next to nothing.
+    """`pytorch_lightning.Trainer` with loops of low overhead that also accepts this project's strategies.
 
     Args:
-        strategy: a strategy object, or a name: those of `evener.strategies.STRATEGIES`, or any of Lightning's.
-        exact_accumulation: whether an accumulated step is the mean over all its samples (or `loss_weight`s), short
-            tails and ragged micro-batches included. False keeps Lightning's rule: every micro-batch's loss is divided
+        strategy: a strategy object, or a name: one of `evener.strategies.STRATEGIES`, or any of Lightning's.
+        exact_accumulation: whether an accumulated step is the mean over all its samples (or `loss_weight`s), including
+            short tails and ragged micro-batches. False keeps Lightning's rule: every micro-batch's loss is divided
             by `accumulate_grad_batches`.
-        detect_nonfinite: what gradients that are infinite or no numbers do: `raise` stops training, `skip_step` leaves
-            that step out, `off` (or False, which is what YAML makes of off) does not look. See `DetectNonFinite`.
-        **kwargs: every argument of `pytorch_lightning.Trainer`, with the same meaning and the same default; `devices`
-            may also list names (`["cuda:0", "cpu"]`) for a strategy of one process.
+        detect_nonfinite: what to do if gradients are inf or nan: `raise` stops training, `skip_step` skips the
+            optimizer step, `off` (or False, as YAML reads off) does not check. See `DetectNonFinite`.
+        **kwargs: every argument of `pytorch_lightning.Trainer`, with the same meaning and default; `devices` may also
+            be a list of names (`["cuda:0", "cpu"]`) for a strategy of one process.
     """
 
     def __init__(
@@ -87,12 +87,12 @@ class Trainer(pl.Trainer):
             callbacks: list[pl.Callback] = self.callbacks  # pyright: ignore[reportAttributeAccessIssue]  # a list, untyped
             callbacks.insert(0, DetectNonFinite(detect_nonfinite))
         self._make_lean(bool(kwargs.get("inference_mode", True)))
-        own = self.strategy._checkpoint_io is not None  # the strategy's own, or one that was given
+        own = self.strategy._checkpoint_io is not None  # the strategy's own, or given by the user
         if not own and type(self.strategy.checkpoint_io) is TorchCheckpointIO:
             self.strategy.checkpoint_io = VerifiedCheckpointIO()
 
     def _make_lean(self, inference_mode: bool) -> None:
-        """Put the lean loops, which also resume exactly, in the place of Lightning's, which have not run yet."""
+        """Replace Lightning's loops, which have not run yet, with the lean ones, which also resume exactly."""
         connector: Any = LeanLoggerConnector(self)
         self._logger_connector = connector
         self._checkpoint_connector = ExactCheckpointConnector(self)
@@ -108,7 +108,7 @@ class Trainer(pl.Trainer):
         self.predict_loop = LeanPredictionLoop(self, inference_mode=inference_mode)
 
     def _own_bar(self, given: list[Any]) -> TimedBar | None:
-        """Find the progress bar that nobody asked for by name; one that was given keeps its own refresh rate."""
+        """Wrap Lightning's default progress bar; one that the user gave keeps its own refresh rate."""
         bar = self.progress_bar_callback
         if bar is None or any(bar is callback for callback in given):
             return None
@@ -127,10 +127,10 @@ class Trainer(pl.Trainer):
     @property
     @override
     def log_dir(self) -> str | None:
-        """The directory of this run, as rank 0 has it.
+        """The run's log directory, as rank 0 has it.
 
-        Lightning broadcasts it whenever it is read, so that a rank which reads it alone waits for ever. Here ranks
-        agree on it once, as Lightning reads it on all of them at the start of a run.
+        Lightning broadcasts it on every read, so a rank that reads it alone hangs. Here it is broadcast once per run:
+        Lightning reads it on all ranks when the run starts.
         """
         if not dist.is_available() or not dist.is_initialized():
             return super().log_dir
@@ -145,15 +145,15 @@ class Trainer(pl.Trainer):
             with lean_logging(self), explained_out_of_memory(self):
                 return super()._run_stage()
         except SIGTERMException as exc:
-            exc.code = exc.code or 128 + signal.SIGTERM  # Lightning's would end a script as if it had finished
+            exc.code = exc.code or 128 + signal.SIGTERM  # with Lightning's a script would exit with status 0
             raise
 
     @property
     @override
     def received_sigterm(self) -> bool:
-        """Whether to stop for a SIGTERM; with several ranks that stop together, once all of them have agreed.
+        """Whether to stop because of a SIGTERM; ranks that stop together do so once all of them have agreed.
 
-        A validation within training is finished: the checkpoint that is then written resumes exactly.
+        A validation during training runs to its end, so that the checkpoint written afterwards resumes exactly.
         """
         if self.validating and self.state.fn == TrainerFn.FITTING:
             return False
@@ -163,7 +163,7 @@ class Trainer(pl.Trainer):
 
 
 def _signature() -> inspect.Signature:
-    """Lightning's arguments and ours, for whoever asks: IDEs, Hydra, LightningCLI, environment variables."""
+    """Lightning's arguments and ours, for introspection by IDEs, Hydra, LightningCLI and environment variables."""
     lightnings = inspect.signature(pl.Trainer.__init__)
     ours = inspect.signature(Trainer.__init__).parameters
     parameters = {name: ours.get(name, parameter) for name, parameter in lightnings.parameters.items()}

@@ -1,4 +1,4 @@
-"""What `mode=compare` and `mode=plan` do and print."""
+"""Run `mode=compare` and `mode=plan`, and print their results."""
 
 from omegaconf import DictConfig
 
@@ -11,28 +11,30 @@ from ..plan.table import show_measured, show_plan
 
 
 def run_advisory_mode(cfg: DictConfig) -> None:
-    """Print what `mode=compare` or `mode=plan` asks for.
+    """Run `mode=compare` or `mode=plan`.
 
     Args:
         cfg: the resolved configuration (`prepare`).
 
     Raises:
-        ConfigError: it can't be found out here, or for this configuration.
+        ConfigError: the mode can't run here, or not with this configuration.
     """
     if cluster.detect() is not None:
-        raise ConfigError(f"mode={cfg.mode} runs once, in one process. Start it without torchrun or srun.")
+        raise ConfigError(f"mode={cfg.mode} must run in a single process. Start it without torchrun or srun.")
     if (cfg.get("data") or {}).get("batch_size") == "auto":
-        raise ConfigError(f"data.batch_size=auto: mode={cfg.mode} needs a number. Set data.batch_size.")
+        raise ConfigError(
+            f"data.batch_size must be a number with mode={cfg.mode}; got data.batch_size=auto. Set data.batch_size."
+        )
     {"compare": compare, "plan": plan}[cfg.mode](cfg)
 
 
 def compare(cfg: DictConfig) -> None:
-    """Try the strategies, and print which one to use."""
+    """Compare the strategies and print which one to use."""
     show_comparison(compare_strategies(cfg), cfg.run_dir)
 
 
 def plan(cfg: DictConfig) -> None:
-    """Print the memory that each device would need; after that its error, where it can be measured."""
+    """Print the memory that each device would need, and the estimate's error if it can be measured."""
     measured = is_measured(cfg)
     planned = plan_memory(cfg)
     show_plan(planned)

@@ -1,4 +1,4 @@
-"""The closing table of a run."""
+"""Print the summary table of a finished run."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from ..job.result import Result, short_path
 
 
 def summary_rows(result: Result) -> list[tuple[str, str]]:
-    """List what the closing table says, as (label, value).
+    """List the rows of the summary table as (label, value).
 
     Args:
         result: the run's outcome.
@@ -32,7 +32,7 @@ def summary_rows(result: Result) -> list[tuple[str, str]]:
 
 
 def shares_text(metrics: dict[str, float]) -> str:
-    """Shares of the batch that a balanced strategy ended with, such as `47%, 53%, efficiency 0.90`; else empty."""
+    """Final batch shares of a balanced strategy, such as `47%, 53%, efficiency 0.90`; empty for other strategies."""
     shares = [value for name, value in metrics.items() if name.startswith("balance/share_")]
     efficiency = metrics.get("balance/efficiency")
     shown = [f"{share:.0%}" for share in shares] + ([] if efficiency is None else [f"efficiency {efficiency:.2f}"])
@@ -40,24 +40,24 @@ def shares_text(metrics: dict[str, float]) -> str:
 
 
 def memory_text(peaks_mib: list[float]) -> str:
-    """Peak memory per device, such as `812, 790 MiB`; once where all are equal."""
+    """Peak memory per device, such as `812, 790 MiB`; a single number if all are equal."""
     shown = [f"{peak:,.0f}" for peak in peaks_mib]
     return f"{', '.join(shown[:1] if len(set(shown)) == 1 else shown)} MiB" if shown else ""
 
 
 def is_shown(name: str, result: Result) -> bool:
-    """Training and test metrics and the monitored metric after `fit`; every metric of the other modes."""
+    """Whether to show a metric: after `fit` training, test and monitored metrics; in other modes all of them."""
     own = name.startswith(("train", "test")) and not name.endswith("_step")
     return result.mode != "fit" or own or name == result.monitor
 
 
 def show_summary(result: Result, log_dir: str = "logs") -> None:
-    """Print the closing table, and the line that opens TensorBoard."""
+    """Print the summary table and the command that opens TensorBoard."""
     rows = summary_rows(result)
     table = Table(title=f"{result.mode} finished", show_header=False, title_justify="left")
     for label, value in rows:
         table.add_row(label, Text(value, no_wrap=True))
-    # wide enough for whole paths: a cut one can't be pasted
+    # wide enough for whole paths: a truncated path can't be pasted
     width = max(len(value) for _, value in rows) + max(len(label) for label, _ in rows) + 7
     console = Console(width=width)
     console.print(table)

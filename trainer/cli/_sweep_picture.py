@@ -1,4 +1,4 @@
-"""A table as a PNG picture, with a bar behind the figures of one column."""
+"""Draw a table as a PNG image, with bars behind the numbers of one column."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 from PIL import Image, ImageDraw, ImageFont
 
 FONT_SIZE, ROW, GAP, BAR = 15, 28, 24, 160
-"""Pixels: height of letters and of rows, space between columns, and the longest bar."""
+"""Pixels: font size, row height, space between columns, and length of the longest bar."""
 
 INK, FAINT, BLUE = "#1f2328", "#d0d7de", "#9ec5fe"
 
@@ -15,10 +15,10 @@ def draw(path: Path, columns: Sequence[str], rows: Sequence[Sequence[str]], bar_
     """Draw a table.
 
     Args:
-        path: the picture's file.
+        path: the image file.
         columns: headings.
-        rows: one text per column.
-        bar_column: the column whose numbers get bars; the longest bar is the largest number.
+        rows: one string per column.
+        bar_column: the column whose numbers get bars; the largest number has the longest bar.
     """
     font = ImageFont.load_default(FONT_SIZE)
     lines = [list(columns), *map(list, rows)]
@@ -40,5 +40,5 @@ def draw(path: Path, columns: Sequence[str], rows: Sequence[Sequence[str]], bar_
 
 
 def number(text: str) -> float:
-    """The number of a cell; 0 for an empty one."""
+    """The number in a cell; 0 if it is empty."""
     return float(text) if text else 0.0

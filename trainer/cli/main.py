@@ -1,4 +1,4 @@
-"""The command line: Hydra composes the configuration, `train` runs it, mistakes are told in one sentence."""
+"""Run the command line: compose the configuration with Hydra, run it, report user errors in one sentence."""
 
 import errno
 import os
@@ -34,8 +34,8 @@ def main(config_dir: str | Path | None = None, config_name: str = "train") -> No
 
     Args:
         config_dir: a project's own configuration directory, relative to its script; its root configuration lists
-            `pkg://evener.conf` under `hydra.searchpath` to build on the groups here (`examples/user_project` shows
-            how). None uses the configuration of this package.
+            `pkg://evener.conf` under `hydra.searchpath` to build on the groups here (see `examples/user_project`).
+            None uses the configuration of this package.
         config_name: the root configuration.
     """
     script_dir = Path(getattr(sys.modules["__main__"], "__file__", None) or ".").absolute().parent
@@ -47,21 +47,21 @@ def main(config_dir: str | Path | None = None, config_name: str = "train") -> No
             return run_job(cfg)
         except (ConfigError, WorkerError, MisconfigurationException) as exc:
             if wants_traceback or HydraConfig.get().mode is RunMode.MULTIRUN:
-                raise  # Hydra names the job of a sweep, and runs the others
+                raise  # Hydra reports which job of the sweep failed
             sys.exit(explain(exc))
 
     if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())  # a `_target_` beside the configuration imports, whatever started us
+        sys.path.insert(0, os.getcwd())  # a `_target_` next to the configuration is importable, however we were started
     started_by = cluster.detect()
     if started_by is not None and started_by.global_rank() > 0:
-        from torch.distributed.elastic.multiprocessing.errors import record  # takes long to import
+        from torch.distributed.elastic.multiprocessing.errors import record  # slow to import
 
         record(follow)(started_by)
         return
     try:
         if started_by is not None and (run_dir := cluster.earlier_run_dir(started_by)):
             sys.argv.append(f"hydra.run.dir={run_dir}")
-        with environment({FULL_ERROR: "1"}):  # Hydra hands exceptions on, to be told in one sentence here
+        with environment({FULL_ERROR: "1"}):  # Hydra re-raises exceptions, which are reported in one sentence here
             hydra.main(version_base="1.3", config_path=config_path, config_name=config_name)(job)()
     except Exception as exc:
         show_unfinished()
@@ -75,7 +75,7 @@ def main(config_dir: str | Path | None = None, config_name: str = "train") -> No
 
 
 def follow(started_by: ClusterEnvironment) -> None:
-    """Run, as a rank above 0, the jobs that rank 0 hands out."""
+    """Run the jobs that rank 0 publishes; called on every other rank."""
     try:
         while (cfg := cluster.receive(started_by)) is not None:
             with run_log(cfg.run_dir, started_by.global_rank()):
@@ -85,9 +85,9 @@ def follow(started_by: ClusterEnvironment) -> None:
 
 
 def run_job(cfg: DictConfig) -> float | None:
-    """Run one job, print its closing table, and return the monitored metric, which Hydra's sweepers optimize."""
+    """Run one job, print its summary table, and return the monitored metric, which Hydra's sweepers optimize."""
     if cfg.mode in ADVISORY_MODES:
-        from ._modes import run_advisory_mode  # takes long to import, too
+        from ._modes import run_advisory_mode  # slow to import
 
         run_advisory_mode(prepare(cfg))
         return None
@@ -97,11 +97,11 @@ def run_job(cfg: DictConfig) -> float | None:
 
 
 def explain(exc: Exception) -> str | None:
-    """Put a user's mistake into one sentence.
+    """Describe a user error in one sentence.
 
     Returns:
-        The sentence (for a failed worker its rank and traceback), or None for anything else, whose own traceback is
-        worth more.
+        The sentence (for a failed worker its rank and traceback), or None for any other exception, whose traceback
+        should be shown instead.
     """
     if isinstance(exc, (ConfigError, WorkerError, MisconfigurationException)):
         return f"Error: {exc}"
@@ -113,26 +113,29 @@ def explain(exc: Exception) -> str | None:
     if from_hydra or isinstance(exc, (CompactHydraException, OmegaConfBaseException)):
         return f"Error: {composition_sentence(exc)}"
     if isinstance(exc, OSError) and exc.errno in (errno.ENOSPC, errno.EDQUOT):
-        return f"Error: The disk is full ({exc.strerror}); checkpoints are whole. Free it, or set log_dir to another."
+        return (
+            f"Error: The disk is full ({exc.strerror}); existing checkpoints are intact. Free some space, or set "
+            "log_dir to another disk."
+        )
     if isinstance(exc, OSError) and exc.filename is not None:
-        return f"Error: {exc.filename} can't be written ({exc.strerror}). Set log_dir to a writable place."
+        return f"Error: {exc.filename} can't be written ({exc.strerror}). Set log_dir to a writable directory."
     return None
 
 
 def composition_sentence(exc: Exception) -> str:
-    """Put Hydra's account of a configuration that does not compose into one sentence."""
+    """Summarize Hydra's error for a configuration that does not compose in one sentence."""
     if str(exc).startswith("Config group override must be"):
-        return "A group can't be null. Choose one of its files, such as logger=none or data=none."
+        return "A config group can't be null. Choose one of its options, such as logger=none or data=none."
     lines = [line.strip() for line in str(exc).splitlines() if line.strip()]
     if isinstance(exc, OverrideParseException):
         return (
-            f"{exc.override} can't be read ({lines[0]}). A value with = , {{ }} or [ ] in it needs quotes that the "
-            "shell leaves, such as \"name='a=b'\"."
+            f"{exc.override} can't be parsed ({lines[0]}). Quote values that contain = , {{ }} or [ ], and protect the "
+            "quotes from the shell, such as \"name='a=b'\"."
         )
     if lines[0].startswith("Ambiguous value"):
-        return f"{lines[0].rstrip('.')}. Brackets make it a list, as in key=[a,b]; -m sweeps over the values."
+        return f"{lines[0].rstrip('.')}. For a list use brackets, as in key=[a,b]; for a sweep add -m."
     unknown = re.match(r"Could not override '([^']+)'", lines[0])
     if unknown:
         key = unknown[1]
-        return f"{key} is no key or group here. --help lists them; write +{key}=... to add a new one."
-    return f"{lines[0].rstrip('.')}. `--cfg job` prints the configuration, --help the groups."
+        return f"{key} is unknown: neither a key nor a group. Run --help to list them, or add a new key with +{key}=..."
+    return f"{lines[0].rstrip('.')}. Run with --cfg job to print the configuration, or --help to list the groups."

@@ -1,4 +1,4 @@
-"""After a multirun: one table over all its jobs, on the console, as CSV and as a picture."""
+"""Summarize a multirun: one table over all jobs, on the console, as CSV and as an image."""
 
 import csv
 import importlib.util
@@ -29,8 +29,8 @@ class Job:
         number: Hydra's number of the job, from 0.
         overrides: as given on the command line.
         strategy: the strategy's name in the configuration.
-        maximizes: whether the largest monitored metric is the best.
-        result: its outcome; None where it failed.
+        maximizes: whether larger values of the monitored metric are better.
+        result: its outcome; None if it failed.
     """
 
     number: int
@@ -40,7 +40,7 @@ class Job:
     result: Result | None
 
     def cells(self) -> list[str]:
-        """One text per column; what the job has no figure for stays empty."""
+        """One string per column; empty where the job has no value."""
         result = self.result
         if result is None:
             return [str(self.number), self.strategy, " ".join(self.overrides), "", "", "failed", ""]
@@ -52,14 +52,14 @@ class Job:
 
 
 class SweepTable(Callback):
-    """Hydra's callback that prints the table when all jobs are through.
+    """Hydra callback that prints the table after the last job.
 
-    `sweep.csv` and `sweep.png` in the sweep's directory are brought up to date after every job, so that they are there
-    when one fails. The picture needs Pillow, which comes with TensorBoard.
+    `sweep.csv` and `sweep.png` in the sweep's directory are updated after every job, so they exist even if a job fails.
+    The image needs Pillow, which TensorBoard installs.
     """
 
     unfinished: ClassVar[Path | None] = None
-    """Directory of the sweep that runs."""
+    """Directory of the running sweep."""
 
     @override
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
@@ -77,14 +77,14 @@ class SweepTable(Callback):
 
 
 def show_unfinished() -> None:
-    """Show the table of a sweep that a failed job brought to its end, which Hydra's callbacks are not told."""
+    """Show the table of a sweep that a failed job ended; Hydra does not call its callbacks then."""
     home, SweepTable.unfinished = SweepTable.unfinished, None
     if home is not None:
         show_table(home)
 
 
 def show_table(home: Path) -> None:
-    """Print the table over all jobs of a sweep, and bring its files up to date.
+    """Print the table over all jobs of a sweep and update its files.
 
     Args:
         home: the sweep's directory.
@@ -107,13 +107,13 @@ def show_table(home: Path) -> None:
 
 
 def wide_console() -> Console:
-    """The console, wide enough for a table where no window sets the width."""
+    """A console that is wide enough for the table if the output is not a terminal."""
     console = Console()
     return console if console.is_terminal or console.is_jupyter else Console(width=120)
 
 
 def write_files(home: Path) -> list[Job]:
-    """Write `sweep.csv`, and `sweep.png` where Pillow is installed.
+    """Write `sweep.csv`, and `sweep.png` if Pillow is installed.
 
     Args:
         home: the sweep's directory.
@@ -132,13 +132,13 @@ def write_files(home: Path) -> list[Job]:
 
 
 def read_jobs(home: Path) -> list[Job]:
-    """Read every job of a sweep from what it left in its directory, in the order of their numbers."""
+    """Read every job of a sweep from its run directory, sorted by number."""
     jobs = sorted((read_job(path.parent) for path in home.glob("*/.hydra")), key=lambda job: job.number)
     return [replace(job, overrides=differing(job, jobs)) for job in jobs]
 
 
 def differing(job: Job, jobs: Sequence[Job]) -> tuple[str, ...]:
-    """The overrides that not all jobs share; the strategy has a column of its own."""
+    """The overrides that differ between jobs, without the strategy, which has its own column."""
     own = [override for override in job.overrides if not override.startswith("strategy=")]
     return tuple(override for override in own if len(jobs) == 1 or any(override not in j.overrides for j in jobs))
 
@@ -160,7 +160,7 @@ def read_job(run_dir: Path) -> Job:
 
 
 def write_csv(path: Path, jobs: Sequence[Job]) -> None:
-    """Write the table with a heading, one line per job."""
+    """Write the table with a header, one line per job."""
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         writer.writerow(COLUMNS)
@@ -168,7 +168,7 @@ def write_csv(path: Path, jobs: Sequence[Job]) -> None:
 
 
 def best_job(jobs: Sequence[Job]) -> Job | None:
-    """The job with the best monitored metric; None where no job has one, or they monitor different metrics."""
+    """The job with the best monitored metric; None if no job has one or they monitor different metrics."""
     scored = [(job.result.monitored, job) for job in jobs if job.result and job.result.monitored is not None]
     if len({job.result.monitor for _, job in scored if job.result}) != 1:
         return None

@@ -1,4 +1,4 @@
-"""`train(cfg)`: a composed configuration in, a result out. The command line is in `main.py`."""
+"""Compose a configuration, check it and run it: `train(cfg)`. The command line is in `main.py`."""
 
 from collections.abc import Sequence
 from datetime import datetime
@@ -18,35 +18,33 @@ from ..job.result import Result
 from ..launch.launcher import launch
 
 ADVISORY_MODES = ("compare", "plan")
-"""The modes that train nothing to keep."""
+"""The modes that only advise and return no result."""
 
 
 def train(cfg: DictConfig) -> Result:
     """Run what a configuration describes, in as many processes as its strategy needs.
 
     Args:
-        cfg: composed by Hydra's main or by `compose`. It is not changed.
+        cfg: composed by Hydra's main or by `compose`; not modified.
 
     Returns:
         Metrics, checkpoint paths and the run directory.
 
     Raises:
-        ConfigError: something asked for can't be honoured.
+        ConfigError: an option can't be honoured.
     """
     given: Any = cfg
     if not isinstance(given, DictConfig) or "mode" not in given:
-        raise ConfigError(
-            f"train takes a configuration, and a {type(given).__name__} was given. Use train(compose([...]))."
-        )
+        raise ConfigError(f"train: expected a configuration, got {type(given).__name__}. Use train(compose([...])).")
     if cfg.mode in ADVISORY_MODES:
         raise ConfigError(
-            f"mode={cfg.mode} trains nothing, so there is no result. Run python train.py mode={cfg.mode}."
+            f"mode={cfg.mode} does not train, so train() has no result to return. Run python train.py mode={cfg.mode}."
         )
     return launch(prepare(cfg))
 
 
 def prepare(cfg: DictConfig) -> DictConfig:
-    """Check a configuration, resolve its interpolations, and make the run directory.
+    """Check a configuration, resolve its interpolations, and create the run directory.
 
     Returns:
         A resolved copy.
@@ -61,7 +59,7 @@ def prepare(cfg: DictConfig) -> DictConfig:
     for key in ("name", "log_dir"):
         if type(cfg[key]) is int:  # name=7
             cfg[key] = str(cfg[key])
-    if str(cfg.devices) == "-1":  # as the strategies read it; Lightning does so on accelerators only
+    if str(cfg.devices) == "-1":  # the strategies take it on any device; Lightning on accelerators only
         cfg.devices = "auto"
     try:
         resolved = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
@@ -76,13 +74,13 @@ def prepare(cfg: DictConfig) -> DictConfig:
         (Path(cfg.run_dir) / "train.log").touch()
     except OSError as exc:
         raise ConfigError(
-            f"run_dir={cfg.run_dir} can't be written ({exc.strerror}). Set log_dir to a writable place."
+            f"run_dir={cfg.run_dir} can't be written ({exc.strerror}). Set log_dir to a writable directory."
         ) from exc
     return cfg
 
 
 def inside_hydra(cfg: DictConfig) -> bool:
-    """Whether `run_dir` has a value: it is Hydra's output directory unless it was set."""
+    """Whether `run_dir` resolves: it defaults to Hydra's output directory."""
     try:
         return cfg.run_dir is not None
     except OmegaConfBaseException:
@@ -90,14 +88,14 @@ def inside_hydra(cfg: DictConfig) -> bool:
 
 
 def default_run_dir(cfg: DictConfig) -> Path:
-    """The run directory of a configuration composed outside Hydra's main, as `conf/hydra` lays it out."""
+    """The run directory for a configuration composed outside Hydra's main, with the layout of `conf/hydra`."""
     cls = verify_target("strategy", cfg.strategy, Strategy)
     strategy = getattr(cls, "strategy_name", cls.__name__)
     return Path(str(cfg.log_dir)) / str(cfg.name) / strategy / datetime.now().strftime("%Y-%m-%d_%H-%M-%S-%f")
 
 
 def compose(overrides: Sequence[str] = (), config_name: str = "train") -> DictConfig:
-    """Compose `conf/train.yaml` from Python, as the command line would.
+    """Compose `conf/train.yaml` in Python, like the command line.
 
     Args:
         overrides: such as `["strategy=ddp", "devices=2"]`.
@@ -107,11 +105,9 @@ def compose(overrides: Sequence[str] = (), config_name: str = "train") -> DictCo
         The configuration for `train`.
 
     Raises:
-        ConfigError: `overrides` is one word and no list.
+        ConfigError: `overrides` is a string, not a list.
     """
     if isinstance(overrides, str):
-        raise ConfigError(
-            f"compose takes a list of overrides, and {overrides!r} was given. Use compose([{overrides!r}])."
-        )
+        raise ConfigError(f"compose: overrides must be a list; got {overrides!r}. Use compose([{overrides!r}]).")
     with initialize_config_module("evener.conf", version_base="1.3"):
         return hydra_compose(config_name, overrides=list(overrides))

@@ -1,4 +1,4 @@
-"""Values of options: of the type that the constructor annotates, and no smaller than makes sense."""
+"""Check the values of options: types against the constructor's annotations, numbers against their limits."""
 
 import inspect
 import types
@@ -32,7 +32,7 @@ ROOT: dict[str, Any] = {
     "launcher.monitor_interval_s": float,
     "launcher.shutdown_timeout_s": float,
 }
-"""Types of the options that no class takes."""
+"""Types of the root options, which are not arguments of a class."""
 
 AT_LEAST: dict[str, int] = {
     "num_nodes": 1,
@@ -63,7 +63,7 @@ MORE_THAN: dict[str, int] = {
 LARGEST_SEED = 2**32 - 1  # numpy's
 
 SEARCHED = {"data.batch_size": "auto"}
-"""Words that are replaced before the class sees them."""
+"""Keywords that are replaced before the class is constructed."""
 
 MADE_ELSEWHERE = {
     "strategy": "strategy=<name>",
@@ -71,13 +71,13 @@ MADE_ELSEWHERE = {
     "callbacks": "callbacks=<name>, or +callbacks.mine._target_=<class>",
     "enable_checkpointing": "checkpoint=<name>, or checkpoint=none",
 }
-"""Arguments of the trainer that groups of their own make."""
+"""Arguments of the trainer that have their own config groups."""
 
 WORDS = {int: "a whole number", float: "a number", str: "text", type(None): "null"}
 
 
 def verify_root(options: Mapping[str, Any]) -> None:
-    """Check the values of the options that no class takes.
+    """Check the values of the root options.
 
     Args:
         options: the whole resolved configuration, as plain dicts.
@@ -99,27 +99,28 @@ def verify_root(options: Mapping[str, Any]) -> None:
     path = Path(options["name"])
     if not path.parts or path.is_absolute() or ".." in path.parts:
         raise ConfigError(
-            f"name={options['name']!r} names no folder within log_dir. Give a name, or several as in name=digits/mine."
+            f"name={options['name']!r} must be a relative path within log_dir. Give a name, or a path such as "
+            "name=digits/mine."
         )
 
 
 def verify_options(key: str, options: Mapping[str, Any], cls: type) -> None:
     """Check the values of a class's options against its constructor's annotations.
 
-    Only classes of this project and of Lightning are asked: what others annotate may be meant less strictly.
+    Only annotations of this project's and Lightning's classes are checked: others may be meant less strictly.
 
     Args:
         key: the config group.
-        options: its plain options; those with a `_target_` of their own are left to their own check.
+        options: its options as plain data; those with a `_target_` of their own are checked separately.
         cls: the class that takes them.
 
     Raises:
-        ConfigError: the first value that is not allowed, or an option of the trainer that another group makes.
+        ConfigError: the first value that is not allowed, or a trainer option that has its own group.
     """
     if issubclass(cls, pl.Trainer):
         for name in options.keys() & MADE_ELSEWHERE:
             raise ConfigError(
-                f"{key}.{name} would be lost: it comes from a group of its own. Use {MADE_ELSEWHERE[name]}."
+                f"{key}.{name} would be ignored: it has its own config group. Use {MADE_ELSEWHERE[name]}."
             )
     parameters = annotations(cls)
     for name, value in options.items():
@@ -132,7 +133,7 @@ def verify_value(key: str, value: Any, hint: Any) -> None:
     """Check one value.
 
     Raises:
-        ConfigError: it is not of the type, or too small.
+        ConfigError: it has another type, or is too small.
     """
     if not allows(hint, value):
         raise ConfigError(f"{key}={told(value)} is not allowed. Give {describe(hint)}.")
@@ -145,23 +146,23 @@ def verify_value(key: str, value: Any, hint: Any) -> None:
 
 
 def told(value: Any) -> str:
-    """A value as it is written on the command line."""
+    """Format a value as on the command line."""
     return str(value).lower() if isinstance(value, bool) else "null" if value is None else str(value)
 
 
 def annotations(cls: type) -> dict[str, tuple[Any, Any]]:
-    """Types and defaults of the arguments that a class's constructors take, those handed on as `**options` included."""
+    """Types and defaults of a class's constructor arguments, including those passed on as `**options`."""
     found: dict[str, tuple[Any, Any]] = {}
     for owner in (base for base in cls.__mro__ if "__init__" in vars(base)):
         init: Any = inspect.unwrap(vars(owner)["__init__"])
         parameters = inspect.signature(init).parameters if inspect.isfunction(init) else {}
         if owner.__module__.startswith(("evener.", f"{pl.__name__}.")):
             hints = _hints(init)
-            for name, parameter in parameters.items():  # the trainer's signature has Lightning's arguments, too
+            for name, parameter in parameters.items():  # the trainer's signature also has Lightning's arguments
                 hint = hints.get(name, parameter.annotation)
                 if hint is not parameter.empty and not isinstance(hint, str):
                     found.setdefault(name, (hint, parameter.default))
-            for grouped in filter(is_dataclass, hints.values()):  # options that the class puts together itself
+            for grouped in filter(is_dataclass, hints.values()):  # options that the class groups itself
                 found |= {name: (hint, ...) for name, hint in get_type_hints(grouped).items() if name not in found}
         if all(parameter.kind is not parameter.VAR_KEYWORD for parameter in parameters.values()):
             break
@@ -171,12 +172,12 @@ def annotations(cls: type) -> dict[str, tuple[Any, Any]]:
 def _hints(init: Any) -> dict[str, Any]:
     try:
         return get_type_hints(init)
-    except NameError:  # a name that is imported for type checkers only
+    except NameError:  # a name imported only under TYPE_CHECKING
         return {}
 
 
 def allows(hint: Any, value: Any) -> bool:
-    """Whether a plain value may stand where a type is expected; a dict with a `_target_` may become any object."""
+    """Whether a type accepts a plain value; a dict with a `_target_` may become any object."""
     kind, arguments = get_origin(hint) or hint, get_args(hint)
     if hint is Any or (isinstance(value, dict) and "_target_" in value):
         return True
@@ -199,7 +200,7 @@ def allows(hint: Any, value: Any) -> bool:
 
 
 def describe(hint: Any) -> str:
-    """Say in words what a type allows."""
+    """Describe in words what a type allows."""
     words = list(dict.fromkeys(_words(hint)))
     if WORDS[float] in words and WORDS[int] in words:
         words.remove(WORDS[int])

@@ -1,4 +1,4 @@
-"""Mistakes found before training: each check names what was given, what is allowed, and what to do."""
+"""Check a configuration before training; each error says what was given, what is allowed and what to do."""
 
 import difflib
 import sys
@@ -24,7 +24,7 @@ KINDS: dict[str, type] = {
     "logger": Logger,
     "checkpoint": pl.Callback,
 }
-"""What each group builds."""
+"""Base class of each group's target."""
 
 NEEDED = ("strategy", "trainer", "module")
 
@@ -32,7 +32,7 @@ MODES = ("fit", "validate", "test", "predict", "compare", "plan")
 
 
 def verify_config(cfg: DictConfig) -> None:
-    """Check what can be checked without building anything.
+    """Check everything that can be checked without instantiating objects.
 
     Args:
         cfg: the composed configuration of `conf/train.yaml`.
@@ -45,7 +45,7 @@ def verify_config(cfg: DictConfig) -> None:
     verify_root(options)
     if cfg.resume not in (None, "last"):
         verify_checkpoint_path(Path(cfg.resume))
-    if cfg.mode != "plan":  # which is for devices that need not be here
+    if cfg.mode != "plan":  # mode=plan does not need the devices to exist
         resolve_devices(plain(cfg.devices), cfg.accelerator)
     for key, kind in KINDS.items():
         if options.get(key) or key in NEEDED:
@@ -57,7 +57,7 @@ def verify_config(cfg: DictConfig) -> None:
 
 
 def verify_mode(cfg: DictConfig) -> None:
-    """Check the words that choose what to do."""
+    """Check `mode` and `monitor_mode`."""
     if cfg.mode not in MODES:
         near = difflib.get_close_matches(str(cfg.mode), MODES, n=1)
         hint = f" Did you mean mode={near[0]}?" if near else ""
@@ -71,30 +71,30 @@ def verify_checkpoint_path(path: Path) -> None:
     if path.is_dir():
         raise ConfigError(f"resume={path} is a directory. Give a file in it, such as last.ckpt, or resume=last.")
     if not path.is_file():
-        raise ConfigError(f"resume={path}: there is no such file. Give the path of a checkpoint, or resume=last.")
+        raise ConfigError(f"resume={path} does not exist. Give the path of a checkpoint, or resume=last.")
 
 
 def verify_target(key: str, options: Any, kind: type) -> type:
-    """Import the class that a config's `_target_` names, and check that it is of the expected kind.
+    """Import the class that a config's `_target_` names, and check its base class.
 
     Args:
         key: the config key, for the message.
         options: that part of the config.
-        kind: the class that the target must be a subclass of.
+        kind: the required base class.
 
     Returns:
         The class.
 
     Raises:
-        ConfigError: there is no `_target_`, it does not import, or it is something else.
+        ConfigError: `_target_` is missing, can't be imported, or is not a subclass of `kind`.
     """
     target = options.get("_target_") if isinstance(options, (dict, DictConfig)) else None
     expected = f"{'an' if kind.__name__[0] in 'AEIOU' else 'a'} {kind.__module__.split('.')[0]} {kind.__name__}"
     if not isinstance(target, str):
-        raise ConfigError(f"{key}: no _target_ is given. Set {key}._target_ to the import path of {expected}.")
+        raise ConfigError(f"{key}._target_ is missing. Set {key}._target_ to the import path of {expected}.")
     if target.startswith("__main__."):
         raise ConfigError(
-            f"{key}._target_={target}: workers can't import __main__. Move the class to a module of its own."
+            f"{key}._target_={target} can't be imported by workers. Move the class from __main__ to a module."
         )
     try:
         found = hydra.utils.get_object(target)
@@ -109,20 +109,20 @@ def verify_target(key: str, options: Any, kind: type) -> type:
     given = (
         f"the class {found.__module__}.{found.__qualname__}" if isinstance(found, type) else f"a {type(found).__name__}"
     )
-    raise ConfigError(f"{key}._target_={target} is {given}, which is not {expected}. Give one that is.")
+    raise ConfigError(f"{key}._target_={target} must be {expected}; got {given}. Give the import path of a subclass.")
 
 
 def verify_nested(key: str, options: Any) -> None:
-    """Check every `_target_` within a group's options: a class from an installed package or a project, no function.
+    """Check that every `_target_` within a group's options is a class of an installed package or the user's project.
 
-    So no configuration that somebody was sent can call `os.system`, `subprocess.Popen`, `eval` or `torch.load`.
+    A configuration from an untrusted source can't call `os.system`, `subprocess.Popen`, `eval` or `torch.load`.
 
     Args:
         key: the config key, for the message.
         options: plain dicts and lists.
 
     Raises:
-        ConfigError: a target does not import, is a function, or comes with Python itself.
+        ConfigError: a target can't be imported, is a function, or belongs to Python's standard library.
     """
     children = options.items() if isinstance(options, dict) else enumerate(options) if isinstance(options, list) else ()
     for name, child in children:
@@ -136,11 +136,11 @@ def verify_nested(key: str, options: Any) -> None:
         raise ConfigError(f"{key}._target_={target} can't be imported. Give the import path of a class.") from exc
     if not isinstance(found, type) or found.__module__.partition(".")[0] in sys.stdlib_module_names:
         raise ConfigError(
-            f"{key}._target_={target} is refused: it is not a class of an installed package or of your project. "
+            f"{key}._target_={target} is refused: it must be a class of an installed package or of your project. "
             "Give a class (a module, optimizer, dataset, callback, logger, ...), not a function."
         )
 
 
 def plain(value: Any) -> Any:
-    """Turn an OmegaConf container into python's own lists and dicts."""
+    """Convert an OmegaConf container to plain lists and dicts."""
     return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value

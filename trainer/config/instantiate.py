@@ -1,4 +1,4 @@
-"""Build the object that a config group names."""
+"""Instantiate the object of a config group."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from ...strategies import ConfigError
 
 
 def instantiate(key: str, options: Any, **hydra_options: Any) -> Any:
-    """Build the object of one config group.
+    """Instantiate the object of one config group.
 
     Args:
         key: the group, for messages.
@@ -21,7 +21,7 @@ def instantiate(key: str, options: Any, **hydra_options: Any) -> Any:
         The object.
 
     Raises:
-        ConfigError: the class refused its arguments.
+        ConfigError: the constructor raised TypeError, ValueError, or one of Lightning's or our own errors.
     """
     try:
         return hydra.utils.instantiate(options, _convert_="all", **hydra_options)

@@ -1,4 +1,4 @@
-"""Groups that belong together: a module may take an option from its data, which other data does not have."""
+"""Explain missing values and unresolved interpolations between config groups."""
 
 import re
 from importlib import resources
@@ -12,32 +12,31 @@ _MISSING = re.compile(r"Interpolation key '(\w+)\.(\w+)' not found")
 
 
 def incomplete(cfg: DictConfig, exc: OmegaConfBaseException) -> str:
-    """Say which value is missing, and what to choose instead.
+    """Say which value is missing and how to set it.
 
     Args:
         cfg: the composed configuration, which does not resolve.
-        exc: the reason.
+        exc: OmegaConf's error.
 
     Returns:
-        One sentence; where an option of one group is missing in another, with the choices of that group that have it.
+        One sentence. If one group reads an option that another group lacks, it lists the group's files that have it.
     """
     reason = str(exc).splitlines()[0]
     if isinstance(exc, MissingMandatoryValue):
-        return f"The configuration is not complete: {exc.full_key} has no value. Give {exc.full_key}=..."
+        return f"The configuration is incomplete: {exc.full_key} has no value. Give {exc.full_key}=..."
     missing = _MISSING.search(reason)
     if missing is None or not isinstance(cfg.get(missing[1]), DictConfig):
-        return f"The configuration is not complete: {reason}. Set that key."
+        return f"The configuration is incomplete: {reason}. Set that key."
     group, option = missing.groups()
     given = str(cfg[group].get("_target_", group)).rpartition(".")[2]
     choices = " or ".join(f"{group}={name}" for name in choices_with(group, option)) or f"a {group} that has it"
     return (
-        f"{exc.full_key} takes {group}.{option}, which {given} does not have: they are not made for each other. "
-        f"Choose {choices}, or set {exc.full_key}."
+        f"{exc.full_key} reads {group}.{option}, which {given} does not have. Choose {choices}, or set {exc.full_key}."
     )
 
 
 def choices_with(group: str, option: str) -> list[str]:
-    """Names of the files in a group of this package's configuration that have an option, sorted."""
+    """Names of the files of a group, in this package's configuration, that have an option; sorted."""
     folder = resources.files(conf) / group
     files = [file for file in folder.iterdir() if file.name.endswith(".yaml")] if folder.is_dir() else []
     having = [file.name for file in files if option in OmegaConf.create(file.read_text(encoding="utf-8"))]

@@ -1,4 +1,4 @@
-"""The work of one process: build the objects, train, and write the result.
+"""Run a job in one process: build the objects, train, and write the result.
 
 Exports: run, result, log_file, signals, batch_size_search.
 May import: callbacks, checkpoint, loggers, config.

@@ -1,4 +1,4 @@
-"""`data.batch_size=auto`: the largest batch that fits into memory, found and confirmed by training steps."""
+"""Find the largest batch that fits into memory by running training steps (`data.batch_size=auto`)."""
 
 import gc
 import logging
@@ -15,24 +15,24 @@ from ...strategies.core.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 CONFIRMING_STEPS = 3
-"""Steps of the confirming run: the optimizer's own state is there from the second on."""
+"""Steps of each attempt: the optimizer's state exists from the second step on."""
 
 
 def largest(fits: Callable[[int], bool], limit: int) -> int:
-    """Find the largest batch size that fits, if all smaller ones do.
+    """Find the largest batch size that fits, assuming that all smaller ones fit too.
 
-    Doubles until one does not fit, halves the interval, and confirms the result by asking again; memory that has
-    come apart meanwhile makes it smaller.
+    Doubles until a size does not fit, then bisects, and confirms the result by a second attempt; if that fails
+    because memory is fragmented, a smaller size is tried.
 
     Args:
         fits: whether a number of samples fits.
-        limit: the largest number worth asking for.
+        limit: the largest number to try.
 
     Returns:
         The number of samples, at least 1.
 
     Raises:
-        ConfigError: not even one sample fits.
+        ConfigError: a batch of one sample does not fit.
     """
     good, bad = 0, limit + 1
     while good + 1 < bad:
@@ -44,7 +44,9 @@ def largest(fits: Callable[[int], bool], limit: int) -> int:
     while good and not fits(good):
         good = good * 9 // 10
     if not good:
-        raise ConfigError("batch_size=auto: not even one sample fits into memory. Make the model or its input smaller.")
+        raise ConfigError(
+            "batch_size=auto: a batch of one sample does not fit into memory. Use a smaller model or input."
+        )
     return good
 
 
@@ -55,19 +57,19 @@ def find_batch_size(
 ) -> int:
     """Find the largest batch size for which training steps fit into memory.
 
-    Modules, data and trainers of the search are its own, and the random state is put back: nothing of the run that
-    follows has changed.
+    The search has its own modules, data and trainers and restores the random state, so it does not affect the run
+    that follows.
 
     Args:
-        make_module: a new module; called once per attempt.
-        make_data: new data with batches of so many samples.
-        make_trainer: a new trainer of one process, given further keyword arguments.
+        make_module: returns a new module; called once per attempt.
+        make_data: returns new data with batches of the given size in samples.
+        make_trainer: returns a new trainer of one process; takes further keyword arguments.
 
     Returns:
         Samples per batch.
 
     Raises:
-        ConfigError: not even one sample fits.
+        ConfigError: a batch of one sample does not fit.
     """
 
     def fits(size: int) -> bool:
@@ -103,13 +105,13 @@ def _steps(module: pl.LightningModule, data: pl.LightningDataModule, make_traine
 
 
 def _num_samples(data: pl.LightningDataModule) -> int:
-    """Samples of the training set: no batch is larger."""
+    """Number of samples in the training set, the upper limit of the search."""
     data.prepare_data()
     data.setup("fit")
     loader: Any = data.train_dataloader()
     if not isinstance(loader, DataLoader):
         raise ConfigError("batch_size=auto needs train_dataloader() to return one DataLoader. Set data.batch_size.")
     try:
-        return len(loader.dataset)  # pyright: ignore[reportArgumentType]  # TypeError where it has no length
+        return len(loader.dataset)  # pyright: ignore[reportArgumentType]  # TypeError if it has no length
     except TypeError as exc:
         raise ConfigError("batch_size=auto needs a dataset of known length. Set data.batch_size.") from exc

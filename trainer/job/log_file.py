@@ -1,4 +1,4 @@
-"""One log file per run: `train.log`, each line once, however many processes there are."""
+"""Write one log file per run, `train.log`, with each line once whatever the number of processes."""
 
 import logging
 import sys
@@ -20,7 +20,7 @@ def run_log(run_dir: str | Path, rank: int = 0) -> Generator[None]:
         run_dir: directory of the log file.
         rank: this process's rank; ranks above 0 report errors only, on the console.
 
-    Lightning's loggers, which print by themselves, are sent the same way.
+    Lightning's loggers, which have their own handlers, are redirected the same way.
     """
     root = logging.getLogger()
     level, root.level = root.level, logging.INFO
@@ -44,9 +44,9 @@ def run_log(run_dir: str | Path, rank: int = 0) -> Generator[None]:
     ]
     for logger in talkative:
         logger.addFilter(is_no_advertisement)
-    # the interval is shortened to the epoch's length right after this warning
+    # `LogEveryEpoch` shortens the interval right after this warning
     warnings.filterwarnings("ignore", message="The number of training batches .* is smaller than the logging interval")
-    # Lightning 2.6 asks torch 2.13's pytree in a way that torch deprecates; no user can do anything about it
+    # Lightning 2.6 uses a deprecated API of torch 2.13's pytree; users can't act on the warning
     warnings.filterwarnings("ignore", message=".*isinstance.treespec, LeafSpec.*", category=FutureWarning)
     try:
         yield
@@ -66,5 +66,5 @@ REDUNDANT = (
 
 
 def is_no_advertisement(record: logging.LogRecord) -> bool:
-    """Keep Lightning's tips for other products out of the log, and what the start-up block tells better."""
+    """Filter out Lightning's tips for other products, and lines that the start-up block replaces."""
     return not any(text in record.getMessage() for text in REDUNDANT)

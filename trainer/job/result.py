@@ -1,4 +1,4 @@
-"""What a run returns: metrics, checkpoints, and where everything is."""
+"""Describe the outcome of a run: metrics, checkpoints and paths."""
 
 import json
 import os
@@ -17,17 +17,17 @@ class Result:
         strategy: name of the strategy.
         devices: the devices of all processes of one node, in order.
         num_processes: processes over all nodes.
-        run_dir: directory that holds everything the run wrote.
+        run_dir: directory of everything that the run wrote.
         metrics: final value of every logged metric, by name; test metrics included after `fit`.
         monitor: name of the monitored metric.
-        monitored: its final value; None where it was never logged.
-        global_batch: samples of one optimizer step's forward over all processes; None where nothing was trained.
+        monitored: its final value; None if it was never logged.
+        global_batch: samples of one optimizer step's forward over all processes; None if nothing was trained.
         samples_per_s: training samples per second over all processes, validation time excluded.
         num_steps: optimizer steps taken.
-        best_checkpoint: path of the best checkpoint; None where none was kept.
-        last_checkpoint: path of the newest checkpoint; None where none was kept.
+        best_checkpoint: path of the best checkpoint; None if none was kept.
+        last_checkpoint: path of the newest checkpoint; None if none was kept.
         predictions: path of the predictions (`torch.load` with `weights_only=True`) after mode=predict.
-        peak_memory_mib: largest memory in training of every device of all processes, in MiB; on the CPU the process's.
+        peak_memory_mib: peak training memory in MiB of every device of all processes; on the CPU of the process.
     """
 
     mode: str
@@ -47,7 +47,7 @@ class Result:
     peak_memory_mib: list[float] = field(default_factory=list[float])
 
     def write(self) -> Path:
-        """Write `result.json` into the run directory, whole or not at all.
+        """Write `result.json` into the run directory atomically.
 
         Returns:
             The file's path.
@@ -62,11 +62,11 @@ class Result:
         """Read the `result.json` of a run directory.
 
         Raises:
-            FileNotFoundError: the run wrote none, since it did not end.
+            FileNotFoundError: the run did not finish, so it wrote none.
         """
         return cls(**json.loads((Path(run_dir) / RESULT_FILE).read_text(encoding="utf-8")))
 
 
 def short_path(path: str | None) -> str:
-    """A path relative to the current directory where that is shorter."""
+    """Return a path relative to the current directory if that is shorter."""
     return min(path, os.path.relpath(path), key=len) if path else ""

@@ -1,4 +1,4 @@
-"""The work of one process: configuration → objects → fit, validate, test or predict → result."""
+"""Run a job in one process: configuration → objects → fit, validate, test or predict → result."""
 
 import os
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ from .signals import graceful_stop
 
 @dataclass
 class Parts:
-    """The objects of a run, as the configuration names them."""
+    """The objects of a run, built from the configuration."""
 
     trainer: pl.Trainer
     module: pl.LightningModule
@@ -37,26 +37,26 @@ class Parts:
 
     @property
     def best_checkpoint(self) -> str | None:
-        """Path of the best checkpoint; None where none was kept."""
+        """Path of the best checkpoint; None if none was kept."""
         return getattr(self.trainer.checkpoint_callback, "best_model_path", None) or None
 
     @property
     def last_checkpoint(self) -> str | None:
-        """Path of the newest checkpoint; None where none was kept."""
+        """Path of the newest checkpoint; None if none was kept."""
         return getattr(self.trainer.checkpoint_callback, "last_model_path", None) or self.best_checkpoint
 
 
 def run(cfg: DictConfig) -> Result:
-    """Do what `cfg.mode` says, in this process (one rank of it, where there are several).
+    """Run `cfg.mode` in this process, which is one rank if there are several.
 
     Args:
         cfg: the resolved configuration, `run_dir` included.
 
     Returns:
-        The result; rank 0 has written it to the run directory as well.
+        The result, which rank 0 also writes to the run directory.
 
     Raises:
-        ConfigError: something asked for can't be honoured.
+        ConfigError: an option can't be honoured.
     """
     cfg = with_batch_size(cfg)
     if cfg.seed is not None:
@@ -74,17 +74,17 @@ def run(cfg: DictConfig) -> Result:
 
 
 def with_batch_size(cfg: DictConfig) -> DictConfig:
-    """Put the largest batch size that fits in the place of `data.batch_size=auto`.
+    """Replace `data.batch_size=auto` with the largest batch size that fits into memory.
 
     Raises:
-        ConfigError: there are several processes, or not even one sample fits.
+        ConfigError: there are several processes, or a batch of one sample does not fit.
     """
     if not cfg.get("data") or cfg.data.get("batch_size") != "auto":
         return cfg
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ConfigError(
-            "data.batch_size=auto searches in one process, and this run has several. "
-            "Find it once with strategy=single_device devices=1, then set data.batch_size to what the log says."
+            "data.batch_size=auto is not supported with several processes. Run once with strategy=single_device "
+            "devices=1, then set data.batch_size to the number in the log."
         )
 
     def make_data(size: int) -> pl.LightningDataModule:
@@ -100,10 +100,10 @@ def with_batch_size(cfg: DictConfig) -> DictConfig:
 
 
 def starting_checkpoint(cfg: DictConfig) -> str | None:
-    """Find the checkpoint to start from: after a restart of this run its newest, else what `resume` says.
+    """Find the checkpoint to start from: after a restart the run's newest, otherwise the one that `resume` gives.
 
     Raises:
-        ConfigError: `resume=last`, and there is no earlier checkpoint of this name.
+        ConfigError: `resume=last`, but no checkpoint of this name exists.
     """
     if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0:
         newest = find_newest(cfg.run_dir)
@@ -117,12 +117,12 @@ def starting_checkpoint(cfg: DictConfig) -> str | None:
     home = Path(cfg.log_dir) / cfg.name
     newest = find_newest(home)
     if newest is None:
-        raise ConfigError(f"resume=last: there is no checkpoint under {home}. Train first, or give resume=<path>.")
+        raise ConfigError(f"resume=last: no checkpoint found under {home}. Train first, or give resume=<path>.")
     return str(newest)
 
 
 def build(cfg: DictConfig) -> Parts:
-    """Make the objects that the configuration names."""
+    """Instantiate the objects that the configuration names."""
     strategy = instantiate("strategy", cfg.strategy)
     module: pl.LightningModule = instantiate("module", cfg.module)
     data: pl.LightningDataModule | None = instantiate("data", cfg.data) if cfg.get("data") else None
@@ -154,13 +154,13 @@ def build(cfg: DictConfig) -> Parts:
 
 
 def can_draw() -> bool:
-    """Whether a progress bar would be seen moving: on a terminal, or in a notebook."""
+    """Whether the output can show a progress bar: a terminal or a notebook."""
     console = Console()
     return console.is_terminal or console.is_jupyter
 
 
 def log_config(trainer: pl.Trainer, cfg: DictConfig) -> None:
-    """Give every logger the hyper-parameters, and TensorBoard the whole configuration as text."""
+    """Send the hyperparameters to every logger, and the whole configuration as text to TensorBoard."""
     for logger in trainer.loggers:
         logger.log_hyperparams(hyperparameters(cfg))
         if isinstance(logger, TensorBoardLogger):
@@ -173,13 +173,13 @@ def work(parts: Parts, cfg: DictConfig, checkpoint: str | None) -> tuple[dict[st
     """Run the trainer in the configured mode.
 
     Returns:
-        The final metrics by name, and the path of the predictions where there are any.
+        The final metrics by name, and the path of the predictions if there are any.
     """
     trainer, module, data = parts.trainer, parts.module, parts.data
     if cfg.mode == "fit":
         return fit(parts, cfg, checkpoint), None
     if checkpoint is None:
-        rank_zero_info(f"mode={cfg.mode} without resume: the module is used as it was constructed.")
+        rank_zero_info(f"mode={cfg.mode} without resume: the module keeps its initial weights.")
     if cfg.mode == "predict":
         outputs = trainer.predict(module, datamodule=data, ckpt_path=checkpoint, weights_only=True)
         return {}, write_predictions(trainer, cfg.run_dir, outputs)
@@ -189,7 +189,7 @@ def work(parts: Parts, cfg: DictConfig, checkpoint: str | None) -> tuple[dict[st
 
 
 def fit(parts: Parts, cfg: DictConfig, checkpoint: str | None) -> dict[str, float]:
-    """Train, then test the best checkpoint (the final weights where none was kept)."""
+    """Train, then test the best checkpoint, or the final weights if none was kept."""
     trainer, module, data = parts.trainer, parts.module, parts.data
     try:
         trainer.fit(module, datamodule=data, ckpt_path=checkpoint, weights_only=True)
@@ -197,16 +197,16 @@ def fit(parts: Parts, cfg: DictConfig, checkpoint: str | None) -> dict[str, floa
         if checkpoint is None or "contains only the model" not in str(exc):
             raise
         raise ConfigError(
-            f"resume={checkpoint} holds weights only (checkpoint.save_weights_only=true), and training goes on from "
-            "the whole state of a run. Give another file; mode=test, validate and predict take this one."
+            f"resume={checkpoint} contains only weights (checkpoint.save_weights_only=true), and mode=fit needs the "
+            "full training state. Give another checkpoint; mode=test, validate and predict accept this one."
         ) from exc
     if trainer.num_training_batches == 0 and trainer.limit_train_batches != 0:
         raise ConfigError(
-            "Nothing was trained: the training loader has no batch. Give it samples; with drop_last=True, at least as "
-            "many as batch_size."
+            "Nothing was trained: the training loader is empty. Give it samples; with drop_last=True, at least "
+            "batch_size of them."
         )
     if trainer._signal_connector.received_sigterm or getattr(trainer.strategy, "stop_signal", None) is not None:
-        raise SIGTERMException  # asked for after the last step: training is whole, and nothing follows it
+        raise SIGTERMException  # received after the last step: training is complete, and nothing follows it
     metrics = final_metrics(trainer)
     tested = is_overridden("test_step", module) and is_overridden("test_dataloader", data or module)
     if cfg.test_after_fit and tested and not trainer.interrupted:
@@ -221,7 +221,7 @@ def final_metrics(trainer: pl.Trainer) -> dict[str, float]:
 
 
 def write_predictions(trainer: pl.Trainer, run_dir: str, outputs: Any) -> str | None:
-    """Write what `predict_step` returned, batch by batch in the loader's order: whole or not at all."""
+    """Write the outputs of `predict_step` atomically, batch by batch in the loader's order."""
     if not trainer.is_global_zero:
         return None
     path = Path(run_dir) / "predictions.pt"
@@ -231,7 +231,7 @@ def write_predictions(trainer: pl.Trainer, run_dir: str, outputs: Any) -> str | 
 
 
 def collect(parts: Parts, cfg: DictConfig, metrics: dict[str, float], predictions: str | None) -> Result:
-    """Put the outcome together."""
+    """Assemble the result."""
     trainer, strategy = parts.trainer, parts.trainer.strategy
     devices = getattr(strategy, "parallel_devices", None) or [strategy.root_device]
     return Result(
@@ -254,7 +254,7 @@ def collect(parts: Parts, cfg: DictConfig, metrics: dict[str, float], prediction
 
 
 def finish_loggers(loggers: list[Logger], result: Result) -> None:
-    """Write the final metrics beside the hyper-parameters, and close the event file."""
+    """Write the final metrics along with the hyperparameters, and close the event file."""
     for logger in loggers:
         if isinstance(logger, TensorBoardLogger):
             logger.log_final_metrics(in_order(result.metrics, result.monitor, OUR_OWN))

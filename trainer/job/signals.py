@@ -1,4 +1,4 @@
-"""A run that is asked to stop: SIGTERM, SIGINT and SIGUSR1 end it between two steps, with its checkpoint written."""
+"""Stop a run gracefully: SIGTERM, SIGINT and SIGUSR1 end it between two steps, after writing a checkpoint."""
 
 import signal
 import threading
@@ -10,11 +10,11 @@ import pytorch_lightning as pl
 from pytorch_lightning.utilities.exceptions import SIGTERMException
 
 ASKS_TO_STOP = (signal.SIGINT, signal.SIGUSR1)
-"""Handled here; SIGTERM is Lightning's, or the strategy's."""
+"""Signals handled here; Lightning or the strategy handles SIGTERM."""
 
 
 class Interrupted(SystemExit):
-    """The process ends because of a signal, with the exit status that shells know: 128 + its number.
+    """Exit because of a signal, with the status that shells expect: 128 + its number.
 
     Args:
         signum: the signal.
@@ -27,7 +27,7 @@ class Interrupted(SystemExit):
 
 @contextmanager
 def graceful_stop(trainer: pl.Trainer) -> Generator[None]:
-    """Let Ctrl-C (SIGINT) and a scheduler's warning (SIGUSR1) stop training as SIGTERM does; a second ends it at once.
+    """Let Ctrl-C (SIGINT) and a scheduler's warning (SIGUSR1) stop training like SIGTERM; a second one exits at once.
 
     Raises:
         Interrupted: the run was stopped by a signal, to this process or to another rank.

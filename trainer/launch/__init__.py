@@ -1,4 +1,4 @@
-"""Start the processes of a run, or recognise that a launcher has.
+"""Start the processes of a run, or detect that a launcher has started them.
 
 Exports: launcher, environment, cluster, worker.
 May import: job, config.

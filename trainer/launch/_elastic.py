@@ -1,4 +1,4 @@
-"""The workers of one machine: started by torch's elastic agent, and their failures told as this project tells them."""
+"""Start the workers of one machine with torch's elastic agent, and report their failures."""
 
 import os
 import signal
@@ -22,7 +22,7 @@ from ..job.signals import Interrupted
 from .environment import AGENT, WorkerError, environment
 
 AGENT_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
-"""Signals that end a run in good order."""
+"""Signals that stop a run gracefully."""
 
 
 def launch_workers(cfg: DictConfig, num_processes: int) -> Result:
@@ -46,7 +46,7 @@ def launch_workers(cfg: DictConfig, num_processes: int) -> Result:
 
 
 def launch_config(cfg: DictConfig, num_processes: int, log_dir: str) -> LaunchConfig:
-    """Describe one node's workers to the elastic agent; the port is chosen by the system, so runs never clash."""
+    """Configure the elastic agent for one node; the system picks a free port, so runs never clash."""
     return LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -64,21 +64,21 @@ def launch_config(cfg: DictConfig, num_processes: int, log_dir: str) -> LaunchCo
 
 
 def worker_environment(num_processes: int) -> dict[str, str]:
-    """Environment variables of the workers, beside the agent's own."""
+    """Environment variables of the workers, in addition to the agent's."""
     threads = max(1, (os.cpu_count() or 1) // num_processes)
     return {
         # a restart re-reads stale addresses from the agent's shared store and hangs (torch 2.13)
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)),
         AGENT: str(os.getpid()),
-        # modules beside the user's train.py stay importable
+        # keep modules next to the user's train.py importable
         "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
     }
 
 
 @contextmanager
 def signal_handlers_kept() -> Generator[None]:
-    """Put this process's signal handlers back afterwards: the agent leaves its own behind."""
+    """Restore this process's signal handlers afterwards: the agent does not remove its own."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -91,7 +91,7 @@ def signal_handlers_kept() -> Generator[None]:
 
 
 def explain(exc: ChildFailedError) -> BaseException:
-    """Turn the agent's report into the worker's own error: the refusal, or rank and traceback of the first failure."""
+    """Convert the agent's report into the worker's error: a ConfigError, or rank and traceback of the first failure."""
     rank, failure = exc.get_first_failure()
     if failure.exitcode in (128 + signal.SIGINT, 128 + signal.SIGTERM, 128 + signal.SIGUSR1):
         return Interrupted(failure.exitcode - 128)
@@ -109,10 +109,10 @@ def first_line(failure: ProcessFailure) -> tuple[str, str, str]:
 
 
 def traceback_of(failure: ProcessFailure) -> str:
-    """The traceback that the worker left behind, or how it ended where it left none."""
+    """The worker's traceback, or how it ended if it left none."""
     message = failure.error_file_data.get("message") if failure.error_file_data else None
     if isinstance(message, dict):
         return message.get("extraInfo", {}).get("py_callstack") or message.get("message", "")
     if failure.exitcode < 0:
-        return f"it was ended by {failure.signal_name()} (process {failure.pid})"
+        return f"it was killed by {failure.signal_name()} (process {failure.pid})"
     return f"it exited with status {failure.exitcode} (process {failure.pid})"

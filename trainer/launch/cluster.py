@@ -1,7 +1,7 @@
-"""Under a launcher (torchrun, SLURM, MPI, Kubeflow): rank 0 composes the configuration, and hands it to the others.
+"""Share rank 0's configuration with the other ranks under a launcher (torchrun, SLURM, MPI, Kubeflow).
 
-So every rank has the same resolved configuration and the same run directory, in every job of a sweep; Hydra runs once,
-and after a restart the run goes on in the directory that it had.
+Every rank gets the same resolved configuration and run directory, in every job of a sweep. Hydra runs only on rank 0,
+and a restarted run continues in its previous directory.
 """
 
 import os
@@ -22,10 +22,10 @@ from ...strategies.distributed.environment import kubeflow
 from ...strategies.distributed.store import RankError, base_store, root_store, wait_for
 
 START_TIMEOUT_S = 1800.0
-"""Seconds that a rank waits for the place where ranks meet."""
+"""Seconds that a rank waits for the rendezvous store."""
 
 FAREWELL_S = 2.0
-"""Seconds that rank 0, whose process may host that place, waits at the end for the others to leave it."""
+"""Seconds that rank 0, whose process may host the store, waits at the end for the other ranks to leave."""
 
 POLL_S = 0.05
 
@@ -33,7 +33,7 @@ _num_jobs = 0
 
 
 def detect() -> ClusterEnvironment | None:
-    """Find the launcher that started this process as one of several; None where nobody did."""
+    """Detect the launcher that started this process as one of several; None if there is none."""
     for kind in (TorchElasticEnvironment, SLURMEnvironment, MPIEnvironment):
         if kind.detect():
             return kind()
@@ -45,8 +45,8 @@ def verify_size(cluster: ClusterEnvironment, num_processes: int | None, num_node
 
     Args:
         cluster: the launcher.
-        num_processes: of each node; None for a strategy of one process.
-        num_nodes: machines.
+        num_processes: per node; None for a strategy of one process.
+        num_nodes: number of machines.
 
     Raises:
         ConfigError: it started another number.
@@ -54,13 +54,13 @@ def verify_size(cluster: ClusterEnvironment, num_processes: int | None, num_node
     started, needed = cluster.world_size(), (num_processes or 1) * (num_nodes if num_processes else 1)
     if started != needed:
         raise ConfigError(
-            f"The launcher started {started} processes, and the strategy needs {needed} ({num_processes or 1} on each "
-            f"of {num_nodes} nodes). Set devices and num_nodes to what was started, or start as many."
+            f"The launcher started {started} processes, but the strategy needs {needed} ({num_processes or 1} on each "
+            f"of {num_nodes} nodes). Change devices and num_nodes, or the number of processes."
         )
 
 
 def publish(cluster: ClusterEnvironment, cfg: DictConfig | None) -> None:
-    """Hand a job's resolved configuration to the other ranks; None tells them that there are no more jobs."""
+    """Send a job's resolved configuration to the other ranks; None means that there are no more jobs."""
     global _num_jobs
     if cluster.world_size() == 1:
         return
@@ -75,10 +75,10 @@ def publish(cluster: ClusterEnvironment, cfg: DictConfig | None) -> None:
 
 
 def receive(cluster: ClusterEnvironment) -> DictConfig | None:
-    """Wait for the next job's configuration; None where there are no more.
+    """Wait for the next job's configuration; None if there are no more jobs.
 
     Raises:
-        RankError: rank 0 has gone.
+        RankError: rank 0 has exited.
     """
     global _num_jobs
     store = root_store(cluster, START_TIMEOUT_S)
@@ -87,7 +87,7 @@ def receive(cluster: ClusterEnvironment) -> DictConfig | None:
             time.sleep(POLL_S)
         text = store.get(f"job/{_num_jobs}").decode()
     except DistNetworkError as exc:
-        raise RankError("rank 0 is gone, and with it who hands out the configuration. See its output.") from exc
+        raise RankError("rank 0 exited before it sent the configuration. See its output.") from exc
     _num_jobs += 1
     if not text:
         return None
@@ -97,8 +97,8 @@ def receive(cluster: ClusterEnvironment) -> DictConfig | None:
 
 
 def leave(cluster: ClusterEnvironment) -> None:
-    """Tell rank 0 that this rank needs nothing of it any more; the last thing that a rank does."""
-    with suppress(RuntimeError):  # rank 0 has gone
+    """Tell rank 0 that this rank no longer needs the store; the last call of a rank."""
+    with suppress(RuntimeError):  # rank 0 has exited
         root_store(cluster, START_TIMEOUT_S).set(_farewell(cluster.global_rank()), "")
 
 
@@ -107,7 +107,7 @@ def _farewell(rank: int) -> str:
 
 
 def earlier_run_dir(cluster: ClusterEnvironment) -> str | None:
-    """The run directory of this run before it was restarted; None at its first start."""
+    """The directory of this run before it was restarted; None at its first start."""
     if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) == 0:
         return None
     runs = _runs(cluster)
@@ -115,5 +115,5 @@ def earlier_run_dir(cluster: ClusterEnvironment) -> str | None:
 
 
 def _runs(cluster: ClusterEnvironment) -> Store:
-    """What outlives a restart, if the launcher hosts the store."""
+    """The entries that survive a restart if the launcher hosts the store."""
     return PrefixStore("evener/runs", base_store(cluster, START_TIMEOUT_S))

@@ -5,16 +5,16 @@ from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 
 AGENT = "EVENER_AGENT_PID"
-"""Environment variable that tells a worker which process started it."""
+"""Environment variable that holds the process id of a worker's parent."""
 
 
 class WorkerError(RuntimeError):
-    """A worker failed; the message holds its rank and its traceback."""
+    """A worker failed; the message contains its rank and traceback."""
 
 
 @contextmanager
 def environment(variables: Mapping[str, str]) -> Generator[None]:
-    """Set environment variables for a while."""
+    """Set environment variables inside the block."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:

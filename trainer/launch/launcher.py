@@ -1,4 +1,4 @@
-"""Run the work in every process: here, under torch's elastic agent, or as a worker of torchrun, SLURM or Kubeflow."""
+"""Run a job in every process: in this one, under torch's elastic agent, or as a worker of an external launcher."""
 
 from omegaconf import DictConfig
 from pytorch_lightning.strategies import ParallelStrategy, Strategy
@@ -13,7 +13,7 @@ from . import cluster
 
 
 def launch(cfg: DictConfig) -> Result:
-    """Run the configured work in as many processes as its strategy needs.
+    """Run the configured job in as many processes as its strategy needs.
 
     Args:
         cfg: the resolved configuration; `run_dir` exists.
@@ -22,7 +22,7 @@ def launch(cfg: DictConfig) -> Result:
         The result. With several processes it is what rank 0 wrote.
 
     Raises:
-        ConfigError: something asked for can't be honoured.
+        ConfigError: an option can't be honoured.
         WorkerError: a worker failed, with its rank and traceback.
     """
     num_processes = processes_per_node(cfg)
@@ -35,30 +35,30 @@ def launch(cfg: DictConfig) -> Result:
     if num_processes is None:
         if cfg.num_nodes > 1:
             raise ConfigError(
-                f"num_nodes={cfg.num_nodes} and this strategy runs in one process, on one machine. Set num_nodes=1, or "
-                "choose a strategy of several processes, such as strategy=ddp."
+                f"num_nodes must be 1 for a strategy of one process; got num_nodes={cfg.num_nodes}. Set num_nodes=1, "
+                "or choose a strategy of several processes, such as strategy=ddp."
             )
         with run_log(cfg.run_dir):
             return run(cfg)
     if cfg.num_nodes > 1:
         raise ConfigError(
-            f"num_nodes={cfg.num_nodes}: processes on other machines can't be started from here. "
+            f"num_nodes={cfg.num_nodes} needs an external launcher to start processes on other machines. "
             f"Run on each machine: torchrun --nnodes={cfg.num_nodes} --nproc-per-node={num_processes} train.py ..."
         )
-    from ._elastic import launch_workers  # torch's agent takes long to import, and most runs have one process
+    from ._elastic import launch_workers  # torch's agent is slow to import, and most runs have one process
 
     with run_log(cfg.run_dir):
         return launch_workers(cfg, num_processes)
 
 
 def processes_per_node(cfg: DictConfig) -> int | None:
-    """Count the processes that the strategy needs on each node.
+    """Return the number of processes that the strategy needs on each node.
 
-    A strategy class may define `count_processes(num_devices, **options) -> int` as a class method; Lightning's other
-    parallel strategies take one process per device.
+    A strategy class may define a class method `count_processes(num_devices, **options) -> int`; other parallel
+    strategies of Lightning take one process per device.
 
     Returns:
-        The count, or None for strategies of one process.
+        The number, or None for strategies of one process.
     """
     cls = verify_target("strategy", cfg.strategy, Strategy)
     num_devices = len(resolve_devices(plain(cfg.devices), cfg.accelerator))

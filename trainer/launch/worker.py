@@ -1,4 +1,4 @@
-"""One process of a run, started by the elastic agent: `python -m evener.trainer.launch.worker <resolved config>`."""
+"""Run one worker of the elastic agent: `python -m evener.trainer.launch.worker <resolved config>`."""
 
 import faulthandler
 import os
@@ -17,7 +17,7 @@ from .environment import AGENT
 
 @record
 def work(config_file: str) -> None:
-    """Run one rank; the decorator leaves the traceback of a failure where the agent finds it."""
+    """Run one rank; on failure the decorator stores the traceback for the agent."""
     cfg = OmegaConf.load(config_file)
     assert isinstance(cfg, DictConfig)
     leave_in_time(cfg.launcher.shutdown_timeout_s)
@@ -26,14 +26,14 @@ def work(config_file: str) -> None:
 
 
 def exit_status(config_file: str) -> int:
-    """Run one rank to its end.
+    """Run one rank.
 
     Returns:
-        The exit status that Python would end with.
+        The exit status of a Python script that ends the same way.
     """
     try:
         work(config_file)
-    except ConfigError:  # the agent's process prints the sentence, once
+    except ConfigError:  # the agent's process prints the message once
         return 1
     except SystemExit as exc:
         if exc.code is None or isinstance(exc.code, int):
@@ -47,6 +47,6 @@ def exit_status(config_file: str) -> int:
 
 
 if __name__ == "__main__":
-    faulthandler.enable()  # a crash in native code says where Python was
+    faulthandler.enable()  # print Python's stack on a crash in native code
     die_with_parent(int(os.environ[AGENT]) if AGENT in os.environ else None)
     end_process(exit_status(sys.argv[1]))

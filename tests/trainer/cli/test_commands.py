@@ -36,7 +36,7 @@ CANNOT_RUN = {
     'pip install torch==2.13.0 -e ".[test,third_party]"': "needs a network",
     'pip install "evener[examples]"': "needs a network",
     'pip install -e ".[slurm]"': "needs a network",
-    "ruff check . && ruff format --check . && basedpyright && pytest": "this test is a part of it; .ci/run runs it",
+    "ruff check . && ruff format --check . && lint-imports && basedpyright && pytest": ".ci/run runs it",
     "pytest -m slow": "this test is a part of it",
     "pytest -m slow tests/trainer/checkpoint/test_resume.py": "runs tests, as this does",
     "pytest -m slow tests/trainer/test_third_party.py": "runs tests, as this does",

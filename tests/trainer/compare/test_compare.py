@@ -285,7 +285,7 @@ def test_all_strategies_are_tried_unless_some_are_named(tmp_path: Path) -> None:
     [
         (["compare.warmup_steps=4"], r"compare\.steps=6 with compare\.warmup_steps=4 leaves fewer than the 3 steps"),
         (["compare.strategies=[dpp]"], r"dpp is unknown"),
-        (["data.batch_size=auto"], r"data\.batch_size=auto: mode=compare needs a number"),
+        (["data.batch_size=auto"], r"data\.batch_size must be a number with mode=compare; got data\.batch_size=auto"),
     ],
 )
 def test_a_mistake_is_told_in_one_sentence(
@@ -301,9 +301,9 @@ def test_workers_do_not_compare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     cfg = config(tmp_path)
     for name in ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK"):
         monkeypatch.setenv(name, "1")
-    with pytest.raises(ConfigError, match=r"mode=compare runs once, in one process"):
+    with pytest.raises(ConfigError, match=r"mode=compare must run in a single process"):
         run_advisory_mode(cfg)
-    with pytest.raises(ConfigError, match=r"mode=compare trains nothing"):
+    with pytest.raises(ConfigError, match=r"mode=compare does not train"):
         train(cfg)
 
 

@@ -31,15 +31,15 @@ MISTAKES = [
     ("trainer.gradient_clip_val=-1", r"gradient_clip_val=-1 is too small\. Give 0 or more\."),
     ("trainer.deterministic=perhaps", r"deterministic=perhaps is not allowed\. Give true, false, warn or null\."),
     ("trainer.enable_progress_bar=x", r"enable_progress_bar=x is not allowed\. Give true, false or null\."),
-    ("+trainer.strategy=ddp", r"trainer\.strategy would be lost.* Use strategy=<name>\."),
-    ("+trainer.logger=false", r"trainer\.logger would be lost.* Use logger=<name>, or logger=none\."),
+    ("+trainer.strategy=ddp", r"trainer\.strategy would be ignored.* Use strategy=<name>\."),
+    ("+trainer.logger=false", r"trainer\.logger would be ignored.* Use logger=<name>, or logger=none\."),
     ("precision=float8", r"precision=float8 is not allowed\. Give .*bf16-mixed.* or null\."),
     ("num_nodes=0", r"num_nodes=0 is too small\. Give 1 or more\."),
     ("seed=x", r"seed=x is not allowed\. Give a whole number or null\."),
     ("seed=-1", r"seed=-1 is too small\. Give 0 or more\."),
     ("seed=4294967296", r"seed=4294967296 is too large\. Give at most 4294967295, or null\."),
-    ("name=''", r"name='' names no folder within log_dir"),
-    ("name=../up", r"name='\.\./up' names no folder within log_dir"),
+    ("name=''", r"name='' must be a relative path within log_dir"),
+    ("name=../up", r"name='\.\./up' must be a relative path within log_dir"),
     ("name=null", r"name=null is not allowed\. Give text\."),
     ("run_dir=''", r"run_dir is empty\. Give the path of a directory\."),
     ("compile=maybe", r"compile=maybe is not allowed\. Give true or false\."),
@@ -175,7 +175,7 @@ def test_what_python_passes_by_mistake_is_told() -> None:
     with pytest.raises(ConfigError, match=r"Use compose\(\['strategy=ddp'\]\)"):
         compose(given)
     for wrong in (given, {}, None, OmegaConf.create({})):
-        with pytest.raises(ConfigError, match=r"train takes a configuration.* Use train\(compose\(\[\.\.\.\]\)\)"):
+        with pytest.raises(ConfigError, match=r"expected a configuration, got .* Use train\(compose\(\[\.\.\.\]\)\)"):
             train(wrong)
 
 
@@ -187,5 +187,6 @@ def test_a_run_from_python_lies_where_the_command_puts_it(name: str) -> None:
 def test_a_full_disk_is_one_sentence() -> None:
     told = explain(OSError(errno.ENOSPC, "No space left on device"))
     assert told == (
-        "Error: The disk is full (No space left on device); checkpoints are whole. Free it, or set log_dir to another."
+        "Error: The disk is full (No space left on device); existing checkpoints are intact. Free some space, or set "
+        "log_dir to another disk."
     )

@@ -38,5 +38,5 @@ def test_a_name_that_does_not_import_is_told() -> None:
 )
 def test_another_kind_is_refused_with_the_kind_expected(override: str, kind: str) -> None:
     cfg: Any = compose([override, "run_dir=unused"])
-    with pytest.raises(ConfigError, match=f"which is not an? pytorch_lightning {kind}"):
+    with pytest.raises(ConfigError, match=f"must be an? pytorch_lightning {kind}"):
         verify_config(cfg)

@@ -72,5 +72,5 @@ def test_a_size_that_fits_no_longer_is_made_smaller() -> None:
 
 
 def test_nothing_fits() -> None:
-    with pytest.raises(ConfigError, match="not even one sample fits"):
+    with pytest.raises(ConfigError, match="a batch of one sample does not fit into memory"):
         find_batch_size(lambda: Greedy(0), Numbers, trainer)

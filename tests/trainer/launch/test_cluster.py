@@ -64,7 +64,7 @@ def test_the_command_starts_nothing_in_a_rank(started_by: str, tmp_path: Path, m
     cfg = configured(started_by, tmp_path)
     launch.launch(cfg)
     assert ran == [cfg]
-    with pytest.raises(ConfigError, match=r"The launcher started 2 processes, and the strategy needs [36]"):
+    with pytest.raises(ConfigError, match=r"The launcher started 2 processes, but the strategy needs [36]"):
         launch.launch(configured(started_by, tmp_path, "devices=3"))
 
 

@@ -99,7 +99,7 @@ def test_a_killed_rank_is_named_and_nothing_that_was_logged_is_lost(tmp_path: Pa
     with running(tmp_path, "++module.fault=kill", *LOGGED) as run:
         run.wait_for_step(3)
         assert ends(run, time.monotonic()) == 1
-        assert "rank 1 failed: it was ended by SIGKILL" in run.output.read_text()
+        assert "rank 1 failed: it was killed by SIGKILL" in run.output.read_text()
         assert written_steps(run) == [0, 1, 2]
 
 
@@ -110,7 +110,7 @@ def test_a_rank_that_crashes_in_native_code_says_where_it_was(tmp_path: Path) ->
         output = run.output.read_text()
         assert "Fatal Python error: Aborted" in output
         assert "in misbehave" in output
-        assert "rank 1 failed: it was ended by SIGABRT" in output
+        assert "rank 1 failed: it was killed by SIGABRT" in output
 
 
 def test_a_killed_rank_is_restarted_from_the_newest_checkpoint(tmp_path: Path) -> None:
