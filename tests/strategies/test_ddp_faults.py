@@ -77,7 +77,7 @@ FAULTS: dict[Callable[[Faulty], None], str] = {
     fail: r"rank 1 failed with KeyError: 'only rank 1' \(test_ddp_faults.py:\d+, fail\)",
     die: r"rank 1 is gone",
     save: r"rank 1 is at step 2, test_ddp_faults.py:\d+ in save",
-    log_another_key: r"rank 1 logged 'another' with sync_dist=True in training_step, and rank 0 did not",
+    log_another_key: r"rank 1 logged 'another' with sync_dist=True in training_step, but rank 0 did not",
 }
 
 

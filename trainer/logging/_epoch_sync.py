@@ -1,6 +1,6 @@
-"""Logged values of an epoch, over all ranks: exact weighted means, in one exchange for all keys.
+"""Combine an epoch's logged values over all ranks: exact weighted means, with one collective for all keys.
 
-Lightning reduces key by key, rounds the number of samples, and waits for ever where ranks logged different keys.
+Lightning reduces key by key, rounds the number of samples, and hangs if ranks logged different keys.
 """
 
 import warnings
@@ -28,16 +28,16 @@ _META = (
 
 
 def is_shared_by(trainer: pl.Trainer) -> bool:
-    """Whether an epoch's values are exchanged by this module; Lightning's own strategies leave it to Lightning."""
+    """Whether this module exchanges an epoch's values; with Lightning's own strategies, Lightning does."""
     return trainer.world_size > 1 and hasattr(trainer.strategy, "gather_objects")
 
 
 @contextmanager
 def own_values(results: _ResultCollection) -> Generator[None]:
-    """Let values of the epoch that were not exchanged yet be read as this rank's own.
+    """Inside the block, reading values of the epoch that were not exchanged yet returns this rank's own.
 
-    Lightning would reduce them on being read, and wait for ever where only some ranks read. Metrics of torchmetrics,
-    for which every rank must compute, are not shown until then.
+    Lightning would reduce them on reading, and hang if only some ranks read. Metrics of torchmetrics, which all ranks
+    must compute together, are hidden until then.
     """
     waiting = [metric for metric in results.values() if not metric.has_reset and _awaits_exchange(metric)]
     for metric in waiting:
@@ -63,15 +63,15 @@ def _own_value(metric: _ResultMetric) -> Any:
 
 
 def share(trainer: pl.Trainer, results: _ResultCollection, steps: list[Step]) -> list[list[Step]]:
-    """Compute the epoch's values over all ranks; all of them call it at the end of an epoch.
+    """Compute the epoch's values over all ranks; every rank must call it at the end of an epoch.
 
-    A mean weighs every value by its samples. A rank that had no batch takes part with no weight, and knows the values
-    afterwards, as callbacks decide by them.
+    Means are weighted by samples. A rank without batches takes part with zero weight and receives the values too, since
+    callbacks act on them.
 
     Args:
-        trainer: its strategy defines `gather_objects`, or nothing is done.
-        results: what this rank logged in the epoch.
-        steps: what it logged by step and ranks have not exchanged.
+        trainer: nothing is done unless its strategy defines `gather_objects`.
+        results: the values that this rank logged in the epoch.
+        steps: the values that it logged by step and that have not been exchanged.
 
     Returns:
         The steps of all ranks.
@@ -104,7 +104,7 @@ def _is_shared(metric: _ResultMetric, results: _ResultCollection) -> bool:
 
 
 def _tell(metric: _ResultMetric) -> dict[str, Any]:
-    """What the other ranks need to know of a value."""
+    """Describe a value to the other ranks."""
     meta = metric.meta
     told: dict[str, Any] = {"meta": {name: getattr(meta, name) for name in _META}, "asked": meta.sync.should}
     if not metric.is_tensor:
@@ -124,8 +124,8 @@ def _verify_keys(told: list[dict[str, dict[str, Any]]]) -> None:
             if key not in entries and meta["fx"] in hooks:
                 names = ", ".join(sorted(entry["meta"]["name"] for entry in entries.values()))
                 raise RankError(
-                    f"rank {other} logged {meta['name']!r} with sync_dist=True in {meta['fx']}, and rank {rank} did "
-                    f"not (it logged {names}). Log the same keys on all ranks, or leave sync_dist out."
+                    f"rank {other} logged {meta['name']!r} with sync_dist=True in {meta['fx']}, but rank {rank} did "
+                    f"not (it logged {names}). Log the same keys on all ranks, or omit sync_dist."
                 )
 
 
@@ -139,7 +139,7 @@ def _combine(entries: list[dict[str, Any]]) -> float:
 
 
 def _stand_in(trainer: pl.Trainer, results: _ResultCollection, key: str, entry: dict[str, Any]) -> _ResultMetric:
-    """The entry of a key that only other ranks logged."""
+    """Create the entry of a key that only other ranks logged."""
     meta = _Metadata(**entry["meta"])
     if entry["kind"] != "metric":
         meta.reduce_fx = getattr(torch, entry["kind"])
@@ -155,7 +155,7 @@ def _stand_in(trainer: pl.Trainer, results: _ResultCollection, key: str, entry: 
 
 
 def _compute(metric: _ResultMetric) -> None:
-    """Let a torchmetrics metric gather its own states; all ranks come here in one order."""
+    """Compute a torchmetrics metric, which gathers its own states; all ranks must call it in the same order."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The ``compute`` method of metric .* was called before", UserWarning)
         metric.compute()

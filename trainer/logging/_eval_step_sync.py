@@ -1,7 +1,7 @@
-"""Values that evaluation logs by step with `sync_dist=True`: exchanged among the ranks once, when the epoch is over.
+"""Synchronize values that evaluation logs by step with `sync_dist=True`, once at the end of the epoch.
 
-Ranks may have unequal numbers of batches: with an exchange per step, one that has none left would be waited for. Until
-the epoch ends each rank keeps its own values, with the samples that they stand for.
+Ranks may have unequal numbers of batches: with an exchange per step, they would wait for a rank that has none left.
+Until the epoch ends each rank keeps its own values and their numbers of samples.
 """
 
 from dataclasses import asdict, dataclass
@@ -15,16 +15,16 @@ from torch import Tensor
 from ...strategies.data.loaders import positions
 
 NUM_SAMPLES = "num_samples"
-"""Where an entry of the results keeps the samples that its last value stands for."""
+"""Attribute of a result entry that holds the number of samples of its last value."""
 
 
 @dataclass
 class Value:
-    """What one rank logged under one name in one step.
+    """The value that one rank logged under one name in one step.
 
     Args:
-        value: the value; a tensor of shape () until it travels.
-        num: samples that it stands for.
+        value: the value; a tensor of shape () until it is sent.
+        num: its number of samples.
         kind: how ranks are combined: `mean`, `sum`, `max`, `min`, or `own` for rank 0's own value.
     """
 
@@ -34,21 +34,21 @@ class Value:
 
 
 Step: TypeAlias = tuple[int, int, dict[str, dict[str, Any]]]
-"""Number of the global batch in the epoch, step for the loggers, and values by name as plain data."""
+"""Index of the global batch in the epoch, step for the loggers, and values by name as plain data."""
 
 
 class EvalStepSync:
-    """Steps of an evaluation that wait for the end of the epoch."""
+    """The steps of an evaluation whose values wait for the end of the epoch."""
 
     def __init__(self) -> None:
         self._steps: list[tuple[int, int, dict[str, Value]]] = []
 
     def add(self, trainer: pl.Trainer, results: _ResultCollection, step: int) -> None:
-        """Keep what this rank logged in the batch at hand.
+        """Keep the values that this rank logged in the current batch.
 
         Args:
-            trainer: knows the loader, and so which part of which global batch it was.
-            results: what was logged.
+            trainer: its loader determines which part of which global batch this is.
+            results: the logged values.
             step: the step for the loggers.
         """
         loop: Any = trainer._evaluation_loop
@@ -63,7 +63,7 @@ class EvalStepSync:
         self._steps.append((index, step, logged))
 
     def take(self) -> list[Step]:
-        """Give all steps kept so far as plain data, and forget them."""
+        """Return all steps kept so far as plain data, and clear them."""
         steps, self._steps = self._steps, []
         kept = [value for _, _, logged in steps for value in logged.values()]
         if kept:
@@ -80,13 +80,13 @@ def _kept(metric: _ResultMetric) -> Value:
 
 
 def combine(ranks: list[list[Step]]) -> list[tuple[int, dict[str, float]]]:
-    """Put the ranks' steps together.
+    """Combine the ranks' steps.
 
     Args:
         ranks: each rank's steps.
 
     Returns:
-        Step for the loggers (rank 0's, counted on where only others had a batch) and values by name, in order.
+        Step for the loggers (rank 0's, continued where only other ranks had a batch) and values by name, in order.
     """
     indices = sorted({index for steps in ranks for index, _, _ in steps})
     numbers = {index: step for index, step, _ in ranks[0]}
@@ -100,7 +100,7 @@ def combine(ranks: list[list[Step]]) -> list[tuple[int, dict[str, float]]]:
 
 
 def _over_ranks(values: list[dict[str, Any]]) -> float:
-    """One value of what the ranks logged under a name."""
+    """Combine the values that the ranks logged under a name."""
     numbers = [value["value"] for value in values]
     kind = values[0]["kind"]
     if kind == "own":

@@ -1,8 +1,8 @@
-"""The lean path of `self.log`: values stay where they are until somebody reads them.
+"""Collect logged metrics lazily: values stay on their device until they are read.
 
-Lightning collects all metrics, and reads those of the progress bar back to the host, at the end of every step. Here
-the end of a step only notes that there is something to collect; it is collected before anything that would change it,
-or when somebody looks: a logger at its step, the progress bar at its refresh, a callback whenever it asks.
+Lightning collects all metrics, and copies those of the progress bar to the host, at the end of every step. Here the end
+of a step only records that there is something to collect. It is collected before anything changes it, or when it is
+read: by a logger at its step, the progress bar at its refresh, a callback at any time.
 """
 
 from contextlib import nullcontext
@@ -25,7 +25,7 @@ from .step_sync import StepSync
 
 
 class LeanResults(_ResultCollection):
-    """Lightning's collection of logged values, with a slot for each key that was logged before.
+    """Lightning's collection of logged values, with a slot for each key after its first value.
 
     Args:
         training: whether it belongs to the training loop.
@@ -37,10 +37,10 @@ class LeanResults(_ResultCollection):
         self.connector: LeanLoggerConnector | None = None
         self.logs_steps = False
         self.waits_for_epoch = False
-        """Whether evaluation logged a value by step that ranks share, which waits for the end of the epoch."""
+        """Whether evaluation logged a step value with `sync_dist=True`, which is exchanged at the end of the epoch."""
         self.deferred = StepSync()
         self.defers = False
-        """Whether the loop reduces what was logged by step once its step is over."""
+        """Whether the loop reduces values logged by step at the end of the step."""
 
     @override
     def log(self, fx: str, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
@@ -48,13 +48,13 @@ class LeanResults(_ResultCollection):
             through = self.deferred.through(kwargs["sync_dist_fn"])
             kwargs["sync_dist_fn"] = through if self.training else self._reduce_evaluated
             self.deferred.waits = self.defers
-        # the checker does not see through Lightning's `torch.compiler.disable`
+        # pyright can't resolve Lightning's `torch.compiler.disable`
         super().log(fx, name, value, *args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
         self.deferred.waits = False
         self.logs_steps = self.logs_steps or bool(kwargs.get("on_step"))
 
     def _reduce_evaluated(self, value: Tensor, group: Any = None, reduce_op: str | None = "mean") -> Tensor:
-        """Leave a value of an evaluation's step to the end of the epoch; where Lightning shares values, act at once."""
+        """Defer a value of an evaluation step to the end of the epoch; reduce at once if Lightning does the sharing."""
         if self.connector is None or not is_shared_by(self.connector.trainer):
             return self.deferred.reduce(value, group=group, reduce_op=reduce_op)
         self.waits_for_epoch = True
@@ -69,7 +69,7 @@ class LeanResults(_ResultCollection):
             if meta.on_epoch or waits:
                 self._verify_countable(meta.name, self.batch)
             if waits:
-                self.batch_size = extract_batch_size(self.batch)  # Lightning counts for an epoch's mean alone
+                self.batch_size = extract_batch_size(self.batch)  # Lightning counts only for means over an epoch
         size = super()._extract_batch_size(value, batch_size, meta)
         if waits:
             vars(value)[NUM_SAMPLES] = size
@@ -80,8 +80,8 @@ class LeanResults(_ResultCollection):
         sizes = sorted({size for size in _extract_batch_size(batch) if size is not None})
         if len(sizes) > 1:
             raise ConfigError(
-                f"self.log({name!r}): the batch holds tensors of {' and '.join(map(str, sizes))} rows, so its "
-                "samples can't be counted, by which ranks are weighed. Give batch_size= to self.log."
+                f"self.log({name!r}): the number of samples, by which ranks are weighted, is ambiguous: the batch has "
+                f"tensors of {' and '.join(map(str, sizes))} rows. Pass batch_size= to self.log."
             )
 
     @override
@@ -105,13 +105,13 @@ class LeanResults(_ResultCollection):
         return self
 
     def settle(self) -> None:
-        """Write into Lightning's metrics what the slots hold back."""
+        """Write the values held back by the slots to Lightning's metrics."""
         for slot in self.slots.values():
             slot.settle()
 
 
 class LeanLoggerConnector(_LoggerConnector):
-    """Lightning's connector, which collects the metrics of a step when they are read.
+    """Lightning's logger connector, except that the metrics of a step are collected when they are read.
 
     Args:
         trainer: the trainer.
@@ -119,14 +119,14 @@ class LeanLoggerConnector(_LoggerConnector):
 
     def __init__(self, trainer: pl.Trainer) -> None:
         self.batch_results: LeanResults | None = None
-        """The results of the loop that is at a batch now; None between batches."""
+        """The results of the loop that is processing a batch; None between batches."""
         self._unread: LeanResults | None = None
         self._evaluated = EvalStepSync()
         self._collected: dict[str, dict[str, Any]] = {}
         super().__init__(trainer)
 
     def start_batch(self, results: LeanResults, batch: Batch, dataloader_idx: int | None) -> None:
-        """As Lightning's `on_batch_start`, for a loop that knows its results."""
+        """Like Lightning's `on_batch_start`, for a loop that has its results at hand."""
         if self._first_loop_iter is None:
             self._first_loop_iter = True
         elif self._first_loop_iter is True:
@@ -141,7 +141,7 @@ class LeanLoggerConnector(_LoggerConnector):
         results.batch_size = None
 
     def finish_batch(self, results: LeanResults) -> None:
-        """As Lightning's `on_batch_end`, for a loop that knows its results; what was logged is collected later."""
+        """Like Lightning's `on_batch_end`, for a loop that has its results at hand; metrics are collected later."""
         if results.deferred:
             results.deferred.flush()
         if results and self._unread is not results:
@@ -152,10 +152,10 @@ class LeanLoggerConnector(_LoggerConnector):
         self.batch_results = None
 
     def log_train_step(self, num_steps: int) -> None:
-        """Send a step's values to the loggers, if it is one of every `log_every_n_steps`.
+        """Send a step's values to the loggers every `log_every_n_steps` steps.
 
         Args:
-            num_steps: batches that stepped the optimizer, this one included.
+            num_steps: number of batches that stepped the optimizer, including this one.
         """
         trainer: Any = self.trainer
         every = trainer.log_every_n_steps
@@ -163,12 +163,12 @@ class LeanLoggerConnector(_LoggerConnector):
             self.log_metrics(self.metrics["log"])
 
     def log_evaluation_step(self, results: LeanResults, step: int) -> None:
-        """Send the step's values to the loggers, where any is logged by step."""
+        """Send the step's values to the loggers, if any are logged by step."""
         if results.logs_steps:
             self.update_eval_step_metrics(step)
 
     def settle(self) -> None:
-        """Collect the metrics of the last step, if that was not done yet."""
+        """Collect the metrics of the last step, if not done yet."""
         results, self._unread = self._unread, None
         if results is not None:
             metrics = results.metrics(on_step=True)
@@ -195,7 +195,7 @@ class LeanLoggerConnector(_LoggerConnector):
 
     @override
     def on_epoch_end(self) -> None:
-        self._share()  # what the epoch's last hooks logged
+        self._share()  # values logged by the epoch's last hooks
         super().on_epoch_end()
 
     @override
@@ -233,7 +233,7 @@ class LeanLoggerConnector(_LoggerConnector):
         self.batch_results = None
         super().reset_results()
 
-    # Lightning keeps three plain dictionaries. Whoever reads or replaces one sees it complete.
+    # Lightning keeps three plain dictionaries; here reading or replacing one collects its metrics first.
 
     def _read(self, name: str) -> dict[str, Any]:
         if self._unread is not None:

@@ -1,7 +1,7 @@
-"""A slot takes the values of one logged key, without the checks that its first value has passed.
+"""Accumulate the values of one logged key in a slot, without repeating the checks that its first value has passed.
 
-The first call of a key takes Lightning's whole path. From its second call on, with the same arguments from the same
-hook, a value is copied on its own device and accumulated there by the same arithmetic, to the same bits.
+The first value of a key takes Lightning's full path. Further values with the same arguments from the same hook are
+copied on their own device and accumulated there by the same arithmetic, bit by bit.
 """
 
 from collections.abc import Callable
@@ -21,10 +21,10 @@ class Slot:
     """The accumulator of one key.
 
     Args:
-        metric: Lightning's own, in which the values end up.
-        options: the other arguments that `self.log` was given.
-        needs_logger: whether Lightning warns, in every call, where the trainer has no logger.
-        deferred: where a value of each step waits to be reduced over the ranks; None where it is this rank's own.
+        metric: Lightning's metric, to which the values are written in the end.
+        options: the other arguments of `self.log`.
+        needs_logger: whether Lightning warns on every call if the trainer has no logger.
+        deferred: holds each step's value until it is reduced over the ranks; None if values are not reduced.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class Slot:
         self.deferred = deferred
         self.options = options
         self.needs_logger = needs_logger
-        # Metric.__setattr__ is a Python function; the dictionary itself is not
+        # Metric.__setattr__ is a Python function; writing to the dictionary is faster
         self.state: Any = metric.__dict__
         self.is_tensor = metric.is_tensor
         self.on_step = meta.on_step
@@ -49,20 +49,20 @@ class Slot:
         self._number: float | None = None
 
     def add(self, value: Any, batch_size: int) -> bool:
-        """Take a value.
+        """Accumulate a value.
 
         Args:
-            value: a tensor of one element, a number, or the torchmetrics metric that this slot is of.
-            batch_size: samples that a mean weighs it with.
+            value: a tensor of one element, a number, or this slot's torchmetrics metric.
+            batch_size: number of samples, the weight in a mean.
 
         Returns:
-            False where the value is of another kind or place than the slot's, and nothing was done.
+            False if the value's kind or device differs from the slot's; nothing is done then.
         """
         state = self.state
         if type(value) is Tensor:
             if value.dtype not in _KEPT or value.device != self.device or not self.is_tensor:
                 return False
-            # a copy: the value may be changed in place later
+            # a copy, since the value may be modified in place later
             copy = value.detach().clone() if value.requires_grad else value.clone()
             if copy.dim():
                 if copy.numel() != 1:
@@ -102,7 +102,7 @@ class Slot:
             state["value"] = self.reduce(state["value"], copy)
 
     def _defer(self, copy: Tensor, deferred: StepSync) -> None:
-        """Let the step's value wait to be reduced; an epoch's value is accumulated from this rank's own."""
+        """Defer the reduction of the step's value; the epoch's value accumulates this rank's own values."""
         sync = self.metric.meta.sync
         step = copy if self.step_only else copy.clone()
         deferred.waits = True
@@ -120,7 +120,7 @@ class Slot:
         return True
 
     def settle(self) -> None:
-        """Write into Lightning's metric what was kept on the host: a number, a count of samples."""
+        """Write the state kept on the host, a number and a count of samples, to Lightning's metric."""
         if self._number is not None:
             if self.state["value"] is None:
                 number = torch.tensor(self._number, device=self.device, dtype=_default_dtype())

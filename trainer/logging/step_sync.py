@@ -1,7 +1,7 @@
-"""Values logged by step with `sync_dist=True`: reduced over the ranks together, once per step.
+"""Reduce values logged by step with `sync_dist=True` together, once per step.
 
-Lightning reduces each of them where it is logged, one exchange per key. Here they wait until the step is over, and are
-written in place before the hooks after it read them. `trainer.callback_metrics` shows a rank's own value until then.
+Lightning reduces each value where it is logged, with one collective per key. Here values wait until the step is over
+and are updated in place before the next hooks read them. `trainer.callback_metrics` has a rank's own value until then.
 """
 
 from collections.abc import Callable
@@ -14,14 +14,14 @@ Reduce = Callable[..., Tensor]
 
 
 class StepSync:
-    """Values of one loop that wait for their reduction.
+    """The values of one loop that wait for reduction.
 
-    Every rank must log the same keys in the same order, as Lightning asks too.
+    Every rank must log the same keys in the same order, as in Lightning.
     """
 
     def __init__(self) -> None:
         self.waits = False
-        """Whether values are being logged by a loop that reduces them after its step."""
+        """Whether the running loop reduces its values after the step."""
         self._values: list[tuple[Tensor, str | None, Any]] = []
         self._reduce: Reduce | None = None
 
@@ -29,12 +29,12 @@ class StepSync:
         return len(self._values)
 
     def through(self, reduce: Reduce) -> Reduce:
-        """Return the function that Lightning is to reduce with: it waits inside `log`, and acts at once elsewhere."""
+        """Return the reduction function for Lightning: it defers inside `log`, and reduces at once elsewhere."""
         self._reduce = reduce
         return self.reduce
 
     def reduce(self, value: Tensor, group: Any = None, reduce_op: str | None = "mean") -> Tensor:
-        """Take a value; what is returned holds the reduced one after `flush`."""
+        """Defer a value; the returned tensor holds the reduced value after `flush`."""
         if self.waits:
             self._values.append((value, reduce_op, group))
             return value
@@ -42,11 +42,11 @@ class StepSync:
         return self._reduce(value, group=group, reduce_op=reduce_op)
 
     def clear(self) -> None:
-        """Forget what an interrupted step has left."""
+        """Discard the values of an interrupted step."""
         self._values.clear()
 
     def flush(self) -> None:
-        """Reduce all waiting values: one exchange for all that agree in operation, group, type and device."""
+        """Reduce all waiting values, with one collective for all that share operation, group, dtype and device."""
         assert self._reduce is not None
         values, self._values = self._values, []
         kinds: dict[tuple[Any, ...], list[Tensor]] = {}

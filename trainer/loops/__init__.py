@@ -1,4 +1,4 @@
-"""The lean loops: Lightning's loops without the calls that nobody needs.
+"""Run Lightning's loops without the calls that have no effect.
 
 Exports: loops, log_method, out_of_memory, progress_bar, accumulation.
 May import: checkpoint, logging.

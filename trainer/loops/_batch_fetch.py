@@ -1,4 +1,4 @@
-"""Fetch a batch and move it to the device, at the price of a hand-written loop where nothing special was asked for."""
+"""Fetch a batch and move it to the device, in the common case at the cost of a hand-written loop."""
 
 from collections.abc import Callable
 from typing import Any
@@ -17,12 +17,12 @@ _TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_a
 
 
 class OneLoader:
-    """The batches of a single sized loader, without the machinery that combines several.
+    """Iterate over a single sized loader without Lightning's machinery for combined loaders.
 
-    Lightning's fetcher and its counters stay in step, so that its own code can go on from here at any time.
+    The counters of Lightning's fetcher are kept up to date, so its own code can take over at any time.
 
     Args:
-        fetcher: Lightning's fetcher, whose iterator was made.
+        fetcher: Lightning's fetcher, its iterator already created.
     """
 
     def __init__(self, fetcher: _DataFetcher) -> None:
@@ -47,7 +47,7 @@ class OneLoader:
         """Return the next batch.
 
         Raises:
-            StopIteration: the loader has no further batch.
+            StopIteration: the loader is exhausted.
         """
         cycle, fetcher = self.cycle, self.fetcher
         try:
@@ -64,7 +64,7 @@ class OneLoader:
 
 
 def batch_mover(plan: HookPlan) -> Callable[[Batch, int], Batch]:
-    """Choose how a batch gets to the device.
+    """Choose how a batch is moved to the device.
 
     Returns:
         A function of (batch, dataloader_idx).

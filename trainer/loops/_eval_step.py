@@ -1,4 +1,4 @@
-"""One lean step of validation, test or prediction."""
+"""Run one lean step of validation, test or prediction."""
 
 from typing import Any
 
@@ -18,10 +18,10 @@ from ._hook_plan import HookPlan, profiles_nothing
 
 
 class StepPlan:
-    """What a validation, test or prediction loop calls for each batch, resolved once per run.
+    """The calls that a validation, test or prediction loop makes for each batch, resolved once per run.
 
     Args:
-        loop: Lightning's loop, its data set up.
+        loop: Lightning's loop, with its data set up.
         stage: `validation`, `test` or `predict`.
     """
 
@@ -37,7 +37,7 @@ class StepPlan:
         self.resolve()
 
     def resolve(self) -> None:
-        """Choose what does not change from batch to batch."""
+        """Make the choices that do not change from batch to batch."""
         hooks = self.hooks
         hooks.resolve()
         self.move = batch_mover(hooks)
@@ -49,7 +49,7 @@ class StepPlan:
         """Move the batch to the device.
 
         Returns:
-            What the batch hooks take: the batch, its index and, where there are several loaders, the loader's.
+            The arguments of the batch hooks: the batch, its index and, with several loaders, the loader's index.
         """
         if self.hooks.stale():
             self.resolve()
@@ -57,7 +57,7 @@ class StepPlan:
         return (batch, batch_idx, dataloader_idx) if self.names_loader else (batch, batch_idx)
 
     def step(self, args: tuple[Any, ...]) -> Any:
-        """Call the module's step, through the strategy where that adds something."""
+        """Call the module's step, through the strategy if the strategy overrides it."""
         hooks, state = self.hooks, self.hooks.state
         if not self.takes_index:
             args = (args[0], *args[2:])
@@ -69,7 +69,7 @@ class StepPlan:
 
 
 def step_plan(loop: _EvaluationLoop | _PredictionLoop, stage: str) -> StepPlan | None:
-    """Plan the lean steps of a loop that was just reset; None where Lightning's own are taken."""
+    """Plan the lean steps of a loop that was just reset; None if Lightning's own steps must run."""
     fetcher = loop._data_fetcher
     assert fetcher is not None
     if not profiles_nothing(loop.trainer):
@@ -79,7 +79,7 @@ def step_plan(loop: _EvaluationLoop | _PredictionLoop, stage: str) -> StepPlan |
 
 
 def evaluate(loop: _EvaluationLoop, plan: StepPlan, batch: Batch, batch_idx: int, dataloader_idx: int) -> None:
-    """Do one step of validation or test, with Lightning's hooks and counters in Lightning's order."""
+    """Run one step of validation or test, with Lightning's hooks and counters in Lightning's order."""
     trainer, progress, hooks = loop.trainer, loop.batch_progress, plan.hooks
     connector: LeanLoggerConnector = trainer._logger_connector  # type: ignore[assignment]
     results: Any = loop._results
@@ -97,13 +97,13 @@ def evaluate(loop: _EvaluationLoop, plan: StepPlan, batch: Batch, batch_idx: int
         loop._has_run = True
         connector.log_evaluation_step(results, loop._seen_batches_per_dataloader[dataloader_idx])
         loop._seen_batches_per_dataloader[dataloader_idx] += 1
-    # the trainer's own property asks for the stage first, at several times the price
+    # the trainer's own property checks the stage first, which costs several times as much
     if trainer._signal_connector.received_sigterm and not progress.is_last_batch and trainer.received_sigterm:
         raise SIGTERMException
 
 
 def predict(loop: _PredictionLoop, plan: StepPlan, batch: Batch, batch_idx: int, dataloader_idx: int) -> None:
-    """Do one step of prediction, with Lightning's hooks and counters in Lightning's order."""
+    """Run one step of prediction, with Lightning's hooks and counters in Lightning's order."""
     progress, hooks = loop.batch_progress, plan.hooks
     args = plan.begin(batch, batch_idx, dataloader_idx)
     progress.increment_ready()
@@ -121,7 +121,7 @@ def predict(loop: _PredictionLoop, plan: StepPlan, batch: Batch, batch_idx: int,
 
 
 def validation_may_be_due(loop: _TrainingEpochLoop) -> bool:
-    """Whether Lightning must decide: at the last batch, on a stop, at an interval, after a restart."""
+    """Whether Lightning must decide about validation: at the last batch, on a stop, at an interval, after a restart."""
     trainer: Any = loop.trainer
     if loop.batch_progress.is_last_batch or trainer.should_stop or loop._skip_next_val:
         return True

@@ -1,8 +1,8 @@
-"""Which hooks exist: resolved once, checked cheaply before every step, called in Lightning's order.
+"""Resolve which hooks are overridden once, check it cheaply before every step, and call them in Lightning's order.
 
-Lightning calls every hook of every callback and of the module in every step, most of them empty. A `HookPlan` knows
-which of them somebody has defined, on a class or on an instance, and calls only those, with `_current_fx_name` (by
-which `self.log` knows where it is) as Lightning sets it.
+Lightning calls every hook of every callback and of the module in every step, most of them empty. A `HookPlan` records
+which of them are overridden, on a class or on an instance, and calls only those. It sets `_current_fx_name` as
+Lightning does, since `self.log` reads it.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -22,7 +22,7 @@ Base = Mapping[str, Any]
 
 
 def public_and_private(*classes: type) -> Base:
-    """Everything that a class offers, as it was when this file was imported, before anything was patched."""
+    """The attributes of classes as they were when this file was imported, before anything was patched."""
     return {name: getattr(cls, name) for cls in classes for name in dir(cls)}
 
 
@@ -35,7 +35,7 @@ PROFILER = public_and_private(PassThroughProfiler)
 
 
 def overridden(obj: object, name: str, base: Base) -> bool:
-    """Whether anything but Lightning's own default would run: a subclass's method, or an attribute of the object."""
+    """Whether something other than Lightning's default would run: a subclass's method or an instance attribute."""
     return name in getattr(obj, "__dict__", ()) or getattr(type(obj), name, None) is not base[name]
 
 
@@ -45,14 +45,14 @@ def any_overridden(obj: object, names: Iterable[str], base: Base) -> bool:
 
 
 def profiles_nothing(trainer: Any) -> bool:
-    """Whether neither a profiler nor a debug log would notice that a hook was not called."""
+    """Whether no profiler and no debug log would record the hooks that are not called."""
     profiler = trainer.profiler
     silent = not any_overridden(profiler, ("start", "stop", "profile"), PROFILER)
     return silent and not call.log.isEnabledFor(10)
 
 
 def namespaces(obj: object, *bases: type) -> Iterator[Mapping[str, Any]]:
-    """The dictionaries in which an attribute of the object can appear: its own and those of its classes."""
+    """The dictionaries that can hold an attribute of the object: its own and those of its classes."""
     yield getattr(obj, "__dict__", {})
     for cls in type(obj).__mro__:
         if cls in bases or cls is object:
@@ -66,7 +66,7 @@ class HookPlan:
     Args:
         trainer: the trainer, with module and strategy connected.
         hooks: names of the hooks that the loop calls in every step.
-        timed_bar: the progress bar that the trainer itself made, to be refreshed by time; or None.
+        timed_bar: the default progress bar, refreshed at a time interval; or None.
     """
 
     def __init__(self, trainer: pl.Trainer, hooks: Iterable[str], timed_bar: TimedBar | None = None) -> None:
@@ -79,7 +79,7 @@ class HookPlan:
         self.resolve()
 
     def resolve(self) -> None:
-        """Look again at everything; what was defined meanwhile counts from now on."""
+        """Resolve all hooks again, to pick up later changes."""
         trainer = self.trainer
         self.callbacks = list(trainer.callbacks)
         self.precision = trainer.precision_plugin
@@ -90,7 +90,7 @@ class HookPlan:
         self._size = sum(map(len, self._spaces))
 
     def stale(self) -> bool:
-        """Whether callbacks came or went, or an attribute of anything that is called was set or removed."""
+        """Whether a callback was added or removed, or an attribute of a called object was set or removed."""
         trainer = self.trainer
         return (
             sum(map(len, self._spaces)) != self._size
@@ -108,7 +108,7 @@ class HookPlan:
             yield from namespaces(callback, pl.Callback)
 
     def _work(self, name: str) -> tuple[list[Any], bool] | None:
-        """Who has something to do in a hook: the callbacks, and whether the module. None where nobody has."""
+        """The callbacks that override a hook, and whether the module does; None if nothing overrides it."""
         bar = self.timed_bar
         targets = [cb for cb in self.callbacks if name not in CALLBACK or overridden(cb, name, CALLBACK)]
         if name == "on_train_batch_end":
@@ -122,11 +122,11 @@ class HookPlan:
         """Call a hook of the callbacks, then of the module.
 
         Args:
-            name: of the hook.
-            *args: what the module's hook receives; callbacks receive trainer and module before them.
+            name: name of the hook.
+            *args: arguments of the module's hook; callbacks receive trainer and module before them.
 
         Returns:
-            What the module's hook returned; None where the module does not define it.
+            The return value of the module's hook; None if the module does not override it.
         """
         work = self.work.get(name)
         if work is None:
@@ -141,14 +141,14 @@ class HookPlan:
                 hook(trainer, module, *args)
         output = None
         if in_module and callable(hook := getattr(module, name)):
-            # a callback may have changed it; nn.Module.__setattr__ is some 30 times the price of this
+            # a callback may have changed it; nn.Module.__setattr__ costs about 30 times as much
             state["_current_fx_name"] = name
             output = hook(*args)
         state["_current_fx_name"] = before
         return output
 
     def call_as(self, name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call any function while `self.log` takes it for the hook `name`."""
+        """Call a function so that `self.log` treats it as the hook `name`."""
         before = self.state["_current_fx_name"]
         self.state["_current_fx_name"] = name
         output = function(*args, **kwargs)
@@ -156,7 +156,7 @@ class HookPlan:
         return output
 
     def step_is_the_modules(self, step: str) -> bool:
-        """Whether the strategy's step would only call the module's, without a wrapper, autocast or a conversion."""
+        """Whether the strategy's step only calls the module's, without a wrapper, autocast or a conversion."""
         context = f"{step.replace('training', 'train').replace('validation', 'val')}_context"
         return (
             not overridden(self.strategy, step, STRATEGY)
@@ -165,7 +165,7 @@ class HookPlan:
         )
 
     def reads_outputs(self) -> bool:
-        """Whether anybody but Lightning's own callbacks, known to ignore it, sees what `training_step` returned."""
+        """Whether any callback may read the output of `training_step`; Lightning's own are known to ignore it."""
         targets, in_module = self.work.get("on_train_batch_end", ([], False))
         return in_module or any(not _ignores_outputs(target) for target in targets)
 
@@ -182,7 +182,7 @@ _KNOWN_TO_IGNORE_OUTPUTS: frozenset[Any] = frozenset(
 
 
 def _saves_at_epochs_only(callback: Any) -> bool:
-    """Whether this is Lightning's `ModelCheckpoint`, with options under which it does nothing after a batch."""
+    """Whether this is Lightning's `ModelCheckpoint` with options that make its batch hook do nothing."""
     return (
         isinstance(callback, ModelCheckpoint)
         and not overridden(callback, "on_train_batch_end", {"on_train_batch_end": ModelCheckpoint.on_train_batch_end})

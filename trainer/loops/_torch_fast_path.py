@@ -1,8 +1,8 @@
-"""torch's backward, `zero_grad` and optimizer step without their wrappers, where nobody would notice.
+"""Call torch's backward, `zero_grad` and optimizer step without their wrappers where the wrappers have no effect.
 
-On a tiny model the wrappers cost more than the work: they write an event for a profiler that is not there, look for
-hooks that nobody registered, and shield from a compiler that does not run. Each function here does what torch's own
-does, and leaves it to torch's own as soon as a profiler, a hook or a patch is in sight.
+On a tiny model the wrappers cost more than the work: they record profiler events without a profiler, look for hooks
+that are not registered, and guard against a compiler that does not run. Each function here does the same as torch's
+own, and falls back to torch's own if a profiler, a hook or a patch is present.
 """
 
 import inspect
@@ -26,13 +26,13 @@ _BACKWARD = (Tensor.backward, torch.autograd.backward)
 
 
 def backward_of() -> Callable[[Tensor], None]:
-    """Choose how a loss is brought back: directly, or by `loss.backward()` where somebody has patched that."""
+    """Choose how to run backward: directly, or by `loss.backward()` if that was patched."""
     return _backward if (Tensor.backward, torch.autograd.backward) == _BACKWARD else Tensor.backward
 
 
 def _backward(loss: Tensor) -> None:
     if type(loss) is not Tensor or loss.dim() or not loss.requires_grad or not loss.is_floating_point():
-        loss.backward()  # which explains what is wrong
+        loss.backward()  # raises torch's own error
         return
     _engine_run_backward(
         (loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True
@@ -43,14 +43,14 @@ class PlainOptimizer:
     """Steps and clears one of torch's optimizers.
 
     Args:
-        optimizer: any; `steps_plainly` tells whether it is one whose step this class knows.
+        optimizer: any optimizer; `steps_plainly` tells whether this class supports its step.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer: Any = optimizer
         self._patch = patched = vars(optimizer).get("step")
         kind = type(optimizer)
-        # torch's learning rate schedulers count the calls by a wrapper on the object
+        # torch's learning rate schedulers count calls with a wrapper on the instance
         self._counts = getattr(patched, "_wrapped_by_lr_sched", None) is True
         known = kind in _INNERMOST and inspect.unwrap(kind.step) is _INNERMOST[kind]
         self.steps_plainly = known and (patched is None or self._counts) and not self._has_pre_hooks()
@@ -58,14 +58,14 @@ class PlainOptimizer:
         self._clears = kind.zero_grad is _ZERO_GRAD and "zero_grad" not in vars(optimizer)
 
     def was_patched(self) -> bool:
-        """Whether somebody has replaced the optimizer's `step` since."""
+        """Whether the optimizer's `step` has been replaced since."""
         return self.optimizer.__dict__.get("step") is not self._patch
 
     def _has_pre_hooks(self) -> bool:
         return bool(self.optimizer._optimizer_step_pre_hooks or _global_optimizer_pre_hooks)
 
     def step(self) -> None:
-        """Update the parameters, as `optimizer.step()`; only where `steps_plainly`."""
+        """Update the parameters like `optimizer.step()`; valid only if `steps_plainly`."""
         optimizer = self.optimizer
         if (
             optimizer._optimizer_step_post_hooks
@@ -80,7 +80,7 @@ class PlainOptimizer:
         self._step(optimizer)
 
     def zero_grad(self) -> None:
-        """Forget the gradients, as `optimizer.zero_grad()`."""
+        """Reset the gradients like `optimizer.zero_grad()`."""
         optimizer = self.optimizer
         if not self._clears or torch.autograd._profiler_enabled():
             optimizer.zero_grad()

@@ -1,11 +1,11 @@
-"""One training step with automatic optimization: forward, backward, optimizer, in Lightning's order.
+"""Run one training step with automatic optimization: forward, backward, optimizer, in Lightning's order.
 
     training_step → on_before_zero_grad → optimizer_zero_grad → on_before_backward → backward → on_after_backward
     → on_before_optimizer_step → configure_gradient_clipping → the optimizer's own update
 
-As in Lightning all of it runs inside `optimizer.step(closure)`, so that optimizers which call the closure again, or
-never, work; torch's own, which call it once and first, need none. What module, strategy or precision plugin override is
-called as Lightning calls it; what nobody overrides is done here directly.
+As in Lightning all of it runs inside `optimizer.step(closure)`, so that optimizers which call the closure several times
+or never also work; most of torch's optimizers call it once at the start and need no closure. Overrides of the module,
+strategy or precision plugin are called as in Lightning; everything that is not overridden is done here directly.
 """
 
 from collections.abc import Mapping
@@ -33,10 +33,10 @@ _MIXED = {name: getattr(MixedPrecision, name) for name in ("pre_backward", "opti
 
 
 class TrainStep:
-    """The lean step, with the choices that do not change from step to step made once.
+    """The lean training step; choices that do not change from step to step are made once.
 
     Args:
-        plan: the hooks that exist.
+        plan: the overridden hooks.
         automatic: Lightning's loop for automatic optimization, which owns the counters.
         accumulation: weights of micro-batches.
     """
@@ -49,14 +49,14 @@ class TrainStep:
         self.resolve()
 
     def resolve(self) -> None:
-        """Make the choices again, after the plan was resolved again."""
+        """Update the choices after the plan was resolved again."""
         plan, module, strategy = self.plan, self.plan.module, self.plan.strategy
         self.plain_forward = plan.step_is_the_modules("training_step")
         self.backward_adds = _backward_adds(plan)
         self.step_adds = _optimizer_step_adds(plan)
         self.module_backward = overridden(module, "backward", MODULE)
         self.hooks_only = self.step_adds is not None and not overridden(module, "optimizer_step", MODULE)
-        # where there is none, or several, no lean step is taken
+        # with no optimizer, or several, no lean step is taken
         self.optimizer: Any = PlainOptimizer(strategy.optimizers[0]) if strategy.optimizers else None
         agrees = getattr(strategy, "agrees_on_loss", None)
         if agrees is not None and self.optimizer is not None and agrees(self.optimizer.optimizer):
@@ -75,7 +75,7 @@ class TrainStep:
         self.hooked_update = self.clips_itself or "on_before_optimizer_step" in plan.work
 
     def run(self, batch: Batch, batch_idx: int, stepping: bool) -> dict[str, Any]:
-        """Do a step on one micro-batch.
+        """Run a step on one micro-batch.
 
         Args:
             batch: the micro-batch.
@@ -83,8 +83,8 @@ class TrainStep:
             stepping: whether the optimizer updates the parameters now, or gradients are only accumulated.
 
         Returns:
-            What `on_train_batch_end` receives: the loss, detached, and what else `training_step` returned. Empty
-            where it returned None.
+            The outputs for `on_train_batch_end`: the detached loss and everything else that `training_step` returned.
+            Empty if it returned None.
         """
         if self.optimizer.optimizer is not self.plan.strategy.optimizers[0] or self.optimizer.was_patched():
             self.resolve()
@@ -111,7 +111,7 @@ class TrainStep:
             return self._forward_backward(batch, batch_idx, False)
 
     def _step_with_closure(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
-        """Let the optimizer call forward and backward, through whatever overrides its step."""
+        """Let the optimizer call forward and backward, through any overrides of its step."""
         plan = self.plan
         results: list[dict[str, Any]] = []
 
@@ -119,7 +119,7 @@ class TrainStep:
             results[:] = [self._forward_backward(batch, batch_idx, True)]
             return ClosureResult(results[0].get("loss"))
 
-        # Lightning's type, by which user code may recognise the closure; it enables gradients and passes the loss on
+        # Lightning's type, since user code may check for it; it enables gradients and returns the loss
         closure = Closure(step_fn=forward_backward)
         epoch, optimizer = self.trainer.current_epoch, plan.strategy._lightning_optimizers[0]
         if self.hooks_only:
@@ -134,7 +134,7 @@ class TrainStep:
             self._after_update()
         else:
             plan.call_as("optimizer_step", plan.module.optimizer_step, epoch, batch_idx, optimizer, closure)
-        closure.consume_result()  # raises where the closure was never called
+        closure.consume_result()  # raises if the closure was never called
         return results[0]
 
     def _forward_backward(self, batch: Batch, batch_idx: int, stepping: bool) -> dict[str, Any]:
@@ -146,7 +146,7 @@ class TrainStep:
         state["_current_fx_name"] = before
         if self.post_training_step:
             plan.strategy.post_training_step()
-        if plan.stale():  # training_step attached or patched something
+        if plan.stale():  # training_step added or patched a hook
             self.resolve_again()
         first = parts == 1 or batch_idx % parts == 0
         if output is None:
@@ -173,23 +173,24 @@ class TrainStep:
         return reported
 
     def resolve_again(self) -> None:
-        """Look again at everything that is called."""
+        """Resolve the plan and all choices again."""
         self.plan.resolve()
         self.resolve()
 
     def _skip(self, batch_idx: int, first: bool) -> dict[str, Any]:
-        """Do what is left of a step whose `training_step` returned None."""
+        """Finish a step whose `training_step` returned None."""
         if self.trainer.world_size > 1:
             raise RuntimeError(
                 "Skipping the `training_step` by returning None in distributed training is not supported: the other "
-                "ranks would wait for this one's gradients. Return a loss on every rank, zero where there is nothing."
+                "ranks would wait for this rank's gradients. Return a loss on every rank, zero if there is nothing to "
+                "train on."
             )
         zero_grad = (lambda: self._zero_grad(batch_idx)) if first else None
         Closure(step_fn=lambda: ClosureResult(None), zero_grad_fn=zero_grad)()  # warns
         return {}
 
     def _split(self, output: Any) -> tuple[Tensor, dict[str, Any]]:
-        """Split an output that is no plain loss into the loss and what is reported to hooks."""
+        """Split the output of `training_step` into the loss and the outputs for hooks."""
         if not isinstance(output, Mapping) or output.get("loss") is None:
             ClosureResult.from_training_step_output(output)
             raise AssertionError("Lightning refuses an output without a loss")
@@ -197,13 +198,13 @@ class TrainStep:
         return loss, {**self._reported(loss), **{key: value for key, value in output.items() if key != "loss"}}
 
     def _reported(self, loss: Tensor) -> dict[str, Any]:
-        """Return what hooks are shown of a loss: a copy, since precision plugins and hooks may scale it in place."""
+        """Return the loss as hooks see it: a copy, since precision plugins and hooks may scale it in place."""
         return {"loss": loss.detach().clone() if self.reads_outputs else loss.detach()}
 
     def _share(
         self, loss: Tensor, output: Any, batch: Batch, parts: int, first: bool, reported: dict[str, Any]
     ) -> Tensor:
-        """Scale a micro-batch's loss to its part of the accumulated step."""
+        """Scale a micro-batch's loss to its share of the accumulated step."""
         if first:
             self.accumulation.start()
         if self.accumulation.exact:
@@ -256,21 +257,21 @@ class TrainStep:
             plan.call("on_before_optimizer_step", optimizer)
         value = trainer.gradient_clip_val
         if value or self.clips_itself:
-            # Lightning's own, for what it verifies about value and algorithm
+            # Lightning's own method, for its checks of value and algorithm
             algorithm = trainer.gradient_clip_algorithm
             plan.precision._clip_gradients(plan.module, optimizer, value, gradient_clip_algorithm=algorithm)
 
 
 def _adds(strategy: object, name: str) -> Additions | None:
-    """What a strategy's method adds to Lightning's, or to that of Lightning's DDP."""
+    """The additions of a strategy's method to Lightning's method, or to that of Lightning's DDP."""
     found = additions(strategy, name, STRATEGY[name])
     return found if found is not None or name not in _DDP else additions(strategy, name, _DDP[name])
 
 
 def _backward_adds(plan: HookPlan) -> Additions | None:
-    """What the strategy's backward adds to the hooks and the module's; None where it may do anything."""
+    """What the strategy's backward adds to the hooks and the module's backward; None if that is unknown."""
     strategy, precision = plan.strategy, plan.precision
-    # DDP's own act in manual optimization only
+    # DDP's own hooks act in manual optimization only
     if any(_adds(strategy, name) != Additions() for name in ("pre_backward", "post_backward")):
         return None
     scaled = overridden(precision, "pre_backward", PRECISION) and not _mixes_without_scaler(plan, "pre_backward")
@@ -279,7 +280,7 @@ def _backward_adds(plan: HookPlan) -> Additions | None:
 
 
 def _optimizer_step_adds(plan: HookPlan) -> str | None:
-    """What the strategy calls after the optimizer's step and its hooks; None where it may do anything."""
+    """What the strategy calls after the optimizer's step and its hooks; None if that is unknown."""
     strategy: Any = plan.strategy
     adds = _adds(strategy, "optimizer_step")
     averages = getattr(strategy, "_model_averager", None) is not None
@@ -292,6 +293,6 @@ def _optimizer_step_adds(plan: HookPlan) -> str | None:
 
 
 def _mixes_without_scaler(plan: HookPlan, name: str) -> bool:
-    """Whether this is Lightning's mixed precision in bfloat16, which scales nothing."""
+    """Whether this is Lightning's bfloat16 mixed precision, which has no gradient scaler."""
     precision: Any = plan.precision
     return not overridden(precision, name, _MIXED) and precision.scaler is None

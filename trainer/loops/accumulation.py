@@ -1,8 +1,8 @@
-"""Exact accumulation: an accumulated step is the mean over all its samples, or over all its loss weights.
+"""Accumulate gradients exactly: an accumulated step is the mean over all its samples, or over all its loss weights.
 
-Lightning divides each micro-batch's loss by `accumulate_grad_batches`: right only where every step has exactly that
-many micro-batches, all of one size. Here each loss is multiplied by its weight, and the gradients are divided once, by
-the sum of the weights that were really seen.
+Lightning divides each micro-batch's loss by `accumulate_grad_batches`, which is correct only if every step has exactly
+that many micro-batches of equal size. Here each loss is multiplied by its weight, and the gradients are divided once by
+the sum of the weights.
 """
 
 from typing import Any
@@ -18,10 +18,10 @@ from ...strategies.core.types import Batch
 
 
 class Accumulation:
-    """The weights seen so far in the current optimizer step.
+    """The sum of the loss weights in the current optimizer step.
 
     Args:
-        trainer: whose `exact_accumulation` and `accumulate_grad_batches` decide whether weights are used.
+        trainer: its `exact_accumulation` and `accumulate_grad_batches` decide whether weights are used.
     """
 
     def __init__(self, trainer: pl.Trainer) -> None:
@@ -30,31 +30,31 @@ class Accumulation:
 
     @property
     def exact(self) -> bool:
-        """Whether micro-batches are weighed now; callbacks may change `accumulate_grad_batches` between epochs."""
+        """Whether micro-batches are weighted now; callbacks may change `accumulate_grad_batches` between epochs."""
         return weighs_in_loop(self.trainer)
 
     def verify(self) -> None:
-        """Refuse what can't be weighed.
+        """Check that the strategy supports exact accumulation.
 
         Raises:
             ConfigError: the strategy accumulates by its own rule.
         """
         if self.exact and self.trainer.strategy.handles_gradient_accumulation:
             raise ConfigError(
-                f"exact_accumulation=True was given with {type(self.trainer.strategy).__name__}, which accumulates "
-                "gradients itself by its own rule. Set exact_accumulation=False, or choose another strategy."
+                f"exact_accumulation=True is not supported with {type(self.trainer.strategy).__name__}, which "
+                "accumulates gradients by its own rule. Set exact_accumulation=False, or choose another strategy."
             )
 
     def start(self) -> None:
-        """Begin an optimizer step: nothing has been weighed."""
+        """Begin an optimizer step: reset the sum of weights."""
         self.total = 0.0
 
     def weigh(self, loss: Tensor, output: Any, batch: Batch) -> Tensor:
-        """Multiply a micro-batch's loss by its weight, and remember the weight.
+        """Multiply a micro-batch's loss by its weight, and add the weight to the sum.
 
         Args:
             loss: mean loss of the micro-batch.
-            output: what `training_step` returned, perhaps with `loss_weight`.
+            output: the output of `training_step`, optionally with `loss_weight`.
             batch: the micro-batch.
 
         Returns:
@@ -67,7 +67,7 @@ class Accumulation:
         return loss * weight
 
     def divide_gradients(self) -> None:
-        """Turn the gradients of weighted sums into those of the mean. Call it once, after the last backward."""
+        """Divide the gradients of the weighted sum by the sum of weights; call it once, after the last backward."""
         strategy: Any = self.trainer.strategy
         shared = getattr(strategy, "total_loss_weight", None)
         divisor = _not_zero(self.total if shared is None else shared(self.total))
@@ -77,7 +77,7 @@ class Accumulation:
                 parameter.grad.div_(here)
 
     def _parameters(self) -> list[Parameter]:
-        """Return the module's parameters and whatever else the optimizer updates, each once."""
+        """Return the module's parameters and any others that the optimizer updates, each once."""
         found = {id(p): p for p in self.trainer.lightning_module.parameters()}
         for optimizer in self.trainer.optimizers:
             found.update((id(p), p) for group in optimizer.param_groups for p in group["params"])
@@ -85,7 +85,7 @@ class Accumulation:
 
 
 def _not_zero(total: Tensor | float) -> Tensor | float:
-    """Replace a total of zero: where nothing weighed anything the gradients are zero, and must not become NaN."""
+    """Replace a total of zero by one: all weights are then zero and so are the gradients, which must not become NaN."""
     if isinstance(total, Tensor):
         return torch.where(total == 0, torch.ones_like(total), total)
     return total or 1.0

@@ -1,4 +1,4 @@
-"""`self.log` during a run: Lightning's own for what is new, a slot for what was logged before."""
+"""Speed up `self.log`: Lightning's own method for the first value of a key, a slot for all further values."""
 
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, nullcontext
@@ -16,7 +16,7 @@ from ._hook_plan import MODULE
 
 
 class LeanLog:
-    """Stands in for a module's `log` while its trainer runs.
+    """Replaces a module's `log` while its trainer runs.
 
     Args:
         trainer: the trainer, its module connected.
@@ -31,7 +31,7 @@ class LeanLog:
         self.full: Callable[..., None] = MODULE["log"].__get__(self.module)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copied or pickled with its module, it is the copy's own `log`."""
+        """Copied or pickled with its module, it becomes the copy's own `log`."""
         return getattr, (self.module, "log")
 
     def __call__(
@@ -64,7 +64,7 @@ class LeanLog:
             if (
                 slot is not None
                 and slot.options == options
-                # the moments at which Lightning would neither reset the hook's values nor warn
+                # only if Lightning would neither reset the hook's values nor warn
                 and (connector._first_loop_iter is False or connector._current_fx == fx)
                 and (not slot.needs_logger or self.trainer.loggers)
             ):
@@ -84,7 +84,7 @@ class LeanLog:
             "add_dataloader_idx", "metric_attribute", "rank_zero_only",
         )  # fmt: skip
         given = dict(zip(names, options, strict=True))
-        # what is shared at once is a mean over ranks, which may have unequal parts of the batch
+        # a value reduced immediately is a mean over ranks, which may have chunks of unequal size
         weighing = getattr(self.trainer.strategy, "weighing_logged", nullcontext)
         with weighing():
             self.full(name, value, batch_size=batch_size, **given)
@@ -110,7 +110,7 @@ class LeanLog:
 
 
 def _samples(batch: Any) -> int:
-    """Count samples as Lightning does, warning included, without its walk where one look is enough."""
+    """Count samples as Lightning does, including its warning, but without walking the batch in simple cases."""
     kind = type(batch)
     if kind is Tensor and batch.dim():
         return batch.shape[0]
@@ -123,9 +123,9 @@ def _samples(batch: Any) -> int:
 
 @contextmanager
 def lean_logging(trainer: Any) -> Generator[None]:
-    """Let the module, and the callbacks that log through it, log leanly inside the block.
+    """Replace the `log` method of the module, which callbacks use too, inside the block.
 
-    A module that has its own `log`, or that is compiled, and a trainer that does not log, are left alone.
+    Does nothing if the module overrides `log` or is compiled, or if the trainer does not log.
     """
     module = trainer.lightning_module
     own = type(module).log is not MODULE["log"] or "log" in module.__dict__

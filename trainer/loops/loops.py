@@ -1,7 +1,8 @@
-"""The lean loops: Lightning's loops, whose ordinary step costs what a hand-written one does.
+"""Extend Lightning's loops so that a common step costs as little as a hand-written one.
 
-Everything rare stays Lightning's own code, called through `super()`: restarts, profilers, `dataloader_iter`, manual
-optimization, validation's frame, schedulers, the decisions about when to validate and when to stop.
+Everything less common is left to Lightning's own code, called through `super()`: restarts, profilers,
+`dataloader_iter`, manual optimization, the validation loop around its steps, schedulers, the decisions when to validate
+and when to stop.
 """
 
 from collections import OrderedDict
@@ -39,20 +40,20 @@ TRAIN_HOOKS = (
 
 
 class ExactCheckpointConnector(ExactCheckpoints, _CheckpointConnector):
-    """What a checkpoint holds."""
+    """Lightning's checkpoint connector, with the state that exact resuming needs."""
 
 
 class LeanFitLoop(ResumingFitLoop, _FitLoop):
-    """All epochs."""
+    """The loop over epochs."""
 
 
 class LeanTrainingEpochLoop(ResumingEpochLoop, _TrainingEpochLoop):
-    """One epoch of training.
+    """The loop over the batches of a training epoch.
 
     Args:
-        trainer: the trainer, with its lean logger connector in place.
-        min_steps: optimizer steps that must be taken.
-        max_steps: optimizer steps that may be taken; -1 for any number.
+        trainer: the trainer, with its lean logger connector already set.
+        min_steps: minimum number of optimizer steps.
+        max_steps: maximum number of optimizer steps; -1 for no limit.
     """
 
     def __init__(self, trainer: pl.Trainer, min_steps: int | None = None, max_steps: int = -1) -> None:
@@ -69,7 +70,7 @@ class LeanTrainingEpochLoop(ResumingEpochLoop, _TrainingEpochLoop):
         self._plan: HookPlan | None = None
         self._step: TrainStep | None = None
         self._loader: OneLoader | None = None
-        self._agrees = False  # whether several processes ask each other, between batches, if all of them stop
+        self._agrees = False  # whether ranks agree between batches on when to stop
 
     @override
     def on_run_start(self, data_fetcher: _DataFetcher) -> None:
@@ -88,7 +89,7 @@ class LeanTrainingEpochLoop(ResumingEpochLoop, _TrainingEpochLoop):
             self._results.defers = True
 
     def _resolve(self) -> None:
-        """Choose what does not change from step to step; again whenever somebody attached or patched something."""
+        """Make the choices that do not change from step to step; repeated after a hook was added or patched."""
         plan, step = self._plan, self._step
         assert plan is not None
         assert step is not None
@@ -123,7 +124,7 @@ class LeanTrainingEpochLoop(ResumingEpochLoop, _TrainingEpochLoop):
 
     @override
     def _broadcast_sigterm_tensor(self) -> None:
-        """Do nothing: Lightning's is a host synchronization per step. See `ResumingFitLoop.stop_between_batches`."""
+        """Do nothing: Lightning's synchronizes the host every step. See `ResumingFitLoop.stop_between_batches`."""
 
     @override
     def advance(self, data_fetcher: _DataFetcher) -> None:
@@ -141,7 +142,7 @@ class LeanTrainingEpochLoop(ResumingEpochLoop, _TrainingEpochLoop):
                 super().advance(data_fetcher)
                 return
             self._resolve()
-        # Lightning's setter walks over all children
+        # Lightning's setter visits all child loops
         if self.val_loop._restarting:
             self.val_loop.restarting = False
         self._advance(plan, data_fetcher)
@@ -189,7 +190,7 @@ class LeanTrainingEpochLoop(ResumingEpochLoop, _TrainingEpochLoop):
 
     def _fetch(self, data_fetcher: _DataFetcher) -> Batch:
         asked_s = perf_counter()
-        # Lightning's fetcher also returns the indices of batch and loader
+        # Lightning's fetcher also returns the indices of the batch and of the loader
         batch: Batch = next(data_fetcher)[0] if self._loader is None else next(self._loader)
         self.data_wait_s += perf_counter() - asked_s
         return batch
@@ -198,14 +199,14 @@ class LeanTrainingEpochLoop(ResumingEpochLoop, _TrainingEpochLoop):
         if self._results.deferred:
             with getattr(plan.strategy, "weighing_logged", nullcontext)():
                 self._results.deferred.flush()
-        if plan.work and plan.stale():  # a hook of this step attached or patched something
+        if plan.work and plan.stale():  # a hook of this step added or patched a hook
             self._resolve()
         if "on_train_batch_end" in plan.work:
             plan.call("on_train_batch_end", output, batch, batch_idx)
         self._connector.finish_batch(self._results)
 
     def _stepping(self) -> bool:
-        """Whether the optimizer updates at this micro-batch."""
+        """Whether the optimizer steps after this micro-batch."""
         parts = self.trainer.accumulate_grad_batches
         return parts == 1 or self.batch_progress.current.ready % parts == 0 or not self._should_accumulate()
 
@@ -239,7 +240,7 @@ class LeanTrainingEpochLoop(ResumingEpochLoop, _TrainingEpochLoop):
             super().on_iteration_done()
 
     def _show_everything(self) -> None:
-        """Let metrics and progress bar catch up, before validation writes to both."""
+        """Update metrics and progress bar before validation writes to both."""
         self._connector.settle()
         bar = getattr(self.trainer, "timed_bar", None)
         if bar is not None:
@@ -300,7 +301,7 @@ class LeanPredictionLoop(_PredictionLoop):
 
 
 class WeighedAutomaticOptimization(_AutomaticOptimization):
-    """Lightning's automatic optimization, for the steps that are not lean, with exact accumulation.
+    """Lightning's automatic optimization with exact accumulation, for steps that are not lean.
 
     Args:
         trainer: the trainer.
@@ -343,7 +344,7 @@ class WeighedAutomaticOptimization(_AutomaticOptimization):
         return backward_and_divide
 
 
-# Profilers name actions after the class of the loop: a profile reads as Lightning's.
+# Profilers name actions after the loop's class: keep Lightning's names.
 LeanFitLoop.__name__ = _FitLoop.__name__
 LeanTrainingEpochLoop.__name__ = _TrainingEpochLoop.__name__
 LeanEvaluationLoop.__name__ = _EvaluationLoop.__name__

@@ -1,4 +1,4 @@
-"""Out of memory: which device, with how many samples, and what to change."""
+"""Explain out-of-memory errors: which device, how many samples, and what to change."""
 
 import re
 from collections.abc import Generator
@@ -12,15 +12,15 @@ from ...strategies.batch.chunks import num_samples
 
 
 class DeviceOutOfMemory(torch.OutOfMemoryError):
-    """torch's error, with what a user needs to know."""
+    """torch's error with the device, the number of samples and advice."""
 
 
 @contextmanager
 def explained_out_of_memory(trainer: pl.Trainer) -> Generator[None]:
-    """Add device, chunk, peak and advice to an out-of-memory error raised inside.
+    """Add device, chunk size, peak memory and advice to an out-of-memory error raised inside the block.
 
     Raises:
-        DeviceOutOfMemory: in the place of `torch.OutOfMemoryError`.
+        DeviceOutOfMemory: instead of `torch.OutOfMemoryError`.
     """
     try:
         yield

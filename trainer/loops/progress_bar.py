@@ -1,4 +1,4 @@
-"""The progress bar that the trainer makes itself is refreshed by time, not by step."""
+"""Refresh the default progress bar at a time interval instead of every few steps."""
 
 import time
 from typing import Any
@@ -7,13 +7,13 @@ import pytorch_lightning as pl
 from pytorch_lightning.callbacks import ProgressBar
 
 REFRESH_S = 0.1
-"""Seconds between two refreshes: what an eye can follow. A refresh costs several tiny training steps."""
+"""Seconds between two refreshes. A refresh costs as much as several tiny training steps."""
 
 
 class TimedBar:
-    """Stands in for a progress bar where a loop calls its `*_batch_end` hooks.
+    """Replaces a progress bar in a loop's `*_batch_end` hooks.
 
-    Every last batch is shown. Neither batch nor outputs are kept: Lightning's bars look at neither.
+    The last batch is always shown. Batch and outputs are not kept: Lightning's bars read neither.
 
     Args:
         bar: the progress bar.
@@ -25,7 +25,7 @@ class TimedBar:
         self._behind: int | None = None
 
     def on_train_batch_end(self, trainer: pl.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Refresh, where it is time to or where this is the epoch's last batch."""
+        """Refresh if the interval is over or this is the epoch's last batch."""
         progress = trainer.fit_loop.epoch_loop.batch_progress
         last = progress.is_last_batch or progress.current.ready >= trainer.num_training_batches
         if last or time.perf_counter() >= self._due_s:
@@ -36,21 +36,21 @@ class TimedBar:
             self._behind = batch_idx
 
     def catch_up(self, trainer: pl.Trainer) -> None:
-        """Show the steps that were not shown yet, before something else takes the screen."""
+        """Show the steps not shown yet, before something else is printed."""
         if self._behind is not None:
             batch_idx, self._behind = self._behind, None
             self.bar.on_train_batch_end(trainer, trainer.lightning_module, None, None, batch_idx)
 
     def on_validation_batch_end(self, trainer: pl.Trainer, module: Any, *args: Any) -> None:
-        """Refresh, where it is time to."""
+        """Refresh if the interval is over."""
         self._evaluation("on_validation_batch_end", trainer, module, *args)
 
     def on_test_batch_end(self, trainer: pl.Trainer, module: Any, *args: Any) -> None:
-        """Refresh, where it is time to."""
+        """Refresh if the interval is over."""
         self._evaluation("on_test_batch_end", trainer, module, *args)
 
     def on_predict_batch_end(self, trainer: pl.Trainer, module: Any, *args: Any) -> None:
-        """Refresh, where it is time to."""
+        """Refresh if the interval is over."""
         self._evaluation("on_predict_batch_end", trainer, module, *args)
 
     def _evaluation(self, hook: str, trainer: pl.Trainer, module: Any, *args: Any) -> None:

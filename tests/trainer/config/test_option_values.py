@@ -161,7 +161,7 @@ def test_options_of_strategies_are_refused_from_python_too() -> None:
 
 
 def test_a_strategy_of_one_process_refuses_several_nodes(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"num_nodes=2 and this strategy runs in one process.*such as strategy=ddp"):
+    with pytest.raises(ConfigError, match=r"num_nodes must be 1 for a strategy of one process; got num_nodes=2"):
         launch(prepare(compose(["num_nodes=2", f"run_dir={tmp_path}"])))
 
 
