@@ -1,4 +1,4 @@
-"""When checkpoints are saved, which are kept, and what they are called."""
+"""Decide when checkpoints are saved, which are kept, and how they are named."""
 
 import re
 import warnings
@@ -26,31 +26,31 @@ __all__ = ["Checkpoint", "find_newest", "good_or_newest"]
 class Checkpoint(ModelCheckpoint):
     """Save checkpoints during training: the best ones, the last one, or both.
 
-    One trigger at most may be given; without any, a checkpoint is considered after every epoch. Names match
-    `[A-Za-z0-9._-]+`, so that a path can be passed as a Hydra override and a metric called `val/loss` makes no
+    At most one trigger may be given; without any, a checkpoint is considered after every epoch. File names match
+    `[A-Za-z0-9._-]+`, so that a path can be passed as a Hydra override and a metric named `val/loss` creates no
     directory.
 
-    With this project's trainer a checkpoint that is due is written between two batches or after the epoch, when
-    validation, logging and all callbacks are through, so that it resumes exactly (`clean_points.py`). A best checkpoint
-    is saved only with the weights that its score belongs to: a metric of validation counts right after a validation.
+    With this project's trainer a checkpoint is written between two batches or after the epoch, when validation, logging
+    and all callbacks are done, so that it resumes exactly (`clean_points.py`). A best checkpoint is saved only with the
+    weights that its score belongs to: a validation metric counts right after a validation.
 
     Args:
         dirpath: directory of the files. None takes the logger's, as Lightning does.
-        filename: name without suffix; `{epoch}`, `{step}` and the names of logged metrics are filled in.
-        monitor: name of the logged metric by which the best are chosen; None keeps the newest instead.
-        mode: `min` or `max`: which value of `monitor` is the best.
-        save_top_k: number of files kept as the best; 0 keeps none, -1 keeps all.
-        save_last: also keep `last.ckpt`, always the state saved last.
+        filename: name without suffix; `{epoch}`, `{step}` and names of logged metrics in braces are replaced.
+        monitor: name of the logged metric that ranks checkpoints; None keeps the newest instead.
+        mode: `min` or `max`: whether lower or higher values of `monitor` are better.
+        save_top_k: number of best files to keep; 0 keeps none, -1 keeps all.
+        save_last: also keep `last.ckpt`, the most recently saved state.
         every_n_steps: number of optimizer steps between checkpoints.
         every_n_epochs: number of epochs between checkpoints.
         interval_s: seconds of training between checkpoints.
-        on_error: what happens when a file can't be written (a full disk): `raise` stops training, `warn` goes on.
-        save_weights_only: leave out all that only resuming needs.
+        on_error: what to do if a file can't be written (a full disk): `raise` stops training, `warn` continues.
+        save_weights_only: omit the state that is only needed to resume.
         verbose: log a line for each checkpoint that is compared.
-        **options: `async`, a word that Python reserves: write in a thread while training goes on.
+        **options: `async`, a reserved word in Python: write in a thread while training continues.
 
     Raises:
-        ConfigError: more than one trigger is given, or an unknown option.
+        ConfigError: more than one trigger, or an unknown option, is given.
     """
 
     CHECKPOINT_EQUALS_CHAR = "_"
@@ -88,7 +88,7 @@ class Checkpoint(ModelCheckpoint):
             auto_insert_metric_name=False,
         )
         self.due = False
-        """A checkpoint is to be written at the next clean point."""
+        """Whether a checkpoint must be written at the next clean point."""
         self._on_error: Literal["raise", "warn"] = on_error
         self._background = options.get("async", False)
         self._best_due = False
@@ -100,7 +100,7 @@ class Checkpoint(ModelCheckpoint):
         self._saved_now = ""
         self._scores: dict[str, Tensor] = {}
 
-    # Deciding
+    # When to save
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -131,7 +131,7 @@ class Checkpoint(ModelCheckpoint):
             return
         step = trainer.global_step
         by_step = self._every_n_train_steps > 0 and step % self._every_n_train_steps == 0
-        ends = self.save_last and step == trainer.max_steps  # maybe within an epoch
+        ends = self.save_last and step == trainer.max_steps  # possibly within an epoch
         by_time = self._interval is not None and self._interval.is_over(trainer)
         if by_time or ((by_step or ends) and step != self._last_global_step_saved):
             self._mark(trainer)
@@ -172,7 +172,7 @@ class Checkpoint(ModelCheckpoint):
         self._settle(trainer)
 
     def lacks(self, trainer: pl.Trainer) -> bool:
-        """Whether `last.ckpt` is wanted and older than the weights."""
+        """Whether `last.ckpt` is requested and older than the weights."""
         fresh = self._last_global_step_saved == trainer.global_step
         return bool(self.save_last) and not fresh and not _is_trial(trainer)
 
@@ -185,10 +185,10 @@ class Checkpoint(ModelCheckpoint):
     # Saving
 
     def save(self, trainer: pl.Trainer) -> None:
-        """Write what is due: the best by the monitored metric, if its value is of these weights, and the last.
+        """Write the best checkpoint, if the monitored metric belongs to the current weights, and the last one.
 
         Raises:
-            ConfigError: `monitor` is no metric that was logged by the end of the first validation.
+            ConfigError: `monitor` was not logged by the end of the first validation.
         """
         self.due = False
         self._settle(trainer)
@@ -209,7 +209,7 @@ class Checkpoint(ModelCheckpoint):
             )
 
     def _is_unknown(self, trainer: pl.Trainer) -> bool:
-        """Whether the monitored metric should have been seen by now."""
+        """Whether the monitored metric should have been logged by now but was not."""
         if trainer.enable_validation and not self._validated:
             return False
         logged = {value.meta.name for value in trainer.fit_loop.epoch_loop._results.values()}
@@ -236,7 +236,7 @@ class Checkpoint(ModelCheckpoint):
         self._saved_now = ""
 
     def _settle(self, trainer: pl.Trainer) -> None:
-        """Take files that could not be written out of the ranking, and put those back that they were to replace."""
+        """Remove files that could not be written from the ranking, and restore those that they should have replaced."""
         if self._io is None or self._on_error == "raise":
             return
         failed, kept = trainer.strategy.broadcast(self._io.take_failures())
@@ -268,12 +268,12 @@ class Checkpoint(ModelCheckpoint):
     @property
     @override
     def state_key(self) -> str:
-        # Scores outlive a change of the trigger.
+        # Scores are kept if the trigger changes.
         return self._generate_state_key(monitor=self.monitor, mode=self.mode)
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        # Best scores stay comparable when a run is resumed into a new directory; Lightning would forget them.
+        # Keep the best scores if a run resumes into a new directory; Lightning would discard them.
         super().load_state_dict({**state_dict, "dirpath": self.dirpath})
 
     @override
@@ -291,7 +291,7 @@ class Checkpoint(ModelCheckpoint):
     def _get_metric_interpolated_filepath_name(
         self, monitor_candidates: dict[str, Tensor], trainer: pl.Trainer, del_filepath: str | None = None
     ) -> str:
-        # A file of the same name that is not among the best was left by a killed run at this very step.
+        # A file of the same name that is not in the ranking was left at this step by a killed run.
         path = self.format_checkpoint_name(monitor_candidates)
         version = self.STARTING_VERSION
         while path in self.best_k_models and path != del_filepath:
@@ -310,7 +310,7 @@ def _has_clean_points(trainer: pl.Trainer) -> bool:
 
 
 def _flush_logs(trainer: pl.Trainer) -> None:
-    """What a checkpoint has seen must not be missing in the log after a crash."""
+    """Flush the loggers, so that a crash after this checkpoint loses no logged values before it."""
     for log in trainer.loggers if trainer.is_global_zero else []:
         flush = getattr(getattr(log, "experiment", None), "flush", None)
         if flush is not None:
@@ -321,17 +321,17 @@ def _verify_options(triggers: dict[str, float | None], on_error: str, options: d
     given = [f"{name}={value}" for name, value in triggers.items() if value is not None]
     if len(given) > 1:
         raise ConfigError(
-            f"checkpoint: {' and '.join(given)} were given and one callback takes one trigger. "
+            f"checkpoint: expected at most one trigger, got {' and '.join(given)}. "
             "Set the others to null, or add a second Checkpoint callback."
         )
     for name, value in triggers.items():  # every 0 seconds is after every step
         if value is not None and not (value > 0 or (value == 0 and name == "interval_s")):
             raise ConfigError(
-                f"checkpoint: {name}={value} is too small. Give more than 0, or null for no such trigger."
+                f"checkpoint: {name}={value} is too small. Give more than 0, or null to disable this trigger."
             )
     if on_error not in ("raise", "warn"):
-        raise ConfigError(f"checkpoint: on_error={on_error} is unknown. Set it to raise or warn.")
+        raise ConfigError(f"checkpoint: on_error={on_error} is unknown. Choose raise or warn.")
     if unknown := set(options) - {"async"}:
-        raise ConfigError(f"checkpoint: {', '.join(sorted(unknown))} is no option. Remove it.")
+        raise ConfigError(f"checkpoint: unknown options: {', '.join(sorted(unknown))}. Remove them.")
     if not isinstance(options.get("async", False), bool):
-        raise ConfigError(f"checkpoint: async={options['async']} is neither true nor false. Give one of them.")
+        raise ConfigError(f"checkpoint: async must be true or false; got async={options['async']}.")

@@ -1,4 +1,4 @@
-"""An interval of time that is over on all ranks at the same batch, though their clocks differ."""
+"""Measure a time interval that ends on all ranks at the same batch, although their clocks differ."""
 
 import time
 
@@ -6,10 +6,10 @@ import pytorch_lightning as pl
 
 
 class Interval:
-    """Goes by rank 0's clock, and asks for it ever more rarely than every batch.
+    """A time interval by rank 0's clock, which is broadcast only at a few batches per interval.
 
-    After each answer no rank asks again before half of the batches that the rest of the interval should take: a
-    handful of questions per interval, and little overshoot.
+    After each broadcast, the next one follows after half of the batches that the rest of the interval is estimated to
+    take: a handful of broadcasts per interval, and little overshoot.
 
     Args:
         seconds: length of the interval.
@@ -20,13 +20,13 @@ class Interval:
         self.start()
 
     def start(self) -> None:
-        """Begin anew."""
+        """Restart the interval."""
         self._since = time.monotonic()
         self._num_batches = 0
         self._ask_at = 1
 
     def is_over(self, trainer: pl.Trainer) -> bool:
-        """Count a batch; if the interval is over, begin anew.
+        """Count a batch; if the interval is over, restart it.
 
         Returns:
             The same answer on all ranks.

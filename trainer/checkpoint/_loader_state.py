@@ -1,10 +1,10 @@
-"""The position of a stock DataLoader within an epoch, so that a run goes on at the very next sample.
+"""Save and restore the position of a stock DataLoader within an epoch, so that a run resumes at the next sample.
 
-Three things make the samples of an epoch: the order in which the sampler yields indices, how many batches were taken,
-and the random numbers that augmentation draws. The order is made again from the random state at the moment when the
-sampler started; batches taken already are skipped without loading them (an `IterableDataset` must be read again). In
-workers every batch is loaded under a seed of its own, made from the epoch's seed, the rank and the batch's number, so
-that nothing depends on which batches a worker loaded before, nor on the number of workers.
+The samples of an epoch depend on the order in which the sampler yields indices, the number of batches taken, and the
+random numbers of augmentation. The order is reproduced from the random state in which the sampler started; batches
+already taken are skipped without loading them (an `IterableDataset` must be read again). In workers every batch is
+loaded with its own seed, derived from the epoch's seed, the rank and the batch's index, so that results depend neither
+on the batches a worker loaded before nor on the number of workers.
 """
 
 import os
@@ -26,9 +26,9 @@ from ...strategies.data.streams import Stream
 
 
 def make_resumable(loader: Any, rank: int) -> None:
-    """Let a DataLoader know its position; it stays the same object, of a subclass of its class.
+    """Let a DataLoader track its position, by changing the object's class to a subclass.
 
-    Loaders with a `state_dict` of their own (torchdata's `StatefulDataLoader`) and other iterables are left alone.
+    Loaders that have a `state_dict` (torchdata's `StatefulDataLoader`) and other iterables are not changed.
     """
     if isinstance(loader, Stream) and not isinstance(loader, ResumableStream):
         loader.__class__ = _subclass(ResumableStream, type(loader))
@@ -40,16 +40,18 @@ def make_resumable(loader: Any, rank: int) -> None:
 
 
 def is_resumable(loader: Any) -> bool:
-    """Whether the position of this loader is known here, by `make_resumable`."""
+    """Whether `make_resumable` has changed this loader."""
     return isinstance(loader, (ResumableLoader, ResumableStream))
 
 
 @cache
 def _subclass(resumable: type, cls: Any) -> Any:
     def reduce_as_plain(self: Any, protocol: Any) -> Any:
-        # Pickles and copies are of the class that is found by its name; a trainer makes them resumable again.
+        # Pickle and copy as the original class, which can be imported; a trainer makes copies resumable again.
         maker, args, *rest = cls.__reduce_ex__(self, protocol)
-        maker = _new if maker.__name__ == "__newobj__" else maker  # which pickle takes for the object's own class only
+        maker = (
+            _new if maker.__name__ == "__newobj__" else maker
+        )  # pickle allows __newobj__ only for the object's own class
         return (maker, tuple(cls if arg is type(self) else arg for arg in args), *rest)
 
     members = {"__module__": cls.__module__, "__doc__": cls.__doc__, "__reduce_ex__": reduce_as_plain}
@@ -61,23 +63,23 @@ def _new(cls: Any, *args: Any) -> Any:
 
 
 class ResumableStream(Stream):
-    """Ranks' stream with a position: what was taken is read again, under the random numbers of then."""
+    """The ranks' stream with a position: batches already taken are read again, with the same random numbers."""
 
     _position = 0
     _start: dict[str, Any] | None = None
     _pending: dict[str, Any] | None = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Batches handed out, and the random state at the start."""
+        """The number of batches taken, and the random state at the start."""
         return {"position": self._position, "start": self._start}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Let the next iteration begin where the state says."""
+        """Start the next iteration at the saved position."""
         self._pending = state_dict
 
     def __iter__(self) -> Iterator[Any]:
         resumed, self._pending = self._pending, None
-        batches: Iterator[Any] = super().__iter__()  # pyright: ignore  # of the stream's own class, which comes next
+        batches: Iterator[Any] = super().__iter__()  # pyright: ignore  # the stream's own class, next in the MRO
         self._position = 0 if resumed is None else resumed["position"]
         return self._run(batches, resumed)
 
@@ -107,7 +109,7 @@ class ResumableLoader(DataLoader[Any]):
     _pending: dict[str, Any] | None = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the current epoch is: batches handed out, how its order was made, and generators of its own."""
+        """The position in the current epoch: batches taken, the random state of its order, and its own generators."""
         return {
             "position": self._position,
             "seed": self._seed,
@@ -116,11 +118,11 @@ class ResumableLoader(DataLoader[Any]):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Let the next iteration begin where the state says."""
+        """Start the next iteration at the saved position."""
         self._pending = state_dict
 
     def load_generators(self, state_dict: dict[str, Any]) -> None:
-        """Restore the loader's and its sampler's own generators, for a new epoch."""
+        """Restore the generators of the loader and its sampler for a new epoch."""
         for generator, state in zip(self._generators(), state_dict["generators"], strict=False):
             generator.set_state(state)
 
@@ -154,17 +156,17 @@ class ResumableLoader(DataLoader[Any]):
         return batches
 
     def begin(self, base: Any) -> Iterator[Any]:
-        """Start the sampler, and skip what was taken."""
+        """Start the sampler, and skip the batches already taken."""
         if isinstance(self.dataset, IterableDataset):
             return iter(base)
-        if self._resumed is None or self._resumed["start"] is None:  # The order was not made yet.
+        if self._resumed is None or self._resumed["start"] is None:  # The order was not drawn yet.
             self._resumed = None
             self._start = self._capture()
             return iter(base)
         with rng.isolated():
             self._return_to_start()
             indices = iter(base)
-            # Taking one more makes sure that a sampler which draws its order at the first index has done so.
+            # Take one more, so that a sampler which draws its order at the first index has done so.
             head = list(islice(indices, self._position, self._position + 1))
             if isinstance(base, RankBatches):
                 base.forget(self._position)
@@ -181,7 +183,7 @@ class ResumableLoader(DataLoader[Any]):
         return {"random": rng.capture(), "generators": self._generator_states()}
 
     def _generators(self) -> list[Generator]:
-        units = getattr(self.batch_sampler, "units", None)  # what a rank's batches are cut from
+        units = getattr(self.batch_sampler, "units", None)  # the sampler that a rank's batches are cut from
         own = (self, self.sampler, self.batch_sampler, getattr(self.batch_sampler, "sampler", None))
         found = (getattr(owner, "generator", None) for owner in (*own, units, getattr(units, "sampler", None)))
         return list({id(generator): generator for generator in found if isinstance(generator, Generator)}.values())
@@ -190,7 +192,7 @@ class ResumableLoader(DataLoader[Any]):
         return [generator.get_state() for generator in self._generators()]
 
     def _peek_seed(self) -> int:
-        """The seed that torch's iterator is about to draw for its workers."""
+        """The seed that torch's iterator will draw for its workers."""
         generator = self.generator or torch.default_generator
         before = generator.get_state()
         seed = int(torch.empty((), dtype=torch.int64).random_(generator=generator))
@@ -198,12 +200,12 @@ class ResumableLoader(DataLoader[Any]):
         return seed
 
     def seeded(self, indices: Any, position: int) -> Any:
-        """Give a batch's indices the seed under which a worker is to load it."""
+        """Attach to a batch's indices the seed with which a worker must load it."""
         return _Seeded((self._seed, self.rank, position), indices) if self.num_workers else indices
 
 
 class _Indices:
-    """A loader's sampler of indices, started at the loader's position."""
+    """A loader's index sampler, started at the loader's position."""
 
     def __init__(self, loader: ResumableLoader, base: Any) -> None:
         self._loader = loader
@@ -220,7 +222,7 @@ class _Indices:
 
 
 class _Seeded:
-    """Indices on their way to a worker, which is seeded as they arrive and then finds them bare."""
+    """Indices sent to a worker: unpickling them seeds the worker and returns the plain indices."""
 
     __slots__ = ("entropy", "indices")
 
@@ -235,19 +237,19 @@ class _Seeded:
 def _arrive(entropy: tuple[int, ...], indices: Any) -> Any:
     rng.seed_all(*entropy)
     feeder: Any = Queue
-    feeder._on_queue_feeder_error = staticmethod(_end_worker)  # of this worker, which has put nothing yet
+    feeder._on_queue_feeder_error = staticmethod(_end_worker)  # in this worker, before its first put
     return indices
 
 
 def _end_worker(exc: Exception, _: object) -> None:
-    """End a worker whose batch can't be pickled: Python drops such an object, and training would wait for ever."""
+    """End a worker whose batch can't be pickled: Python drops such an object, and training would hang."""
     traceback.print_exception(exc)
     sys.stderr.write(
-        "A worker of the DataLoader can't send its batch (see above). Return tensors, numbers, text and containers of "
+        "A DataLoader worker can't pickle its batch (see above). Return tensors, numbers, strings and containers of "
         "these from the dataset and from collate_fn, or set num_workers=0.\n"
     )
     sys.stderr.flush()
-    os._exit(1)  # a thread can't end its process otherwise
+    os._exit(1)  # a thread can't end its process in another way
 
 
 def _chain(head: list[Any], tail: Iterator[Any]) -> Iterator[Any]:

@@ -1,4 +1,4 @@
-"""What `self.log` has accumulated in an epoch that is not over, and what it has written that no longer holds."""
+"""Save and restore the values that `self.log` has accumulated in an unfinished epoch, and withdraw outdated points."""
 
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from pytorch_lightning.trainer.connectors.logger_connector.result import (
 from tensorboard.compat.proto import event_pb2 as event_pb2_module
 from torch import Tensor
 
-# protobuf makes its classes at run time
+# protobuf creates its classes at run time
 event_pb2: Any = event_pb2_module
 
 _META = (
@@ -26,7 +26,7 @@ _STATE = ("value", "cumulated_batch_size", "_forward_cache")
 
 
 def capture(results: _ResultCollection) -> dict[str, Any]:
-    """Read what was logged as tensors; metric objects keep their own state.
+    """Read the values logged as tensors or numbers; metric objects keep their own state.
 
     Args:
         results: the training loop's.
@@ -35,15 +35,15 @@ def capture(results: _ResultCollection) -> dict[str, Any]:
         Plain data by the collection's keys.
     """
     settle = getattr(results, "settle", None)
-    if settle is not None:  # A collection that holds values back writes them now.
+    if settle is not None:  # A collection with slots writes the values that they hold.
         settle()
     return {key: _capture(metric) for key, metric in results.items() if metric.is_tensor}
 
 
 def restore(trainer: pl.Trainer, results: _ResultCollection, saved: dict[str, Any]) -> None:
-    """Fill a collection with what `capture` read, as if `self.log` had been called."""
+    """Fill a collection with the values that `capture` read, as if `self.log` had been called."""
     device = trainer.strategy.root_device
-    if saved:  # Otherwise the first `self.log` of a loop starts its means anew.
+    if saved:  # Otherwise the first `self.log` of a loop resets its means.
         trainer._logger_connector._first_loop_iter = False
     for key, entry in saved.items():
         meta = _Metadata(**entry["meta"], reduce_fx=entry["reduce_fx"])
@@ -61,7 +61,7 @@ def restore(trainer: pl.Trainer, results: _ResultCollection, saved: dict[str, An
 
 
 def withdraw_later_points(trainer: pl.Trainer) -> None:
-    """Tell TensorBoard that points from here on, which an earlier attempt at this run wrote, do not count."""
+    """Tell TensorBoard to discard later points, which were written before this run was interrupted."""
     step = trainer.fit_loop.epoch_loop._batches_that_stepped
     for log in trainer.loggers if trainer.is_global_zero else []:
         if isinstance(log, TensorBoardLogger):

@@ -1,4 +1,4 @@
-"""Checkpoints as plain data, so that loading one never needs code: tensors, numbers, text and containers of these."""
+"""Convert checkpoints to plain data (tensors, numbers, strings and containers), so that loading one runs no code."""
 
 import enum
 import logging
@@ -22,10 +22,10 @@ _HYPER_PARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters")
 
 
 def to_plain(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
-    """Turn a checkpoint into what `torch.load(..., weights_only=True)` accepts.
+    """Convert a checkpoint to data that `torch.load(..., weights_only=True)` accepts.
 
-    Configurations become dicts and lists, paths and enumerations text, numpy values Python's numbers and tensors.
-    Hyper-parameters that have no plain form (objects, functions) are replaced by their text, with a warning.
+    Configurations become dicts and lists, paths and enums strings, numpy values Python numbers and tensors.
+    Hyperparameters without a plain form (objects, functions) are replaced by their string form, with a warning.
 
     Args:
         checkpoint: nested dicts, lists and tuples.
@@ -34,12 +34,12 @@ def to_plain(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
         A copy of the containers; tensors are shared, not copied.
 
     Raises:
-        ConfigError: a value has no plain form; the message names it.
+        ConfigError: a value can't be converted; the message names it.
     """
     plain: dict[str, Any] = {}
     for key, value in checkpoint.items():
         if key.endswith("hparams_type"):
-            continue  # The class of the hyper-parameters' container, which is now a dict.
+            continue  # The class of the hyperparameters' container, which is now a dict.
         plain[key] = _convert(value, (key,), lenient=key in _HYPER_PARAMETERS)
     return plain
 
@@ -75,11 +75,11 @@ def _convert_leaf(value: Any, path: tuple[Any, ...], lenient: bool) -> Any:
             return base(value)
     where = ".".join(map(str, path))
     if lenient:
-        logger.warning("The hyper-parameter %s is stored as text: %r is not plain data.", where, value)
+        logger.warning("The hyperparameter %s is stored as a string: %r is not plain data.", where, value)
         return repr(value)
     raise ConfigError(
-        f"The checkpoint's entry {where} is of type {type(value).__module__}.{type(value).__qualname__}, and a "
-        "checkpoint holds only tensors, numbers, text and containers of these, so that loading it runs no code. "
+        f"The checkpoint's entry {where} has type {type(value).__module__}.{type(value).__qualname__}, but a "
+        "checkpoint may contain only tensors, numbers, strings and containers of these, so that loading it runs no code. "
         "Return such values from state_dict() and on_save_checkpoint()."
     )
 

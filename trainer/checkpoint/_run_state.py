@@ -1,11 +1,11 @@
-"""What a checkpoint holds beyond Lightning's, so that a resumed run goes on as if nothing had happened.
+"""Capture and restore the state that exact resuming needs beyond Lightning's checkpoints.
 
 | state | kept per rank |
 |---|---|
-| random numbers of python, numpy, torch and the process's devices | yes |
-| position of the training loaders, and how their order was made | yes |
-| gradients and loss weights accumulated so far, where the save falls inside an accumulated step | yes |
-| states of torchmetrics' metrics in the module, accumulated over the epoch | yes |
+| random states of python, numpy, torch and the process's devices | yes |
+| position of the training loaders, and the random state of their order | yes |
+| gradients and loss weights accumulated so far, if saved inside an accumulated step | yes |
+| states of the module's torchmetrics metrics, accumulated over the epoch | yes |
 | values that `self.log` accumulates over the epoch | yes |
 | metrics logged last, which schedulers and early stopping read | no, they are equal |
 """
@@ -31,8 +31,8 @@ def capture(trainer: pl.Trainer, accumulating: bool) -> list[dict[str, Any]] | N
     """Read this process's state and gather all ranks' on rank 0; every rank must call it.
 
     Args:
-        trainer: it is fitting.
-        accumulating: the gradients so far belong to a step that is not finished.
+        trainer: the trainer, while fitting.
+        accumulating: whether the gradients belong to an unfinished step.
 
     Returns:
         One state per rank; None on ranks other than 0.
@@ -57,7 +57,7 @@ def capture(trainer: pl.Trainer, accumulating: bool) -> list[dict[str, Any]] | N
 
 
 def restore(trainer: pl.Trainer, state: dict[str, Any]) -> None:
-    """Set this process to a state that `capture` read, after all that draws random numbers while a run starts."""
+    """Restore a state that `capture` read; call it after everything that draws random numbers at the start of a run."""
     module = trainer.lightning_module
     trainer._logger_connector._callback_metrics.update(state["logged"])
     _logged_values.restore(trainer, trainer.fit_loop.epoch_loop._results, state["results"])
@@ -74,7 +74,7 @@ def restore(trainer: pl.Trainer, state: dict[str, Any]) -> None:
 
 
 def restore_generators(loader: CombinedLoader, states: list[dict[str, Any]]) -> None:
-    """Restore the generators that belong to loaders and samplers, where a new epoch begins."""
+    """Restore the generators of loaders and samplers at the start of a new epoch."""
     stateful = [part for part in loader.flattened if hasattr(part, "state_dict")]
     for part, state in zip(stateful, states, strict=False):
         if isinstance(part, ResumableLoader):
@@ -82,7 +82,7 @@ def restore_generators(loader: CombinedLoader, states: list[dict[str, Any]]) -> 
 
 
 def process_devices(trainer: pl.Trainer) -> list[torch.device]:
-    """The devices of this process: those of its parameters, root first."""
+    """The devices of this process's parameters, root device first."""
     root = trainer.strategy.root_device
     devices = {parameter.device: None for parameter in trainer.lightning_module.parameters()}
     devices.pop(root, None)
@@ -91,7 +91,7 @@ def process_devices(trainer: pl.Trainer) -> list[torch.device]:
 
 
 def _positions(trainer: pl.Trainer, loader: CombinedLoader) -> list[dict[str, Any]]:
-    """The loaders' states, less the batches that were fetched (from loaders without length) but not trained on."""
+    """The loaders' states, without batches that were prefetched (from loaders without length) but not trained on."""
     ahead = len(getattr(trainer.fit_loop._data_fetcher, "batches", ()))
     states = loader._state_dicts()
     for part, saved in zip([part for part in loader.flattened if hasattr(part, "state_dict")], states, strict=True):

@@ -1,4 +1,4 @@
-"""A copy of nested tensors in host memory that is kept and used again, so that copying never waits for memory."""
+"""Copy nested tensors to host memory into reused buffers, so that copying allocates no memory."""
 
 from typing import Any
 
@@ -8,10 +8,10 @@ from torch import Tensor
 
 
 class Snapshot:
-    """Copies of the same nested tensors, one after the other, into the same buffers.
+    """Copies the same nested tensors repeatedly into the same buffers.
 
-    Memory that was never touched costs more to write to than the copy itself; from an accelerator the buffers are
-    page-locked, so that all copies run at once.
+    The first write to fresh memory costs more than the copy itself. Buffers for tensors on accelerators are
+    page-locked, so that all copies run concurrently.
     """
 
     def __init__(self) -> None:
@@ -22,7 +22,7 @@ class Snapshot:
     def take(self, tree: Any) -> Any:
         """Copy all tensors of nested dicts, lists and tuples to the host.
 
-        The copy is valid until the next call. Tensors that are one and the same stay so.
+        The copy is valid until the next call. A tensor that occurs several times is copied once and stays shared.
         """
         self._used, self._seen = {}, {}
         copy = self._copy(tree, ())
@@ -52,7 +52,7 @@ class Snapshot:
         if buffer is None:
             buffer = torch.empty_like(tensor, device="cpu", pin_memory=tensor.device.type == "cuda")
         if tensor.device.type == "cpu" and tensor.is_contiguous():
-            # torch would copy in all its threads and wait for the slowest: 10 times longer where others compute too.
+            # torch would copy with all its threads and wait for the slowest: 10 times slower on a busy machine.
             np.copyto(_bytes(buffer), _bytes(tensor))
         else:
             buffer.copy_(tensor, non_blocking=True)

@@ -1,10 +1,10 @@
-"""Saving and resuming at points where nothing is half done.
+"""Save and resume at clean points, where no batch, validation or epoch is half done.
 
-Lightning saves inside hooks: the batch is trained but not logged, validation is over but the epoch is not, and a
-restart has to guess what is still to come. Here a checkpoint that is due is written *between* two batches, or after
-an epoch with all its hooks, and a resumed run simply takes the next batch.
+Lightning saves inside hooks: the batch is trained but not logged, or validation is over but the epoch is not, and a
+restart has to guess the remaining work. Here a checkpoint is written *between* two batches, or after an epoch with all
+its hooks, and a resumed run simply takes the next batch.
 
-What is here is mixed into Lightning's private loops in `loops/loops.py`, where alone those are subclassed.
+These classes are mixed into Lightning's private loops in `loops/loops.py`, the only file that subclasses those.
 """
 
 from collections.abc import Callable, Mapping
@@ -35,11 +35,11 @@ else:
 BETWEEN_BATCHES = "between_batches"
 AFTER_EPOCH = "after_epoch"
 EXACT = "exact_resume"
-"""The key of a checkpoint under which all is kept that Lightning's checkpoints do not hold."""
+"""The checkpoint key of the state that Lightning's checkpoints do not contain."""
 
 
 class ExactCheckpoints(CheckpointConnector):
-    """Checkpoints that are Lightning's for every hook, with what is ours put beside before they are written."""
+    """Extends Lightning's checkpoints, unchanged for all hooks, with our own state before they are written."""
 
     @override
     def dump_checkpoint(self, weights_only: bool | None = None) -> dict[str, Any]:
@@ -55,39 +55,39 @@ class ExactCheckpoints(CheckpointConnector):
             super().resume_start(checkpoint_path, weights_only)
         except KeyError as exc:
             raise CheckpointError(
-                f"The checkpoint {checkpoint_path} was not saved by a trainer: it has no entry {exc}. Give one "
-                "that was; weights alone are loaded with module.load_state_dict."
+                f"The checkpoint {checkpoint_path} was not saved by a trainer: it has no entry {exc}. Give a trainer's "
+                "checkpoint, or load plain weights with module.load_state_dict."
             ) from exc
         fit_loop: Any = self.trainer.fit_loop
         fit_loop.saved_state = self._loaded_checkpoint.pop(EXACT, {})
 
 
 class ResumingFitLoop(FitLoop):
-    """The epochs."""
+    """Loop over epochs that saves and resumes at clean points."""
 
     _point: str | None = None
-    """The clean point at which a checkpoint is being written."""
+    """The clean point of the checkpoint being written."""
     _resumed_point: str | None = None
-    """The clean point at which the checkpoint being resumed was written."""
+    """The clean point of the checkpoint being resumed."""
     resumes_between_batches = False
-    """The next batch is the one after the checkpoint being resumed."""
+    """Whether the next batch is the first one after the resumed checkpoint."""
     _resumed_state: dict[str, Any] | None = None
     _savers: tuple[Checkpoint, ...] = ()
     saved_state: Mapping[str, Any] = MappingProxyType({})
-    """What the checkpoint that is being loaded holds under `EXACT`."""
+    """The `EXACT` entry of the checkpoint being loaded."""
     has_clean_points = True
 
     def between_batches(self) -> None:
-        """Write what is due after a batch and all that follows it: logging, validation, schedulers."""
+        """Write a checkpoint if due, after a batch and its logging, validation and schedulers."""
         for saver in self._savers:
             if saver.due and not self.epoch_loop.batch_progress.is_last_batch:
                 self._save(saver, BETWEEN_BATCHES)
 
     def stop_between_batches(self) -> None:
-        """Save and stop if a signal asked for it; with several processes, once all of them stop at this step.
+        """Save and stop if a signal was received; with several processes, once all of them stop at this step.
 
         Raises:
-            SIGTERMException: a stop is due, and the checkpoint is written.
+            SIGTERMException: after the checkpoint was written.
         """
         if self._stops():
             self._save_and_stop(BETWEEN_BATCHES)
@@ -105,10 +105,10 @@ class ResumingFitLoop(FitLoop):
             self._save_and_stop(AFTER_EPOCH)
 
     def _stops(self) -> bool:
-        """Ask for what no rank may decide alone.
+        """Whether to stop at this step; ranks decide together.
 
         A strategy of several processes defines `agree_to_stop(received: bool) -> bool`, which every rank calls between
-        two batches, and which turns true on all of them at the same step.
+        two batches and which becomes true on all of them at the same step.
         """
         received = self.trainer._signal_connector.received_sigterm
         agree: Callable[[bool], bool] | None = getattr(self.trainer.strategy, "agree_to_stop", None)
@@ -136,7 +136,7 @@ class ResumingFitLoop(FitLoop):
         super().on_run_end()
 
     def resume_state(self) -> dict[str, Any]:
-        """Read what a checkpoint holds under `EXACT`; every rank must call it."""
+        """Capture the `EXACT` entry of a checkpoint; every rank must call it."""
         accumulating = self._point != AFTER_EPOCH and self.epoch_loop._should_accumulate()
         return {"point": self._point, "ranks": _run_state.capture(self.trainer, accumulating)}
 
@@ -144,7 +144,7 @@ class ResumingFitLoop(FitLoop):
     def on_save_checkpoint(self) -> dict[str, Any]:
         saved: dict[str, Any] = super().on_save_checkpoint()
         if self._combined_loader is not None:
-            # Positions of loaders that only we can restore are ours to keep; Lightning would not know what to do.
+            # Remove positions that only we can restore; they are kept under `EXACT`.
             parts = [part for part in self._combined_loader.flattened if hasattr(part, "state_dict")]
             states = zip(parts, saved.pop("combined_loader", []), strict=True)
             if theirs := [kept for part, kept in states if not is_resumable(part)]:
@@ -156,7 +156,7 @@ class ResumingFitLoop(FitLoop):
         super().load_state_dict(state_dict, prefix)
         saved, self.saved_state = self.saved_state, {}
         self._resume(saved)
-        if self._resumed_point == AFTER_EPOCH:  # Lightning takes a run that is bounded by steps for unfinished.
+        if self._resumed_point == AFTER_EPOCH:  # Lightning considers a run bounded by steps unfinished.
             self._restarting = self.epoch_loop._restarting = self.epoch_loop.val_loop._restarting = False
 
     def _resume(self, saved: Mapping[str, Any]) -> None:
@@ -169,7 +169,7 @@ class ResumingFitLoop(FitLoop):
         elif ranks:
             rank_zero_warn(
                 f"The checkpoint was written by {len(ranks)} ranks and is resumed by {self.trainer.world_size}: random "
-                "numbers start anew, and the samples left in this epoch are those of the new distribution."
+                "states are reset, and the remaining samples of this epoch follow the new distribution."
             )
         if ranks:
             self._combined_loader_states_to_load = ranks[self.trainer.global_rank if same else 0]["loaders"]
@@ -181,7 +181,7 @@ class ResumingFitLoop(FitLoop):
         for loader in self._combined_loader.flattened:
             make_resumable(loader, self.trainer.global_rank)
             if self._resuming_from_checkpoint:
-                # Workers begin to load as soon as the iterator is made, before Lightning sets the epoch.
+                # Workers start to load as soon as the iterator is created, before Lightning sets the epoch.
                 _set_sampler_epoch(loader, progress.processed)
         super()._load_combined_loader_states()
 
@@ -194,7 +194,7 @@ class ResumingFitLoop(FitLoop):
             _run_state.restore(self.trainer, self._resumed_state)
         _logged_values.withdraw_later_points(self.trainer)
         if self._resumed_point == AFTER_EPOCH:
-            # The iterator made while the loop was set up is replaced at the place where a running epoch makes it.
+            # Replace the iterator from the loop's setup, at the point where a running epoch creates it.
             self._resuming_from_checkpoint = False
             if self._resumed_state is not None and self._combined_loader is not None:
                 _run_state.restore_generators(self._combined_loader, self._resumed_state["loaders"])
@@ -202,23 +202,23 @@ class ResumingFitLoop(FitLoop):
 
 
 class ResumingEpochLoop(EpochLoop):
-    """The batches of an epoch."""
+    """Loop over the batches of an epoch that saves and resumes at clean points."""
 
     @override
     def reset(self) -> None:
         super().reset()
         fit_loop = self.trainer.fit_loop
         assert isinstance(fit_loop, ResumingFitLoop)
-        if fit_loop.resumes_between_batches:  # Nothing is half done, and no validation is to be finished.
+        if fit_loop.resumes_between_batches:  # Nothing is half done, and no validation is pending.
             self._restarting = self.val_loop._restarting = fit_loop.resumes_between_batches = False
 
-    # A subclass whose `on_advance_end` does not come here calls `between_batches` itself, at its very end.
+    # A subclass whose `on_advance_end` does not call this one must call `between_batches` itself, at its end.
     @override
     def on_advance_end(self, data_fetcher: _DataFetcher) -> None:
         fit_loop = self.trainer.fit_loop
         assert isinstance(fit_loop, ResumingFitLoop)
         try:
             super().on_advance_end(data_fetcher)
-        except SIGTERMException:  # Lightning's, as the last thing it does here
+        except SIGTERMException:  # raised by Lightning as its last action here
             fit_loop.stop_between_batches()
         fit_loop.between_batches()

@@ -1,15 +1,15 @@
-"""Checkpoint files that appear whole or not at all, are verified when read, and never run code.
+"""Write checkpoint files atomically, verify them when reading, and never run code from them.
 
 A file is torch's own zip archive followed by 48 bytes that torch ignores:
 
 | bytes | content |
 |---|---|
-| n | what `torch.save` wrote |
+| n | output of `torch.save` |
 | 32 | SHA-256 of these n bytes |
 | 8 | n, little endian |
 | 8 | `EVENERv1` |
 
-So `torch.load` and Lightning read it too, and files of theirs, which have no digest, are read here. Addresses (`s3://…`,
+So `torch.load` and Lightning can read it, and their files, which have no digest, can be read here. URLs (`s3://…`,
 `memory://…`) are left to Lightning, without a digest.
 """
 
@@ -52,7 +52,7 @@ class CheckpointError(ConfigError):
 
 
 class _HashedFile:
-    """A file that digests what passes through it, so that the bytes are touched once."""
+    """A file that computes the digest while it is written, in a single pass over the bytes."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
@@ -72,14 +72,14 @@ class _HashedFile:
 
 
 def write(checkpoint: dict[str, Any], path: str | Path) -> None:
-    """Write a checkpoint so that `path` holds the old file or the new one, at every instant.
+    """Write a checkpoint atomically: at any time `path` is either the old file or the new one.
 
     Args:
         checkpoint: plain data (`to_plain`).
-        path: the file; missing directories are made.
+        path: the file; missing directories are created.
 
     Raises:
-        OSError: the disk is full, the directory is read-only, ...; what was at `path` is intact.
+        OSError: the disk is full, the directory is read-only, ...; an old file at `path` is intact.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -90,7 +90,7 @@ def write(checkpoint: dict[str, Any], path: str | Path) -> None:
             try:
                 torch.save(checkpoint, hashed)  # pyright: ignore[reportArgumentType]  # `write` and `flush` are all it uses
             except RuntimeError as exc:
-                # torch's archive writer hides what went wrong behind an error of its own.
+                # torch's archive writer replaces the cause by its own error.
                 raise exc.__cause__ or exc.__context__ or OSError(str(exc)) from exc
             file.write(hashed.trailer())
             file.flush()
@@ -103,7 +103,7 @@ def write(checkpoint: dict[str, Any], path: str | Path) -> None:
 
 
 def link(source: str | Path, path: str | Path) -> None:
-    """Give a checkpoint a second name, in place of what had it, without writing its bytes again."""
+    """Give a checkpoint a second name without copying it, replacing any file of that name."""
     temporary = _temporary(Path(path))
     try:
         os.link(source, temporary)
@@ -119,7 +119,7 @@ def verify(path: str | Path) -> bool:
         Whether the file has a digest; one written by torch or Lightning has none.
 
     Raises:
-        CheckpointError: the file has been altered.
+        CheckpointError: the digest does not match.
     """
     with open(path, "rb") as file:
         size = file.seek(0, os.SEEK_END) - _TRAILER.size
@@ -133,16 +133,16 @@ def verify(path: str | Path) -> bool:
         while block := file.read(min(_BLOCK, max(size - file.tell(), 0))):
             actual.update(block)
     if num_bytes != size or actual.digest() != digest:
-        raise CheckpointError(f"The checkpoint {path} has been altered: its digest does not match. Use another one.")
+        raise CheckpointError(f"The checkpoint {path} is corrupted: its digest does not match. Use another one.")
     return True
 
 
 def read(path: str | Path) -> dict[str, Any]:
-    """Read a checkpoint of this project, of Lightning or of torch into memory of the CPU.
+    """Read a checkpoint of this project, of Lightning or of torch into CPU memory.
 
     Raises:
-        FileNotFoundError: there is no such file.
-        CheckpointError: the file is torn, altered, or would run code.
+        FileNotFoundError: the file does not exist.
+        CheckpointError: the file is incomplete or corrupted, or would run code.
     """
     if not os.path.exists(path):
         raise FileNotFoundError(f"Checkpoint file not found: {path}")
@@ -151,26 +151,26 @@ def read(path: str | Path) -> dict[str, Any]:
         with warnings.catch_warnings():
             warnings.simplefilter(
                 "ignore", UserWarning
-            )  # Remarks on pickle protocols, of files that are refused below.
+            )  # Warnings about pickle protocols, from files that are refused below.
             return torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as exc:
         if found := re.search(r"GLOBAL ([\w.]+)", str(exc)):
             raise CheckpointError(
-                f"The checkpoint {path} is refused: it holds a Python object ({found[1]}), and loading it could run "
-                "any code. Save tensors, numbers, text and containers of these only."
+                f"The checkpoint {path} is refused: it contains a Python object ({found[1]}), and loading it could run "
+                "arbitrary code. Save only tensors, numbers, strings and containers of these."
             ) from None
-        raise CheckpointError(f"The checkpoint {path} is torn, or is no checkpoint.") from exc
+        raise CheckpointError(f"The checkpoint {path} is incomplete or not a checkpoint.") from exc
     except _TORN as exc:
-        raise CheckpointError(f"The checkpoint {path} is torn, or is no checkpoint.") from exc
+        raise CheckpointError(f"The checkpoint {path} is incomplete or not a checkpoint.") from exc
 
 
 def is_good(path: str | Path) -> bool:
-    """Whether a checkpoint can be loaded; a torn one is named in a warning."""
+    """Whether a checkpoint can be loaded; if not, a warning names it."""
     try:
         if not verify(path):
             read(path)
     except (CheckpointError, OSError) as exc:
-        logger.warning("%s It is passed over.", exc)
+        logger.warning("%s It is skipped.", exc)
         return False
     return True
 
@@ -179,7 +179,7 @@ def remove_leftovers(directory: Path) -> None:
     """Remove the temporary files that killed processes of this machine left in a directory."""
     for path in directory.glob(f".*{SUFFIX}.{socket.gethostname()}-*.tmp"):
         pid = int(path.suffixes[-2].rpartition("-")[2])
-        # This process writes nothing yet; a container's restart gives its number to the next.
+        # This process writes nothing yet; after a container's restart a new process may have the same id.
         if pid == os.getpid() or not _is_alive(pid):
             with suppress(OSError):
                 path.unlink()
@@ -205,7 +205,7 @@ def _temporary(path: Path) -> Path:
 
 def _move(temporary: Path, path: Path) -> None:
     os.replace(temporary, path)
-    if os.name == "posix":  # The new name itself must survive a power cut.
+    if os.name == "posix":  # The new name itself must survive a power failure.
         directory = os.open(path.parent, os.O_RDONLY)
         try:
             os.fsync(directory)
@@ -214,16 +214,16 @@ def _move(temporary: Path, path: Path) -> None:
 
 
 class VerifiedCheckpointIO(TorchCheckpointIO):
-    """Lightning's access to these files, in the background where asked for.
+    """Lightning's checkpoint plugin for these files, optionally writing in the background.
 
-    In the background a save copies the state (device to host), hands it to one thread and returns. Saves, links and
-    removals keep their order, a save waits for the one before it, and `teardown` waits for all, so that memory holds
-    one copy at most and the last file is never lost.
+    In the background a save copies the state (device to host), passes it to one thread and returns. Saves, links and
+    removals keep their order, a save waits for the previous one, and `teardown` waits for all, so that memory holds
+    at most one copy and the last file is never lost.
 
     Args:
-        background: write in a thread while training goes on.
-        on_error: `raise` stops training when a file can't be written; `warn` says so and goes on. Either way the
-            files that exist stay.
+        background: write in a thread while training continues.
+        on_error: `raise` stops training if a file can't be written; `warn` logs a warning and continues. Existing
+            files are kept either way.
     """
 
     def __init__(self, background: bool = False, on_error: Literal["raise", "warn"] = "raise") -> None:
@@ -241,11 +241,11 @@ class VerifiedCheckpointIO(TorchCheckpointIO):
         """Write a checkpoint; see `write`.
 
         Raises:
-            CheckpointError: it, or in the background the one before it, could not be written.
-            TypeError: `storage_options` are given, which Lightning's own access to files does not take either.
+            CheckpointError: it, or in the background the previous one, could not be written.
+            TypeError: `storage_options` are given, which Lightning's own plugin does not accept either.
         """
         if storage_options is not None:
-            raise TypeError("storage_options are not taken here. Give the Trainer a CheckpointIO plugin that does.")
+            raise TypeError("storage_options are not supported. Give the Trainer a CheckpointIO plugin that is.")
         self.wait()
         plain = to_plain(checkpoint)
         if self.background:
@@ -253,17 +253,17 @@ class VerifiedCheckpointIO(TorchCheckpointIO):
         self._submit(lambda: self._write(plain, str(path)))
 
     def link_checkpoint(self, source: _PATH, path: _PATH) -> None:
-        """Give the checkpoint saved last a second name; see `link`."""
+        """Give the most recent checkpoint a second name; see `link`."""
         copy = get_filesystem(path).copy if _is_address(path) else link
         self._submit(lambda: None if self._last_failed else copy(str(source), str(path)))
 
     @override
     def remove_checkpoint(self, path: _PATH) -> None:
-        """Remove a file, unless the save that was to replace it failed."""
+        """Remove a file, unless the save that should have replaced it failed."""
         self._submit(lambda: self._remove(str(path)))
 
     def take_failures(self) -> tuple[list[str], list[str]]:
-        """Tell, once, which files could not be written, and which were kept that they should have replaced."""
+        """Return, and clear, the files that could not be written and the ones kept that they should have replaced."""
         failures = (self._failed, self._kept)
         self._failed, self._kept = [], []
         return failures
@@ -272,9 +272,9 @@ class VerifiedCheckpointIO(TorchCheckpointIO):
     def load_checkpoint(
         self, path: _PATH, map_location: Any = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Read a checkpoint; see `read`. It comes to the CPU, and the strategy moves it on.
+        """Read a checkpoint to the CPU; see `read`. The strategy moves it to the devices.
 
-        `weights_only=False` gives a permission that is not used: a file that would need it is refused all the same.
+        `weights_only=False` has no effect: a file that needs it is refused.
         """
         self.wait()
         if _is_address(path):
@@ -290,7 +290,7 @@ class VerifiedCheckpointIO(TorchCheckpointIO):
             self._executor = None
 
     def wait(self) -> None:
-        """Wait for the background thread; raise what it could not write."""
+        """Wait for the background thread; raise its error if a write failed."""
         pending, self._pending = self._pending, []
         for future in pending:
             future.result()
@@ -312,10 +312,10 @@ class VerifiedCheckpointIO(TorchCheckpointIO):
         except OSError as exc:
             self._last_failed = True
             self._failed.append(path)
-            message = f"The checkpoint {path} could not be written ({exc.strerror or exc}); older files are intact."
+            message = f"The checkpoint {path} could not be written ({exc.strerror or exc}); existing files are intact."
             if self.on_error == "raise":
-                raise CheckpointError(f"{message} Free the disk, or set checkpoint.on_error=warn.") from exc
-            logger.warning("%s Training goes on without it.", message)
+                raise CheckpointError(f"{message} Free some space, or set checkpoint.on_error=warn.") from exc
+            logger.warning("%s Training continues without it.", message)
         else:
             self._last_failed = False
 

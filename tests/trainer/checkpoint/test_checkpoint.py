@@ -243,5 +243,5 @@ def test_a_torn_file_to_resume_from_is_replaced_by_the_newest_good_one(
     good.unlink()
     (tmp_path / "another_run").mkdir()
     write({"state_dict": {}}, tmp_path / "another_run" / "last.ckpt")
-    with pytest.raises(CheckpointError, match=r"last\.ckpt can't be used, and there is no good one beside it"):
+    with pytest.raises(CheckpointError, match=r"last\.ckpt can't be used, and its directory has no other valid"):
         good_or_newest(torn)

@@ -89,7 +89,7 @@ def test_every_truncation_is_told(tmp_path: Path) -> None:
     payload = len(content) - 48
     for size in [0, 1, 40, 48, payload // 3, payload // 2, payload - 1]:
         (tmp_path / "torn.ckpt").write_bytes(content[:size])
-        with pytest.raises(CheckpointError, match=r"torn\.ckpt is torn"):
+        with pytest.raises(CheckpointError, match=r"torn\.ckpt is incomplete"):
             read(tmp_path / "torn.ckpt")
 
 
@@ -99,7 +99,7 @@ def test_one_altered_bit_is_told(tmp_path: Path) -> None:
     content[content.index(torch.tensor(500.0).numpy().tobytes())] ^= 1
     (tmp_path / "altered.ckpt").write_bytes(content)
     torch.load(tmp_path / "altered.ckpt", weights_only=True)  # torch does not notice
-    with pytest.raises(CheckpointError, match=r"altered\.ckpt has been altered"):
+    with pytest.raises(CheckpointError, match=r"altered\.ckpt is corrupted"):
         read(tmp_path / "altered.ckpt")
 
 
@@ -110,7 +110,7 @@ def test_the_newest_good_file_is_found_and_the_torn_one_named(tmp_path: Path, ca
     os.truncate(tmp_path / "new.ckpt", 300)
     with caplog.at_level(logging.WARNING):
         assert find_newest(tmp_path) == tmp_path / "old.ckpt"
-    assert "new.ckpt is torn" in caplog.text
+    assert "new.ckpt is incomplete" in caplog.text
 
 
 @pytest.mark.parametrize("zipped", [False, True])
@@ -146,11 +146,11 @@ def test_configurations_become_plain_data_and_objects_among_them_text(caplog: py
     assert type(hyper["cfg"]["sizes"]) is list
     assert hyper["where"] == "a/b"
     assert "function relu" in hyper["loss"]
-    assert "hyper_parameters.loss is stored as text" in caplog.text
+    assert "hyper_parameters.loss is stored as a string" in caplog.text
 
 
 def test_an_object_in_the_state_is_named_when_it_is_saved() -> None:
-    with pytest.raises(ConfigError, match=r"entry callbacks\.Mine\.bomb is of type test_file_io\.Bomb"):
+    with pytest.raises(ConfigError, match=r"entry callbacks\.Mine\.bomb has type test_file_io\.Bomb"):
         to_plain({"callbacks": {"Mine": {"bomb": Bomb(Path())}}})
 
 
@@ -196,7 +196,8 @@ def test_a_full_disk_keeps_the_old_file(background: bool, tmp_path: Path, caplog
         signal.signal(signal.SIGXFSZ, ignored)
     assert old.read_bytes() == before
     assert os.listdir(tmp_path) == ["old.ckpt"]
-    assert "new.ckpt could not be written (File too large); older files are intact. Training goes on" in caplog.text
+    message = "new.ckpt could not be written (File too large); existing files are intact. Training continues"
+    assert message in caplog.text
     assert io.take_failures() == ([str(old), str(new)], [str(old)])
 
 
