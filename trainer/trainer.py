@@ -77,12 +77,12 @@ class Trainer(pl.Trainer):
         if are_names(kwargs.get("devices")):
             kwargs |= give_devices(strategy, kwargs["devices"])
         verify_family(strategy, *_flat(kwargs.values()))
+        given = list(_flat([kwargs.get("callbacks") or []]))  # Lightning appends its own bar to the very list
         super().__init__(strategy=strategy, **kwargs)
         self.exact_accumulation = exact_accumulation
         self.agreed_to_stop = False
         self._agreed_log_dir: tuple[str | None] | None = None
-        given = kwargs.get("callbacks") or []
-        self.timed_bar = self._own_bar(given if isinstance(given, list) else [given])
+        self.timed_bar = self._own_bar(given)
         if detect_nonfinite not in ("off", False, None):
             callbacks: list[pl.Callback] = self.callbacks  # pyright: ignore[reportAttributeAccessIssue]  # a list, untyped
             callbacks.insert(0, DetectNonFinite(detect_nonfinite))
