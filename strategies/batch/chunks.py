@@ -147,7 +147,7 @@ def _plain_lengths(value: Any) -> Iterator[int]:
 
 
 def _kind(value: Any, num: int) -> _Kind:
-    """What the elements of a list are: samples, parts of a structure (each with all samples inside), or either."""
+    """Classify the elements of a list: samples, parts of a structure (each holding all samples), or either."""
     if not isinstance(value, (list, tuple)) or hasattr(value, "_fields") or len(value) != num:
         return "structure"
     rows = [count for _, count in _rows(value, "")]

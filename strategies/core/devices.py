@@ -100,5 +100,5 @@ def _buckets(tensors: Sequence[Tensor], bucket_bytes: int) -> Iterator[list[int]
 
 
 def memory_bytes(device: torch.device) -> float:
-    """Total memory of a device in bytes; infinite for the CPU, whose memory is shared with everything else."""
+    """Total memory of a device in bytes; infinite for the CPU, which shares its memory with everything else."""
     return float(torch.cuda.get_device_properties(device).total_memory) if device.type == "cuda" else math.inf

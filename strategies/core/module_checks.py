@@ -14,7 +14,7 @@ def has_batchnorm(module: nn.Module) -> bool:
 
 
 def verify_takes_batches(module: pl.LightningModule, who: str, instead: str) -> None:
-    """Refuse a module whose training step reads its own batches.
+    """Refuse a module with a training step that reads its own batches.
 
     Args:
         module: the module.

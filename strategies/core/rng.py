@@ -52,7 +52,7 @@ def capture(devices: Sequence[torch.device] = ()) -> dict[str, Any]:
     """Read the random states.
 
     Args:
-        devices: accelerators whose generators belong to this process.
+        devices: accelerators of this process; their generators are included.
 
     Returns:
         Plain data (`to_plain`) for `restore`.

@@ -18,4 +18,4 @@ Device: TypeAlias = torch.device | str | int
 """Anything that `torch.device` accepts."""
 
 Unit: TypeAlias = Any
-"""What a sampler yields: a list of indices where the loader collates batches, else a key of the dataset."""
+"""One item of a sampler: a list of indices if the loader collates batches, otherwise a key of the dataset."""

@@ -13,7 +13,7 @@ from torch.futures import Future
 from ..core.errors import ConfigError
 
 Compression: TypeAlias = Literal["fp16", "bf16", "powersgd"]
-"""How gradients are compressed between ranks."""
+"""Compression of gradients between ranks."""
 
 
 def compression_hook(compression: Compression | None) -> Callable[[], tuple[Any, Any]] | None:

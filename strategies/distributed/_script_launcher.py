@@ -34,7 +34,7 @@ def start_method(device: torch.device) -> str:
     """Choose how a plain script's processes start, so that the script does not run once per process.
 
     Returns:
-        `fork` on the CPU and in notebooks; `spawn` for accelerators, whose state a forked process can't use.
+        `fork` on the CPU and in notebooks; `spawn` for accelerators, because a forked process can't use their state.
 
     Raises:
         ConfigError: a notebook has used its accelerator already, so neither works.

@@ -79,7 +79,7 @@ def auto_plan(
         activation_bytes: bytes saved for backward by part name, from `profile_activations`; None ignores them.
 
     Returns:
-        The plan whose largest stage is as small as a contiguous cut allows.
+        The contiguous plan with the smallest possible largest stage.
 
     Raises:
         ConfigError: there are more stages than parts.

@@ -8,7 +8,7 @@ from ..batch.losses import LossReduction
 from ..core.errors import ConfigError
 
 Partition: TypeAlias = Literal["auto", "manual"] | Sequence[str]
-"""How a module is cut: `auto`, `manual`, or the names of the first module of each later stage."""
+"""Cut of a module: `auto`, `manual`, or the names of the first module of each later stage."""
 
 
 @dataclass(frozen=True)

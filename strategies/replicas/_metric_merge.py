@@ -23,7 +23,7 @@ class MetricMerger:
     samples. This makes the value of the whole batch exact, not only the epoch's.
 
     Args:
-        replicas: the replicas whose metrics are merged.
+        replicas: the replicas that hold the metrics.
     """
 
     def __init__(self, replicas: Replicas) -> None:

@@ -32,9 +32,9 @@ class ModuleCopy:
 
     Attributes:
         module: the copy.
-        pairs: (module of the root, its copy) for every module that is copied piece by piece.
+        pairs: (module of the root, its copy) for every module that is copied one by one.
         metrics: (torchmetrics metric or collection of the root, its deep copy); these bind their own methods, so that
-            they can't be copied piece by piece.
+            they can't be copied one by one.
     """
 
     def __init__(

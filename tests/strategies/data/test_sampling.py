@@ -12,7 +12,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Itera
 from evener.strategies import ConfigError
 from evener.strategies.batch.policies import Weighted
 from evener.strategies.core.rng import random_state, seed_rank, set_random_state
-from evener.strategies.data.loaders import BatchSizeIs, RankLoaders, Stage, next_share, positions
+from evener.strategies.data.loaders import BatchSizeIs, LoaderRole, RankLoaders, next_share, positions
 from evener.strategies.data.sampling import Divide, Share
 
 
@@ -25,7 +25,9 @@ def rank_loaders(rank: int, num_ranks: int, batch_size_is: BatchSizeIs = "per_de
     return RankLoaders(rank, num_ranks, batch_size_is, lambda value: value, lambda values: Done())  # type: ignore[arg-type, return-value]
 
 
-def read(loader: Any, stage: Stage, num_ranks: int, batch_size_is: BatchSizeIs) -> list[list[tuple[Any, Share | None]]]:
+def read(
+    loader: Any, stage: LoaderRole, num_ranks: int, batch_size_is: BatchSizeIs
+) -> list[list[tuple[Any, Share | None]]]:
     """Every rank's batches with their shares; every rank starts from one random state, as under one seed."""
     state = random_state()
     ranks = []
@@ -52,7 +54,7 @@ def test_global_divides_every_batch() -> None:
 @pytest.mark.parametrize("stage", ["train", "evaluate", "predict"])
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("num", [1, 2, 7, 21, 24])
-def test_every_sample_is_read_once(num: int, num_ranks: int, stage: Stage, batch_size_is: BatchSizeIs) -> None:
+def test_every_sample_is_read_once(num: int, num_ranks: int, stage: LoaderRole, batch_size_is: BatchSizeIs) -> None:
     ranks = read(DataLoader(range(num), 4, shuffle=True), stage, num_ranks, batch_size_is)  # type: ignore[arg-type]
     seen = [index for rank in ranks for batch, share in rank if share and share.num for index in batch]
     assert sorted(seen) == list(range(num))
@@ -183,7 +185,7 @@ def test_weights_change_at_an_agreed_batch() -> None:
     assert [len(part) for part in next(parts)] == [4, 4]
     divide.change(Weighted((3.0, 1.0)), at=2)
     assert [[len(part) for part in step] for step in parts] == [[4, 4], [6, 2]]
-    with pytest.raises(AssertionError, match="global batch 1 is cut already"):
+    with pytest.raises(AssertionError, match="global batch 1 is already cut"):
         divide.change(Weighted((1.0, 1.0)), at=1)
 
 
