@@ -1,4 +1,4 @@
-"""Callbacks that every run may use, and what they measure.
+"""Provide callbacks for every run, and the measurements behind them.
 
 Exports: the callbacks below; batch_layout, peak_memory, step_times.
 May import: nothing else in the trainer.

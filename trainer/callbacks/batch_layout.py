@@ -1,4 +1,4 @@
-"""How a full training batch is cut among ranks or replicas: `256 = 4 ranks × 64 samples`."""
+"""Describe how a full training batch is cut among ranks or replicas: `256 = 4 ranks × 64 samples`."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,7 +10,7 @@ from ...strategies.batch.policies import Even
 
 
 def loader_batch_size(trainer: pl.Trainer) -> int | None:
-    """Samples of a full batch of the first training loader; None where the loader does not say."""
+    """Number of samples in a full batch of the first training loader; None if it is unknown."""
     combined = trainer.fit_loop._combined_loader
     loader: Any = combined.flattened[0] if combined is not None and combined.flattened else None
     candidates = (
@@ -25,11 +25,11 @@ def global_sizes(trainer: pl.Trainer) -> tuple[list[int], str]:
     """Cut a full batch as the strategy does.
 
     Args:
-        trainer: in training, its loaders set up.
+        trainer: the trainer during training, with its loaders set up.
 
     Returns:
-        Samples per part, and what a part is: `rank`, `replica`, or `device` where the batch is not cut. No sizes where
-        the loader does not tell its batch size.
+        Samples per part, and the kind of part: `rank`, `replica`, or `device` if the batch is not cut. No sizes if the
+        loader's batch size is unknown.
     """
     strategy: Any = trainer.strategy
     batch_size, world = loader_batch_size(trainer), trainer.world_size
@@ -41,19 +41,19 @@ def global_sizes(trainer: pl.Trainer) -> tuple[list[int], str]:
         return ([batch_size] * world if per_device else policy.sizes(batch_size, world)), "rank"
     num_replicas = len(process_devices(strategy)) if hasattr(strategy, "policy") and not is_staged(strategy) else 1
     if num_replicas > 1:
-        # a lone rank's policy is for ranks; its replicas take even chunks
+        # the policy applies to ranks even if there is only one; its replicas take even chunks
         policy = Even() if isinstance(strategy, ParallelStrategy) else policy
         return policy.sizes(batch_size, num_replicas), "replica"
     return [batch_size], "device"
 
 
 def is_staged(strategy: Strategy) -> bool:
-    """Whether the process's devices hold stages of one copy, and not replicas."""
+    """Whether the process's devices hold stages instead of replicas."""
     return hasattr(strategy, "stage_options")
 
 
 def batch_line(trainer: pl.Trainer) -> str:
-    """Say what one batch is, over all processes, and how it is cut; empty where the loader does not tell."""
+    """Describe the global batch and how it is cut; empty if the loader's batch size is unknown."""
     sizes, part = global_sizes(trainer)
     if not sizes:
         return ""
@@ -67,11 +67,11 @@ def batch_line(trainer: pl.Trainer) -> str:
 
 
 def cut_line(sizes: Sequence[int], part: str) -> str:
-    """Write sizes as a sum.
+    """Format sizes as a sum.
 
     Args:
         sizes: samples per part.
-        part: what a part is called.
+        part: name of a part, such as `rank`.
 
     Returns:
         Such as `256 = 4 ranks × 64 samples`, `64 = 16 + 24 + 24 samples on 3 replicas`, or `64 samples`.

@@ -1,4 +1,4 @@
-"""What each device did: its share of the batch, its time, its memory."""
+"""Log each device's share of the batch, its time and its memory."""
 
 import pytorch_lightning as pl
 import torch
@@ -14,16 +14,16 @@ MIB = 2**20
 
 
 class DeviceMonitor(pl.Callback):
-    """Log, after each training epoch, what every device of every process took.
+    """Log memory, batch share and time of every device of every process after each training epoch.
 
     Devices are numbered over all processes (`partition` in TensorBoard's TEXT tab lists them).
 
-    - `device/peak_memory_mib_<i>`: on accelerators what tensors took (`torch.cuda.max_memory_allocated`), on the CPU
-      the process's largest resident size, for devices of one process the same.
-    - `balance/share_<i>`: the part of a full batch that the device gets, where batches are cut among devices.
+    - `device/peak_memory_mib_<i>`: on accelerators the memory of tensors (`torch.cuda.max_memory_allocated`), on the
+      CPU the process's largest resident size, the same for all devices of a process.
+    - `balance/share_<i>`: the device's fraction of a full batch, if batches are cut among devices.
     - `balance/time_s_<i>`, `balance/efficiency`: under DDP, seconds of the rank's own forward and backward pass in the
-      last step that torch sampled, and their mean over their largest. Strategies that measure devices themselves log
-      these three while they train.
+      last step that torch sampled, and their mean divided by their maximum. Strategies that measure devices themselves
+      log these during training.
     """
 
     def __init__(self) -> None:
@@ -46,13 +46,13 @@ class DeviceMonitor(pl.Callback):
 
 
 def shares(trainer: pl.Trainer) -> dict[str, float]:
-    """The part of a full batch that each device gets, by the strategy's policy; nothing where it is not cut."""
+    """The fraction of a full batch that each device gets by the strategy's policy; empty if the batch is not cut."""
     sizes, _ = global_sizes(trainer)
     return {f"balance/share_{i}": size / sum(sizes) for i, size in enumerate(sizes)} if len(sizes) > 1 else {}
 
 
 def rank_times(strategy: Strategy, own_s: float | None) -> dict[str, float]:
-    """Seconds per rank, and how evenly they are spread; called by all ranks."""
+    """Seconds per rank, and their mean divided by their maximum; every rank must call it."""
     seconds = gather(strategy, [own_s or 0.0])
     if not all(seconds):
         return {}
@@ -61,12 +61,12 @@ def rank_times(strategy: Strategy, own_s: float | None) -> dict[str, float]:
 
 
 def gather_peak_memory_mib(strategy: Strategy) -> list[float]:
-    """Peak memory of every device of every process in MiB; called by all ranks."""
+    """Peak memory of every device of every process in MiB; every rank must call it."""
     return gather(strategy, [peak_memory_mib(device) for device in process_devices(strategy)])
 
 
 def gather(strategy: Strategy, values: list[float]) -> list[float]:
-    """Collect every rank's values, in the order of ranks; a list as long on every rank."""
+    """Gather the values of all ranks in rank order; the list must have the same length on every rank."""
     rank, world = getattr(strategy, "global_rank", 0), getattr(strategy, "world_size", 1)
     device = strategy.root_device
     places = torch.zeros(world, len(values), dtype=precise_dtype(device), device=device)
@@ -82,7 +82,7 @@ def peak_memory_mib(device: torch.device) -> float:
 
 
 def reset_peak_memory(strategy: Strategy) -> None:
-    """Forget the peaks of what ran before, such as another job of a sweep."""
+    """Reset the peaks, which may stem from an earlier run in this process, such as another job of a sweep."""
     for device in process_devices(strategy):
         reset_peak_memory_bytes(device)
     reset_peak_resident()

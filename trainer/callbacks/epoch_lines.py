@@ -1,4 +1,4 @@
-"""One line per epoch, where no progress bar can be drawn."""
+"""Log one line per epoch where no progress bar can be shown."""
 
 import logging
 import time
@@ -10,7 +10,7 @@ log = logging.getLogger(__name__)
 
 
 class EpochLines(pl.Callback):
-    """Log a line after every epoch: its seconds, the steps so far, and what a progress bar would show."""
+    """Log a line after every epoch: its seconds, the steps so far, and the progress bar's metrics."""
 
     def __init__(self) -> None:
         self._since = 0.0
@@ -23,7 +23,7 @@ class EpochLines(pl.Callback):
 
     @override
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        # Lightning completes the epoch's means after this hook
+        # Lightning computes the epoch's means after this hook
         self._ended = (trainer.current_epoch, time.perf_counter() - self._since)
 
     @override

@@ -1,4 +1,4 @@
-"""The size of the gradient."""
+"""Log the gradient's norm."""
 
 import pytorch_lightning as pl
 from torch.nn.utils import get_total_norm
@@ -9,8 +9,8 @@ from typing_extensions import override
 class GradientNorm(pl.Callback):
     """Log the gradient's norm before clipping, as `gradient/norm`, at every log point.
 
-    The gradient is the one that the optimizer would see unclipped: summed over replicas, averaged over ranks, and
-    without the factor of mixed precision's scaler. Reading it waits for the device, at log points only.
+    The gradient is the one that the optimizer would get without clipping: summed over replicas, averaged over ranks,
+    and unscaled under mixed precision. Reading it synchronizes with the device, at log points only.
 
     Args:
         norm_type: 2 for the Euclidean norm, `inf` for the largest absolute value.
@@ -34,5 +34,5 @@ class GradientNorm(pl.Callback):
 
 
 def _plain(optimizer: Optimizer) -> Optimizer:
-    """The optimizer itself, where Lightning hands out its wrapper."""
+    """The optimizer inside Lightning's wrapper."""
     return getattr(optimizer, "_optimizer", optimizer)

@@ -1,4 +1,4 @@
-"""The learning rate of every optimizer."""
+"""Log the learning rate of every optimizer."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from typing_extensions import override
 
 
 class LearningRate(LearningRateMonitor):
-    """Lightning's `LearningRateMonitor`, silent instead of failing where there is no logger.
+    """Lightning's `LearningRateMonitor`, except that it does nothing, instead of raising, without a logger.
 
     Args:
         logging_interval: `step` or `epoch`.

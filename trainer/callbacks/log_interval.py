@@ -1,4 +1,4 @@
-"""At least one logged point per epoch."""
+"""Log at least one point per epoch."""
 
 import math
 
@@ -7,9 +7,9 @@ from typing_extensions import override
 
 
 class LogEveryEpoch(pl.Callback):
-    """Shorten `log_every_n_steps` to the optimizer steps of an epoch, where an epoch has fewer.
+    """Shorten `log_every_n_steps` to the number of optimizer steps in an epoch, if an epoch has fewer.
 
-    Lightning logs nothing at all when an epoch is shorter than the interval, and the curves stay empty.
+    Lightning logs nothing if training is shorter than the interval, and the curves stay empty.
     """
 
     @override

@@ -1,4 +1,4 @@
-"""Gradients that are infinite or no numbers: an error, or a step left out, without waiting for the device."""
+"""Detect inf and nan in gradients without waiting for the device: raise an error or skip the step."""
 
 import logging
 from typing import Any, Literal
@@ -16,27 +16,27 @@ logger = logging.getLogger(__name__)
 
 
 class DetectNonFinite(pl.Callback):
-    """Look at the gradients before every optimizer step.
+    """Check the gradients before every optimizer step.
 
-    On a CPU the answer is there at once. An accelerator notes the first bad step by itself; the note is read where
-    the host waits anyway: at a logged step, before a validation, at the end of an epoch, and before a checkpoint is
-    written, which therefore never holds weights spoilt by such a step.
+    On the CPU the result is available at once. An accelerator records the first bad step in its own memory; the record
+    is read when the host synchronizes anyway: at a logged step, before a validation, at the end of an epoch, and before
+    a checkpoint is written, so that a checkpoint never contains weights damaged by such a step.
 
     Args:
-        action: `raise` stops training with an error; `skip_step` leaves weights and optimizer as they are, and
-            training goes on (schedulers and step numbers count the step).
+        action: `raise` stops training with an error; `skip_step` keeps weights and optimizer state unchanged and
+            continues (schedulers and step numbers count the step).
 
     Raises:
-        ConfigError: another action, precision 16-mixed (which skips such steps itself), or `skip_step` on an
-            accelerator with an optimizer that can't skip without asking the host.
+        ConfigError: `action` is unknown, precision is 16-mixed (which skips such steps itself), or `skip_step` is given
+            on an accelerator with an optimizer that can't skip a step without a host synchronization.
     """
 
     def __init__(self, action: Literal["raise", "skip_step"]) -> None:
         if action not in ("raise", "skip_step"):
-            raise ConfigError(f"detect_nonfinite={action} is unknown. Give raise, skip_step or off.")
+            raise ConfigError(f"detect_nonfinite={action} is unknown. Choose raise, skip_step or off.")
         self.action = action
         self.num_skipped = 0
-        """Steps left out so far, as far as the host knows."""
+        """Number of skipped steps that the host knows of."""
         self._first_bad: Tensor | None = None
         self._skipped_there: Tensor | None = None
 
@@ -44,7 +44,7 @@ class DetectNonFinite(pl.Callback):
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if getattr(trainer.precision_plugin, "scaler", None) is not None:
             raise ConfigError(
-                f"detect_nonfinite={self.action} was given with precision=16-mixed, which leaves such steps out by "
+                f"detect_nonfinite={self.action} is not supported with precision=16-mixed, which skips such steps "
                 "itself. Set detect_nonfinite=off, or precision=bf16-mixed."
             )
         on_accelerator = trainer.strategy.root_device.type != "cpu"
@@ -63,7 +63,7 @@ class DetectNonFinite(pl.Callback):
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         if not gradients:
             return
-        # The largest absolute value: unlike a sum of squares it overflows for no finite gradient.
+        # The largest absolute value: unlike a sum of squares it can't overflow for finite gradients.
         finite = torch.nn.utils.get_total_norm(gradients, norm_type=torch.inf).isfinite()
         if finite.device.type == "cpu":
             if not finite:
@@ -83,24 +83,24 @@ class DetectNonFinite(pl.Callback):
             bad = [name for name, p in pl_module.named_parameters() if p.grad is not None and not _is_finite(p.grad)]
             raise self._error(step, bad)
         self.num_skipped += 1
-        logger.warning("The gradients of optimizer step %d are not finite; the step is left out.", step)
-        optimizer.zero_grad(set_to_none=True)  # torch's optimizers pass over parameters without gradients
+        logger.warning("The gradients of optimizer step %d are not finite; the step is skipped.", step)
+        optimizer.zero_grad(set_to_none=True)  # torch's optimizers skip parameters without gradients
 
     def _read(self) -> None:
-        """Wait for the accelerator's notes."""
+        """Read the accelerator's record, which synchronizes with the device."""
         if self._first_bad is not None and (step := int(self._first_bad)) >= 0:
             raise self._error(step, [])
         if self._skipped_there is not None:
             skipped, self._skipped_there = int(self._skipped_there), None
             self.num_skipped += skipped
             if skipped:
-                logger.warning("%d optimizer steps were left out: their gradients were not finite.", skipped)
+                logger.warning("%d optimizer steps were skipped: their gradients were not finite.", skipped)
 
     def _error(self, step: int, parameters: list[str]) -> FloatingPointError:
         where = f" (of {', '.join(parameters[:3])}{' and others' if len(parameters) > 3 else ''})" if parameters else ""
         return FloatingPointError(
             f"The gradients of optimizer step {step}{where} are not finite. Lower the learning rate, set "
-            "trainer.gradient_clip_val, or look at the batch; trainer.detect_nonfinite=skip_step leaves such steps out."
+            "trainer.gradient_clip_val, or inspect the batch; trainer.detect_nonfinite=skip_step skips such steps."
         )
 
     @override

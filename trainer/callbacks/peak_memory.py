@@ -1,4 +1,4 @@
-"""The largest resident size of this process."""
+"""Read and reset the peak resident size of this process."""
 
 import resource
 import sys
@@ -10,7 +10,7 @@ CLEAR = Path("/proc/self/clear_refs")
 
 
 def peak_resident_bytes() -> int:
-    """Largest resident size in bytes, since the last reset where the system knows one (Linux)."""
+    """Peak resident size in bytes, since the last reset if the system supports resets (Linux)."""
     with suppress(OSError, ValueError, StopIteration):
         line = next(line for line in STATUS.read_text().splitlines() if line.startswith("VmHWM:"))
         return int(line.split()[1]) * 1024
@@ -19,6 +19,6 @@ def peak_resident_bytes() -> int:
 
 
 def reset_peak_resident() -> None:
-    """Forget the peak so far, where the system can (Linux: proc_pid_clear_refs(5), value 5)."""
+    """Reset the peak if the system supports it (Linux: proc_pid_clear_refs(5), value 5)."""
     with suppress(OSError):
         CLEAR.write_text("5")

@@ -1,4 +1,4 @@
-"""Speed: logged while training, and summed up for the closing table."""
+"""Log training speed, and collect the figures of the summary table."""
 
 from dataclasses import asdict
 from typing import Any
@@ -14,11 +14,11 @@ from .step_times import DDPTimes, StepClock
 
 
 class RunSummary(pl.Callback):
-    """Count training samples and the seconds spent on them, validation excluded.
+    """Count training samples and training seconds, without validation.
 
-    At every log point the loggers get means since the last one, per optimizer step: `speed/samples_per_s` over all
+    At every log point the loggers get means per optimizer step since the last one: `speed/samples_per_s` over all
     processes, and `speed/step_ms`, `speed/compute_ms`, `speed/data_wait_ms` (and, under DDP, `speed/communication_ms`)
-    of rank 0. A step itself only reads the host's clock twice; no device is waited for, and nothing is communicated.
+    of rank 0. Each step only reads the host's clock twice, without device synchronization or communication.
 
     After `fit`, `samples_per_s`, `global_batch` (samples) and `peak_memory_mib` (per device) hold the figures over all
     processes.
@@ -77,7 +77,7 @@ class RunSummary(pl.Callback):
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         clock, strategy = self._clock, trainer.strategy
         clock.pause()
-        # the collectives of this callback, after the last step
+        # this callback's only collectives, after the last step
         counts = torch.tensor([self._own_samples, self._first_batch], device=strategy.root_device)
         samples, batch = strategy.reduce(counts, reduce_op="sum").tolist()
         self.global_batch = batch or None
@@ -85,14 +85,14 @@ class RunSummary(pl.Callback):
         self.peak_memory_mib = gather_peak_memory_mib(strategy)
 
     def _log(self, trainer: pl.Trainer, step: int) -> None:
-        """Log the means since the last log point; under accumulation at the first batch of the step."""
+        """Log the means since the last log point; with accumulation, at the first batch of the step."""
         wait_s: float = getattr(trainer.fit_loop.epoch_loop, "data_wait_s", 0.0)
         times = self._clock.read(step - self._last_step, wait_s)
         self._last_step = step
         if times is None:
             return
         values = {f"speed/{name}": value for name, value in asdict(times).items()}
-        if not wait_s:  # not measured: Lightning's own loop runs, under a profiler or with `dataloader_iter`
+        if not wait_s:  # not measured in Lightning's own loop, which runs with a profiler or `dataloader_iter`
             del values["speed/data_wait_ms"]
         if self._ddp_times is not None and (exposed := self._ddp_times.exposed_communication_ms()) is not None:
             values["speed/communication_ms"] = exposed
@@ -101,6 +101,6 @@ class RunSummary(pl.Callback):
 
 
 def _counts(trainer: pl.Trainer, batch: Any) -> tuple[int, int]:
-    """Samples of this process, and of all: as many on each, where the strategy does not tell."""
+    """Samples of this process and of all processes, assumed equal on each if the strategy does not define them."""
     own = num_samples(batch) or 0
     return own, own * trainer.world_size

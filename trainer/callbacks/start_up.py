@@ -1,4 +1,4 @@
-"""What a run is about to do, in one block before its first step."""
+"""Log the facts of a run in one block before its first step."""
 
 import logging
 from collections import Counter
@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 
 class StartUp(pl.Callback):
-    """Log one block of facts when training starts, and show the partition plan in TensorBoard's TEXT tab.
+    """Log the facts of a run when training starts, and show the partition plan in TensorBoard's TEXT tab.
 
     Args:
         run_dir: directory of the run.
@@ -41,10 +41,10 @@ class StartUp(pl.Callback):
 
 
 def start_up_rows(trainer: pl.Trainer, devices: list[str], run_dir: str) -> list[tuple[str, str]]:
-    """List the facts, as (label, value); empty values are not shown.
+    """List the facts as (label, value); empty values are not shown.
 
     Args:
-        trainer: at the start of training.
+        trainer: the trainer at the start of training.
         devices: the devices of all processes.
         run_dir: directory of the run.
     """
@@ -66,7 +66,7 @@ def start_up_rows(trainer: pl.Trainer, devices: list[str], run_dir: str) -> list
 
 
 def checkpoint_policy(callback: Any) -> str:
-    """Say when a checkpoint is written and which ones stay."""
+    """Describe when checkpoints are written and which ones are kept."""
     if not isinstance(callback, ModelCheckpoint):
         return type(callback).__name__
     top_k, kept = callback.save_top_k, []
@@ -81,7 +81,7 @@ def checkpoint_policy(callback: Any) -> str:
 
 
 def trigger(callback: ModelCheckpoint) -> str:
-    """Say when a checkpoint is due: `every epoch`, `every 1,000 steps`, `every 15 minutes`."""
+    """Describe when a checkpoint is due: `every epoch`, `every 1,000 steps`, `every 900 s`."""
     interval: timedelta | None = callback._train_time_interval
     if interval is not None:
         return f"every {interval.total_seconds():,.0f} s"
@@ -93,7 +93,7 @@ def trigger(callback: ModelCheckpoint) -> str:
 
 
 def all_devices(trainer: pl.Trainer) -> list[str]:
-    """Name the devices of all processes; those of other processes are of the same kinds as this one's."""
+    """Name the devices of all processes, assuming the same device types in every process."""
     own: list[torch.device] = process_devices(trainer.strategy)
     if trainer.world_size == 1:
         return [device_name(device) for device in own]
@@ -101,7 +101,7 @@ def all_devices(trainer: pl.Trainer) -> list[str]:
 
 
 def partition_plan(trainer: pl.Trainer, devices: list[str]) -> str:
-    """Draw who does what: the stages of the module, or the part of the batch of every device."""
+    """Draw what each device does: the stages of the module, or the device's chunk of the batch."""
     strategy: Any = trainer.strategy
     sizes, _ = global_sizes(trainer)
     lines = [f"global batch {batch_line(trainer)}"] if sizes else []

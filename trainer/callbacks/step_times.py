@@ -1,4 +1,4 @@
-"""Split the time of training steps into its parts, from the host's clock only."""
+"""Split the time of training steps into its parts, using only the host's clock."""
 
 import time
 from collections.abc import Callable
@@ -15,7 +15,7 @@ class DDPTimes:
     """Reads the times of the last step that torch sampled.
 
     Args:
-        model: the wrapper, which keeps the times of one step in `every`.
+        model: the DDP wrapper, which records the times of one step in `every`.
         every: number of batches between two samples.
 
     Source: `torch/nn/parallel/distributed.py` (torch 2.13), `_get_ddp_logging_data`.
@@ -27,7 +27,7 @@ class DDPTimes:
 
     @classmethod
     def of(cls, trainer: pl.Trainer) -> "DDPTimes | None":
-        """The times of a trainer's wrapper, sampled once per log point; None where it has none."""
+        """The times of a trainer's DDP wrapper, sampled once per log point; None without a DDP wrapper."""
         model = trainer.strategy.model
         every: int = getattr(trainer, "log_every_n_steps")  # noqa: B009  # Lightning sets it undeclared
         if not isinstance(model, DistributedDataParallel) or not every:
@@ -35,7 +35,7 @@ class DDPTimes:
         return cls(model, every * trainer.accumulate_grad_batches)
 
     def exposed_communication_ms(self) -> float | None:
-        """Milliseconds that gradients were on their way while no backward pass ran, waiting for other ranks included.
+        """Milliseconds of gradient communication that did not overlap with backward, including waits for other ranks.
 
         Returns:
             None until torch has sampled a step.
@@ -60,8 +60,8 @@ class StepTimes:
     Args:
         step_ms: milliseconds from step to step, validation excluded.
         compute_ms: milliseconds from a batch's arrival on the device to the end of its step.
-        data_wait_ms: milliseconds spent waiting for the loader.
-        samples_per_s: samples trained on per second.
+        data_wait_ms: milliseconds of waiting for the loader.
+        samples_per_s: training samples per second.
     """
 
     step_ms: float
@@ -71,10 +71,10 @@ class StepTimes:
 
 
 class StepClock:
-    """Adds up the seconds of batches until somebody reads them.
+    """Adds up the seconds of batches until they are read.
 
     Args:
-        now: seconds of a steady clock.
+        now: reads a monotonic clock, in seconds.
 
     Attributes:
         seconds: seconds of training so far, pauses excluded; complete while paused.
@@ -91,21 +91,21 @@ class StepClock:
         self._last = (0.0, 0.0, 0.0, 0)
 
     def go(self) -> None:
-        """Start, or go on after a pause."""
+        """Start, or resume after a pause."""
         self._since = self._since or self.now()
 
     def pause(self) -> None:
-        """Stop, for something that is no training."""
+        """Pause, for anything that is not training."""
         if self._since is not None:
             self.seconds += self.now() - self._since
         self._since = None
 
     def start_batch(self) -> None:
-        """Note that a batch has arrived."""
+        """Record that a batch has arrived."""
         self._batch_since = self.now()
 
     def end_batch(self, num_samples: int) -> None:
-        """Note that its step has ended."""
+        """Record that its step has ended."""
         self._compute += self.now() - self._batch_since
         self.num_samples += num_samples
 
@@ -114,10 +114,10 @@ class StepClock:
 
         Args:
             num_steps: optimizer steps since then.
-            data_wait_s: seconds spent waiting for the loader, since the start of training.
+            data_wait_s: seconds of waiting for the loader since the start of training.
 
         Returns:
-            The means; None where no time has passed.
+            The means; None if no time has passed.
         """
         if self._since is not None:
             self.pause()

@@ -78,8 +78,8 @@ def _convert_leaf(value: Any, path: tuple[Any, ...], lenient: bool) -> Any:
         logger.warning("The hyperparameter %s is stored as a string: %r is not plain data.", where, value)
         return repr(value)
     raise ConfigError(
-        f"The checkpoint's entry {where} has type {type(value).__module__}.{type(value).__qualname__}, but a "
-        "checkpoint may contain only tensors, numbers, strings and containers of these, so that loading it runs no code. "
+        f"The checkpoint's entry {where} has type {type(value).__module__}.{type(value).__qualname__}, but "
+        "a checkpoint may contain only tensors, numbers, strings and containers of these, so loading runs no code. "
         "Return such values from state_dict() and on_save_checkpoint()."
     )
 

@@ -245,7 +245,7 @@ class VerifiedCheckpointIO(TorchCheckpointIO):
             TypeError: `storage_options` are given, which Lightning's own plugin does not accept either.
         """
         if storage_options is not None:
-            raise TypeError("storage_options are not supported. Give the Trainer a CheckpointIO plugin that is.")
+            raise TypeError("storage_options are not supported. Use a CheckpointIO plugin that supports them.")
         self.wait()
         plain = to_plain(checkpoint)
         if self.background:

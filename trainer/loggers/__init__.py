@@ -1,4 +1,4 @@
-"""Loggers and what they show.
+"""Provide the TensorBoard logger and the contents of its tabs.
 
 Exports: TensorBoardLogger; hparams, custom_scalars.
 May import: nothing else in the trainer.

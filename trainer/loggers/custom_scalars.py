@@ -1,12 +1,12 @@
-"""The CUSTOM SCALARS tab: what matters of a run, on one page."""
+"""Lay out the CUSTOM SCALARS tab: the most important charts of a run on one page."""
 
 from typing import Any, TypeAlias
 
 Layout: TypeAlias = dict[str, dict[str, list[Any]]]
-"""Category → chart → [`Multiline`, regular expressions of tags], as `SummaryWriter.add_custom_scalars` takes it."""
+"""Category → chart → [`Multiline`, regular expressions of tags], the argument of `SummaryWriter.add_custom_scalars`."""
 
 OUR_OWN = ("speed/", "device/", "balance/", "gradient/", "lr-")
-"""How the tags begin that are no metrics of the module."""
+"""Prefixes of tags that are not metrics of the module."""
 
 STEP_TIME = ["speed/step_ms", "speed/compute_ms", "speed/data_wait_ms", "speed/communication_ms"]
 
@@ -15,11 +15,11 @@ def layout(monitor: str | None) -> Layout:
     """Arrange the charts; a chart without data stays empty.
 
     Args:
-        monitor: the metric that decides which checkpoint is best; it has a chart of its own.
+        monitor: the metric that decides which checkpoint is best; it gets its own chart.
 
     Returns:
-        The layout. Tags that it can't know, those of the module, are told apart by their names: what holds the word
-        `loss` is a loss.
+        The layout. The module's tags, which are not known in advance, are classified by name: those that contain
+        `loss` are losses.
     """
     not_ours = f"(?i)(?!{'|'.join(OUR_OWN)}|epoch$)"
     metrics: dict[str, list[Any]] = {
@@ -48,10 +48,10 @@ def layout(monitor: str | None) -> Layout:
 
 
 def lines(*expressions: str) -> list[Any]:
-    """A chart with a line per tag that one of the regular expressions matches from its start."""
+    """A chart with one line per tag that matches one of the regular expressions from its start."""
     return ["Multiline", list(expressions)]
 
 
 def exactly(tag: str) -> str:
-    """The regular expression of one tag."""
+    """A regular expression that matches one tag exactly."""
     return f"{tag.replace('.', '[.]')}$"

@@ -1,4 +1,4 @@
-"""What the HPARAMS tab compares runs by."""
+"""Select the hyperparameters and metrics of the HPARAMS tab."""
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -11,8 +11,8 @@ GROUPS = ("strategy", "module", "data")
 
 
 def hyperparameters(cfg: DictConfig) -> dict[str, Any]:
-    """Flatten what compares runs: the options of module, data and strategy, the root keys that change training, and
-    whatever was given on the command line.
+    """Flatten the options that distinguish runs: those of module, data and strategy, the root keys that change
+    training, and all command-line overrides.
 
     Args:
         cfg: the resolved configuration.
@@ -30,9 +30,9 @@ def hyperparameters(cfg: DictConfig) -> dict[str, Any]:
 
 
 def overridden(cfg: DictConfig) -> list[str]:
-    """Name what was given on the command line, as the hyper-parameters do: `module.lr=0.1` is `module/lr`.
+    """List the command-line overrides, named like hyperparameters: `module.lr=0.1` is `module/lr`.
 
-    For a job of a multirun only what differs from job to job.
+    For a job of a multirun, only the overrides that differ between jobs.
     """
     run_dir = Path(cfg.run_dir)
     parser = OverridesParser.create()
@@ -43,23 +43,23 @@ def overridden(cfg: DictConfig) -> list[str]:
 
 
 def _listed(file: Path, key: str | None = None) -> list[str]:
-    """The overrides in a file that Hydra left behind; none where there is no such file."""
+    """The overrides in a file that Hydra wrote; empty if the file does not exist."""
     content: Any = OmegaConf.load(file) if file.exists() else []
     return [str(override) for override in (OmegaConf.select(content, key) if key and content else content) or []]
 
 
 def without_repetition(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Leave out what a module or data module tells of itself (`save_hyperparameters`) and the configuration told."""
+    """Drop hyperparameters from `save_hyperparameters` that the configuration already contains."""
     return {key: v for key, v in values.items() if not any(f"{group}/{key}" in values for group in GROUPS)}
 
 
 def in_order(metrics: Mapping[str, float], first: str | None, own: Iterable[str]) -> dict[str, float]:
-    """Put the metric that matters first, then those of test and validation.
+    """Sort metrics: the monitored one first, then those of test and validation.
 
     Args:
         metrics: final values by name.
         first: the monitored metric.
-        own: how names begin that are no metrics of the module; they are left out.
+        own: prefixes of names that are not metrics of the module; these are omitted.
     """
     ranks = ("test", "val", "")
 

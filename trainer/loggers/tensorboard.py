@@ -1,4 +1,4 @@
-"""TensorBoard: one event stream per run, in the run directory."""
+"""Log to TensorBoard: one event stream per run, in the run directory."""
 
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -16,10 +16,10 @@ from .hparams import without_repetition
 
 
 class TensorBoardLogger(pl_loggers.TensorBoardLogger):
-    """Lightning's logger with one event file from the first step to the last test metric.
+    """Lightning's TensorBoard logger with one event file from the first step to the last test metric.
 
-    Lightning's own closes its file after `fit`, so that `test` opens a second one, and writes a placeholder
-    `hp_metric`. Here the HPARAMS tab holds the final values of the metrics that were logged.
+    Lightning's logger closes its file after `fit`, so that `test` opens a second one, and writes a placeholder
+    `hp_metric`. Here the HPARAMS tab has the final values of the logged metrics.
 
     Args:
         save_dir: directory of the event file.
@@ -29,7 +29,7 @@ class TensorBoardLogger(pl_loggers.TensorBoardLogger):
     def __init__(self, save_dir: str | Path, flush_secs: int = 30) -> None:
         super().__init__(save_dir=str(save_dir), name="", version="", default_hp_metric=False, flush_secs=flush_secs)
         self.differing: list[str] = []
-        """Hyper-parameters by which this run was told from others; the HPARAMS tab lists them first."""
+        """Hyperparameters that distinguish this run from others; the HPARAMS tab lists them first."""
 
     @property
     @override
@@ -39,9 +39,9 @@ class TensorBoardLogger(pl_loggers.TensorBoardLogger):
     @override
     @rank_zero_only
     def log_hyperparams(self, params: Any, metrics: dict[str, Any] | None = None, step: int | None = None) -> None:
-        """Keep the hyper-parameters for the HPARAMS tab, which is written once the final metrics are known."""
+        """Keep the hyperparameters for the HPARAMS tab, which is written once the final metrics are known."""
         flat: Mapping[str, Any] = params if isinstance(params, Mapping) else vars(params)
-        # metrics given here become no scalars: they would put a point at step 0 into each metric's curve
+        # metrics given here are not logged as scalars: they would add a point at step 0 to each metric's curve
         self.hparams = {**cast("dict[str, Any]", self.hparams), **flat}
 
     @rank_zero_only
@@ -55,10 +55,10 @@ class TensorBoardLogger(pl_loggers.TensorBoardLogger):
 
     @rank_zero_only
     def log_text(self, name: str, text: str) -> None:
-        """Show a text in the TEXT tab, line by line as it is.
+        """Show preformatted text in the TEXT tab.
 
         Args:
-            name: its title.
+            name: the title.
             text: the lines.
         """
         self.experiment.add_text(name, "\n".join(f"    {line}" for line in text.splitlines()))
@@ -74,10 +74,10 @@ class TensorBoardLogger(pl_loggers.TensorBoardLogger):
 
     @rank_zero_only
     def log_final_metrics(self, metrics: Mapping[str, float]) -> None:
-        """Write the HPARAMS tab: the hyper-parameters, and the metrics whose last logged values it compares runs by.
+        """Write the HPARAMS tab: the hyperparameters and the final metrics.
 
         Args:
-            metrics: final values by the names they were logged under.
+            metrics: final values by their logged names.
         """
         values = without_repetition(cast("dict[str, Any]", self.hparams))
         shown = {key: v if isinstance(v, (bool, int, float, str)) else str(v) for key, v in values.items()}
@@ -95,12 +95,12 @@ class TensorBoardLogger(pl_loggers.TensorBoardLogger):
     @override
     @rank_zero_only
     def save(self) -> None:
-        """Hyper-parameters live in the event file and in `.hydra/config.yaml`; no third copy is written."""
+        """Do nothing: hyperparameters are in the event file and in `.hydra/config.yaml` already."""
 
     @override
     @rank_zero_only
     def finalize(self, status: str) -> None:
-        """Put all that was logged on the disk; the file stays open for what follows `fit`."""
+        """Flush all logged values to disk; the file stays open for a test after `fit`."""
         if self._experiment is not None:
             self.experiment.flush()
 
@@ -113,11 +113,11 @@ class TensorBoardLogger(pl_loggers.TensorBoardLogger):
 
 
 def put_first(experiment: Any, names: Collection[str]) -> None:
-    """Mark hyper-parameters as those that differ from run to run, which TensorBoard lists first.
+    """Mark hyperparameters as differing between runs, so that TensorBoard lists them first.
 
     Args:
-        experiment: torch's summary of an experiment; it is changed.
-        names: of the hyper-parameters.
+        experiment: torch's summary of an experiment; modified in place.
+        names: names of the hyperparameters.
     """
     plugin_data: Any = getattr(plugin_data_pb2, "HParamsPluginData")  # noqa: B009  # made at run time
     for value in experiment.value:

@@ -70,7 +70,7 @@ def test_best_k_are_kept_by_score(tmp_path: Path) -> None:
 
 
 def test_two_triggers_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"every_n_steps=3 and interval_s=2\.0 were given"):
+    with pytest.raises(ConfigError, match=r"at most one trigger, got every_n_steps=3 and interval_s=2\.0"):
         Checkpoint(every_n_steps=3, interval_s=2.0)
 
 
