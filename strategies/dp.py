@@ -74,6 +74,7 @@ class DataParallelStrategy(OneProcessStrategy):
         self._has_batchnorm = False
         self._told: set[str] = set()
         self._parallel_forward: ParallelForward | None = None
+        self._open_batch: Batch = None
         self.layout: ReplicaLayout | None = None
 
     @property
@@ -155,7 +156,8 @@ class DataParallelStrategy(OneProcessStrategy):
         return result
 
     def finish_step(self) -> None:
-        """Make the next step copy the parameters that the optimizer has changed to the replicas."""
+        """Have the next step copy what the optimizer has changed to the replicas."""
+        self._open_batch = None
         if self.layout is not None:
             self.layout.replicas.mark_changed(frozen=self._copy_frozen)
 
@@ -180,9 +182,25 @@ class DataParallelStrategy(OneProcessStrategy):
         self._mark_changed()
 
     def _mark_changed(self) -> None:
-        """Mark all parameters changed: callbacks swap weights (moving averages) here, often by `parameter.data`."""
+        """Callbacks that exchange weights (moving averages) do so at these hooks, often through `parameter.data`."""
+        self._open_batch = None
         if self.layout is not None:
             self.layout.replicas.mark_changed()
+
+    def _mark_written_in_closure(self, batch: Batch) -> None:
+        """See what an optimizer wrote to the weights before it called its closure, perhaps again (SAM).
+
+        The same batch before the step has ended means a further call. Other optimizers than torch's may write before
+        the first, too, which matters where earlier batches of an accumulated step have brought the weights over.
+        """
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        foreign = trainer.accumulate_grad_batches > 1 and any(
+            not type(o).__module__.startswith("torch.optim") for o in trainer.optimizers
+        )
+        if foreign or batch is self._open_batch:
+            self._mark_changed()
+        self._open_batch = batch
 
     def _verify(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         """Refuse, before anything is placed, a module or options that can't be honoured."""
@@ -210,6 +228,8 @@ class DataParallelStrategy(OneProcessStrategy):
         return ReplicaLayout(root, self.parallel_devices, self._threads, self.strategy_name, root_call)
 
     def _training_step(self, batch: Batch, *rest: Any) -> Any:
+        if self.layout is not None:
+            self._mark_written_in_closure(batch)
         if self.layout is None or self._parallel_forward is not None:
             return self._ended(self._call("training_step", batch, *rest))
         sizes = self._sizes(self._num_samples(batch))

@@ -9,12 +9,16 @@ import functools
 import types
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 from torchmetrics import Metric, MetricCollection
+
+HOOKS = tuple(key for key, value in nn.Module().__dict__.items() if "hooks" in key and isinstance(value, dict))
+"""The attributes in which a module keeps its hooks, each a dictionary from number to hook."""
 
 
 class StaysOnRoot:
@@ -56,6 +60,7 @@ class ModuleCopy:
             for original, replica in self.pairs:
                 for key, value in original.__dict__.items():
                     self.set_attribute(replica, key, value)
+                self.update_hooks(original, ((),) * len(HOOKS))
 
     def counterpart(self, value: Any) -> Any:
         """The copy of a module, parameter or buffer of the root; None for anything else."""
@@ -64,10 +69,39 @@ class ModuleCopy:
 
     def set_attribute(self, replica: nn.Module, key: str, value: Any) -> None:
         """Set an attribute of the original on a copied module, with references to the root replaced."""
+        if key in HOOKS:
+            return  # the copy has its own; see `update_hooks`
         if key == "_device" and isinstance(value, torch.device):
             replica.__dict__[key] = self.device
         elif key not in ("_parameters", "_buffers", "_modules") and not isinstance(value, StaysOnRoot):
             replica.__dict__[key] = self._translated(value)
+
+    def update(self, original: nn.Module, keys: Sequence[str], hooks: Sequence[Sequence[int]]) -> None:
+        """Bring over attributes of a module of the root, and its hooks (see `update_hooks`)."""
+        replica = self.counterpart(original)
+        for key in keys:
+            if key in original.__dict__:
+                self.set_attribute(replica, key, original.__dict__[key])
+            else:
+                replica.__dict__.pop(key, None)
+        self.update_hooks(original, hooks)
+
+    def update_hooks(self, original: nn.Module, before: Sequence[Sequence[int]]) -> None:
+        """Give a copied module the hooks that its original was given, and take those that it has lost.
+
+        Hooks that the copy's own code has registered or removed are left alone.
+
+        Args:
+            original: the module of the root.
+            before: for each of `HOOKS` the numbers of the hooks that the original had when it was last copied.
+        """
+        replica = self.counterpart(original)
+        for key, known in zip(HOOKS, before, strict=True):
+            hooks, own = original.__dict__[key], replica.__dict__[key]
+            for number in known:
+                if number not in hooks:
+                    own.pop(number, None)
+            own.update({number: self._translated(hook) for number, hook in hooks.items() if number not in known})
 
     def copy_tensor(self, original: Tensor) -> Tensor:
         """Copy a parameter or buffer to the device; the same tensor always gets the same copy."""
@@ -97,6 +131,9 @@ class ModuleCopy:
         del replica.__dict__["_is_replica"]  # replicas here have their own parameters
         self._copies[id(original)] = (original, replica)
         self.pairs.append((original, replica))
+        for key in HOOKS:
+            replica.__dict__[key] = OrderedDict()
+            self._copies[id(original.__dict__[key])] = (original.__dict__[key], replica.__dict__[key])
         replica._parameters = self._copy_tensors(original._parameters)
         replica._buffers = self._copy_tensors(original._buffers)
         children = original._modules.items()  # an empty ModuleDict is falsy
@@ -151,6 +188,15 @@ class ModuleCopy:
         target = self.counterpart(value())
         return value if target is None else weakref.ref(target)
 
+    def _handle(self, value: RemovableHandle) -> RemovableHandle:
+        """Removes the hook from the copy where the given handle removes it from the root."""
+        hooks = self.counterpart(value.hooks_dict_ref())
+        if hooks is None:
+            return value
+        handle = RemovableHandle(hooks, extra_dict=[self.counterpart(extra()) for extra in value.extra_dict_ref])
+        handle.id = value.id
+        return handle
+
     def _function(self, value: types.FunctionType) -> Any:
         """Rebind a closure over the module, such as a wrapper around one of its methods."""
         cells = list(value.__closure__ or ())
@@ -197,4 +243,5 @@ _TRANSLATORS: dict[type, Any] = {
     types.FunctionType: ModuleCopy._function,
     functools.partial: ModuleCopy._partial,
     weakref.ref: ModuleCopy._reference,
+    RemovableHandle: ModuleCopy._handle,
 }

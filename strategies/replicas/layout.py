@@ -74,6 +74,7 @@ class ReplicaLayout:
         if self.replicas.refresh():
             self._attach()
         used = [i for i, size in enumerate(sizes) if size > 0]
+        self.replicas.before_step(used)
         pieces = [self._piece(i, method, arguments[i], sizes) for i in used]
         if self._measurement is not None:
             pieces = self._measured(self._measurement, pieces, used, sizes)
@@ -84,9 +85,8 @@ class ReplicaLayout:
         except BaseException:
             self._metrics.discard()
             raise
+        self.replicas.after_step()
         self._metrics.merge()
-        if self.replicas.root.training and used[0] != 0:
-            self.replicas.adopt_buffers(used[0])
         return outputs
 
     def sum_gradients(self) -> None:

@@ -5,12 +5,18 @@ The first replica is the root module itself. A refresh copies:
     changed on the root                  detected by                              action
     parameters                           tensor versions; `mark_changed`          one coalesced copy per device
     buffers                              versions, the copy's own too; identity   one coalesced copy per device
-    attributes, `training`, hooks        values of the modules' `__dict__`        set on the copies
+    attributes, `training`               values of the modules' `__dict__`        set on the copies
+    hooks                                their numbers                            set on the copies
     modules or parameters added          identity                                 the copies are rebuilt
+
+A step runs on several replicas, and each does to itself what the step does to the module. So the hooks that a step
+registered and the objects that it made stay each replica's own; numbers, strings and tensors that it assigned become
+those of the first replica that ran, and a replica that had no samples takes everything from the root.
 """
 
 import itertools
 from collections.abc import Iterator, Sequence
+from numbers import Number
 from operator import is_
 from typing import Any
 
@@ -19,12 +25,17 @@ from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 
 from ..core.devices import copy_coalesced
-from ._module_copy import ModuleCopy
+from ._module_copy import HOOKS, ModuleCopy
 
 
 def attribute_values(module: nn.Module) -> tuple[Any, ...]:
     """The values of a module's attributes, in the order in which they were first set."""
     return tuple(module.__dict__.values())
+
+
+def hook_numbers(module: nn.Module) -> tuple[tuple[int, ...], ...]:
+    """The numbers of a module's hooks, which torch gives out once, in their order."""
+    return tuple([tuple(module.__dict__[key]) for key in HOOKS])
 
 
 def are_same(values: tuple[Any, ...], others: tuple[Any, ...]) -> bool:
@@ -93,11 +104,40 @@ class Replicas:
         self._refresh_attributes()
         return False
 
-    def adopt_buffers(self, i: int) -> None:
-        """Copy replica i's buffers to the root: it ran the first chunk because the root had no samples."""
-        if i > 0:
+    def before_step(self, used: Sequence[int]) -> None:
+        """Remember what the root takes over from a replica that runs the first chunk in its place.
+
+        Args:
+            used: the replicas that have samples.
+        """
+        self._used = list(used)
+        leader = self.modules()[used[0]] if used[0] > 0 else []
+        self._leader = [(module, module.__dict__.copy(), hook_numbers(module)) for module in leader]
+
+    def after_step(self) -> None:
+        """Note what the step did to the root; where it had no sample, take over what the step did to the first chunk's.
+
+        Buffers are those of the training step only, as evaluation changes none.
+        """
+        if self._leader and self.root.training:
             with torch.inference_mode(False), torch.no_grad():
-                copy_coalesced(self._buffers(i), self._buffers(0))
+                copy_coalesced(self._buffers(self._used[0]), self._buffers(0))
+        for module, (leader, before, hooks) in zip(self._modules, self._leader, strict=False):
+            self._take_over(module, leader, before, hooks)
+        for seen, module in zip(self._seen, self._modules, strict=True):
+            seen.note_step(module)
+        self._idle |= set(range(1, len(self))) - set(self._used)
+
+    def _take_over(
+        self, module: nn.Module, leader: nn.Module, before: dict[str, Any], hooks: tuple[tuple[int, ...], ...]
+    ) -> None:
+        """Do to a module of the root what a step did to another replica's: plain values set, hooks removed."""
+        for key in _changed_keys(before, leader.__dict__):
+            if _is_plain(value := leader.__dict__.get(key)) and key not in _OWN:
+                module.__dict__[key] = value.detach().to(self.devices[0]) if isinstance(value, Tensor) else value
+        for key, numbers in zip(HOOKS, hooks, strict=True):
+            for number in set(numbers) - leader.__dict__[key].keys():
+                module.__dict__[key].pop(number, None)
 
     def _make(self) -> None:
         self._copies = [ModuleCopy(self.root, self.devices[0], device) for device in self.devices[1:]]
@@ -112,7 +152,10 @@ class Replicas:
             (module, name) for module in self._modules for name, buffer in module._buffers.items() if buffer is not None
         ]
         self._buffer_versions = self._versions_of_buffers()
-        self._attributes = [attribute_values(module) for module in self._modules]
+        self._seen = [_Seen(module) for module in self._modules]
+        self._used: list[int] = []
+        self._idle: set[int] = set()
+        self._leader: list[tuple[nn.Module, dict[str, Any], tuple[tuple[int, ...], ...]]] = []
 
     def _has_new_structure(self) -> bool:
         parameters = [module._parameters.get(name) for module, name in self._slots]
@@ -155,17 +198,70 @@ class Replicas:
             self.counterpart(i, module)._buffers[name] = copy
 
     def _refresh_attributes(self) -> None:
-        for i, module in enumerate(self._modules):
-            values = attribute_values(module)
-            if not are_same(values, self._attributes[i]):
-                self._set_attributes(module)
-                self._attributes[i] = values
+        for seen, module in zip(self._seen, self._modules, strict=True):
+            if seen.is_current(module):
+                continue
+            for i, copy in enumerate(self._copies, start=1):
+                copy.update(module, seen.changed(module, own_step=i not in self._idle), seen.hooks(i in self._idle))
+            seen.refresh(module)
+        self._idle.clear()
 
-    def _set_attributes(self, module: nn.Module) -> None:
-        for copy in self._copies:
-            replica = copy.counterpart(module)
-            for key, value in module.__dict__.items():
-                copy.set_attribute(replica, key, value)
+
+class _Seen:
+    """What a module of the root held when it was last copied, and after the step that followed."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.refresh(module)
+
+    def refresh(self, module: nn.Module) -> None:
+        """Note that the copies are as the module is."""
+        self._copied = self._left = module.__dict__.copy()
+        self._copied_hooks = self._left_hooks = hook_numbers(module)
+
+    def note_step(self, module: nn.Module) -> None:
+        """Note how a step has left the module."""
+        if not _are_same_dicts(module.__dict__, self._left):
+            self._left = module.__dict__.copy()
+        self._left_hooks = hook_numbers(module)
+
+    def is_current(self, module: nn.Module) -> bool:
+        """Whether neither a step nor anything else has changed the module since it was copied."""
+        return self._copied_hooks == hook_numbers(module) and _are_same_dicts(self._copied, module.__dict__)
+
+    def changed(self, module: nn.Module, own_step: bool) -> list[str]:
+        """The attributes to copy; with `own_step` the copy ran the step, too, and keeps the objects that it made."""
+        now = module.__dict__
+        later = _changed_keys(self._left, now)
+        in_step = _changed_keys(self._copied, self._left)
+        return later + [key for key in in_step if key not in later and not (own_step and not _is_plain(now.get(key)))]
+
+    def hooks(self, with_step: bool) -> Sequence[Sequence[int]]:
+        """The hooks that a copy has; with `with_step` it did not run the step that changed them on the root."""
+        return self._copied_hooks if with_step else self._left_hooks
+
+
+def _are_same_dicts(values: dict[str, Any], others: dict[str, Any]) -> bool:
+    try:
+        return values == others  # Python looks at identity first
+    except (RuntimeError, ValueError):
+        return False  # tensors and arrays have no single truth value
+
+
+def _changed_keys(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    missing = object()
+    changed = [key for key, value in now.items() if not are_same((value,), (before.get(key, missing),))]
+    return changed + [key for key in before if key not in now]
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value can't be written to by those who hold it, or is a tensor."""
+    if isinstance(value, tuple):
+        return all(map(_is_plain, value))
+    return isinstance(value, (str, bytes, Number, Tensor, torch.device, torch.dtype, type(None)))
+
+
+_OWN = ("_device", "_parameters", "_buffers", "_modules", *HOOKS)
+"""Attributes that every replica has of its own."""
 
 
 def _version(tensor: Tensor) -> int:

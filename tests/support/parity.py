@@ -307,14 +307,14 @@ def run(case: Case, strategy: Any, trainer_class: type[pl.Trainer] = Trainer, **
     )
 
 
-_BASELINES: dict[int, Run] = {}
+_BASELINES: dict[int, tuple[Case, Run]] = {}  # with the case, so that its id is not given to another
 
 
 def baseline(case: Case) -> Run:
     """The same training on one device, computed once."""
     if id(case) not in _BASELINES:
-        _BASELINES[id(case)] = run(case, SingleDeviceStrategy(), devices=1)
-    return _BASELINES[id(case)]
+        _BASELINES[id(case)] = (case, run(case, SingleDeviceStrategy(), devices=1))
+    return _BASELINES[id(case)][1]
 
 
 def assert_equal(found: Run, expected: Run, tolerance: float) -> None:

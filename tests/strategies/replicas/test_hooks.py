@@ -1,0 +1,118 @@
+"""Every replica has hooks of its own: those of the root's that were registered between steps, and its own."""
+
+from typing import Any
+
+import pytest
+import pytorch_lightning as pl
+import torch
+from parity import Case, Net, assert_equal, baseline, make_module, make_trainer, run
+from pytorch_lightning.callbacks import ModelPruning
+from torch import Tensor, nn
+
+from evener.strategies import BalancedDataParallelStrategy, DataParallelStrategy, SingleDeviceStrategy
+
+STRATEGIES = [
+    DataParallelStrategy,
+    lambda: DataParallelStrategy(threads=True),
+    lambda: BalancedDataParallelStrategy(gpu0_chunk=0),
+]
+
+
+class Collecting(Net):
+    """Adds up what its layers returned, as transformers' `output_hidden_states=True` does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        states: list[Tensor] = []
+        handles = [
+            layer.register_forward_hook(lambda layer, inputs, output: states.append(output)) for layer in self.net
+        ]
+        out = self.net(x)
+        for handle in handles:
+            handle.remove()
+        return out + 0.1 * sum(state.mean(1, keepdim=True) for state in states)
+
+
+class Lazy(Net):
+    """Registers its hook when it is first used, and keeps what the hook sees; the handle is never removed."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not hasattr(self, "handle"):
+            self.seen: list[Tensor] = []
+            seen = self.seen
+            self.handle = self.net[0].register_forward_hook(lambda layer, inputs, output: seen.append(output))
+        out = self.net(x) + len(self.seen)
+        feature = self.seen.pop()
+        assert not self.seen
+        return out + feature.mean(1, keepdim=True)
+
+
+@pytest.mark.parametrize(
+    ("module", "strategy"),
+    # a list that a hook fills is one list for all replicas, as is every list of a module: only threads would mix it up
+    [(Collecting, strategy) for strategy in STRATEGIES] + [(Lazy, STRATEGIES[0]), (Lazy, STRATEGIES[2])],
+)
+@pytest.mark.filterwarnings("ignore:.*was assigned on a replica")
+def test_hooks_registered_in_a_step_see_their_own_replica_only(module: type[Net], strategy: Any) -> None:
+    """A replica's hook dictionaries were the root's, so that every hook fired on every replica."""
+    case = Case(module)
+    assert_equal(run(case, strategy(), devices=3), baseline(case), 1e-10)
+
+
+class Scaling(Net):
+    """Scales its first layer's output by a hook, which it removes and registers again between steps."""
+
+    def scale(self, layer: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+        assert layer is self.net[0]
+        return output * 1.5
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.handle = self.net[0].register_forward_hook(self.scale)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.handle.remove()
+        if batch_idx != 1:
+            self.handle = self.net[0].register_forward_hook(self.scale)
+
+
+class RemovedInAStep(Scaling):
+    """Removes its hook by the kept handle in the step itself."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.handle.remove()
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("module", [Scaling, RemovedInAStep])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_hooks_of_the_root_are_those_of_the_replicas(module: type[Net], strategy: Any) -> None:
+    case = Case(module)
+    assert_equal(run(case, strategy(), devices=3), baseline(case), 1e-10)
+
+
+def test_a_callbacks_hook_is_called_on_every_replica() -> None:
+    rows: list[int] = []
+
+    class Watching(pl.Callback):
+        def on_train_start(self, trainer: pl.Trainer, module: Any) -> None:
+            module.net[0].register_forward_pre_hook(lambda layer, inputs: rows.append(len(inputs[0])))
+
+    case = Case(num=4, trainer={"callbacks": [Watching()], "max_epochs": 1, "limit_val_batches": 0})
+    make_trainer(case, DataParallelStrategy(), devices=2).fit(make_module(case), case.loader(), case.loader())
+    assert rows == [2, 2]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.filterwarnings("ignore:.*Linear.weight was assigned on a replica")
+def test_pruning_equals_one_device(strategy: Any) -> None:
+    """`gpu0_chunk=0` pruned other weights: torch's pruning sets the layer's weight in a hook, and the root ran none."""
+    found: list[Tensor] = []
+    for used, devices in ((strategy(), 3), (SingleDeviceStrategy(), 1)):
+        module = make_module(Case())
+        layers = [(module.net[0], "weight"), (module.net[2], "weight")]
+        pruning = ModelPruning("l1_unstructured", parameters_to_prune=layers, amount=0.3)
+        case = Case(trainer={"callbacks": [pruning], "max_epochs": 4})
+        make_trainer(case, used, devices=devices).fit(module, case.loader(), case.loader())
+        found.append(torch.cat([layer.weight.flatten() for layer, _ in layers]).detach())
+    torch.testing.assert_close(found[0], found[1], rtol=0, atol=1e-10)
+    assert 0 < int((found[0] == 0).sum()) < found[0].numel()

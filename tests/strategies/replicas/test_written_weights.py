@@ -1,0 +1,68 @@
+"""Replicas compute with the root's weights, whenever and however an optimizer writes to them."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import pytorch_lightning as pl
+import torch
+from parity import Case, Net, TokenNet, assert_equal, baseline, run
+
+from evener.strategies import BalancedDataParallelStrategy, DataParallelStrategy, SingleDeviceStrategy
+from evener.trainer import Trainer
+
+
+class Sharp(torch.optim.SGD):
+    """Sharpness-aware: climbs through `parameter.data`, computes again, and descends from where it was."""
+
+    def step(self, closure: Any = None) -> Any:
+        loss = closure()
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        before = [p.data.clone() for p in parameters]
+        for p in parameters:
+            p.data.add_(p.grad, alpha=0.5)
+        closure()
+        for p, old in zip(parameters, before, strict=True):
+            p.data.copy_(old)
+        super().step()
+        return loss
+
+
+class Ahead(torch.optim.SGD):
+    """Looks ahead before it calls the closure."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.data.mul_(0.9)
+        loss = closure()
+        super().step()
+        return loss
+
+
+def net_with(optimizer: type[torch.optim.Optimizer], base: type[Net] = Net) -> Callable[[], Net]:
+    class Optimized(base):  # pyright: ignore[reportGeneralTypeIssues]  # a class made for a test
+        def configure_optimizers(self) -> Any:
+            return optimizer(self.parameters(), lr=0.1)  # pyright: ignore[reportCallIssue]
+
+    return Optimized
+
+
+CASES = {
+    "climbs": Case(net_with(Sharp)),
+    "climbs_accumulated": Case(net_with(Sharp), num=22, trainer={"accumulate_grad_batches": 2}),
+    "ahead": Case(net_with(Ahead)),
+    "ahead_accumulated": Case(net_with(Ahead), num=22, trainer={"accumulate_grad_batches": 2}),
+    "climbs_by_tokens": Case(net_with(Sharp, TokenNet)),
+    "climbs_in_a_part": Case(net_with(Sharp), strategy={"submodule": "net"}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("strategy", [DataParallelStrategy, BalancedDataParallelStrategy])
+@pytest.mark.parametrize("trainer", [Trainer, pl.Trainer])
+def test_weights_written_between_two_calls_of_the_closure_are_copied(name: str, strategy: Any, trainer: Any) -> None:
+    """No version shows `parameter.data.add_`, so that the second forward ran with the first one's weights."""
+    case = CASES[name]
+    expected = baseline(case) if trainer is Trainer else run(case, SingleDeviceStrategy(), trainer, devices=1)
+    assert_equal(run(case, strategy(**case.strategy), trainer, devices=2), expected, 1e-10)
