@@ -1,4 +1,4 @@
-"""Whether strategies trained alike, and which one to use: numbers in, a recommendation out."""
+"""Check whether strategies trained alike, and recommend one."""
 
 import json
 from dataclasses import asdict, dataclass
@@ -7,10 +7,10 @@ from pathlib import Path
 from .trial import OK, Trial
 
 REFERENCE = "single_device"
-"""The strategy that the others must equal."""
+"""The strategy that the others are compared with."""
 
 TOLERANCES = {"64": 1e-8, "32": 1e-4, "16": 3e-2}
-"""Largest relative difference of losses, by the bits of the precision; a few optimizer steps amplify rounding."""
+"""Largest allowed relative difference of losses, by bits of the precision; optimizer steps amplify rounding."""
 
 NOISE = 0.05
 """Relative difference of speeds below which two strategies count as equally fast."""
@@ -18,16 +18,16 @@ NOISE = 0.05
 
 @dataclass(frozen=True)
 class Comparison:
-    """What `mode=compare` found out.
+    """The outcome of `mode=compare`.
 
     Args:
         trials: one per strategy, in order.
-        reference: the strategy that the losses of the others were compared with; None where none trained.
+        reference: the strategy whose losses are the reference; None if none trained.
         differences: largest relative difference from the reference's losses, by strategy; the reference's is 0.
         tolerance: the largest difference that rounding explains.
-        excuses: what may make the losses of a strategy differ, by strategy.
-        recommended: the strategy to use; None where none trained.
-        reason: why.
+        excuses: known reasons for which a strategy's losses may differ, by strategy.
+        recommended: the strategy to use; None if none trained.
+        reason: why it is recommended.
     """
 
     trials: list[Trial]
@@ -46,7 +46,7 @@ class Comparison:
 
 
 def tolerance_of(precision: str) -> float:
-    """The largest relative difference between losses that rounding explains in a precision."""
+    """The largest relative difference between losses that rounding explains at a precision."""
     return next((limit for bits, limit in TOLERANCES.items() if bits in precision), TOLERANCES["16"])
 
 
@@ -55,8 +55,8 @@ def judge(trials: list[Trial], tolerance: float, device_bytes: float | None = No
 
     Args:
         trials: one per strategy.
-        tolerance: largest relative difference of two equal losses.
-        device_bytes: memory of a device; None where any amount will do.
+        tolerance: largest relative difference at which losses count as equal.
+        device_bytes: memory of a device; None for no limit.
 
     Returns:
         The comparison.
@@ -78,40 +78,40 @@ def largest_difference(trial: Trial, reference: Trial) -> float:
     scale = max((abs(loss) for loss in reference.losses), default=1.0) or 1.0
     pairs = zip(trial.losses, reference.losses, strict=True)
     differences = [abs(a - b) / scale for a, b in pairs]
-    # a comparison with nan is never true: a loss that is not a number must not pass for an equal one
+    # comparisons with nan are false: a nan loss must not count as equal
     return max((d if d == d else float("inf") for d in differences), default=0.0)
 
 
 def excuses_of(trial: Trial, reference: Trial) -> list[str]:
-    """Name what may make the losses of a strategy differ from the reference's (the exceptions of law 1)."""
+    """List known reasons for which a strategy's losses may differ from the reference's (the exceptions of law 1)."""
     if trial is reference:
         return []
     found: list[str] = []
     if trial.num_batchnorms:
-        found.append(f"{trial.num_batchnorms} BatchNorm layers normalise chunk by chunk (no sync_batchnorm)")
+        found.append(f"{trial.num_batchnorms} BatchNorm layers normalize chunk by chunk (no sync_batchnorm)")
     if trial.num_dropouts:
-        found.append(f"{trial.num_dropouts} dropout layers draw other random numbers")
+        found.append(f"{trial.num_dropouts} dropout layers draw different random numbers")
     elif trial.draws or reference.draws:
-        found.append("the training step draws random numbers, and each strategy draws others")
+        found.append("the training step draws random numbers, which differ between strategies")
     return found
 
 
 def recommend(trials: list[Trial], device_bytes: float | None = None) -> tuple[str | None, str]:
     """Choose among strategies that train alike.
 
-    The fastest wins. Where others are as fast within the noise, the one whose fullest device holds least wins; where
-    that is equal too, the earlier, which is the simpler.
+    The fastest wins. Among strategies as fast within the noise, the one with the lowest peak memory wins; if that is
+    equal too, the earlier one, which is simpler.
 
     Args:
         trials: those that trained.
-        device_bytes: memory of a device; strategies that need more are left out.
+        device_bytes: memory of a device; strategies that need more are excluded.
 
     Returns:
-        Name and reason; None and the reason where there is none to choose.
+        Name and reason; None and the reason if no strategy can be recommended.
     """
     fitting = [trial for trial in trials if device_bytes is None or trial.peak_bytes <= device_bytes]
     if not fitting:
-        return None, "no strategy trained" + (" within device_memory_gb" if trials else "") + "; the reasons are above"
+        return None, "no strategy trained" + (" within device_memory_gb" if trials else "") + "; see the reasons above"
     fastest = max(fitting, key=lambda trial: trial.samples_per_s)
     equal = [trial for trial in fitting if trial.samples_per_s >= (1 - NOISE) * fastest.samples_per_s]
     least = min(trial.peak_bytes for trial in equal)
@@ -123,19 +123,19 @@ def explain(best: Trial, trials: list[Trial], equal: list[Trial]) -> str:
     """Say why a strategy was chosen.
 
     Args:
-        best: the chosen one.
-        trials: all that could have been chosen.
-        equal: those that are as fast as the fastest.
+        best: the chosen trial.
+        trials: all candidates.
+        equal: those as fast as the fastest.
     """
     others = [trial for trial in trials if trial is not best]
     if not others:
         return "it is the only one that trained"
     rivals = [trial for trial in equal if trial is not best]
     if rivals:
-        merit = "simpler" if best is equal[0] else "its fullest device holds less"
+        merit = "simpler" if best is equal[0] else "its peak memory per device is lower"
         return f"it is as fast as {', '.join(t.strategy for t in rivals)} (within {NOISE:.0%}), and {merit}"
     second = max(others, key=lambda trial: trial.samples_per_s)
     ratio = f"{best.samples_per_s / second.samples_per_s:.2f} times as fast as" if second.samples_per_s else "ahead of"
     if best.strategy == REFERENCE:
-        return f"more devices do not pay at this batch: it is {ratio} the next, {second.strategy}"
+        return f"more devices are not faster at this batch size: it is {ratio} the next, {second.strategy}"
     return f"it is the fastest of {len(trials)} that train alike, {ratio} {second.strategy}"

@@ -1,4 +1,4 @@
-"""What one short training run is measured by: losses, speed, memory, and what may make it differ from another."""
+"""Measure a short training run: losses, speed, memory, and sources of differences between strategies."""
 
 import json
 import resource
@@ -22,20 +22,20 @@ from ...strategies.batch.loss_weight import loss_weight
 from ...strategies.core.devices import is_accelerator, peak_memory_bytes
 
 WINDOW = 3
-"""Batches between two looks at the clock."""
+"""Number of batches between two readings of the clock."""
 
 
 @dataclass
 class RankRecord:
-    """What one process saw.
+    """The measurements of one process.
 
     Args:
-        losses: mean loss of this process's part of every batch; empty where `training_step` returned none.
-        weights: weight of each loss, in samples or as the module says.
+        losses: mean loss of this process's part of every batch; empty if `training_step` returned none.
+        weights: weight of each loss, in samples or as given by the module.
         first_batch: samples of this process's part of the first batch.
-        windows: samples and seconds of each stretch of `WINDOW` batches that the clock ran over.
+        windows: samples and seconds of each measured window of `WINDOW` batches.
         memory: peak bytes by device; on the CPU by process.
-        num_batchnorms: BatchNorm layers that normalise by this process's chunk alone.
+        num_batchnorms: BatchNorm layers whose statistics cover this process's chunk only.
         num_dropouts: dropout layers with a positive rate.
         draws: whether the first training step drew random numbers.
     """
@@ -53,13 +53,13 @@ class RankRecord:
 class Probe(pl.Callback):
     """Record a training run, and write `rank<r>.json` at its end.
 
-    The clock runs over stretches of `WINDOW` batches within an epoch, so that neither the first batches nor the start
-    of an epoch count, and a busy moment of the machine spoils one stretch. Accelerators are waited for between
-    stretches only. Losses are read when training is over; no collective is added.
+    Time is measured over windows of `WINDOW` batches within an epoch, so that neither the first batches nor the start
+    of an epoch count, and a temporary load on the machine affects one window. Accelerators are synchronized only
+    between windows. Losses are read after training; no collective is added.
 
     Args:
         folder: directory of the files.
-        warmup_steps: batches before the clock starts.
+        warmup_steps: batches before the measurement starts.
     """
 
     def __init__(self, folder: str, warmup_steps: int) -> None:
@@ -125,7 +125,7 @@ class Probe(pl.Callback):
 
 
 def read_records(folder: Path) -> list[RankRecord]:
-    """Read what the processes of a run wrote, by rank."""
+    """Read the records of a run's processes, by rank."""
     files = sorted(folder.glob("rank*.json"), key=lambda file: int(file.stem.removeprefix("rank")))
     return [RankRecord(**json.loads(file.read_text(encoding="utf-8"))) for file in files]
 
@@ -139,7 +139,7 @@ def own_devices(strategy: Strategy) -> list[torch.device]:
 
 
 def is_synced(module: nn.Module) -> bool:
-    """Whether a normalisation layer takes its statistics over all processes."""
+    """Whether a normalization layer computes its statistics over all processes."""
     return isinstance(module, nn.SyncBatchNorm)
 
 
@@ -155,14 +155,14 @@ def same_tensors(tensors: list[Tensor], others: list[Tensor]) -> bool:
 
 
 def synchronized_time(devices: list[torch.device]) -> float:
-    """The time in seconds when all work queued on these devices is done."""
+    """Synchronize the devices, and return the time in seconds."""
     for device in {device for device in devices if is_accelerator(device)}:
         torch.accelerator.synchronize(device)
     return time.perf_counter()
 
 
 def peak_memory(devices: list[torch.device], rank: int) -> dict[str, int]:
-    """Peak bytes of this process: what tensors took on each accelerator; on the CPU the process's resident size."""
+    """Peak bytes of this process: tensor memory on each accelerator; on the CPU the process's resident size."""
     measured = {str(device): peak_memory_bytes(device) for device in devices}
     known = {name: size for name, size in measured.items() if size is not None}
     return known if len(known) == len(measured) else {**known, f"process {rank}": peak_resident_bytes()}
@@ -171,7 +171,7 @@ def peak_memory(devices: list[torch.device], rank: int) -> dict[str, int]:
 def peak_resident_bytes() -> int:
     """The largest resident size of this process.
 
-    Linux keeps it per program in `/proc`; `getrusage` there begins with the size of the process that started this one.
+    On Linux it is read from `/proc`, since `getrusage` starts with the size of the parent process.
     """
     status = Path("/proc/self/status")
     if status.exists():

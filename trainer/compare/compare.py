@@ -1,4 +1,4 @@
-"""`mode=compare`: a few steps with every strategy, on the user's own module and data; which one to use, and why."""
+"""Train a few steps with every strategy on the user's module and data, and recommend one (`mode=compare`)."""
 
 import difflib
 import logging
@@ -20,10 +20,10 @@ log = logging.getLogger(__name__)
 
 
 def compare_strategies(cfg: DictConfig) -> Comparison:
-    """Try strategies one after the other, each in a process of its own.
+    """Try strategies one after the other, each in its own process.
 
     Args:
-        cfg: the resolved configuration (`prepare`); `cfg.compare` says which strategies, and how long.
+        cfg: the resolved configuration (`prepare`); `cfg.compare` holds the options.
 
     Returns:
         The comparison, also written as `compare.json` into the run directory.
@@ -62,25 +62,25 @@ def chosen_strategies(cfg: DictConfig) -> list[str]:
 
 
 def verify_lengths(cfg: DictConfig) -> None:
-    """Refuse numbers of steps that leave nothing to measure."""
+    """Check that enough steps remain to be measured."""
     steps, warmup = cfg.compare.steps, cfg.compare.warmup_steps
     if not (isinstance(steps, int) and isinstance(warmup, int) and 1 <= warmup <= steps - WINDOW):
         raise ConfigError(
-            f"compare.steps={steps} with compare.warmup_steps={warmup} leaves fewer than the {WINDOW} steps that are "
-            f"timed together. Give warmup_steps >= 1 and steps >= warmup_steps + {WINDOW}."
+            f"compare.steps={steps} with compare.warmup_steps={warmup} leaves too few steps to measure. Give "
+            f"warmup_steps >= 1 and steps >= warmup_steps + {WINDOW}."
         )
 
 
 def trial_config(cfg: DictConfig, name: str, folder: Path) -> DictConfig:
-    """Turn a run's configuration into that of a short trial of one strategy.
+    """Derive the configuration of a short trial of one strategy.
 
     Args:
         cfg: the resolved configuration.
         name: the strategy.
-        folder: where the trial writes.
+        folder: output directory of the trial.
 
     Returns:
-        A configuration whose global batch is the loader's batch whatever the strategy is; otherwise `short_config`.
+        `short_config` with this strategy, and with the loader's batch as global batch for every strategy.
     """
     trial = short_config(cfg, folder)
     trial.strategy = strategy_options(cfg, name)
@@ -90,11 +90,11 @@ def trial_config(cfg: DictConfig, name: str, folder: Path) -> DictConfig:
 
 
 def short_config(cfg: DictConfig, folder: Path) -> DictConfig:
-    """Turn a run's configuration into that of a few probed steps.
+    """Derive the configuration of a few measured steps.
 
     Args:
         cfg: the resolved configuration.
-        folder: where the run writes.
+        folder: output directory of the run.
 
     Returns:
         A configuration with the same module, data, devices, precision, accumulation and clipping, a probe as its only
@@ -103,7 +103,7 @@ def short_config(cfg: DictConfig, folder: Path) -> DictConfig:
     short = cfg.copy()
     with open_dict(short):
         short.mode, short.resume, short.run_dir = "fit", None, str(folder)
-        short.seed = 0 if cfg.seed is None else cfg.seed  # all trials begin with the same weights
+        short.seed = 0 if cfg.seed is None else cfg.seed  # all trials start with the same weights
         short.logger = short.checkpoint = None
         short.test_after_fit = False
         probe = {"_target_": f"{Probe.__module__}.{Probe.__qualname__}", "folder": str(folder)}
@@ -115,7 +115,7 @@ def short_config(cfg: DictConfig, folder: Path) -> DictConfig:
 
 
 def short_run(cfg: DictConfig) -> dict[str, Any]:
-    """The trainer's options for a few steps of training and nothing else."""
+    """The trainer's options for a few training steps."""
     return {
         "max_steps": cfg.compare.steps,
         "max_epochs": -1,
@@ -131,9 +131,9 @@ def short_run(cfg: DictConfig) -> dict[str, Any]:
 
 
 def strategy_options(cfg: DictConfig, name: str) -> DictConfig:
-    """The options of one strategy: the user's where it is the chosen one, else those of `conf/strategy`.
+    """The options of one strategy: the user's if it is the configured one, otherwise those of `conf/strategy`.
 
-    `compare.options.<name>` comes on top, and the batch is always the global one.
+    `compare.options.<name>` overrides them, and batch_size_is is always global.
     """
     cls = STRATEGIES[name]
     file = resources.files(conf) / "strategy" / f"{name}.yaml"
@@ -152,5 +152,5 @@ def strategy_options(cfg: DictConfig, name: str) -> DictConfig:
 
 
 def first_device(devices: Any) -> Any:
-    """The first device of a count or a list, as one that `devices=` takes."""
+    """The first device of a count or a list, in the form that `devices=` accepts."""
     return list(devices)[:1] if isinstance(devices, (list, tuple)) else 1

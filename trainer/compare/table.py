@@ -1,4 +1,4 @@
-"""The table of `mode=compare`."""
+"""Print the table of `mode=compare`."""
 
 from rich.console import Console
 from rich.table import Table
@@ -12,17 +12,17 @@ MIB = 2**20
 
 
 def show_comparison(comparison: Comparison, run_dir: str) -> None:
-    """Print the table, what could not train and why, and the recommendation.
+    """Print the table, the strategies that did not train and why, and the recommendation.
 
     Args:
-        comparison: what was found out.
-        run_dir: where the trials wrote.
+        comparison: the outcome.
+        run_dir: directory of the trials.
     """
     console = Console()
     trained = [trial for trial in comparison.trials if trial.status == OK]
     if trained:
         table = draw(comparison, trained)
-        # wide enough for whole cells, where the output goes to a file too
+        # wide enough for whole cells, also if the output is a file
         Console(
             width=max(console.width, console.measure(table, options=console.options.update(width=200)).maximum)
         ).print(table)
@@ -31,7 +31,7 @@ def show_comparison(comparison: Comparison, run_dir: str) -> None:
 
 
 def draw(comparison: Comparison, trained: list[Trial]) -> Table:
-    """Draw one row per strategy that trained."""
+    """Build the table, with one row per strategy that trained."""
     first = trained[0]
     title = f"compare: global batch {first.global_batch} samples, {len(first.losses)} steps"
     table = Table(title=title, title_justify="left")
@@ -46,7 +46,7 @@ def draw(comparison: Comparison, trained: list[Trial]) -> Table:
 
 
 def memory(trial: Trial) -> str:
-    """Peak memory per device (per process on the CPU): each, where there are few and they differ."""
+    """Peak memory per device (per process on the CPU): a list if there are few and they differ, otherwise the range."""
     sizes = [round(size / MIB) for size in trial.memory.values()]
     if len(set(sizes)) <= 1:
         return f"{sizes[0]:,}" if sizes else ""
@@ -56,7 +56,7 @@ def memory(trial: Trial) -> str:
 
 
 def verdict(comparison: Comparison, trial: Trial) -> str:
-    """Whether a strategy's losses are the reference's."""
+    """Whether a strategy's losses equal the reference's."""
     difference = comparison.differences[trial.strategy]
     if not trial.losses:
         return "not checked: training_step returns no loss"
@@ -68,27 +68,27 @@ def verdict(comparison: Comparison, trial: Trial) -> str:
 
 
 def notes(comparison: Comparison) -> list[str]:
-    """Say why losses differ, where they do."""
+    """Explain differing losses."""
     found: list[str] = []
     for name, difference in comparison.differences.items():
         if difference <= comparison.tolerance:
             continue
         excuses = comparison.excuses[name]
-        why = "; ".join(excuses) if excuses else "nothing explains it, so it is not recommended; please report it"
+        why = "; ".join(excuses) if excuses else "the cause is unknown, so it is not recommended; please report it"
         found.append(f"{name}: losses differ by {difference:.1e} (allowed: {comparison.tolerance:.0e}): {why}.")
     named = {excuse for excuses in comparison.excuses.values() for excuse in excuses}
     if named and not found:
-        found.append(f"Losses agree here, though they need not: {'; '.join(sorted(named))}.")
+        found.append(f"Losses agree here, but may differ in general: {'; '.join(sorted(named))}.")
     return found
 
 
 def reasons(comparison: Comparison) -> list[str]:
-    """Say why strategies did not train."""
+    """Explain why strategies did not train."""
     return [f"{t.strategy} {t.status}: {t.reason}" for t in comparison.trials if t.status != OK]
 
 
 def recommendation(comparison: Comparison) -> str:
-    """The last word."""
+    """Format the recommendation."""
     if comparison.recommended is None:
         return f"No recommendation: {comparison.reason}."
     return f"Recommended: strategy={comparison.recommended}, because {comparison.reason}."

@@ -1,6 +1,6 @@
-"""One strategy on trial: a few steps of the user's own training, in a process of its own.
+"""Try one strategy: run a few steps of the user's training in a separate process.
 
-What it found out is in its folder.
+The results are written to the trial's folder.
 """
 
 import json
@@ -27,18 +27,18 @@ OK, REFUSED, FAILED = "ok", "refused", "failed"
 
 @dataclass(frozen=True)
 class Trial:
-    """What became of one strategy.
+    """The outcome of one strategy's trial.
 
     Args:
         strategy: its name.
-        status: `ok`; `refused`, where it can't train this module on these devices; `failed`, where it broke.
-        reason: why it did not train; empty where it did.
-        losses: loss of every global batch; empty where `training_step` returns none.
+        status: `ok`; `refused` if it can't train this module on these devices; `failed` if an error occurred.
+        reason: why it did not train; empty if it did.
+        losses: loss of every global batch; empty if `training_step` returns none.
         global_batch: samples of the first global batch.
         samples_per_s: samples per second over all processes.
         memory: peak bytes by device; on the CPU by process.
-        num_processes: processes that took part.
-        num_batchnorms: BatchNorm layers that normalise chunk by chunk.
+        num_processes: number of processes.
+        num_batchnorms: BatchNorm layers that normalize chunk by chunk.
         num_dropouts: dropout layers with a positive rate.
         draws: whether the training step drew random numbers.
     """
@@ -57,12 +57,12 @@ class Trial:
 
     @property
     def peak_bytes(self) -> int:
-        """Bytes of the fullest device."""
+        """Largest peak of all devices, in bytes."""
         return max(self.memory.values(), default=0)
 
 
 def summarize(strategy: str, records: list[RankRecord]) -> Trial:
-    """Put together what the processes of one run saw.
+    """Combine the records of a run's processes.
 
     Args:
         strategy: name of the strategy.
@@ -85,7 +85,7 @@ def summarize(strategy: str, records: list[RankRecord]) -> Trial:
 
 
 def median_rate(records: list[RankRecord]) -> float:
-    """Samples per second over all ranks in the median stretch; 0 where training was too short for one."""
+    """Samples per second over all ranks in the median window; 0 if training was too short for a window."""
     rates = [
         sum(samples for samples, _ in window) / max(seconds for _, seconds in window)
         for window in zip(*(record.windows for record in records), strict=False)
@@ -94,29 +94,29 @@ def median_rate(records: list[RankRecord]) -> float:
 
 
 def global_losses(records: list[RankRecord]) -> list[float]:
-    """Combine the ranks' losses to those of the global batches: sum(w_r * L_r) / sum(w_r)."""
+    """Combine the ranks' losses into those of the global batches: sum(w_r * L_r) / sum(w_r)."""
     combined: list[float] = []
     for losses, weights in zip(
         zip(*(record.losses for record in records), strict=False),
         zip(*(record.weights for record in records), strict=False),
         strict=False,
     ):
-        # a rank without samples weighs nothing, whatever its loss is
+        # a rank without samples has zero weight, whatever its loss is
         parts = [weight * loss for loss, weight in zip(losses, weights, strict=True) if weight]
         combined.append(sum(parts) / sum(weights) if parts else 0.0)
     return combined
 
 
 def run_trial(cfg: DictConfig, strategy: str, timeout_s: float) -> Trial:
-    """Run a configuration in a process of its own.
+    """Run a configuration in a separate process.
 
     Args:
         cfg: the resolved configuration, with a probe among its callbacks; its `run_dir` is the trial's folder.
         strategy: name of the strategy.
-        timeout_s: seconds after which the processes are ended.
+        timeout_s: seconds after which the processes are terminated.
 
     Returns:
-        The trial, whatever became of it.
+        The trial, also if it was refused or failed.
     """
     folder = Path(cfg.run_dir)
     folder.mkdir(parents=True, exist_ok=True)
@@ -135,19 +135,19 @@ def run_trial(cfg: DictConfig, strategy: str, timeout_s: float) -> Trial:
         try:
             process.wait(timeout_s)
         except subprocess.TimeoutExpired:
-            return Trial(strategy, FAILED, f"it did not finish in compare.timeout_s={timeout_s:g} seconds")
+            return Trial(strategy, FAILED, f"it did not finish within compare.timeout_s={timeout_s:g} seconds")
         finally:
             end(process)
     return read_trial(folder, strategy, process.returncode)
 
 
 def importable() -> str:
-    """Where python looks for modules here, for a process that is to find the same ones."""
+    """This process's module search path, so that a child process finds the same modules."""
     return os.pathsep.join(path or os.getcwd() for path in sys.path)
 
 
 def end(process: subprocess.Popen[bytes], patience_s: float = 8.0) -> None:
-    """End a trial that still runs: politely, so that it ends its workers, then by force (they end with it)."""
+    """Terminate a running trial: gracefully, so that it ends its workers, then by force, which ends them too."""
     if process.poll() is None:
         process.terminate()
         try:
@@ -158,7 +158,7 @@ def end(process: subprocess.Popen[bytes], patience_s: float = 8.0) -> None:
 
 
 def read_trial(folder: Path, strategy: str, returncode: int) -> Trial:
-    """Read what a trial left in its folder."""
+    """Read the results in a trial's folder."""
     outcome = folder / OUTCOME_FILE
     if not outcome.exists():
         return Trial(strategy, FAILED, f"its process ended with status {returncode}; see {folder / OUTPUT_FILE}")
@@ -167,15 +167,15 @@ def read_trial(folder: Path, strategy: str, returncode: int) -> Trial:
     if told["status"] != OK:
         return Trial(strategy, told["status"], told["reason"])
     if not records:
-        return Trial(strategy, FAILED, "it took no training step: the loader has no batches")
+        return Trial(strategy, FAILED, "it ran no training step: the loader is empty")
     return summarize(strategy, records)
 
 
 def run_here(config_file: Path) -> dict[str, str]:
-    """Run a trial's configuration in this process and the workers that it starts.
+    """Run a trial's configuration in this process and its workers.
 
     Returns:
-        `status`, and the `reason` where it is not `ok`.
+        `status`, and the `reason` if it is not `ok`.
     """
     cfg = OmegaConf.load(config_file)
     assert isinstance(cfg, DictConfig)
@@ -191,7 +191,7 @@ def run_here(config_file: Path) -> dict[str, str]:
 
 
 def last_line(exc: Exception) -> str:
-    """The line of an error that says what happened; a worker's is the last of its traceback."""
+    """The most informative line of an error; for a worker, the last line of its traceback."""
     lines = [line.strip() for line in str(exc).splitlines() if line.strip()]
     text = lines[-1] if lines else ""
     return text if "Error" in text else f"{type(exc).__name__}: {text}"

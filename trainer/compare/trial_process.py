@@ -1,4 +1,4 @@
-"""The process of one trial: `python -m evener.trainer.compare.trial_process <config>`. Nobody imports it."""
+"""Run the process of one trial: `python -m evener.trainer.compare.trial_process <config>`. Do not import it."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""Fakes in the place of a module's tensors and of a loader's batches: shapes without values."""
+"""Replace a module's tensors and a loader's batches with fake tensors, which have shapes but no values."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -15,7 +15,7 @@ from ...strategies.core.types import Batch
 
 
 class Repeated:
-    """The first batch of a loader, as often as it is asked for.
+    """Repeats the first batch of a loader.
 
     Args:
         loader: the loader; it is read once.
@@ -24,9 +24,9 @@ class Repeated:
     def __init__(self, loader: Any) -> None:
         self.batch = next(iter(loader), None)
         if self.batch is None:
-            raise ConfigError("mode=plan: the training loader has no batch. Give it at least one.")
+            raise ConfigError("mode=plan: the training loader is empty. Give it at least one batch.")
         try:
-            self._length = max(len(loader), 1000)  # a learning-rate schedule may ask for the length of an epoch
+            self._length = max(len(loader), 1000)  # a learning rate schedule may use the length of an epoch
         except TypeError:
             self._length = 1000
 
@@ -39,7 +39,7 @@ class Repeated:
 
 
 def make_fake(module: nn.Module, mode: FakeTensorMode) -> None:
-    """Put a fake in the place of every parameter and buffer; tied ones stay tied."""
+    """Replace every parameter and buffer with a fake tensor; tied ones stay tied."""
     fakes: dict[int, Tensor] = {}
     for part in module.modules():
         for store in (part._parameters, part._buffers):
@@ -50,7 +50,7 @@ def make_fake(module: nn.Module, mode: FakeTensorMode) -> None:
 
 
 def silence(module: pl.LightningModule) -> None:
-    """Have `self.log` and metrics do nothing: they look at values, and hold next to no memory."""
+    """Disable `self.log` and metrics: they read values, and need almost no memory."""
     vars(module)["log"] = _nothing
     for part in module.modules():
         if isinstance(part, Metric):
@@ -58,7 +58,7 @@ def silence(module: pl.LightningModule) -> None:
 
 
 def _nothing(*_: Any, **__: Any) -> None:
-    """Stands for a function that has no effect on memory."""
+    """Replaces a function that has no effect on memory."""
 
 
 def _zero(*_: Any, **__: Any) -> Tensor:
@@ -66,13 +66,13 @@ def _zero(*_: Any, **__: Any) -> Tensor:
 
 
 def resized(batch: Batch, num: int, samples: int, mode: FakeTensorMode) -> Batch:
-    """A batch of another size: new fakes, with `samples` rows where the batch has `num`.
+    """Create a batch of another size: new fake tensors, with `samples` rows where the batch has `num`.
 
     Args:
         batch: nested fake tensors.
-        num: its samples.
-        samples: how many are asked for.
-        mode: makes the fakes.
+        num: its number of samples.
+        samples: the new number of samples.
+        mode: creates the fake tensors.
     """
 
     def resize(tensor: Tensor) -> Tensor:

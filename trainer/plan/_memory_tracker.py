@@ -1,4 +1,4 @@
-"""Counts the bytes that tensors occupy, per stage, at every operation. With fake tensors nothing is allocated."""
+"""Count the bytes of tensors per stage at every operation. With fake tensors nothing is allocated."""
 
 import weakref
 from collections.abc import Sequence
@@ -15,19 +15,19 @@ LITERAL = "aten::lift_fresh"
 
 
 class MemoryTracker(TorchDispatchMode):
-    """Follows the life of every storage that operations make while the mode is on.
+    """Tracks the lifetime of every storage that operations create while the mode is active.
 
-    A result lives where the operation's tensors are, as on real devices; `Cross` takes a tensor to another stage.
+    A result belongs to the stage of its inputs, as on real devices; `Cross` moves a tensor to another stage.
 
     Args:
         num_stages: devices of the process.
-        block_bytes: sizes are rounded up to multiples of it, as the allocator of the devices does (CUDA: 512).
+        block_bytes: sizes are rounded up to multiples of this, like in the device's allocator (CUDA: 512).
 
     Attributes:
-        live: bytes per stage now.
+        live: current bytes per stage.
         peak: largest `live` per stage since `start_peak`.
-        home: the stage of results of operations that have no tensors.
-        moving_to: the stage of all results, while a tensor crosses.
+        home: the stage for results of operations without tensor inputs.
+        moving_to: the stage for all results while a tensor moves between stages.
     """
 
     def __init__(self, num_stages: int = 1, block_bytes: int = 1) -> None:
@@ -40,7 +40,7 @@ class MemoryTracker(TorchDispatchMode):
         self._known: dict[int, tuple[int, weakref.ref[Any]]] = {}
 
     def track(self, tensor: Tensor, stage: int) -> None:
-        """Count a tensor's storage, unless it is counted already, until it is freed."""
+        """Count a tensor's storage, if it is not counted yet, until it is freed."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._known:
@@ -60,12 +60,12 @@ class MemoryTracker(TorchDispatchMode):
         return -(-tensor.untyped_storage().nbytes() // self._block_bytes) * self._block_bytes
 
     def stage_of(self, tensor: Tensor) -> int | None:
-        """The stage that a tensor's storage is counted at; None where it is not counted."""
+        """The stage that a tensor's storage is counted for; None if it is not counted."""
         known = self._known.get(tensor.untyped_storage()._cdata)
         return None if known is None else known[0]
 
     def start_peak(self) -> None:
-        """Begin to look for the peak anew."""
+        """Reset the peak."""
         self.peak = list(self.live)
 
     @override
@@ -83,7 +83,7 @@ class MemoryTracker(TorchDispatchMode):
 
     def _track_results(self, results: Any, given: Any) -> None:
         inputs = [value for value in tree_leaves(given) if isinstance(value, Tensor)]
-        known = {tensor.untyped_storage()._cdata for tensor in inputs}  # written in place, or seen in another shape
+        known = {tensor.untyped_storage()._cdata for tensor in inputs}  # modified in place, or views
         made = [value for value in tree_leaves(results) if isinstance(value, Tensor)]
         made = [tensor for tensor in made if tensor.untyped_storage()._cdata not in known]
         if made:
@@ -93,23 +93,23 @@ class MemoryTracker(TorchDispatchMode):
 
     def _place(self, tensors: Sequence[Tensor]) -> int:
         stages = ((tensor.dim(), self.stage_of(tensor)) for tensor in tensors)
-        # a scalar may be anywhere: what it meets decides
+        # scalars may be on any device: the other inputs decide
         known = sorted(((not dim, stage) for dim, stage in stages if stage is not None), key=lambda item: item[0])
         return known[0][1] if known else self.home
 
 
 class Cross(Function):
-    """Copies a tensor to another stage, and its gradient back."""
+    """Copies a tensor to another stage in forward, and its gradient back in backward."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, tracker: MemoryTracker, stage: int) -> Tensor:
-        """Copy forward."""
+        """Copy the tensor to the stage."""
         ctx.tracker, ctx.back = tracker, tracker.stage_of(tensor)
         return _copy(tensor, tracker, stage)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        """Copy back."""
+        """Copy the gradient back."""
         return _copy(grads[0], ctx.tracker, ctx.tracker.home if ctx.back is None else ctx.back), None, None
 
 

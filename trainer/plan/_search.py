@@ -1,4 +1,4 @@
-"""From the memory of simulated steps to a plan of every device, and to the largest batch that fits."""
+"""Compute the memory plan of every device and the largest batch that fits from simulated steps."""
 
 import json
 from collections.abc import Generator
@@ -9,11 +9,11 @@ from ._simulation import Questions, StageMemory
 from ._topology import Topology
 
 MAX_SAMPLES = 2**24
-"""Batches beyond this are not looked for."""
+"""Upper limit of the search, in samples."""
 
 
 MANY_GUESSES = 12
-"""Guesses along a line after which halving takes over: memory is no line then."""
+"""Number of linear guesses before bisection takes over, since memory is not linear then."""
 
 
 @dataclass(frozen=True)
@@ -21,15 +21,16 @@ class DevicePlan:
     """Bytes that one device needs.
 
     Args:
-        device: number of the device on its node.
-        samples: samples of its part of a batch.
+        device: index of the device on its node.
+        samples: samples of its chunk.
         parameters: parameters and buffers.
         gradients: gradients of the parameters.
         optimizer: state of the optimizers.
-        batch: its part of the batch.
-        activations: what forward leaves for backward.
-        communication: buffers for gradients on their way between devices.
-        peak: most bytes at one time. Not everything above need be there at that time, and temporaries come on top.
+        batch: its chunk of the batch.
+        activations: tensors that forward saves for backward.
+        communication: buffers for gradients sent between devices.
+        peak: largest number of bytes at one time. Not all of the above need exist at that time, and temporaries add
+            to it.
     """
 
     device: int
@@ -45,16 +46,16 @@ class DevicePlan:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """What `mode=plan` found out.
+    """The outcome of `mode=plan`.
 
     Args:
         strategy: its name.
         loader_batch: samples of a batch of the loader.
         global_batch: samples of an optimizer step's forward over all processes.
         devices: one plan per device of a node.
-        device_bytes: memory of a device; None where it was not given.
-        largest_batch: samples of the largest batch of the loader that fits it: 0 where not even one sample does;
-            None where nothing was to fit, or any batch does.
+        device_bytes: memory of a device; None if it was not given.
+        largest_batch: samples of the largest batch of the loader that fits: 0 if a single sample does not fit; None if
+            no memory size was given or any batch fits.
     """
 
     strategy: str
@@ -66,7 +67,7 @@ class MemoryPlan:
 
     @property
     def peak(self) -> int:
-        """Bytes of the fullest device."""
+        """Largest peak of all devices, in bytes."""
         return max(device.peak for device in self.devices)
 
     def write(self, run_dir: str | Path) -> Path:
@@ -76,51 +77,51 @@ class MemoryPlan:
         return path
 
 
-def questions(spread: Topology, batch: int, device_bytes: float | None) -> Questions[MemoryPlan]:
-    """Ask for what a plan needs.
+def questions(topology: Topology, batch: int, device_bytes: float | None) -> Questions[MemoryPlan]:
+    """Request the simulated steps that a plan needs.
 
     Args:
-        spread: how the strategy spreads its work.
+        topology: how the strategy spreads its work.
         batch: samples of the loader's batch.
-        device_bytes: memory of a device; None does not look for the largest batch.
+        device_bytes: memory of a device; None skips the search for the largest batch.
 
     Returns:
         The plan.
     """
     known: dict[int, list[StageMemory]] = {}
-    devices = yield from planned(spread, batch, known)
+    devices = yield from planned(topology, batch, known)
     largest = None
     if device_bytes is not None:
-        largest = yield from largest_batch(spread, batch, device_bytes, known)
-    return MemoryPlan(spread.name, batch, spread.global_batch(batch), devices, device_bytes, largest)
+        largest = yield from largest_batch(topology, batch, device_bytes, known)
+    return MemoryPlan(topology.name, batch, topology.global_batch(batch), devices, device_bytes, largest)
 
 
-def planned(spread: Topology, batch: int, known: dict[int, list[StageMemory]]) -> Questions[list[DevicePlan]]:
-    """Plan every device for a batch of the loader, asking for sizes that are not known yet."""
-    for samples in spread.samples(batch):
+def planned(topology: Topology, batch: int, known: dict[int, list[StageMemory]]) -> Questions[list[DevicePlan]]:
+    """Plan every device for a batch of the loader, requesting batch sizes that are not simulated yet."""
+    for samples in topology.samples(batch):
         if samples and samples not in known:
             known[samples] = yield samples
-    return device_plans(spread, batch, known)
+    return device_plans(topology, batch, known)
 
 
-def device_plans(spread: Topology, batch: int, known: dict[int, list[StageMemory]]) -> list[DevicePlan]:
+def device_plans(topology: Topology, batch: int, known: dict[int, list[StageMemory]]) -> list[DevicePlan]:
     """Plan every device of a node.
 
     Args:
-        spread: how the strategy spreads its work.
+        topology: how the strategy spreads its work.
         batch: samples of the loader's batch.
-        known: memory by stage of a step of one copy of the module, by its number of samples.
+        known: memory per stage of a step of one copy of the module, by number of samples.
 
     Returns:
         One plan per device, in order.
     """
-    sizes = spread.samples(batch)
+    sizes = topology.samples(batch)
     idle = [without_samples(memory) for memory in next(iter(known.values()))]
     plans: list[DevicePlan] = []
     for copy, samples in enumerate(sizes):
         for memory in known[samples] if samples else idle:
-            if not spread.is_replicated:
-                plans.append(whole(memory, len(plans), samples, spread.buckets * memory.gradients))
+            if not topology.is_replicated:
+                plans.append(whole(memory, len(plans), samples, topology.buckets * memory.gradients))
             elif copy:
                 plans.append(replica(memory, len(plans), samples))
             else:
@@ -130,7 +131,7 @@ def device_plans(spread: Topology, batch: int, known: dict[int, list[StageMemory
 
 
 def without_samples(memory: StageMemory) -> StageMemory:
-    """What remains of a step's memory where a device has no sample: it only hosts the module and its optimizer."""
+    """The memory of a device without samples, which only holds the module and its optimizer."""
     static = memory.parameters + memory.gradients + memory.optimizer
     return StageMemory(
         memory.parameters, memory.gradients, memory.optimizer, 0, 0, static, static, static + update_extra(memory)
@@ -143,7 +144,7 @@ def update_extra(memory: StageMemory) -> int:
 
 
 def whole(memory: StageMemory, device: int, samples: int, buckets: int) -> DevicePlan:
-    """Plan a device that trains a module, or a stage of it, with an optimizer of its own."""
+    """Plan a device that trains a module, or a stage of it, with its own optimizer."""
     peak = max(memory.forward_peak, memory.backward_peak, memory.update_peak) + buckets
     return DevicePlan(
         device, samples, memory.parameters, memory.gradients, memory.optimizer, memory.batch, memory.activations,
@@ -152,7 +153,7 @@ def whole(memory: StageMemory, device: int, samples: int, buckets: int) -> Devic
 
 
 def root(memory: StageMemory, samples: int, received: int) -> DevicePlan:
-    """Plan the first device of replicas: it holds the optimizer, and receives the other replicas' gradients."""
+    """Plan the root device of replicas: it holds the optimizer and receives the other replicas' gradients."""
     meeting = memory.parameters + memory.gradients + memory.optimizer + memory.batch + received
     peak = max(memory.forward_peak, memory.backward_peak, memory.update_peak, meeting)
     return DevicePlan(
@@ -162,7 +163,7 @@ def root(memory: StageMemory, samples: int, received: int) -> DevicePlan:
 
 
 def replica(memory: StageMemory, device: int, samples: int) -> DevicePlan:
-    """Plan another replica: it has no optimizer, and its gradients leave it after each backward pass."""
+    """Plan another replica's device: it has no optimizer, and frees its gradients after each backward pass."""
     if not samples:
         return DevicePlan(device, 0, memory.parameters, peak=memory.parameters)
     forward = memory.forward_peak - memory.optimizer - memory.gradients
@@ -173,20 +174,20 @@ def replica(memory: StageMemory, device: int, samples: int) -> DevicePlan:
 
 
 def largest_batch(
-    spread: Topology, batch: int, device_bytes: float, known: dict[int, list[StageMemory]]
+    topology: Topology, batch: int, device_bytes: float, known: dict[int, list[StageMemory]]
 ) -> Questions[int | None]:
-    """Look for the largest batch of the loader with which no device needs more than it has.
+    """Find the largest batch of the loader that fits every device.
 
-    Memory grows about linearly with samples, so each guess is a line through what is known; every answer is confirmed
-    by a step that fits and a step with one more sample that does not.
+    Memory grows about linearly with samples, so each guess interpolates between known sizes. The result is confirmed by
+    a step that fits and a step with one more sample that does not.
 
     Returns:
-        Samples; 0 where not even one fits, None where any number does.
+        Samples; 0 if a single sample does not fit, None if any number does.
     """
     peaks: dict[int, int] = {}
 
     def peak(samples: int) -> Generator[int, list[StageMemory], int]:
-        plans = yield from planned(spread, samples, known)
+        plans = yield from planned(topology, samples, known)
         peaks[samples] = max(plan.peak for plan in plans)
         return peaks[samples]
 
@@ -202,7 +203,7 @@ def largest_batch(
 
 
 def next_guess(peaks: dict[int, int], fits: int, fails: int, limit: float) -> int:
-    """Where to look next, strictly between a batch that fits and one that does not."""
+    """The next size to try, strictly between a batch that fits and one that does not."""
     points = sorted(peaks.items(), key=lambda point: abs(point[1] - limit))[:2]
     if len(points) == 1:
         guess = 2 * points[0][0]

@@ -1,4 +1,4 @@
-"""A training run without data and without devices: every operation computes shapes only, and bytes are counted.
+"""Simulate training without data and devices: operations compute only shapes, and bytes are counted.
 
 Source: `torch._subclasses.FakeTensorMode` (PyTorch 2.13).
 """
@@ -30,15 +30,15 @@ Answer = TypeVar("Answer")
 
 @dataclass
 class StageMemory:
-    """Bytes on one device while a module trains, with an optimizer that has its state.
+    """Bytes on one device while a module trains, once the optimizer's state exists.
 
     Args:
         parameters: parameters and buffers.
         gradients: gradients of the parameters.
         optimizer: state of the optimizers.
         batch: the batch.
-        activations: what a training step leaves for its backward pass.
-        forward_peak: most bytes at one time during the training step, all of the above included.
+        activations: tensors that the training step saves for its backward pass.
+        forward_peak: largest number of bytes at one time during the training step, including all of the above.
         backward_peak: the same during the backward pass.
         update_peak: the same during the optimizer's update.
     """
@@ -54,14 +54,14 @@ class StageMemory:
 
 
 Questions = Generator[int, list[StageMemory], Answer]
-"""Asks for numbers of samples, is sent the memory of a step with so many, by stage, and returns its conclusion."""
+"""A generator that yields numbers of samples, is sent the memory of such a step per stage, and returns its result."""
 
 
 class SimulatedStages(StageLayout):
-    """Stages whose devices do not exist: parts stay where they are, and what crosses a border is copied.
+    """Stages without devices: modules stay in place, and tensors that pass from stage to stage are copied.
 
     Args:
-        tracker: counts bytes by stage.
+        tracker: counts bytes per stage.
         options: how the module is cut.
     """
 
@@ -73,8 +73,8 @@ class SimulatedStages(StageLayout):
     def place(self, module: pl.LightningModule) -> None:
         if self.options.partition == "manual":
             raise ConfigError(
-                "mode=plan can't follow partition=manual, where the module moves its layers itself. Use mode=compare, "
-                "which measures, or strategy.partition=auto."
+                "mode=plan does not support partition=manual, where the module moves its layers itself. Use "
+                "mode=compare, which measures, or strategy.partition=auto."
             )
         self.plan = self._make_plan(module)
         self.tracker.home = self.meeting_stage
@@ -91,8 +91,8 @@ class SimulatedStrategy(SingleDeviceStrategy):
 
     Args:
         num_stages: devices that the module is cut across.
-        options: how it is cut; without effect on one stage.
-        on_accelerator: whether to reckon as accelerators do: CUDA's blocks of 512 bytes, fused loops in optimizers.
+        options: how it is cut; no effect with one stage.
+        on_accelerator: whether to emulate accelerators: CUDA's allocation in blocks of 512 bytes, foreach optimizers.
     """
 
     strategy_name = "simulated"
@@ -170,10 +170,10 @@ class SimulatedStrategy(SingleDeviceStrategy):
 
     @override
     def teardown(self) -> None:
-        """Leave the module as it is: fake tensors can't be moved to the CPU."""
+        """Do not move the module: fake tensors can't be moved to the CPU."""
 
     def take(self) -> list[StageMemory]:
-        """What the last optimizer step needed, by stage; the next one is counted anew."""
+        """Return the memory of the last optimizer step per stage, and reset the counters."""
         assert self.lightning_module is not None
         gradients = [p.grad for p in self.lightning_module.parameters() if p.grad is not None]
         states = [v for o in self.optimizers for s in o.state.values() for v in s.values() if isinstance(v, Tensor)]
@@ -207,15 +207,15 @@ class SimulatedStrategy(SingleDeviceStrategy):
 
 
 class Finished(Exception):
-    """All questions are answered: the run need not go on."""
+    """Raised to end the run once all questions are answered."""
 
 
 class Interview(pl.Callback):
-    """Answers questions about memory, one optimizer step each.
+    """Answers questions about memory, with one optimizer step each.
 
     Args:
         strategy: the strategy of the run.
-        ask: makes the questions from the number of samples of the loader's batch.
+        ask: creates the questions from the number of samples of the loader's batch.
     """
 
     def __init__(self, strategy: SimulatedStrategy, ask: Callable[[int], Questions[Any]]) -> None:
@@ -239,7 +239,7 @@ class Interview(pl.Callback):
             return
         memory = self._strategy.take()
         if self._num_batches == trainer.accumulate_grad_batches:
-            return  # the optimizer had no state yet
+            return  # the optimizer has no state yet
         try:
             self._strategy.samples = self._questions.send(memory)
         except StopIteration as stop:

@@ -1,4 +1,4 @@
-"""How a strategy spreads a module and a batch over devices, as numbers: what `mode=plan` reckons with."""
+"""Describe how a strategy spreads a module and a batch over devices, as numbers for `mode=plan`."""
 
 from dataclasses import dataclass, field
 
@@ -26,9 +26,9 @@ class Topology:
         num_stages: devices that one copy of the module is cut across.
         num_ranks: processes over all nodes.
         is_replicated: whether the devices of a process hold replicas, of which the first has the optimizer.
-        is_per_rank: whether each rank reads a batch of its own.
+        is_per_rank: whether each rank reads its own batch.
         policy: how a batch is cut among replicas or ranks.
-        buckets: copies of the gradients that DDP sends them in.
+        buckets: number of gradient copies in DDP's buckets.
     """
 
     name: str
@@ -53,15 +53,15 @@ class Topology:
 
 
 def topology_of(strategy: Strategy, num_devices: int, num_nodes: int) -> Topology:
-    """Find out how a strategy spreads its work.
+    """Determine how a strategy spreads its work.
 
     Args:
         strategy: the strategy, not set up.
-        num_devices: devices of each node.
-        num_nodes: machines.
+        num_devices: number of devices per node.
+        num_nodes: number of machines.
 
     Returns:
-        The spread.
+        The topology.
 
     Raises:
         ConfigError: the strategy is not one of this project's, or does not fit the devices.
@@ -72,7 +72,7 @@ def topology_of(strategy: Strategy, num_devices: int, num_nodes: int) -> Topolog
         return Topology(name, 1)
     if isinstance(strategy, DataParallelStrategy):
         if strategy._submodule is not None:
-            raise ConfigError(f"mode=plan can't follow {name}.submodule. Use mode=compare, which measures.")
+            raise ConfigError(f"mode=plan does not support {name}.submodule. Use mode=compare, which measures.")
         strategy.parallel_devices = [strategy.root_device] * num_devices
         policy = strategy._make_policy() if isinstance(strategy, BalancedDataParallelStrategy) else strategy.policy
         policy.verify(num_devices, name)
@@ -81,7 +81,7 @@ def topology_of(strategy: Strategy, num_devices: int, num_nodes: int) -> Topolog
     if not isinstance(strategy, DDPStrategy):
         if staged:
             return Topology(name, num_devices, num_stages=num_devices)
-        raise ConfigError(f"mode=plan does not know the strategy {name}. Choose one of this project's, such as ddp.")
+        raise ConfigError(f"mode=plan does not support the strategy {name}. Choose one of this project's, such as ddp.")
     num_stages: int = getattr(strategy, "model_parallel_size", 1)
     num_ranks = num_processes(num_devices, num_stages) * num_nodes
     buckets = 0 if strategy._ddp_kwargs.get("gradient_as_bucket_view") else 1
@@ -90,10 +90,10 @@ def topology_of(strategy: Strategy, num_devices: int, num_nodes: int) -> Topolog
 
 
 def count_devices(cfg: DictConfig) -> int:
-    """Count the devices of a node that `devices=` means; they need not be there unless it says `auto`.
+    """Return the number of devices per node that `devices=` means; they need not exist unless it is `auto`.
 
     Raises:
-        ConfigError: it is no count and no list.
+        ConfigError: it is neither a count nor a list.
     """
     devices = plain(cfg.devices)
     if isinstance(devices, (list, tuple)):
@@ -108,7 +108,7 @@ def count_devices(cfg: DictConfig) -> int:
 
 
 def is_for_accelerator(cfg: DictConfig) -> bool:
-    """Whether the plan is for accelerators, whether or not there are any here."""
+    """Whether the plan is for accelerators, which need not exist on this machine."""
     devices = plain(cfg.devices)
     if isinstance(devices, list) and any(isinstance(device, str) for device in devices):
         return not all(str(device).startswith("cpu") for device in devices)

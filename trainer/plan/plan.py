@@ -1,4 +1,4 @@
-"""`mode=plan`: the memory that each device would need, found out without a device."""
+"""Compute the memory that each device would need, without using one (`mode=plan`)."""
 
 import logging
 from collections.abc import Callable, Generator
@@ -34,55 +34,55 @@ LIGHTNING_TALK = f"{pl.__name__}.utilities.rank_zero"
 UNREADABLE = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
 
 Ask = Callable[[int], Questions[MemoryPlan]]
-"""Makes the questions from the number of samples of the loader's batch."""
+"""Creates the questions from the number of samples of the loader's batch."""
 
 
 def plan_memory(cfg: DictConfig) -> MemoryPlan:
-    """Work out the memory of each device for the chosen strategy.
+    """Compute the memory of each device for the configured strategy.
 
     Args:
-        cfg: the resolved configuration (`prepare`). No device is touched, nor need it be there.
+        cfg: the resolved configuration (`prepare`). Devices are not used and need not exist.
 
     Returns:
         The plan, also written as `plan.json` into the run directory.
 
     Raises:
-        ConfigError: the strategy, or what the module does in a training step, can't be followed.
+        ConfigError: the strategy, or an operation of the training step, is not supported.
     """
     limit = cfg.get("device_memory_gb")
     with run_log(cfg.run_dir):
         strategy: Strategy = instantiate("strategy", cfg.strategy)
-        spread = topology_of(strategy, count_devices(cfg), int(cfg.num_nodes))
+        topology = topology_of(strategy, count_devices(cfg), int(cfg.num_nodes))
 
         def ask(batch: int) -> Questions[MemoryPlan]:
-            return questions(spread, batch, None if limit is None else limit * GB)
+            return questions(topology, batch, None if limit is None else limit * GB)
 
-        found = interview(cfg, strategy, spread, ask)
+        found = interview(cfg, strategy, topology, ask)
     found.write(cfg.run_dir)
     return found
 
 
 def is_measured(cfg: DictConfig) -> bool:
-    """Whether the plan is to be compared with a run on the devices: where asked for, or where accelerators are here."""
+    """Whether to compare the plan with a real run: if requested, or by default if accelerators are available."""
     wanted = (cfg.get("plan") or {}).get("measure", "auto")
     if wanted not in (True, False, "auto"):
         raise ConfigError(f"plan.measure={wanted} is unknown. Choose true, false or auto.")
     try:
         devices = resolve_devices(plain(cfg.devices), cfg.accelerator)
     except ConfigError:
-        devices = []  # the plan is for devices that are not here
+        devices = []  # the planned devices are not on this machine
     return wanted is not False and bool(devices) and all(is_accelerator(device) for device in devices)
 
 
 def measure(cfg: DictConfig, name: str) -> Trial:
-    """Train a few steps on the devices, in processes of their own.
+    """Train a few steps on the devices, in separate processes.
 
     Args:
         cfg: the resolved configuration.
         name: the strategy.
 
     Returns:
-        The trial; where it is `ok` its `memory` holds peak bytes by device.
+        The trial; if it is `ok`, its `memory` holds peak bytes by device.
     """
     folder = Path(cfg.run_dir) / "measured"
     with run_log(cfg.run_dir):
@@ -90,14 +90,14 @@ def measure(cfg: DictConfig, name: str) -> Trial:
 
 
 def plan_errors(planned: MemoryPlan, measured: Trial) -> list[float] | None:
-    """Compare a plan with what was measured.
+    """Compare a plan with a measurement.
 
     Args:
         planned: the plan.
         measured: a trial of the same strategy on the planned devices.
 
     Returns:
-        Per device planned / measured - 1; None where the devices measured are not those planned.
+        Per device planned / measured - 1; None if the measured devices differ from the planned ones.
     """
     if len(measured.memory) != len(planned.devices) or not all(measured.memory.values()):
         return None
@@ -105,21 +105,21 @@ def plan_errors(planned: MemoryPlan, measured: Trial) -> list[float] | None:
     return [device.peak / size - 1 for device, size in pairs]
 
 
-def interview(cfg: DictConfig, strategy: Strategy, spread: Topology, ask: Ask) -> MemoryPlan:
+def interview(cfg: DictConfig, strategy: Strategy, topology: Topology, ask: Ask) -> MemoryPlan:
     """Run a simulated training that answers questions.
 
     Args:
         cfg: the resolved configuration.
         strategy: the strategy, not set up.
-        spread: how it spreads its work.
-        ask: makes the questions from the number of samples of the loader's batch.
+        topology: how it spreads its work.
+        ask: creates the questions from the number of samples of the loader's batch.
 
     Returns:
-        The answer.
+        The result of the questions.
     """
     options = strategy.stage_options if isinstance(strategy, PipelineStrategy) else None
-    pl.seed_everything(cfg.seed or 0, workers=True, verbose=False)  # the first batch is that of a run
-    simulated = SimulatedStrategy(spread.num_stages, options, is_for_accelerator(cfg))
+    pl.seed_everything(cfg.seed or 0, workers=True, verbose=False)  # the first batch is the same as in a run
+    simulated = SimulatedStrategy(topology.num_stages, options, is_for_accelerator(cfg))
     module: pl.LightningModule = instantiate("module", cfg.module)
     data: pl.LightningDataModule | None = instantiate("data", cfg.data) if cfg.get("data") else None
     talk = Interview(simulated, ask)
@@ -132,7 +132,7 @@ def interview(cfg: DictConfig, strategy: Strategy, spread: Topology, ask: Ask) -
         return talk.answer
     except UNREADABLE as exc:
         raise ConfigError(
-            f"mode=plan runs training_step without values, and it needs some ({str(exc).splitlines()[0]}). "
+            f"mode=plan runs training_step with shapes only, but it reads values ({str(exc).splitlines()[0]}). "
             "Use mode=compare, which measures."
         ) from exc
     raise AssertionError("the training ended before the questions were answered")
@@ -140,7 +140,7 @@ def interview(cfg: DictConfig, strategy: Strategy, spread: Topology, ask: Ask) -
 
 @contextmanager
 def quiet(name: str) -> Generator[None]:
-    """Keep what a logger says about a simulated trainer to warnings: that it uses no GPU is the point."""
+    """Limit a logger to warnings: messages about a simulated trainer, such as unused GPUs, would mislead."""
     logger = logging.getLogger(name)
     before = logger.level
     logger.setLevel(logging.WARNING)
@@ -159,7 +159,7 @@ def one_device(cfg: DictConfig) -> dict[str, Any]:
         "num_nodes": 1,
         "precision": "bf16-mixed"
         if precision == "16-mixed"
-        else precision,  # as many bytes; the CPU has no fp16 scaler
+        else precision,  # the same number of bytes; the CPU has no fp16 scaler
         "max_steps": -1,
         "max_time": None,
         "min_epochs": None,
@@ -172,6 +172,6 @@ def one_device(cfg: DictConfig) -> dict[str, Any]:
         "profiler": None,
         "enable_progress_bar": False,
         "enable_model_summary": False,
-        # from the second batch on, gradients are there in forward; further batches add no memory
+        # from the second batch on, gradients exist in forward; further batches add no memory
         "accumulate_grad_batches": min(int(cfg.trainer.get("accumulate_grad_batches") or 1), 2),
     }

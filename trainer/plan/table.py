@@ -1,4 +1,4 @@
-"""The table of `mode=plan`."""
+"""Print the table of `mode=plan`."""
 
 from rich.console import Console
 from rich.table import Table
@@ -28,14 +28,14 @@ def show_plan(plan: MemoryPlan) -> None:
 
 
 def title(plan: MemoryPlan) -> str:
-    """What was planned."""
+    """The title of the table."""
     ranks = plan.global_batch // plan.loader_batch
     batch = f"{plan.global_batch}" if ranks == 1 else f"{plan.global_batch} = {ranks} ranks × {plan.loader_batch}"
     return f"plan: strategy={plan.strategy}, global batch {batch} samples"
 
 
 def alike(devices: list[DevicePlan]) -> list[tuple[DevicePlan, DevicePlan]]:
-    """Group neighbours that need the same, as (first, last)."""
+    """Group adjacent devices with equal memory, as (first, last)."""
     groups: list[tuple[DevicePlan, DevicePlan]] = []
     for device in devices:
         if groups and amounts(groups[-1][0]) == amounts(device):
@@ -46,38 +46,38 @@ def alike(devices: list[DevicePlan]) -> list[tuple[DevicePlan, DevicePlan]]:
 
 
 def amounts(device: DevicePlan) -> tuple[int, ...]:
-    """What a row of the table says, without the number of the device."""
+    """The cells of a row without the device's index."""
     return (device.samples, *(int(getattr(device, column)) for column in COLUMNS))
 
 
 def conclusions(plan: MemoryPlan) -> list[str]:
-    """Say whether it fits, and the largest batch that does."""
+    """Say whether the plan fits, and the largest batch that does."""
     if plan.device_bytes is None:
-        return ["Give device_memory_gb to learn the largest batch that fits."]
+        return ["Set device_memory_gb to find the largest batch that fits."]
     room = size_text(plan.device_bytes)
     fits = "fits" if plan.peak <= plan.device_bytes else "does not fit"
-    line = f"This {fits} {room}: the fullest device needs {size_text(plan.peak)}."
+    line = f"This {fits} {room}: the largest peak of a device is {size_text(plan.peak)}."
     if plan.largest_batch is None:
         return [line, f"Any batch fits {room}."]
     if not plan.largest_batch:
-        return [line, f"Not even a batch of one sample fits {room}: the module itself is too large for this strategy."]
+        return [line, f"A batch of one sample does not fit {room}: the module is too large for this strategy."]
     return [line, f"The largest batch of the loader that fits {room}: {plan.largest_batch:,} samples."]
 
 
 def show_measured(plan: MemoryPlan, measured: Trial) -> None:
-    """Print a plan's error against the peaks that were measured."""
+    """Print a plan's error relative to the measured peaks."""
     console = Console()
     for line in measured_lines(plan, measured):
         console.print(Text(line), soft_wrap=True)
 
 
 def measured_lines(plan: MemoryPlan, measured: Trial) -> list[str]:
-    """Say how far a plan is from the peaks that were measured."""
+    """Describe a plan's error relative to the measured peaks."""
     if measured.status != OK:
         return [f"The measurement {measured.status}: {measured.reason}"]
     errors = plan_errors(plan, measured)
     if errors is None:
-        return [f"The devices measured ({', '.join(measured.memory)}) are not those planned, so there is no error."]
+        return [f"The measured devices ({', '.join(measured.memory)}) differ from the planned ones; no error is shown."]
     pairs = zip(measured.memory.items(), plan.devices, errors, strict=True)
     return [
         f"{name}: planned {size_text(device.peak)}, measured {size_text(size)} (error {error:+.1%})"
@@ -86,7 +86,7 @@ def measured_lines(plan: MemoryPlan, measured: Trial) -> list[str]:
 
 
 def size_text(size: float) -> str:
-    """Bytes with three digits and a unit: 1.23 GB is 1.23 * 10^9 bytes."""
+    """Format bytes with three digits and a unit: 1.23 GB is 1.23 * 10^9 bytes."""
     for unit, factor in UNITS:
         if size >= factor:
             digits = max(0, 2 - (len(str(int(size / factor))) - 1))

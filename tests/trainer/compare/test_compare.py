@@ -125,7 +125,7 @@ def test_unequal_losses_are_told_and_not_recommended(tmp_path: Path) -> None:
     assert comparison.recommended == "single_device"
     assert verdict(comparison, two).startswith("DIFFER (")
     assert "dp: losses differ by" in notes(comparison)[0]
-    assert "nothing explains it" in notes(comparison)[0]
+    assert "the cause is unknown" in notes(comparison)[0]
 
 
 def test_batchnorm_and_dropout_are_named(tmp_path: Path) -> None:
@@ -134,8 +134,8 @@ def test_batchnorm_and_dropout_are_named(tmp_path: Path) -> None:
     comparison = judge([one, two], 1e-4)
     assert comparison.differences["dp"] > 1e-4
     assert comparison.excuses["dp"] == [
-        "1 BatchNorm layers normalise chunk by chunk (no sync_batchnorm)",
-        "1 dropout layers draw other random numbers",
+        "1 BatchNorm layers normalize chunk by chunk (no sync_batchnorm)",
+        "1 dropout layers draw different random numbers",
     ]
     assert verdict(comparison, two).startswith("differ, see below (")
     assert "1 BatchNorm layers" in notes(comparison)[0]
@@ -145,7 +145,7 @@ def test_random_numbers_without_a_layer_are_noticed(tmp_path: Path) -> None:
     noisy = tried(tmp_path, "single_device", module="Noisy")
     assert (noisy.draws, noisy.num_dropouts) == (True, 0)
     assert judge([Trial("single_device"), noisy], 1e-4).excuses["single_device"] == [
-        "the training step draws random numbers, and each strategy draws others"
+        "the training step draws random numbers, which differ between strategies"
     ]
     assert not tried(tmp_path, "dp").draws, "a step without dropout"
 
@@ -162,14 +162,14 @@ def test_a_failure_is_told_by_its_error(tmp_path: Path) -> None:
     assert trial.status == FAILED
     assert "ArithmeticError: the module's own mistake" in trial.reason
     comparison = judge([trial], 1e-4)
-    assert recommendation(comparison) == "No recommendation: no strategy trained; the reasons are above."
+    assert recommendation(comparison) == "No recommendation: no strategy trained; see the reasons above."
 
 
 def test_a_trial_that_takes_too_long_is_ended(tmp_path: Path) -> None:
     cfg = config(tmp_path)
     start = time.monotonic()
     trial = run_trial(trial_config(cfg, "ddp", tmp_path / "ddp"), "ddp", timeout_s=0.5)
-    assert (trial.status, trial.reason) == (FAILED, "it did not finish in compare.timeout_s=0.5 seconds")
+    assert (trial.status, trial.reason) == (FAILED, "it did not finish within compare.timeout_s=0.5 seconds")
     assert time.monotonic() - start < 15
     left = [
         p
@@ -235,13 +235,15 @@ def test_the_fastest_is_recommended() -> None:
 def test_one_device_is_recommended_where_more_do_not_pay() -> None:
     comparison = judge([measured("single_device", 100, 8), measured("ddp", 50, 6)], 1e-4)
     assert comparison.recommended == "single_device"
-    assert comparison.reason == "more devices do not pay at this batch: it is 2.00 times as fast as the next, ddp"
+    assert (
+        comparison.reason == "more devices are not faster at this batch size: it is 2.00 times as fast as the next, ddp"
+    )
 
 
 def test_of_equally_fast_ones_the_leaner_is_recommended() -> None:
     comparison = judge([measured("single_device", 10, 800), measured("dp", 100, 600), measured("ddp", 97, 300)], 1e-4)
     assert comparison.recommended == "ddp"
-    assert comparison.reason == "it is as fast as dp (within 5%), and its fullest device holds less"
+    assert comparison.reason == "it is as fast as dp (within 5%), and its peak memory per device is lower"
 
 
 def test_of_equal_ones_the_simpler_is_recommended() -> None:
@@ -283,7 +285,7 @@ def test_all_strategies_are_tried_unless_some_are_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "sentence"),
     [
-        (["compare.warmup_steps=4"], r"compare\.steps=6 with compare\.warmup_steps=4 leaves fewer than the 3 steps"),
+        (["compare.warmup_steps=4"], r"compare\.steps=6 with compare\.warmup_steps=4 leaves too few steps to measure"),
         (["compare.strategies=[dpp]"], r"dpp is unknown"),
         (["data.batch_size=auto"], r"data\.batch_size must be a number with mode=compare; got data\.batch_size=auto"),
     ],

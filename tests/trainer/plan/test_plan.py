@@ -103,7 +103,7 @@ def test_the_largest_batch_fits_and_one_more_does_not(samples: int, tmp_path: Pa
 def test_a_module_larger_than_the_device_fits_no_batch(tmp_path: Path) -> None:
     plan = plan_memory(small(tmp_path, f"device_memory_gb={3 * WEIGHTS / 1e9}"))
     assert plan.largest_batch == 0
-    assert "Not even a batch of one sample fits 696 B" in conclusions(plan)[1]
+    assert "A batch of one sample does not fit 696 B" in conclusions(plan)[1]
 
 
 def test_ranks_have_the_loaders_batch_and_buckets(tmp_path: Path) -> None:
@@ -210,15 +210,18 @@ def test_examples_can_be_planned(experiment: str, tmp_path: Path) -> None:
 
 
 def test_a_step_that_reads_values_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"mode=plan runs training_step without values.*mode=compare"):
+    with pytest.raises(ConfigError, match=r"mode=plan runs training_step with shapes only.*mode=compare"):
         plan_memory(small(tmp_path, module="Curious"))
 
 
 REFUSED = [
     (["devices=2"], r"single_device: 2 devices were given"),
-    (["strategy=model_parallel", "devices=2", "strategy.partition=manual"], r"mode=plan can't follow partition=manual"),
+    (
+        ["strategy=model_parallel", "devices=2", "strategy.partition=manual"],
+        r"mode=plan does not support partition=manual",
+    ),
     (["strategy=ddp_model_parallel", "devices=3"], r"3 devices don't divide into processes of 2"),
-    (["strategy=dp", "devices=2", "strategy.submodule=net"], r"mode=plan can't follow dp\.submodule"),
+    (["strategy=dp", "devices=2", "strategy.submodule=net"], r"mode=plan does not support dp\.submodule"),
     (["devices=none"], r"devices=none: at least one device"),
 ]
 
@@ -232,7 +235,7 @@ def test_what_cannot_be_planned_is_refused(overrides: list[str], sentence: str, 
 def test_a_foreign_strategy_is_refused(tmp_path: Path) -> None:
     cfg = small(tmp_path)
     cfg.strategy = {"_target_": "pytorch_lightning.strategies.FSDPStrategy"}
-    with pytest.raises(ConfigError, match=r"mode=plan does not know the strategy fsdp"):
+    with pytest.raises(ConfigError, match=r"mode=plan does not support the strategy fsdp"):
         plan_memory(cfg)
 
 
