@@ -4,23 +4,36 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
+CONF = ROOT / "conf"
 PAGE = ROOT / "docs" / "configuration.md"
 HEAD = """# Configuration reference
 
 Made from `conf/` by `python docs/reference.py`; a test fails when it is not current.
 Choose a file of a group with `group=file`, set an option with `group.option=value`.
+An option that several files share is described once, and each of these files names it under "Inherits".
+"""
+SHARED = """## Shared options
+
+Files in `conf/` that other files inherit by Hydra's defaults lists. They are not choices of a group: set their options
+on the group that inherits them, as in `strategy.timeout_s=60`.
 """
 
 
 def page() -> str:
-    """The whole page: the root keys, then every file of every group."""
-    conf = ROOT / "conf"
-    parts = [HEAD, "## Root keys\n", table(conf / "train.yaml")]
-    for group in sorted(path for path in conf.iterdir() if path.is_dir() and not path.name.startswith("_")):
+    """The whole page: the root keys, every file of every group, then what several files share."""
+    parts = [HEAD, "## Root keys\n", table(CONF / "train.yaml")]
+    for group in sorted(path for path in CONF.iterdir() if path.is_dir() and not path.name.startswith("_")):
         parts.append(f"## {group.name}\n")
         for file in sorted(group.glob("*.yaml")):
-            parts.append(f"### `{group.name}={file.stem}`\n\n{summary(file)}\n")
-            parts.append(table(file))
+            parts.append(section(file))
+    parts.append(SHARED)
+    parts.extend(section(file) for file in sorted(CONF.glob("_*.yaml")))
+    return "\n".join(part for part in parts if part)
+
+
+def section(file: Path) -> str:
+    """One file: what it is, its own options, and the names of those it inherits."""
+    parts = (f"### `{title(file)}`\n\n{summary(file)}\n", table(file), inherited(file))
     return "\n".join(part for part in parts if part)
 
 
@@ -37,13 +50,44 @@ def summary(file: Path) -> str:
     return " ".join(lines)
 
 
+def bases(file: Path) -> list[Path]:
+    """The files that a file inherits by its defaults list, and those that they inherit."""
+    _, _, rest = file.read_text(encoding="utf-8").partition("defaults:\n")
+    found: list[Path] = []
+    for name in re.findall(r"^  - (/?[a-z_][\w/]*)(?:@_here_)?$", rest.partition("\n\n")[0], flags=re.MULTILINE):
+        if name == "_self_":
+            continue
+        base = (CONF / name[1:] if name.startswith("/") else file.parent / name).with_suffix(".yaml")
+        found += [base, *bases(base)]
+    return found
+
+
+def inherited(file: Path) -> str:
+    """One line per file that a file inherits, with the names of its options and a link to their table."""
+    named = {key for key, _, _ in options(file)}
+    lines: list[str] = []
+    for base in bases(file):
+        new = [key for key, _, _ in options(base) if key not in named]
+        named.update(new)
+        if new:
+            lines.append(f"- {', '.join(f'`{key}`' for key in new)} from {link(base)}")
+    return "\n".join(["Inherits", "", *lines, ""]) if lines else ""
+
+
+def title(file: Path) -> str:
+    """The heading of a file's section."""
+    return file.stem if file.parent == CONF else f"{file.parent.name}={file.stem}"
+
+
+def link(file: Path) -> str:
+    """A link to a file's section, by the anchor that GitHub makes of its heading."""
+    return f"[`{title(file)}`](#{title(file).replace('=', '')})"
+
+
 def table(file: Path) -> str:
     """Options with their defaults, and the comments above or beside them."""
-    rows = options(file)
-    if not rows:
-        return ""
-    body = "\n".join(f"| `{key}` | `{value}` | {comment} |" for key, value, comment in rows)
-    return f"| option | default | meaning |\n|---|---|---|\n{body}\n"
+    rows = [f"| `{key}` | `{value}` | {note} |" for key, value, note in options(file)]
+    return "\n".join(["| option | default | meaning |", "|---|---|---|", *rows, ""]) if rows else ""
 
 
 def options(file: Path) -> list[tuple[str, str, str]]:

@@ -47,6 +47,14 @@ def test_underscored_files_are_imported_in_their_own_room_only() -> None:
     assert intruders == []
 
 
+def test_tests_share_code_by_support_modules_only() -> None:
+    tests = sorted((ROOT / "tests").rglob("*.py"))
+    nodes = [(path, node) for path in tests for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))]
+    imports = [(path, node.module or "") for path, node in nodes if isinstance(node, ast.ImportFrom)]
+    imports += [(path, name.name) for path, node in nodes if isinstance(node, ast.Import) for name in node.names]
+    assert [f"{path.relative_to(ROOT)}: {name}" for path, name in imports if "test_" in name] == []
+
+
 def _reexported(room: Path) -> set[str]:
     return {name for _, name in _imports(room / "__init__.py")}
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from parity import Case, Net, assert_equal, baseline, run
-from test_parity import PLANS
+from plans import PLANS
 from torch import Tensor
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 from distributed import RankError, run_ranks, run_ranks_unchecked
 from pytorch_lightning.callbacks import EarlyStopping
-from test_ddp import Net, Numbered, quiet_trainer
+from regression import Net, Numbered, quiet_trainer
 from torch.distributed import HashStore
 from torch.utils.data import DataLoader
 

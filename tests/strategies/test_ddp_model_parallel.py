@@ -10,7 +10,7 @@ import torch
 from distributed import run_ranks
 from launching import running
 from parity import CASES, Case, GroupsNet, Net, Run, TokenNet, baseline, make_module, make_trainer, run
-from test_model_parallel import DEEP, DeepNet, SquareNet
+from stage_modules import DEEP, DeepNet, SquareNet
 
 from evener.strategies import (
     STRATEGIES,

@@ -7,7 +7,7 @@ import pytest
 import pytorch_lightning as pl
 import torch
 from distributed import run_ranks
-from test_ddp import Net, Numbered, fit, outcome, quiet_trainer
+from regression import Net, Numbered, fit, outcome, quiet_trainer
 from torch import nn
 from torch.utils.data import DataLoader
 

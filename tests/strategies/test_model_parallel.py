@@ -3,72 +3,21 @@
 import logging
 import threading
 import weakref
-from functools import partial
 from typing import Any
 
 import pytest
 import pytorch_lightning as pl
 import torch
-from parity import Case, GroupsNet, Net, assert_equal, baseline, make_module, make_trainer, run
+from parity import Case, GroupsNet, Net, assert_equal, baseline, fit, make_module, run
+from plans import InOrder, Threads
 from pytorch_lightning.plugins import MixedPrecision
+from stage_modules import DEEP, DeepNet, SquareNet
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torchmetrics import MeanMetric
 
 from evener.strategies import ModelParallelStrategy, SingleDeviceStrategy
 from evener.trainer import Trainer
-
-CPU, META = torch.device("cpu"), torch.device("meta")
-InOrder = partial(ModelParallelStrategy, deterministic=True)
-Threads = partial(ModelParallelStrategy, deterministic=False)
-
-
-def fit(case: Case, module: Net, strategy: Any, devices: int = 2, **options: Any) -> pl.Trainer:
-    """Fit only."""
-    trainer = make_trainer(case, strategy, devices=devices, **options)
-    trainer.fit(module, case.loader(), case.loader())
-    return trainer
-
-
-class Block(nn.Module):
-    """A residual block whose activation works in place on its input's copy."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.linear = nn.Linear(width, width)
-        self.activation = nn.ReLU(inplace=True)
-
-    def forward(self, x: Tensor, shift: Tensor | None = None) -> Tensor:
-        x = x + self.activation(self.linear(x))
-        return x if shift is None else x + shift
-
-
-class DeepNet(Net):
-    """Six parts; the first one's output goes to the last block, too, past those between."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.ModuleDict({"enter": nn.Linear(4, 6)})
-        self.net["blocks"] = nn.ModuleList(Block(6) for _ in range(4))
-        self.net["leave"] = nn.Linear(6, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = shift = self.net["enter"](x)
-        for index, block in enumerate(self.net["blocks"]):
-            x = block(x, shift=shift if index == 3 else None)
-        return self.net["leave"](x)
-
-
-class SquareNet(Net):
-    """Its head is tied to its first layer: stage 0 is used again at the end."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(4, 4), Block(4), Block(4), nn.Linear(4, 4))
-        self.net[3].weight = self.net[0].weight
-
-
-DEEP = Case(DeepNet, num=22, batch_size=5, trainer={"accumulate_grad_batches": 2, "gradient_clip_val": 0.1})
 
 
 @pytest.mark.parametrize("strategy", [InOrder, Threads])

@@ -4,8 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from parity import Case, Net, make_trainer
-from test_model_parallel import fit
+from parity import Case, Net, fit, make_trainer
 from torch import Tensor
 
 from evener.strategies import ConfigError, ModelParallelStrategy

@@ -6,8 +6,8 @@ import pytest
 import torch
 from distributed import run_ranks
 from parity import Case, Net, assert_equal, baseline, run
-from test_ddp import Net as Regression
-from test_ddp import Numbered, quiet_trainer
+from regression import Net as Regression
+from regression import Numbered, quiet_trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 

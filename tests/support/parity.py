@@ -279,6 +279,13 @@ def make_trainer(case: Case, strategy: Any, trainer_class: type[pl.Trainer] = Tr
     return trainer_class(strategy=strategy, **settings)
 
 
+def fit(case: Case, module: Net, strategy: Any, devices: int = 2, **options: Any) -> pl.Trainer:
+    """Fit a module on several devices, and nothing else."""
+    trainer = make_trainer(case, strategy, devices=devices, **options)
+    trainer.fit(module, case.loader(), case.loader())
+    return trainer
+
+
 def run(case: Case, strategy: Any, trainer_class: type[pl.Trainer] = Trainer, **options: Any) -> Run:
     """Fit, validate, test and predict with a strategy.
 

@@ -2,15 +2,14 @@
 
 import difflib
 import logging
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from ... import conf
 from ...strategies import STRATEGIES, ConfigError
 from ..config.checks import plain
+from ..config.group_files import file_names, file_options
 from ..job.log_file import run_log
 from ._judge import REFERENCE, Comparison, judge, tolerance_of
 from ._probe import WINDOW, Probe
@@ -136,11 +135,10 @@ def strategy_options(cfg: DictConfig, name: str) -> DictConfig:
     `compare.options.<name>` overrides them, and batch_size_is is always global.
     """
     cls = STRATEGIES[name]
-    file = resources.files(conf) / "strategy" / f"{name}.yaml"
     if str(cfg.strategy.get("_target_", "")).rpartition(".")[2] == cls.__name__:
         options = cfg.strategy.copy()
-    elif file.is_file():
-        options = OmegaConf.create(file.read_text(encoding="utf-8"))
+    elif name in file_names("strategy"):
+        options = file_options("strategy", name)
     else:
         options = OmegaConf.create({"_target_": f"{cls.__module__}.{cls.__qualname__}"})
     assert isinstance(options, DictConfig)

@@ -1,12 +1,11 @@
 """Explain missing values and unresolved interpolations between config groups."""
 
 import re
-from importlib import resources
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-from ... import conf
+from .group_files import file_names, file_options
 
 _MISSING = re.compile(r"Interpolation key '(\w+)\.(\w+)' not found")
 
@@ -37,7 +36,4 @@ def incomplete(cfg: DictConfig, exc: OmegaConfBaseException) -> str:
 
 def choices_with(group: str, option: str) -> list[str]:
     """Names of the files of a group, in this package's configuration, that have an option; sorted."""
-    folder = resources.files(conf) / group
-    files = [file for file in folder.iterdir() if file.name.endswith(".yaml")] if folder.is_dir() else []
-    having = [file.name for file in files if option in OmegaConf.create(file.read_text(encoding="utf-8"))]
-    return sorted(name.removesuffix(".yaml") for name in having)
+    return [name for name in file_names(group) if option in file_options(group, name)]

@@ -11,7 +11,7 @@ import pytorch_lightning as pl
 import torch
 from distributed import RankError, run_ranks, run_ranks_unchecked
 from pytorch_lightning.loggers import CSVLogger
-from test_ddp import Net, Numbered, quiet_trainer
+from regression import Net, Numbered, quiet_trainer
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from distributed import run_ranks
 from pytorch_lightning.loggers import TensorBoardLogger
-from test_ddp import Net, Numbered, quiet_trainer
+from regression import Net, Numbered, quiet_trainer
 from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 from distributed import run_ranks
-from test_ddp import Net, Numbered, quiet_trainer
+from regression import Net, Numbered, quiet_trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 from parity import Net
-from test_model_parallel import CPU, META, DeepNet
+from stage_modules import DeepNet
 from torch import nn
 from torchmetrics import MeanMetric
 
@@ -14,6 +14,8 @@ from evener.strategies.core.patching import replaced
 from evener.strategies.pipeline.base import state_to_parameters
 from evener.strategies.pipeline.layout import StageLayout
 from evener.strategies.pipeline.options import StageOptions
+
+CPU, META = torch.device("cpu"), torch.device("meta")
 
 
 def placed(devices: list[torch.device], **options: Any) -> tuple[DeepNet, StageLayout]:

@@ -1,14 +1,21 @@
 """Every file of every configuration group composes and builds what it names."""
 
+import re
+from collections import Counter
+from itertools import combinations
 from pathlib import Path
 
 import pytest
+from hydra import initialize_config_module
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.object_type import ObjectType
 from omegaconf import DictConfig, OmegaConf
 
 import evener.conf
 from evener.strategies import STRATEGIES
-from evener.trainer import compose
+from evener.trainer import compose, main
 from evener.trainer.cli.train import prepare
+from evener.trainer.config.group_files import file_names, file_options
 from evener.trainer.job.run import build
 
 CONF = Path(next(iter(evener.conf.__path__)))
@@ -75,9 +82,48 @@ def unexplained(file: Path) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("group", ["checkpoint", "launcher", "logger", "strategy", "trainer"])
-def test_every_option_is_explained(group: str) -> None:
-    assert [line for file in sorted((CONF / group).glob("*.yaml")) for line in unexplained(file)] == []
+@pytest.mark.parametrize("files", ["_*", "checkpoint/*", "launcher/*", "logger/*", "strategy/*", "trainer/*"])
+def test_every_option_is_explained(files: str) -> None:
+    assert [line for file in sorted(CONF.glob(f"{files}.yaml")) for line in unexplained(file)] == []
+
+
+def explanations(file: Path) -> set[str]:
+    """Options of a strategy or checkpoint file, each with the comment above it."""
+    return set(re.findall(r"^#[^\n]*\n(?=\w+:).*$", file.read_text(encoding="utf-8"), flags=re.MULTILINE))
+
+
+@pytest.mark.parametrize("group", ["checkpoint", "strategy"])
+def test_what_files_of_a_group_share_is_written_once(group: str) -> None:
+    """A single option of two files may stand in both; more of them, or more files, call for a file to inherit."""
+    written = {file.stem: explanations(file) for file in (*CONF.glob("_*.yaml"), *(CONF / group).glob("*.yaml"))}
+    shared = {(a, b): written[a] & written[b] for a, b in combinations(written, 2)}
+    assert {pair: options for pair, options in shared.items() if len(options) > 1} == {}
+    repeated = Counter(option for options in written.values() for option in options)
+    assert [option for option, count in repeated.items() if count > 2] == []
+
+
+def test_inherited_options_are_composed_with_a_file_s_own() -> None:
+    assert dict(file_options("strategy", "balanced_dp")) == {
+        "_target_": "evener.strategies.BalancedDataParallelStrategy",
+        "loss_reduction": "mean", "submodule": None, "copy_frozen": True, "threads": None,
+        "gpu0_chunk": None, "weights": None, "objective": "time", "hysteresis": 0.02,
+    }  # fmt: skip
+    best = file_options("checkpoint", "best")
+    assert (best.save_top_k, best.save_last, best.every_n_epochs, best.on_error) == (1, True, 1, "raise")
+    assert "filename" not in file_options("checkpoint", "last")
+
+
+def test_what_files_inherit_is_no_choice(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("sys.argv", ["train.py", "--help"])
+    with pytest.raises(SystemExit):
+        main()
+    groups = capsys.readouterr().out.partition("== Groups ==")[2].partition("== Keys ==")[0]
+    assert "strategy: balanced_ddp, " in groups
+    assert [word for word in re.findall(r"[\w/]+", groups) if word.startswith("_")] == []
+    with initialize_config_module("evener.conf", version_base="1.3"):
+        loader = GlobalHydra.instance().config_loader()
+        assert loader.get_group_options("strategy") == file_names("strategy")
+        assert loader.get_group_options("", ObjectType.GROUP) == GROUPS
 
 
 def test_resolved_config_has_no_interpolation_left(tmp_path: Path) -> None:

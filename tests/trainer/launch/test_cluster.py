@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from distributed import run_ranks
-from test_ddp import quiet_trainer
+from regression import quiet_trainer
 
 from evener.strategies import ConfigError, DDPStrategy
 from evener.trainer import compose

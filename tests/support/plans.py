@@ -1,0 +1,29 @@
+"""Strategies in one process, by name, with their numbers of devices: each must train as one device does (law 1)."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from evener.strategies import BalancedDataParallelStrategy, DataParallelStrategy, ModelParallelStrategy
+
+InOrder = partial(ModelParallelStrategy, deterministic=True)
+Threads = partial(ModelParallelStrategy, deterministic=False)
+Plan = tuple[int, Callable[..., Any]]
+
+
+def balanced(**policy: Any) -> Callable[..., Any]:
+    return lambda **options: BalancedDataParallelStrategy(**policy, **options)
+
+
+PLANS: dict[str, Plan] = {
+    **{f"dp-{num}": (num, DataParallelStrategy) for num in range(1, 5)},
+    "dp-threads": (3, lambda **options: DataParallelStrategy(threads=True, **options)),
+    "balanced_dp-gpu0_chunk=0": (3, balanced(gpu0_chunk=0)),
+    "balanced_dp-gpu0_chunk=1": (2, balanced(gpu0_chunk=1)),
+    "balanced_dp-weights=1,0,3": (3, balanced(weights=[1, 0, 3])),
+    "balanced_dp-weights=0,1": (2, balanced(weights=[0, 1])),
+    "balanced_dp-auto": (2, balanced(weights="auto")),
+    **{f"model_parallel-2-{m}": (2, partial(InOrder, num_microbatches=m)) for m in range(1, 5)},
+    "model_parallel-2-3-threads": (2, partial(Threads, num_microbatches=3)),
+}
+"""Number of devices and strategy, by name; for model_parallel devices are stages, then come micro-batches."""

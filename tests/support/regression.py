@@ -1,0 +1,92 @@
+"""A regression on numbered samples: what the tests of ranks train and compare with one device."""
+
+import warnings
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+from evener.trainer import Trainer
+
+NUM_SAMPLES = 21
+
+
+class Numbered(Dataset[tuple[Tensor, Tensor, Tensor]]):
+    """Fixed samples that know their index."""
+
+    def __init__(self, num: int = NUM_SAMPLES) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.x = torch.randn(num, 3, generator=generator, dtype=torch.float64)
+        self.y = torch.randn(num, 1, generator=generator, dtype=torch.float64)
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor, Tensor]:
+        return self.x[index], self.y[index], torch.tensor(index)
+
+
+class Net(pl.LightningModule):
+    """A small regression that remembers the samples it saw; optionally weighs its loss by positive targets."""
+
+    def __init__(self, weighted: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+        self.weighted = weighted
+        self.trained: list[list[int]] = []
+        self.validated: list[int] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y, index = batch
+        self.trained.append(index.tolist())
+        error = (self.net(x) - y) ** 2
+        if self.weighted:
+            mask = (y > 0).double()
+            return {"loss": (error * mask).sum() / mask.sum().clamp_min(1), "loss_weight": mask.sum()}
+        loss = error.mean()
+        self.log("train", loss, on_step=False, on_epoch=True, sync_dist=True, batch_size=len(x))
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        x, y, index = batch
+        self.validated += index.tolist()
+        self.log("val", ((self.net(x) - y) ** 2).mean(), sync_dist=True, batch_size=len(x))
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return torch.cat([self.net(batch[0]), batch[2][:, None]], 1)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=0.05)
+
+
+def quiet_trainer(strategy: pl.strategies.Strategy, devices: int = 1, **options: Any) -> Trainer:
+    """A trainer for two epochs on the CPU that prints and writes nothing."""
+    warnings.simplefilter("ignore")  # Lightning's advice on workers and the like
+    quiet: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    quiet |= {"enable_model_summary": False, "accelerator": "cpu", "max_epochs": 2}
+    return Trainer(strategy=strategy, devices=devices, **(quiet | options))
+
+
+def fit(strategy: pl.strategies.Strategy, devices: int, batch_size: int, case: dict[str, Any]) -> tuple[Net, Trainer]:
+    """Fit and validate; a case may set `weighted`, `num`, `shuffle`, and options of the `trainer`."""
+    pl.seed_everything(7, verbose=False)
+    module = Net(weighted=case.get("weighted", False))
+    data = Numbered(case.get("num", NUM_SAMPLES))
+    trainer = quiet_trainer(strategy, devices, num_sanity_val_steps=0, **case.get("trainer", {}))
+    torch.manual_seed(3)
+    loader = DataLoader(data, batch_size, shuffle=case.get("shuffle", False))
+    trainer.fit(module, loader, DataLoader(data, batch_size))
+    return module, trainer
+
+
+def outcome(module: Net, trainer: Trainer) -> dict[str, Any]:
+    """What a training left, as plain values that travel between processes."""
+    return {
+        "weights": nn.utils.parameters_to_vector(module.parameters()).detach(),
+        "metrics": {name: value.item() for name, value in trainer.callback_metrics.items()},
+        "trained": module.trained,
+        "validated": module.validated,
+    }
