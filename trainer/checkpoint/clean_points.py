@@ -7,10 +7,12 @@ its hooks, and a resumed run simply takes the next batch.
 These classes are mixed into Lightning's private loops in `loops/loops.py`, the only file that subclasses those.
 """
 
+import copy
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+import torch
 from lightning_fabric.utilities.data import _set_sampler_epoch
 from lightning_fabric.utilities.types import _PATH
 from pytorch_lightning.loops.fetchers import _DataFetcher
@@ -19,17 +21,19 @@ from pytorch_lightning.utilities.exceptions import SIGTERMException
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from typing_extensions import override
 
+from ...strategies.core import rng
 from . import _logged_values, _run_state
 from ._callback import Checkpoint
 from ._loader_state import is_resumable, make_resumable
 from .file_io import CheckpointError
 
 if TYPE_CHECKING:
+    from pytorch_lightning.loops.evaluation_loop import _EvaluationLoop as EvaluationLoop
     from pytorch_lightning.loops.fit_loop import _FitLoop as FitLoop
     from pytorch_lightning.loops.training_epoch_loop import _TrainingEpochLoop as EpochLoop
     from pytorch_lightning.trainer.connectors.checkpoint_connector import _CheckpointConnector as CheckpointConnector
 else:
-    FitLoop = EpochLoop = CheckpointConnector = object
+    FitLoop = EpochLoop = EvaluationLoop = CheckpointConnector = object
 
 
 BETWEEN_BATCHES = "between_batches"
@@ -222,3 +226,44 @@ class ResumingEpochLoop(EpochLoop):
         except SIGTERMException:  # raised by Lightning as its last action here
             fit_loop.stop_between_batches()
         fit_loop.between_batches()
+
+
+class SeparateEvaluation(EvaluationLoop):
+    """Evaluation, which leaves the random streams of the training around it as they were.
+
+    Its own are made of the seed, the epoch and the rank, and those of its data workers of the batch's number too: what
+    they drew before, and whether they persist, makes no difference to a run that is resumed.
+    """
+
+    @override
+    def run(self) -> Any:
+        trainer = self.trainer
+        if trainer.state.fn != TrainerFn.FITTING:
+            return super().run()
+        devices = _run_state.process_devices(trainer)
+        with rng.isolated(devices):
+            rng.seed_all(torch.initial_seed(), trainer.current_epoch, trainer.global_rank, devices=devices)
+            return super().run()
+
+    @override
+    def setup_data(self) -> None:
+        before = self._combined_loader
+        super().setup_data()
+        combined, fit_loop = self._combined_loader, self.trainer.fit_loop
+        if combined is None or combined is before or self.trainer.state.fn != TrainerFn.FITTING:
+            return
+        trained_on = [] if fit_loop._combined_loader is None else fit_loop._combined_loader.flattened
+        combined.flattened = [
+            _copy_of(loader) if any(loader is other for other in trained_on) else loader
+            for loader in combined.flattened
+        ]
+        for loader in combined.flattened:
+            make_resumable(loader, self.trainer.global_rank)
+
+
+def _copy_of(loader: Any) -> Any:
+    """A loader with a position, and workers, of its own."""
+    other = copy.copy(loader)
+    if hasattr(other, "_iterator"):
+        other._iterator = None
+    return other
