@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from lightning_fabric.utilities.data import _set_sampler_epoch
 from lightning_fabric.utilities.types import _PATH
+from pytorch_lightning.callbacks import Timer
 from pytorch_lightning.loops.fetchers import _DataFetcher
 from pytorch_lightning.trainer.states import TrainerFn
 from pytorch_lightning.utilities.exceptions import SIGTERMException
-from pytorch_lightning.utilities.rank_zero import rank_zero_warn
+from pytorch_lightning.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
 from ...strategies.core import rng
@@ -75,6 +76,8 @@ class ResumingFitLoop(FitLoop):
     """The clean point of the checkpoint being resumed."""
     resumes_between_batches = False
     """Whether the next batch is the first one after the resumed checkpoint."""
+    resumes_stopping = False
+    """Whether the resumed run was about to stop (`trainer.should_stop`)."""
     _resumed_state: dict[str, Any] | None = None
     _savers: tuple[Checkpoint, ...] = ()
     saved_state: Mapping[str, Any] = MappingProxyType({})
@@ -142,7 +145,11 @@ class ResumingFitLoop(FitLoop):
     def resume_state(self) -> dict[str, Any]:
         """Capture the `EXACT` entry of a checkpoint; every rank must call it."""
         accumulating = self._point != AFTER_EPOCH and self.epoch_loop._should_accumulate()
-        return {"point": self._point, "ranks": _run_state.capture(self.trainer, accumulating)}
+        return {
+            "point": self._point,
+            "should_stop": self.trainer.should_stop and not _is_time_over(self.trainer),
+            "ranks": _run_state.capture(self.trainer, accumulating),
+        }
 
     @override
     def on_save_checkpoint(self) -> dict[str, Any]:
@@ -162,10 +169,26 @@ class ResumingFitLoop(FitLoop):
         self._resume(saved)
         if self._resumed_point == AFTER_EPOCH:  # Lightning considers a run bounded by steps unfinished.
             self._restarting = self.epoch_loop._restarting = self.epoch_loop.val_loop._restarting = False
+            self.trainer.should_stop = self.resumes_stopping
+
+    @property
+    @override
+    def skip(self) -> bool:
+        skips = super().skip
+        if skips and self._resumed_point is not None:
+            why = "it was stopped early" if self.trainer.should_stop else "max_epochs or max_steps is reached"
+            rank_zero_info(
+                f"The checkpoint is of a run that has finished, at step {self.epoch_loop.global_step} ({why}): nothing "
+                "is left to train."
+            )
+            if self._resumed_state is not None:
+                self.trainer._logger_connector._callback_metrics.update(self._resumed_state["logged"])
+        return skips
 
     def _resume(self, saved: Mapping[str, Any]) -> None:
         ranks = saved.get("ranks") or []
         self._resumed_point = saved.get("point")
+        self.resumes_stopping = saved.get("should_stop", False)
         self._resumed_state = None
         same = len(ranks) == self.trainer.world_size
         if same:
@@ -205,6 +228,12 @@ class ResumingFitLoop(FitLoop):
         self._resumed_point = self._resumed_state = None
 
 
+def _is_time_over(trainer: Any) -> bool:
+    """Whether a run is to stop because of `max_time`, which a run that is resumed has its own of."""
+    timers = [callback for callback in trainer.callbacks if isinstance(callback, Timer)]
+    return any((rest := timer.time_remaining()) is not None and rest <= 0 for timer in timers)
+
+
 class ResumingEpochLoop(EpochLoop):
     """Loop over the batches of an epoch that saves and resumes at clean points."""
 
@@ -215,6 +244,7 @@ class ResumingEpochLoop(EpochLoop):
         assert isinstance(fit_loop, ResumingFitLoop)
         if fit_loop.resumes_between_batches:  # Nothing is half done, and no validation is pending.
             self._restarting = self.val_loop._restarting = fit_loop.resumes_between_batches = False
+            self.trainer.should_stop = fit_loop.resumes_stopping  # the rest of the epoch's end is still to come
 
     # A subclass whose `on_advance_end` does not call this one must call `between_batches` itself, at its end.
     @override
