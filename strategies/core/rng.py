@@ -80,21 +80,35 @@ def restore(state: dict[str, Any], devices: Sequence[torch.device] = ()) -> None
 
 
 @contextmanager
-def isolated() -> Generator[None]:
-    """Restore the random states on exit, so that draws inside the block have no effect outside."""
-    before = capture()
+def isolated(devices: Sequence[torch.device] = ()) -> Generator[None]:
+    """Restore the random states on exit, so that draws inside the block have no effect outside.
+
+    Args:
+        devices: accelerators whose generators belong to this process.
+    """
+    before = capture(devices)
     try:
         yield
     finally:
-        restore(before)
+        restore(before, devices)
 
 
-def seed_all(*entropy: int) -> None:
-    """Seed Python, numpy and torch of this process from numbers that need not be independent."""
+def seed_all(*entropy: int, devices: Sequence[torch.device] = ()) -> None:
+    """Seed Python, numpy and torch of this process from numbers that need not be independent.
+
+    Args:
+        *entropy: the numbers.
+        devices: accelerators whose generators are seeded too.
+    """
     seeds = np.random.SeedSequence(entropy).generate_state(4, np.uint32)
     random.seed(int(seeds[0]))
     np.random.seed(int(seeds[1]))
-    torch.default_generator.manual_seed((int(seeds[2]) << 31) ^ int(seeds[3]))
+    seed = (int(seeds[2]) << 31) ^ int(seeds[3])
+    torch.default_generator.manual_seed(seed)
+    for device in devices:
+        if device.type != "cpu":
+            with _module(device).device(device):
+                _module(device).manual_seed(seed)
 
 
 def _module(device: torch.device) -> Any:

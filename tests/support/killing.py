@@ -58,7 +58,7 @@ class Streamed(IterableDataset[tuple[torch.Tensor, int]]):
 class Recorder(pl.LightningModule):
     """Writes sample numbers and loss of every batch to a file, and kills its process where it is told to."""
 
-    def __init__(self, record: Path, kill_at: str | None, num_workers: int, signum: int, dataset: Any) -> None:
+    def __init__(self, record: Path, kill_at: str | None, plan: "Plan") -> None:
         super().__init__()
         self.layers = torch.nn.Sequential(
             torch.nn.Linear(3, 8), torch.nn.Dropout(0.5), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 1)
@@ -66,9 +66,11 @@ class Recorder(pl.LightningModule):
         self.mean = MeanMetric()
         self.record = record
         self.kill_at = kill_at
-        self.num_workers = num_workers
-        self.signum = signum
-        self.dataset = dataset
+        self.num_workers = plan.num_workers
+        self.signum = plan.signum
+        self.dataset = plan.dataset()
+        self.train_loader = plan.train_loader
+        self.val_loader = plan.val_loader
 
     def mark(self, place: str) -> None:
         if place == self.kill_at:
@@ -92,7 +94,12 @@ class Recorder(pl.LightningModule):
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.mark(f"validation {self.trainer.current_epoch}")
-        self.log("val/loss", self.layers(batch[0]).square().mean(), sync_dist=True)
+        loss = self.layers(batch[0]).square().mean()
+        self.log("val/loss", loss, sync_dist=True)
+        if self.trainer.sanity_checking:
+            return
+        with open(f"{self.record}.val.{self.global_rank}", "a") as file:
+            file.write(json.dumps([self.trainer.current_epoch, batch_idx, batch[1].tolist(), loss.item().hex()]) + "\n")
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=0.05)
@@ -105,10 +112,11 @@ class Recorder(pl.LightningModule):
             shuffle=isinstance(self.dataset, Augmented),
             num_workers=self.num_workers,
             multiprocessing_context="fork" if self.num_workers else None,
+            **self.train_loader,
         )
 
     def val_dataloader(self) -> DataLoader[Any]:
-        return DataLoader(Augmented(), batch_size=11)
+        return DataLoader(Augmented(), batch_size=11, **self.val_loader)
 
 
 @dataclass
@@ -125,6 +133,8 @@ class Plan:
     devices: int | list[str] = 1
     signum: int = signal.SIGKILL
     dataset: Callable[[], Any] = Augmented
+    train_loader: dict[str, Any] = field(default_factory=dict)
+    val_loader: dict[str, Any] = field(default_factory=dict)
 
     @property
     def num_batches(self) -> int:
@@ -170,10 +180,14 @@ class Plan:
     def run(self, directory: Path, name: str, kill_at: str | None = None) -> None:
         """Train in this process from the newest checkpoint of the directory; record everything under a name."""
         torch.set_num_threads(1)
-        for advice in ("`isinstance.treespec, LeafSpec", "The '.*' does not have many workers"):
+        for advice in (
+            "`isinstance.treespec, LeafSpec",
+            "The '.*' does not have many workers",
+            ".*sampler has shuffling",
+        ):
             warnings.filterwarnings("ignore", advice)  # as pyproject.toml does for tests that run in pytest's process
         pl.seed_everything(7, workers=True, verbose=False)
-        module = Recorder(directory / name, kill_at, self.num_workers, self.signum, self.dataset())
+        module = Recorder(directory / name, kill_at, self)
         trainer = Trainer(
             max_epochs=NUM_EPOCHS,
             accumulate_grad_batches=self.accumulate,

@@ -130,6 +130,8 @@ class ResumableLoader(DataLoader[Any]):
         self._resumed, self._pending = self._pending, None
         self._position = 0 if self._resumed is None else self._resumed["position"]
         self._seed = self._peek_seed() if self._resumed is None else self._resumed["seed"]
+        if self.persistent_workers and self._iterator is not None:
+            self._draw_seed()  # as an iterator that is new does: what follows is the same after a restart
         if not isinstance(self.dataset, IterableDataset):
             return self._count(super().__iter__())
         if self._resumed is None or self._resumed["start"] is None:
@@ -195,9 +197,12 @@ class ResumableLoader(DataLoader[Any]):
         """The seed that torch's iterator will draw for its workers."""
         generator = self.generator or torch.default_generator
         before = generator.get_state()
-        seed = int(torch.empty((), dtype=torch.int64).random_(generator=generator))
+        seed = self._draw_seed()
         generator.set_state(before)
         return seed
+
+    def _draw_seed(self) -> int:
+        return int(torch.empty((), dtype=torch.int64).random_(generator=self.generator))
 
     def seeded(self, indices: Any, position: int) -> Any:
         """Attach to a batch's indices the seed with which a worker must load it."""

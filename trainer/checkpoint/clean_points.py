@@ -7,29 +7,34 @@ its hooks, and a resumed run simply takes the next batch.
 These classes are mixed into Lightning's private loops in `loops/loops.py`, the only file that subclasses those.
 """
 
+import copy
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+import torch
 from lightning_fabric.utilities.data import _set_sampler_epoch
 from lightning_fabric.utilities.types import _PATH
+from pytorch_lightning.callbacks import Timer
 from pytorch_lightning.loops.fetchers import _DataFetcher
 from pytorch_lightning.trainer.states import TrainerFn
 from pytorch_lightning.utilities.exceptions import SIGTERMException
-from pytorch_lightning.utilities.rank_zero import rank_zero_warn
+from pytorch_lightning.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
+from ...strategies.core import rng
 from . import _logged_values, _run_state
 from ._callback import Checkpoint
 from ._loader_state import is_resumable, make_resumable
 from .file_io import CheckpointError
 
 if TYPE_CHECKING:
+    from pytorch_lightning.loops.evaluation_loop import _EvaluationLoop as EvaluationLoop
     from pytorch_lightning.loops.fit_loop import _FitLoop as FitLoop
     from pytorch_lightning.loops.training_epoch_loop import _TrainingEpochLoop as EpochLoop
     from pytorch_lightning.trainer.connectors.checkpoint_connector import _CheckpointConnector as CheckpointConnector
 else:
-    FitLoop = EpochLoop = CheckpointConnector = object
+    FitLoop = EpochLoop = EvaluationLoop = CheckpointConnector = object
 
 
 BETWEEN_BATCHES = "between_batches"
@@ -71,6 +76,8 @@ class ResumingFitLoop(FitLoop):
     """The clean point of the checkpoint being resumed."""
     resumes_between_batches = False
     """Whether the next batch is the first one after the resumed checkpoint."""
+    resumes_stopping = False
+    """Whether the resumed run was about to stop (`trainer.should_stop`)."""
     _resumed_state: dict[str, Any] | None = None
     _savers: tuple[Checkpoint, ...] = ()
     saved_state: Mapping[str, Any] = MappingProxyType({})
@@ -138,7 +145,11 @@ class ResumingFitLoop(FitLoop):
     def resume_state(self) -> dict[str, Any]:
         """Capture the `EXACT` entry of a checkpoint; every rank must call it."""
         accumulating = self._point != AFTER_EPOCH and self.epoch_loop._should_accumulate()
-        return {"point": self._point, "ranks": _run_state.capture(self.trainer, accumulating)}
+        return {
+            "point": self._point,
+            "should_stop": self.trainer.should_stop and not _is_time_over(self.trainer),
+            "ranks": _run_state.capture(self.trainer, accumulating),
+        }
 
     @override
     def on_save_checkpoint(self) -> dict[str, Any]:
@@ -158,10 +169,26 @@ class ResumingFitLoop(FitLoop):
         self._resume(saved)
         if self._resumed_point == AFTER_EPOCH:  # Lightning considers a run bounded by steps unfinished.
             self._restarting = self.epoch_loop._restarting = self.epoch_loop.val_loop._restarting = False
+            self.trainer.should_stop = self.resumes_stopping
+
+    @property
+    @override
+    def skip(self) -> bool:
+        skips = super().skip
+        if skips and self._resumed_point is not None:
+            why = "it was stopped early" if self.trainer.should_stop else "max_epochs or max_steps is reached"
+            rank_zero_info(
+                f"The checkpoint is of a run that has finished, at step {self.epoch_loop.global_step} ({why}): nothing "
+                "is left to train."
+            )
+            if self._resumed_state is not None:
+                self.trainer._logger_connector._callback_metrics.update(self._resumed_state["logged"])
+        return skips
 
     def _resume(self, saved: Mapping[str, Any]) -> None:
         ranks = saved.get("ranks") or []
         self._resumed_point = saved.get("point")
+        self.resumes_stopping = saved.get("should_stop", False)
         self._resumed_state = None
         same = len(ranks) == self.trainer.world_size
         if same:
@@ -201,6 +228,12 @@ class ResumingFitLoop(FitLoop):
         self._resumed_point = self._resumed_state = None
 
 
+def _is_time_over(trainer: Any) -> bool:
+    """Whether a run is to stop because of `max_time`, which a run that is resumed has its own of."""
+    timers = [callback for callback in trainer.callbacks if isinstance(callback, Timer)]
+    return any((rest := timer.time_remaining()) is not None and rest <= 0 for timer in timers)
+
+
 class ResumingEpochLoop(EpochLoop):
     """Loop over the batches of an epoch that saves and resumes at clean points."""
 
@@ -211,6 +244,7 @@ class ResumingEpochLoop(EpochLoop):
         assert isinstance(fit_loop, ResumingFitLoop)
         if fit_loop.resumes_between_batches:  # Nothing is half done, and no validation is pending.
             self._restarting = self.val_loop._restarting = fit_loop.resumes_between_batches = False
+            self.trainer.should_stop = fit_loop.resumes_stopping  # the rest of the epoch's end is still to come
 
     # A subclass whose `on_advance_end` does not call this one must call `between_batches` itself, at its end.
     @override
@@ -222,3 +256,44 @@ class ResumingEpochLoop(EpochLoop):
         except SIGTERMException:  # raised by Lightning as its last action here
             fit_loop.stop_between_batches()
         fit_loop.between_batches()
+
+
+class SeparateEvaluation(EvaluationLoop):
+    """Evaluation, which leaves the random streams of the training around it as they were.
+
+    Its own are made of the seed, the epoch and the rank, and those of its data workers of the batch's number too: what
+    they drew before, and whether they persist, makes no difference to a run that is resumed.
+    """
+
+    @override
+    def run(self) -> Any:
+        trainer = self.trainer
+        if trainer.state.fn != TrainerFn.FITTING:
+            return super().run()
+        devices = _run_state.process_devices(trainer)
+        with rng.isolated(devices):
+            rng.seed_all(torch.initial_seed(), trainer.current_epoch, trainer.global_rank, devices=devices)
+            return super().run()
+
+    @override
+    def setup_data(self) -> None:
+        before = self._combined_loader
+        super().setup_data()
+        combined, fit_loop = self._combined_loader, self.trainer.fit_loop
+        if combined is None or combined is before or self.trainer.state.fn != TrainerFn.FITTING:
+            return
+        trained_on = [] if fit_loop._combined_loader is None else fit_loop._combined_loader.flattened
+        combined.flattened = [
+            _copy_of(loader) if any(loader is other for other in trained_on) else loader
+            for loader in combined.flattened
+        ]
+        for loader in combined.flattened:
+            make_resumable(loader, self.trainer.global_rank)
+
+
+def _copy_of(loader: Any) -> Any:
+    """A loader with a position, and workers, of its own."""
+    other = copy.copy(loader)
+    if hasattr(other, "_iterator"):
+        other._iterator = None
+    return other

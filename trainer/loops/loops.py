@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from ...strategies.core.types import Batch
-from ..checkpoint.clean_points import ExactCheckpoints, ResumingEpochLoop, ResumingFitLoop
+from ..checkpoint.clean_points import ExactCheckpoints, ResumingEpochLoop, ResumingFitLoop, SeparateEvaluation
 from ..logging.connector import LeanLoggerConnector, LeanResults
 from ._batch_fetch import OneLoader, batch_mover
 from ._eval_step import StepPlan, evaluate, predict, step_plan, validation_may_be_due
@@ -247,7 +247,7 @@ class LeanTrainingEpochLoop(ResumingEpochLoop, _TrainingEpochLoop):
             bar.catch_up(self.trainer)
 
 
-class LeanEvaluationLoop(_EvaluationLoop):
+class LeanEvaluationLoop(SeparateEvaluation, _EvaluationLoop):
     """Validation or test."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

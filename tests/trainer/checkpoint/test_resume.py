@@ -2,18 +2,23 @@
 
 import random
 import signal
+import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import pytorch_lightning as pl
 import torch
 from killing import Plan, Streamed, lines
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch.utils.data import DataLoader
 
 from evener.strategies import BalancedDataParallelStrategy
+from evener.trainer import Trainer
 
 EVERY_BATCH = {"interval_s": 0.0}
+PERSISTENT = {"num_workers": 1, "persistent_workers": True, "multiprocessing_context": "fork"}
 UNEVEN = partial(BalancedDataParallelStrategy, weights=[1, 2])
 PLANS = {
     "workers 0": Plan(0, 1, {"every_n_steps": 1}),
@@ -39,6 +44,13 @@ PLANS = {
     "ddp, iterable, workers 2": Plan(
         2, 1, {"every_n_steps": 1}, strategy="ddp", num_ranks=2, devices=2, dataset=Streamed
     ),
+    "workers that persist": Plan(2, 1, {"every_n_epochs": 1}, train_loader={"persistent_workers": True}),
+    "validation by workers that persist": Plan(
+        1, 1, {"every_n_steps": 1}, {"val_check_interval": 0.5}, val_loader=PERSISTENT
+    ),
+    "validation by workers that persist, shuffled": Plan(
+        0, 1, {"every_n_steps": 1}, {"val_check_interval": 0.5}, val_loader={**PERSISTENT, "shuffle": True}
+    ),
     "bounded by steps": Plan(0, 1, {"every_n_epochs": 1}, {"max_steps": 11}),
 }
 
@@ -61,6 +73,8 @@ def prove(plan: Plan, places: list[str], directory: Path) -> None:
             if recorded:
                 start = [line[:2] for line in expected[rank]].index(recorded[0][:2])
                 assert recorded == expected[rank][start : start + len(recorded)], place
+            validated = lines(killed, f"run{number}.val", rank)
+            assert all(line in lines(whole, "run.val", rank) for line in validated), place
     resumed_weights, resumed_metrics = torch.load(killed / f"run{len(places)}.end")
     assert resumed_metrics == metrics
     assert all(torch.equal(weights[name], resumed_weights[name]) for name in weights)
@@ -97,6 +111,42 @@ def test_tensorboard_shows_one_continuous_curve(checkpoint: dict[str, Any], tmp_
     assert killed == whole
     assert [step for step, _ in whole["train/loss_step"]] == list(range(12))
     assert [step for step, _ in whole["val/loss"]] == [5, 11]
+
+
+@pytest.mark.parametrize("given", [True, False], ids=["the same loader", "a loader of its own"])
+def test_validation_leaves_training_as_it_is(given: bool) -> None:
+    # its loader, where it is that of training too, and its random streams
+    losses: list[list[float]] = []
+
+    class Noisy(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(1, 1)
+
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            loss = (self.layer(batch) + torch.rand_like(batch)).square().mean()
+            losses[-1].append(loss.item())
+            return loss
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            torch.rand(batch_idx + 1)
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    for limit in (0, 1.0):
+        losses.append([])
+        pl.seed_everything(3, verbose=False)
+        loader = DataLoader(torch.arange(8.0)[:, None], 2, shuffle=True)
+        trainer = Trainer(
+            max_epochs=2, limit_val_batches=limit, val_check_interval=2, accelerator="cpu", devices=1, logger=False,
+            enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        )  # fmt: skip
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".*sampler has shuffling")
+            trainer.fit(Noisy(), loader, loader if given else DataLoader(torch.arange(6.0)[:, None], 2))
+    assert len(losses[0]) == 8
+    assert losses[0] == losses[1]
 
 
 @pytest.mark.slow
