@@ -18,6 +18,7 @@ from ..strategies import STRATEGIES
 from ..strategies.core.device_names import are_names, give_devices
 from ..strategies.core.lightning_names import verify_family
 from .callbacks.nonfinite import DetectNonFinite
+from .checkpoint import distinguish
 from .checkpoint.file_io import VerifiedCheckpointIO
 from .logging.connector import LeanLoggerConnector
 from .loops.log_method import lean_logging
@@ -78,6 +79,7 @@ class Trainer(pl.Trainer):
             kwargs |= give_devices(strategy, kwargs["devices"])
         verify_family(strategy, *_flat(kwargs.values()))
         given = list(_flat([kwargs.get("callbacks") or []]))  # Lightning appends its own bar to the very list
+        distinguish(given)
         super().__init__(strategy=strategy, **kwargs)
         self.exact_accumulation = exact_accumulation
         self.agreed_to_stop = False

@@ -1,9 +1,9 @@
 """Write, find and verify checkpoint files, and restore a run exactly.
 
-Exports: Checkpoint; find, file_io, clean_points.
+Exports: Checkpoint, distinguish; find, file_io, clean_points.
 May import: logging.
 """
 
-from ._callback import Checkpoint
+from ._callback import Checkpoint, distinguish
 
-__all__ = ["Checkpoint"]
+__all__ = ["Checkpoint", "distinguish"]

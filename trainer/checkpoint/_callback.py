@@ -2,6 +2,7 @@
 
 import re
 import warnings
+from collections.abc import Iterable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
@@ -73,6 +74,8 @@ class Checkpoint(ModelCheckpoint):
     ) -> None:
         triggers = {"every_n_steps": every_n_steps, "every_n_epochs": every_n_epochs, "interval_s": interval_s}
         _verify_options(triggers, on_error, options)
+        self._triggers = {name: value for name, value in triggers.items() if value is not None}
+        self._key_triggers: dict[str, float] = {}
         super().__init__(
             dirpath=dirpath,
             filename=filename,
@@ -269,7 +272,11 @@ class Checkpoint(ModelCheckpoint):
     @override
     def state_key(self) -> str:
         # Scores are kept if the trigger changes.
-        return self._generate_state_key(monitor=self.monitor, mode=self.mode)
+        return self._generate_state_key(monitor=self.monitor, mode=self.mode, **self._key_triggers)
+
+    def distinguish(self) -> None:
+        """Make the trigger part of the state key, for a trainer that has two callbacks with the same monitor."""
+        self._key_triggers = self._triggers
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -298,6 +305,16 @@ class Checkpoint(ModelCheckpoint):
             path = self.format_checkpoint_name(monitor_candidates, ver=version)
             version += 1
         return path
+
+
+def distinguish(callbacks: Iterable[object]) -> None:
+    """Give each `Checkpoint` of a trainer a state key of its own, as Lightning requires."""
+    keys: set[str] = set()
+    for callback in callbacks:
+        if isinstance(callback, Checkpoint):
+            if callback.state_key in keys:
+                callback.distinguish()
+            keys.add(callback.state_key)
 
 
 def _is_trial(trainer: pl.Trainer) -> bool:

@@ -9,7 +9,8 @@ A file is torch's own zip archive followed by 48 bytes that torch ignores:
 | 8 | n, little endian |
 | 8 | `EVENERv1` |
 
-So `torch.load` and Lightning can read it, and their files, which have no digest, can be read here. URLs (`s3://…`,
+The archive says, under the key `evener_file`, that a digest follows, so that a file without it is refused.
+`torch.load` and Lightning can read these files, and their own files, which have no digest, can be read here. URLs (`s3://…`,
 `memory://…`) are left to Lightning, without a digest.
 """
 
@@ -18,13 +19,14 @@ import logging
 import os
 import pickle
 import re
+import shutil
 import socket
 import struct
 import warnings
-import zipfile
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, Literal
 
@@ -44,7 +46,10 @@ SUFFIX = ".ckpt"
 _MAGIC = b"EVENERv1"
 _TRAILER = struct.Struct("<32sQ8s")
 _BLOCK = 1 << 20
-_TORN = (RuntimeError, EOFError, OSError, ValueError, KeyError, zipfile.BadZipFile, pickle.UnpicklingError)
+_MARK = "evener_file"
+"""The key of a checkpoint which says that it was written here, with a digest."""
+_LIGHTNINGS = "pytorch-lightning_version"
+"""The key that Lightning's checkpoints have, and ours as well."""
 
 
 class CheckpointError(ConfigError):
@@ -88,7 +93,7 @@ def write(checkpoint: dict[str, Any], path: str | Path) -> None:
         with open(temporary, "wb") as file:
             hashed = _HashedFile(file)
             try:
-                torch.save(checkpoint, hashed)  # pyright: ignore[reportArgumentType]  # `write` and `flush` are all it uses
+                torch.save({**checkpoint, _MARK: 1}, hashed)  # pyright: ignore[reportArgumentType]  # `write` and `flush` are all it uses
             except RuntimeError as exc:
                 # torch's archive writer replaces the cause by its own error.
                 raise exc.__cause__ or exc.__context__ or OSError(str(exc)) from exc
@@ -106,10 +111,15 @@ def link(source: str | Path, path: str | Path) -> None:
     """Give a checkpoint a second name without copying it, replacing any file of that name."""
     temporary = _temporary(Path(path))
     try:
-        os.link(source, temporary)
-    except OSError:  # A file system without hard links.
-        temporary.write_bytes(Path(source).read_bytes())
-    _move(temporary, Path(path))
+        try:
+            os.link(source, temporary)
+        except OSError:  # A file system without hard links.
+            _copy(source, temporary)
+        _move(temporary, Path(path))
+    except BaseException:
+        with suppress(OSError):
+            temporary.unlink()
+        raise
 
 
 def verify(path: str | Path) -> bool:
@@ -142,11 +152,22 @@ def read(path: str | Path) -> dict[str, Any]:
 
     Raises:
         FileNotFoundError: the file does not exist.
-        CheckpointError: the file is incomplete or corrupted, or would run code.
+        CheckpointError: the file is a directory, incomplete or corrupted, or would run code.
     """
     if not os.path.exists(path):
         raise FileNotFoundError(f"Checkpoint file not found: {path}")
-    verify(path)
+    if os.path.isdir(path):
+        raise CheckpointError(f"The checkpoint {path} is a directory. Give the path of a file.")
+    has_digest = verify(path)
+    checkpoint = _load(path)
+    if not isinstance(checkpoint, dict):
+        raise CheckpointError(f"The file {path} contains a {type(checkpoint).__name__}, which is not a checkpoint.")
+    if checkpoint.pop(_MARK, None) is not None and not has_digest:
+        raise CheckpointError(f"The checkpoint {path} is corrupted: its digest is missing. Use another one.")
+    return checkpoint
+
+
+def _load(path: str | Path) -> Any:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter(
@@ -160,15 +181,15 @@ def read(path: str | Path) -> dict[str, Any]:
                 "arbitrary code. Save only tensors, numbers, strings and containers of these."
             ) from None
         raise CheckpointError(f"The checkpoint {path} is incomplete or not a checkpoint.") from exc
-    except _TORN as exc:
+    except Exception as exc:  # given garbage, the unpickler raises almost anything
         raise CheckpointError(f"The checkpoint {path} is incomplete or not a checkpoint.") from exc
 
 
 def is_good(path: str | Path) -> bool:
-    """Whether a checkpoint can be loaded; if not, a warning names it."""
+    """Whether a file is a checkpoint that can be loaded; if not, a warning names it."""
     try:
-        if not verify(path):
-            read(path)
+        if not verify(path) and _LIGHTNINGS not in read(path):
+            raise CheckpointError(f"The file {path} is not a checkpoint of a trainer.")
     except (CheckpointError, OSError) as exc:
         logger.warning("%s It is skipped.", exc)
         return False
@@ -178,7 +199,10 @@ def is_good(path: str | Path) -> bool:
 def remove_leftovers(directory: Path) -> None:
     """Remove the temporary files that killed processes of this machine left in a directory."""
     for path in directory.glob(f".*{SUFFIX}.{socket.gethostname()}-*.tmp"):
-        pid = int(path.suffixes[-2].rpartition("-")[2])
+        number = path.stem.rpartition("-")[2]
+        if not number.isdecimal():  # not one of ours
+            continue
+        pid = int(number)
         # This process writes nothing yet; after a container's restart a new process may have the same id.
         if pid == os.getpid() or not _is_alive(pid):
             with suppress(OSError):
@@ -201,6 +225,13 @@ def _is_address(path: _PATH) -> bool:
 
 def _temporary(path: Path) -> Path:
     return path.with_name(f".{path.name}.{socket.gethostname()}-{os.getpid()}.tmp")
+
+
+def _copy(source: str | Path, path: Path) -> None:
+    with open(source, "rb") as original, open(path, "wb") as file:
+        shutil.copyfileobj(original, file, _BLOCK)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def _move(temporary: Path, path: Path) -> None:
@@ -255,7 +286,9 @@ class VerifiedCheckpointIO(TorchCheckpointIO):
     def link_checkpoint(self, source: _PATH, path: _PATH) -> None:
         """Give the most recent checkpoint a second name; see `link`."""
         copy = get_filesystem(path).copy if _is_address(path) else link
-        self._submit(lambda: None if self._last_failed else copy(str(source), str(path)))
+        self._submit(
+            lambda: None if self._last_failed else self._attempt(str(path), partial(copy, str(source), str(path)))
+        )
 
     @override
     def remove_checkpoint(self, path: _PATH) -> None:
@@ -304,20 +337,21 @@ class VerifiedCheckpointIO(TorchCheckpointIO):
         self._pending.append(self._executor.submit(work))
 
     def _write(self, plain: dict[str, Any], path: str) -> None:
+        save = super().save_checkpoint if _is_address(path) else write
+        self._last_failed = not self._attempt(path, partial(save, plain, path))
+
+    def _attempt(self, path: str, work: Callable[[], object]) -> bool:
+        """Write a file; if it fails, raise or warn as `on_error` says and return False."""
         try:
-            if _is_address(path):
-                super().save_checkpoint(plain, path)
-            else:
-                write(plain, path)
+            work()
         except OSError as exc:
-            self._last_failed = True
             self._failed.append(path)
             message = f"The checkpoint {path} could not be written ({exc.strerror or exc}); existing files are intact."
             if self.on_error == "raise":
                 raise CheckpointError(f"{message} Free some space, or set checkpoint.on_error=warn.") from exc
             logger.warning("%s Training continues without it.", message)
-        else:
-            self._last_failed = False
+            return False
+        return True
 
     def _remove(self, path: str) -> None:
         if self._last_failed:

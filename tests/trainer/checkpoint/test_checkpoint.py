@@ -245,3 +245,26 @@ def test_a_torn_file_to_resume_from_is_replaced_by_the_newest_good_one(
     write({"state_dict": {}}, tmp_path / "another_run" / "last.ckpt")
     with pytest.raises(CheckpointError, match=r"last\.ckpt can't be used, and its directory has no other valid"):
         good_or_newest(torn)
+
+
+def test_two_callbacks_with_different_triggers_save_side_by_side_and_resume(tmp_path: Path) -> None:
+    def trainer(epochs: int) -> Trainer:
+        by_epoch = Checkpoint(tmp_path / "epochs", every_n_epochs=1, save_top_k=-1)
+        by_step = Checkpoint(tmp_path / "steps", every_n_steps=2, save_top_k=-1)
+        return Trainer(callbacks=[by_epoch, by_step], max_epochs=epochs, **QUIET)
+
+    trainer(1).fit(Falling([1.0]))
+    trainer(2).fit(Falling([1.0, 0.5]), ckpt_path=tmp_path / "epochs/last.ckpt", weights_only=True)
+    for folder in ("epochs", "steps"):
+        names = sorted(path.name for path in (tmp_path / folder).glob("epoch*.ckpt"))
+        assert [re.sub(".*step", "", name) for name in names] == ["000002.ckpt", "000004.ckpt"]
+
+
+def test_scores_are_kept_if_the_trigger_changes(tmp_path: Path) -> None:
+    options = {"monitor": "val/loss", "save_top_k": 1}
+    first = Checkpoint(tmp_path, every_n_epochs=1, **options)
+    Trainer(callbacks=[first], max_epochs=1, **QUIET).fit(Falling([0.25]))
+    second = Checkpoint(tmp_path, every_n_steps=2, **options)
+    trainer = Trainer(callbacks=[second], max_epochs=2, **QUIET)
+    trainer.fit(Falling([0.25, 0.75]), ckpt_path=tmp_path / "last.ckpt", weights_only=True)
+    assert second.best_model_score == 0.25

@@ -7,6 +7,8 @@ import pickle
 import random
 import resource
 import signal
+import socket
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -262,3 +264,70 @@ def test_a_given_checkpoint_io_is_kept_and_the_default_is_verified() -> None:
 def test_storage_options_are_refused_as_by_lightnings_io(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="storage_options"):
         VerifiedCheckpointIO().save_checkpoint(STATE, tmp_path / "a.ckpt", storage_options={})
+
+
+def test_a_file_that_lost_its_digest_is_refused(tmp_path: Path) -> None:
+    write(STATE, tmp_path / "a.ckpt")
+    whole = (tmp_path / "a.ckpt").read_bytes()
+    for position in (-8, -1):  # the first and the last byte of the magic
+        altered = bytearray(whole)
+        altered[position] ^= 1
+        (tmp_path / "altered.ckpt").write_bytes(altered)
+        with pytest.raises(CheckpointError, match=r"altered\.ckpt is corrupted: its digest is missing"):
+            read(tmp_path / "altered.ckpt")
+    assert "evener_file" not in read(tmp_path / "a.ckpt")
+
+
+def test_garbage_and_foreign_files_are_never_the_newest(tmp_path: Path) -> None:
+    write(STATE, tmp_path / "good.ckpt")
+    os.utime(tmp_path / "good.ckpt", (10, 10))
+    rng = random.Random(0)
+    for i in range(300):  # pickles of protocol 2 to 4, zip archives, and noise, each cut and altered at random
+        seed = pickle.dumps({"a": [i, "text", (1.5, None)], "b": {"c": b"bytes"}}, protocol=2 + i % 3)
+        junk = bytearray(seed if i % 3 else rng.randbytes(60))
+        for _ in range(rng.randrange(4)):
+            junk[rng.randrange(len(junk))] = rng.randrange(256)
+        (tmp_path / f"junk-{i}.ckpt").write_bytes(junk[: rng.randrange(len(junk) + 1)])
+    torch.save({"weights": torch.ones(2)}, tmp_path / "foreign.ckpt")
+    torch.save([1, 2], tmp_path / "list.ckpt")
+    (tmp_path / "directory.ckpt").mkdir()
+    assert find_newest(tmp_path) == tmp_path / "good.ckpt"
+    with pytest.raises(CheckpointError, match=r"list\.ckpt contains a list, which is not a checkpoint"):
+        read(tmp_path / "list.ckpt")
+    with pytest.raises(CheckpointError, match=r"directory\.ckpt is a directory"):
+        read(tmp_path / "directory.ckpt")
+
+
+def test_a_second_name_that_cannot_be_written_is_handled_as_on_error_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    io = VerifiedCheckpointIO(on_error="warn")
+    io.save_checkpoint(STATE, tmp_path / "a.ckpt")
+    monkeypatch.setattr(checkpoint_io.os, "link", fails)  # a file system without hard links ...
+    monkeypatch.setattr(checkpoint_io.shutil, "copyfileobj", fails)  # ... and without room
+    io.link_checkpoint(tmp_path / "a.ckpt", tmp_path / "last.ckpt")
+    assert "last.ckpt could not be written (No space left on device)" in caplog.text
+    assert os.listdir(tmp_path) == ["a.ckpt"]
+    with pytest.raises(CheckpointError, match=r"last\.ckpt could not be written .* Free some space"):
+        VerifiedCheckpointIO().link_checkpoint(tmp_path / "a.ckpt", tmp_path / "last.ckpt")
+
+
+@pytest.mark.parametrize("by", ["save", "link"])
+def test_a_directory_in_the_place_of_a_file_is_named(by: str, tmp_path: Path) -> None:
+    io = VerifiedCheckpointIO()
+    io.save_checkpoint(STATE, tmp_path / "a.ckpt")
+    (tmp_path / "last.ckpt").mkdir()
+    write_to = partial(io.save_checkpoint, STATE) if by == "save" else partial(io.link_checkpoint, tmp_path / "a.ckpt")
+    with pytest.raises(CheckpointError, match=r"last\.ckpt could not be written \(Is a directory\)"):
+        write_to(tmp_path / "last.ckpt")
+    assert sorted(os.listdir(tmp_path)) == ["a.ckpt", "last.ckpt"]
+
+
+def test_leftovers_of_other_programs_stay(tmp_path: Path) -> None:
+    other = tmp_path / f".x.ckpt.{socket.gethostname()}-abc.tmp"
+    other.touch()
+    remove_leftovers(tmp_path)
+    assert other.exists()
