@@ -1,9 +1,9 @@
-"""The stall of a training step by a checkpoint of 200 MB: Lightning, this project, and this project in the background.
+"""Measure how long saving a checkpoint of 200 MB stalls training: Lightning, this project, this project with async.
 
     python benchmarks/checkpoint.py
 
-All kinds save in turn, several rounds, so that a busy machine is busy for all of them; medians are compared. Between
-two saves the background has the time of some training steps to write.
+All variants save in turn, in several rounds, so that other load affects them equally; medians are compared. The pause
+between two saves stands for training steps, during which the background thread writes.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from evener.trainer.checkpoint.file_io import VerifiedCheckpointIO, link
 
 
 def state(num_bytes: int) -> dict[str, Any]:
-    """Parameters and AdamW's two moments of as many bytes in all, in 64 tensors each."""
+    """Parameters and AdamW's two moments, of the given total size, in 64 tensors each."""
     size = num_bytes // (3 * 64 * 4)
     parameters = {f"layer.{i}.weight": torch.randn(size) for i in range(64)}
     moments = {i: {"exp_avg": torch.randn(size), "exp_avg_sq": torch.rand(size), "step": 7} for i in range(64)}
@@ -29,12 +29,12 @@ def state(num_bytes: int) -> dict[str, Any]:
 
 
 def written() -> int:
-    """Bytes that this process has handed to the kernel for writing (Linux)."""
+    """Bytes that this process has written (Linux)."""
     return int(Path("/proc/self/io").read_text().split("wchar: ")[1].split()[0])
 
 
 def timed(work: Callable[[], None]) -> float:
-    """Seconds that the work takes."""
+    """Seconds that a function takes."""
     start = time.perf_counter()
     work()
     return time.perf_counter() - start
@@ -43,9 +43,9 @@ def timed(work: Callable[[], None]) -> float:
 def main() -> None:
     """Measure and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=9, help="number of saves of each kind")
+    parser.add_argument("--rounds", type=int, default=9, help="number of saves per variant")
     parser.add_argument("--megabytes", type=int, default=200, help="size of the state")
-    parser.add_argument("--pause", type=float, default=1.5, help="seconds between two saves, in which training goes on")
+    parser.add_argument("--pause", type=float, default=1.5, help="seconds between two saves")
     options = parser.parse_args()
     checkpoint = state(options.megabytes << 20)
     lightning, ours, background = TorchCheckpointIO(), VerifiedCheckpointIO(), VerifiedCheckpointIO(background=True)

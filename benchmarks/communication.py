@@ -1,14 +1,14 @@
-"""What each strategy sends in a training step, in bytes: counted, not timed.
+"""Count the bytes that each strategy sends in a training step.
 
     python benchmarks/communication.py
 
-    dp              parameters that the root brings to its replicas, and gradients that come back: bytes of the tensors
-                    handed to each transfer, on repeated CPU devices
-    ddp             bytes that each rank receives over its TCP connections (gloo), as the kernel counts them
-    model_parallel  activations and their gradients that change stages
+    dp              parameters sent from the root to the replicas, and gradients sent back: bytes of the transferred
+                    tensors, on repeated CPU devices
+    ddp             bytes that each rank receives over its TCP connections (gloo), as counted by the kernel
+    model_parallel  activations and their gradients that pass from stage to stage
 
 The module is a stack of linear layers in float32. One line per strategy and number of devices k; the last column is the
-formula's figure, which docs/communication.md explains.
+result of the formula in docs/communication.md.
 """
 
 import argparse
@@ -36,9 +36,9 @@ from evener.trainer import Trainer
 
 WIDTH, NUM_LAYERS, NUM_SAMPLES = 256, 16, 32
 FIRST, LAST = 2, 6
-"""The step after which counting begins (the first ones also set up), and the last one."""
+"""The step after which counting starts (the first steps include set-up), and the last step."""
 BYTES_RECEIVED = 128
-"""Where Linux's `struct tcp_info` has `tcpi_bytes_received`, an unsigned number of 8 bytes."""
+"""Offset of `tcpi_bytes_received`, an unsigned integer of 8 bytes, in Linux's `struct tcp_info`."""
 
 
 class Stack(pl.LightningModule):
@@ -54,11 +54,11 @@ class Stack(pl.LightningModule):
 
 
 class Count(pl.Callback):
-    """Bytes per step between two steps; each rank leaves its own in a file.
+    """Counts bytes per step; each rank writes its count to a file.
 
     Args:
-        read: the bytes so far.
-        folder: where the files go.
+        read: returns the total bytes so far.
+        folder: directory of the files.
     """
 
     def __init__(self, read: Callable[[], int], folder: str) -> None:
@@ -75,7 +75,7 @@ class Count(pl.Callback):
 
 
 def bytes_received() -> int:
-    """Bytes that came over all TCP connections of this process."""
+    """Bytes received over all TCP connections of this process."""
     total = 0
     for name in os.listdir("/proc/self/fd"):
         try:
@@ -85,13 +85,13 @@ def bytes_received() -> int:
                 if connection.type == socket.SOCK_STREAM and connection.family in (socket.AF_INET, socket.AF_INET6):
                     info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 192)
                     total += struct.unpack_from("Q", info, BYTES_RECEIVED)[0]
-        except OSError:  # closed in the meantime, or listening
+        except OSError:  # closed since, or listening
             continue
     return total
 
 
 class Sum:
-    """Bytes of tensors."""
+    """Sums the bytes of tensors."""
 
     def __init__(self) -> None:
         self.bytes = 0
@@ -142,7 +142,7 @@ def of_stages(num_devices: int) -> float:
         nonlocal where
         if stage != where:
             total.add(tensors)
-            total.add(tensor for tensor in tensors if tensor.requires_grad)  # its gradient comes back
+            total.add(tensor for tensor in tensors if tensor.requires_grad)  # its gradient is sent back
         where = stage
         return move(self, stage, tensors)
 

@@ -1,11 +1,11 @@
-"""What replicas cost: beside replicating in every step, beside one device, and in parameters copied.
+"""Compare persistent replicas with replication in every step and with one device, and count copied parameters.
 
     python benchmarks/data_parallel.py
 
-    (a) a step of persistent replicas beside a step that replicates the module, as torch's nn.DataParallel does
-    (b) a training step of two CPU replicas beside one device, where computing takes nearly all the time
-    (c) parameters copied in evaluation and in accumulation steps: counted, not timed
-    (d) with a GPU: [cuda:0, cuda:0] beside nn.DataParallel(device_ids=[0, 0]); [cuda:0, cpu]; peak memory of the root
+    (a) a step of persistent replicas and a step that replicates the module, like torch's nn.DataParallel
+    (b) a training step of two CPU replicas and of one device, dominated by computation
+    (c) number of parameters copied in evaluation and in accumulation steps
+    (d) with a GPU: [cuda:0, cuda:0] and nn.DataParallel(device_ids=[0, 0]); [cuda:0, cpu]; peak memory of the root
 
 All variants run interleaved in one process, round by round, on one intra-op thread; the table shows medians and the
 quartiles of the rounds' ratios.
@@ -81,7 +81,7 @@ def interleaved(variants: dict[str, Callable[[], None]], rounds: int, steps: int
 
 
 def report(seconds: dict[str, list[float]], first: str, second: str) -> None:
-    """Print medians of both, and the ratio of each round."""
+    """Print the medians of both variants, and the median ratio."""
     ratios = sorted(a / b for a, b in zip(seconds[first], seconds[second], strict=True))
     low, middle, high = ratios[len(ratios) // 4], statistics.median(ratios), ratios[-len(ratios) // 4]
     for name in (first, second):
@@ -90,7 +90,7 @@ def report(seconds: dict[str, list[float]], first: str, second: str) -> None:
 
 
 def persistent_step(module: Mlp, batch: Any, devices: list[torch.device]) -> Callable[[], None]:
-    """A step as `DataParallelStrategy` takes it."""
+    """A step like that of `DataParallelStrategy`."""
     layout, optimizer = ReplicaLayout(module, devices), module.configure_optimizers()
 
     def step() -> None:
@@ -107,7 +107,7 @@ def persistent_step(module: Mlp, batch: Any, devices: list[torch.device]) -> Cal
 
 
 def replicating_step(module: Mlp, batch: Any, devices: list[torch.device]) -> Callable[[], None]:
-    """A step that replicates the module, as torch does, with the primitives that run on any device."""
+    """A step that replicates the module, like torch, with the primitives that run on any device."""
     optimizer = module.configure_optimizers()
 
     def step() -> None:
@@ -121,7 +121,7 @@ def replicating_step(module: Mlp, batch: Any, devices: list[torch.device]) -> Ca
 
 
 def torch_step(module: Mlp, batch: Any) -> Callable[[], None]:
-    """A step of torch's nn.DataParallel on one GPU that is given twice."""
+    """A step of torch's nn.DataParallel on one GPU given twice."""
     parallel, optimizer = nn.DataParallel(module, device_ids=[0, 0]), module.configure_optimizers()
 
     def step() -> None:
@@ -160,7 +160,7 @@ class StepSeconds(pl.Callback):
 
 
 def make_trainer(strategy: Any, **options: Any) -> Trainer:
-    """A quiet trainer."""
+    """A trainer without output."""
     quiet = {
         "logger": False,
         "enable_checkpointing": False,
@@ -228,7 +228,7 @@ def on_gpu(args: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Run all parts that this machine can run."""
+    """Run all parts that this machine supports."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=200, help="layers of (a)")
     parser.add_argument("--rounds", type=int, default=15, help="interleaved rounds")

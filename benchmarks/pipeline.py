@@ -1,15 +1,15 @@
-"""Micro-batches on two stages: how much faster a training step is with m of them than with one, beside the ideal.
+"""Measure the speed-up of a training step on two stages with m micro-batches, compared with the ideal.
 
     python benchmarks/pipeline.py
     python benchmarks/pipeline.py --wait
     python benchmarks/pipeline.py --devices cuda:0,cpu
 
-Two equal stages of wide linear layers, one intra-op thread each, so that a stage is bound by computing: each
-micro-batch reads all weights and adds to all gradients once, so that a small batch (`--batch 512`) is bound by memory
-and gains little. All variants run interleaved in one process, round by round; the table shows medians over the rounds.
-Two CPU stages need two free cores: the last line says how much faster two independent threads do the same work than
-one, in the same minutes, which no pipeline can beat. With `--wait` a stage waits 20 µs per sample instead of computing,
-forward and backward: what the schedule gives by itself, whatever else the cores do.
+Two equal stages of wide linear layers, one intra-op thread each, so that a stage is compute-bound: each micro-batch
+reads all weights and adds to all gradients once, so a small batch (`--batch 512`) is memory-bound and gains little. All
+variants run interleaved in one process, round by round; the table shows medians over the rounds. Two CPU stages need
+two free cores: the last line shows the speed-up of two independent threads over one at the same time, an upper bound for
+any pipeline. With `--wait` a stage waits 20 µs per sample instead of computing, forward and backward, which measures
+the schedule alone, independent of other load.
 """
 
 import argparse
@@ -33,23 +33,23 @@ WAIT_S = 20e-6
 
 
 class Waiting(torch.autograd.Function):
-    """The identity; it takes its time in forward and backward."""
+    """The identity, with a delay in forward and backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        """Wait, and pass on."""
+        """Wait, and return the input."""
         time.sleep(WAIT_S * len(x))
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        """Wait, and pass back."""
+        """Wait, and return the gradient."""
         time.sleep(WAIT_S * len(grads[0]))
         return grads[0]
 
 
 class WaitingStage(nn.Module):
-    """A stage whose only work is to wait."""
+    """A stage that only waits."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -123,7 +123,7 @@ def step_seconds(devices: list[torch.device], num_microbatches: int, args: argpa
 
 
 def threads_speedup(args: argparse.Namespace) -> float:
-    """How much faster two threads run the layers, forward and backward, on half a batch each than one on all of it."""
+    """Speed-up of two threads with half a batch each over one thread with all of it, forward and backward."""
     layers = Wide(args.width, args.depth).layers
     batch = torch.randn(args.batch, args.width)
 

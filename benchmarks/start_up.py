@@ -1,11 +1,11 @@
-"""From the command to the end of the first optimizer step: `python train.py` beside a plain Lightning script.
+"""Measure the time to the end of the first optimizer step: `python train.py` and a plain Lightning script.
 
     python benchmarks/start_up.py [--pairs 9]
 
-Both train the digits module with TensorBoard, validation and a checkpoint callback on the CPU, each in a process of its
-own that ends itself right after its first step. In every pair one runs after the other, in turns which is first, and
-the ratio of the two is kept; the table shows medians. Processor time is the children's, user and system, which other
-work on the machine hardly stretches; wall time is shown beside it.
+Both train the digits module with TensorBoard, validation and a checkpoint callback on the CPU, each in a separate
+process that exits right after its first step. The two run in pairs, in alternating order, and the table shows the
+median ratio. Processor time is the children's user and system time, which other load hardly affects; wall time is shown
+too.
 """
 
 import argparse
@@ -24,22 +24,22 @@ import pytorch_lightning as pl
 
 ROOT = Path(__file__).parents[1]
 FIRST_STEP_DONE = 77
-"""The exit status of a process whose first step is over."""
+"""The exit status after the first step."""
 
 
 class EndAfterFirstStep(pl.Callback):
-    """End the process right after the first optimizer step, whatever is running."""
+    """Exit right after the first optimizer step, without cleaning up."""
 
     def on_train_batch_end(self, *args: Any) -> None:
         os._exit(FIRST_STEP_DONE)
 
 
 def plain_lightning(folder: str) -> None:
-    """The script that one writes without this project, on the same module and data."""
+    """The equivalent script without this project, with the same module and data."""
     from pytorch_lightning.callbacks import ModelCheckpoint
     from pytorch_lightning.loggers import TensorBoardLogger
 
-    # the digits borrow an exception from the strategies, which a plain script would not import
+    # the digits import an exception from the strategies, which a plain script would not load
     bare = types.ModuleType("evener.strategies")
     bare.__path__ = [str(ROOT / "strategies")]
     sys.modules["evener.strategies"] = bare
@@ -64,10 +64,10 @@ def train_command(folder: str) -> list[str]:
 
 
 def measure(command: list[str]) -> tuple[float, float]:
-    """Run Python on a command until its first step is over; return its processor and wall time in seconds."""
+    """Run a Python command to the end of its first step; return processor and wall time in seconds."""
     paths = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # compiled once, as wherever a project is used
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # use compiled files, like in normal use
     before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
     done = subprocess.run([sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True)
     if done.returncode != FIRST_STEP_DONE:
@@ -83,7 +83,7 @@ def compare(pairs: int) -> None:
             with tempfile.TemporaryDirectory() as folder:
                 command = train_command(folder) if name == "train.py" else [__file__, "--plain", folder]
                 found = measure(command)
-            if number:  # the first pair fills the caches of files
+            if number:  # the first pair warms up the file caches
                 times[name].append(found)
     for index, clock in enumerate(("processor", "wall")):
         plain, ours = ([pair[index] for pair in times[name]] for name in times)
@@ -99,7 +99,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.plain:
         plain_lightning(options.plain)
-        raise AssertionError("the first step ends the process")
+        raise AssertionError("the process must exit after the first step")
     compare(options.pairs)
 
 

@@ -1,10 +1,10 @@
-"""What a trainer adds to a tiny step, as a multiple of a loop written by hand in PyTorch.
+"""Measure the overhead of trainers on a tiny step, as a multiple of a hand-written PyTorch loop.
 
     python benchmarks/step_overhead.py [--cases bare typical validate test predict ddp] [--rounds 9] [--steps 600]
 
-In every round each trainer runs right after the hand-written loop, and the ratio of the two is kept; the table shows
-the median ratio. The clock is the processor time of the process, which other work on the machine does not stretch
-(wall time for `ddp`, where waiting counts). Accelerate and Ignite are measured where they are installed.
+In every round each trainer runs right after the hand-written loop; the table shows the median ratio of the two. Times
+are processor time of the process, which other load does not affect (wall time for `ddp`, where waiting counts).
+Accelerate and Ignite are measured if they are installed.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""What `step_overhead.py` times: a perceptron, its module for trainers, its loaders and a stopwatch."""
+"""Define what `step_overhead.py` measures: a perceptron, its module for trainers, its loaders and a timer."""
 
 from collections.abc import Callable
 from typing import Any
@@ -81,12 +81,12 @@ def make_tensors(steps: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def make_loader(steps: int) -> DataLoader[Any]:
     inputs, targets = make_tensors(steps)
-    # ready batches: what is measured is the trainer, not the collation of samples
+    # precomputed batches, to measure the trainer without collation
     return DataLoader([(x, y) for x, y in zip(inputs, targets, strict=True)], batch_size=None, collate_fn=lambda b: b)  # type: ignore[arg-type]
 
 
 class Ready(torch.utils.data.Dataset[Any]):
-    """Samples that are taken a whole ready batch at a time, by a sampler that can be shared among ranks."""
+    """A dataset read by whole precomputed batches, with a sampler that can be split among ranks."""
 
     def __init__(self, inputs: torch.Tensor, targets: torch.Tensor) -> None:
         self.inputs, self.targets = inputs, targets

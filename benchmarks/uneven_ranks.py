@@ -1,10 +1,10 @@
-"""Two ranks, one slowed several times per sample: throughput and losses of `balanced_ddp` beside those of `ddp`.
+"""Compare throughput and losses of `balanced_ddp` and `ddp` on two ranks, one of which is slowed per sample.
 
     torchrun --nproc-per-node=2 benchmarks/uneven_ranks.py --slowdown 3
 
-Both strategies train on the same global batches, in turns, in the same processes. A sample costs a pause, so that the
-figures depend little on what else the machine does; with a slowdown of s the ideal is (1 + s) / 2. The steps in which
-`balanced_ddp` still measures count in full.
+Both strategies train on the same global batches, in turns, in the same processes. Each sample costs a pause, so that
+results depend little on other load; with a slowdown of s the ideal speed-up is (1 + s) / 2. Steps in which
+`balanced_ddp` still measures are included.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from evener.trainer import Trainer
 
 
 class Paused(pl.LightningModule):
-    """A small regression in which every sample takes a while.
+    """A small regression with a pause per sample.
 
     Args:
         pause_s: seconds per sample on this rank.
@@ -39,7 +39,7 @@ class Paused(pl.LightningModule):
         self.parts: list[tuple[float, int]] = []
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        """Mean squared error of this rank's part, remembered with its samples."""
+        """Mean squared error of this rank's chunk, recorded with its number of samples."""
         inputs, targets = batch
         time.sleep(self.pause_s * len(inputs))
         loss = (self.net(inputs) - targets).square().mean()
@@ -52,7 +52,7 @@ class Paused(pl.LightningModule):
 
 
 def losses(module: Paused) -> list[float]:
-    """The loss of every global batch: the ranks' parts, weighted by samples."""
+    """The loss of every global batch: the mean over ranks, weighted by samples."""
     everything: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everything, module.parts)
     return [
@@ -95,7 +95,7 @@ class Clock(pl.Callback):
 def main() -> None:
     """Run the rounds and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--slowdown", type=float, default=3.0, help="how many times slower rank 1 is, per sample")
+    parser.add_argument("--slowdown", type=float, default=3.0, help="slowdown factor of rank 1, per sample")
     parser.add_argument("--pause-ms", type=float, default=2.0, help="milliseconds per sample on rank 0")
     parser.add_argument("--batch", type=int, default=32, help="samples of a global batch")
     parser.add_argument("--steps", type=int, default=100)

@@ -1,4 +1,4 @@
-"""LightningModules and data modules on real data."""
+"""Provide example LightningModules and data modules on real data."""
 
 from ..strategies.core.lightning_names import unify
 

@@ -1,4 +1,4 @@
-"""A small language model that predicts the next character of a text."""
+"""Define a small language model that predicts the next character of a text."""
 
 import math
 
@@ -12,13 +12,13 @@ from .stdlib_text import PAD, VOCABULARY_SIZE
 
 
 class Embedding(nn.Module):
-    """The sum of a vector for each character and one for its position."""
+    """Character embedding plus position embedding."""
 
     def __init__(self, width: int, max_length: int) -> None:
         super().__init__()
         self.chars = nn.Embedding(VOCABULARY_SIZE, width)
         self.positions = nn.Embedding(max_length, width)
-        # Small, so that a head that shares these weights starts near the uniform guess.
+        # Small, so that a head that shares these weights starts near the uniform distribution.
         nn.init.normal_(self.chars.weight, std=0.02)
         nn.init.normal_(self.positions.weight, std=0.02)
 
@@ -53,7 +53,7 @@ class Block(nn.Module):
         num, length, width = x.shape
         heads = self.qkv(x).view(num, length, 3, self.num_heads, width // self.num_heads)
         query, key, value = heads.permute(2, 0, 3, 1, 4)
-        # Padding is at the end and attention looks back only, so that no character ever sees it: no mask is needed.
+        # Padding is at the end and attention is causal, so no padding mask is needed.
         mixed = F.scaled_dot_product_attention(
             query, key, value, dropout_p=self.dropout if self.training else 0.0, is_causal=True
         )
@@ -64,10 +64,10 @@ class CharLM(pl.LightningModule):
     """A decoder-only transformer that predicts the next character.
 
     Args:
-        lr: step size of AdamW after the warm-up.
-        warmup_steps: optimizer steps in which the step size grows linearly to `lr`.
-        weight_decay: decay of AdamW, per unit of `lr`.
-        width: length of the vector of one character; a multiple of `num_heads`.
+        lr: learning rate of AdamW after the warm-up.
+        warmup_steps: number of optimizer steps in which the learning rate increases linearly to `lr`.
+        weight_decay: weight decay of AdamW, multiplied by `lr`.
+        width: embedding size; a multiple of `num_heads`.
         num_blocks: transformer blocks.
         num_heads: attention heads per block.
         max_length: characters of the longest sequence.
@@ -75,7 +75,7 @@ class CharLM(pl.LightningModule):
         tie_embedding: whether input and output share one embedding.
 
     Raises:
-        ConfigError: `width` is no multiple of `num_heads`.
+        ConfigError: `width` is not a multiple of `num_heads`.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class CharLM(pl.LightningModule):
     ) -> None:
         super().__init__()
         if width % num_heads:
-            raise ConfigError(f"CharLM: width={width} does not divide into num_heads={num_heads} equal heads.")
+            raise ConfigError(f"CharLM: width={width} must be a multiple of num_heads={num_heads}.")
         self.save_hyperparameters()
         self.lr = lr
         self.warmup_steps = warmup_steps
@@ -116,7 +116,7 @@ class CharLM(pl.LightningModule):
         return self.head(self.norm(self.blocks(self.embedding(ids))))
 
     def training_step(self, batch: Tensor, batch_idx: int) -> dict[str, Tensor]:
-        """Return the mean loss of the characters predicted, and their number as its weight."""
+        """Return the mean loss over the predicted characters, and their number as `loss_weight`."""
         loss, num_chars = self._loss(batch)
         self.log("train/loss", loss.detach(), batch_size=len(batch), prog_bar=True)
         return {"loss": loss, "loss_weight": num_chars}
@@ -130,18 +130,18 @@ class CharLM(pl.LightningModule):
         self._evaluate(batch, "test")
 
     def predict_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        """Return the likeliest next character at each position, of shape (N, T)."""
+        """Return the most likely next character at each position, shape (N, T)."""
         return self(batch).argmax(dim=-1)
 
     def configure_optimizers(self) -> tuple[list[torch.optim.Optimizer], list[dict[str, object]]]:
-        """AdamW over all parameters, with a linear warm-up."""
+        """Return AdamW over all parameters, with a linear warm-up."""
         optimizer = torch.optim.AdamW(self.parameters(), lr=self.lr, weight_decay=self.weight_decay)
         warmup = max(1, self.warmup_steps)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / warmup))
         return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
 
     def _loss(self, batch: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean cross entropy in nats over the characters that are no padding, and the number of them."""
+        """Return the mean cross entropy in nats over all characters except padding, and their number."""
         targets = batch[:, 1:]
         logits = self(batch[:, :-1])
         num_chars = (targets != PAD).sum()

@@ -1,4 +1,4 @@
-"""Handwritten digits: scikit-learn's 1797 real images of 8×8 pixels and a small conv net that reads them."""
+"""Classify handwritten digits: scikit-learn's 1797 images of 8×8 pixels and a small conv net."""
 
 from typing import Any
 
@@ -19,17 +19,17 @@ Digits = tuple[Tensor, Tensor]
 
 
 class DigitsDataModule(pl.LightningDataModule):
-    """The digits, cut into training, validation and test images by a seed of their own.
+    """The digits, split into training, validation and test images.
 
     Args:
         batch_size: samples per batch of one loader.
-        num_val: samples to validate on.
-        num_test: samples to test on, and to predict. The others are trained on.
-        split_seed: chooses which sample is in which split, whatever the seed of the run.
-        num_workers: processes per loader; 0 reads in the training process (the images are in memory).
+        num_val: number of validation samples.
+        num_test: number of test samples, also used for prediction; the remaining samples are for training.
+        split_seed: seed of the splits, independent of the run's seed.
+        num_workers: worker processes per loader; 0 loads in the training process (the images are in memory).
 
     Raises:
-        ConfigError: no sample is left to train on, or scikit-learn is not installed.
+        ConfigError: no training sample is left, or scikit-learn is not installed.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class DigitsDataModule(pl.LightningDataModule):
         self.test_set: Subset[Digits] | None = None
 
     def setup(self, stage: str | None = None) -> None:
-        """Read the images and cut them into three sets, the same ones in every process."""
+        """Read the images and split them into three sets, equal in every process."""
         if self.train_set is not None:
             return
         samples = TensorDataset(*load_digits())
@@ -67,23 +67,23 @@ class DigitsDataModule(pl.LightningDataModule):
         )
 
     def train_dataloader(self) -> DataLoader[Digits]:
-        """The training images, in a new order each epoch."""
+        """Return the training images, shuffled each epoch."""
         return self._loader(self.train_set, shuffle=True)
 
     def val_dataloader(self) -> DataLoader[Digits]:
-        """The validation images, in order."""
+        """Return the validation images, in order."""
         return self._loader(self.val_set)
 
     def test_dataloader(self) -> DataLoader[Digits]:
-        """The test images, in order."""
+        """Return the test images, in order."""
         return self._loader(self.test_set)
 
     def predict_dataloader(self) -> DataLoader[Digits]:
-        """The test images, in order."""
+        """Return the test images, in order."""
         return self._loader(self.test_set)
 
     def _loader(self, samples: Subset[Digits] | None, shuffle: bool = False) -> DataLoader[Digits]:
-        assert samples is not None, "setup comes first"
+        assert samples is not None, "setup() must be called first"
         return DataLoader(
             samples,
             batch_size=self.batch_size,
@@ -95,7 +95,7 @@ class DigitsDataModule(pl.LightningDataModule):
 
 
 def load_digits() -> Digits:
-    """Read the digits that scikit-learn carries; nothing is downloaded.
+    """Read the digits that are part of scikit-learn; nothing is downloaded.
 
     Returns:
         Images of shape (1797, 1, 8, 8), float32 in 0..1, and classes of shape (1797,), int64.
@@ -107,7 +107,7 @@ def load_digits() -> Digits:
         from sklearn.datasets import load_digits as read
     except ImportError as exc:
         raise ConfigError(
-            "The digits come with scikit-learn, which is not installed. Run: pip install 'evener[examples]'."
+            "The digits need scikit-learn, which is not installed. Run: pip install 'evener[examples]'."
         ) from exc
     data: Any = read()
     # The pixels are counts of 0..16 ink dots.
@@ -116,16 +116,16 @@ def load_digits() -> Digits:
 
 
 def labelled(batch: Any) -> Digits:
-    """Take a batch for images and their classes.
+    """Check that a batch consists of images and their classes.
 
     Raises:
-        ConfigError: it is of other data, such as text.
+        ConfigError: the batch has other data, such as text.
     """
     if isinstance(batch, (list, tuple)) and len(batch) == 2:
         return batch[0], batch[1]
     raise ConfigError(
-        f"This module takes batches of (images, classes) and was given a {type(batch).__name__}. "
-        "Choose data=digits, or the module that belongs to your data (module=char_lm to data=char_lm)."
+        f"This module expects batches of (images, classes), got {type(batch).__name__}. "
+        "Choose data=digits, or the module that matches your data (module=char_lm for data=char_lm)."
     )
 
 
@@ -133,8 +133,8 @@ class DigitsClassifier(pl.LightningModule):
     """Two convolutions and two linear layers.
 
     Args:
-        lr: step size of AdamW.
-        weight_decay: decay of AdamW, per unit of `lr`.
+        lr: learning rate of AdamW.
+        weight_decay: weight decay of AdamW, multiplied by `lr`.
         channels: channels of the first convolution; the second has twice as many.
         hidden: units of the hidden linear layer.
     """
@@ -144,7 +144,7 @@ class DigitsClassifier(pl.LightningModule):
         self.save_hyperparameters()
         self.lr = lr
         self.weight_decay = weight_decay
-        # No BatchNorm: its statistics are the one thing that differs between strategies.
+        # No BatchNorm: its statistics differ between strategies.
         self.features = nn.Sequential(
             nn.Conv2d(1, channels, kernel_size=3, padding=1),
             nn.ReLU(),
@@ -186,12 +186,12 @@ class DigitsClassifier(pl.LightningModule):
         self._evaluate(batch, "test")
 
     def predict_step(self, batch: Digits, batch_idx: int) -> Tensor:
-        """Return the classes that score best, of shape (N,)."""
+        """Return the classes with the highest scores, shape (N,)."""
         images, _ = labelled(batch)
         return self(images).argmax(dim=1)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """AdamW over all parameters."""
+        """Return AdamW over all parameters."""
         return torch.optim.AdamW(self.parameters(), lr=self.lr, weight_decay=self.weight_decay)
 
     def _evaluate(self, batch: Digits, split: str) -> None:

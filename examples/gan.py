@@ -1,4 +1,4 @@
-"""Generated digits: a generator and a discriminator, each with its own optimizer, in manual optimization."""
+"""Generate digits with a generator and a discriminator, each with its own optimizer (manual optimization)."""
 
 from collections.abc import Callable
 
@@ -12,24 +12,25 @@ from .digits import IMAGE_SIDE, Digits, labelled
 
 
 class DigitsGAN(pl.LightningModule):
-    """Two multi-layer perceptrons that play against each other.
+    """A GAN of two multi-layer perceptrons.
 
-    Validation logs `val/loss`, the energy score of the generator, because the two training losses say nothing of how
-    good its images are: the mean image scores 2.16 and other real digits score 1.51. It is a mean over real images, so
-    that it does not depend on how they are cut into batches.
+    Validation logs `val/loss`, the energy score of the generator, because the two training losses do not measure image
+    quality: the mean image scores 2.16 and other real digits score 1.51. It is a mean over real images, so it does not
+    depend on the batch size.
 
-    Under DDP each of the two backward passes leaves the other network without gradients: give
+    Under DDP each of the two backward passes leaves the other network without gradients: set
     `strategy.find_unused_parameters=true`.
 
     Source: "Generative adversarial nets" (Goodfellow et al. 2014), with the loss of its section 3 that does not
     saturate; energy score: "Strictly proper scoring rules" (Gneiting and Raftery 2007), equation 20.
 
     Args:
-        lr: step size of both Adam optimizers.
-        latent: length of the random vector that an image is made from.
+        lr: learning rate of both Adam optimizers.
+        latent: size of the random vector that an image is generated from.
         hidden: units of each hidden layer.
-        dropout: fraction of the discriminator's hidden units dropped in training, so that it does not win at once.
-        num_val_images: generated images that each real one is compared with; the same random vectors in every epoch.
+        dropout: dropout probability of the discriminator, so that it does not win too early.
+        num_val_images: number of generated images that each real one is compared with; their random vectors are the
+            same in every epoch.
     """
 
     def __init__(
@@ -60,15 +61,15 @@ class DigitsGAN(pl.LightningModule):
             nn.Dropout(dropout),
             nn.Linear(hidden, 1),
         )
-        # Drawn from a generator of its own: the same in every process, and the run's random numbers stay untouched.
+        # Drawn from a separate generator: the same in every process, and the run's random state is not changed.
         noise = torch.randn(num_val_images, latent, generator=torch.Generator().manual_seed(0))
         self.register_buffer("val_noise", noise)
 
     def forward(self, noise: Tensor) -> Tensor:
-        """Make images.
+        """Generate images.
 
         Args:
-            noise: shape (N, latent), of normal random numbers.
+            noise: standard normal random numbers of shape (N, latent).
 
         Returns:
             Images of shape (N, 1, 8, 8), in 0..1.
@@ -94,11 +95,11 @@ class DigitsGAN(pl.LightningModule):
         self._evaluate(batch, "test")
 
     def predict_step(self, batch: Digits, batch_idx: int) -> Tensor:
-        """Make as many images as the batch has, of shape (N, 1, 8, 8)."""
+        """Generate as many images as the batch has samples, shape (N, 1, 8, 8)."""
         return self(torch.randn(len(batch[0]), self.latent, device=self.device))
 
     def configure_optimizers(self) -> list[torch.optim.Optimizer]:
-        """One Adam for the generator and one for the discriminator, in this order."""
+        """Return one Adam for the generator and one for the discriminator, in this order."""
         networks = (self.generator, self.discriminator)
         return [torch.optim.Adam(network.parameters(), lr=self.lr, betas=(0.5, 0.999)) for network in networks]
 
@@ -111,11 +112,11 @@ class DigitsGAN(pl.LightningModule):
         return loss.detach()
 
     def _generator_loss(self, noise: Tensor) -> Tensor:
-        """How surely the discriminator takes the generated images for generated ones."""
+        """Loss of the generator: high if the discriminator recognizes the generated images."""
         return F.softplus(-self.discriminator(self(noise))).mean()
 
     def _discriminator_loss(self, real: Tensor, noise: Tensor) -> Tensor:
-        """Its cross entropy, in nats, on as many real as generated images."""
+        """Cross entropy of the discriminator, in nats, on equally many real and generated images."""
         with torch.no_grad():
             fake = self(noise)
         taken_real, taken_fake = self.discriminator(real), self.discriminator(fake)
@@ -128,14 +129,14 @@ class DigitsGAN(pl.LightningModule):
 
 
 def energy_score(generated: Tensor, real: Tensor) -> Tensor:
-    """Score a distribution by draws from it; lower is better, and the true distribution scores best on average.
+    """Score a distribution by samples from it; lower is better, and the true distribution scores best in expectation.
 
     Args:
-        generated: draws x of shape (M, D), M at least 2.
+        generated: samples x of shape (M, D), M at least 2.
         real: data y of shape (N, D).
 
     Returns:
-        The mean over y of E|x - y| - E|x - x'| / 2, where x and x' are different draws: a scalar.
+        The mean over y of E|x - y| - E|x - x'| / 2, where x and x' are different samples: a scalar.
     """
     num = len(generated)
     spread = torch.cdist(generated, generated).sum() / (num * (num - 1))

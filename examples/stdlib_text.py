@@ -1,4 +1,4 @@
-"""The source text of Python's own standard library, as sequences of characters of unequal length."""
+"""Provide the source of Python's standard library as character sequences of unequal length."""
 
 import os
 from pathlib import Path
@@ -12,9 +12,9 @@ from torch.utils.data import DataLoader
 from ..strategies.core.errors import ConfigError
 
 PAD = 0
-"""Fills the end of a sequence; never predicted."""
+"""Padding at the end of a sequence; never predicted."""
 UNKNOWN = 1
-"""Every character outside of `ALPHABET`."""
+"""Stands for every character outside of `ALPHABET`."""
 ALPHABET = "\n\t" + "".join(map(chr, range(ord(" "), ord("~") + 1)))
 VOCABULARY_SIZE = len(ALPHABET) + 2
 
@@ -22,21 +22,21 @@ _IDS = {char: index for index, char in enumerate(ALPHABET, start=2)}
 
 
 def encode(text: str) -> Tensor:
-    """Turn text into ids of shape (len(text),), int64 in 1..`VOCABULARY_SIZE` - 1."""
+    """Convert text to ids of shape (len(text),), int64 in 1..`VOCABULARY_SIZE` - 1."""
     return torch.tensor([_IDS.get(char, UNKNOWN) for char in text], dtype=torch.long)
 
 
 def read_stdlib(max_chars: int) -> list[Tensor]:
-    """Read the standard library's top-level modules in the order of their names.
+    """Read the standard library's top-level modules, sorted by name.
 
     Args:
-        max_chars: characters to read in all; the last file is cut there.
+        max_chars: total number of characters to read; the last file is truncated.
 
     Returns:
         The ids of each file, in order.
 
     Raises:
-        ConfigError: this Python carries no source files.
+        ConfigError: this Python has no source files.
     """
     folder = Path(os.__file__).parent
     texts: list[Tensor] = []
@@ -47,20 +47,20 @@ def read_stdlib(max_chars: int) -> list[Tensor]:
         max_chars -= len(text)
         texts.append(encode(text))
     if not texts:
-        raise ConfigError(f"char_lm reads Python's own source files and found none in {folder}. Use another Python.")
+        raise ConfigError(f"char_lm needs Python's source files, but {folder} has none. Use another Python.")
     return texts
 
 
 def cut(text: Tensor, max_length: int, generator: torch.Generator) -> list[Tensor]:
-    """Cut a text into sequences of unequal length, as sentences or documents are.
+    """Cut a text into sequences of unequal length, like sentences or documents.
 
     Args:
         text: shape (L,).
-        max_length: characters of the longest sequence; the shortest have a quarter of it.
+        max_length: number of characters in the longest sequence; the shortest have a quarter of it.
         generator: draws the lengths.
 
     Returns:
-        Consecutive sequences which make up the text; what is left at the end, if shorter than the shortest, is dropped.
+        Consecutive sequences of the text; a remainder shorter than the shortest sequence is dropped.
     """
     shortest = max(2, max_length // 4)
     pieces: list[Tensor] = []
@@ -73,24 +73,24 @@ def cut(text: Tensor, max_length: int, generator: torch.Generator) -> list[Tenso
 
 
 def collate(sequences: list[Tensor]) -> Tensor:
-    """Pad sequences to the longest: a batch of shape (N, longest)."""
+    """Pad sequences to the longest one; returns a batch of shape (N, longest)."""
     return pad_sequence(sequences, batch_first=True, padding_value=PAD)
 
 
 class StdlibTextDataModule(pl.LightningDataModule):
-    """Sequences of characters of the standard library's source, of unequal length.
+    """Character sequences of unequal length from the standard library's source.
 
-    Of every ten files one validates, one tests and eight train, so that no text is in two splits.
+    Of every ten files one is for validation, one for testing and eight for training, so no text is in two splits.
 
     Args:
         batch_size: sequences per batch of one loader.
-        max_length: characters of the longest sequence; the shortest have a quarter of it.
-        max_chars: characters read in all.
-        split_seed: draws the lengths of the sequences, whatever the seed of the run.
-        num_workers: processes per loader; 0 reads in the training process (the text is in memory).
+        max_length: number of characters in the longest sequence; the shortest have a quarter of it.
+        max_chars: total number of characters to read.
+        split_seed: seed of the lengths of the sequences, independent of the run's seed.
+        num_workers: worker processes per loader; 0 loads in the training process (the text is in memory).
 
     Raises:
-        ConfigError: a length is too small, or this Python carries no source files.
+        ConfigError: a length is too small, or this Python has no source files.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class StdlibTextDataModule(pl.LightningDataModule):
     ) -> None:
         super().__init__()
         if max_length < 2:
-            raise ConfigError(f"StdlibTextDataModule: max_length={max_length}, and a sequence needs 2 characters.")
+            raise ConfigError(f"StdlibTextDataModule: max_length={max_length} is too small. Give at least 2.")
         self.batch_size = batch_size
         self.max_length = max_length
         self.max_chars = max_chars
@@ -114,14 +114,14 @@ class StdlibTextDataModule(pl.LightningDataModule):
         self.test_set: list[Tensor] = []
 
     def setup(self, stage: str | None = None) -> None:
-        """Read the text and cut it into sequences, the same ones in every process."""
+        """Read the text and cut it into sequences, equal in every process."""
         if self.train_set:
             return
         texts = read_stdlib(self.max_chars)
         if len(texts) < 10:
             raise ConfigError(
-                f"StdlibTextDataModule: max_chars={self.max_chars} is reached after {len(texts)} files, and three "
-                "splits need 10. Raise data.max_chars."
+                f"StdlibTextDataModule: max_chars={self.max_chars} covers only {len(texts)} files, but the three "
+                "splits need 10. Increase data.max_chars."
             )
         generator = torch.Generator().manual_seed(self.split_seed)
         for index, text in enumerate(texts):
@@ -129,23 +129,23 @@ class StdlibTextDataModule(pl.LightningDataModule):
             split.extend(cut(text, self.max_length, generator))
 
     def train_dataloader(self) -> DataLoader[Tensor]:
-        """The training sequences, in a new order each epoch."""
+        """Return the training sequences, shuffled each epoch."""
         return self._loader(self.train_set, shuffle=True)
 
     def val_dataloader(self) -> DataLoader[Tensor]:
-        """The validation sequences, in order."""
+        """Return the validation sequences, in order."""
         return self._loader(self.val_set)
 
     def test_dataloader(self) -> DataLoader[Tensor]:
-        """The test sequences, in order."""
+        """Return the test sequences, in order."""
         return self._loader(self.test_set)
 
     def predict_dataloader(self) -> DataLoader[Tensor]:
-        """The test sequences, in order."""
+        """Return the test sequences, in order."""
         return self._loader(self.test_set)
 
     def unigram_loss(self) -> float:
-        """What the best model without memory scores on the validation text.
+        """Return the loss of the unigram model on the validation text.
 
         Returns:
             Nats per character when each is predicted by its frequency in the training text (counts start at 1).
@@ -156,9 +156,9 @@ class StdlibTextDataModule(pl.LightningDataModule):
         return -log_probs[torch.cat([sequence[1:] for sequence in self.val_set])].mean().item()
 
     def _loader(self, sequences: list[Tensor], shuffle: bool = False) -> DataLoader[Tensor]:
-        assert sequences, "setup comes first"
+        assert sequences, "setup() must be called first"
         return DataLoader(
-            sequences,  # pyright: ignore[reportArgumentType]  # a list is a map-style data set
+            sequences,  # pyright: ignore[reportArgumentType]  # a list is a map-style dataset
             batch_size=self.batch_size,
             shuffle=shuffle,
             collate_fn=collate,

@@ -1,6 +1,6 @@
-"""The digits classifier on two devices, each layer placed by hand: model parallelism without any help.
+"""Place the layers of the digits classifier on two devices by hand.
 
-The same cut by the strategy itself needs no module of its own: `python train.py strategy=model_parallel devices=2
+The strategy can make the same cut for an unmodified module: `python train.py strategy=model_parallel devices=2
 strategy.partition=[head]`.
 """
 
@@ -11,14 +11,14 @@ from .digits import DigitsClassifier
 
 
 class TwoDeviceDigitsClassifier(DigitsClassifier):
-    """Convolutions on the first device of the process, linear layers on its last.
+    """Convolutions on the first device of the process, linear layers on the last.
 
-    With `strategy.partition=manual` nothing moves a layer or a tensor but the two methods below. With one device per
-    process both halves are on it, so that every strategy of one device or of DDP trains it too.
+    With `strategy.partition=manual` only the two methods below move layers and tensors. With one device per process
+    both halves are on that device, so `single_device` and `ddp` can train it too.
     """
 
     def configure_model(self) -> None:
-        """Place the layers; called again, with other devices, when a checkpoint is tested elsewhere."""
+        """Place the layers; called again if a checkpoint is tested on other devices."""
         devices = getattr(self.trainer.strategy, "process_devices", None) or [self.trainer.strategy.root_device]
         self.features.to(devices[0])
         self.head.to(devices[-1])

@@ -198,12 +198,12 @@ def test_unigram_loss_is_the_cross_entropy_of_frequencies() -> None:
 
 
 def test_char_lm_refuses_a_width_that_heads_do_not_divide() -> None:
-    with pytest.raises(ConfigError, match="width=10 does not divide into num_heads=4"):
+    with pytest.raises(ConfigError, match="width=10 must be a multiple of num_heads=4"):
         CharLM(width=10, num_heads=4)
 
 
 def test_too_little_text_for_three_splits_is_refused() -> None:
-    with pytest.raises(ConfigError, match="max_chars=100 is reached after 1 files"):
+    with pytest.raises(ConfigError, match="max_chars=100 covers only 1 files"):
         StdlibTextDataModule(max_chars=100).setup()
 
 

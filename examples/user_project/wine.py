@@ -1,4 +1,4 @@
-"""A project's own module and data: scikit-learn's wines, told apart by 13 chemical measurements."""
+"""Define a project's own module and data: classify scikit-learn's wines by 13 chemical measurements."""
 
 from typing import Any
 
@@ -41,7 +41,7 @@ class WineClassifier(pl.LightningModule):
 
 
 class WineData(pl.LightningDataModule):
-    """The 178 wines: 118 to train on, 30 to validate, 30 to test."""
+    """The 178 wines: 118 for training, 30 for validation, 30 for testing."""
 
     def __init__(self, batch_size: int) -> None:
         super().__init__()
