@@ -94,6 +94,38 @@ def test_links_lead_to_files(page: Path) -> None:
     assert broken == []
 
 
+PROSE = [*DOCS.glob("*.md"), *(DOCS.parent / "examples").rglob("*.md"), *DOCS.parent.glob("[!C]*.md")]
+PATH = re.compile(r"(?<![\w./-])(?:trainer|strategies|conf|examples|tests|benchmarks|docs)/[\w./*<>-]*\w")
+NOT_OURS = {"conf/module/mine.yaml", "tests/tests_pytorch"}  # a user's own file, and Lightning's tests
+
+
+@pytest.mark.parametrize("page", [*PROSE, DOCS.parent / "CONTRIBUTING.md"], ids=lambda page: page.name)
+def test_files_that_a_page_names_exist(page: Path) -> None:
+    named = set(PATH.findall(page.read_text(encoding="utf-8"))) - NOT_OURS
+    roots = (DOCS.parent, page.parent)
+    missing = [path for path in named if "<" not in path and not any(list(root.glob(path)) for root in roots)]
+    assert missing == []
+
+
+STEP = re.compile(r"^\| \d+\w? \| [^|]+ \| `([^`]+)` \| `([^`]+)` \|$", flags=re.MULTILINE)
+
+
+def test_the_functions_on_a_batch_s_way_are_in_their_files() -> None:
+    page = (DOCS / "architecture.md").read_text(encoding="utf-8")
+    steps = STEP.findall(page)
+    assert len(steps) == len(re.findall(r"^\| \d", page, flags=re.MULTILINE)) > 30
+    assert [f"{file}: {name}" for file, name in steps if name not in defined_in(DOCS.parent / file)] == []
+
+
+def defined_in(file: Path) -> set[str]:
+    """Names of a file's functions, and of its classes' methods as `Class.method`."""
+    body = ast.parse(file.read_text(encoding="utf-8")).body
+    kinds = (ast.FunctionDef, ast.ClassDef)
+    methods = [(cls, item) for cls in body if isinstance(cls, ast.ClassDef) for item in cls.body]
+    named = {f"{cls.name}.{item.name}" for cls, item in methods if isinstance(item, ast.FunctionDef)}
+    return named | {item.name for item in body if isinstance(item, kinds)}
+
+
 ROW = re.compile(r"^\| (\d+) \|", flags=re.MULTILINE)
 TEST = re.compile(r"`(tests/[\w/]*test_\w+\.py)::(test_\w+)`")
 

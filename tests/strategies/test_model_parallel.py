@@ -36,7 +36,7 @@ SQUARE = Case(SquareNet)
 def test_tied_weights_equal_one_device_and_the_way_back_is_told(strategy: Any, output_device: str) -> None:
     tied = strategy(num_microbatches=3, output_device=output_device)
     with pytest.warns(
-        UserWarning, match=r"net\.3 \(stage 0\) after stage 1\. .* 2 times instead of 1, brings 64 bytes"
+        UserWarning, match=r"net\.3 \(stage 0\) after stage 1\. .* 2 times instead of 1, moves 64 bytes back"
     ):
         found = run(SQUARE, tied, devices=2)  # bytes: 2 samples of 4 float64
     assert_equal(found, baseline(SQUARE), 1e-10)
