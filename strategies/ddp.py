@@ -113,6 +113,8 @@ class DDPStrategy(MultiProcessStrategy):
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
+        if self.devices_per_process > 1:
+            self.verify_batchnorm(trainer, f"devices_per_process={self.devices_per_process}", "devices_per_process=1")
         connector = trainer._accelerator_connector
         if self._trainer is not trainer:
             self._manages_samples = connector.use_distributed_sampler

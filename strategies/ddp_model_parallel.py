@@ -13,6 +13,7 @@ from typing_extensions import override
 from .core.errors import ConfigError
 from .core.patching import replaced
 from .ddp import DDPStrategy
+from .distributed.base import MultiProcessStrategy
 from .distributed.device_blocks import num_processes, own_devices
 from .distributed.wrapper import reduce_finished
 from .pipeline.base import PipelineStrategy
@@ -63,6 +64,10 @@ class PipelineInRanks(PipelineStrategy, pl_strategies.DDPStrategy):
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
+        num = self.stage_options.num_microbatches
+        if num > 1:
+            assert isinstance(self, MultiProcessStrategy)
+            self.verify_batchnorm(trainer, f"num_microbatches={num}", "num_microbatches=1")
         super().setup(trainer)
         self.verify_threads()
 

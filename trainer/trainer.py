@@ -7,6 +7,7 @@ from functools import wraps
 from typing import Any, Literal, TypeVar, cast
 
 import pytorch_lightning as pl
+import pytorch_lightning.strategies as pl_strategies
 import torch.distributed as dist
 from lightning_fabric.plugins import TorchCheckpointIO
 from pytorch_lightning.strategies import Strategy
@@ -51,11 +52,19 @@ def _flat(values: Iterable[Any]) -> Iterator[Any]:
         yield from value if isinstance(value, (list, tuple)) else [value]
 
 
+_CHOSEN_BY_LIGHTNING: dict[type, str] = {
+    pl_strategies.SingleDeviceStrategy: "single_device",
+    pl_strategies.DDPStrategy: "ddp",
+}
+"""Lightning's choices for `strategy="auto"` and the strategies of this project that replace them."""
+
+
 class Trainer(pl.Trainer):
     """`pytorch_lightning.Trainer` with loops of low overhead that also accepts this project's strategies.
 
     Args:
-        strategy: a strategy object, or a name: one of `evener.strategies.STRATEGIES`, or any of Lightning's.
+        strategy: a strategy object, or a name: one of `evener.strategies.STRATEGIES`, or any of Lightning's. `auto`
+            selects `single_device` for one device and `ddp` for several.
         exact_accumulation: whether an accumulated step is the mean over all its samples (or `loss_weight`s), including
             short tails and ragged micro-batches. False keeps Lightning's rule: every micro-batch's loss is divided
             by `accumulate_grad_batches`.
@@ -81,6 +90,8 @@ class Trainer(pl.Trainer):
         given = list(_flat([kwargs.get("callbacks") or []]))  # Lightning appends its own bar to the very list
         distinguish(given)
         super().__init__(strategy=strategy, **kwargs)
+        if strategy == "auto":
+            self._choose_own_strategy()
         self.exact_accumulation = exact_accumulation
         self.agreed_to_stop = False
         self._agreed_log_dir: tuple[str | None] | None = None
@@ -92,6 +103,15 @@ class Trainer(pl.Trainer):
         own = self.strategy._checkpoint_io is not None  # the strategy's own, or given by the user
         if not own and type(self.strategy.checkpoint_io) is TorchCheckpointIO:
             self.strategy.checkpoint_io = VerifiedCheckpointIO()
+
+    def _choose_own_strategy(self) -> None:
+        """Replace the strategy that Lightning selected for the devices by the corresponding one of this project."""
+        connector = self._accelerator_connector
+        word = _CHOSEN_BY_LIGHTNING.get(type(connector.strategy))
+        if word is not None:
+            connector._strategy_flag = STRATEGIES[word]()
+            connector._init_strategy()
+            connector._lazy_init_strategy()
 
     def _make_lean(self, inference_mode: bool) -> None:
         """Replace Lightning's loops, which have not run yet, with the lean ones, which also resume exactly."""

@@ -11,6 +11,7 @@ import pytorch_lightning as pl
 import torch
 from torch import Tensor, nn
 
+from .given_sizes import GivenSizes
 from .losses import ChunkLosses
 
 _EXTREMES: dict[Any, Callable[[Any], Any]] = {
@@ -52,6 +53,7 @@ class LogRecorder:
         self._device = device
         self._modules = [[m for m in replica if isinstance(m, pl.LightningModule)] for replica in modules]
         self._calls: list[list[_Call]] = []
+        self._given = GivenSizes()
         self._recorders = [
             [self._recorder(i, j) for j in range(len(modules))] for i, modules in enumerate(self._modules)
         ]
@@ -77,22 +79,35 @@ class LogRecorder:
     def replay(self, sizes: Sequence[int], losses: ChunkLosses | None = None) -> None:
         """Log the recorded values on the root.
 
-        A logged loss is combined like the loss itself. Other values are weighted by the `batch_size` that they were
-        logged with, or else by samples; a `reduce_fx` of sum, max or min is applied over the whole batch.
+        A logged loss is combined like the loss itself. Other values are weighted by samples, or by the `batch_size` of
+        each chunk; see `given_sizes`. A `reduce_fx` of sum, max or min is applied over the whole batch.
 
         Args:
             sizes: samples per replica; 0 for a replica without samples.
             losses: the chunks' losses, one per replica with samples.
         """
         for same in self._same_calls():
-            weights = [call.options.get("batch_size") or sizes[call.replica] for call in same]
-            options: Any = same[0].options
-            if options.get("batch_size") is not None or len(same) < sum(size > 0 for size in sizes):
-                options = options | {"batch_size": sum(weights)}
+            weights, options = self._weighed(same, sizes)
             value = self._loss(same, sizes, losses)
             if value is None:
                 value = self._combined(same, weights)
             self._modules[0][same[0].module].log(same[0].name, value, **options)
+
+    def _weighed(self, calls: list[_Call], sizes: Sequence[int]) -> tuple[Sequence[int], dict[str, Any]]:
+        """The weight of each call in the value of the batch, and the options to log it with."""
+        own = [sizes[call.replica] for call in calls]
+        given: list[Any] = [call.options.get("batch_size") for call in calls]
+        options = calls[0].options
+        if any(isinstance(number, (Tensor, float)) for number in given):  # counted, not a constant
+            return given, options | {"batch_size": sum(given)}
+        if None not in given:
+            module = self._modules[0][calls[0].module]
+            key = (calls[0].module, getattr(module, "_current_fx_name", None), calls[0].name)
+            weights, total = self._given.weigh(key, own, given)
+            return weights, options | {"batch_size": total}
+        if len(calls) < sum(size > 0 for size in sizes):  # only some chunks logged it
+            options = options | {"batch_size": sum(own)}
+        return own, options
 
     def _same_calls(self) -> list[list[_Call]]:
         """Group the calls that log the same value, in the order of the replicas."""
@@ -123,7 +138,7 @@ class LogRecorder:
             return None
         return ChunkLosses([call.kept for call in calls], losses.weights, losses.reduction).combine(self._device)
 
-    def _combined(self, calls: list[_Call], weights: Sequence[int]) -> Any:
+    def _combined(self, calls: list[_Call], weights: Sequence[Any]) -> Any:
         values = [call.kept for call in calls]
         reduction = calls[0].options.get("reduce_fx", "mean")
         if not isinstance(values[0], (Tensor, int, float)):

@@ -191,15 +191,17 @@ class RankBatches(Sampler[Any]):
         return self.cut.count(len(self.units), self.num_ranks)  # pyright: ignore[reportArgumentType]  # TypeError if it has none
 
     @property
-    def sampler(self) -> "RankBatches":
-        """The sampler on which Lightning calls `set_epoch`."""
-        return self
+    def sampler(self) -> Any:
+        """The batch sampler's own sampler, on which Lightning calls `set_epoch`, as on one device."""
+        return self.units.sampler  # pyright: ignore[reportAttributeAccessIssue]  # AttributeError where it has none
 
     def set_epoch(self, epoch: int) -> None:
-        """Pass the epoch to the loader's own batch sampler and its sampler, if they define `set_epoch`."""
-        for receiver in (self.units, getattr(self.units, "sampler", None)):
-            if callable(set_epoch := getattr(receiver, "set_epoch", None)):
-                set_epoch(epoch)
+        """Pass the epoch to the wrapped sampler, if it defines `set_epoch`.
+
+        Lightning calls it only if this object replaces a sampler; `set_epoch` of batch samplers is never called.
+        """
+        if callable(set_epoch := getattr(self.units, "set_epoch", None)):
+            set_epoch(epoch)
 
 
 def _stand_in(parts: list[Unit]) -> Unit:

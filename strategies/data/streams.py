@@ -36,18 +36,6 @@ class Stream:
     def _iterator(self, iterator: Any) -> None:
         setattr(self.loader, "_iterator", iterator)  # noqa: B010
 
-    def set_epoch(self, epoch: int) -> None:
-        """Pass the epoch to the loader, its samplers and its dataset, if they define `set_epoch`."""
-        parts = [self.loader] + [getattr(self.loader, name, None) for name in ("sampler", "batch_sampler", "dataset")]
-        for part in parts:
-            if callable(set_epoch := getattr(part, "set_epoch", None)):
-                set_epoch(epoch)
-
-    @property
-    def sampler(self) -> "Stream":
-        """The sampler on which Lightning calls `set_epoch`."""
-        return self
-
 
 class Lockstep(Stream):
     """Trains every rank on its own stream; all end at the same step, when the longest stream ends.

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from typing_extensions import override
 
+from ..core.errors import ConfigError
+
 
 class SyncedBatchNorm(_BatchNorm):
     """Class of BatchNorm layers during training; see `SyncBatchNorm`.
@@ -32,9 +34,9 @@ class SyncedBatchNorm(_BatchNorm):
         values = input if input.dtype in (torch.float32, torch.float64) else input.float()
         dims = [0, *range(2, values.dim())]
         shape = [1, -1, *[1] * (values.dim() - 2)]
-        count = values.new_tensor(float(self.counts) * values.numel() / values.shape[1])
         counts = float(self.counts)
-        total = _SumOverRanks.apply(torch.cat([values.sum(dims) * counts, count.reshape(1)]))
+        count = values.new_full((1,), counts * values.numel() / values.shape[1])  # new_tensor would wait for the device
+        total = _SumOverRanks.apply(torch.cat([values.sum(dims) * counts, count]))
         num = total[-1].detach()
         mean = total[:-1] / num
         centered = values - mean.reshape(shape)
@@ -55,9 +57,11 @@ class SyncedBatchNorm(_BatchNorm):
         assert self.running_mean is not None
         assert self.running_var is not None
         self.num_batches_tracked.add_(1)
-        momentum = 1 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
-        self.running_mean.lerp_(mean.to(self.running_mean.dtype), momentum)
-        self.running_var.lerp_(variance.to(self.running_var.dtype), momentum)
+        for running, batch in ((self.running_mean, mean), (self.running_var, variance)):
+            # without a momentum it is 1 / count, a tensor: the count is not read back to the host
+            average = self.num_batches_tracked.to(running).reciprocal()
+            momentum: Any = average if self.momentum is None else self.momentum
+            running.lerp_(batch.to(running.dtype), momentum)
 
 
 class _SumOverRanks(torch.autograd.Function):
@@ -74,6 +78,33 @@ class _SumOverRanks(torch.autograd.Function):
         total = grad_outputs[0].clone()
         dist.all_reduce(total)
         return total
+
+
+def verify_whole_batch(module: nn.Module, synchronizes: bool, who: str, instead: str) -> None:
+    """Refuse synchronized statistics where a process normalises its batch in several parts.
+
+    Ranks would sum the statistics of one part each, and the parts of a process never meet.
+
+    Args:
+        module: the module.
+        synchronizes: whether its BatchNorm layers will be made to synchronize; torch's own do so anyway.
+        who: what cuts the batch of a process, to begin the message with.
+        instead: what to set to have it in one piece.
+
+    Raises:
+        ConfigError: a layer synchronizes.
+    """
+    layers = [
+        name
+        for name, layer in module.named_modules()
+        if isinstance(layer, _BatchNorm if synchronizes else nn.SyncBatchNorm)
+    ]
+    if layers:
+        raise ConfigError(
+            f"{who} and sync_batchnorm=True: statistics are summed over ranks for one part of a process's batch at a "
+            f"time, so that they are not the global batch's (layer {layers[0]!r}). Set {instead}, or "
+            "sync_batchnorm=False."
+        )
 
 
 class SyncBatchNorm(LayerSync):

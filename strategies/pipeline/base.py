@@ -137,10 +137,13 @@ class PipelineStrategy(pl_strategies.Strategy):
 
     def _step_in_microbatches(self, step: Callable[..., Any], batch: Batch, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         sizes = self._sizes(batch)
-        if len(sizes) == 1:
-            return self._watched(partial(step, batch, *args, **kwargs))
         assert self._microbatches is not None
         assert self._logs is not None
+        if len(sizes) == 1:
+            with self._logs.recording():
+                output = self._watched(partial(self._logs.run, 0, partial(step, batch, *args, **kwargs)))
+            self._logs.replay(sizes)
+            return output
         names = [
             f"micro-batch {i + 1} of {len(sizes)}, {size} of {sum(sizes)} samples," for i, size in enumerate(sizes)
         ]

@@ -3,14 +3,31 @@
 import pytest
 from pytorch_lightning.callbacks import Callback, TQDMProgressBar
 
-from evener.strategies import ConfigError, SingleDeviceStrategy
+from evener.strategies import ConfigError, DDPStrategy, SingleDeviceStrategy
 from evener.trainer import Trainer
+from evener.trainer.checkpoint.file_io import VerifiedCheckpointIO
 
 QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "accelerator": "cpu"}
 
 
 def test_a_name_resolves_to_our_strategy() -> None:
     assert type(Trainer(strategy="single_device", devices=1, **QUIET).strategy) is SingleDeviceStrategy
+
+
+def test_auto_is_one_of_our_strategies() -> None:
+    # Lightning's own DDP was taken for `devices=2`, under which none of this project's promises hold.
+    assert type(Trainer(devices=1, **QUIET).strategy) is SingleDeviceStrategy
+    trainer = Trainer(devices=2, precision="64-true", sync_batchnorm=True, **QUIET)
+    assert type(trainer.strategy) is DDPStrategy
+    assert (trainer.world_size, trainer.precision) == (2, "64-true")
+    assert type(trainer.strategy.checkpoint_io) is VerifiedCheckpointIO
+    assert trainer.strategy._layer_sync is not None
+    assert Trainer(devices=2, num_nodes=2, **QUIET).world_size == 4
+
+
+def test_auto_chooses_by_what_lightning_reads_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PL_TRAINER_DEVICES", "2")
+    assert type(Trainer(**QUIET).strategy) is DDPStrategy
 
 
 def test_single_device_refuses_two_devices() -> None:

@@ -20,6 +20,7 @@ from typing_extensions import override
 from ...strategies.batch.chunks import num_samples
 from ...strategies.batch.loss_weight import loss_weight
 from ...strategies.core.devices import is_accelerator, peak_memory_bytes
+from ...strategies.distributed.sync_batchnorm import SyncedBatchNorm
 
 WINDOW = 3
 """Number of batches between two readings of the clock."""
@@ -140,7 +141,7 @@ def own_devices(strategy: Strategy) -> list[torch.device]:
 
 def is_synced(module: nn.Module) -> bool:
     """Whether a normalization layer computes its statistics over all processes."""
-    return isinstance(module, nn.SyncBatchNorm)
+    return isinstance(module, (nn.SyncBatchNorm, SyncedBatchNorm))
 
 
 def random_streams(devices: list[torch.device]) -> list[Tensor]:

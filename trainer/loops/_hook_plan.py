@@ -6,6 +6,7 @@ Lightning does, since `self.log` reads it.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from operator import attrgetter
 from typing import Any
 
 import pytorch_lightning as pl
@@ -19,6 +20,8 @@ from pytorch_lightning.trainer import call
 from .progress_bar import TimedBar
 
 Base = Mapping[str, Any]
+
+_DISJOINT = type({}.keys()).isdisjoint
 
 
 def public_and_private(*classes: type) -> Base:
@@ -88,12 +91,30 @@ class HookPlan:
         self.work = {name: work for name in self.hooks if (work := self._work(name)) is not None}
         self._spaces = list(self._namespaces())
         self._size = sum(map(len, self._spaces))
+        self._watch_hooks()
+
+    def _watch_hooks(self) -> None:
+        """Remember which hooks exist, for `stale`: one may be set while another attribute is removed."""
+        callbacks = [cb for cb in self.callbacks if isinstance(cb, pl.Callback)]
+        watched = [(self.module, MODULE), (self.strategy, STRATEGY), (self.precision, PRECISION)]
+        watched += [(callback, dict.fromkeys(self.hooks)) for callback in callbacks]
+        self._attributes = [vars(obj).keys() for obj, _ in watched]
+        self._absent = [frozenset(base) - vars(obj).keys() for obj, base in watched]
+        self._classes: list[type] = [type(obj) for obj in (self.module, *callbacks)]
+        self._read_hooks: Callable[[type], Any] = attrgetter(*self.hooks)
+        self._class_hooks = [*map(self._read_hooks, self._classes)]
 
     def stale(self) -> bool:
-        """Whether a callback was added or removed, or an attribute of a called object was set or removed."""
+        """Whether a callback was added or removed, or an attribute of a called object was set or removed.
+
+        The number of attributes shows most changes. If one was set and another removed, only the one that was set
+        matters: a removed hook falls back to Lightning's own, which does nothing.
+        """
         trainer = self.trainer
         return (
             sum(map(len, self._spaces)) != self._size
+            or not all(map(_DISJOINT, self._attributes, self._absent))
+            or [*map(self._read_hooks, self._classes)] != self._class_hooks
             or trainer.callbacks != self.callbacks
             or trainer.profiler is not self.profiler
             or self.strategy._model is not self.model

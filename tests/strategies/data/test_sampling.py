@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from lightning_fabric.utilities.data import _set_sampler_epoch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, RandomSampler, Sampler
 
 from evener.strategies import ConfigError
@@ -26,14 +27,14 @@ def rank_loaders(rank: int, num_ranks: int, batch_size_is: BatchSizeIs = "per_de
 
 
 def read(
-    loader: Any, stage: LoaderRole, num_ranks: int, batch_size_is: BatchSizeIs
+    loader: Any, role: LoaderRole, num_ranks: int, batch_size_is: BatchSizeIs
 ) -> list[list[tuple[Any, Share | None]]]:
     """Every rank's batches with their shares; every rank starts from one random state, as under one seed."""
     state = random_state()
     ranks = []
     for rank in range(num_ranks):
         set_random_state(state)
-        own = rank_loaders(rank, num_ranks, batch_size_is).process(loader, stage)
+        own = rank_loaders(rank, num_ranks, batch_size_is).process(loader, role)
         ranks.append([(torch.as_tensor(batch).tolist(), next_share(own)) for batch in own])
     return ranks
 
@@ -51,14 +52,14 @@ def test_global_divides_every_batch() -> None:
 
 
 @pytest.mark.parametrize("batch_size_is", ["per_device", "global"])
-@pytest.mark.parametrize("stage", ["train", "evaluate", "predict"])
+@pytest.mark.parametrize("role", ["train", "evaluate", "predict"])
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("num", [1, 2, 7, 21, 24])
-def test_every_sample_is_read_once(num: int, num_ranks: int, stage: LoaderRole, batch_size_is: BatchSizeIs) -> None:
-    ranks = read(DataLoader(range(num), 4, shuffle=True), stage, num_ranks, batch_size_is)  # type: ignore[arg-type]
+def test_every_sample_is_read_once(num: int, num_ranks: int, role: LoaderRole, batch_size_is: BatchSizeIs) -> None:
+    ranks = read(DataLoader(range(num), 4, shuffle=True), role, num_ranks, batch_size_is)  # type: ignore[arg-type]
     seen = [index for rank in ranks for batch, share in rank if share and share.num for index in batch]
     assert sorted(seen) == list(range(num))
-    if stage == "train":
+    if role == "train":
         assert len({len(rank) for rank in ranks}) == 1, "every rank takes part in every step"
         for step in zip(*ranks, strict=True):
             assert sum(share.num for _, share in step if share) == step[0][1].total  # type: ignore[union-attr]
@@ -133,10 +134,60 @@ def test_epochs_have_different_orders_and_reach_the_loaders_sampler() -> None:
     torch.manual_seed(0)
     own = rank_loaders(0, 2).process(DataLoader(range(50), 5, shuffle=True), "train")  # type: ignore[arg-type]
     assert [b.tolist() for b in own] != [b.tolist() for b in own]
-    sampler = Odd()
-    own = rank_loaders(1, 2).process(DataLoader(range(9), 2, sampler=sampler), "train")  # type: ignore[arg-type]
-    own.batch_sampler.sampler.set_epoch(3)
-    assert sampler.epochs == [3]
+
+
+class Told(Odd):
+    """What may want to know the epoch: a sampler, a batch sampler (of a sampler), a dataset or a loader."""
+
+    def __init__(self, sampler: Any = None) -> None:
+        super().__init__()
+        if sampler is not None:
+            self.sampler = sampler
+
+
+class ToldStream(Told, IterableDataset[int]):
+    """Samples that can't be chosen."""
+
+
+def _of_sampler() -> tuple[Any, list[Told]]:
+    sampler = Told()
+    return DataLoader(range(9), 2, sampler=sampler), [sampler]  # type: ignore[arg-type]
+
+
+def _of_batch_sampler() -> tuple[Any, list[Told]]:
+    inner = Told()
+    outer = Told(inner)
+    return DataLoader(range(9), batch_sampler=outer), [inner, outer]  # type: ignore[arg-type]
+
+
+def _of_keys() -> tuple[Any, list[Told]]:
+    sampler = Told()
+    return DataLoader(range(9), sampler=sampler, batch_size=None), [sampler]  # type: ignore[arg-type]
+
+
+def _of_stream() -> tuple[Any, list[Told]]:
+    dataset = ToldStream()
+    return DataLoader(dataset, 2), [dataset]
+
+
+def _of_no_loader() -> tuple[Any, list[Told]]:
+    inner = Told()
+    outer = Told(inner)
+    return outer, [inner, outer]
+
+
+@pytest.mark.parametrize("batch_size_is", ["per_device", "global"])
+@pytest.mark.parametrize("make", [_of_sampler, _of_batch_sampler, _of_keys, _of_stream, _of_no_loader])
+def test_who_is_told_the_epoch_is_the_same_as_on_one_device(make: Any, batch_size_is: Any) -> None:
+    # A batch sampler's own `set_epoch`, a dataset's and a loader's were called under ddp and never on one device
+    # (another order of samples there); a sampler's was called twice.
+    told = []
+    for processed in (False, True):
+        loader, receivers = make()
+        own = rank_loaders(1, 2, batch_size_is).process(loader, "train") if processed else loader
+        _set_sampler_epoch(own, 3)  # what Lightning calls before every epoch
+        told.append([receiver.epochs for receiver in receivers])
+    assert told[0] == told[1]
 
 
 def test_keys_without_batches_are_dealt() -> None:
@@ -185,7 +236,7 @@ def test_weights_change_at_an_agreed_batch() -> None:
     assert [len(part) for part in next(parts)] == [4, 4]
     divide.change(Weighted((3.0, 1.0)), at=2)
     assert [[len(part) for part in step] for step in parts] == [[4, 4], [6, 2]]
-    with pytest.raises(AssertionError, match="global batch 1 is already cut"):
+    with pytest.raises(AssertionError, match="global batch 1 is cut already"):
         divide.change(Weighted((1.0, 1.0)), at=1)
 
 

@@ -16,12 +16,13 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from evener.strategies import STRATEGIES, ConfigError
+from evener.strategies.distributed.sync_batchnorm import SyncBatchNorm
 from evener.trainer import compose, train
 from evener.trainer.cli._modes import run_advisory_mode
 from evener.trainer.cli.main import main
 from evener.trainer.cli.train import prepare
 from evener.trainer.compare._judge import judge, largest_difference, tolerance_of
-from evener.trainer.compare._probe import RankRecord
+from evener.trainer.compare._probe import RankRecord, is_synced
 from evener.trainer.compare.compare import chosen_strategies, trial_config
 from evener.trainer.compare.table import memory, notes, reasons, recommendation, verdict
 from evener.trainer.compare.trial import (
@@ -312,3 +313,10 @@ def test_workers_do_not_compare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize(("precision", "limit"), [("64-true", 1e-8), ("32-true", 1e-4), ("bf16-mixed", 3e-2)])
 def test_tolerance_follows_the_precision(precision: str, limit: float) -> None:
     assert tolerance_of(precision) == limit
+
+
+def test_batchnorm_that_synchronizes_excuses_nothing() -> None:
+    # torch's class was looked for, and ddp's is another: a real divergence was put down to BatchNorm.
+    layers = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    assert [is_synced(layer) for layer in layers] == [False, False]
+    assert [is_synced(layer) for layer in SyncBatchNorm().apply(layers)] == [False, True]

@@ -107,3 +107,37 @@ def test_a_small_module_runs_without_any_override() -> None:
     trainer = Trainer(**QUIET, max_epochs=1, enable_checkpointing=False)
     trainer.fit(module, loader(), loader(10))
     assert trainer.global_step == 6  # 22 samples in batches of 4
+
+
+class Attaches(pl.Callback):
+    """Attaches a hook, to an instance or to a class, in the same moment as it removes another attribute there."""
+
+    def __init__(self, where: str, calls: list[str]) -> None:
+        self.where, self.calls = where, calls
+        self.other = pl.Callback()
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx != 2:
+            return
+        owner = {"callback": self.other, "module": module, "class": type(module)}[self.where]
+        owner.on_train_batch_end = lambda *_: self.calls.append("hook")
+        del owner.passing
+
+
+@pytest.mark.parametrize("where", ["callback", "module", "class"])
+def test_a_hook_attached_as_another_attribute_goes_is_called(where: str) -> None:
+    # Attributes were counted, and one came as one went: the hook was never called.
+    class Module(SmallModule):
+        pass
+
+    counts: list[int] = []
+    for cls in (Trainer, pl.Trainer):
+        calls: list[str] = []
+        attaching, module = Attaches(where, calls), Module()
+        {"callback": attaching.other, "module": module, "class": Module}[where].passing = 1  # type: ignore[union-attr]
+        trainer = cls(**QUIET, max_epochs=1, enable_checkpointing=False, callbacks=[attaching, attaching.other])
+        trainer.fit(module, loader(), loader(10))
+        counts.append(len(calls))
+        if where == "class":
+            del Module.on_train_batch_end
+    assert counts == [4, 4]  # batches 2 to 5

@@ -1,0 +1,78 @@
+"""The `batch_size` with which parts of a batch log a value: one constant for the whole batch, or each part's own size.
+
+`self.log(..., batch_size=self.hparams.batch_size)` gives every part the number of the whole batch, and
+`batch_size=len(x)` its own. One device sees a single call per batch: of the constant, or of the sum.
+
+    given by parts of 3 and 1 samples     means            value of the batch       weight of the batch
+    4 and 4                               a constant       mean by samples          4
+    3 and 1, or 70 and 20 (tokens)        sizes of parts   mean by these sizes      their sum
+"""
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+
+class GivenSize(int):
+    """A weight of a whole batch, for `self.log(batch_size=...)`, which remembers what its parts gave.
+
+    Attributes:
+        each: what every part gave; None if they gave different numbers.
+    """
+
+    each: int | None
+
+    def __new__(cls, total: int, each: int | None) -> "GivenSize":
+        """Make the number `total`."""
+        size = super().__new__(cls, total)
+        size.each = each
+        return size
+
+
+@dataclass
+class _Key:
+    """What is known of one logged key.
+
+    Args:
+        size: samples of the first part that logged it.
+        given: the `batch_size` that this part gave.
+        parts: how many parts logged it in the first batch, whose weight is their sum until more is known.
+        constant: whether a constant is given; None as long as all parts had one size and gave one number.
+    """
+
+    size: int
+    given: int
+    parts: int
+    constant: bool | None = None
+
+    def learn(self, sizes: Sequence[int], given: Sequence[int]) -> None:
+        """Decide, once, by the first part that differs from the first one."""
+        if self.constant is None and any(number != self.given for number in given):
+            self.constant = False
+        elif self.constant is None and any(size != self.size for size in sizes):
+            self.constant = True
+
+
+class GivenSizes:
+    """Tells constants from sizes, key by key; what was decided for a key is kept."""
+
+    def __init__(self) -> None:
+        self._keys: dict[Hashable, _Key] = {}
+
+    def weigh(self, key: Hashable, sizes: Sequence[int], given: Sequence[int]) -> tuple[Sequence[int], GivenSize]:
+        """Weigh the parts of one batch that logged a value with `batch_size`.
+
+        Args:
+            key: identifies the call of `self.log`.
+            sizes: samples per part.
+            given: `batch_size` per part.
+
+        Returns:
+            The weight of each part in the value of the batch, and the weight of the batch.
+        """
+        known = self._keys.setdefault(key, _Key(sizes[0], given[0], len(sizes)))
+        known.learn(sizes, given)
+        each = given[0] if all(number == given[0] for number in given) else None
+        if not known.constant or each is None:
+            return given, GivenSize(sum(given), each)
+        # batches whose parts could not be told apart had the sum of so many constants
+        return sizes, GivenSize(each * known.parts, each)

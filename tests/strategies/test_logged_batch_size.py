@@ -1,0 +1,110 @@
+"""`self.log(..., batch_size=...)`: a constant, or the size of each part, gives one device's values and epoch means."""
+
+from typing import Any
+
+import pytest
+import pytorch_lightning as pl
+import torch
+from parity import FEATURES, Samples, as_tuple
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from evener.strategies import (
+    BalancedDataParallelStrategy,
+    DataParallelStrategy,
+    ModelParallelStrategy,
+    SingleDeviceStrategy,
+)
+from evener.strategies.batch.given_sizes import GivenSizes
+from evener.trainer import Trainer
+
+
+class Logs(pl.LightningModule):
+    """Logs a mean over samples, or over tokens, with every kind of `batch_size`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.net = nn.Sequential(nn.Linear(FEATURES, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+        self.steps: list[dict[str, float]] = []
+
+    def log_all(self, prefix: str, batch: Any) -> Tensor:
+        errors = (self.net(batch[0]).squeeze(1) - batch[0].sum(1)) ** 2
+        tokens = (batch[0] > 0).sum(1)
+        loss, by_tokens = errors.mean(), (errors * tokens).sum() / tokens.sum().clamp(min=1)
+        options: Any = {"on_step": True, "on_epoch": True, "sync_dist": True}
+        self.log(f"{prefix}_constant", errors.square().mean(), batch_size=4, **options)
+        self.log(f"{prefix}_loss", loss, batch_size=4, **options)
+        self.log(f"{prefix}_one", errors.sqrt().mean(), batch_size=1, **options)
+        self.log(f"{prefix}_own", errors.exp().mean(), batch_size=len(errors), **options)
+        self.log(f"{prefix}_number", errors.detach().exp().mean().item(), batch_size=4, **options)
+        self.log(f"{prefix}_tokens", by_tokens, batch_size=int(tokens.sum()), on_epoch=True, on_step=False)
+        return loss
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.log_all("train", batch)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log_all("val", batch)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        logged = self.trainer.callback_metrics
+        self.steps.append({name: float(value) for name, value in logged.items() if name.endswith("_step")})
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+def fit(strategy: Any, devices: int, num: int, batch_size: int) -> tuple[dict[str, float], list[dict[str, float]]]:
+    trainer = Trainer(
+        strategy=strategy, devices=devices, accelerator="cpu", max_epochs=2, logger=False, enable_progress_bar=False,
+        enable_model_summary=False, enable_checkpointing=False, num_sanity_val_steps=0,
+    )  # fmt: skip
+    module = Logs()
+    loader = DataLoader(Samples(num, as_tuple), batch_size)
+    trainer.fit(module, loader, loader)
+    return {name: float(value) for name, value in trainer.callback_metrics.items()}, module.steps
+
+
+def assert_same(found: Any, expected: Any) -> None:
+    (epoch, steps), (expected_epoch, expected_steps) = found, expected
+    # Lightning keeps logged numbers and sums of weights in the default dtype, float32 here
+    assert epoch == pytest.approx(expected_epoch, rel=2e-7)
+    assert len(steps) == len(expected_steps)
+    for step, expected_step in zip(steps, expected_steps, strict=True):
+        assert step == pytest.approx(expected_step, rel=2e-7)
+
+
+IN_ONE_PROCESS: dict[str, tuple[int, Any]] = {
+    "dp-2": (2, DataParallelStrategy),
+    "dp-3": (3, DataParallelStrategy),
+    "gpu0_chunk=0": (3, lambda: BalancedDataParallelStrategy(gpu0_chunk=0)),
+    "weights=1,3": (2, lambda: BalancedDataParallelStrategy(weights=[1, 3])),
+    "microbatches-2": (2, lambda: ModelParallelStrategy(num_microbatches=2)),
+    "microbatches-3": (2, lambda: ModelParallelStrategy(num_microbatches=3, deterministic=True)),
+}
+
+
+@pytest.mark.parametrize(("num", "batch_size"), [(9, 4), (10, 4), (11, 6)])
+@pytest.mark.parametrize("plan", IN_ONE_PROCESS)
+def test_chunks_log_what_one_device_logs(plan: str, num: int, batch_size: int) -> None:
+    # A constant was taken for the number of samples of each chunk: ragged batches had other weights.
+    devices, strategy = IN_ONE_PROCESS[plan]
+    assert_same(fit(strategy(), devices, num, batch_size), fit(SingleDeviceStrategy(), 1, num, batch_size))
+
+
+def test_constants_and_sizes_by_hand() -> None:
+    sizes = GivenSizes()
+    # 2 + 2 samples, given 2 and 2: could be either
+    assert sizes.weigh("constant", [2, 2], [2, 2]) == ([2, 2], 4)
+    assert sizes.weigh("own", [2, 2], [2, 2]) == ([2, 2], 4)
+    # 2 + 1 samples: the constant weighs as much as before, in which it stood for two parts
+    assert sizes.weigh("constant", [2, 1], [2, 2]) == ([2, 1], 4)
+    assert sizes.weigh("own", [2, 1], [2, 1]) == ([2, 1], 3)
+    # 1 sample
+    assert sizes.weigh("constant", [1], [2]) == ([1], 4)
+    assert sizes.weigh("own", [1], [1]) == ([1], 1)
+    # tokens that are equal by chance, after it was seen that they are counted
+    assert sizes.weigh("tokens", [2, 2], [7, 5]) == ([7, 5], 12)
+    assert sizes.weigh("tokens", [2, 1], [6, 6]) == ([6, 6], 12)
+    assert [sizes.weigh("tokens", [2, 1], given)[1].each for given in ([6, 6], [7, 5])] == [6, None]
