@@ -265,7 +265,7 @@ class VerifiedCheckpointIO(TorchCheckpointIO):
         self._last_failed = False
         self._snapshot = Snapshot()
         self._executor: ThreadPoolExecutor | None = None
-        self._pending: list[Future[None]] = []
+        self._pending: list[Future[object]] = []
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], path: _PATH, storage_options: Any = None) -> None:
@@ -328,7 +328,7 @@ class VerifiedCheckpointIO(TorchCheckpointIO):
         for future in pending:
             future.result()
 
-    def _submit(self, work: Callable[[], None]) -> None:
+    def _submit(self, work: Callable[[], object]) -> None:
         if not self.background:
             work()
             return
