@@ -5,11 +5,11 @@
     python benchmarks/pipeline.py --devices cuda:0,cpu
 
 Two equal stages of wide linear layers, one intra-op thread each, so that a stage is compute-bound: each micro-batch
-reads all weights and adds to all gradients once, so a small batch (`--batch 512`) is memory-bound and gains little. All
-variants run interleaved in one process, round by round; the table shows medians over the rounds. Two CPU stages need
-two free cores: the last line shows the speed-up of two independent threads over one at the same time, an upper bound for
-any pipeline. With `--wait` a stage waits 20 µs per sample instead of computing, forward and backward, which measures
-the schedule alone, independent of other load.
+reads all weights and adds to all gradients once, so a small batch (`--batch 512`) is memory-bound and gains little.
+All variants run interleaved in one process, round by round; the table shows medians over the rounds. Two CPU stages
+need two free cores: the last line shows the speed-up of two independent threads over one at the same time, an upper
+bound for any pipeline. With `--wait` a stage waits 20 µs per sample instead of computing, forward and backward, which
+measures the schedule alone, independent of other load.
 """
 
 import argparse

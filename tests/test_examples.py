@@ -40,7 +40,7 @@ def indices(data: DigitsDataModule) -> list[list[int]]:
 
 
 def test_other_data_is_refused_with_what_to_choose() -> None:
-    with pytest.raises(ConfigError, match=r"was given a Tensor\. Choose data=digits, or the module that belongs"):
+    with pytest.raises(ConfigError, match=r"got Tensor\. Choose data=digits, or the module that matches"):
         DigitsClassifier().training_step(torch.zeros(2, 9, dtype=torch.long), 0)  # type: ignore[arg-type]
 
 
