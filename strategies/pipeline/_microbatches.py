@@ -11,9 +11,11 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from ..batch.log_recorder import LogRecorder
+from ..batch.losses import ChunkLosses
 from ..core.devices import is_accelerator
 from ..core.executor import Executor, Piece
 from ..core.patching import replaced
+from ._metric_values import MetricValues
 from ._turns import Ticket, Turns
 from .layout import StageLayout
 
@@ -123,17 +125,24 @@ class MicroBatchLogs(LogRecorder):
     """
 
     def __init__(self, module: nn.Module, num_microbatches: int, device: torch.device) -> None:
-        super().__init__([list(module.modules())] * num_microbatches, device, lambda metric: metric)
         self._on_thread = threading.local()
+        self._metrics = MetricValues(module.modules(), lambda: self._on_thread.microbatch)
+        super().__init__([list(module.modules())] * num_microbatches, device, self._metrics.settle)
 
     @override
     @contextmanager
     def recording(self) -> Generator[None]:
         self._calls = [[] for _ in self._modules]
         with ExitStack() as stack:
+            stack.enter_context(self._metrics.recording())
             for index, module in enumerate(self._modules[0]):
                 stack.enter_context(replaced(module, "log", partial(self._log, index)))
             yield
+
+    @override
+    def replay(self, sizes: Sequence[int], losses: ChunkLosses | None = None) -> None:
+        super().replay(sizes, losses)
+        self._metrics.clear()
 
     def run(self, microbatch: int, call: Callable[[], Any]) -> Any:
         """Run a micro-batch's step, and record what this thread logs as that micro-batch's."""
