@@ -10,7 +10,6 @@ from typing_extensions import override
 
 from .balance.checkpointed import CheckpointedBalance
 from .balance.controller import BalanceController, Objective
-from .batch.chunks import num_samples
 from .batch.policies import FirstChunk, Policy, Weighted
 from .core.devices import memory_bytes, peak_memory_bytes
 from .core.errors import ConfigError
@@ -137,7 +136,7 @@ class BalancedDataParallelStrategy(CheckpointedBalance, DataParallelStrategy):
         if isinstance(self.policy, FirstChunk):
             loader = getattr(getattr(self.lightning_module, "trainer", None), "train_dataloader", None)
             batch_size = getattr(loader, "batch_size", None)  # after a resume the first batch may be incomplete
-            num = max(num_samples(batch) or 0, batch_size if isinstance(batch_size, int) else 0)
+            num = max(self._batch_structure().num_samples(batch) or 0, batch_size if isinstance(batch_size, int) else 0)
             self.policy.verify_batch(num, len(self.parallel_devices), self.strategy_name)
 
     def _observe(self, controller: BalanceController) -> None:

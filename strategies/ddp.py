@@ -18,6 +18,8 @@ from typing_extensions import override
 
 from .batch.loss_weight import loss_weight, weighs_in_loop
 from .batch.policies import Even, Policy
+from .batch.run_structures import RunStructures, run_structures
+from .batch.structure import BatchDims, verify_batch_dims
 from .core.errors import ConfigError
 from .core.loop_contract import adds
 from .core.rng import seed_rank
@@ -57,13 +59,21 @@ class DDPStrategy(MultiProcessStrategy):
 
     strategy_name = "ddp"
 
-    def __init__(self, batch_size_is: BatchSizeIs = "per_device", devices_per_process: int = 1, **options: Any) -> None:
+    def __init__(
+        self,
+        batch_size_is: BatchSizeIs = "per_device",
+        devices_per_process: int = 1,
+        batch_dims: BatchDims | None = None,
+        **options: Any,
+    ) -> None:
         if batch_size_is not in ("per_device", "global"):
             raise ConfigError(f"ddp: batch_size_is={batch_size_is} is unknown; choose one of per_device, global.")
         if devices_per_process < 1:
             raise ConfigError(f"ddp: devices_per_process must be at least 1; got {devices_per_process}.")
         verify_backend(options.get("backend"))
         super().__init__(**options)
+        self._batch_dims = verify_batch_dims(batch_dims, self.strategy_name)
+        self.structures = RunStructures(self._batch_dims)
         self.batch_size_is: BatchSizeIs = batch_size_is
         self.devices_per_process = devices_per_process
         self._replicas: RankReplicas | None = None
@@ -119,12 +129,16 @@ class DDPStrategy(MultiProcessStrategy):
         if self._trainer is not trainer:
             self._manages_samples = connector.use_distributed_sampler
             connector.use_distributed_sampler = False  # Lightning's sampler pads; `process_dataloader` cuts instead
+        self.structures = self._new_structures()
         self._loaders, self._sums = None, self.new_small_group()  # on all ranks: one alone may request loaders
         super().setup(trainer)
         if self.devices_per_process > 1:
             assert self.lightning_module is not None
             self._replicas = RankReplicas(self.process_devices, self.precision_plugin, self._reduce_finished)
             self._replicas.attach(trainer, self.lightning_module)
+
+    def _new_structures(self) -> RunStructures:
+        return RunStructures(self._batch_dims)
 
     @property
     def loaders(self) -> RankLoaders:
@@ -138,7 +152,14 @@ class DDPStrategy(MultiProcessStrategy):
             sums, smallest = self._sums, 1 + normed
             assert sums is not None
             self._loaders = RankLoaders(
-                self.global_rank, self.world_size, self.batch_size_is, self.broadcast, sums, self.policy, smallest
+                self.global_rank,
+                self.world_size,
+                self.batch_size_is,
+                self.broadcast,
+                sums,
+                self.policy,
+                smallest,
+                structure_of=self.structures.of_stream,
             )
         return self._loaders
 
@@ -368,6 +389,7 @@ class RankReplicas(DataParallelStrategy):
     def attach(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         """Make the replicas of a module that is on the root device."""
         self._lightning_module = module
+        self.structures = run_structures(trainer)
         self._verify(trainer, module)
         self.replicate(module)
 

@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from .batch.chunks import join, num_samples, split
 from .batch.losses import LossReduction
-from .batch.outputs import combine_outputs, losses_of
+from .batch.outputs import LEFT_OUT, combine_outputs, losses_of
 from .batch.policies import Even, Policy, without_single_samples
+from .batch.run_structures import RunStructures, dataloader_index
+from .batch.structure import BatchDims, BatchStructure, verify_batch_dims
 from .core.errors import ConfigError
 from .core.loop_contract import adds
 from .core.module_checks import has_batchnorm, verify_takes_batches
@@ -57,11 +58,14 @@ class DataParallelStrategy(OneProcessStrategy):
         submodule: str | None = None,
         copy_frozen: bool = True,
         threads: bool | None = None,
+        batch_dims: BatchDims | None = None,
     ) -> None:
         if loss_reduction not in get_args(LossReduction):
             raise ConfigError(
                 f"{self.strategy_name}: loss_reduction={loss_reduction} is unknown; choose one of mean, sum."
             )
+        self._batch_dims = verify_batch_dims(batch_dims, self.strategy_name)
+        self.structures = RunStructures(self._batch_dims)
         super().__init__(device="cpu")
         self._parallel_devices: list[torch.device] = []
         if devices is not None:
@@ -92,6 +96,7 @@ class DataParallelStrategy(OneProcessStrategy):
         module = self.lightning_module
         assert module is not None
         self._verify(trainer, module)
+        self.structures = RunStructures(self._batch_dims)
         super().setup(trainer)
         self.replicate(module)
 
@@ -193,8 +198,7 @@ class DataParallelStrategy(OneProcessStrategy):
         The same batch before the step has ended means a further call. Other optimizers than torch's may write before
         the first, too, which matters where earlier batches of an accumulated step have brought the weights over.
         """
-        assert self.lightning_module is not None
-        trainer = self.lightning_module.trainer
+        trainer = self._own_trainer
         foreign = trainer.accumulate_grad_batches > 1 and any(
             not type(o).__module__.startswith("torch.optim") for o in trainer.optimizers
         )
@@ -221,7 +225,9 @@ class DataParallelStrategy(OneProcessStrategy):
             self.layout = self._new_layout(module, None)
             return
         part = find_submodule(module, self._submodule, self.strategy_name)
-        self._parallel_forward = ParallelForward(part, self._new_layout, self._sizes, self.strategy_name)
+        self._parallel_forward = ParallelForward(
+            part, self._new_layout, self._sizes, self.strategy_name, self.structures
+        )
         self.layout = self._parallel_forward.layout
 
     def _new_layout(self, root: nn.Module, root_call: Callable[..., Any] | None) -> ReplicaLayout:
@@ -232,29 +238,43 @@ class DataParallelStrategy(OneProcessStrategy):
             self._mark_written_in_closure(batch)
         if self.layout is None or self._parallel_forward is not None:
             return self._ended(self._call("training_step", batch, *rest))
-        sizes = self._sizes(self._num_samples(batch))
-        chunks = split(batch, sizes)
+        structure = self._batch_structure(rest)
+        sizes = self._sizes(self._num_samples(batch, structure))
+        if self._end is not None:
+            sizes = self.structures.of_results("training_step").unequal(sizes)
+        chunks = structure.split(batch, sizes)
         outputs = self.layout.run("training_step", [((chunk, *rest), {}) for chunk in chunks], sizes)
-        return self._combined(outputs, chunks, sizes)
+        return self._combined(outputs, sizes)
 
     def _evaluation_step(self, name: str, batch: Batch, *rest: Any) -> Any:
         if self.layout is None or self._parallel_forward is not None:
             return self._call(name, batch, *rest)
-        sizes = self._sizes(self._num_samples(batch))
-        chunks = split(batch, sizes)
+        structure = self._batch_structure(rest)
+        results = self.structures.of_results(name, dataloader_index(self._own_trainer, rest))
+        sizes = results.unequal(self._sizes(self._num_samples(batch, structure)))
+        chunks = structure.split(batch, sizes)
         outputs = self.layout.run(name, [((chunk, *rest), {}) for chunk in chunks], sizes)
         losses = None
         if all(_has_loss(output) for output in outputs):
-            losses = losses_of(outputs, chunks, sizes, self._loss_reduction, self.strategy_name)
+            losses = losses_of(outputs, sizes, self._loss_reduction, self.strategy_name)
         self.layout.logs.replay(sizes, losses)
-        joined = join(outputs, [size for size in sizes if size > 0], self.root_device)
+        joined = results.join(outputs, [size for size in sizes if size > 0], self.root_device)
         return joined if losses is None else _with_loss(joined, losses.combine(self.root_device))
 
     def _call(self, name: str, *args: Any) -> Any:
         return getattr(self.lightning_module, name)(*args)
 
-    def _num_samples(self, batch: Batch) -> int:
-        num = num_samples(batch)
+    @property
+    def _own_trainer(self) -> pl.Trainer:
+        assert self.lightning_module is not None
+        return self.lightning_module.trainer
+
+    def _batch_structure(self, rest: tuple[Any, ...] = ()) -> BatchStructure:
+        trainer = self._own_trainer
+        return self.structures.of_batch(trainer, dataloader_index(trainer, rest))
+
+    def _num_samples(self, batch: Batch, structure: BatchStructure) -> int:
+        num = structure.num_samples(batch)
         if not num:
             raise ConfigError(
                 f"{self.strategy_name}: a batch of type {type(batch).__name__} has no samples to split: it holds no "
@@ -273,21 +293,19 @@ class DataParallelStrategy(OneProcessStrategy):
         )
         return without_single_samples(sizes)
 
-    def _combined(self, outputs: list[Any], chunks: list[Any], sizes: list[int]) -> Any:
+    def _combined(self, outputs: list[Any], sizes: list[int]) -> Any:
         """Combine the outputs of chunks into one result for the whole batch, of the same kind."""
         assert self.layout is not None
+        structure = self.structures.of_results("training_step")
         if self._end is not None:
             self.layout.logs.replay(sizes)
-            return self._ended(join(outputs, [size for size in sizes if size > 0], self.root_device))
+            return self._ended(structure.join(outputs, [size for size in sizes if size > 0], self.root_device))
         logs, reduction = self.layout.logs, self._loss_reduction
         result, left_out = combine_outputs(
-            outputs, chunks, sizes, logs, reduction, self.strategy_name, self.root_device
+            outputs, sizes, logs, reduction, self.strategy_name, self.root_device, structure
         )
         for key in left_out:
-            self._info_once(
-                f"training_step's output {key!r} stays on its replica and does not reach callbacks. Define "
-                "training_step_end(outputs) to join the outputs of all replicas on the root device."
-            )
+            self._info_once(LEFT_OUT.format(key=key))
         return result
 
     @property

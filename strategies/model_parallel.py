@@ -7,6 +7,7 @@ import torch
 from typing_extensions import override
 
 from .batch.losses import LossReduction
+from .batch.structure import BatchDims
 from .core.errors import ConfigError
 from .core.types import Device
 from .pipeline.base import PipelineStrategy
@@ -26,6 +27,7 @@ class ModelParallelStrategy(PipelineStrategy, OneProcessStrategy):
         profile_activations: whether `auto` also counts activations saved for backward.
         loss_reduction: reduction of the module's loss, `mean` or `sum`.
         deterministic: whether one thread runs the micro-batches in order; None follows torch.
+        batch_dims: which dimensions of the batch are samples, by path, where that can't be found out.
 
     See `StageOptions` for details.
 
@@ -45,6 +47,7 @@ class ModelParallelStrategy(PipelineStrategy, OneProcessStrategy):
         profile_activations: bool = False,
         loss_reduction: LossReduction = "mean",
         deterministic: bool | None = None,
+        batch_dims: BatchDims | None = None,
     ) -> None:
         super().__init__(
             StageOptions(
@@ -55,6 +58,7 @@ class ModelParallelStrategy(PipelineStrategy, OneProcessStrategy):
                 profile_activations=profile_activations,
                 loss_reduction=loss_reduction,
                 deterministic=deterministic,
+                batch_dims=batch_dims,
             )
         )
         self.parallel_devices = [torch.device(device) for device in devices or ()]

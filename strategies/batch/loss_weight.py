@@ -13,14 +13,16 @@ from torch import Tensor
 from ..core.errors import ConfigError
 from ..core.types import Batch
 from .chunks import num_samples
+from .structure import BatchStructure
 
 
-def loss_weight(output: Any, batch: Batch) -> Tensor | float:
+def loss_weight(output: Any, batch: Batch, structure: BatchStructure | None = None) -> Tensor | float:
     """Find the weight of one step's loss.
 
     Args:
         output: what `training_step` returned: a loss, or a mapping with `loss` and perhaps `loss_weight`.
         batch: the batch it was computed on.
+        structure: how its samples are counted; None takes the first tensor's rows.
 
     Returns:
         `loss_weight` if the module returned one (a tensor stays a tensor: nothing is read back to the host), otherwise
@@ -31,7 +33,7 @@ def loss_weight(output: Any, batch: Batch) -> Tensor | float:
     """
     if isinstance(output, dict) and output.get("loss_weight") is not None:
         return output["loss_weight"]
-    count = num_samples(batch)
+    count = num_samples(batch) if structure is None else structure.num_samples(batch)
     if count is None:
         raise ConfigError(
             f"The batch of type {type(batch).__name__} holds no tensor with a dimension, so its samples can't be "

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from ..core.errors import ConfigError
-from .chunks import join
-from .loss_weight import loss_weight
+from ._join import are_equal
+from .structure import BatchStructure
 
 LossReduction: TypeAlias = Literal["mean", "sum"]
 """Whether a module's loss is a mean over samples or a sum."""
@@ -47,14 +47,11 @@ class ChunkLosses:
         return sum((_on(weight, device) for weight in self.weights), start=0.0)
 
 
-def chunk_losses(
-    outputs: Sequence[Any], chunks: Sequence[Any], sizes: Sequence[int], reduction: LossReduction, strategy: str
-) -> ChunkLosses:
+def chunk_losses(outputs: Sequence[Any], sizes: Sequence[int], reduction: LossReduction, strategy: str) -> ChunkLosses:
     """Read the losses and their weights from what `training_step` returned for each chunk.
 
     Args:
         outputs: one per chunk, a loss or a mapping with `loss`.
-        chunks: the chunks.
         sizes: samples per chunk.
         reduction: whether a chunk's loss is a mean or a sum.
         strategy: name that begins error messages.
@@ -70,15 +67,18 @@ def chunk_losses(
                 f"{strategy}: training_step returned a loss of {found} for a chunk of {sizes[i]} samples. Return a "
                 "scalar, the mean over the chunk's samples; or define training_step_end(outputs) and compute it there."
             )
-    given = [isinstance(output, dict) and output.get("loss_weight") is not None for output in outputs]
-    weights: list[Tensor | float] = [float(size) for size in sizes]
-    if any(given):
-        weights = [loss_weight(output, chunk) for output, chunk in zip(outputs, chunks, strict=True)]
+    given = [output.get("loss_weight") if isinstance(output, dict) else None for output in outputs]
+    weights = [float(size) if weight is None else weight for weight, size in zip(given, sizes, strict=True)]
     return ChunkLosses(losses, weights, reduction)
 
 
 def with_scalars(
-    loss: Tensor, losses: ChunkLosses, outputs: Sequence[dict[str, Any]], sizes: Sequence[int], device: torch.device
+    loss: Tensor,
+    losses: ChunkLosses,
+    outputs: Sequence[dict[str, Any]],
+    sizes: Sequence[int],
+    device: torch.device,
+    structure: BatchStructure,
 ) -> tuple[dict[str, Any], list[str]]:
     """Join the scalars that chunks returned besides their losses; larger values stay where they are.
 
@@ -88,9 +88,11 @@ def with_scalars(
         outputs: one per chunk.
         sizes: samples per chunk.
         device: device of the result.
+        structure: of what `training_step` returns.
 
     Returns:
-        `loss`, the sum of `loss_weight` if the module returned it, and means of scalars; and the keys left out.
+        `loss`, the sum of `loss_weight` if the module returned it, means of fractions, and what `batch_dims` declares;
+        and the keys left out: what is larger, and integers, which may be sums or anything else.
     """
     result: dict[str, Any] = {"loss": loss}
     left_out: list[str] = []
@@ -98,11 +100,20 @@ def with_scalars(
         values = [output.get(key) for output in outputs]
         if key == "loss_weight":
             result[key] = losses.total(device)
-        elif isinstance(values[0], (int, float, str)) or (isinstance(values[0], Tensor) and not values[0].dim()):
-            result[key] = join(values, sizes, device)
+        elif structure.is_declared((key,)) or _is_mean(values[0]) or (_is_single(values[0]) and are_equal(values)):
+            result |= structure.join([{key: value} for value in values], sizes, device)
         else:
             left_out.append(key)
     return result, left_out
+
+
+def _is_mean(value: Any) -> bool:
+    """Whether a value is a fraction, which is taken for a mean over samples."""
+    return isinstance(value, float) or (isinstance(value, Tensor) and not value.dim() and value.is_floating_point())
+
+
+def _is_single(value: Any) -> bool:
+    return value is None or isinstance(value, (str, bool))
 
 
 def _shares(weights: Sequence[Any]) -> list[Any]:

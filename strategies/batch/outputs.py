@@ -7,39 +7,45 @@ import torch
 
 from .log_recorder import LogRecorder
 from .losses import ChunkLosses, LossReduction, chunk_losses, with_scalars
+from .structure import BatchStructure
+
+LEFT_OUT = (
+    "training_step's output {key!r} stays on its chunk and does not reach callbacks: it is no mean over samples. Set "
+    "strategy.batch_dims={{training_step.{key}: sum, list or 0}}, or define training_step_end(outputs) to have the "
+    "outputs of all chunks joined on the root device."
+)
+"""What is told of a key that `combine_outputs` leaves out."""
 
 
-def losses_of(
-    outputs: list[Any], chunks: Sequence[Any], sizes: Sequence[int], reduction: LossReduction, strategy: str
-) -> ChunkLosses:
+def losses_of(outputs: list[Any], sizes: Sequence[int], reduction: LossReduction, strategy: str) -> ChunkLosses:
     """Read the losses of the chunks that have samples; the arguments are those of `combine_outputs`."""
     used = [i for i, size in enumerate(sizes) if size > 0]
-    return chunk_losses(outputs, [chunks[i] for i in used], [sizes[i] for i in used], reduction, strategy)
+    return chunk_losses(outputs, [sizes[i] for i in used], reduction, strategy)
 
 
 def combine_outputs(
     outputs: list[Any],
-    chunks: Sequence[Any],
     sizes: Sequence[int],
     logs: LogRecorder,
     reduction: LossReduction,
     strategy: str,
     device: torch.device,
+    structure: BatchStructure,
 ) -> tuple[Any, list[str]]:
     """Combine what `training_step` returned for each chunk into one result, and log each recorded value once.
 
     Args:
         outputs: one per chunk that has samples.
-        chunks: all chunks.
         sizes: samples per chunk.
         logs: the recorded calls of `self.log`.
         reduction: whether a chunk's loss is a mean or a sum.
         strategy: name that begins error messages.
         device: device of the result.
+        structure: of what `training_step` returns.
 
     Returns:
         A result of the kind that the module returned (None if it skips the batch), and the keys that are left out
-        because their values are not scalars.
+        because their values are no means, and nothing was declared of them.
 
     Raises:
         ConfigError: a loss is missing, or is not a scalar.
@@ -47,9 +53,9 @@ def combine_outputs(
     if all(output is None for output in outputs):
         logs.replay(sizes)
         return None, []
-    losses = losses_of(outputs, chunks, sizes, reduction, strategy)
+    losses = losses_of(outputs, sizes, reduction, strategy)
     logs.replay(sizes, losses)
     loss = losses.combine(device)
     if not isinstance(outputs[0], dict):
         return loss, []
-    return with_scalars(loss, losses, outputs, [size for size in sizes if size > 0], device)
+    return with_scalars(loss, losses, outputs, [size for size in sizes if size > 0], device, structure)

@@ -18,6 +18,7 @@ from torch.distributed import Work
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
 from ..batch.policies import Even, Policy
+from ..batch.structure import BatchStructure
 from ..core.errors import ConfigError
 from ._sampler_order import Agree, worker_seeds
 from .sampling import Cut, Deal, Divide, RankBatches, Share
@@ -49,6 +50,7 @@ class RankLoaders:
     sum_over_ranks: Callable[[Tensor], Work]
     policy: Policy = field(default_factory=Even)
     smallest: int = 1
+    structure_of: Callable[[Any], BatchStructure] = lambda loader: BatchStructure()
     divides: list[Divide] = field(default_factory=list)
 
     def process(self, loader: Any, role: LoaderRole, managed: bool = True) -> Any:
@@ -111,13 +113,17 @@ class RankLoaders:
         if self.batch_size_is == "global":
             return self._stream(loader, role)
         dealt = self._cut(loader, Deal(spread=False), training=False)
-        return Lockstep(dealt, self.sum_over_ranks) if role == "train" else dealt
+        return Lockstep(dealt, self.sum_over_ranks, self.structure_of(loader)) if role == "train" else dealt
 
     def _stream(self, loader: Any, role: LoaderRole) -> Any:
         if self.batch_size_is == "global":
-            return Divided(loader, self._divide(role), self.rank, self.num_ranks, role == "train", self.agree)
+            structure = self.structure_of(loader)
+            return Divided(
+                loader, self._divide(role), self.rank, self.num_ranks, role == "train", self.agree, structure
+            )
+        structure = self.structure_of(loader)
         loader = self._seeded(loader) if isinstance(loader, DataLoader) else loader
-        return Lockstep(loader, self.sum_over_ranks) if role == "train" else loader
+        return Lockstep(loader, self.sum_over_ranks, structure) if role == "train" else loader
 
     def _seeded(self, loader: DataLoader[Any]) -> DataLoader[Any]:
         clone = copy.copy(loader)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed import Work
 
-from ..batch.chunks import num_samples, split
+from ..batch.structure import BatchStructure
 from ..core.errors import ConfigError
 from ..core.types import Batch
 from ._sampler_order import Agree, in_one_order
@@ -46,10 +46,17 @@ class Lockstep(Stream):
     Args:
         loader: this rank's stream.
         sum_over_ranks: starts an in-place sum of a small CPU tensor over all ranks.
+        structure: counts the samples of batches; None knows nothing but the batches.
     """
 
-    def __init__(self, loader: Iterable[Batch], sum_over_ranks: Callable[[Tensor], Work]) -> None:
+    def __init__(
+        self,
+        loader: Iterable[Batch],
+        sum_over_ranks: Callable[[Tensor], Work],
+        structure: BatchStructure | None = None,
+    ) -> None:
         super().__init__(loader)
+        self._structure = structure or BatchStructure()
         self._sum_over_ranks = sum_over_ranks
 
     def __iter__(self) -> Iterator[Batch]:
@@ -74,7 +81,7 @@ class Lockstep(Stream):
 
     def _fetch(self, iterator: Iterator[Batch]) -> tuple[Batch, float, Tensor, Work]:
         batch = next(iterator, None)
-        num = 0.0 if batch is None else float(num_samples(batch) or 1)
+        num = 0.0 if batch is None else float(self._structure.num_samples(batch) or 1)
         sums = torch.tensor([num, float(batch is not None)], dtype=torch.float64)
         return batch, num, sums, self._sum_over_ranks(sums)
 
@@ -92,12 +99,21 @@ class Divided(Stream):
         num_ranks: number of ranks.
         training: whether a rank without samples joins with a zero-weight batch; otherwise it skips the step.
         agree: returns rank 0's random state on all ranks.
+        structure: counts and cuts batches; None knows nothing but the batches.
     """
 
     def __init__(
-        self, loader: Iterable[Batch], divide: Divide, rank: int, num_ranks: int, training: bool, agree: Agree
+        self,
+        loader: Iterable[Batch],
+        divide: Divide,
+        rank: int,
+        num_ranks: int,
+        training: bool,
+        agree: Agree,
+        structure: BatchStructure | None = None,
     ) -> None:
         super().__init__(loader)
+        self._structure = structure or BatchStructure()
         self.divide = divide
         self.rank = rank
         self.num_ranks = num_ranks
@@ -109,7 +125,7 @@ class Divided(Stream):
         self.shares.clear()
         self.positions.clear()
         for step, batch in enumerate(in_one_order(self.loader, self.rank, self.agree)):
-            total = num_samples(batch)
+            total = self._structure.num_samples(batch)
             if not total:
                 raise ConfigError(
                     f"ddp: batch_size_is=global can't cut a batch of type {type(batch).__name__}: it holds nothing to "
@@ -121,6 +137,7 @@ class Divided(Stream):
             self.shares.append(Share(sizes[self.rank], total))
             self.positions.append(step * self.num_ranks + self.rank)
             stand_in = min(2, total)
+            split = self._structure.split
             yield split(batch, sizes)[self.rank] if sizes[self.rank] else split(batch, [stand_in, total - stand_in])[0]
 
     def __len__(self) -> int:

@@ -16,9 +16,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from ..batch.chunks import num_samples, split
-from ..batch.outputs import combine_outputs
+from ..batch.outputs import LEFT_OUT, combine_outputs
 from ..batch.policies import Even, without_single_samples
+from ..batch.run_structures import RunStructures
+from ..batch.structure import BatchStructure, verify_batch_dims
 from ..core.errors import ConfigError
 from ..core.module_checks import has_batchnorm, verify_takes_batches
 from ..core.patching import replaced
@@ -46,6 +47,11 @@ class PipelineStrategy(pl_strategies.Strategy):
         self._logs: MicroBatchLogs | None = None
         self._has_batchnorm = False
         self._told = ""
+        self._told_keys: set[str] = set()
+        self.structures = self._new_structures()
+
+    def _new_structures(self) -> RunStructures:
+        return RunStructures(verify_batch_dims(self.stage_options.batch_dims, self.strategy_name))
 
     @property
     def process_devices(self) -> list[torch.device]:
@@ -67,6 +73,7 @@ class PipelineStrategy(pl_strategies.Strategy):
     @override
     def setup(self, trainer: pl.Trainer) -> None:
         self._verify(trainer)
+        self.structures = self._new_structures()
         super().setup(trainer)
         for optimizer in self.optimizers:
             state_to_parameters(optimizer)
@@ -147,20 +154,36 @@ class PipelineStrategy(pl_strategies.Strategy):
         names = [
             f"micro-batch {i + 1} of {len(sizes)}, {size} of {sum(sizes)} samples," for i, size in enumerate(sizes)
         ]
-        chunks = split(batch, sizes)
+        chunks = self._batch_structure.split(batch, sizes)
         steps = [partial(step, chunk, *args, **kwargs) for chunk in chunks]
         steps[0] = partial(self._watched, steps[0])
         with self._logs.recording():
             outputs = self._microbatches.forward(names, [partial(self._logs.run, i, s) for i, s in enumerate(steps)])
         reduction = self.stage_options.loss_reduction
-        return combine_outputs(outputs, chunks, sizes, self._logs, reduction, self.strategy_name, self.root_device)[0]
+        results = self.structures.of_results("training_step")
+        result, left_out = combine_outputs(
+            outputs, sizes, self._logs, reduction, self.strategy_name, self.root_device, results
+        )
+        for key in left_out:
+            self._info_once(LEFT_OUT.format(key=key))
+        return result
+
+    @property
+    def _batch_structure(self) -> BatchStructure:
+        assert self.lightning_module is not None
+        return self.structures.of_batch(self.lightning_module.trainer)
+
+    def _info_once(self, message: str) -> None:
+        if message not in self._told_keys:
+            self._told_keys.add(message)
+            rank_zero_info(f"{self.strategy_name}: {message}")
 
     def _watched(self, call: Callable[[], Any]) -> Any:
         with self.layout.watched():
             return call()
 
     def _sizes(self, batch: Batch) -> list[int]:
-        num = num_samples(batch)
+        num = self._batch_structure.num_samples(batch)
         if num is None:
             raise ConfigError(
                 f"num_microbatches={self.stage_options.num_microbatches}: the batch of type {type(batch).__name__} "

@@ -12,8 +12,10 @@ import torch
 from lightning_fabric.utilities import move_data_to_device
 from torch import Tensor, nn
 
-from ..batch.chunks import num_samples, split
+from ..batch.chunks import num_samples
+from ..batch.evidence import Inputs
 from ..batch.policies import Even
+from ..batch.structure import BatchStructure
 from ..core.errors import ConfigError
 from ..core.executor import Executor, Piece
 from ..core.types import Batch, Chunk, Device, Sizes
@@ -59,7 +61,8 @@ def scatter(
     """
     _verify_dim(dim)
     devices = [torch.device(device) for device in target_gpus]
-    num = num_samples(inputs)
+    structure = BatchStructure(evidence=Inputs(((), (0,))))
+    num = structure.num_samples(inputs)
     if num is None:
         raise ConfigError(f"scatter: a value of type {type(inputs).__name__} has no samples to split. Give a tensor.")
     sizes = Even().sizes(num, len(devices)) if chunk_sizes is None else list(chunk_sizes)
@@ -68,7 +71,7 @@ def scatter(
             f"scatter: chunk_sizes={sizes} do not divide {num} samples among {len(devices)} devices. Give one size "
             f"per device, none negative, with sum {num}."
         )
-    chunks = split(inputs, sizes)
+    chunks = structure.split(inputs, sizes)
     return [move_data_to_device(chunk, device) for chunk, device in zip(chunks, devices, strict=True)]
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import nn
 
-from ..batch.chunks import join, num_samples, split
+from ..batch.run_structures import RunStructures
 from ..core.errors import ConfigError
 from ._module_copy import StaysOnRoot
 from .layout import ReplicaLayout
@@ -40,25 +40,28 @@ class ParallelForward(StaysOnRoot):
         new_layout: Callable[[nn.Module, Callable[..., Any]], ReplicaLayout],
         sizes: Callable[[int], list[int]],
         strategy: str,
+        structures: RunStructures,
     ) -> None:
         self._module = module
         self._before = module.__dict__.get("forward")
         self._sizes = sizes
         self._strategy = strategy
+        self._inputs = structures.of_inputs(type(module).__name__)
+        self._outputs = structures.of_results("submodule")
         self.layout = new_layout(module, module.forward)
         module.__dict__["forward"] = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Compute the submodule's outputs for the whole batch, on the root device."""
-        num = num_samples((args, kwargs))
+        num = self._inputs.num_samples((args, kwargs))
         if not num:
             raise ConfigError(
                 f"{self._strategy}: the inputs of {type(self._module).__name__} hold no tensor with a dimension, so "
                 "they can't be split. Choose a submodule that takes the batch."
             )
-        sizes = self._sizes(num)
-        outputs = self.layout.run("forward", split((args, kwargs), sizes), sizes)
-        return join(outputs, [size for size in sizes if size > 0], self.layout.devices[0])
+        sizes = self._outputs.unequal(self._sizes(num))
+        outputs = self.layout.run("forward", self._inputs.split((args, kwargs), sizes), sizes)
+        return self._outputs.join(outputs, [size for size in sizes if size > 0], self.layout.devices[0])
 
     def close(self) -> None:
         """Restore the submodule's own `forward`."""

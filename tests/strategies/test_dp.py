@@ -55,7 +55,7 @@ def test_gradients_of_every_plan_equal_the_whole_batch() -> None:
                 chunks = batch.split(sizes)
                 outputs = layout.run("training_step", [((chunk,), {}) for chunk in chunks], sizes)
                 used = [size for size in sizes if size]
-                chunk_losses(outputs, chunks, used, "mean", "dp").combine(CPU).backward()
+                chunk_losses(outputs, used, "mean", "dp").combine(CPU).backward()
                 layout.sum_gradients()
                 for parameter, gradient in zip(module.parameters(), expected, strict=True):
                     assert parameter.grad is not None
@@ -417,7 +417,7 @@ def test_larger_outputs_stay_on_their_replica(caplog: pytest.LogCaptureFixture) 
     with caplog.at_level(logging.INFO):
         fit(Returns().double(), "dp")
     assert received == [{"loss", "loss_weight", "accuracy"}] * 3
-    assert caplog.text.count("output 'logits' stays on its replica") == 1
+    assert caplog.text.count("output 'logits' stays on its chunk") == 1
 
 
 def test_devices_may_be_listed_by_name() -> None:

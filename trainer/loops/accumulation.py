@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ...strategies.batch.loss_weight import loss_weight, weighs_in_loop
+from ...strategies.batch.run_structures import batch_structure
 from ...strategies.core.errors import ConfigError
 from ...strategies.core.types import Batch
 
@@ -60,7 +61,7 @@ class Accumulation:
         Returns:
             The loss to call backward on.
         """
-        weight = loss_weight(output, batch)
+        weight = loss_weight(output, batch, batch_structure(self.trainer))
         if isinstance(weight, Tensor):
             weight = weight.detach()
         self.total = self.total + weight

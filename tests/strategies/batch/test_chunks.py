@@ -88,7 +88,7 @@ def test_mappings_keep_their_type(kind: Any) -> None:
 
 def test_images_of_unequal_size_are_samples() -> None:
     images = [torch.zeros(3, 4, 4), torch.zeros(3, 8, 2), torch.zeros(3, 1, 1), torch.zeros(3, 1, 1)]
-    boxes = [{"box": torch.zeros(count, 4)} for count in (4, 4, 4, 4)]
+    boxes = [{"box": torch.zeros(count, 4)} for count in (4, 4, 4, 5)]
     first, second = split({"label": torch.arange(4), "image": images, "boxes": boxes}, [3, 1])
     assert [len(first["image"]), len(second["image"])] == [3, 1]
     assert second["image"][0] is images[3]
@@ -101,15 +101,27 @@ def test_three_images_of_three_channels_are_refused_as_ambiguous() -> None:
         split({"label": torch.arange(3), "image": images}, [2, 1])
 
 
-def test_two_views_of_two_samples_are_a_structure() -> None:
-    (views, _), _ = split(((rows(1, 2), rows(3, 4)), torch.arange(2)), [1, 1])
-    assert [view.item() for view in views] == [1, 3]
+@pytest.mark.parametrize(
+    ("batch", "name"),
+    [
+        (((rows(1, 2), rows(3, 4)), torch.arange(2)), r"batch\[0\] is a tuple of 2 tensors of 2 rows each"),
+        ([rows(1, 2), rows(3, 4)], "batch is a list of 2 tensors of 2 rows each"),
+        (
+            {"y": rows(1, 2), "box": [{"b": rows(3, 4)}, {"b": rows(5, 6)}]},
+            r"batch\['box'\] is a list of 2 values",
+        ),
+    ],
+)
+def test_two_tensors_of_two_rows_in_a_batch_of_two_are_refused_as_ambiguous(batch: Any, name: str) -> None:
+    """They were read as a structure: two views of both samples, and not the boxes of each."""
+    with pytest.raises(ConfigError, match=name):
+        split(batch, [1, 1])
 
 
-def test_two_tensors_of_a_batch_of_two_are_a_structure() -> None:
-    first, second = split([rows(1, 2), rows(3, 4)], [1, 1])
-    assert [tensor.item() for tensor in first] == [1, 3]
-    assert [tensor.item() for tensor in second] == [2, 4]
+def test_tensors_of_different_kinds_are_a_structure() -> None:
+    first, second = split([rows(1, 2), torch.arange(2)], [1, 1])
+    assert [tensor.item() for tensor in first] == [1, 0]
+    assert [tensor.item() for tensor in second] == [2, 1]
 
 
 def test_an_object_may_split_itself() -> None:

@@ -15,7 +15,7 @@ CPU = torch.device("cpu")
 
 
 def test_losses_are_weighted_by_samples() -> None:
-    losses = chunk_losses([torch.tensor(1.0), {"loss": torch.tensor(4.0)}], [None, None], [2, 1], "mean", "dp")
+    losses = chunk_losses([torch.tensor(1.0), {"loss": torch.tensor(4.0)}], [2, 1], "mean", "dp")
     assert losses.combine(CPU).item() == pytest.approx((1 * 2 + 4 * 1) / 3)
 
 
@@ -24,7 +24,7 @@ def test_losses_are_weighted_by_what_the_module_says() -> None:
         {"loss": torch.tensor(1.0), "loss_weight": torch.tensor(30)},
         {"loss": torch.tensor(4.0), "loss_weight": 10},
     ]
-    losses = chunk_losses(outputs, [None, None], [1, 1], "mean", "dp")
+    losses = chunk_losses(outputs, [1, 1], "mean", "dp")
     assert losses.combine(CPU).item() == pytest.approx((1 * 30 + 4 * 10) / 40)
     assert float(losses.total(CPU)) == 40
 
@@ -38,7 +38,7 @@ def test_sums_are_summed() -> None:
 )
 def test_a_loss_that_is_no_scalar_is_refused(output: Any, found: str) -> None:
     with pytest.raises(ConfigError, match=f"dp: training_step returned a loss of {found} for a chunk of 4 samples"):
-        chunk_losses([output], [None], [4], "mean", "dp")
+        chunk_losses([output], [4], "mean", "dp")
 
 
 def modules(count: int) -> list[nn.Module]:

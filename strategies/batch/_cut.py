@@ -1,0 +1,107 @@
+"""Cut the values of a batch by sizes, each by its role."""
+
+import sys
+from collections.abc import Callable, Iterable
+from itertools import accumulate
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..core.errors import ConfigError
+from ._tree import SHARED, Items, Path, called, children, is_array, is_sequence, option_key, rebuild, splits_itself
+
+Role: TypeAlias = Literal["rows", "list", "shared", "structure"]
+"""What a value is: one row per sample, one element per sample, the same for all samples, or a structure of values."""
+
+RoleOf: TypeAlias = Callable[[Any, Path], Role]
+
+
+def cut(value: Any, sizes: list[int], role_of: RoleOf, root: str, path: Path = ()) -> list[Any]:
+    """Cut a value into one part per size.
+
+    Raises:
+        ConfigError: it can't be cut; the message names it.
+    """
+    name = called(path, root)
+    if not (is_array(value) or is_sequence(value)):
+        return _cut_other(value, sizes, role_of, root, path)
+    role = role_of(value, path)
+    if role == "shared":
+        return [value] * len(sizes)
+    if role == "structure":
+        return _cut_structure(value, sizes, role_of, root, path)
+    if isinstance(value, Tensor) and (value.layout is not torch.strided or value.is_nested):
+        raise _refusal(value, name, f"tensor of layout {value.layout}")
+    _verify_length(value, sum(sizes), name, path)
+    return list(value.split(sizes)) if isinstance(value, Tensor) else _slices(value, sizes)
+
+
+def _cut_other(value: Any, sizes: list[int], role_of: RoleOf, root: str, path: Path) -> list[Any]:
+    name = called(path, root)
+    if role_of(value, path) == "shared":
+        return [value] * len(sizes)
+    if splits_itself(value):
+        return _cut_by_itself(value, sizes, name)
+    if children(value) is not None:
+        return _cut_structure(value, sizes, role_of, root, path)
+    if not isinstance(value, (*SHARED, np.ndarray, Tensor)):
+        raise _refusal(value, name)
+    return [value] * len(sizes)
+
+
+def _cut_structure(value: Any, sizes: list[int], role_of: RoleOf, root: str, path: Path) -> list[Any]:
+    items = children(value) or []
+    parts = [
+        _cut_labels(child, items, sizes) if _is_labels(child) else cut(child, sizes, role_of, root, (*path, key))
+        for key, child in items
+    ]
+    return [rebuild(value, [part[i] for part in parts]) for i in range(len(sizes))]
+
+
+def _is_labels(value: Any) -> bool:
+    pandas = sys.modules.get("pandas")  # not a dependency: a batch with its objects has imported it
+    return pandas is not None and isinstance(value, pandas.Index)
+
+
+def _cut_labels(labels: Any, beside: Items, sizes: list[int]) -> list[Any]:
+    """Share labels of columns; cut those of samples: they have as many entries, and name no axis of a tensor beside."""
+    num = sum(sizes)
+    shapes = [value.shape[1:] for _, value in beside if isinstance(value, (Tensor, np.ndarray))]
+    if len(labels) != num or any(num in shape for shape in shapes):
+        return [labels] * len(sizes)
+    return _slices(labels, sizes)
+
+
+def _cut_by_itself(value: Any, sizes: list[int], name: str) -> list[Any]:
+    parts = list(value.split(sizes))
+    if len(parts) != len(sizes):
+        raise ConfigError(
+            f"{name}: {type(value).__name__}.split({sizes}) returned {len(parts)} parts. Return one per size."
+        )
+    return parts
+
+
+def _slices(value: Any, sizes: Iterable[int]) -> list[Any]:
+    ends = list(accumulate(sizes))
+    return [value[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+
+
+def _verify_length(value: Any, num: int, name: str, path: Path) -> None:
+    if len(value) == num:
+        return
+    key = option_key(path) or "batch"
+    what = (f"{len(value)} rows", "row") if is_array(value) else (f"{len(value)} elements", "element")
+    raise ConfigError(
+        f"{name} has {what[0]} in a batch of {num} samples, so it can't be cut along dimension 0. Give it one "
+        f"{what[1]} per sample; set strategy.batch_dims={{{key}: none}} to give every device all of it; or put it into "
+        "an object that defines split(sizes)."
+    )
+
+
+def _refusal(value: Any, name: str, what: str | None = None) -> ConfigError:
+    return ConfigError(
+        f"{name} is a {what or type(value).__name__}, which can't be cut into chunks. Use tensors, lists, dicts or "
+        "dataclasses, or give it a method split(sizes) that returns one part per size."
+    )

@@ -1,0 +1,166 @@
+"""What a loader shows about its batches: how it collates them, and what a batch of another size looks like."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from pytorch_lightning.utilities.combined_loader import CombinedLoader
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+from torch.utils.data.dataloader import default_collate
+
+from ..core.rng import random_state, swapped_random_state
+from ..core.types import Batch
+from ._tree import Path, at, children, rebuild
+
+LOOKS = (2, 3)
+"""Sizes of the batches that are made to be looked at."""
+
+
+class Evidence(Protocol):
+    """What is known of batches before one of them is cut."""
+
+    def is_stacked(self, path: Path) -> bool:
+        """Whether torch's own collate function made the value at a path."""
+        ...
+
+    def is_structure(self, path: Path) -> bool:
+        """Whether the value at a path is a structure for certain."""
+        ...
+
+    def lengths(self, path: Path) -> list[tuple[int, int]]:
+        """(samples, length of the value at a path) of batches of several sizes; empty where none is known."""
+        ...
+
+
+class NoEvidence:
+    """Nothing is known but the batch itself."""
+
+    def is_stacked(self, path: Path) -> bool:
+        """See `Evidence`."""
+        return False
+
+    def is_structure(self, path: Path) -> bool:
+        """See `Evidence`."""
+        return False
+
+    def lengths(self, path: Path) -> list[tuple[int, int]]:
+        """See `Evidence`."""
+        return []
+
+
+@dataclass
+class Inputs(NoEvidence):
+    """Arguments of a call: what holds them is a structure.
+
+    Args:
+        paths: of the structures.
+    """
+
+    paths: tuple[Path, ...]
+
+    def is_structure(self, path: Path) -> bool:
+        """See `Evidence`."""
+        return path in self.paths
+
+
+@dataclass
+class LoaderEvidence:
+    """What a loader, or several combined ones, show about their batches.
+
+    Samples are read, and collated, only where the batch in hand does not settle everything; random states stay as
+    they are. A loader of a dataset that can't be read by index shows nothing.
+
+    Args:
+        loader: a `DataLoader`, any iterable, or a `CombinedLoader` that puts the batches of several into one.
+        transform: what hooks make of a batch before the step sees it; None where there are none.
+    """
+
+    loader: Any
+    transform: Callable[[Batch], Batch] | None = None
+    _batches: list[tuple[int, Batch]] | None = field(default=None, repr=False)
+    _raw: dict[tuple[Path, int], Any] = field(default_factory=dict, repr=False)
+
+    def is_stacked(self, path: Path) -> bool:
+        """See `Evidence`."""
+        loader = self._loader_at(path)
+        return (
+            self.transform is None
+            and isinstance(loader, DataLoader)
+            and loader.collate_fn is default_collate
+            and loader.batch_sampler is not None
+        )
+
+    def is_structure(self, path: Path) -> bool:
+        """See `Evidence`."""
+        return self.transform is None and any(
+            len(prefix) > len(path) and prefix[: len(path)] == path for prefix, _ in self.loaders()
+        )
+
+    def lengths(self, path: Path) -> list[tuple[int, int]]:
+        """See `Evidence`."""
+        if self._batches is None:
+            self._batches = list(self._look())
+        found: list[tuple[int, int]] = []
+        for num, batch in self._batches:
+            try:
+                found.append((num, len(at(batch, path))))
+            except (KeyError, TypeError):
+                return []
+        return found
+
+    def loaders(self) -> list[tuple[Path, Any]]:
+        """Where in a batch each loader's own batch stands."""
+        if isinstance(self.loader, CombinedLoader):
+            return list(_leaves(self.loader.iterables, ()))
+        return [((), self.loader)]
+
+    def _loader_at(self, path: Path) -> Any:
+        return next((loader for prefix, loader in self.loaders() if path[: len(prefix)] == prefix), None)
+
+    def _look(self) -> Iterator[tuple[int, Batch]]:
+        """Make a batch of each size, without a trace."""
+        # arbitrary code of datasets and collate functions: a dataset that only works in a worker shows nothing
+        try:
+            with torch.random.fork_rng(), swapped_random_state(random_state()), torch.no_grad():
+                yield from [(num, self._made(num)) for num in LOOKS]
+        except Exception:  # noqa: BLE001  # see above
+            return
+
+    def _made(self, num: int) -> Batch:
+        made = {prefix: fetch(loader, num) for prefix, loader in self.loaders()}
+        batch = _filled(self.loader.iterables, (), made) if isinstance(self.loader, CombinedLoader) else made[()]
+        return batch if self.transform is None else self.transform(batch)
+
+
+def fetch(loader: Any, num: int) -> Batch:
+    """Make a batch of samples from all over a loader's dataset.
+
+    Raises:
+        TypeError: the loader's samples can't be chosen.
+    """
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        raise TypeError(f"a loader of type {type(loader).__name__} yields what it likes")
+    dataset: Any = loader.dataset
+    last = len(dataset) - 1
+    indices = [round(i * last / (num - 1)) for i in range(num)]
+    if loader.batch_sampler is None:
+        if not isinstance(loader.sampler, BatchSampler):
+            raise TypeError("the dataset holds ready batches")
+        return loader.collate_fn(dataset[indices])
+    many = getattr(dataset, "__getitems__", None)
+    return loader.collate_fn([dataset[i] for i in indices] if many is None else many(indices))
+
+
+def _leaves(value: Any, path: Path) -> Iterator[tuple[Path, Any]]:
+    parts = children(value) if isinstance(value, (Mapping, list, tuple)) else None
+    if parts is None:
+        yield path, value
+    for key, child in parts or []:
+        yield from _leaves(child, (*path, key))
+
+
+def _filled(value: Any, path: Path, made: dict[Path, Any]) -> Any:
+    if path in made:
+        return made[path]
+    return rebuild(value, [_filled(child, (*path, key), made) for key, child in children(value) or []])

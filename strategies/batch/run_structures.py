@@ -1,0 +1,148 @@
+"""The structures of all batches and results of a run, one per loader and kind of step."""
+
+from collections.abc import Mapping
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import pytorch_lightning as pl
+from pytorch_lightning.utilities.combined_loader import CombinedLoader
+from pytorch_lightning.utilities.model_helpers import is_overridden
+
+from ..core.errors import ConfigError
+from ..core.types import Batch
+from ._tree import option_key
+from .evidence import Inputs, LoaderEvidence
+from .structure import BatchStructure
+
+_TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+
+
+class RunStructures:
+    """Decisions about batches, kept for a run.
+
+    Args:
+        options: what `verify_batch_dims` returned.
+    """
+
+    def __init__(self, options: Mapping[str, str] | None = None) -> None:
+        self._options = dict(options or {})
+        self._batches: dict[tuple[str, int], BatchStructure] = {}
+        self._results: dict[tuple[str, int], BatchStructure] = {}
+
+    def of_batch(self, trainer: pl.Trainer, dataloader_idx: int = 0) -> BatchStructure:
+        """The structure of the batch in hand.
+
+        Raises:
+            ConfigError: loaders are combined whose batches will differ in size; the message names them.
+        """
+        key = (_stage(trainer), dataloader_idx)
+        if key not in self._batches:
+            evidence = _evidence(trainer, dataloader_idx)
+            if trainer.training:
+                self._verify_combined(evidence)
+            self._batches[key] = BatchStructure(self._options, evidence)
+        return self._batches[key]
+
+    def of_stream(self, loader: Any) -> BatchStructure:
+        """The structure of a loader's batches before any hook has seen them."""
+        return BatchStructure(self._options, LoaderEvidence(loader))
+
+    def of_inputs(self, name: str) -> BatchStructure:
+        """The structure of the inputs of a part of the module, `(args, kwargs)`."""
+        evidence = Inputs(((), (0,)))
+        return BatchStructure(self._options, evidence, root=f"inputs of {name}", prefix=("submodule",))
+
+    def of_results(self, step: str, dataloader_idx: int = 0) -> BatchStructure:
+        """The structure of what a step returns; errors call it by the step's name."""
+        key = (step, dataloader_idx)
+        if key not in self._results:
+            self._results[key] = BatchStructure(self._options, root=step, prefix=(step,))
+        return self._results[key]
+
+    def _verify_combined(self, evidence: LoaderEvidence) -> None:
+        """Refuse, before the first step, loaders whose batches differ in size at some step of the epoch."""
+        loaders = [
+            (path, sizes)
+            for path, loader in evidence.loaders()
+            if self._options.get(option_key(path)) != "shared" and (sizes := _sizes(loader)) is not None
+        ]
+        combined = evidence.loader
+        if len(loaders) < 2 or not isinstance(combined, CombinedLoader):
+            return
+        counts = [len(sizes) for _, sizes in loaders]
+        steps = min(counts) if combined._mode == "min_size" else max(counts)
+        for step in range(steps):
+            # with max_size a loader that has ended gives nothing; with max_size_cycle it begins again
+            now = [
+                (path, sizes[step % len(sizes)])
+                for path, sizes in loaders
+                if step < len(sizes) or combined._mode == "max_size_cycle"
+            ]
+            for path, size in now:
+                if size != now[0][1]:
+                    raise ConfigError(
+                        f"The combined loaders give {now[0][1]} samples for {option_key(now[0][0])!r} and {size} for "
+                        f"{option_key(path)!r} in step {step + 1}, and a batch is cut by one number of samples. Give "
+                        "them one batch size and drop_last=True, or set strategy.batch_dims="
+                        f"{{{option_key(path)}: none}} to give every device all of it."
+                    )
+
+
+def run_structures(trainer: pl.Trainer) -> RunStructures:
+    """The structures of a trainer's run: the strategy's, where it cuts batches, else of the training in hand."""
+    own = getattr(trainer.strategy, "structures", None)
+    if own is not None:
+        return own
+    combined = trainer.fit_loop._combined_loader
+    return _WITHOUT_STRATEGY.setdefault(combined, RunStructures()) if combined is not None else RunStructures()
+
+
+def batch_structure(trainer: pl.Trainer, dataloader_idx: int = 0) -> BatchStructure:
+    """The structure of the batch in hand."""
+    return run_structures(trainer).of_batch(trainer, dataloader_idx)
+
+
+def dataloader_index(trainer: pl.Trainer, rest: tuple[Any, ...]) -> int:
+    """Which loader an evaluated batch is from: the last argument of a step, where there are several loaders."""
+    loop: Any = trainer._active_loop
+    return rest[-1] if not trainer.training and rest and loop is not None and loop.num_dataloaders > 1 else 0
+
+
+_WITHOUT_STRATEGY: WeakKeyDictionary[CombinedLoader, RunStructures] = WeakKeyDictionary()
+
+
+def _stage(trainer: pl.Trainer) -> str:
+    if trainer.sanity_checking or trainer.validating:
+        return "validate"
+    return "train" if trainer.training else "test" if trainer.testing else "predict"
+
+
+def _evidence(trainer: pl.Trainer, dataloader_idx: int) -> LoaderEvidence:
+    combined: Any = getattr(trainer._active_loop, "_combined_loader", None)
+    loader = combined
+    if isinstance(combined, CombinedLoader) and combined._mode == "sequential":
+        loader = combined.flattened[dataloader_idx]
+    module, data = trainer.lightning_module, getattr(trainer, "datamodule", None)
+    hooked = any(
+        is_overridden(name, module) or (data is not None and is_overridden(name, data)) for name in _TRANSFER_HOOKS
+    )
+
+    def transform(batch: Batch) -> Batch:
+        batch = module._on_before_batch_transfer(batch, dataloader_idx=dataloader_idx)
+        device = trainer.strategy.root_device
+        return module._apply_batch_transfer_handler(batch, device=device, dataloader_idx=dataloader_idx)
+
+    return LoaderEvidence(loader, transform if hooked else None)
+
+
+def _sizes(loader: Any) -> list[int] | None:
+    """Samples of each batch of a loader, where its batches are cut evenly from a sampler's indices."""
+    sampler: Any = getattr(loader, "batch_sampler", None)
+    if type(sampler).__name__ != "BatchSampler":
+        return None
+    try:
+        num, size = len(sampler.sampler), sampler.batch_size
+    except (TypeError, AttributeError):
+        return None
+    full, rest = divmod(num, size)
+    return [size] * full + ([rest] if rest and not sampler.drop_last else [])

@@ -1,0 +1,406 @@
+"""Decide, once per run and value, which dimension of a batch's values is samples.
+
+a value of a batch of N samples       is                           decided by
+tensor or array                       rows, or shared              evidence; else it has one row per sample
+list or tuple                         list, structure, or shared   evidence; else its length, where that says enough
+mapping, namedtuple, dataclass        structure
+object with `split(sizes)`            cut by itself
+number, string, tensor of shape ()    shared
+
+Evidence is, first to last: the option `batch_dims`; torch's own collate function, which stacks every tensor; two
+batches of other sizes that the loader's collate function makes of its dataset's samples (what grows with them is
+samples, what does not is shared); how long the parts of one result are on chunks of unequal sizes. A list that can
+still be read in two ways is refused by name. What was decided for a path (`boxes`, `views.0`) holds for the whole run.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from ..core.errors import ConfigError
+from ..core.types import Batch, Chunk, Sizes
+from ._cut import Role, cut
+from ._join import are_equal, join_parts, moved
+from ._tree import (
+    Path,
+    called,
+    children,
+    is_array,
+    is_sequence,
+    option_key,
+    plain_lengths,
+    row_counts,
+    splits_itself,
+)
+from .evidence import Evidence, NoEvidence
+
+BatchDims: TypeAlias = Mapping[Any, Any]
+"""The option `batch_dims`: for the path of a value `list`, `none` or 0; of a result also `sum` or `mean`."""
+
+_WORDS: dict[Any, str] = {"list": "list", "none": "shared", None: "shared", 0: "rows", "0": "rows"}
+_REDUCTIONS = {"sum": "sum", "mean": "mean"}
+
+
+def verify_batch_dims(dims: BatchDims | None, strategy: str) -> dict[str, str]:
+    """Read the option `batch_dims`.
+
+    Returns:
+        For each path the role (or the reduction) of its value.
+
+    Raises:
+        ConfigError: a word is unknown.
+    """
+    words = _WORDS | _REDUCTIONS
+    given: Any = dims  # from a configuration it may be anything
+    if given is not None and not isinstance(given, Mapping):
+        raise ConfigError(f"{strategy}: batch_dims={dims!r} is no mapping. Give {{path: list, none or 0}}.")
+    for key, word in (dims or {}).items():
+        if word not in words or isinstance(word, bool):
+            raise ConfigError(
+                f"{strategy}: batch_dims={{{key}: {word}}} is unknown. Choose one of list (one element per sample), "
+                "none (the same for all samples), 0 (tensors with one row per sample); for results also sum, mean."
+            )
+    return {str(key): words[word] for key, word in (dims or {}).items()}
+
+
+class BatchStructure:
+    """What the values of the batches of one loader are, or of the results of one kind of step.
+
+    Args:
+        options: what `verify_batch_dims` returned.
+        evidence: what is known before a batch is cut.
+        root: what errors call the whole.
+        prefix: what the paths of options begin with, which have no prefix for batches.
+    """
+
+    def __init__(
+        self,
+        options: Mapping[str, str] | None = None,
+        evidence: Evidence | None = None,
+        root: str = "batch",
+        prefix: Path = (),
+    ) -> None:
+        self._options = dict(options or {})
+        self._prefix = prefix
+        self._evidence = NoEvidence() if evidence is None else evidence
+        self._root = root
+        self._roles: dict[tuple[Path, bool], str] = {}
+        self._by_length: dict[Path, int] = {}
+        self.is_settled = False
+        """Whether results were seen whose structure is certain; see `unequal`."""
+
+    def num_samples(self, batch: Batch) -> int | None:
+        """Count the samples of a batch.
+
+        Returns:
+            N, or None where the batch holds nothing to count.
+
+        Raises:
+            ConfigError: values disagree on N, or can be read in two ways; the message names them.
+        """
+        self._learn(batch)
+        counts = list(self._counts(batch, ()))
+        for path, count in counts:
+            if count != counts[0][1]:
+                first = called(counts[0][0], self._root)
+                raise ConfigError(
+                    f"{called(path, self._root)} has {count} rows in a batch of {counts[0][1]} samples ({first}), so "
+                    "it can't be cut along dimension 0. Give every value of the batch one row per sample (loaders that "
+                    "are combined: one batch size and one number of samples), or set strategy.batch_dims="
+                    f"{{{self._key(path)}: none}} to give every device all of it."
+                )
+        return counts[0][1] if counts else None
+
+    def split(self, batch: Batch, sizes: Sizes) -> list[Chunk]:
+        """Cut a batch; the table above tells what becomes of its values.
+
+        Tensors are views of the batch's. An empty chunk has tensors of shape (0, ...).
+
+        Args:
+            batch: nested tensors, each of shape (N, ...).
+            sizes: samples per chunk; they sum to N.
+
+        Returns:
+            One chunk per size, in order, of the batch's own type.
+
+        Raises:
+            ConfigError: a value can't be cut, or can be read in two ways; the message names it.
+        """
+        self._learn(batch)
+        return cut(batch, list(sizes), self._role, self._root)
+
+    def join(self, results: Sequence[Any], sizes: Sizes, device: torch.device | None = None) -> Any:
+        """Join the results of chunks: what one device would have returned for the whole batch.
+
+        Args:
+            results: one per chunk that had samples.
+            sizes: samples per chunk, none of them 0.
+            device: where joined tensors live; None takes the first chunk's.
+
+        Raises:
+            ConfigError: a value can't be joined, or in two ways; the message names it.
+        """
+        assert len(results) == len(sizes) > 0
+        if len(results) == 1:
+            self.is_settled = self.is_settled or not any(True for _ in _lengths(results[0]))
+            return moved(results[0], device)
+        joined = join_parts(list(results), list(sizes), self._reduction, self._root, device, ())
+        self.is_settled = self.is_settled or len(set(sizes)) > 1 or not any(True for _ in _lengths(results[0]))
+        return joined
+
+    def unequal(self, sizes: Sequence[int]) -> list[int]:
+        """Move a sample from the last chunk to the first where all are of one size and results are not yet known.
+
+        What is one row or element per sample differs in length between chunks of unequal sizes; what is a structure,
+        or the same for all samples, does not. Results are equal however a batch is cut, so that this costs nothing.
+        """
+        used = [i for i, size in enumerate(sizes) if size]
+        changed = list(sizes)
+        if not self.is_settled and len(used) > 1 and len({sizes[i] for i in used}) == 1:
+            changed[used[0]] += 1
+            changed[used[-1]] -= 1
+        return changed
+
+    def _learn(self, batch: Batch) -> None:
+        """Decide what is new in a batch: first what is certain, then the rest, which may ask for N."""
+        if self._knows(batch, ()):
+            return
+        self._settle(batch, (), None)
+        if self._knows(batch, ()):
+            return
+        counts = [count for _, count in self._counts(batch, ())]
+        num = counts[0] if counts else self._usual_count(batch)
+        if num is not None:
+            self._settle(batch, (), num)
+
+    def _knows(self, value: Any, path: Path) -> bool:
+        if not (is_array(value) or is_sequence(value)):
+            return all(self._knows(child, (*path, key)) for key, child in self._inside(value, path))
+        role = self._roles.get((path, is_array(value)))
+        if role != "structure":
+            return role is not None
+        return all(self._knows(child, (*path, key)) for key, child in children(value) or [])
+
+    def _inside(self, value: Any, path: Path) -> list[tuple[Any, Any]]:
+        if splits_itself(value) or self._option(path) == "shared":
+            return []
+        return children(value) or []
+
+    def _settle(self, value: Any, path: Path, num: int | None) -> None:
+        """Note what a value and the values in it are: only what is certain, or everything, where N is given."""
+        if not (is_array(value) or is_sequence(value)):
+            for key, child in self._inside(value, path):
+                self._settle(child, (*path, key), num)
+            return
+        key = (path, is_array(value))
+        role = self._roles.get(key) or self._certain(value, path)
+        if role is None and num is not None:
+            role = self._by_convention(value, path, num)
+        if role is None:
+            return
+        self._roles[key] = role
+        if role == "structure":
+            for child_key, child in children(value) or []:
+                self._settle(child, (*path, child_key), num)
+
+    def is_declared(self, path: Path) -> bool:
+        """Whether the user said what the value at a path is."""
+        return self._option(path) is not None
+
+    def _key(self, path: Path) -> str:
+        """How an option names a path; the whole batch is `batch`."""
+        return option_key((*self._prefix, *path)) or "batch"
+
+    def _option(self, path: Path) -> str | None:
+        """What the user said of a path; 0 for a structure is said of all tensors in it."""
+        found = self._options.get(self._key(path))
+        if found is None:
+            above = [self._options.get(self._key(path[:i])) for i in range(len(path))]
+            return "rows" if "rows" in above else None
+        return found
+
+    def _certain(self, value: Any, path: Path) -> str | None:
+        """What a value is by the user's word or the loader's evidence; None where both are silent."""
+        option = self._option(path)
+        if option is not None:
+            return self._verified(option, value, path)
+        if not is_array(value) and self._evidence.is_structure(path):
+            return "structure"
+        if self._evidence.is_stacked(path):
+            return "rows" if is_array(value) else _role_in_stacked(value)
+        lengths = self._evidence.lengths(path)
+        if not lengths:
+            return None
+        if all(length == num for num, length in lengths):
+            return "rows" if is_array(value) else "list"
+        if len({length for _, length in lengths}) == 1:
+            return "shared" if is_array(value) else "structure"
+        what = ", ".join(f"{length} in a batch of {num}" for num, length in lengths)
+        raise ConfigError(
+            f"{called(path, self._root)} has neither one {'row' if is_array(value) else 'element'} per sample nor "
+            f"always as many ({what}), so it can't be cut into chunks. Give it one per sample, or put it into an "
+            "object that defines split(sizes)."
+        )
+
+    def _verified(self, option: str, value: Any, path: Path) -> str:
+        if option == "rows":
+            return "rows" if is_array(value) else "structure"
+        if option in _REDUCTIONS or (option == "list" and is_array(value)):
+            raise ConfigError(
+                f"batch_dims={{{self._key(path)}: {option}}} was given for {called(path, self._root)}, a "
+                f"{type(value).__name__}. Give {'0' if is_array(value) else 'list'} or none."
+            )
+        return option
+
+    def _by_convention(self, value: Any, path: Path, num: int) -> str | None:
+        """What a value is where nothing but the batch is known.
+
+        Tensors have one row per sample (one that has not is refused when it is cut). A list as long as the batch whose
+        tensors all have as many rows could be either.
+        """
+        if is_array(value):
+            return "rows"
+        inside = [count for _, count in row_counts(value)]
+        if len(value) != num or (path == () and inside and is_array(value[0]) and inside[0] != num):
+            return "structure"
+        if not inside or any(count != num for count in inside):
+            if path == () and any(is_array(element) for element in value):
+                return "structure"  # of `x, y` one has another number of rows, which is refused
+            return "list"
+        if len({_kind(element) for element in value}) > 1:
+            return "structure"  # samples are all of one kind
+        name, key = called(path, self._root), self._key(path)
+        raise ConfigError(
+            f"{name} is a {type(value).__name__} of {num} {_plural(value[0])} of {num} rows each in a batch of {num} "
+            f"samples: its elements may be samples, or its rows. Set strategy.batch_dims={{{key}: list}} for one "
+            f"element per sample, {{{key}: 0}} for one row per sample, or {{{key}: none}} where it is the same for all "
+            "samples."
+        )
+
+    def _usual_count(self, batch: Batch) -> int | None:
+        """N where nothing is certain: the rows of tensors outside lists, else those on which all tensors agree."""
+        outside = [count for path, count in row_counts(batch) if not _passes_list(batch, path)]
+        if outside:
+            return outside[0]
+        inside = {count for _, count in row_counts(batch)}
+        if len(inside) > 1:
+            raise ConfigError(
+                f"The samples of {self._root}, a {type(batch).__name__}, can't be counted: its tensors are in lists "
+                f"and have {', '.join(map(str, sorted(inside)))} rows. Set strategy.batch_dims={{path: list}} for the "
+                "lists that have one element per sample (0, 1, ... are the paths of a tuple's values)."
+            )
+        return next(iter(inside), next(plain_lengths(batch), None))
+
+    def _counts(self, value: Any, path: Path) -> Iterator[tuple[Path, int]]:
+        """Paths and lengths of all values whose length is N, as far as that is decided."""
+        if is_array(value) or is_sequence(value):
+            role = self._roles.get((path, is_array(value)))
+            if role in ("rows", "list"):
+                yield path, len(value)
+            if role != "structure":
+                return
+        elif splits_itself(value) and hasattr(value, "__len__") and self._option(path) != "shared":
+            yield path, len(value)
+        for key, child in self._inside(value, path):
+            yield from self._counts(child, (*path, key))
+
+    def _role(self, value: Any, path: Path) -> Role:
+        """The role of a value of a batch that was learned."""
+        if is_array(value) or is_sequence(value):
+            known: Any = self._roles.get((path, is_array(value)), "structure")
+            return known
+        return "shared" if self._option(path) == "shared" else "structure"
+
+    def _reduction(self, parts: list[Any], sizes: list[int], path: Path) -> str:
+        """How the values that chunks returned become one."""
+        first = parts[0]
+        option = "sum" if path == ("loss_weight",) else self._option(path)
+        if option == "shared" and not isinstance(first, Tensor) and not are_equal(parts):
+            raise ConfigError(
+                f"{called(path, self._root)} differs between chunks, and batch_dims says that it is the same for all "
+                "samples. Set it to list, sum or mean."
+            )
+        if option is not None:
+            return "structure" if option == "rows" and not is_array(first) else option
+        if is_array(first):
+            return "rows"
+        if is_sequence(first):
+            return self._list_or_structure(parts, sizes, path)
+        if children(first) is not None:
+            return "structure"
+        return self._reduction_of_leaf(parts, sizes, path)
+
+    def _list_or_structure(self, parts: list[Any], sizes: list[int], path: Path) -> str:
+        lengths = [len(part) if is_sequence(part) else -1 for part in parts]
+        found = self._roles.get((path, False))
+        if found is None and len(set(sizes)) > 1:
+            found = "list" if lengths == sizes else "structure"
+            self._roles[path, False] = found
+        if found is not None:
+            return found
+        if lengths != sizes:
+            return "structure"
+        inside = [count for part in parts for _, count in row_counts(part)]
+        if inside and all(count == sizes[0] for count in inside):
+            key = self._key(path)
+            raise ConfigError(
+                f"{called(path, self._root)} is a list of {sizes[0]} values of {sizes[0]} rows each from chunks of "
+                f"{sizes[0]} samples: its elements may be samples, or its rows. Set strategy.batch_dims="
+                f"{{{key}: list}} for one element per sample, or {{{key}: 0}} for one row per sample."
+            )
+        return "list"
+
+    def _reduction_of_leaf(self, parts: list[Any], sizes: list[int], path: Path) -> str:
+        """How numbers and other single values become one: a fraction is a mean over samples; a count is not known."""
+        first = parts[0]
+        if isinstance(first, float) or (isinstance(first, Tensor) and first.is_floating_point()):
+            return "mean"
+        if isinstance(first, Tensor) or (isinstance(first, int) and not isinstance(first, bool)):
+            if len(set(sizes)) > 1 and not isinstance(first, Tensor) and parts == sizes:
+                self._roles[path, False] = "sum"
+            if self._roles.get((path, False)) == "sum" and parts == sizes:
+                return "sum"
+        elif are_equal(parts):
+            return "shared"
+        shown = " and ".join(str(part) for part in parts[:2]) if not isinstance(first, Tensor) else "an integer tensor"
+        raise ConfigError(
+            f"{called(path, self._root)} is {shown} in chunks of {' and '.join(map(str, sizes[:2]))} samples: it may "
+            "be a sum over samples, a mean, or something else. Set strategy.batch_dims="
+            f"{{{self._key(path)}: sum, mean or none}}, or return a tensor with one row per sample."
+        )
+
+
+def _role_in_stacked(value: Any) -> str:
+    """What `default_collate` makes: a list of all samples' strings, and structures of everything else."""
+    return "list" if len(value) and all(isinstance(element, (str, bytes)) for element in value) else "structure"
+
+
+def _kind(value: Any) -> Any:
+    """What the samples of a batch have in common."""
+    return (value.dtype, value.ndim, getattr(value, "layout", None)) if is_array(value) else type(value)
+
+
+def _plural(value: Any) -> str:
+    return "tensors" if is_array(value) else "values"
+
+
+def _passes_list(batch: Batch, path: Path) -> bool:
+    """Whether a list or tuple stands between a batch and a value in it, the batch itself aside."""
+    value: Any = batch
+    for key in path[:-1]:
+        value = dict(children(value) or [])[key]
+        if is_sequence(value):
+            return True
+    return False
+
+
+def _lengths(value: Any) -> Iterator[int]:
+    """Lengths of all tensors and lists in a result, and its integers: what chunks of unequal sizes must explain."""
+    if is_array(value) or is_sequence(value):
+        yield len(value)
+    elif isinstance(value, int):
+        yield value
+    for _, child in children(value) or []:
+        yield from _lengths(child)

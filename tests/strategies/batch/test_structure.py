@@ -1,0 +1,490 @@
+"""What in a batch is samples is found out once, from evidence, or asked for by name; never guessed."""
+
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import pytorch_lightning as pl
+import torch
+from distributed import run_ranks
+from parity import Case, Net, make_trainer
+from pytorch_lightning.utilities import CombinedLoader
+from test_ddp import quiet_trainer
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data.dataloader import default_collate
+
+from evener.strategies import (
+    BalancedDataParallelStrategy,
+    ConfigError,
+    DataParallelStrategy,
+    DDPStrategy,
+    ModelParallelStrategy,
+    SingleDeviceStrategy,
+)
+from evener.strategies.batch.evidence import LoaderEvidence
+from evener.strategies.batch.structure import BatchStructure, verify_batch_dims
+
+pytestmark = pytest.mark.filterwarnings("ignore:A stage is used before")
+"""What the modules here compute with their outputs is not what stages are for."""
+
+Strategies = Callable[..., Any]
+
+STRATEGIES: list[Any] = [
+    DataParallelStrategy,
+    lambda **options: BalancedDataParallelStrategy(weights=[1, 2], **options),
+    lambda **options: ModelParallelStrategy(num_microbatches=2, **options),
+]
+
+
+class Samples:
+    """Samples of a list, random numbers drawn on the way."""
+
+    def __init__(self, *samples: Any) -> None:
+        self.samples = samples
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, i: int) -> Any:
+        torch.rand(()), random.random(), np.random.rand()
+        return self.samples[i]
+
+
+def vectors(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def weights_of(module: Callable[[], Net], loader: Any, strategy: Any, devices: int = 2, **options: Any) -> Tensor:
+    """Weights after two epochs of training and the losses of a validation."""
+    torch.manual_seed(3)
+    net = module().double()
+    settings = {"limit_val_batches": 0, **options}
+    make_trainer(Case(), strategy, devices=devices, **settings).fit(net, loader, loader)
+    return torch.cat([*(p.detach().flatten() for p in net.parameters()), torch.tensor(net.losses).double()])
+
+
+def assert_trains_alike(module: Callable[[], Net], loader: Any, strategy: Any, **options: Any) -> None:
+    expected = weights_of(module, loader, SingleDeviceStrategy(), 1, **options)
+    torch.testing.assert_close(weights_of(module, loader, strategy, **options), expected, rtol=0, atol=1e-10)
+
+
+class Detector(Net):
+    """One loss per image, of images in a stack or a list, and a list of its boxes; summed in one way or another."""
+
+    def read(self, batch: Any) -> Any:
+        return batch["image"], batch["boxes"]
+
+    def loss(self, batch: Any) -> Tensor:
+        losses: list[Tensor] = []
+        for image, boxes in zip(*self.read(batch), strict=True):
+            out = self(image.reshape(-1, 4)).mean()
+            losses.append((out - (boxes["box"] if isinstance(boxes, dict) else boxes)).square().mean())
+        return torch.stack(losses).mean()
+
+    def size(self, batch: Any) -> int:
+        return len(self.read(batch)[1])
+
+
+class TupleDetector(Detector):
+    def read(self, batch: Any) -> Any:
+        return batch
+
+
+def stacked_images(samples: Any) -> Any:
+    return {"image": torch.stack([image for image, _ in samples]), "boxes": [boxes for _, boxes in samples]}
+
+
+def tuple_of_tuples(samples: Any) -> Any:
+    return tuple(zip(*samples, strict=True))
+
+
+def boxes(*counts: int) -> Samples:
+    return Samples(*((vectors(4, seed=i), vectors(count, 4, seed=9 + i)) for i, count in enumerate(counts)))
+
+
+PICTURES = {
+    # in every batch, or in some only, an image has as many boxes as the batch has images
+    "always": (boxes(2, 2, 2, 2), 2),
+    "at first": (boxes(2, 2, 1, 2, 3, 1, 2, 2), 2),
+    "later": (boxes(1, 3, 2, 2, 2), 2),
+    "ragged": (boxes(3, 3, 3, 1, 2, 1, 1), 3),
+}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("pictures", PICTURES)
+def test_boxes_of_a_stack_of_images_are_cut_between_images(pictures: str, strategy: Any) -> None:
+    """They were cut inside the images: a loss of 0.7472 instead of 0.8635."""
+    samples, size = PICTURES[pictures]
+    assert_trains_alike(Detector, DataLoader(samples, size, collate_fn=stacked_images), strategy())
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("size", [2, 3])
+def test_batches_of_detectors_are_cut_between_images(size: int, strategy: Any) -> None:
+    """`tuple(zip(*batch))` was counted by the first image's channels."""
+    targets = [{"box": vectors(count, 4, seed=count), "name": f"{count}"} for count in (3, 3, 1, 3, 2, 3, 3, 3, 3, 1)]
+    samples = Samples(*((vectors(3, 4, 4 * (1 + i % 2), seed=i), target) for i, target in enumerate(targets)))
+    assert_trains_alike(TupleDetector, DataLoader(samples, size, collate_fn=tuple_of_tuples), strategy())
+
+
+def test_accumulation_on_one_device_counts_images() -> None:
+    """Batches of 3, 3, 3 and 1 images of 3 channels: each image weighs the same, as in one batch of 10."""
+    targets = [vectors(1 + i % 3, 4, seed=i) for i in range(10)]
+    samples = Samples(*((vectors(3, 4, 4, seed=i), target) for i, target in enumerate(targets)))
+
+    class Summed(TupleDetector):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    found = [
+        weights_of(Summed, DataLoader(samples, size, collate_fn=tuple_of_tuples), SingleDeviceStrategy(), 1, **options)
+        for size, options in ((3, {"accumulate_grad_batches": 4, "exact_accumulation": True}), (10, {}))
+    ]
+    num = sum(p.numel() for p in Summed().parameters())
+    torch.testing.assert_close(found[0][:num], found[1][:num], rtol=0, atol=1e-10)
+
+
+class Weighted(Net):
+    """Has a vector in its batch that is the same for all samples, as long as the batch."""
+
+    def loss(self, batch: Any) -> Tensor:
+        losses = nn.functional.cross_entropy(self(batch["x"]), batch["y"], reduction="none")
+        return (losses * (batch["w"] * torch.arange(3.0).double()).sum()).mean()
+
+    def size(self, batch: Any) -> int:
+        return len(batch["x"])
+
+
+def with_constant(samples: Any) -> Any:
+    weights = torch.tensor([0.1, 0.2, 0.7], dtype=torch.float64)
+    return {"w": weights, "x": torch.stack([x for x, _ in samples]), "y": torch.stack([y for _, y in samples])}
+
+
+CLASSIFIED = Samples(*((vectors(4, seed=i), torch.tensor(i % 3)) for i in range(10)))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("size", [3, 4])
+def test_a_vector_that_is_the_same_for_all_samples_is_shared(size: int, strategy: Any) -> None:
+    """Class weights were cut where there were as many classes as samples."""
+    assert_trains_alike(Weighted, DataLoader(CLASSIFIED, size, collate_fn=with_constant), strategy())
+
+
+class Stream(IterableDataset[Any]):
+    """Batches ready made, of which nothing is known but themselves."""
+
+    def __init__(self, make: Callable[[list[Any]], Any], size: int) -> None:
+        self.make, self.size = make, size
+
+    def __iter__(self) -> Iterator[Any]:
+        for start in range(0, len(CLASSIFIED), self.size):
+            yield self.make(CLASSIFIED.samples[start : start + self.size])  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_of_a_stream_the_option_says_what_is_shared(strategy: Any) -> None:
+    loader = DataLoader(Stream(with_constant, 3), batch_size=None)
+    assert_trains_alike(Weighted, loader, strategy(batch_dims={"w": "none"}))
+
+
+class Views(Net):
+    """Two views of each sample, whose outputs shall be alike."""
+
+    def loss(self, batch: Any) -> Tensor:
+        weak, strong = batch
+        return (self(weak) - self(strong)).square().mean() + self(weak).mean()
+
+    def size(self, batch: Any) -> int:
+        return len(batch[0])
+
+
+class AugmentedViews(Views):
+    """Makes the two views of a batch itself, after it was collated."""
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return [batch[0], batch[0] * 2]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("module", [Views, AugmentedViews])
+def test_two_views_of_two_samples_are_two_views(module: type[Net], strategy: Any) -> None:
+    pairs = Samples(*((vectors(4, seed=i), vectors(4, seed=20 + i)) for i in range(7)))
+    assert_trains_alike(module, DataLoader(pairs, 2), strategy())
+
+
+def as_views(samples: Any) -> Any:
+    x = torch.stack([x for x, _ in samples])
+    return x, x * 2
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_two_views_in_a_stream_are_asked_for_before_the_first_step(strategy: Any) -> None:
+    loader = DataLoader(Stream(as_views, 2), batch_size=None)
+    with pytest.raises(ConfigError, match=r"batch is a list of 2 tensors of 2 rows.*batch_dims=\{batch: list\}"):
+        weights_of(Views, loader, strategy())
+    assert_trains_alike(Views, loader, strategy(batch_dims={"batch": 0}))
+
+
+def test_a_decision_is_kept_where_a_later_batch_could_be_read_otherwise() -> None:
+    """A list of two numbers in batches of 3, and in a last one of 2."""
+    seen: list[Any] = []
+    structure = BatchStructure()
+    for num in (3, 2):
+        batch = {"x": vectors(num, 4), "scale": [0.5, 0.25], "views": [vectors(num, 1), vectors(num, 1)]}
+        first, _ = structure.split(batch, [1, num - 1])
+        seen.append((len(first["scale"]), len(first["views"]), len(first["views"][0])))
+    assert seen == [(2, 2, 1)] * 2
+
+
+class Combined(Net):
+    """Labelled and unlabelled samples, of loaders that differ."""
+
+    def loss(self, batch: Any) -> Tensor:
+        (x, y), views = batch["lab"], batch["unlab"]
+        alike = (self(views[0]) - self(views[1])).square().mean() if views is not None else 0
+        return nn.functional.cross_entropy(self(x), y) + alike
+
+    def size(self, batch: Any) -> int:
+        return len(batch["lab"][0])
+
+
+def combined(num: int, size: int, other: int, other_size: int, mode: str) -> CombinedLoader:
+    labelled = Samples(*CLASSIFIED.samples[:num])
+    unlabelled = Samples(*((vectors(4, seed=i), vectors(4, seed=20 + i)) for i in range(other)))
+    return CombinedLoader({"lab": DataLoader(labelled, size), "unlab": DataLoader(unlabelled, other_size)}, mode)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("mode", ["min_size", "max_size_cycle", "max_size"])
+def test_two_views_of_a_combined_loader_are_two_views(mode: str, strategy: Any) -> None:
+    """A pair of views beside a batch of 2 was cut into samples: 0.4743 became 0.4936."""
+    assert_trains_alike(Combined, combined(8, 2, 6, 2, mode), strategy())
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ((8, 2, 24, 6), r"2 samples for 'lab' and 6 for 'unlab' in step 1"),
+        ((6, 4, 8, 4), r"2 samples for 'lab' and 4 for 'unlab' in step 2"),
+    ],
+)
+def test_combined_loaders_of_unequal_batches_are_refused_before_the_first_step(
+    sizes: tuple[int, ...], message: str, strategy: Any
+) -> None:
+    """A tail of 2 beside a batch of 4 ended in an error of dtypes from deep inside, after the first step."""
+    with pytest.raises(ConfigError, match=message):
+        weights_of(Combined, combined(*sizes, "max_size_cycle"), strategy())
+    assert_trains_alike(Combined, combined(*sizes, "max_size_cycle"), strategy(batch_dims={"unlab": "none"}))
+
+
+def test_looking_at_samples_leaves_no_trace() -> None:
+    """Random states stay as they are, and collated batches of strings, None and numbers are understood."""
+    torch.manual_seed(1), random.seed(1), np.random.seed(1)
+    expected = torch.rand(()), random.random(), np.random.rand()
+    torch.manual_seed(1), random.seed(1), np.random.seed(1)
+    structure = BatchStructure(evidence=LoaderEvidence(DataLoader(boxes(2, 2, 2), 2, collate_fn=stacked_images)))
+    first, second = structure.split(stacked_images(boxes(2, 2).samples), [1, 1])
+    assert [len(chunk["boxes"]) for chunk in (first, second)] == [1, 1]
+    assert (torch.rand(()), random.random(), np.random.rand()) == expected
+
+
+def test_what_torch_collates_is_known() -> None:
+    """Two names of each of two samples are two lists of names, not two samples of two names."""
+    samples = [(("a", "b"), [1.0, 2.0]), (("c", "d"), [3.0, 4.0])]
+    structure = BatchStructure(evidence=LoaderEvidence(DataLoader(Samples(*samples), 2)))
+    first, second = structure.split(default_collate(samples), [1, 1])
+    assert (first[0], second[0]) == ([("a",), ("b",)], [("c",), ("d",)])
+    assert [row.tolist() for row in second[1]] == [[3.0], [4.0]]
+
+
+@pytest.mark.parametrize(
+    ("dims", "message"),
+    [
+        ({"boxes": "lists"}, r"dp: batch_dims=\{boxes: lists\} is unknown. Choose one of list"),
+        ({"boxes": 1}, r"batch_dims=\{boxes: 1\} is unknown"),
+        ({"boxes": True}, r"batch_dims=\{boxes: True\} is unknown"),
+        ("list", "batch_dims='list' is no mapping"),
+    ],
+)
+def test_unknown_words_are_refused(dims: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        DataParallelStrategy(batch_dims=dims)
+
+
+def test_a_list_for_a_tensor_is_refused() -> None:
+    structure = BatchStructure(verify_batch_dims({"x": "list"}, "dp"))
+    with pytest.raises(ConfigError, match=r"\{x: list\} was given for batch\['x'\], a Tensor. Give 0 or none"):
+        structure.split({"x": vectors(2, 4)}, [1, 1])
+
+
+def test_rows_that_follow_something_else_than_samples_are_refused() -> None:
+    """All boxes of a batch in one tensor: where there are as many boxes as images they must not be cut either."""
+
+    def concatenated(samples: Any) -> Any:
+        return {"image": torch.stack([x for x, _ in samples]), "boxes": torch.cat([b for _, b in samples])}
+
+    loader = DataLoader(boxes(1, 1, 3, 1), 2, collate_fn=concatenated)
+    with pytest.raises(ConfigError, match=r"batch\['boxes'\] has neither one row per sample nor always as many"):
+        weights_of(Detector, loader, DataParallelStrategy())
+
+
+def _stream_on_ranks(dims: Any) -> tuple[float, float]:
+    torch.manual_seed(3)
+    net = Weighted().double()
+    strategy = DDPStrategy(batch_size_is="global", batch_dims=dims, timeout_s=20)
+    loader = DataLoader(Stream(with_constant, 3), batch_size=None)
+    quiet_trainer(strategy, 2).fit(net, loader)
+    return float(sum(p.detach().sum() for p in net.parameters())), net.losses[-1]
+
+
+def test_a_stream_is_divided_among_ranks_as_the_option_says() -> None:
+    loader = DataLoader(Stream(with_constant, 3), batch_size=None)
+    torch.manual_seed(3)
+    net = Weighted().double()
+    make_trainer(Case(), SingleDeviceStrategy(), devices=1, limit_val_batches=0).fit(net, loader, loader)
+    expected = float(sum(p.detach().sum() for p in net.parameters()))
+    for weights, _ in run_ranks(_stream_on_ranks, 2, {"w": "none"}):
+        assert weights == pytest.approx(expected, abs=1e-10)
+
+
+class Returning(Net):
+    """Returns what a test wants of its validation and prediction."""
+
+    returned: Callable[[Tensor, Tensor], Any]
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.returned(self(batch[0]), batch[1])
+
+    predict_step = validation_step
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+
+    def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.seen.append(outputs)
+
+
+def returning(what: Callable[[Tensor, Tensor], Any]) -> type[Returning]:
+    class Made(Returning):
+        returned = staticmethod(what)
+
+    return Made
+
+
+RESULTS: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "list of vectors": lambda out, y: list(out),
+    "list of dicts": lambda out, y: [{"out": row, "y": int(label)} for row, label in zip(out, y, strict=True)],
+    "structure": lambda out, y: [out, out * 2, out * 3],
+    "means": lambda out, y: [out.mean(), {"a": float(out.mean())}],
+    "count": lambda out, y: {"n": len(y), "flag": True, "name": "a", "none": None, "out": out},
+    "strings": lambda out, y: [str(int(label)) for label in y],
+    "nothing": lambda out, y: None,
+}
+
+
+@pytest.mark.parametrize("strategy", [DataParallelStrategy, lambda: BalancedDataParallelStrategy(gpu0_chunk=0)])
+@pytest.mark.parametrize("devices", [2, 3])
+@pytest.mark.parametrize("name", RESULTS)
+@pytest.mark.filterwarnings("ignore:predict returned None")
+def test_results_are_those_of_one_device(name: str, devices: int, strategy: Any) -> None:
+    """A list of 3 vectors of 3 numbers from each of two chunks of 3 samples was joined as if it were 3 stacks."""
+    found: list[Any] = []
+    for used, count in ((strategy(), devices), (SingleDeviceStrategy(), 1)):
+        torch.manual_seed(3)
+        module = returning(RESULTS[name])().double()
+        samples = Samples(*(CLASSIFIED.samples * 2)[:17])
+        trainer = make_trainer(Case(), used, devices=count)
+        trainer.validate(module, DataLoader(samples, 6), verbose=False)
+        found.append([module.seen, trainer.predict(module, DataLoader(samples, 6))])
+    torch.testing.assert_close(_plain(found[0]), _plain(found[1]), rtol=0, atol=1e-10)
+
+
+def _plain(value: Any) -> Any:
+    """Strings and None as numbers, which `assert_close` compares."""
+    if value is None or isinstance(value, str):
+        return list(str(value).encode())
+    if isinstance(value, dict):
+        return {key: _plain(child) for key, child in value.items()}
+    return [_plain(child) for child in value] if isinstance(value, (list, tuple)) else value
+
+
+UNKNOWN: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    r"validation_step\['correct'\] is .* samples: it may be a sum": lambda out, y: {"correct": int(y.sum())},
+    r"validation_step\['correct'\] is an integer tensor": lambda out, y: {"correct": y.sum()},
+    r"validation_step\['per_class'\] has \[3, 3\] rows from chunks of": lambda out, y: {"per_class": out.mean(0)},
+    r"validation_step\['one'\] is True and False": lambda out, y: {"one": len(y) == 4},
+}
+
+
+@pytest.mark.parametrize("message", UNKNOWN)
+def test_results_that_may_be_anything_are_refused_by_name(message: str) -> None:
+    """Of an integer the first chunk's was taken: 5 of 9 samples."""
+    module = returning(UNKNOWN[message])().double()
+    with pytest.raises(ConfigError, match=message):
+        make_trainer(Case(), DataParallelStrategy(), devices=2).validate(module, DataLoader(CLASSIFIED, 6))
+
+
+def test_results_are_joined_as_the_option_says() -> None:
+    """Validation in batches of 6 and 4: labels 0 1 2 0 1 2 and 0 1 2 0."""
+    dims = {"validation_step.correct": "sum", "validation_step.bins": "sum", "validation_step.classes": "none"}
+    module = returning(
+        lambda out, y: {"correct": int((y > 0).sum()), "bins": torch.bincount(y, minlength=3), "classes": 3}
+    )().double()
+    trainer = make_trainer(Case(), DataParallelStrategy(batch_dims=dims), devices=2)
+    trainer.validate(module, DataLoader(CLASSIFIED, 6), verbose=False)
+    assert [seen["correct"] for seen in module.seen] == [4, 2]
+    assert [seen["bins"].tolist() for seen in module.seen] == [[2, 2, 2], [2, 1, 1]]
+    assert [seen["classes"] for seen in module.seen] == [3, 3]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_integers_that_training_returns_are_left_out_unless_declared(
+    strategy: Strategies, caplog: pytest.LogCaptureFixture
+) -> None:
+    seen: list[dict[str, Any]] = []
+
+    class Counting(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            y = batch[1]
+            correct, names = int((y > 0).sum()), ("same", f"{len(y)}")
+            return {"loss": self.loss(batch), "correct": correct, "n": len(y), "a": names[0], "b": names[1]}
+
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            seen.append({key: value for key, value in outputs.items() if key != "loss"})
+
+    with caplog.at_level("INFO"):
+        fitted = make_trainer(
+            Case(), strategy(batch_dims={"training_step.correct": "sum"}), devices=2, max_epochs=1, limit_val_batches=0
+        )
+        fitted.fit(Counting().double(), DataLoader(CLASSIFIED, 5), DataLoader(CLASSIFIED, 5))
+    assert seen == [{"correct": 3, "a": "same"}, {"correct": 3, "a": "same"}]
+    assert caplog.text.count("training_step's output 'n' stays on its chunk") == 1
+
+
+def test_every_loader_of_an_evaluation_has_a_structure_of_its_own() -> None:
+    """Boxes of a first loader, three numbers for all samples of a second, both as long as a batch."""
+    losses: list[list[float]] = []
+
+    class Both(Net):
+        def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+            value = Detector.loss(self, batch) if dataloader_idx == 0 else Weighted.loss(self, batch)  # pyright: ignore[reportArgumentType]
+            self.log("loss", value, batch_size=len(batch["x" if dataloader_idx else "image"]))
+
+        def read(self, batch: Any) -> Any:
+            return batch["image"], batch["boxes"]
+
+    for strategy, devices in ((DataParallelStrategy(), 2), (SingleDeviceStrategy(), 1)):
+        torch.manual_seed(3)
+        loaders = [DataLoader(boxes(3, 3, 3, 3, 2), 3, collate_fn=stacked_images)]
+        loaders.append(DataLoader(CLASSIFIED, 3, collate_fn=with_constant))
+        trainer: pl.Trainer = make_trainer(Case(), strategy, devices=devices)
+        losses.append(
+            [value for values in trainer.validate(Both().double(), loaders, verbose=False) for value in values.values()]
+        )
+    assert losses[0] == pytest.approx(losses[1], abs=1e-6)
