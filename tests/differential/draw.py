@@ -37,11 +37,12 @@ LOADING = st.builds(
     eval_kind=mostly(*loading.EVAL_KINDS),
     eval_num=st.sampled_from([9, 8, 5, 1]),
     eval_batch_size=st.sampled_from([4, 3, 6]),
+    given_by=mostly("arguments", "module", "datamodule"),
 )
 
 NETS = st.builds(Net, kind=mostly(*subject.NETS), peculiar=some(subject.PECULIAR, 3), hooks=mostly(*subject.HOOKS))
 
-LOG_VALUES = ("loss", "hits", "sum", "n", "n_int", "max", "min", "constant", "int", "constant_sum", "epoch", "vector",
+LOG_VALUES = ("loss", "hits", "sum", "n", "n_int", "max", "min", "constant", "int", "epoch", "vector",
               "weight_norm")  # fmt: skip
 
 
@@ -70,7 +71,7 @@ def logs(draw: Any) -> Log:
 
 RETURNS = st.builds(
     Returns,
-    train=mostly("tensor", "dict", "extra", "ints", "logits", "texts", "lists", "weight", "weight_int", "weight_float"),
+    train=mostly("tensor", "dict", "extra", "ints", "logits", "texts", "lists", "weight", "weight_int", "weight_float", "sum"),
     evaluation=mostly("none", "mean", "losses", "dict", "ints", "list", "list_of_rows", "python_list", "strings", "sum",
                       "confusion", "gram", "empty"),
     predict=mostly("tensor", "tuple", "dict", "list", "tuple_of_rows", "pair", "strings", "python_list", "numpy", "none",
@@ -96,6 +97,8 @@ OPTIONS = st.builds(
     overfit_batches=mostly(0, 1, times=10),
     log_every_n_steps=mostly(1, 2, 50),
     reload_dataloaders_every_n_epochs=mostly(0, 1, times=4),
+    exact_accumulation=mostly(False, True),
+    detect_nonfinite=mostly("off", "raise", "skip_step", times=4),
 )
 CASES = st.builds(
     Case,
@@ -109,37 +112,52 @@ CASES = st.builds(
     options=OPTIONS,
     dtype=mostly("float64", "float32", times=3),
     watch=st.sampled_from(["usual", "light", "full"]),
+    before=mostly("nothing", "validate", "test", "predict", times=4),
+    after=mostly("nothing", "fit", times=4),
+    resume_after=mostly(0, 1, 2, 4, times=6),
 )
+
+RANKS = (("batch_size_is", "global"), ("timeout_s", 6))
+
+
+def options(*choices: tuple[tuple[str, Any], ...]) -> st.SearchStrategy[Any]:
+    return mostly(*choices, times=1)
+
 
 SPREADS: dict[str, st.SearchStrategy[Spread]] = {
     "single_device": st.just(Spread()),
-    "dp": st.builds(Spread, st.just("dp"), st.sampled_from([2, 3, 4])),
+    "dp": st.builds(
+        Spread,
+        st.just("dp"),
+        st.sampled_from([2, 3, 4]),
+        options((), (("threads", True),), (("copy_frozen", False),), (("submodule", "net"),)),
+    ),
     "balanced_dp": st.builds(
         Spread,
         st.just("balanced_dp"),
         st.just(3),
-        st.sampled_from([(("gpu0_chunk", 0),), (("gpu0_chunk", 1),), (("weights", (1, 2, 2)),), (("weights", (0, 1, 3)),)]),
+        options((("gpu0_chunk", 0),), (("gpu0_chunk", 1),), (("weights", (1, 2, 2)),), (("weights", (0, 1, 3)),), ()),
     ),
     "model_parallel": st.builds(
-        Spread,
-        st.just("model_parallel"),
+        lambda devices, num, more: Spread("model_parallel", devices, (("num_microbatches", num), *more)),
         st.sampled_from([2, 3]),
-        st.sampled_from([1, 2, 3]).map(lambda m: (("num_microbatches", m),)),
+        st.sampled_from([2, 3, 1]),
+        options((), (("deterministic", True),), (("output_device", "first"),)),
     ),
     "ddp": st.builds(
-        Spread, st.just("ddp"), st.sampled_from([2, 3]), st.just((("batch_size_is", "global"), ("timeout_s", 6)))
+        lambda devices, more: Spread("ddp", devices, (*RANKS, *more)),
+        st.sampled_from([2, 3]),
+        options(
+            (), (("find_unused_parameters", True),), (("static_graph", True),), (("gradient_as_bucket_view", True),)
+        ),
     ),
-    "ddp_replicas": st.just(
-        Spread("ddp", 4, (("batch_size_is", "global"), ("timeout_s", 6), ("devices_per_process", 2)))
-    ),
+    "ddp_per_device": st.just(Spread("ddp", 2, (("batch_size_is", "per_device"), ("timeout_s", 6)))),
+    "ddp_replicas": st.just(Spread("ddp", 4, (*RANKS, ("devices_per_process", 2)))),
     "balanced_ddp": st.builds(
-        Spread,
-        st.just("balanced_ddp"),
-        st.just(2),
-        st.sampled_from([(("timeout_s", 6), ("weights", (1, 3))), (("timeout_s", 6), ("weights", (2, 1)))]),
+        lambda weights: Spread("balanced_ddp", 2, (("timeout_s", 6), ("weights", weights))),
+        st.sampled_from([(1, 3), (2, 1)]),
     ),
     "ddp_model_parallel": st.just(
-        Spread("ddp_model_parallel", 4,
-               (("batch_size_is", "global"), ("timeout_s", 6), ("model_parallel_size", 2), ("num_microbatches", 2)))
+        Spread("ddp_model_parallel", 4, (*RANKS, ("model_parallel_size", 2), ("num_microbatches", 2)))
     ),
-}  # fmt: skip
+}

@@ -4,7 +4,7 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field
 
-from .cases import Case, Spread, brief, simpler
+from .cases import Case, Spread, brief, contains, simpler, without
 from .pool import Pool
 from .verdict import Verdict, judge
 
@@ -18,7 +18,7 @@ class Hunt:
     reasons: Counter[str] = field(default_factory=Counter)
     failures: dict[str, str] = field(default_factory=dict)
     began: float = field(default_factory=time.monotonic)
-    reduced: list[tuple[Case, Spread]] = field(default_factory=list)
+    known: list[Case] = field(default_factory=list)
 
     def judge(self, case: Case, spread: Spread) -> Verdict:
         """Run a case and count its verdict; a failure is confirmed in processes that have run nothing else."""
@@ -31,14 +31,17 @@ class Hunt:
             self.reasons[f"{verdict.word}: {verdict.reason.splitlines()[0][:110] if verdict.reason else ''}"] += 1
         return verdict
 
-    def reduce(self, case: Case, spread: Spread, verdict: Verdict, most: int = 60) -> tuple[Case, Verdict]:
+    def reduce(self, case: Case, spread: Spread, verdict: Verdict, seconds: float = 60.0) -> tuple[Case, Verdict]:
         """The smallest case that still fails, found by giving one field after the other its default."""
-        tried = 0
+        deadline = time.monotonic() + seconds
+        tried: set[Case] = set()
         improved = True
-        while improved and tried < most:
+        while improved:
             improved = False
             for plainer in simpler(case):
-                tried += 1
+                if plainer in tried or time.monotonic() > deadline:
+                    continue
+                tried.add(plainer)
                 found = judge(self.pool, plainer, spread)
                 if not found.accepted:
                     case, verdict, improved = plainer, found, True
@@ -46,14 +49,23 @@ class Hunt:
         return case, verdict
 
     def add(self, case: Case, spread: Spread) -> None:
-        """Judge a case, and keep it if it fails in a way that is new."""
+        """Judge a case, and keep what is new in how it fails.
+
+        What fails for a reason that is known by now is tried again without it.
+        """
         verdict = self.judge(case, spread)
         if verdict.accepted:
             return
-        case, verdict = self.reduce(case, spread, verdict)
+        for known in self.known:
+            if contains(case, known):
+                case = without(case, known)
+        again = judge(self.pool, case, spread)
+        if again.accepted:
+            return
+        case, verdict = self.reduce(case, spread, again)
+        self.known.append(case)
         key = f"{spread.kind}: {brief(case)}"
-        if key not in self.failures:
-            self.failures[key] = f"{brief(case)} under {brief(spread)}\n    {verdict.reason}"
+        self.failures[key] = f"{verdict.word}: {brief(case)} under {brief(spread)}\n    {verdict.reason}"
 
     def table(self) -> str:
         """Cases by verdict, refusals and discarded ones by reason, minutes."""

@@ -61,7 +61,7 @@ OF_REGRESSION: dict[str, Callable[[], Any]] = {
 }
 METRICS = {**OF_PREDICTIONS, **OF_VALUES, **OF_REGRESSION}
 STYLES = ("object", "update", "value", "epoch_end", "epoch_start_reset")
-VALUE_STYLE = ("accuracy", "mean_metric", "mse", "weighted_mean")
+VALUE_STYLE = ("accuracy", "mean_metric", "mse")
 """Metrics whose value of a batch is a mean over samples, so that a step may log it as a number."""
 
 
@@ -78,6 +78,11 @@ def arguments(name: str, logits: Tensor, y: Tensor, losses: Tensor) -> tuple[Any
     if name == "weighted_mean":
         return losses.detach(), 1.0 + y
     return logits.detach()[:, 0].contiguous(), y.to(logits.dtype)
+
+
+def make_tracker() -> Any:
+    """A tracker of two metrics over epochs."""
+    return tm.MetricTracker(tm.MetricCollection({"a": _accuracy(), "p": _macro(tm.Precision)}), maximize=[True, True])
 
 
 def make_metrics(values: list[str]) -> nn.ModuleList:

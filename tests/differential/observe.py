@@ -3,7 +3,7 @@
 import logging
 import traceback
 import warnings
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ KINDS = {
     "ddp_model_parallel": S.DDPModelParallelStrategy,
     "balanced_ddp_model_parallel": S.BalancedDDPModelParallelStrategy,
 }  # fmt: skip
+OWN_OPTIONS = ("exact_accumulation", "detect_nonfinite")
 
 
 @dataclass
@@ -99,14 +100,17 @@ def callback(name: str, folder: Path) -> pl.Callback:
 
 def make_trainer(case: Case, spread: Spread, folder: Path, callbacks: list[pl.Callback], logger: Tape) -> Any:
     """Lightning's trainer for `stock`, Evener's otherwise."""
-    given = dict(case.options.__dict__) | {
+    given: dict[str, Any] = dict(case.options.__dict__) | {
         "callbacks": callbacks, "logger": logger, "accelerator": "cpu", "devices": spread.devices,
         "enable_progress_bar": False, "enable_model_summary": False, "default_root_dir": folder,
         "enable_checkpointing": any("checkpoint" in name for name in case.callbacks),
     }  # fmt: skip
     if spread.kind == "stock":
-        return pl.Trainer(**given)
-    return Trainer(strategy=KINDS[spread.kind](**dict(spread.options)), **given)
+        return pl.Trainer(**{name: value for name, value in given.items() if name not in OWN_OPTIONS})
+    options = dict(spread.options)
+    if case.returns.train == "sum" and spread.kind in ("dp", "balanced_dp", "model_parallel"):
+        options["loss_reduction"] = "sum"
+    return Trainer(strategy=KINDS[spread.kind](**options), **given)
 
 
 def observe(case: Case, spread: Spread, folder: str) -> Observed:
@@ -133,11 +137,25 @@ class _State:
 
 
 def _run(case: Case, spread: Spread, folder: Path, seen: dict[str, Any], state: _State) -> None:
-    module, watch, tape = make_subject(case), WATCHES[case.watch](), Tape()
-    callbacks = [*(callback(name, folder) for name in case.callbacks), watch]
-    trainer = make_trainer(case, spread, folder, callbacks, tape)
-    state.phase, state.trainer = "fit", trainer
-    trainer.fit(module, train_loader(case), eval_loader(case))
+    checkpoint = None
+    if case.resume_after:
+        checkpoint = folder / "half.ckpt"
+        first = replace(case, options=replace(case.options, max_steps=case.resume_after))
+        trainer, module, *_ = _prepare(first, spread, folder)
+        state.phase, state.trainer = "fit", trainer
+        trainer.fit(module, **_data(case, module))
+        trainer.save_checkpoint(checkpoint)
+    trainer, module, watch, tape = _prepare(case, spread, folder)
+    state.trainer = trainer
+    if case.before != "nothing" and case.loading.eval_kind != "none":
+        state.phase = case.before
+        given = {} if case.loading.given_by == "module" else {"dataloaders": eval_loader(case)}
+        seen["before"] = kept(getattr(trainer, case.before)(module, **given))
+    state.phase = "fit"
+    trainer.fit(module, ckpt_path=checkpoint, weights_only=None if checkpoint is None else False, **_data(case, module))
+    if case.after == "fit":
+        trainer.fit_loop.max_epochs += 1
+        trainer.fit(module, **_data(case, module))
     seen["weights"] = {name: kept(p) for name, p in module.named_parameters()}
     seen["steps"] = [trainer.global_step, trainer.current_epoch]
     for name in ("raw_gradients", "gradients", "outputs", "rates", "order", "metrics", "evaluated"):
@@ -163,6 +181,36 @@ def _run(case: Case, spread: Spread, folder: Path, seen: dict[str, Any], state: 
         return  # Lightning predicts from one loader after the other only
     state.phase = "predict"
     seen["predict"] = kept(trainer.predict(module, eval_loader(case)))
+
+
+def _prepare(case: Case, spread: Spread, folder: Path) -> tuple[Any, Any, Any, Tape]:
+    """A trainer, a module, and what watches them."""
+    module, watch, tape = make_subject(case), WATCHES[case.watch](), Tape()
+    callbacks = [*(callback(name, folder) for name in case.callbacks), watch]
+    return make_trainer(case, spread, folder, callbacks, tape), module, watch, tape
+
+
+class Data(pl.LightningDataModule):
+    """The loaders of a case."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        self.train_dataloader = lambda: train_loader(case)
+        if case.loading.eval_kind != "none":
+            self.val_dataloader = lambda: eval_loader(case)
+
+
+def _data(case: Case, module: Any) -> dict[str, Any]:
+    """The arguments of `fit` that give it its data."""
+    if case.loading.given_by == "arguments":
+        return {"train_dataloaders": train_loader(case), "val_dataloaders": eval_loader(case)}
+    data = Data(case)
+    if case.loading.given_by == "datamodule":
+        return {"datamodule": data}
+    module.train_dataloader = data.train_dataloader
+    if case.loading.eval_kind != "none":
+        module.val_dataloader = data.val_dataloader
+    return {}
 
 
 def _checkpoint(content: dict[str, Any], folder: Path) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from .batches import term, unpack
 from .cases import Case, Log
 from .loading import is_paired
-from .metering import METRICS, arguments, make_metrics
+from .metering import METRICS, arguments, make_metrics, make_tracker
 from .optimizers import MANUAL, configure
 
 NETS = ("mlp", "tied", "shared", "norm", "deep", "nested", "residual")
@@ -20,7 +20,8 @@ PECULIAR = (
     "frees", "buffer_ema", "buffer_in_loss", "sparse", "experts", "unused", "hparams", "skips_a_batch", "no_batch_idx",
     "edits_gradients", "own_clipping", "own_optimizer_step", "configure_model", "param_hook", "to_in_step", "no_grad_part",
     "collects_predictions", "collects_losses", "collects_train_losses", "metric_attribute", "batch_idx_in_loss",
-    "own_transfer", "moves_batch", "global_step", "sets_attribute", "recurrent", "forward_kwargs", "step_in_forward",
+    "own_transfer", "moves_batch", "global_step", "sets_attribute", "recurrent", "forward_kwargs", "logs_in_hooks",
+    "tracker", "frozen_batchnorm", "logs_twice",
 )  # fmt: skip
 HOOKS = ("none", "init_features", "each_step", "first_step", "changes_output", "pre", "backward", "always", "kwargs",
          "removed_later", "on_submodule_of_children")  # fmt: skip
@@ -71,6 +72,8 @@ class Subject(pl.LightningModule):
         self.train_metrics = make_metrics([log.value for log in case.logs if log.where == "train"])
         self.eval_metrics = make_metrics([log.value for log in case.logs if log.where == "eval"])
         self.test_metrics = copy.deepcopy(self.eval_metrics)
+        if "tracker" in self.peculiar:
+            self.tracker = make_tracker()
         self.count = 0
         self.handle: Any = None
         self.features: list[Tensor] = []
@@ -99,6 +102,8 @@ class Subject(pl.LightningModule):
             self.experts = nn.ModuleList([nn.Linear(4, 3) for _ in range(3)])
         if "unused" in peculiar:
             self.unused = nn.Linear(2, 2)
+        if "frozen_batchnorm" in peculiar:
+            self.norm = nn.BatchNorm1d(3)
         if "recurrent" in peculiar:
             self.gru = nn.GRU(1, 3, batch_first=True)
         if "buffer_ema" in peculiar or "buffer_in_loss" in peculiar:
@@ -169,6 +174,8 @@ class Subject(pl.LightningModule):
             logits = logits * self.scales[0] * self.scales[1] + self.table["bias"]
         if "recurrent" in self.peculiar:
             logits = logits + self.gru(x.unsqueeze(-1))[0][:, -1]
+        if "frozen_batchnorm" in self.peculiar:
+            logits = self.norm(logits)
         return logits + shift
 
     def losses(self, batch: Any, batch_idx: int = 0) -> tuple[Tensor, Tensor, Tensor]:
@@ -235,6 +242,9 @@ class Subject(pl.LightningModule):
         for _, _, more in parts[1:]:
             loss = loss + more.mean()
         self.log("step_loss", loss.detach(), on_step=True, on_epoch=True, sync_dist=True, batch_size=len(y))
+        if "logs_twice" in self.peculiar:
+            self.log("twice", losses.mean(), on_step=False, on_epoch=True, sync_dist=True)
+            self.log("twice", losses.mean() * 2, on_step=False, on_epoch=True, sync_dist=True)
         self.log_all("train", self.train_metrics, logits, y, losses)
         if "collects_train_losses" in self.peculiar:
             self.collected.append(losses.detach())
@@ -248,6 +258,8 @@ class Subject(pl.LightningModule):
         return [self.losses(one, batch_idx) for one in batches if one is not None]
 
     def reduced(self, losses: Tensor, y: Tensor) -> Tensor:
+        if self.case.returns.train == "sum":
+            return losses.sum() / 4
         if "weight" not in self.case.returns.train:
             return losses.mean()
         weights = 1.0 + y
@@ -257,6 +269,7 @@ class Subject(pl.LightningModule):
         detached = losses.detach()
         return {
             "tensor": lambda: loss,
+            "sum": lambda: loss,
             "dict": lambda: {"loss": loss},
             "extra": lambda: {"loss": loss, "mean": detached.mean(), "square": detached.square().mean()},
             "ints": lambda: {"loss": loss, "n": len(y), "correct": int((logits.argmax(1) == y).sum())},
@@ -305,6 +318,8 @@ class Subject(pl.LightningModule):
         logits, y, losses = found[0] if len(found) == 1 else [torch.cat(one) for one in zip(*found, strict=True)]
         self.log(f"{name}_monitor", losses.mean(), sync_dist=True, batch_size=len(y))
         self.log_all(name, metrics, logits, y, losses)
+        if "tracker" in self.peculiar and name == "val":
+            self.tracker.update(logits.softmax(-1), y)
         if "collects_predictions" in self.peculiar:
             self.collected.append(logits.argmax(1) == y)
         if "collects_losses" in self.peculiar:
@@ -422,11 +437,15 @@ class Subject(pl.LightningModule):
         if "teacher" in self.peculiar:
             for own, slow in zip(self.net.parameters(), self.teacher.parameters(), strict=True):
                 slow.data.mul_(0.9).add_(own.data, alpha=0.1)
+        if "logs_in_hooks" in self.peculiar:
+            self.log("weight", self.net[-1].weight.norm())
         if "buffer_ema" in self.peculiar:
             self.average.mul_(0.9).add_(self.net[-1].bias.detach(), alpha=0.1)
             self.count_of_batches += 1
 
     def on_train_epoch_start(self) -> None:
+        if "frozen_batchnorm" in self.peculiar:
+            self.norm.eval()
         if "frees" in self.peculiar and self.current_epoch == 1:
             self.net[0].requires_grad_(True)
         if "collects_train_losses" in self.peculiar:
@@ -438,10 +457,21 @@ class Subject(pl.LightningModule):
             self.log("collected", torch.cat(self.collected).mean())
 
     def on_validation_epoch_start(self) -> None:
+        if "tracker" in self.peculiar:
+            self.tracker.increment()
         if "collects_train_losses" not in self.peculiar:
             self.collected.clear()
 
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        if "logs_in_hooks" in self.peculiar:
+            norms = [p.grad.norm() for p in self.net.parameters() if p.grad is not None]
+            self.log("gradient_norm", torch.stack(norms).norm(), on_step=True, on_epoch=True)
+
     def on_validation_epoch_end(self) -> None:
+        if "tracker" in self.peculiar:
+            self.log_dict({f"tracked_{key}": one for key, one in self.tracker.compute().items()})
+            best = self.tracker.best_metric()
+            self.log_dict({f"best_{key}": one for key, one in best.items() if one is not None})
         self.log_at_end("val", self.eval_metrics)
         if "collects_predictions" in self.peculiar:
             self.log("val_collected", torch.cat(self.collected).to(self.net[0].bias.dtype).mean())

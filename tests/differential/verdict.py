@@ -1,6 +1,6 @@
 """Compare two runs: equal, refused, discarded, or wrong."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -34,8 +34,10 @@ class Verdict:
 
 def judge(pool: Pool, case: Case, spread: Spread) -> Verdict:
     """Run a case under a strategy and under what it must equal, and compare."""
-    reference = Spread("stock") if spread.kind == "single_device" else Spread()
-    expected = pool.run(case, reference)[0]
+    reference = Spread("stock") if spread.kind == "single_device" and not _own(case) else Spread()
+    if reference == spread:
+        return Verdict("discarded", "nothing to compare one device with: an option or a promise that is Evener's own")
+    expected = pool.run(_whole(case, spread), reference)[0]
     if isinstance(expected, str):
         return Verdict("crash", f"{reference.kind} {expected}")
     if expected.failure is not None:
@@ -53,6 +55,27 @@ def judge(pool: Pool, case: Case, spread: Spread) -> Verdict:
         return Verdict("late" if first.says_why else "crash", f"{words}\n{first.trace}")
     tolerance = max(TOLERANCES[case.dtype], 8e-3 * ("16" in case.options.precision))
     return _compare(case, spread, expected, found, tolerance)
+
+
+def _own(case: Case) -> bool:
+    """Whether Lightning's trainer has no such option, or does not promise what ours does: to resume exactly."""
+    return case.options.exact_accumulation or case.options.detect_nonfinite != "off" or case.resume_after > 0
+
+
+def _whole(case: Case, spread: Spread) -> Case:
+    """What one device must do: with the global batches, where the case gives those of a rank."""
+    if dict(spread.options).get("batch_size_is") != "per_device":
+        return case
+    num, loading = spread.num_processes, case.loading
+    return replace(
+        case,
+        loading=replace(
+            loading,
+            batch_size=loading.batch_size * num,
+            second=(loading.second[0], loading.second[1] * num),
+            eval_batch_size=loading.eval_batch_size * num,
+        ),
+    )
 
 
 def _judge_failing_reference(pool: Pool, case: Case, spread: Spread, expected: Observed) -> Verdict:
