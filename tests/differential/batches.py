@@ -1,7 +1,7 @@
 """Data sets, batches of every structure, and how a step reads them.
 
-`pack` gives the fields of a batch the structure that was drawn, `unpack` is how the module finds them again. Every field
-besides `x` and `y` has a *term* in the loss, with one value per sample, so that a field that is cut wrongly changes it.
+`collate` gives the fields of a batch the structure that was drawn, `unpack` is how the module finds them again. Every
+field besides `x` and `y` has a *term* in the loss, so that a field that is cut wrongly changes it.
 """
 
 import collections
@@ -62,7 +62,8 @@ class Pair(NamedTuple):
 
 
 EXTRAS = (
-    "mask", "pair", "unlabelled", "views", "boxes", "dicts", "floats", "strings", "nested_lists", "scalar", "one", "vector2",
+    "mask", "pair", "unlabelled", "views", "boxes", "dicts", "floats", "strings", "nested_lists", "scalar", "one",
+    "vector2",
     "vector3", "vector4", "matrix4", "row", "class_weights", "number", "text", "none", "empty", "sizes", "time_first",
     "flat", "packed", "meta", "shared_meta", "ndarray", "deque", "index_list", "tuple_of_scalars",
 )  # fmt: skip

@@ -99,8 +99,8 @@ class Options:
 class Case:
     """A training. The dtype is torch's default while it runs; `watch` says how many hooks the callback overrides.
 
-    `before` and `after` are what the trainer does besides `fit` and `test`; with `resume_after` the run is saved after as many
-    steps, and goes on in a new trainer.
+    `before` and `after` are what the trainer does besides `fit` and `test`; with `resume_after` the run is saved after
+    as many steps, and goes on in a new trainer.
     """
 
     batches: Batches = Batches()

@@ -71,10 +71,12 @@ def logs(draw: Any) -> Log:
 
 RETURNS = st.builds(
     Returns,
-    train=mostly("tensor", "dict", "extra", "ints", "logits", "texts", "lists", "weight", "weight_int", "weight_float", "sum"),
+    train=mostly("tensor", "dict", "extra", "ints", "logits", "texts", "lists", "weight", "weight_int", "weight_float",
+                 "sum"),
     evaluation=mostly("none", "mean", "losses", "dict", "ints", "list", "list_of_rows", "python_list", "strings", "sum",
                       "confusion", "gram", "empty"),
-    predict=mostly("tensor", "tuple", "dict", "list", "tuple_of_rows", "pair", "strings", "python_list", "numpy", "none",
+    predict=mostly("tensor", "tuple", "dict", "list", "tuple_of_rows", "pair", "strings", "python_list", "numpy",
+                   "none",
                    "mean", "mean_vector", "ragged", "dicts", "nested", "bool", "constant", "time_first"),
 )  # fmt: skip
 OPTIMIZATIONS = st.builds(

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -21,7 +22,8 @@ from .batches import Points, collate
 from .cases import Batches, Case, Loading
 
 KINDS = (
-    "plain", "shuffle", "generator", "replacement", "weighted", "subset", "sampler_with_epoch", "batch_sampler", "bucket",
+    "plain", "shuffle", "generator", "replacement", "weighted", "subset", "sampler_with_epoch", "batch_sampler",
+    "bucket",
     "iterable", "iterable_unsized", "batches", "no_batching", "dict", "list", "min_size", "max_size", "max_size_cycle",
     "sequential", "combined_list",
 )  # fmt: skip
@@ -58,7 +60,7 @@ class Buckets(Sampler[list[int]]):
         order = torch.randperm(self.num, generator=torch.Generator().manual_seed(self.epoch)).tolist()
         first = max(1, self.batch_size // 2)
         cuts = [0, *range(first, self.num, self.batch_size), self.num]
-        return iter([order[a:b] for a, b in zip(cuts, cuts[1:], strict=False)])
+        return iter([order[a:b] for a, b in pairwise(cuts)])
 
     def __len__(self) -> int:
         first = max(1, self.batch_size // 2)

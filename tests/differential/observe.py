@@ -23,7 +23,8 @@ CALLBACKS = ("early_stopping", "early_stopping_train", "lr_monitor", "lr_monitor
              "accumulation", "pruning", "pruning_global", "checkpoint_steps", "checkpoint_val", "checkpoint_epochs",
              "finetuning")  # fmt: skip
 KINDS = {
-    "single_device": S.SingleDeviceStrategy, "dp": S.DataParallelStrategy, "balanced_dp": S.BalancedDataParallelStrategy,
+    "single_device": S.SingleDeviceStrategy, "dp": S.DataParallelStrategy,
+    "balanced_dp": S.BalancedDataParallelStrategy,
     "model_parallel": S.ModelParallelStrategy, "ddp": S.DDPStrategy, "balanced_ddp": S.BalancedDDPStrategy,
     "ddp_model_parallel": S.DDPModelParallelStrategy,
     "balanced_ddp_model_parallel": S.BalancedDDPModelParallelStrategy,

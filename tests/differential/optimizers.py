@@ -131,7 +131,8 @@ OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
 }
 MANUAL = ("manual", "manual_two", "manual_toggle", "manual_accumulating")
 SPECIAL = ("groups", "groups_late", "half")
-SCHEDULERS = ("none", "step", "epoch", "lambda", "every_two_steps", "plateau_train", "plateau_val", "one_cycle", "cosine",
+SCHEDULERS = ("none", "step", "epoch", "lambda", "every_two_steps", "plateau_train", "plateau_val", "one_cycle",
+              "cosine",
               "two", "custom_step")  # fmt: skip
 
 

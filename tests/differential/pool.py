@@ -1,7 +1,7 @@
 """Processes that stay alive between cases: one alone, or ranks that find the environment of torchrun.
 
-A case costs its training only: torch and Lightning are imported once, and ranks meet once. A process that hangs or ends is
-replaced together with its fellows; so is a group in which a case failed, because a failed collective leaves traces.
+A case costs its training only: torch and Lightning are imported once, and ranks meet once. A process that hangs or ends
+is replaced together with its fellows; so is a group in which a case failed: a failed collective leaves traces.
 """
 
 import faulthandler

@@ -18,8 +18,9 @@ NETS = ("mlp", "tied", "shared", "norm", "deep", "nested", "residual")
 PECULIAR = (
     "teacher", "hook_counter", "schedule", "grad_penalty", "checkpointing", "weight_norm", "param_list", "frozen",
     "frees", "buffer_ema", "buffer_in_loss", "sparse", "experts", "unused", "hparams", "skips_a_batch", "no_batch_idx",
-    "edits_gradients", "own_clipping", "own_optimizer_step", "configure_model", "param_hook", "to_in_step", "no_grad_part",
-    "collects_predictions", "collects_losses", "collects_train_losses", "metric_attribute", "batch_idx_in_loss",
+    "edits_gradients", "own_clipping", "own_optimizer_step", "configure_model", "param_hook", "to_in_step",
+    "no_grad_part",
+    "collects_predictions", "collects_losses", "collects_train_losses", "batch_idx_in_loss",
     "own_transfer", "moves_batch", "global_step", "sets_attribute", "recurrent", "forward_kwargs", "logs_in_hooks",
     "tracker", "frozen_batchnorm", "logs_twice",
 )  # fmt: skip
@@ -486,7 +487,7 @@ class Subject(pl.LightningModule):
 
 
 def make_subject(case: Case) -> Subject:
-    """The module, with those hooks overridden that the case asks for: what nobody overrides, the lean loop leaves out."""
+    """The module, with only those hooks overridden that the case asks for: the lean loop leaves out the others."""
     extra: dict[str, Any] = {}
     if "edits_gradients" in case.net.peculiar:
         extra["on_after_backward"] = _halve_gradients

@@ -1,8 +1,8 @@
 """The same drawn training under every strategy and on one device: equal, or refused before the first step.
 
-`pytest tests/differential` draws for about 60 s with a fixed seed. `pytest -m slow tests/differential` runs as many cases
-per strategy as DIFFERENTIAL_CASES says, reduces every failure to the fields that matter, and prints the table of verdicts;
-`-k ddp` runs a part.
+`pytest tests/differential` draws for about 60 s with a fixed seed. `pytest -m slow tests/differential` runs as many
+cases per strategy as DIFFERENTIAL_CASES says (with DIFFERENTIAL_SEED), reduces every failure to the fields that matter,
+and writes the table of verdicts; `-k ddp` runs a part.
 """
 
 import os
@@ -33,7 +33,7 @@ def hunt() -> Iterator[Hunt]:
     found = Hunt()
     yield found
     found.pool.restart()
-    print("\n" + found.table(), file=sys.stderr)
+    sys.__stderr__.write(f"\n{found.table()}\n")
 
 
 @pytest.mark.timeout(300)
@@ -64,7 +64,7 @@ def test_many_drawn_trainings_equal_one_device_or_are_refused(kind: str) -> None
 
     look()
     hunt.pool.restart()
-    print(f"\n{kind}: {hunt.table()}", file=sys.stderr)
+    sys.__stderr__.write(f"\n{kind}: {hunt.table()}\n")
     assert not hunt.failures, "\n\n".join(hunt.failures.values())
 
 
