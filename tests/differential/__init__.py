@@ -1,0 +1,1 @@
+"""A differential tester: the same drawn training under every strategy and on one device, which must agree."""

@@ -1,0 +1,75 @@
+"""Find what is wrong in many cases: reduce each to the fields that matter, and keep one of each kind."""
+
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+
+from .cases import Case, Spread, brief, contains, simpler, without
+from .pool import Pool
+from .verdict import Verdict, judge
+
+
+@dataclass
+class Hunt:
+    """What became of the cases so far, and each distinct failure in its smallest form."""
+
+    pool: Pool = field(default_factory=Pool)
+    words: Counter[str] = field(default_factory=Counter)
+    reasons: Counter[str] = field(default_factory=Counter)
+    failures: dict[str, str] = field(default_factory=dict)
+    began: float = field(default_factory=time.monotonic)
+    known: list[Case] = field(default_factory=list)
+
+    def judge(self, case: Case, spread: Spread) -> Verdict:
+        """Run a case and count its verdict; a failure is confirmed in processes that have run nothing else."""
+        verdict = judge(self.pool, case, spread)
+        if not verdict.accepted:
+            self.pool.restart()
+            verdict = judge(self.pool, case, spread)
+        self.words[verdict.word] += 1
+        if verdict.word in ("refused", "discarded"):
+            self.reasons[f"{verdict.word}: {verdict.reason.splitlines()[0][:110] if verdict.reason else ''}"] += 1
+        return verdict
+
+    def reduce(self, case: Case, spread: Spread, verdict: Verdict, seconds: float = 60.0) -> tuple[Case, Verdict]:
+        """The smallest case that still fails, found by giving one field after the other its default."""
+        deadline = time.monotonic() + seconds
+        tried: set[Case] = set()
+        improved = True
+        while improved:
+            improved = False
+            for plainer in simpler(case):
+                if plainer in tried or time.monotonic() > deadline:
+                    continue
+                tried.add(plainer)
+                found = judge(self.pool, plainer, spread)
+                if not found.accepted:
+                    case, verdict, improved = plainer, found, True
+                    break
+        return case, verdict
+
+    def add(self, case: Case, spread: Spread) -> None:
+        """Judge a case, and keep what is new in how it fails.
+
+        What fails for a reason that is known by now is tried again without it.
+        """
+        verdict = self.judge(case, spread)
+        if verdict.accepted:
+            return
+        for known in self.known:
+            if contains(case, known):
+                case = without(case, known)
+        again = judge(self.pool, case, spread)
+        if again.accepted:
+            return
+        case, verdict = self.reduce(case, spread, again)
+        self.known.append(case)
+        key = f"{spread.kind}: {brief(case)}"
+        self.failures[key] = f"{verdict.word}: {brief(case)} under {brief(spread)}\n    {verdict.reason}"
+
+    def table(self) -> str:
+        """Cases by verdict, refusals and discarded ones by reason, minutes."""
+        lines = [f"{sum(self.words.values())} cases in {(time.monotonic() - self.began) / 60:.1f} min"]
+        lines += [f"{count:6d} {word}" for word, count in self.words.most_common()]
+        lines += [f"{count:6d}   {reason}" for reason, count in self.reasons.most_common()]
+        return "\n".join(lines)

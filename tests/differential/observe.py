@@ -1,0 +1,236 @@
+"""Run a case under a strategy and keep all that can be seen of it."""
+
+import logging
+import traceback
+import warnings
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytorch_lightning as pl
+import pytorch_lightning.callbacks as plc
+import torch
+
+from evener import strategies as S
+from evener.trainer import Trainer
+
+from .cases import Case, Spread
+from .loading import eval_loader, train_loader
+from .subject import make_subject
+from .watching import WATCHES, Tape, kept
+
+CALLBACKS = ("early_stopping", "early_stopping_train", "lr_monitor", "lr_monitor_epoch", "swa", "ema", "averaging",
+             "accumulation", "pruning", "pruning_global", "checkpoint_steps", "checkpoint_val", "checkpoint_epochs",
+             "finetuning")  # fmt: skip
+KINDS = {
+    "single_device": S.SingleDeviceStrategy, "dp": S.DataParallelStrategy,
+    "balanced_dp": S.BalancedDataParallelStrategy,
+    "model_parallel": S.ModelParallelStrategy, "ddp": S.DDPStrategy, "balanced_ddp": S.BalancedDDPStrategy,
+    "ddp_model_parallel": S.DDPModelParallelStrategy,
+    "balanced_ddp_model_parallel": S.BalancedDDPModelParallelStrategy,
+}  # fmt: skip
+OWN_OPTIONS = ("exact_accumulation", "detect_nonfinite")
+
+
+@dataclass
+class Failure:
+    """An exception that ended a phase."""
+
+    phase: str
+    kind: str
+    message: str
+    num_steps: int
+    raised_in: str
+    trace: str
+
+    @property
+    def says_why(self) -> bool:
+        """Whether it is a sentence, raised on purpose by Evener or Lightning."""
+        own = "/evener/" in self.raised_in or "/strategies/" in self.raised_in or "/trainer/" in self.raised_in
+        named = self.kind in ("ConfigError", "MisconfigurationException")
+        meant = own and self.kind in ("ValueError", "TypeError", "RuntimeError", "NotImplementedError")
+        return (named or meant) and len(self.message.split()) >= 5
+
+    @property
+    def refuses(self) -> bool:
+        """Whether it is a refusal: such a sentence before the first step, or at the start of a test or a prediction."""
+        return self.says_why and (self.num_steps == 0 or self.phase not in ("fit", "save"))
+
+
+@dataclass
+class Observed:
+    """What a run showed, and how it failed if it did."""
+
+    seen: dict[str, Any] = field(default_factory=dict)
+    failure: Failure | None = None
+
+
+class Tuning(plc.BaseFinetuning):
+    """Frees the first layer in the second epoch."""
+
+    def freeze_before_training(self, pl_module: Any) -> None:
+        self.freeze(pl_module.net[0])
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(pl_module.net[0], optimizer)
+
+
+def callback(name: str, folder: Path) -> pl.Callback:
+    """One of Lightning's callbacks."""
+    pruned = {"pruning_fn": "l1_unstructured", "amount": 0.3}
+    return {
+        "early_stopping": lambda: plc.EarlyStopping("val_monitor", patience=1, min_delta=0.01),
+        "early_stopping_train": lambda: plc.EarlyStopping("step_loss", patience=0, check_on_train_epoch_end=True),
+        "lr_monitor": lambda: plc.LearningRateMonitor("step", log_momentum=True, log_weight_decay=True),
+        "lr_monitor_epoch": lambda: plc.LearningRateMonitor("epoch"),
+        "swa": lambda: plc.StochasticWeightAveraging(0.05, swa_epoch_start=1),
+        "ema": lambda: plc.EMAWeightAveraging(decay=0.5),
+        "averaging": lambda: plc.WeightAveraging(),
+        "accumulation": lambda: plc.GradientAccumulationScheduler({0: 2, 1: 1}),
+        "pruning": lambda: plc.ModelPruning(use_global_unstructured=False, **pruned),
+        "pruning_global": lambda: plc.ModelPruning(**pruned),
+        "checkpoint_steps": lambda: plc.ModelCheckpoint(
+            folder / "steps", monitor="step_loss", save_top_k=2, every_n_train_steps=1, filename="{step}"
+        ),
+        "checkpoint_val": lambda: plc.ModelCheckpoint(folder / "val", monitor="val_monitor", save_last=True),
+        "checkpoint_epochs": lambda: plc.ModelCheckpoint(folder / "epochs", save_top_k=-1, every_n_epochs=1),
+        "finetuning": lambda: Tuning(),
+    }[name]()
+
+
+def make_trainer(case: Case, spread: Spread, folder: Path, callbacks: list[pl.Callback], logger: Tape) -> Any:
+    """Lightning's trainer for `stock`, Evener's otherwise."""
+    given: dict[str, Any] = dict(case.options.__dict__) | {
+        "callbacks": callbacks, "logger": logger, "accelerator": "cpu", "devices": spread.devices,
+        "enable_progress_bar": False, "enable_model_summary": False, "default_root_dir": folder,
+        "enable_checkpointing": any("checkpoint" in name for name in case.callbacks),
+    }  # fmt: skip
+    if spread.kind == "stock":
+        return pl.Trainer(**{name: value for name, value in given.items() if name not in OWN_OPTIONS})
+    options = dict(spread.options)
+    if case.returns.train == "sum" and spread.kind in ("dp", "balanced_dp", "model_parallel"):
+        options["loss_reduction"] = "sum"
+    return Trainer(strategy=KINDS[spread.kind](**options), **given)
+
+
+def observe(case: Case, spread: Spread, folder: str) -> Observed:
+    """Fit, test and predict."""
+    warnings.simplefilter("ignore")
+    for name in ("pytorch_lightning", "lightning_fabric", "evener", "pytorch_lightning.utilities.rank_zero"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    torch.set_default_dtype(getattr(torch, case.dtype))
+    pl.seed_everything(0)
+    observed, state = Observed(), _State()
+    try:
+        _run(case, spread, Path(folder), observed.seen, state)
+    except BaseException as exc:  # noqa: BLE001  # an exit is an outcome, too
+        observed.failure = _failure(exc, state)
+    return observed
+
+
+@dataclass
+class _State:
+    """How far a run is. Steps are read from the trainer: a hook on optimizers would change how the lean loop steps."""
+
+    phase: str = "build"
+    trainer: Any = None
+
+
+def _run(case: Case, spread: Spread, folder: Path, seen: dict[str, Any], state: _State) -> None:
+    checkpoint = None
+    if case.resume_after:
+        checkpoint = folder / "half.ckpt"
+        first = replace(case, options=replace(case.options, max_steps=case.resume_after))
+        trainer, module, *_ = _prepare(first, spread, folder)
+        state.phase, state.trainer = "fit", trainer
+        trainer.fit(module, **_data(case, module))
+        trainer.save_checkpoint(checkpoint)
+    trainer, module, watch, tape = _prepare(case, spread, folder)
+    state.trainer = trainer
+    if case.before != "nothing" and case.loading.eval_kind != "none":
+        state.phase = case.before
+        given = {} if case.loading.given_by == "module" else {"dataloaders": eval_loader(case)}
+        seen["before"] = kept(getattr(trainer, case.before)(module, **given))
+    state.phase = "fit"
+    trainer.fit(module, ckpt_path=checkpoint, weights_only=None if checkpoint is None else False, **_data(case, module))
+    if case.after == "fit":
+        trainer.fit_loop.max_epochs += 1
+        trainer.fit(module, **_data(case, module))
+    seen["weights"] = {name: kept(p) for name, p in module.named_parameters()}
+    seen["steps"] = [trainer.global_step, trainer.current_epoch]
+    for name in ("raw_gradients", "gradients", "outputs", "rates", "order", "metrics", "evaluated"):
+        seen[name] = list(getattr(watch, name, []))
+    seen["callback_metrics"] = kept(trainer.callback_metrics)
+    seen["logged_metrics"] = kept(trainer.logged_metrics)
+    seen["progress_bar_metrics"] = kept(trainer.progress_bar_metrics)
+    seen["logger"] = tape.logged()
+    seen["buffers"] = {name: kept(value) for name, value in module.state_dict().items() if "metric" not in name}
+    for name in ("gradients", "raw_gradients", "outputs", "evaluated", "order"):
+        if hasattr(watch, name):
+            getattr(watch, name).clear()
+    state.phase = "save"
+    trainer.save_checkpoint(folder / "final.ckpt")
+    if trainer.is_global_zero:
+        seen["checkpoint"] = _checkpoint(torch.load(folder / "final.ckpt", weights_only=False), folder)
+    if case.loading.eval_kind == "none":
+        return
+    state.phase = "test"
+    seen["test"] = kept(trainer.test(module, eval_loader(case), verbose=False))
+    seen["test_outputs"] = list(getattr(watch, "evaluated", []))
+    if case.loading.eval_kind in ("max_size", "min_size"):
+        return  # Lightning predicts from one loader after the other only
+    state.phase = "predict"
+    seen["predict"] = kept(trainer.predict(module, eval_loader(case)))
+
+
+def _prepare(case: Case, spread: Spread, folder: Path) -> tuple[Any, Any, Any, Tape]:
+    """A trainer, a module, and what watches them."""
+    module, watch, tape = make_subject(case), WATCHES[case.watch](), Tape()
+    callbacks = [*(callback(name, folder) for name in case.callbacks), watch]
+    return make_trainer(case, spread, folder, callbacks, tape), module, watch, tape
+
+
+class Data(pl.LightningDataModule):
+    """The loaders of a case."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        self.train_dataloader = lambda: train_loader(case)
+        if case.loading.eval_kind != "none":
+            self.val_dataloader = lambda: eval_loader(case)
+
+
+def _data(case: Case, module: Any) -> dict[str, Any]:
+    """The arguments of `fit` that give it its data."""
+    if case.loading.given_by == "arguments":
+        return {"train_dataloaders": train_loader(case), "val_dataloaders": eval_loader(case)}
+    data = Data(case)
+    if case.loading.given_by == "datamodule":
+        return {"datamodule": data}
+    module.train_dataloader = data.train_dataloader
+    if case.loading.eval_kind != "none":
+        module.val_dataloader = data.val_dataloader
+    return {}
+
+
+def _checkpoint(content: dict[str, Any], folder: Path) -> dict[str, Any]:
+    names = ("state_dict", "optimizer_states", "lr_schedulers", "global_step", "epoch", "callbacks", "hyper_parameters")
+    return {name: _portable(content.get(name), str(folder)) for name in names}
+
+
+def _portable(value: Any, folder: str) -> Any:
+    if isinstance(value, dict):
+        return {str(key).replace(folder, ""): _portable(item, folder) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_portable(item, folder) for item in value]
+    return value.replace(folder, "") if isinstance(value, str) else kept(value)
+
+
+def _failure(exc: BaseException, state: _State) -> Failure:
+    num_steps = 0 if state.trainer is None else state.trainer.global_step
+    frames = traceback.extract_tb(exc.__traceback__)
+    trace = "".join(traceback.format_exception(exc))
+    return Failure(
+        state.phase, type(exc).__name__, str(exc), num_steps, frames[-1].filename if frames else "", trace[-3000:]
+    )

@@ -1,0 +1,135 @@
+"""Processes that stay alive between cases: one alone, or ranks that find the environment of torchrun.
+
+A case costs its training only: torch and Lightning are imported once, and ranks meet once. A process that hangs or ends
+is replaced together with its fellows; so is a group in which a case failed: a failed collective leaves traces.
+"""
+
+import faulthandler
+import multiprocessing
+import os
+import sys
+import tempfile
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed import TCPStore
+
+from .cases import Case, Spread
+
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(["torch", "pytorch_lightning", "torchmetrics", "evener.trainer", "evener.strategies",
+                                 "differential.observe"])  # fmt: skip
+
+
+class Group:
+    """`size` processes that run the same case together.
+
+    Args:
+        size: number of processes.
+        timeout_s: seconds that a case may take.
+    """
+
+    def __init__(self, size: int, timeout_s: float = 30.0) -> None:
+        self.size, self.timeout_s = size, timeout_s
+        self.processes: list[Any] = []
+        self.connections: list[Connection] = []
+        self.store: TCPStore | None = None
+        self.log = Path(tempfile.mkdtemp(prefix="differential-"))
+
+    def start(self) -> None:
+        if self.size > 1:
+            self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        for rank in range(self.size):
+            ours, theirs = _CONTEXT.Pipe()
+            env = _environment(rank, self.size, self.store.port) if self.store is not None else {}
+            process = _CONTEXT.Process(target=_serve, args=(theirs, env, f"{self.log}/{rank}"), daemon=True)
+            process.start()
+            theirs.close()
+            self.processes.append(process)
+            self.connections.append(ours)
+
+    def stop(self) -> None:
+        for process in self.processes:
+            process.kill()
+        for process, connection in zip(self.processes, self.connections, strict=True):
+            process.join()
+            connection.close()
+        self.processes, self.connections, self.store = [], [], None
+
+    def run(self, case: Case, spread: Spread) -> list[Any]:
+        """What every process observed; a string for one that hung or ended."""
+        if not self.processes:
+            self.start()
+        with tempfile.TemporaryDirectory(prefix="differential-") as folder:
+            for connection in self.connections:
+                connection.send((case, spread, folder))
+            deadline = time.monotonic() + self.timeout_s
+            found = [self._receive(connection, deadline, rank) for rank, connection in enumerate(self.connections)]
+        if any(isinstance(one, str) or (self.size > 1 and one.failure is not None) for one in found):
+            self.stop()
+        return found
+
+    def _receive(self, connection: Connection, deadline: float, rank: int) -> Any:
+        while not connection.poll(0.2):
+            if time.monotonic() > deadline:
+                return "hung:\n" + _tail(self.log / str(rank))
+            if not self.processes[rank].is_alive() and not connection.poll(0):
+                return f"ended with {self.processes[rank].exitcode}:\n" + _tail(self.log / str(rank))
+        try:
+            return connection.recv()
+        except EOFError:
+            return "ended:\n" + _tail(self.log / str(rank))
+
+
+class Pool:
+    """Groups of every size, started when they are first needed."""
+
+    def __init__(self) -> None:
+        self.groups: dict[int, Group] = {}
+
+    def run(self, case: Case, spread: Spread) -> list[Any]:
+        size = spread.num_processes
+        if size not in self.groups:
+            self.groups[size] = Group(size)
+        return self.groups[size].run(case, spread)
+
+    def restart(self) -> None:
+        """Replace all processes, so that nothing is left of earlier cases."""
+        for group in self.groups.values():
+            group.stop()
+
+
+def _environment(rank: int, size: int, port: int) -> dict[str, str]:
+    return {
+        "RANK": str(rank), "LOCAL_RANK": str(rank), "GROUP_RANK": "0", "WORLD_SIZE": str(size),
+        "LOCAL_WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+        "TORCHELASTIC_RUN_ID": "differential", "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_USE_AGENT_STORE": "True", "CUDA_VISIBLE_DEVICES": "",
+    }  # fmt: skip
+
+
+def _serve(connection: Connection, env: dict[str, str], log: str) -> None:
+    os.environ.update(env)
+    with open(log, "w", buffering=1) as out:
+        os.dup2(out.fileno(), 1)
+        os.dup2(out.fileno(), 2)
+        torch.set_num_threads(1)
+        multiprocessing.set_start_method(None, force=True)
+        from .observe import observe
+
+        while True:
+            try:
+                case, spread, folder = connection.recv()
+            except EOFError:
+                return
+            faulthandler.dump_traceback_later(15, file=sys.stderr)
+            observed = observe(case, spread, folder)
+            faulthandler.cancel_dump_traceback_later()
+            connection.send(observed)
+
+
+def _tail(path: Path) -> str:
+    return path.read_text(errors="replace")[-3000:] if path.exists() else ""

@@ -1,0 +1,77 @@
+"""The same drawn training under every strategy and on one device: equal, or refused before the first step.
+
+`pytest tests/differential` draws for about 60 s with a fixed seed. `pytest -m slow tests/differential` runs as many
+cases per strategy as DIFFERENTIAL_CASES says (with DIFFERENTIAL_SEED), reduces every failure to the fields that matter,
+and writes the table of verdicts; `-k ddp` runs a part.
+"""
+
+import os
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import strategies as st
+
+from .cases import Case, Spread, brief
+from .draw import CASES, SPREADS
+from .hunting import Hunt
+
+FAST = {"single_device": 20, "dp": 20, "balanced_dp": 12, "model_parallel": 16, "ddp": 12, "balanced_ddp": 8,
+        "ddp_model_parallel": 4}  # fmt: skip
+"""Cases per strategy in every run of the tests."""
+NUM_CASES = int(os.environ.get("DIFFERENTIAL_CASES", "250"))
+SEED = int(os.environ.get("DIFFERENTIAL_SEED", "0"))
+COMMON: dict[str, Any] = {
+    "deadline": None, "database": None, "suppress_health_check": list(HealthCheck), "print_blob": False
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def hunt() -> Iterator[Hunt]:
+    found = Hunt()
+    yield found
+    found.pool.restart()
+    sys.__stderr__.write(f"\n{found.table()}\n")
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("kind", FAST)
+def test_a_drawn_training_equals_one_device_or_is_refused(kind: str, hunt: Hunt) -> None:
+    @settings(max_examples=FAST[kind], derandomize=True, phases=[Phase.generate], **COMMON)
+    @given(case=CASES, spread=SPREADS[kind])
+    def holds(case: Case, spread: Spread) -> None:
+        verdict = hunt.judge(case, spread)
+        if not verdict.accepted:
+            case, verdict = hunt.reduce(case, spread, verdict, seconds=30)
+        assert verdict.accepted, f"{brief(case)} under {brief(spread)}:\n{verdict.word}: {verdict.reason}"
+
+    holds()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(4 * 3600)
+@pytest.mark.parametrize("kind", SPREADS)
+def test_many_drawn_trainings_equal_one_device_or_are_refused(kind: str) -> None:
+    hunt = Hunt()
+
+    @seed(SEED)
+    @settings(max_examples=NUM_CASES, phases=[Phase.generate], **COMMON)
+    @given(case=CASES, spread=SPREADS[kind])
+    def look(case: Case, spread: Spread) -> None:
+        hunt.add(case, spread)
+
+    look()
+    hunt.pool.restart()
+    sys.__stderr__.write(f"\n{kind}: {hunt.table()}\n")
+    assert not hunt.failures, "\n\n".join(hunt.failures.values())
+
+
+@given(case=CASES, spread=st.one_of(*SPREADS.values()))
+@settings(max_examples=30, derandomize=True, **COMMON)
+def test_a_case_is_its_description(case: Case, spread: Spread) -> None:
+    from . import cases
+
+    assert eval(brief(case), vars(cases)) == case
+    assert eval(repr(spread), vars(cases)) == spread

@@ -1,0 +1,217 @@
+"""Compare two runs: equal, refused, discarded, or wrong."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from .cases import Case, Spread
+from .observe import Observed
+from .pool import Pool
+
+OWN_PART = ("outputs", "evaluated", "test_outputs")
+"""What hooks of a rank see of its own part of a batch; not compared under ranks."""
+TOLERANCES = {"float64": 1e-10, "float32": 1e-5}
+
+
+@dataclass
+class Verdict:
+    """What came of a case.
+
+    Args:
+        word: `equal`, `refused` or `discarded`, which are accepted; `wrong` where a value differs, `late` for a refusal
+            after steps, `crash` for any other exception, `hung`.
+        reason: the refusal, or the first difference.
+    """
+
+    word: str
+    reason: str = ""
+
+    @property
+    def accepted(self) -> bool:
+        return self.word in ("equal", "refused", "discarded")
+
+
+def judge(pool: Pool, case: Case, spread: Spread) -> Verdict:
+    """Run a case under a strategy and under what it must equal, and compare."""
+    reference = Spread("stock") if spread.kind == "single_device" and not _own(case) else Spread()
+    if reference == spread:
+        return Verdict("discarded", "nothing to compare one device with: an option or a promise that is Evener's own")
+    expected = pool.run(_whole(case, spread), reference)[0]
+    if isinstance(expected, str):
+        return Verdict("crash", f"{reference.kind} {expected}")
+    if expected.failure is not None:
+        return _judge_failing_reference(pool, case, spread, expected)
+    found = pool.run(case, spread)
+    for rank, one in enumerate(found):
+        if isinstance(one, str):
+            return Verdict("hung" if one.startswith("hung") else "crash", f"rank {rank} {one}")
+    failures = [one.failure for one in found if one.failure is not None]
+    if failures:
+        first = min(failures, key=lambda one: (not one.refuses, one.kind == "RankError"))
+        words = f"{first.phase}, after {first.num_steps} steps, {first.kind}: {first.message}"
+        if first.refuses:
+            return Verdict("refused", first.message)
+        return Verdict("late" if first.says_why else "crash", f"{words}\n{first.trace}")
+    tolerance = max(TOLERANCES[case.dtype], 8e-3 * ("16" in case.options.precision))
+    return _compare(case, spread, expected, found, tolerance)
+
+
+def _own(case: Case) -> bool:
+    """Whether Lightning's trainer has no such option, or does not promise what ours does: to resume exactly."""
+    return case.options.exact_accumulation or case.options.detect_nonfinite != "off" or case.resume_after > 0
+
+
+def _whole(case: Case, spread: Spread) -> Case:
+    """What one device must do: with the global batches, where the case gives those of a rank."""
+    if dict(spread.options).get("batch_size_is") != "per_device":
+        return case
+    num, loading = spread.num_processes, case.loading
+    return replace(
+        case,
+        loading=replace(
+            loading,
+            batch_size=loading.batch_size * num,
+            second=(loading.second[0], loading.second[1] * num),
+            eval_batch_size=loading.eval_batch_size * num,
+        ),
+    )
+
+
+def _judge_failing_reference(pool: Pool, case: Case, spread: Spread, expected: Observed) -> Verdict:
+    failure = expected.failure
+    assert failure is not None
+    if spread.kind != "single_device":
+        return Verdict("discarded", f"{failure.phase} {failure.kind}: {failure.message}")
+    found = pool.run(case, spread)[0]
+    if isinstance(found, str):
+        return Verdict("wrong", f"single_device {found}")
+    if found.failure is None:
+        return Verdict("wrong", f"stock raises {failure.kind}: {failure.message}, and single_device does not")
+    same = (failure.phase, failure.kind) == (found.failure.phase, found.failure.kind)
+    if same or found.failure.refuses:
+        return Verdict("discarded", f"{failure.phase} {failure.kind}: {failure.message}")
+    return Verdict("wrong", f"stock raises {failure}, single_device {found.failure}")
+
+
+def _compare(case: Case, spread: Spread, expected: Observed, found: list[Observed], tolerance: float) -> Verdict:
+    local = _local_names(case) if "ddp" in spread.kind else ()
+    wanted = dict(expected.seen)
+    names = [name for name in wanted if not ("ddp" in spread.kind and name in OWN_PART)]
+    for name in names:
+        mine, theirs = wanted[name], found[0].seen.get(name)
+        if name == "outputs" and spread.kind not in ("single_device",):
+            mine, theirs = _scalars(mine), _scalars(theirs)
+        if name == "checkpoint" and spread.kind != "single_device":
+            mine, theirs = _without_counts(mine), _without_counts(theirs)
+        if name == "predict" and "ddp" in spread.kind:
+            mine, theirs = (_joined(one, case.returns.predict) for one in (mine, theirs))
+        if local:
+            mine, theirs = _without(mine, local), _without(theirs, local)
+        difference = _difference(mine, theirs, name, tolerance)
+        if difference:
+            return Verdict("wrong", difference)
+    for rank, one in enumerate(found[1:], 1):
+        for name in ("weights", "steps", "rates"):
+            difference = _difference(found[0].seen[name], one.seen[name], f"rank {rank}: {name}", 0.0)
+            if difference:
+                return Verdict("wrong", difference)
+    return Verdict("equal")
+
+
+def _local_names(case: Case) -> tuple[str, ...]:
+    """Keys of training values that a module logs without `sync_dist`: documented to be a rank's own."""
+    train = [log for log in case.logs if log.where == "train"]
+    return tuple(f"train_{i}_{log.value}" for i, log in enumerate(train) if not log.sync_dist)
+
+
+def _without(value: Any, names: tuple[str, ...]) -> Any:
+    if isinstance(value, dict):
+        return {key: _without(item, names) for key, item in value.items() if not str(key).startswith(names)}
+    if isinstance(value, list):
+        if len(value) == 3 and isinstance(value[1], str) and value[1].startswith(names):
+            return None
+        return [_without(item, names) for item in value]
+    return value
+
+
+def _without_counts(value: Any) -> Any:
+    """A checkpoint without the parts that tell the number of devices, and the epoch's running sums."""
+    return {key: item for key, item in (value or {}).items() if key != "callbacks"} if value else value
+
+
+ROWS = ("list", "tuple_of_rows", "strings", "python_list", "ragged", "dicts")
+
+
+def _joined(predictions: Any, kind: str) -> Any:
+    """Predictions without the bounds of batches, which differ where the loader's batch is the global one."""
+    try:
+        if kind in ROWS:
+            return [row for batch in predictions for row in batch]
+        if kind == "tensor":
+            return torch.cat(predictions)
+        if kind == "tuple":
+            return [torch.cat(list(leaf)) for leaf in zip(*predictions, strict=True)]
+        if kind == "dict":
+            return {key: torch.cat([batch[key] for batch in predictions]) for key in predictions[0]}
+    except TypeError:  # several loaders: a list of batches for each
+        return [_joined(one, kind) for one in predictions]
+    return None  # a value per batch: there are more batches
+
+
+def _scalars(value: Any) -> Any:
+    """What is documented to reach callbacks from `training_step`: the loss and scalars."""
+    if isinstance(value, list):
+        return [_scalars(item) for item in value]
+    if isinstance(value, dict):
+        return {key: item for key, item in value.items() if not isinstance(item, (list, dict)) and _is_scalar(item)}
+    return value
+
+
+def _is_scalar(value: Any) -> bool:
+    return not isinstance(value, torch.Tensor) or value.ndim == 0
+
+
+def _difference(expected: Any, found: Any, path: str, tolerance: float) -> str:
+    """The first difference, or nothing."""
+    if isinstance(expected, torch.Tensor) or isinstance(found, torch.Tensor):
+        return _of_tensors(expected, found, path, tolerance)
+    if isinstance(expected, dict) and isinstance(found, dict):
+        if list(map(str, sorted(expected))) != list(map(str, sorted(found))):
+            missing, more = sorted(set(expected) - set(found)), sorted(set(found) - set(expected))
+            return f"{path}: keys missing {missing}, keys too many {more}"
+        for key in expected:
+            difference = _difference(expected[key], found[key], f"{path}.{key}", tolerance)
+            if difference:
+                return difference
+        return ""
+    if isinstance(expected, list) and isinstance(found, list):
+        if len(expected) != len(found):
+            return f"{path}: {len(expected)} entries expected, {len(found)} found: {expected!r:.200} / {found!r:.200}"
+        for i, (mine, theirs) in enumerate(zip(expected, found, strict=True)):
+            difference = _difference(mine, theirs, f"{path}[{i}]", tolerance)
+            if difference:
+                return difference
+        return ""
+    if isinstance(expected, (int, float)) and isinstance(found, (int, float)) and not isinstance(expected, bool):
+        return _of_tensors(torch.tensor(float(expected)), torch.tensor(float(found)), path, tolerance)
+    return "" if expected == found else f"{path}: {expected!r:.200} expected, {found!r:.200} found"
+
+
+def _of_tensors(expected: Any, found: Any, path: str, tolerance: float) -> str:
+    try:
+        a, b = torch.as_tensor(expected), torch.as_tensor(found)
+    except (TypeError, ValueError, RuntimeError):
+        return f"{path}: {expected!r:.200} expected, {found!r:.200} found"
+    if a.shape != b.shape:
+        return f"{path}: shape {tuple(a.shape)} expected, {tuple(b.shape)} found"
+    if torch.is_tensor(expected) and torch.is_tensor(found) and a.dtype != b.dtype:
+        return f"{path}: {a.dtype} expected, {b.dtype} found"
+    if torch.allclose(a.double(), b.double(), rtol=tolerance, atol=tolerance, equal_nan=True):
+        return ""
+    return f"{path}: {_few(a)} expected, {_few(b)} found"
+
+
+def _few(value: torch.Tensor) -> str:
+    numbers = value.double().flatten().tolist()
+    return ", ".join(f"{number:.8g}" for number in numbers[:4]) + (", ..." if len(numbers) > 4 else "")
