@@ -24,6 +24,7 @@ import torch
 from distributed import RankError, run_ranks_unchecked
 from pytorch_lightning.loggers.logger import Logger
 from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 import evener.strategies
 import evener.trainer
@@ -190,7 +191,8 @@ def train(make: Callable[[], Case], plan_name: str) -> Record | Failure:
             trainer.fit(module, case.train(), case.val() if case.val else None)
             values = everything(trainer, module, seen, kept)
             if case.predict:
-                values["predictions"] = plain(trainer.predict(module, case.predict()))
+                predictions = plain(trainer.predict(module, case.predict()))
+                values |= {"predictions": predictions, "predictions in order": joined(predictions)}
             return Record(values, seen.num_steps, case.tolerance)
         except Exception as exc:  # noqa: BLE001  # a verdict, whatever it is
             return failure(exc, seen.num_steps)
@@ -282,7 +284,8 @@ def train_all(makes: Sequence[Callable[[], Case]], plan_name: str) -> list[Recor
 def compare(found: Record | Failure | RankError, expected: Record, on_ranks: bool = False) -> Verdict:
     """The verdict of two trainings."""
     if isinstance(found, RankError):
-        return Verdict(Word.HUNG, one_line(str(found)))
+        hung = "Thread 0x" in str(found)  # killed, after its stacks were printed
+        return Verdict(Word.HUNG, "no rank finished in time" if hung else one_line(str(found)))
     if isinstance(found, Failure):
         text = one_line(f"{found.kind}: {found.message}")
         if not found.by_name:
@@ -290,7 +293,9 @@ def compare(found: Record | Failure | RankError, expected: Record, on_ranks: boo
         if found.num_steps:
             return Verdict(Word.LATE, f"{text} (after {found.num_steps} optimizer steps)")
         return Verdict(Word.REFUSED, text)
-    differences = list(differing("", found.values, expected.values, expected.tolerance))
+    wanted = {key: value for key, value in expected.values.items() if not (on_ranks and key == "predictions")}
+    seen = {key: value for key, value in found.values.items() if key in wanted}
+    differences = list(differing("", seen, wanted, expected.tolerance))
     if not differences:
         return Verdict(Word.EQUAL)
     if on_ranks and all("_step" in name for name, *_ in differences):
@@ -352,6 +357,16 @@ def plain(value: Any) -> Any:
     if isinstance(value, Sequence) and not isinstance(value, str):
         return [plain(item) for item in value]
     return value.detach().clone() if isinstance(value, Tensor) else value
+
+
+def joined(predictions: list[Any]) -> Any:
+    """Predictions of all samples: ranks cut batches otherwise than one device does, and keep the order."""
+    if not predictions or isinstance(predictions[0], list):
+        return [sample for batch in predictions for sample in batch]
+    columns, specs = zip(*(tree_flatten(batch) for batch in predictions), strict=True)
+    if len(set(map(str, specs))) > 1:
+        return predictions
+    return tree_unflatten([torch.cat(column) for column in zip(*columns, strict=True)], specs[0])
 
 
 class Zoo:
