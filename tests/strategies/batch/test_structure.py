@@ -11,7 +11,7 @@ import torch
 from distributed import run_ranks
 from parity import Case, Net, make_trainer
 from pytorch_lightning.utilities import CombinedLoader
-from test_ddp import quiet_trainer
+from regression import quiet_trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.dataloader import default_collate
