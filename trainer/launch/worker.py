@@ -40,7 +40,7 @@ def exit_status(config_file: str) -> int:
             return exc.code or 0
         sys.stderr.write(f"{exc.code}\n")  # sys.exit("why")
         return 1
-    except BaseException as exc:  # noqa: BLE001  # printed, as Python does with what nobody catches
+    except BaseException as exc:  # noqa: BLE001  # printed, like an uncaught exception
         sys.excepthook(type(exc), exc, exc.__traceback__)
         return 128 + signal.SIGINT if isinstance(exc, KeyboardInterrupt) else 1
     return 0
