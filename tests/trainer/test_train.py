@@ -187,18 +187,18 @@ MISTAKES = [
     (["name=a=b"], r"name=a=b can't be parsed .* such as \"name='a=b'\""),
     (["devices=0,1"], r"Ambiguous value for argument 'devices=0,1'\. For a list use brackets.*for a sweep add -m"),
     (["trainer.max_epochs=${nope}"], r"The configuration is incomplete: .*nope"),
-    (["module=custom"], r"not complete: module\._target_ has no value\. Give module\._target_="),
+    (["module=custom"], r"incomplete: module\._target_ has no value\. Give module\._target_="),
     (
         ["module=char_lm"],
-        r"module\.max_length takes data\.max_length, which DigitsDataModule does not have: .*Choose data=char_lm, or",
+        r"module\.max_length reads data\.max_length, which DigitsDataModule does not have. Choose data=char_lm, or",
     ),
     (
         ["trainer.max_epochs=${strategy.nope}"],
-        r"which SingleDeviceStrategy does not have: .* Choose a strategy that has",
+        r"which SingleDeviceStrategy does not have. Choose a strategy that has",
     ),
     (
         ["num_nodes=2", "strategy=ddp", "accelerator=cpu"],
-        r"num_nodes=2: processes on other.*torchrun --nnodes=2",
+        r"num_nodes=2 needs an external launcher .*torchrun --nnodes=2",
     ),
 ]
 
