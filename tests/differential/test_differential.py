@@ -37,7 +37,9 @@ def hunt(request: pytest.FixtureRequest) -> Iterator[Hunt]:
 
 def show(request: pytest.FixtureRequest, text: str) -> None:
     """Write to the terminal, captured or not."""
-    request.config.pluginmanager.getplugin("terminalreporter").write_line(f"\n{text}")
+    plugins = request.config.pluginmanager
+    with plugins.getplugin("capturemanager").global_and_fixture_disabled():
+        plugins.getplugin("terminalreporter").write_line(f"\n{text}")
 
 
 @pytest.mark.timeout(300)
