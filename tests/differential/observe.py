@@ -147,13 +147,13 @@ def _run(case: Case, spread: Spread, folder: Path, seen: dict[str, Any], state: 
         trainer.fit(module, **_data(case, module))
         trainer.save_checkpoint(checkpoint)
     trainer, module, watch, tape = _prepare(case, spread, folder)
-    state.trainer = trainer
+    state.trainer, data = trainer, _data(case, module)
     if case.before != "nothing" and case.loading.eval_kind != "none":
         state.phase = case.before
         given = {} if case.loading.given_by == "module" else {"dataloaders": eval_loader(case)}
         seen["before"] = kept(getattr(trainer, case.before)(module, **given))
     state.phase = "fit"
-    trainer.fit(module, ckpt_path=checkpoint, weights_only=None if checkpoint is None else False, **_data(case, module))
+    trainer.fit(module, ckpt_path=checkpoint, weights_only=None if checkpoint is None else False, **data)
     if case.after == "fit":
         trainer.fit_loop.max_epochs += 1
         trainer.fit(module, **_data(case, module))

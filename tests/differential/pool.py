@@ -1,7 +1,8 @@
 """Processes that stay alive between cases: one alone, or ranks that find the environment of torchrun.
 
 A case costs its training only: torch and Lightning are imported once, and ranks meet once. A process that hangs or ends
-is replaced together with its fellows; so is a group in which a case failed: a failed collective leaves traces.
+is replaced together with its fellows; so is a group in which a case failed: failed collectives leave traces, and
+Lightning leaves `DataLoader.__init__` patched where an exception ended it.
 """
 
 import faulthandler
@@ -68,7 +69,7 @@ class Group:
                 connection.send((case, spread, folder))
             deadline = time.monotonic() + self.timeout_s
             found = [self._receive(connection, deadline, rank) for rank, connection in enumerate(self.connections)]
-        if any(isinstance(one, str) or (self.size > 1 and one.failure is not None) for one in found):
+        if any(isinstance(one, str) or one.failure is not None for one in found):
             self.stop()
         return found
 

@@ -6,7 +6,6 @@ and writes the table of verdicts; `-k ddp` runs a part.
 """
 
 import os
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -29,11 +28,18 @@ COMMON: dict[str, Any] = {
 
 
 @pytest.fixture(scope="module")
-def hunt() -> Iterator[Hunt]:
+def hunt(request: pytest.FixtureRequest) -> Iterator[Hunt]:
     found = Hunt()
     yield found
     found.pool.restart()
-    sys.__stderr__.write(f"\n{found.table()}\n")
+    show(request, found.table())
+
+
+def show(request: pytest.FixtureRequest, text: str) -> None:
+    """Write to the terminal, captured or not."""
+    plugins = request.config.pluginmanager
+    with plugins.getplugin("capturemanager").global_and_fixture_disabled():
+        plugins.getplugin("terminalreporter").write_line(f"\n{text}")
 
 
 @pytest.mark.timeout(300)
@@ -53,7 +59,7 @@ def test_a_drawn_training_equals_one_device_or_is_refused(kind: str, hunt: Hunt)
 @pytest.mark.slow
 @pytest.mark.timeout(4 * 3600)
 @pytest.mark.parametrize("kind", SPREADS)
-def test_many_drawn_trainings_equal_one_device_or_are_refused(kind: str) -> None:
+def test_many_drawn_trainings_equal_one_device_or_are_refused(kind: str, request: pytest.FixtureRequest) -> None:
     hunt = Hunt()
 
     @seed(SEED)
@@ -64,7 +70,7 @@ def test_many_drawn_trainings_equal_one_device_or_are_refused(kind: str) -> None
 
     look()
     hunt.pool.restart()
-    sys.__stderr__.write(f"\n{kind}: {hunt.table()}\n")
+    show(request, f"{kind}: {hunt.table()}")
     assert not hunt.failures, "\n\n".join(hunt.failures.values())
 
 

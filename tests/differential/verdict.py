@@ -11,6 +11,8 @@ from .pool import Pool
 
 OWN_PART = ("outputs", "evaluated", "test_outputs")
 """What hooks of a rank see of its own part of a batch; not compared under ranks."""
+UNSUMMED = ("raw_gradients",)
+"""What `on_after_backward` sees while gradients accumulate, before ranks have summed them."""
 TOLERANCES = {"float64": 1e-10, "float32": 1e-5}
 
 
@@ -97,14 +99,16 @@ def _judge_failing_reference(pool: Pool, case: Case, spread: Spread, expected: O
 def _compare(case: Case, spread: Spread, expected: Observed, found: list[Observed], tolerance: float) -> Verdict:
     local = _local_names(case) if "ddp" in spread.kind else ()
     wanted = dict(expected.seen)
-    names = [name for name in wanted if not ("ddp" in spread.kind and name in OWN_PART)]
+    hidden = (*OWN_PART, *UNSUMMED * _accumulates(case)) if "ddp" in spread.kind else ()
+    names = [name for name in wanted if name not in hidden]
     for name in names:
         mine, theirs = wanted[name], found[0].seen.get(name)
         if name == "outputs" and spread.kind not in ("single_device",):
             mine, theirs = _scalars(mine), _scalars(theirs)
         if name == "checkpoint" and spread.kind != "single_device":
             mine, theirs = _without_counts(mine), _without_counts(theirs)
-        if name == "predict" and "ddp" in spread.kind:
+        predicted = name == "predict" or (name == "before" and case.before == "predict")
+        if predicted and "ddp" in spread.kind:
             mine, theirs = (_joined(one, case.returns.predict) for one in (mine, theirs))
         if local:
             mine, theirs = _without(mine, local), _without(theirs, local)
@@ -117,6 +121,10 @@ def _compare(case: Case, spread: Spread, expected: Observed, found: list[Observe
             if difference:
                 return Verdict("wrong", difference)
     return Verdict("equal")
+
+
+def _accumulates(case: Case) -> bool:
+    return case.options.accumulate_grad_batches > 1 or "accumulation" in case.callbacks
 
 
 def _local_names(case: Case) -> tuple[str, ...]:
