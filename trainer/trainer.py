@@ -21,6 +21,7 @@ from ..strategies.core.lightning_names import verify_family
 from .callbacks.nonfinite import DetectNonFinite
 from .checkpoint import distinguish
 from .checkpoint.file_io import VerifiedCheckpointIO
+from .loggers.csv import open_files, refresh_files
 from .logging.connector import LeanLoggerConnector
 from .loops.log_method import lean_logging
 from .loops.loops import (
@@ -37,12 +38,20 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def _verified(method: Method) -> Method:
-    """Have a method of the trainer refuse modules of another package that is called Lightning, too."""
+    """Have a method of the trainer refuse modules of another package that is called Lightning, too.
+
+    It also opens the loggers' files before the strategy starts processes, and reads afterwards what those have written.
+    """
 
     @wraps(method)
     def verified(self: pl.Trainer, *args: Any, **kwargs: Any) -> Any:
         verify_family(*args, *kwargs.values())
-        return method(self, *args, **kwargs)
+        open_files(self.loggers)
+        try:
+            return method(self, *args, **kwargs)
+        finally:
+            if self.strategy.launcher is not None:
+                refresh_files(self.loggers, trained=method is pl.Trainer.fit)
 
     return cast("Method", verified)
 

@@ -23,7 +23,7 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
 from ...strategies.core import rng
-from . import _logged_values, _run_state
+from . import _logged_rows, _logged_values, _run_state
 from ._callback import Checkpoint
 from ._loader_state import is_resumable, make_resumable
 from .file_io import CheckpointError
@@ -79,6 +79,8 @@ class ResumingFitLoop(FitLoop):
     resumes_stopping = False
     """Whether the resumed run was about to stop (`trainer.should_stop`)."""
     _resumed_state: dict[str, Any] | None = None
+    _resumed_rows: Mapping[str, int] = MappingProxyType({})
+    """Rows in the loggers' files when the checkpoint being resumed was written."""
     _savers: tuple[Checkpoint, ...] = ()
     saved_state: Mapping[str, Any] = MappingProxyType({})
     """The `EXACT` entry of the checkpoint being loaded."""
@@ -149,6 +151,7 @@ class ResumingFitLoop(FitLoop):
             "point": self._point,
             "should_stop": self.trainer.should_stop and not _is_time_over(self.trainer),
             "ranks": _run_state.capture(self.trainer, accumulating),
+            "rows": _logged_rows.count(self.trainer),
         }
 
     @override
@@ -189,6 +192,7 @@ class ResumingFitLoop(FitLoop):
         ranks = saved.get("ranks") or []
         self._resumed_point = saved.get("point")
         self.resumes_stopping = saved.get("should_stop", False)
+        self._resumed_rows = saved.get("rows", {})
         self._resumed_state = None
         same = len(ranks) == self.trainer.world_size
         if same:
@@ -220,6 +224,7 @@ class ResumingFitLoop(FitLoop):
         if self._resumed_state is not None:
             _run_state.restore(self.trainer, self._resumed_state)
         _logged_values.withdraw_later_points(self.trainer)
+        _logged_rows.withdraw(self.trainer, self._resumed_rows)
         if self._resumed_point == AFTER_EPOCH:
             # Replace the iterator from the loop's setup, at the point where a running epoch creates it.
             self._resuming_from_checkpoint = False

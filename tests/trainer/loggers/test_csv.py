@@ -1,0 +1,171 @@
+"""`metrics.csv` has every row once, however many processes write it."""
+
+import csv
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytorch_lightning as pl
+import torch
+from launching import running
+from pytorch_lightning.loggers import CSVLogger as LightningsCSVLogger
+from torch.utils.data import DataLoader, TensorDataset
+
+from evener.trainer import Trainer
+from evener.trainer.checkpoint import Checkpoint
+from evener.trainer.loggers import CSVLogger
+from evener.trainer.loggers.csv import MetricsFile
+
+SCRIPT = Path(__file__).parents[2] / "support" / "logging_script.py"
+
+
+def rows_of(folder: Path) -> list[dict[str, str]]:
+    """The rows of the only metrics.csv under a folder, without empty cells."""
+    (path,) = folder.rglob("metrics.csv")
+    with path.open(newline="") as file:
+        return [{name: value for name, value in row.items() if value} for row in csv.DictReader(file)]
+
+
+def run_script(*arguments: str) -> None:
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), *arguments], capture_output=True, text=True, timeout=120, env=env, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    "options",
+    [("ddp", "lightnings"), ("ddp", "lightnings", "version", "used"), ("ddp", "version", "used"), ("single_device",)],
+    ids=" ".join,
+)
+def test_a_script_of_several_calls_has_the_rows_of_all_in_one_file(tmp_path: Path, options: tuple[str, ...]) -> None:
+    # The logger of the script knew nothing of what the forked ranks had written: the next call's ranks chose another
+    # directory, or deleted the file of the given one, or failed with "dict contains fields not in fieldnames".
+    run_script(str(tmp_path), *options)
+    rows = rows_of(tmp_path)
+    if "used" in options:
+        assert rows.pop(0) == {"step": "0", "before": "7.0"}
+    # x = 1 and s = w + b: the loss is (s - 3)², and each step multiplies s - 3 by 1 - 2 · 2 · 0.1 = 0.6
+    losses = [9 * 0.36**n for n in range(8)]
+    found = [float(row.get("train") or row.get("test") or row["between"]) for row in rows]
+    assert found == pytest.approx([*losses[:4], losses[4], 8.0, *losses[4:]], rel=1e-5)
+    assert [int(row["step"]) for row in rows] == [0, 1, 2, 3, 0, 4, 0, 1, 2, 3]
+
+
+@pytest.mark.slow
+def test_an_elastic_restart_loses_and_repeats_no_row(tmp_path: Path) -> None:
+    # Lightning's logger deleted the rows that the first workers had written.
+    with running(
+        tmp_path, "++module.fault=kill", f"++module.once={tmp_path}/once", "launcher.max_restarts=1", "logger=csv",
+        "checkpoint=every_n_steps", "checkpoint.every_n_steps=2", "trainer.max_epochs=1", "trainer.log_every_n_steps=1",
+        "logger.flush_logs_every_n_steps=1",
+    ) as run:  # fmt: skip
+        assert run.wait(100) == 0, run.output.read_text()
+    assert [int(row["step"]) for row in rows_of(tmp_path) if "val/loss" in row] == list(range(64))
+
+
+class Fails(pl.LightningModule):
+    """Logs a step number of its own, and fails at a step."""
+
+    def __init__(self, at: int | None = None) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1)
+        self.at = at
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        if self.trainer.global_step == self.at:
+            raise KeyError("enough")
+        self.log_dict({"index": float(self.trainer.global_step), "step": 1000.0})
+        return self.layer(batch[0]).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def train(folder: Path, at: int | None = None, resume: bool = False, **options: Any) -> None:
+    """Train 8 steps as a process of its own would: with new objects."""
+    logger = options.pop("logger", None) or CSVLogger(folder, name="csv", version="")
+    trainer = Trainer(
+        accelerator="cpu", devices=1, max_epochs=1, logger=logger, log_every_n_steps=1,
+        callbacks=[Checkpoint(folder / "checkpoints", every_n_steps=3)],
+        enable_progress_bar=False, enable_model_summary=False, **options,
+    )  # fmt: skip
+    loader = DataLoader(TensorDataset(torch.ones(8, 1)), 1)
+    trainer.fit(
+        Fails(at), loader, ckpt_path=folder / "checkpoints" / "last.ckpt" if resume else None, weights_only=True
+    )
+
+
+def indices(folder: Path) -> list[int]:
+    return [int(float(row["index"])) for row in rows_of(folder)]
+
+
+def test_a_resumed_run_continues_after_the_rows_of_its_checkpoint(tmp_path: Path) -> None:
+    # by number of rows: the step of a row may be the module's own
+    with pytest.raises(KeyError):
+        train(tmp_path, at=5)
+    assert indices(tmp_path) == [0, 1, 2, 3, 4]
+    train(tmp_path, resume=True)
+    assert indices(tmp_path) == list(range(8))
+
+
+def test_a_run_that_starts_anew_replaces_the_rows_of_an_earlier_one(tmp_path: Path) -> None:
+    with pytest.raises(KeyError):
+        train(tmp_path, at=5)
+    train(tmp_path)
+    assert indices(tmp_path) == list(range(8))
+
+
+def test_a_second_fit_with_the_same_logger_keeps_the_rows_of_the_first(tmp_path: Path) -> None:
+    logger = CSVLogger(tmp_path, name="csv", version="")
+    train(tmp_path, logger=logger)
+    train(tmp_path, logger=logger)
+    assert indices(tmp_path) == [*range(8), *range(8)]
+
+
+@pytest.mark.parametrize("restarts", ["0", "1"])
+def test_lightnings_own_logger_continues_after_a_restart_only(
+    tmp_path: Path, restarts: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(KeyError):
+        train(tmp_path, at=5, logger=LightningsCSVLogger(tmp_path, name="csv", version=""))
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", restarts)
+    if restarts == "0":
+        with pytest.warns(UserWarning, match="will be deleted"):
+            train(tmp_path, resume=True, logger=LightningsCSVLogger(tmp_path, name="csv", version=""))
+        assert indices(tmp_path) == [3, 4, 5, 6, 7]
+    else:
+        train(tmp_path, resume=True, logger=LightningsCSVLogger(tmp_path, name="csv", version=""))
+        assert indices(tmp_path) == list(range(8))
+
+
+def test_a_torn_last_row_is_removed(tmp_path: Path) -> None:
+    (tmp_path / "metrics.csv").write_text("loss,step\r\n0.5,0\r\n0.25,1\r\n0.1")
+    file = MetricsFile(str(tmp_path), keep=True)
+    assert file.num_rows == 2
+    file.log_metrics({"loss": 0.125, "accuracy": 0.75}, step=2)
+    file.save()
+    assert (tmp_path / "metrics.csv").read_text().split() == ["accuracy,loss,step", ",0.5,0", ",0.25,1", "0.75,0.125,2"]
+
+
+def test_a_new_column_leaves_the_file_whole_whenever_the_process_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Lightning's writer truncates the file first.
+    file = MetricsFile(str(tmp_path), keep=True)
+    file.log_metrics({"loss": 0.5}, step=0)
+    file.save()
+    file.log_metrics({"accuracy": 0.75}, step=1)
+
+    def killed(*_: Any) -> None:
+        raise KeyboardInterrupt(signal.SIGKILL)
+
+    monkeypatch.setattr(file._fs, "mv", killed)
+    with pytest.raises(KeyboardInterrupt):
+        file.save()
+    assert (tmp_path / "metrics.csv").read_text().split() == ["loss,step", "0.5,0"]

@@ -1,0 +1,51 @@
+"""Count the rows that loggers have written to files, so that a resumed run keeps those up to its checkpoint."""
+
+import os
+from collections.abc import Mapping
+from typing import Any, Protocol, runtime_checkable
+
+
+@runtime_checkable
+class RowsFile(Protocol):
+    """A file of rows, which a logger has as its experiment (`trainer/loggers/csv.py`)."""
+
+    num_rows: int
+    metrics_file_path: str
+
+    def flush(self) -> None:
+        """Write the rows logged so far to the disk."""
+
+    def keep_rows(self, num_rows: int) -> None:
+        """Remove the rows of earlier processes from a number on."""
+
+
+def count(trainer: Any) -> dict[str, int]:
+    """Write all logged rows to the disk and return their number by file; empty on ranks other than 0."""
+    files = _files(trainer)
+    for file in files:
+        file.flush()
+    return {_name(file): file.num_rows for file in files}
+
+
+def withdraw(trainer: Any, counted: Mapping[str, int]) -> None:
+    """Remove the rows that a run will log again.
+
+    Args:
+        trainer: the trainer, at the start of training.
+        counted: what `count` returned when the checkpoint was written that the run resumes, if it resumes one. The rows
+            of a file that is not among them are kept: it may have been moved.
+    """
+    for file in _files(trainer):
+        rows = 0 if trainer.ckpt_path is None else counted.get(_name(file))
+        if rows is not None:
+            file.keep_rows(rows)
+
+
+def _files(trainer: Any) -> list[RowsFile]:
+    logs = trainer.loggers if trainer.is_global_zero else []
+    found = [getattr(log, "_experiment", None) for log in logs]
+    return [file for file in found if isinstance(file, RowsFile)]
+
+
+def _name(file: RowsFile) -> str:
+    return os.path.abspath(file.metrics_file_path)
