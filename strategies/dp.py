@@ -168,6 +168,7 @@ class DataParallelStrategy(OneProcessStrategy):
 
     @override
     def on_train_start(self) -> None:
+        self._verify_loaders()
         self._mark_changed()
 
     @override
@@ -185,6 +186,13 @@ class DataParallelStrategy(OneProcessStrategy):
     @override
     def on_predict_start(self) -> None:
         self._mark_changed()
+
+    def _verify_loaders(self) -> None:
+        """Refuse loaders for validation, too, before training begins."""
+        loop = self._own_trainer.fit_loop
+        if self.layout is not None and self._parallel_forward is None:
+            self.structures.verify_combined(loop._combined_loader, self._own_trainer.num_training_batches)
+            self.structures.verify_combined(loop.epoch_loop.val_loop._combined_loader)
 
     def _mark_changed(self) -> None:
         """Callbacks that exchange weights (moving averages) do so at these hooks, often through `parameter.data`."""

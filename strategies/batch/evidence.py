@@ -28,8 +28,8 @@ class Evidence(Protocol):
         """Whether the value at a path is a structure for certain."""
         ...
 
-    def lengths(self, path: Path) -> list[tuple[int, int]]:
-        """(samples, length of the value at a path) of batches of several sizes; empty where none is known."""
+    def shapes(self, path: Path) -> list[tuple[int, tuple[int, ...]]]:
+        """(samples, shape of the value at a path) of batches of several sizes; empty where none is known."""
         ...
 
 
@@ -44,7 +44,7 @@ class NoEvidence:
         """See `Evidence`."""
         return False
 
-    def lengths(self, path: Path) -> list[tuple[int, int]]:
+    def shapes(self, path: Path) -> list[tuple[int, tuple[int, ...]]]:
         """See `Evidence`."""
         return []
 
@@ -79,7 +79,6 @@ class LoaderEvidence:
     loader: Any
     transform: Callable[[Batch], Batch] | None = None
     _batches: list[tuple[int, Batch]] | None = field(default=None, repr=False)
-    _raw: dict[tuple[Path, int], Any] = field(default_factory=dict, repr=False)
 
     def is_stacked(self, path: Path) -> bool:
         """See `Evidence`."""
@@ -97,14 +96,15 @@ class LoaderEvidence:
             len(prefix) > len(path) and prefix[: len(path)] == path for prefix, _ in self.loaders()
         )
 
-    def lengths(self, path: Path) -> list[tuple[int, int]]:
-        """See `Evidence`."""
+    def shapes(self, path: Path) -> list[tuple[int, tuple[int, ...]]]:
+        """See `Evidence`; the shape of a list is its length."""
         if self._batches is None:
             self._batches = list(self._look())
-        found: list[tuple[int, int]] = []
+        found: list[tuple[int, tuple[int, ...]]] = []
         for num, batch in self._batches:
             try:
-                found.append((num, len(at(batch, path))))
+                value = at(batch, path)
+                found.append((num, tuple(value.shape) if hasattr(value, "shape") else (len(value),)))
             except (KeyError, TypeError):
                 return []
         return found

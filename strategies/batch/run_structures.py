@@ -1,5 +1,6 @@
 """The structures of all batches and results of a run, one per loader and kind of step."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -38,8 +39,7 @@ class RunStructures:
         key = (_stage(trainer), dataloader_idx)
         if key not in self._batches:
             evidence = _evidence(trainer, dataloader_idx)
-            if trainer.training:
-                self._verify_combined(evidence)
+            self.verify_combined(evidence.loader, trainer.num_training_batches if trainer.training else math.inf)
             self._batches[key] = BatchStructure(self._options, evidence)
         return self._batches[key]
 
@@ -59,19 +59,26 @@ class RunStructures:
             self._results[key] = BatchStructure(self._options, root=step, prefix=(step,))
         return self._results[key]
 
-    def _verify_combined(self, evidence: LoaderEvidence) -> None:
-        """Refuse, before the first step, loaders whose batches differ in size at some step of the epoch."""
+    def verify_combined(self, combined: Any, limit: float = math.inf) -> None:
+        """Refuse, before the first step, loaders whose batches differ in size at some step of the epoch.
+
+        Args:
+            combined: a loader, perhaps a `CombinedLoader`.
+            limit: batches that are read at most.
+
+        Raises:
+            ConfigError: they do.
+        """
         loaders = [
             (path, sizes)
-            for path, loader in evidence.loaders()
+            for path, loader in LoaderEvidence(combined).loaders()
             if self._options.get(option_key(path)) != "shared" and (sizes := _sizes(loader)) is not None
         ]
-        combined = evidence.loader
-        if len(loaders) < 2 or not isinstance(combined, CombinedLoader):
+        if len(loaders) < 2 or not isinstance(combined, CombinedLoader) or combined._mode == "sequential":
             return
         counts = [len(sizes) for _, sizes in loaders]
         steps = min(counts) if combined._mode == "min_size" else max(counts)
-        for step in range(steps):
+        for step in range(int(min(steps, limit))):
             # with max_size a loader that has ended gives nothing; with max_size_cycle it begins again
             now = [
                 (path, sizes[step % len(sizes)])

@@ -230,18 +230,19 @@ class BatchStructure:
             return "structure"
         if self._evidence.is_stacked(path):
             return "rows" if is_array(value) else _role_in_stacked(value)
-        lengths = self._evidence.lengths(path)
-        if not lengths:
+        shapes = self._evidence.shapes(path)
+        if not shapes:
             return None
-        if all(length == num for num, length in lengths):
+        if all(shape[0] == num for num, shape in shapes):
             return "rows" if is_array(value) else "list"
-        if len({length for _, length in lengths}) == 1:
+        if len({shape[0] for _, shape in shapes}) == 1 and not _follows_samples(shapes):
             return "shared" if is_array(value) else "structure"
-        what = ", ".join(f"{length} in a batch of {num}" for num, length in lengths)
+        what = " and ".join(f"{'x'.join(map(str, shape))} in a batch of {num}" for num, shape in shapes)
         raise ConfigError(
-            f"{called(path, self._root)} has neither one {'row' if is_array(value) else 'element'} per sample nor "
-            f"always as many ({what}), so it can't be cut into chunks. Give it one per sample, or put it into an "
-            "object that defines split(sizes)."
+            f"{called(path, self._root)} is {what}: it has neither one {'row' if is_array(value) else 'element'} per "
+            "sample nor always the same, so it can't be cut into chunks along dimension 0. Give it one per sample "
+            "(transpose a batch whose samples are another dimension), or put it into an object that defines "
+            "split(sizes)."
         )
 
     def _verified(self, option: str, value: Any, path: Path) -> str:
@@ -370,6 +371,12 @@ class BatchStructure:
             "be a sum over samples, a mean, or something else. Set strategy.batch_dims="
             f"{{{self._key(path)}: sum, mean or none}}, or return a tensor with one row per sample."
         )
+
+
+def _follows_samples(shapes: Sequence[tuple[int, tuple[int, ...]]]) -> bool:
+    """Whether a further dimension is as long as the batch, of batches of every size."""
+    dims = min(len(shape) for _, shape in shapes)
+    return any(all(shape[dim] == num for num, shape in shapes) for dim in range(1, dims))
 
 
 def _role_in_stacked(value: Any) -> str:

@@ -329,8 +329,26 @@ def test_rows_that_follow_something_else_than_samples_are_refused() -> None:
         return {"image": torch.stack([x for x, _ in samples]), "boxes": torch.cat([b for _, b in samples])}
 
     loader = DataLoader(boxes(1, 1, 3, 1), 2, collate_fn=concatenated)
-    with pytest.raises(ConfigError, match=r"batch\['boxes'\] has neither one row per sample nor always as many"):
+    with pytest.raises(ConfigError, match=r"batch\['boxes'\] is 2x4 in a batch of 2 and .* neither one row"):
         weights_of(Detector, loader, DataParallelStrategy())
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("size", [3, 4])
+def test_samples_along_another_dimension_are_refused(size: int, strategy: Any) -> None:
+    def time_first(samples: Any) -> Any:
+        return torch.stack([x for x, _ in samples], 1)[:3]
+
+    with pytest.raises(ConfigError, match=r"batch is 3x2 in a batch of 2 and 3x3 in a batch of 3: .*\(transpose"):
+        weights_of(Net, DataLoader(CLASSIFIED, size, collate_fn=time_first), strategy())
+
+
+def test_combined_loaders_of_a_validation_are_refused_before_training() -> None:
+    module = Combined().double()
+    trainer = make_trainer(Case(), DataParallelStrategy(), devices=2, num_sanity_val_steps=0)
+    with pytest.raises(ConfigError, match="2 samples for 'lab' and 4 for 'unlab' in step 2"):
+        trainer.fit(module, combined(8, 2, 8, 2, "min_size"), combined(6, 4, 8, 4, "min_size"))
+    assert trainer.global_step == 0
 
 
 def _stream_on_ranks(dims: Any) -> tuple[float, float]:
