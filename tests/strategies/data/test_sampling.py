@@ -236,7 +236,7 @@ def test_weights_change_at_an_agreed_batch() -> None:
     assert [len(part) for part in next(parts)] == [4, 4]
     divide.change(Weighted((3.0, 1.0)), at=2)
     assert [[len(part) for part in step] for step in parts] == [[4, 4], [6, 2]]
-    with pytest.raises(AssertionError, match="global batch 1 is cut already"):
+    with pytest.raises(AssertionError, match="global batch 1 is already cut"):
         divide.change(Weighted((1.0, 1.0)), at=1)
 
 
