@@ -1,8 +1,11 @@
 """Read the files of this package's configuration groups, with the options that they inherit."""
 
+from collections.abc import Generator
+from contextlib import contextmanager
 from importlib import resources
 
 from hydra import compose, initialize_config_module
+from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig, OmegaConf
 
 from ... import conf
@@ -25,8 +28,19 @@ def file_options(group: str, name: str) -> DictConfig:
     Returns:
         Its options, interpolations unresolved.
     """
-    with initialize_config_module("evener.conf", version_base="1.3"):
+    with _no_other_hydra(), initialize_config_module("evener.conf", version_base="1.3"):
         cfg = compose("train", overrides=[f"{group}={name}"])
     options = OmegaConf.create(OmegaConf.to_container(cfg[group], resolve=False) or {})
     assert isinstance(options, DictConfig)
     return options
+
+
+@contextmanager
+def _no_other_hydra() -> Generator[None]:
+    """Put the command line's Hydra aside inside the block: there can be only one at a time."""
+    current = GlobalHydra.instance().hydra
+    GlobalHydra.instance().clear()
+    try:
+        yield
+    finally:
+        GlobalHydra.instance().hydra = current

@@ -9,6 +9,7 @@ import pytest
 from hydra import initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.object_type import ObjectType
+from hydra.errors import MissingConfigException
 from omegaconf import DictConfig, OmegaConf
 
 import evener.conf
@@ -112,6 +113,17 @@ def test_inherited_options_are_composed_with_a_file_s_own() -> None:
     best = file_options("checkpoint", "best")
     assert (best.save_top_k, best.save_last, best.every_n_epochs, best.on_error) == (1, True, 1, "raise")
     assert "filename" not in file_options("checkpoint", "last")
+
+
+def test_files_are_composed_inside_a_run_of_hydra_which_goes_on() -> None:
+    """A `mode=compare` of the command line ended: GlobalHydra is already initialized."""
+    with initialize_config_module("evener.conf", version_base="1.3"):
+        running = GlobalHydra.instance().hydra
+        assert file_options("strategy", "ddp").timeout_s == 1800
+        with pytest.raises(MissingConfigException):
+            file_options("strategy", "ddpp")
+        assert GlobalHydra.instance().hydra is running
+    assert not GlobalHydra.instance().is_initialized()
 
 
 def test_what_files_inherit_is_no_choice(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
