@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, Optimizer
 from typing_extensions import override
 
-from .batch.loss_weight import loss_weight, weighs_in_loop
+from .batch.loss_weight import WeighedLoss, loss_weight, weighs_in_loop
 from .batch.policies import Even, Policy
 from .batch.run_structures import RunStructures, run_structures
 from .batch.structure import BatchDims, verify_batch_dims
@@ -83,6 +83,9 @@ class DDPStrategy(MultiProcessStrategy):
         self._share: Share | None = None
         self._weighs = False
         self._scale: Tensor | float = 1.0
+        self._returned: list[Tensor] = []
+        self.weighed_loss: WeighedLoss | None = None
+        """The loss of the last step, if the module returned a `loss_weight` for it."""
         self._parts: set[float] = set()
         self._told_parts = False
 
@@ -194,19 +197,31 @@ class DDPStrategy(MultiProcessStrategy):
     @override
     @adds(first="take_share")
     def batch_to_device(self, batch: Batch, device: torch.device | None = None, dataloader_idx: int = 0) -> Batch:
-        self.take_share()
+        self.take_share(dataloader_idx)
         return super().batch_to_device(batch, device, dataloader_idx)
 
-    def take_share(self) -> None:
+    def take_share(self, dataloader_idx: int = 0) -> None:
         """Read this rank's share of the global batch from its next batch."""
         assert self._trainer is not None
+        self._share = self.weighed_loss = None
+        if self._trainer.evaluating:
+            self._share = self._evaluated_share(dataloader_idx)
         loader = self._trainer.fit_loop._combined_loader
-        self._share = None
         if self._trainer.training and loader is not None:
             shares = [share for share in map(next_share, loader.flattened) if share is not None]
             self._share = shares[0] if shares else None
             self._parts = {share.num / share.total for share in shares}
             self._scale = 1.0 if self._share is None else self.world_size * self._share.num / self._share.total
+
+    def _evaluated_share(self, dataloader_idx: int) -> Share | None:
+        """This rank's part of the batch that an evaluation loop has fetched."""
+        loop: Any = getattr(self._trainer, "_evaluation_loop")  # noqa: B009  # Lightning's own name
+        combined = loop._combined_loader
+        if combined is None:
+            return None
+        one = combined._mode == "sequential"
+        loaders = [combined.flattened[dataloader_idx]] if one else combined.flattened
+        return next((share for share in map(next_share, loaders) if share is not None), None)
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
@@ -218,12 +233,14 @@ class DDPStrategy(MultiProcessStrategy):
         module_weighs = isinstance(output, dict) and output.get("loss_weight") is not None
         if not counts:
             output = {**(output if isinstance(output, dict) else {"loss": output}), "loss_weight": 0.0}
-        if weighs_in_loop(self._trainer):
-            self._scale = 1.0
-        elif module_weighs:
+        if module_weighs:
             own = loss_weight(output, args[0])
             total = self.total_loss_weight(own)
-            self._scale = torch.where(total > 0, own / total, 0.0)
+            scale = torch.where(total > 0, own / total, 0.0)
+            self.weighed_loss = WeighedLoss(self._step_losses(), scale)
+            self._scale = scale
+        if weighs_in_loop(self._trainer):
+            self._scale = 1.0
         if len(self._parts) > 1 and not module_weighs:
             self._tell_parts()
         return output
@@ -252,7 +269,20 @@ class DDPStrategy(MultiProcessStrategy):
         if not isinstance(model, DistributedDataParallel) or not module.automatic_optimization:
             return super().training_step(*args, **kwargs)
         with self.precision_plugin.train_step_context():
-            return forward_through(model, module, module.training_step, *args, **kwargs)
+            return forward_through(model, module, partial(self._noted, module.training_step), *args, **kwargs)
+
+    def _noted(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run a step, and keep the loss as the module returned it; DDP may pass on a copy."""
+        output = step(*args, **kwargs)
+        loss = output.get("loss") if isinstance(output, dict) else output
+        self._returned = [loss.detach()] if isinstance(loss, Tensor) else []
+        return output
+
+    def _step_losses(self) -> list[Tensor]:
+        """The tensors that the module, or a replay for it, has logged as the loss of this step."""
+        returned, self._returned = self._returned, []
+        replicas = self._replicas
+        return returned if replicas is None or replicas.layout is None else replicas.layout.logs.losses
 
     def _sync_buffers(self) -> None:
         if isinstance(self.model, DistributedDataParallel) and self.model.will_sync_module_buffers():

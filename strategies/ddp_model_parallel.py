@@ -7,6 +7,7 @@ import pytorch_lightning as pl
 import pytorch_lightning.strategies as pl_strategies
 import torch
 from pytorch_lightning.utilities.types import STEP_OUTPUT
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
@@ -86,6 +87,10 @@ class PipelineInRanks(PipelineStrategy, pl_strategies.DDPStrategy):
         # each micro-batch has its own backward pass; DDP must not reduce before all gradients are summed
         with replaced(self.model, "require_backward_grad_sync", False):
             return super().training_step(*args, **kwargs)
+
+    def _step_losses(self) -> list[Tensor]:
+        """The losses of this step as they were logged; takes precedence over `DDPStrategy`'s."""
+        return self._logged_losses
 
     @override
     def finish_backward(self) -> None:

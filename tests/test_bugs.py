@@ -172,7 +172,7 @@ def test_batches_of_several_loaders_that_ranks_share_in_unequal_parts_are_told()
     strategy = DDPStrategy()
     first, second = (SimpleNamespace(rank_batches=SimpleNamespace(shares=deque())) for _ in range(2))
     combined = SimpleNamespace(flattened=[first, second])
-    trainer: Any = SimpleNamespace(training=True, fit_loop=SimpleNamespace(_combined_loader=combined))
+    trainer: Any = SimpleNamespace(training=True, evaluating=False, fit_loop=SimpleNamespace(_combined_loader=combined))
     strategy._trainer = trainer
     first.rank_batches.shares += [Share(2, 4), Share(2, 4)]
     second.rank_batches.shares += [Share(4, 8), Share(1, 1), Share(1, 3)]

@@ -10,6 +10,7 @@
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 
 class GivenSize(int):
@@ -21,11 +22,18 @@ class GivenSize(int):
 
     each: int | None
 
-    def __new__(cls, total: int, each: int | None) -> "GivenSize":
+    def __new__(cls, total: int, each: int | None = None) -> "GivenSize":
         """Make the number `total`."""
         size = super().__new__(cls, total)
         size.each = each
         return size
+
+
+def constant_of(given: Any) -> int | None:
+    """What `batch_size` is if it is a constant for the whole batch; None if it can't be one."""
+    if isinstance(given, GivenSize):
+        return given.each
+    return given if isinstance(given, int) else None
 
 
 @dataclass
@@ -72,6 +80,8 @@ class GivenSizes:
         known = self._keys.setdefault(key, _Key(sizes[0], given[0], len(sizes)))
         known.learn(sizes, given)
         each = given[0] if all(number == given[0] for number in given) else None
+        if not any(given):  # nothing is counted: no token, say
+            return sizes, GivenSize(0, each)
         if not known.constant or each is None:
             return given, GivenSize(sum(given), each)
         # batches whose parts could not be told apart had the sum of so many constants

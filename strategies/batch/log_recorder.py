@@ -54,6 +54,8 @@ class LogRecorder:
         self._modules = [[m for m in replica if isinstance(m, pl.LightningModule)] for replica in modules]
         self._calls: list[list[_Call]] = []
         self._given = GivenSizes()
+        self.losses: list[Tensor] = []
+        """What `replay` logged as the loss of the batch."""
         self._recorders = [
             [self._recorder(i, j) for j in range(len(modules))] for i, modules in enumerate(self._modules)
         ]
@@ -86,11 +88,14 @@ class LogRecorder:
             sizes: samples per replica; 0 for a replica without samples.
             losses: the chunks' losses, one per replica with samples.
         """
+        self.losses = []
         for same in self._same_calls():
             weights, options = self._weighed(same, sizes)
             value = self._loss(same, sizes, losses)
             if value is None:
                 value = self._combined(same, weights)
+            else:
+                self.losses.append(value)
             self._modules[0][same[0].module].log(same[0].name, value, **options)
 
     def _weighed(self, calls: list[_Call], sizes: Sequence[int]) -> tuple[Sequence[int], dict[str, Any]]:

@@ -5,6 +5,8 @@ something else (tokens, valid pixels). Wherever means over unequal parts are com
 micro-batches of an accumulated step), part i has the weight w_i / sum(w).
 """
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import pytorch_lightning as pl
@@ -40,6 +42,25 @@ def loss_weight(output: Any, batch: Batch, structure: BatchStructure | None = No
             'counted. Return {"loss": loss, "loss_weight": n} from training_step.'
         )
     return float(count)
+
+
+@dataclass(frozen=True)
+class WeighedLoss:
+    """The loss of a step under ranks, as far as `self.log` needs to know it.
+
+    Args:
+        losses: tensors that are the loss where they are logged; each shares its storage with what was logged.
+        scale: this rank's fraction of the weight of the global batch, times the number of ranks; of shape ().
+    """
+
+    losses: Sequence[Tensor]
+    scale: Tensor
+
+    def is_loss(self, value: Any) -> bool:
+        """Whether a logged value is the loss, or the loss detached."""
+        if not isinstance(value, Tensor) or value.numel() != 1:
+            return False
+        return any(value.data_ptr() == loss.data_ptr() for loss in self.losses)
 
 
 def weighs_in_loop(trainer: "pl.Trainer") -> bool:

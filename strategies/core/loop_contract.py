@@ -28,7 +28,8 @@ def adds(first: str = "", then: str = "") -> Callable[[Method], Method]:
     """Mark a method that does what Lightning's does, and calls `first` before it and `then` after it.
 
     Args:
-        first: for `backward` a function of the loss that returns the loss, otherwise one without arguments.
+        first: for `backward` a function of the loss that returns the loss, for `batch_to_device` a function of the
+            loader's index, otherwise one without arguments.
         then: a function without arguments. For `backward` it runs before the hook `on_after_backward`.
     """
 

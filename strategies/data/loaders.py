@@ -113,7 +113,11 @@ class RankLoaders:
         if self.batch_size_is == "global":
             return self._stream(loader, role)
         dealt = self._cut(loader, Deal(spread=False), training=False)
-        return Lockstep(dealt, self.sum_over_ranks, self.structure_of(loader)) if role == "train" else dealt
+        return (
+            Lockstep(dealt, self.num_ranks, self.sum_over_ranks, self.structure_of(loader))
+            if role == "train"
+            else dealt
+        )
 
     def _stream(self, loader: Any, role: LoaderRole) -> Any:
         if self.batch_size_is == "global":
@@ -123,7 +127,7 @@ class RankLoaders:
             )
         structure = self.structure_of(loader)
         loader = self._seeded(loader) if isinstance(loader, DataLoader) else loader
-        return Lockstep(loader, self.sum_over_ranks, structure) if role == "train" else loader
+        return Lockstep(loader, self.num_ranks, self.sum_over_ranks, structure) if role == "train" else loader
 
     def _seeded(self, loader: DataLoader[Any]) -> DataLoader[Any]:
         clone = copy.copy(loader)

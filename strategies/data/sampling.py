@@ -34,10 +34,12 @@ class Share:
     Args:
         num: samples of this rank; 0 if it trains on a zero-weight batch.
         total: samples of all ranks.
+        some_empty: whether any rank has no samples.
     """
 
     num: float
     total: float
+    some_empty: bool = field(default=False, compare=False)
 
 
 class Cut(Protocol):
@@ -177,7 +179,7 @@ class RankBatches(Sampler[Any]):
             num = _num(mine)
             if not num and not self.training:
                 continue
-            self.shares.append(Share(num, total))
+            self.shares.append(Share(num, total, not all(map(_num, parts))))
             self.positions.append(step * self.num_ranks + self.rank)
             yield mine if num else _stand_in(parts)
 

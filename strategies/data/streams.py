@@ -45,6 +45,7 @@ class Lockstep(Stream):
 
     Args:
         loader: this rank's stream.
+        num_ranks: number of ranks.
         sum_over_ranks: starts an in-place sum of a small CPU tensor over all ranks.
         structure: counts the samples of batches; None knows nothing but the batches.
     """
@@ -52,11 +53,13 @@ class Lockstep(Stream):
     def __init__(
         self,
         loader: Iterable[Batch],
+        num_ranks: int,
         sum_over_ranks: Callable[[Tensor], Work],
         structure: BatchStructure | None = None,
     ) -> None:
         super().__init__(loader)
         self._structure = structure or BatchStructure()
+        self._num_ranks = num_ranks
         self._sum_over_ranks = sum_over_ranks
 
     def __iter__(self) -> Iterator[Batch]:
@@ -75,7 +78,7 @@ class Lockstep(Stream):
                     "ddp: this rank's loader yielded no batch, but others did. Give every rank at least one "
                     "batch, or set batch_size_is=global with a stream that is the same on all ranks."
                 )
-            self.shares.append(Share(num, total))
+            self.shares.append(Share(num, total, num_alive < self._num_ranks))
             batch, num, sums, work = self._fetch(iterator)
             yield last
 
@@ -134,7 +137,7 @@ class Divided(Stream):
             sizes = self.divide.sizes(total, self.num_ranks)
             if not sizes[self.rank] and not self.training:
                 continue
-            self.shares.append(Share(sizes[self.rank], total))
+            self.shares.append(Share(sizes[self.rank], total, 0 in sizes))
             self.positions.append(step * self.num_ranks + self.rank)
             stand_in = min(2, total)
             split = self._structure.split

@@ -1,5 +1,6 @@
 """Run a zero-weight step: a rank without samples takes part in the reduction of gradients."""
 
+import inspect
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any
@@ -12,6 +13,7 @@ from torchmetrics import Metric
 from ..core.patching import replaced
 from .sync_batchnorm import SyncedBatchNorm
 
+_LOG_OPTIONS = list(inspect.signature(pl.LightningModule.log).parameters)[3:]  # after self, name and value
 _NEUTRAL = {"mean": 0.0, "sum": 0.0, "max": float("-inf"), "min": float("inf")}
 
 
@@ -49,10 +51,22 @@ def _weightless(log: Callable[..., None]) -> Callable[..., None]:
     """Wrap `log` for a zero-weight batch: means get weight 0, sums 0, maxima -inf, minima +inf."""
 
     def log_nothing(name: str, value: Any, *args: Any, **options: Any) -> None:
-        reduce_fx = options.get("reduce_fx", "mean")
-        kind = reduce_fx if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", "mean")
-        if not isinstance(value, Metric):
-            value = torch.full_like(torch.as_tensor(value, dtype=torch.get_default_dtype()), _NEUTRAL.get(kind, 0.0))
-        log(name, value, *args, **{**options, "batch_size": 0})
+        options.update(zip(_LOG_OPTIONS, args, strict=False))
+        log(name, neutral(value, options.get("reduce_fx", "mean")), **{**options, "batch_size": 0})
 
     return log_nothing
+
+
+def neutral(value: Any, reduce_fx: Any) -> Any:
+    """Replace a logged value by one that leaves the epoch's value as it is, if it is logged with `batch_size=0`.
+
+    Args:
+        value: a tensor of any dtype, which is kept, as ranks exchange values by dtype; a number; or a metric.
+        reduce_fx: as given to `self.log`.
+    """
+    kind = reduce_fx if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", "mean")
+    number = _NEUTRAL.get(kind, 0.0)
+    if isinstance(value, Tensor):
+        dtype = value.dtype if value.is_floating_point() else torch.get_default_dtype()
+        return torch.full_like(value.detach(), number, dtype=dtype)
+    return number if isinstance(value, (int, float)) else value

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from ..batch.outputs import LEFT_OUT, combine_outputs
+from ..batch.outputs import LEFT_OUT, combine_outputs, losses_of
 from ..batch.policies import Even, without_single_samples
 from ..batch.run_structures import RunStructures
 from ..batch.structure import BatchStructure, verify_batch_dims
@@ -48,6 +48,7 @@ class PipelineStrategy(pl_strategies.Strategy):
         self._has_batchnorm = False
         self._told = ""
         self._told_keys: set[str] = set()
+        self._logged_losses: list[Tensor] = []
         self.structures = self._new_structures()
 
     def _new_structures(self) -> RunStructures:
@@ -134,8 +135,12 @@ class PipelineStrategy(pl_strategies.Strategy):
         """Run the module's own step, in micro-batches if there are any, and return its loss on the root device."""
         if self.stage_options.num_microbatches == 1:
             output = self._watched(partial(step, *args, **kwargs))
+            loss = output.get("loss") if isinstance(output, dict) else output
+            self._logged_losses = [loss.detach()] if isinstance(loss, Tensor) else []
         else:
             output = self._step_in_microbatches(step, *args, **kwargs)
+            assert self._logs is not None
+            self._logged_losses = self._logs.losses
         # Lightning, the gradient scaler and DDP expect the loss on the root device
         if not isinstance(output, dict):
             return move_data_to_device(output, self.root_device)
@@ -146,10 +151,13 @@ class PipelineStrategy(pl_strategies.Strategy):
         sizes = self._sizes(batch)
         assert self._microbatches is not None
         assert self._logs is not None
+        reduction = self.stage_options.loss_reduction
         if len(sizes) == 1:
             with self._logs.recording():
                 output = self._watched(partial(self._logs.run, 0, partial(step, batch, *args, **kwargs)))
-            self._logs.replay(sizes)
+            lost = output is None
+            losses = None if lost else losses_of([output], sizes, reduction, self.strategy_name)
+            self._logs.replay(sizes, losses)
             return output
         names = [
             f"micro-batch {i + 1} of {len(sizes)}, {size} of {sum(sizes)} samples," for i, size in enumerate(sizes)
@@ -159,7 +167,6 @@ class PipelineStrategy(pl_strategies.Strategy):
         steps[0] = partial(self._watched, steps[0])
         with self._logs.recording():
             outputs = self._microbatches.forward(names, [partial(self._logs.run, i, s) for i, s in enumerate(steps)])
-        reduction = self.stage_options.loss_reduction
         results = self.structures.of_results("training_step")
         result, left_out = combine_outputs(
             outputs, sizes, self._logs, reduction, self.strategy_name, self.root_device, results

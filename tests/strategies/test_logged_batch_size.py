@@ -1,17 +1,22 @@
 """`self.log(..., batch_size=...)`: a constant, or the size of each part, gives one device's values and epoch means."""
 
+import warnings
 from typing import Any
 
 import pytest
 import pytorch_lightning as pl
 import torch
+from distributed import run_ranks
 from parity import FEATURES, Samples, as_tuple
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from evener.strategies import (
     BalancedDataParallelStrategy,
+    BalancedDDPStrategy,
     DataParallelStrategy,
+    DDPModelParallelStrategy,
+    DDPStrategy,
     ModelParallelStrategy,
     SingleDeviceStrategy,
 )
@@ -108,3 +113,27 @@ def test_constants_and_sizes_by_hand() -> None:
     assert sizes.weigh("tokens", [2, 2], [7, 5]) == ([7, 5], 12)
     assert sizes.weigh("tokens", [2, 1], [6, 6]) == ([6, 6], 12)
     assert [sizes.weigh("tokens", [2, 1], given)[1].each for given in ([6, 6], [7, 5])] == [6, None]
+
+
+def _fit_ranks(num: int, batch_size: int, plan: str) -> Any:
+    warnings.simplefilter("ignore")
+    options: Any = {"timeout_s": 20}
+    strategies: dict[str, tuple[int, Any]] = {
+        "ddp": (2, lambda: DDPStrategy(batch_size_is="global", **options)),
+        "weights": (2, lambda: BalancedDDPStrategy([1, 3], **options)),
+        "replicas": (4, lambda: DDPStrategy(batch_size_is="global", devices_per_process=2, **options)),
+        "stages": (4, lambda: DDPModelParallelStrategy(batch_size_is="global", num_microbatches=2, **options)),
+    }
+    devices, strategy = strategies[plan]
+    return fit(strategy(), devices, num, batch_size)
+
+
+@pytest.mark.parametrize(
+    ("plan", "num", "batch_size"),
+    [("ddp", 9, 4), ("ddp", 11, 6), ("weights", 9, 4), ("replicas", 11, 6), ("replicas", 17, 8), ("stages", 17, 8)],
+)
+def test_ranks_log_what_one_device_logs(plan: str, num: int, batch_size: int) -> None:
+    # A rank weighted its values by the constant, whatever its share of the batch: ragged batches counted too much.
+    expected = fit(SingleDeviceStrategy(), 1, num, batch_size)
+    for found in run_ranks(_fit_ranks, 2, num, batch_size, plan):
+        assert_same(found, expected)

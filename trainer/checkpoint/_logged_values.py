@@ -37,7 +37,9 @@ def capture(results: _ResultCollection) -> dict[str, Any]:
     settle = getattr(results, "settle", None)
     if settle is not None:  # A collection with slots writes the values that they hold.
         settle()
-    return {key: _capture(metric) for key, metric in results.items() if metric.is_tensor}
+    given_of = getattr(results, "given_of", None)
+    tensors = [(key, metric) for key, metric in results.items() if metric.is_tensor]
+    return {key: _capture(metric, None if given_of is None else given_of(metric)) for key, metric in tensors}
 
 
 def restore(trainer: pl.Trainer, results: _ResultCollection, saved: dict[str, Any]) -> None:
@@ -55,6 +57,8 @@ def restore(trainer: pl.Trainer, results: _ResultCollection, saved: dict[str, An
         metric = _ResultMetric(meta, is_tensor=True)
         for name, value in entry["state"].items():
             setattr(metric, name, value.to(device) if isinstance(value, Tensor) else value)
+        if entry.get("given") is not None:
+            getattr(results, "set_given")(metric, entry["given"])  # noqa: B009  # a collection that could save it has it
         metric.has_reset = entry["has_reset"]
         metric._update_count = entry["num_updates"]
         results[key] = metric.to(device)
@@ -71,7 +75,7 @@ def withdraw_later_points(trainer: pl.Trainer) -> None:
                 writer._get_file_writer().add_event(event_pb2.Event(session_log=started), step)
 
 
-def _capture(metric: _ResultMetric) -> dict[str, Any]:
+def _capture(metric: _ResultMetric, given: dict[str, Any] | None) -> dict[str, Any]:
     meta = metric.meta
     state = {name: _on_cpu(getattr(metric, name)) for name in _STATE if hasattr(metric, name)}
     return {
@@ -79,6 +83,7 @@ def _capture(metric: _ResultMetric) -> dict[str, Any]:
         "reduce_fx": meta.reduce_fx.__name__,
         "sync": {"_should": meta.sync.should, "rank_zero_only": meta.sync.rank_zero_only, "_op": meta.sync.op},
         "state": state,
+        "given": None if given is None else {name: _on_cpu(value) for name, value in given.items()},
         "has_reset": metric.has_reset,
         "num_updates": metric._update_count,
     }

@@ -20,6 +20,7 @@ from torchmetrics import Metric
 
 from ...strategies.distributed.store import RankError
 from ._eval_step_sync import Step
+from ._rank_log import GIVEN, GivenSizes, are_constants
 
 _META = (
     "fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_graph", "add_dataloader_idx", "dataloader_idx",
@@ -111,7 +112,14 @@ def _tell(metric: _ResultMetric) -> dict[str, Any]:
         return {**told, "kind": "metric"}
     count: Any = metric.cumulated_batch_size if meta.is_mean_reduction else torch.zeros(())
     value: Any = metric.value
-    return {**told, "kind": meta.reduce_fx.__name__, "value": value.item(), "count": count.item()}
+    given: GivenSizes | None = vars(metric).get(GIVEN)
+    return {
+        **told,
+        "kind": meta.reduce_fx.__name__,
+        "value": value.item(),
+        "count": count.item(),
+        "given": None if given is None else given.tell(metric),
+    }
 
 
 def _verify_keys(told: list[dict[str, dict[str, Any]]]) -> None:
@@ -133,6 +141,9 @@ def _combine(entries: list[dict[str, Any]]) -> float:
     values = [entry["value"] for entry in entries]
     kind = entries[0]["kind"]
     if kind == "mean":
+        counted = [entry["given"] for entry in entries if entry["count"]]
+        if are_constants(counted):
+            return sum(given["value"] for given in counted) / sum(given["weight"] for given in counted)
         count = sum(entry["count"] for entry in entries)
         return sum(values) / count if count else float("nan")
     return {"sum": sum, "max": max, "min": min}[kind](values)

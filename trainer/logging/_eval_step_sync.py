@@ -12,7 +12,9 @@ import torch
 from pytorch_lightning.trainer.connectors.logger_connector.result import _ResultCollection, _ResultMetric
 from torch import Tensor
 
+from ...strategies.batch.given_sizes import constant_of
 from ...strategies.data.loaders import positions
+from ...strategies.data.sampling import Share
 
 NUM_SAMPLES = "num_samples"
 """Attribute of a result entry that holds the number of samples of its last value."""
@@ -24,12 +26,16 @@ class Value:
 
     Args:
         value: the value; a tensor of shape () until it is sent.
-        num: its number of samples.
+        num: the `batch_size` that it was logged with, or else its number of samples.
+        constant: the same, if it may be a constant for the whole batch.
+        samples: its number of samples.
         kind: how ranks are combined: `mean`, `sum`, `max`, `min`, or `own` for rank 0's own value.
     """
 
     value: Tensor | float
     num: float
+    constant: float | None
+    samples: float
     kind: str
 
 
@@ -55,8 +61,9 @@ class EvalStepSync:
         places = positions(loop._combined_loader.flattened[results.dataloader_idx or 0])
         count = len(self._steps)
         index = count if places is None else places[count] // trainer.world_size
+        share: Share | None = getattr(results, "share", None)
         logged = {
-            results._forked_name(metric, True)[1]: _kept(metric)
+            results._forked_name(metric, True)[1]: _kept(metric, share)
             for _, metric in results.valid_items()
             if metric.meta.on_step and metric.meta.logger and isinstance(metric._forward_cache, Tensor)
         }
@@ -73,10 +80,12 @@ class EvalStepSync:
         return [(index, step, {name: asdict(value) for name, value in logged.items()}) for index, step, logged in steps]
 
 
-def _kept(metric: _ResultMetric) -> Value:
+def _kept(metric: _ResultMetric, share: Share | None) -> Value:
     shared = metric.is_tensor and metric.meta.sync.should and not metric.meta.sync.rank_zero_only
     value: Any = metric._forward_cache
-    return Value(value, vars(metric).get(NUM_SAMPLES, 1), metric.meta.reduce_fx.__name__ if shared else "own")
+    num = vars(metric).get(NUM_SAMPLES, 1)
+    samples = num if share is None else share.num
+    return Value(value, num, constant_of(num), samples, metric.meta.reduce_fx.__name__ if shared else "own")
 
 
 def combine(ranks: list[list[Step]]) -> list[tuple[int, dict[str, float]]]:
@@ -106,6 +115,8 @@ def _over_ranks(values: list[dict[str, Any]]) -> float:
     if kind == "own":
         return numbers[0]
     if kind == "mean":
-        total = sum(value["num"] for value in values)
-        return sum(value["value"] * value["num"] for value in values) / total if total else float("nan")
+        constants = {value["constant"] for value in values}
+        weight = "samples" if len(constants) == 1 and None not in constants else "num"
+        total = sum(value[weight] for value in values)
+        return sum(value["value"] * value[weight] for value in values) / total if total else float("nan")
     return {"sum": sum, "max": max, "min": min}[kind](numbers)

@@ -16,10 +16,14 @@ from pytorch_lightning.utilities.data import _extract_batch_size, extract_batch_
 from torch import Tensor
 from typing_extensions import override
 
+from ...strategies.batch.loss_weight import WeighedLoss
 from ...strategies.core.errors import ConfigError
 from ...strategies.core.types import Batch
+from ...strategies.data.sampling import Share
+from ._empty_ranks import fill_empty
 from ._epoch_sync import is_shared_by, own_values, share
 from ._eval_step_sync import NUM_SAMPLES, EvalStepSync, combine
+from ._rank_log import GIVEN, GivenSizes, Logged, reweigh_losses
 from .slots import Slot
 from .step_sync import StepSync
 
@@ -38,6 +42,10 @@ class LeanResults(_ResultCollection):
         self.logs_steps = False
         self.waits_for_epoch = False
         """Whether evaluation logged a step value with `sync_dist=True`, which is exchanged at the end of the epoch."""
+        self.share: Share | None = None
+        """This rank's part of the batch in process; None if all ranks count the same."""
+        self.tracked: list[Logged] | None = None
+        """What this rank logged in the batch in process; None if the strategy does not share batches among ranks."""
         self.deferred = StepSync()
         self.defers = False
         """Whether the loop reduces values logged by step at the end of the step."""
@@ -84,6 +92,24 @@ class LeanResults(_ResultCollection):
                 f"tensors of {' and '.join(map(str, sizes))} rows. Pass batch_size= to self.log."
             )
 
+    def track(self, metric: Any, value: Any, copy: Tensor | None, size: Any, given: bool) -> None:
+        """Remember a value for the corrections at the end of the batch; see `Logged`."""
+        assert self.tracked is not None
+        self.tracked.append(Logged(metric, value, copy, size, given))
+        if given and self.share is not None and metric.is_tensor and metric.meta.on_epoch:
+            vars(metric).setdefault(GIVEN, GivenSizes()).add(value if copy is None else copy, size, self.share)
+
+    @staticmethod
+    def given_of(metric: Any) -> dict[str, Any] | None:
+        """Return what a checkpoint keeps of the `batch_size` given for an entry; None if none was given."""
+        given: GivenSizes | None = vars(metric).get(GIVEN)
+        return None if given is None else dict(vars(given))
+
+    @staticmethod
+    def set_given(metric: Any, saved: dict[str, Any]) -> None:
+        """Restore what `given_of` returned."""
+        vars(metric)[GIVEN] = GivenSizes(**saved)
+
     @override
     def metrics(self, on_step: bool) -> Any:
         self.settle()
@@ -97,6 +123,9 @@ class LeanResults(_ResultCollection):
             self.connector.settle()
         self.settle()
         super().reset(metrics, fx)
+        for metric in self.values():
+            if metric.has_reset:
+                vars(metric).pop(GIVEN, None)
 
     @override
     def to(self, *args: Any, **kwargs: Any) -> "LeanResults":
@@ -136,14 +165,35 @@ class LeanLoggerConnector(_LoggerConnector):
             results.dataloader_idx = dataloader_idx
         results.connector = self
         results.deferred.clear()
+        strategy = self.trainer.strategy
+        shares = self.trainer.world_size > 1 and hasattr(strategy, "share")
+        results.share = getattr(strategy, "share") if shares else None  # noqa: B009  # not of Lightning's strategies
+        results.tracked = [] if shares else None
         self.batch_results = results
         results.batch = batch
         results.batch_size = None
 
+    def exchange(self, results: LeanResults) -> None:
+        """Bring the values that this rank logged in the batch to what they are for the global batch."""
+        strategy: Any = self.trainer.strategy
+        if results.tracked and results.training:
+            weighed: WeighedLoss | None = getattr(strategy, "weighed_loss", None)
+            if weighed is not None:
+                reweigh_losses(results.tracked, weighed, results.share, self.trainer.world_size)
+        if results.deferred:
+            with getattr(strategy, "weighing_logged", nullcontext)():
+                results.deferred.flush()
+        if results.training and results.share is not None and results.share.some_empty:
+            results.settle()
+            fill_empty(strategy, results, results.share.num)
+        if results.tracked:
+            results.tracked.clear()
+
     def finish_batch(self, results: LeanResults) -> None:
         """Like Lightning's `on_batch_end`, for a loop that has its results at hand; metrics are collected later."""
-        if results.deferred:
-            results.deferred.flush()
+        if results.tracked is not None or results.deferred:
+            self.exchange(results)
+        results.tracked = None
         if results and self._unread is not results:
             self.settle()
             self._unread = results

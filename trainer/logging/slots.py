@@ -45,6 +45,8 @@ class Slot:
         self.counts_samples = self.is_tensor and meta.on_epoch and self.is_mean
         value: Any = metric.value
         self.device = value.device
+        self.last: Tensor | None = None
+        """The copy of the last value; None if it was a number or a metric."""
         self._samples = 0
         self._number: float | None = None
 
@@ -76,6 +78,7 @@ class Slot:
                 copy = torch.tensor(value, device=self.device, dtype=_default_dtype())
         else:
             return self._add_metric(value)
+        self.last = copy
         state["_computed"] = None
         state["_update_count"] += 1
         state["has_reset"] = False

@@ -84,9 +84,9 @@ def batch_mover(plan: HookPlan) -> Callable[[Batch, int], Batch]:
     return _after(getattr(plan.strategy, adds.first), move) if adds.first else move
 
 
-def _after(first: Callable[[], None], move: Callable[[Batch, int], Batch]) -> Callable[[Batch, int], Batch]:
+def _after(first: Callable[[int], None], move: Callable[[Batch, int], Batch]) -> Callable[[Batch, int], Batch]:
     def first_then_move(batch: Batch, dataloader_idx: int) -> Batch:
-        first()
+        first(dataloader_idx)
         return move(batch, dataloader_idx)
 
     return first_then_move

@@ -10,6 +10,7 @@ from pytorch_lightning.utilities.data import extract_batch_size
 from pytorch_lightning.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
 
+from ...strategies.distributed.zero_weight_step import neutral
 from ..logging.connector import LeanLoggerConnector, LeanResults
 from ..logging.slots import Slot
 from ._hook_plan import MODULE
@@ -59,6 +60,8 @@ class LeanLog:
         fx: str = self.state["_current_fx_name"]
         connector = self.connector
         results = connector.batch_results
+        if results is not None and results.share is not None and not results.share.num:
+            value, batch_size = neutral(value, reduce_fx), 0
         if results is not None and not torch.compiler.is_compiling():
             slot = results.slots.get((fx, name, results.dataloader_idx))
             if (
@@ -71,6 +74,8 @@ class LeanLog:
                 size = self._batch_size(results, batch_size) if slot.counts_samples else 1
                 if slot.add(value, size):
                     connector._current_fx = fx
+                    if results.tracked is not None:
+                        results.track(slot.metric, value, slot.last, size, batch_size is not None)
                     return
             if slot is not None:
                 slot.settle()
@@ -92,6 +97,10 @@ class LeanLog:
             index = results.dataloader_idx
             key = f"{fx}.{name}.{index}" if given["add_dataloader_idx"] and index is not None else f"{fx}.{name}"
             metric: Any = results.get(key)
+            if metric is not None and results.tracked is not None:
+                copy = value.detach().clone().reshape(()) if isinstance(value, Tensor) else None
+                size = self._batch_size(results, batch_size) if _counts_samples(metric) else 1
+                results.track(metric, value, copy, size, batch_size is not None)
             if metric is not None:
                 shared = metric.is_tensor and metric.meta.on_step and metric.meta.sync.should
                 if not shared or results.defers:
@@ -107,6 +116,10 @@ class LeanLog:
         size = _samples(results.batch)
         results.batch_size = size
         return size
+
+
+def _counts_samples(metric: Any) -> bool:
+    return metric.is_tensor and metric.meta.on_epoch and metric.meta.is_mean_reduction
 
 
 def _samples(batch: Any) -> int:

@@ -7,7 +7,6 @@ and when to stop.
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from time import perf_counter
 from typing import Any
 
@@ -196,9 +195,8 @@ class LeanTrainingEpochLoop(ResumingEpochLoop, _TrainingEpochLoop):
         return batch
 
     def _end_batch(self, plan: HookPlan, output: Any, batch: Batch, batch_idx: int) -> None:
-        if self._results.deferred:
-            with getattr(plan.strategy, "weighing_logged", nullcontext)():
-                self._results.deferred.flush()
+        if self._results.tracked is not None or self._results.deferred:
+            self._connector.exchange(self._results)
         if plan.work and plan.stale():  # a hook of this step added or patched a hook
             self._resolve()
         if "on_train_batch_end" in plan.work:

@@ -1,0 +1,160 @@
+"""What ranks log equals what one device logs: weighted losses, ranks without samples, hooks around the step."""
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytorch_lightning as pl
+import torch
+from distributed import run_ranks
+from parity import FEATURES, Samples, as_tuple
+from pytorch_lightning.callbacks import ModelCheckpoint
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from torchmetrics import MeanMetric
+
+from evener.strategies import (
+    BalancedDDPStrategy,
+    DDPModelParallelStrategy,
+    DDPStrategy,
+    SingleDeviceStrategy,
+)
+from evener.trainer import Trainer
+
+PLANS: dict[str, tuple[int, Any]] = {
+    "ddp": (2, lambda **options: DDPStrategy(batch_size_is="global", **options)),
+    "unused": (2, lambda **options: DDPStrategy(batch_size_is="global", find_unused_parameters=True, **options)),
+    "weights": (2, lambda **options: BalancedDDPStrategy([1, 3], **options)),
+    "replicas": (4, lambda **options: DDPStrategy(batch_size_is="global", devices_per_process=2, **options)),
+    "stages": (4, lambda **options: DDPModelParallelStrategy(batch_size_is="global", num_microbatches=2, **options)),
+    "one microbatch": (4, lambda **options: DDPModelParallelStrategy(batch_size_is="global", **options)),
+}
+
+
+class Tokens(pl.LightningModule):
+    """A loss per token, logged in many ways, with values of other types beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.net = nn.Sequential(nn.Linear(FEATURES, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+        self.steps: list[dict[str, float]] = []
+
+    def errors(self, batch: Any) -> Tensor:
+        return (self.net(batch[0]).squeeze(1) - batch[0].sum(1)) ** 2
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        tokens = (batch[0] > -0.5).sum(1)
+        loss = (self.errors(batch) * tokens).sum() / tokens.sum()
+        both: Any = {"on_step": True, "on_epoch": True, "sync_dist": True}
+        self.log("loss", loss, **both)
+        self.log("detached", loss.detach(), batch_size=len(batch[0]), **both)
+        self.log("constant", loss, batch_size=4, **both)
+        self.log("mean", self.errors(batch).mean(), **both)
+        self.log("single", self.errors(batch).mean().float(), sync_dist=True)
+        self.log("whole", (batch[1] == 1).sum(), sync_dist=True, reduce_fx="sum")
+        if batch_idx % 2:
+            loss += 0.5  # what was logged stays as it was
+        return {"loss": loss, "loss_weight": tokens.sum()}
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        logged = self.trainer.callback_metrics
+        self.steps.append({name: float(value) for name, value in logged.items() if not name.endswith("_epoch")})
+        self.log("after", batch[0].mean(), on_step=True, on_epoch=True, sync_dist=True)
+        self.log("largest", batch[0].max(), on_step=False, on_epoch=True, reduce_fx="max")
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+def fit(module: Any, strategy: Any, devices: int, num: int, batch_size: int, **options: Any) -> Any:
+    warnings.simplefilter("ignore")
+    quiet: Any = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    given = {**quiet, "enable_checkpointing": False, "max_epochs": 2, **options}
+    trainer = Trainer(strategy=strategy, devices=devices, accelerator="cpu", **given)
+    trainer.fit(module, DataLoader(Samples(num, as_tuple), batch_size))
+    return {name: float(value) for name, value in trainer.callback_metrics.items()}, module.steps
+
+
+def assert_same(found: Any, expected: Any) -> None:
+    (epoch, steps), (expected_epoch, expected_steps) = found, expected
+    assert epoch == pytest.approx(expected_epoch, rel=2e-7)  # Lightning keeps numbers of samples in float32
+    assert len(steps) == len(expected_steps)
+    for step, expected_step in zip(steps, expected_steps, strict=True):
+        assert step == pytest.approx(expected_step, rel=2e-7)
+
+
+def _fit_tokens(plan: str, num: int, batch_size: int, options: Any) -> Any:
+    devices, strategy = PLANS[plan]
+    return fit(Tokens(), strategy(timeout_s=20), devices, num, batch_size, **options)
+
+
+@pytest.mark.parametrize(
+    ("plan", "num", "options"),
+    [
+        *((plan, 17, {}) for plan in PLANS),
+        ("ddp", 21, {"accumulate_grad_batches": 2, "exact_accumulation": True}),
+        ("replicas", 21, {"accumulate_grad_batches": 2}),
+    ],
+)
+def test_what_is_logged_is_one_devices(plan: str, num: int, options: Any) -> None:
+    # A loss with `loss_weight` was weighted by samples; a rank without samples exchanged values of another dtype, so
+    # that ranks waited for each other; values logged after the step counted its stand-in's samples, and were not
+    # weighted by ranks' samples at all.
+    expected = fit(Tokens(), SingleDeviceStrategy(), 1, num, 4, **options)
+    for found in run_ranks(_fit_tokens, 2, plan, num, 4, options):
+        assert_same(found, expected)
+
+
+class Own(Tokens):
+    """Logs by step what each rank has, without `sync_dist`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.metric = MeanMetric()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.errors(batch).mean()
+        self.metric(loss.detach())
+        self.log("loss", loss)
+        self.log("both", loss.detach(), on_step=True, on_epoch=True)
+        self.log("number", loss.item())
+        self.log("largest", loss.detach(), reduce_fx="max", on_step=True, on_epoch=True)
+        self.log("sum", loss.detach(), reduce_fx="sum", on_step=True, on_epoch=True)
+        self.log("metric", self.metric)
+        if batch_idx == 0:
+            self.log("first", loss)
+        return loss
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        logged = self.trainer.callback_metrics
+        self.steps.append({name: float(value) for name, value in logged.items() if not name.endswith("_epoch")})
+
+
+def _fit_own(strategy: Any, devices: int, folder: str) -> Any:
+    best = ModelCheckpoint(folder, monitor="loss", every_n_train_steps=1, filename="{step}")
+    # 4, 4 and 1 samples: rank 0 has 1, 1 and none
+    found = fit(Own(), strategy, devices, 9, 4, max_epochs=1, callbacks=[best], enable_checkpointing=True)
+    return found, None if best.best_model_score is None else float(best.best_model_score), best.best_model_path
+
+
+def _fit_own_on_ranks(folder: str) -> Any:
+    return _fit_own(BalancedDDPStrategy([1, 3], timeout_s=20), 2, folder)
+
+
+def test_a_rank_without_samples_shows_what_the_others_logged(tmp_path: Path) -> None:
+    # It showed 0.0, which a checkpoint that monitors the loss kept as the best.
+    (epoch, steps), _, _ = _fit_own(SingleDeviceStrategy(), 1, str(tmp_path / "single"))
+    first, second = run_ranks(_fit_own_on_ranks, 2, str(tmp_path / "ranks"))
+    for (found_epoch, found_steps), _, path in (first, second):
+        last, expected = found_steps[-1], steps[-1]
+        names = ("loss", "both_step", "number", "largest_step", "sum_step", "metric")
+        assert {name: last[name] for name in names} == pytest.approx({name: expected[name] for name in names})
+        assert last["first"] == found_steps[0]["first"]
+        assert found_epoch["both_epoch"] == pytest.approx(epoch["both_epoch"], rel=1e-6)
+        assert "step=3" not in path or steps[-1]["loss"] == min(step["loss"] for step in found_steps)
+    # both ranks' sums and maxima: the samples of the last batch counted once
+    assert first[0][0]["sum_epoch"] == pytest.approx(
+        sum(step["sum_step"] for step in first[0][1][:2]) + sum(step["sum_step"] for step in second[0][1])
+    )

@@ -1,0 +1,57 @@
+"""Step values of a rank that has no samples of a batch: those of the ranks that have."""
+
+from typing import Any
+
+import torch
+from pytorch_lightning.trainer.connectors.logger_connector.result import _ResultCollection, _ResultMetric
+from torch import Tensor
+
+_REDUCTIONS: dict[str, Any] = {"sum": sum, "max": max, "min": min}
+
+
+def fill_empty(strategy: Any, results: Any, num: float) -> None:
+    """Show on ranks without samples what the others logged by step; all ranks call it for such a batch.
+
+    Args:
+        strategy: its `gather_objects` exchanges the values.
+        results: what was logged; its `tracked` has the values of this batch.
+        num: samples of this rank.
+    """
+    gathered: list[dict[str, tuple[float, float, str]]] = strategy.gather_objects(_own(results, num))
+    if num:
+        return
+    for key, metric in results.items():
+        parts = [told[key] for told in gathered if key in told]
+        if parts and metric.meta.on_step:
+            _show(metric, torch.tensor(_combine(parts), dtype=torch.float64))
+
+
+def _own(results: Any, num: float) -> dict[str, tuple[float, float, str]]:
+    """This rank's values of the batch by key, each with the number of samples and its reduction."""
+    if not num:
+        return {}
+    logged = {id(one.metric) for one in results.tracked}
+    kept: _ResultCollection = results
+    return {
+        key: (float(value), num, metric.meta.reduce_fx.__name__ if metric.is_tensor else "own")
+        for key, metric in kept.items()
+        if id(metric) in logged and metric.meta.on_step and isinstance(value := metric._forward_cache, Tensor)
+    }
+
+
+def _combine(parts: list[tuple[float, float, str]]) -> float:
+    values, nums = [value for value, _, _ in parts], [num for _, num, _ in parts]
+    kind = parts[0][2]
+    if kind == "mean":
+        return sum(value * num for value, num in zip(values, nums, strict=True)) / sum(nums)
+    return values[0] if kind not in _REDUCTIONS else float(_REDUCTIONS[kind](values))
+
+
+def _show(metric: _ResultMetric, value: Tensor) -> None:
+    state = vars(metric)
+    if metric.is_tensor:
+        own: Any = metric.value
+        value = value.to(own)
+        if not metric.meta.on_epoch:
+            state["value"] = value
+    state["_forward_cache"] = value

@@ -1,0 +1,134 @@
+"""Corrections of what a rank logs, known only when the ranks' parts of the batch are known.
+
+A rank sees its own part of the global batch. A value that it logs counts by samples, unless
+
+- the rank has no samples: it shows the value of the others, and counts for nothing;
+- the value is the loss, and the module returned a `loss_weight`: it counts by that weight;
+- `batch_size` was given. It may be a constant for the whole batch, of which the rank has its share, or the size of the
+  rank's own part. Both sums are kept, and the ranks decide together at the end of the epoch.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from math import inf
+from typing import Any
+
+from pytorch_lightning.trainer.connectors.logger_connector.result import _ResultMetric
+from torch import Tensor
+
+from ...strategies.batch.given_sizes import constant_of
+from ...strategies.batch.loss_weight import WeighedLoss
+from ...strategies.data.sampling import Share
+
+GIVEN = "given_sizes"
+"""Name under which an entry of the results keeps what `batch_size` it was given."""
+
+
+@dataclass
+class GivenSizes:
+    """The epoch's mean of a key as it is if the given `batch_size` is a constant for the whole batch.
+
+    Args:
+        value: sum of the values, each weighted by this rank's share of the constant.
+        weight: sum of these weights.
+        smallest: the smallest `batch_size` given.
+        largest: the largest one.
+        own: whether each was the number of samples of this rank.
+        num: number of values.
+    """
+
+    value: Any = 0.0
+    weight: Any = 0.0
+    smallest: float = inf
+    largest: float = -inf
+    own: bool = True
+    num: int = 0
+
+    def add(self, value: Any, given: Any, share: Share) -> None:
+        """Add a value that was logged with `batch_size=given`."""
+        self.num += 1
+        if not share.num:
+            return
+        constant = constant_of(given)
+        if constant is None:  # counted, perhaps on the device, where reading it would wait
+            self.smallest = -inf
+            return
+        self.smallest, self.largest = min(self.smallest, constant), max(self.largest, constant)
+        self.own = self.own and given == share.num
+        weight = constant * share.num / share.total
+        self.value = self.value + value * weight
+        self.weight += weight
+
+    def tell(self, metric: _ResultMetric) -> dict[str, Any]:
+        """Return it as plain data for the other ranks."""
+        value = self.value.item() if isinstance(self.value, Tensor) else self.value
+        weight = self.weight.item() if isinstance(self.weight, Tensor) else self.weight
+        return {**asdict(self), "value": value, "weight": weight, "whole": self.num == metric._update_count}
+
+
+def are_constants(told: Sequence[Mapping[str, Any] | None]) -> bool:
+    """Whether the ranks gave a constant for the whole batch, by all that they gave in the epoch.
+
+    Args:
+        told: by rank that logged with weight, from `GivenSizes.tell`; None for one that gave no `batch_size`.
+    """
+    if not told or not all(one is not None and one["whole"] for one in told):
+        return False
+    known = [one for one in told if one is not None]
+    one_number = min(one["smallest"] for one in known) == max(one["largest"] for one in known)
+    return one_number and not all(one["own"] for one in known)
+
+
+@dataclass
+class Logged:
+    """One value that this rank logged in the batch at hand.
+
+    Args:
+        metric: the entry of the results.
+        value: what `self.log` received.
+        copy: its copy, as it was then; None for a number or a metric object.
+        size: samples that it was weighted by.
+        given: whether `batch_size` was given.
+    """
+
+    metric: _ResultMetric
+    value: Any
+    copy: Tensor | None
+    size: Any
+    given: bool
+
+
+def reweigh_losses(tracked: Sequence[Logged], weighed: WeighedLoss, share: Share | None, num_ranks: int) -> None:
+    """Weight the loss by the module's `loss_weight`, wherever it was logged as a mean.
+
+    Args:
+        tracked: what was logged in the batch.
+        weighed: the loss.
+        share: this rank's part of the batch in samples; None if all ranks have equally many.
+        num_ranks: number of ranks.
+    """
+    for logged in tracked:
+        if logged.copy is not None and logged.metric.meta.is_mean_reduction and weighed.is_loss(logged.value):
+            _reweigh(logged, weighed.scale, share, num_ranks)
+
+
+def _reweigh(logged: Logged, scale: Tensor, share: Share | None, num_ranks: int) -> None:
+    state, meta, copy = vars(logged.metric), logged.metric.meta, logged.copy
+    assert copy is not None
+    own = logged.size if share is None else share.num
+    total = own if share is None else share.total / num_ranks
+    if meta.on_step and meta.sync.should and own:
+        by_samples = 1.0 if share is None else num_ranks * share.num / share.total
+        state["_forward_cache"].mul_((scale / by_samples).to(copy.dtype))
+    if not meta.on_epoch:
+        return
+    if not logged.given or (isinstance(logged.size, int) and logged.size in (own, 0)):
+        more = scale * total - logged.size
+        state["value"] = state["value"] + copy * more.to(copy.dtype)
+        state["cumulated_batch_size"] = state["cumulated_batch_size"] + more
+    constant = constant_of(logged.size)
+    if logged.given and share is not None and own and GIVEN in state and constant is not None:
+        given: GivenSizes = state[GIVEN]
+        more = constant * (scale / num_ranks - share.num / share.total)
+        given.value = given.value + copy * more.to(copy.dtype)
+        given.weight = given.weight + more
