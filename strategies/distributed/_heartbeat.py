@@ -17,12 +17,11 @@ import torch
 from torch.distributed import Store
 
 from ._stop import StopAgreement
+from ._store_watch import RANK_FAILED
+from .store import is_hosted_by_agent, silence
 
 BEAT_S = 0.2
 """Seconds between two heartbeats."""
-
-RANK_FAILED = threading.Event()
-"""Set in every rank once any has failed: from then on ranks can't agree on a step to stop at."""
 
 _FAILED = "failed"
 
@@ -117,7 +116,8 @@ class HeartbeatMonitor:
         own = [frame for frame in frames if not _is_library(frame.filename)] or list(frames)
         where = f" ({Path(own[-1].filename).name}:{own[-1].lineno}, {own[-1].name})" if own else ""
         text = " ".join(str(exc).split())[:300]
-        self.store.set(f"failed/{self.rank}", f"{type(exc).__name__}: {text}{where}")
+        with suppress(RuntimeError):  # as above
+            self.store.set(f"failed/{self.rank}", f"{type(exc).__name__}: {text}{where}")
 
     def where(self, rank: int) -> str:
         """Describe what is known of a rank, as the end of a sentence about it."""
@@ -128,7 +128,7 @@ class HeartbeatMonitor:
                 return " and has sent no heartbeat"
             beat = Heartbeat(**json.loads(self.store.get(f"beat/{rank}")))
         except RuntimeError:
-            return "; the store that rank 0 hosts is gone"
+            return "; the store that all ranks share is gone"
         return f"; it was at step {beat.step}, {beat.place}"
 
     def culprits(self) -> str:
@@ -136,7 +136,8 @@ class HeartbeatMonitor:
         try:
             return self._culprits()
         except RuntimeError:
-            return "Rank 0's process, which hosted the store, is gone." if self.rank else ""
+            gone = "Rank 0's process, which hosted the store, is gone."
+            return silence() or (gone if self.rank and not is_hosted_by_agent() else "The store of the ranks is gone.")
 
     def _culprits(self) -> str:
         others = [rank for rank in range(self.num_ranks) if rank != self.rank]
@@ -185,7 +186,8 @@ def place_of(frame: FrameType) -> str:
 
 
 _ROOMS = tuple(str(Path(__file__).parents[2] / room) + os.sep for room in ("trainer", "strategies"))
-_LIBRARIES = (*(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")), *_ROOMS, "<")
+_INSTALLED = str(Path(torch.__file__).parents[1])  # maybe none of the paths below, in a virtual environment
+_LIBRARIES = (*(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")), _INSTALLED, *_ROOMS, "<")
 
 
 def _is_library(filename: str) -> bool:

@@ -1,6 +1,7 @@
 """Start the processes of a plain script or notebook from `fit`, and stop them at a signal to any of them."""
 
 import ast
+import multiprocessing
 import os
 import signal
 import sys
@@ -8,22 +9,31 @@ import threading
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import pytorch_lightning as pl
 import pytorch_lightning.strategies as pl_strategies
 import torch
+from lightning_fabric.utilities.distributed import _set_num_threads_if_needed
 from lightning_fabric.utilities.imports import _IS_INTERACTIVE
-from pytorch_lightning.strategies.launchers import _MultiProcessingLauncher
+from pytorch_lightning.strategies.launchers.launcher import _Launcher
 from pytorch_lightning.trainer.call import _interrupt
 from pytorch_lightning.utilities.exceptions import SIGTERMException
-from torch.multiprocessing import ProcessExitedException
+from typing_extensions import override
 
+from ..core import rng
 from ..core.errors import ConfigError
-from .store import leave_store
+from ..core.scratch import scratch_directory
+from ._handback import known_objects, pack, unpack
+from ._rank_processes import RankProcesses
+from .store import hosted_store, leave_store
 
-STOPPED = "stopped by a signal"
+RESULT = "result"
+"""The file in which rank 0 leaves what it brings back."""
+
+STOPPED = b"stopped by a signal"
 """Result of the processes if they stopped together after a signal to any of them."""
 
 _handlers_before: dict[int, Any] = {}
@@ -73,41 +83,113 @@ def verify_guarded() -> None:
         )
 
 
-def script_launcher(strategy: pl_strategies.ParallelStrategy) -> _MultiProcessingLauncher:
-    """Make Lightning's launcher of processes, changed so that ranks handle their own exceptions.
+class ScriptLauncher(_Launcher):
+    """Starts the processes of a plain script, each of which runs the trainer, and brings back what rank 0 has done.
 
-    Lightning handles exceptions in the parent, which can no longer ask the ranks, and waits without a timeout for the
-    result of a rank that was asked to stop.
+    Args:
+        strategy: it has the devices, and the timeout.
+        timeout_s: seconds from the first end of a rank to that of the last.
     """
-    method: Any = start_method(strategy.root_device)
-    launcher = _MultiProcessingLauncher(strategy, start_method=method)
-    vars(launcher)["launch"] = partial(_launch, launcher)
-    return launcher
+
+    def __init__(self, strategy: pl_strategies.DDPStrategy, timeout_s: float) -> None:
+        self._strategy = strategy
+        self._timeout_s = timeout_s
+        self._method = start_method(strategy.root_device)
+        self._processes: RankProcesses | None = None
+
+    @property
+    @override
+    def is_interactive_compatible(self) -> bool:
+        return self._method == "fork"
+
+    @override
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: Any, **kwargs: Any) -> Any:
+        """Run a function of the trainer in every rank.
+
+        Returns:
+            What it returns in rank 0.
+
+        Raises:
+            RankError: a rank failed; the message holds its traceback.
+            ConfigError: a rank refused what was asked.
+        """
+        if self._method == "spawn":
+            verify_guarded()
+        try:
+            return self._launch(partial(function, *args, **kwargs), trainer)
+        except BaseException:
+            _hide_callbacks(trainer)
+            raise
+        finally:
+            self._processes = None
+
+    def _launch(self, work: Callable[[], Any], trainer: Any) -> Any:
+        known = known_objects(trainer)
+        with scratch_directory() as folder, rank_variables(self._strategy) as variables:
+            processes = self._processes = RankProcesses(self._method, folder, self._timeout_s)
+            with forwarded_signals(processes) as received:
+                state = (rng.random_state(), *_global_flags())
+                num_ranks = self._strategy.num_processes
+                processes.start(_rank, num_ranks, trainer, work, variables, state, folder / RESULT)
+                failed = processes.join()
+            if failed is not None and processes.processes[failed].exitcode != 128 + signal.SIGTERM:
+                raise processes.error(failed)
+            packed = (folder / RESULT).read_bytes() if failed is None else STOPPED
+        if received or packed == STOPPED:
+            raise _stop(received[0] if received else signal.SIGTERM)
+        return unpack(trainer, known, packed)
+
+    @override
+    def kill(self, signum: int) -> None:
+        if self._processes is not None:
+            self._processes.kill(signum)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_processes": None}  # processes can't be pickled
 
 
-def _launch(
-    launcher: _MultiProcessingLauncher, work: Callable[..., Any], *args: Any, trainer: pl.Trainer, **kwargs: Any
-) -> Any:
-    if launcher._start_method == "spawn":
-        verify_guarded()
-    try:
-        with forwarded_signals(launcher) as received:
-            result = _result(launcher, partial(_in_rank, trainer, work), *args, trainer=trainer, **kwargs)
-            if received or result == STOPPED:
-                raise _stop(received[0] if received else signal.SIGTERM)
-            return result
-    except BaseException:
-        _hide_callbacks(trainer)
-        raise
+@contextmanager
+def rank_variables(strategy: Any) -> Generator[dict[str, str]]:
+    """Host the store of ranks that all run on this machine; it outlives each of them, and only this machine reaches it.
+
+    Yields:
+        Environment variables of the ranks.
+    """
+    if strategy.num_nodes > 1:
+        yield {"MASTER_PORT": str(strategy.cluster_environment.main_port)}
+        return
+    with hosted_store() as variables:
+        yield variables
 
 
-def _result(launcher: _MultiProcessingLauncher, in_rank: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    try:
-        return _MultiProcessingLauncher.launch(launcher, in_rank, *args, **kwargs)
-    except ProcessExitedException as exc:
-        if exc.exit_code == 128 + signal.SIGTERM:
-            return STOPPED
-        raise
+def _global_flags() -> tuple[Any, ...]:
+    return (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+        torch.backends.cudnn.benchmark,
+    )
+
+
+def _rank(
+    rank: int, trainer: Any, work: Callable[[], Any], variables: dict[str, str], state: tuple[Any, ...], result: Path
+) -> None:
+    """Be one rank."""
+    os.environ.update({**variables, "LOCAL_RANK": str(rank)})
+    random_state, deterministic, warn_only, benchmark = state
+    rng.set_random_state(random_state)  # Python seeds its own anew in a forked process
+    torch.cuda.manual_seed_all(torch.initial_seed())  # does not start the device
+    torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
+    torch.backends.cudnn.benchmark = benchmark
+    _set_num_threads_if_needed(num_processes=trainer.strategy.num_processes)
+    known = known_objects(trainer)
+    if multiprocessing.current_process().__class__.__name__ != "ForkProcess":
+        for tensor in (*trainer.lightning_module.parameters(), *trainer.lightning_module.buffers()):
+            tensor.data = tensor.data.clone()  # pickled for another process, it is shared memory
+    returned = _in_rank(trainer, work)
+    if rank == 0:
+        packed = STOPPED if returned == STOPPED else pack(trainer, known, returned)
+        result.with_suffix(".tmp").write_bytes(packed)
+        result.with_suffix(".tmp").replace(result)
 
 
 def _hide_callbacks(trainer: Any) -> None:
@@ -121,11 +203,11 @@ def _hide_callbacks(trainer: Any) -> None:
 
 
 @contextmanager
-def forwarded_signals(launcher: _MultiProcessingLauncher) -> Generator[list[int]]:
+def forwarded_signals(ranks: RankProcesses) -> Generator[list[int]]:
     """Forward SIGTERM and Ctrl-C to the processes, which stop at the same step; a second signal kills them.
 
     Args:
-        launcher: owns the processes.
+        ranks: the processes.
 
     Yields:
         The signals received so far.
@@ -134,10 +216,10 @@ def forwarded_signals(launcher: _MultiProcessingLauncher) -> Generator[list[int]
 
     def forward(signum: int, frame: FrameType | None) -> None:
         received.append(signum)
-        if len(received) > 1 or not launcher.procs:
-            launcher.kill(signal.SIGKILL)
+        if len(received) > 1 or not ranks.processes:
+            ranks.kill(signal.SIGKILL)
             raise _stop(signum)
-        launcher.kill(signal.SIGTERM)
+        ranks.kill(signal.SIGTERM)
 
     if threading.current_thread() is not threading.main_thread():
         yield received
@@ -156,12 +238,12 @@ def _stop(signum: int) -> BaseException:
     return KeyboardInterrupt() if signum == signal.SIGINT else SIGTERMException(128 + signum)
 
 
-def _in_rank(trainer: pl.Trainer, work: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _in_rank(trainer: pl.Trainer, work: Callable[[], Any]) -> Any:
     for signum in list(_handlers_before):
         signal.signal(signum, _handlers_before.pop(signum))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all processes; the script forwards it
     try:
-        return work(*args, **kwargs)
+        return work()
     except SIGTERMException as exc:
         _interrupt(trainer, exc)
         if getattr(trainer.strategy, "stop_signal", None) is None:  # this rank stops alone

@@ -20,7 +20,7 @@ from ..core.devices import precise_dtype
 from ..core.errors import ConfigError
 from ._compression import Compression, compression_hook
 from ._coordinator import RankCoordinator
-from ._script_launcher import script_launcher
+from ._script_launcher import ScriptLauncher
 from .environment import kubeflow
 from .options import name_unused_parameters, verified_options
 from .process_exit import leave_group_at_exit, prepare_forked
@@ -70,6 +70,7 @@ class MultiProcessStrategy(pl_strategies.DDPStrategy):
         self._syncs_batchnorm = sync_batchnorm
         self._trainer: pl.Trainer | None = None
         self._trained: ReducedParameters | None = None
+        self._failed = False
 
     @property
     def _layer_sync(self) -> SyncBatchNorm | None:
@@ -95,13 +96,14 @@ class MultiProcessStrategy(pl_strategies.DDPStrategy):
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
         if not self.cluster_environment.creates_processes_externally:
-            self._launcher = script_launcher(self)
+            self._launcher = ScriptLauncher(self, self.timeout_s)
 
     @override
     def setup_distributed(self) -> None:
         # as Lightning's, without its reset of the seed, which would change the order of samples from one device's
         if self._launcher is not None:
             prepare_forked()
+        self._failed = False
         self.set_world_ranks()
         self._process_group_backend = self._get_process_group_backend()
         assert self.cluster_environment is not None
@@ -243,6 +245,7 @@ class MultiProcessStrategy(pl_strategies.DDPStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
+        self._failed = True
         self._small_groups.clear()  # ending them would wait for failed ranks
         if isinstance(self.model, DistributedDataParallel) and self._trained is not None:
             name_unused_parameters(exception, self._trained.reduced)
@@ -255,6 +258,8 @@ class MultiProcessStrategy(pl_strategies.DDPStrategy):
             self.at_teardown()
             self.at_teardown = None
         if self.coordinator is not None:
+            if not self._failed:
+                self.barrier("the end of the run")  # a rank that hangs after the last collective is named
             if self.coordinator.stop_agreement.armed:
                 self.stop_signal = self.coordinator.stop_agreement.signal  # even if no step was left to stop at
             self.coordinator.end()

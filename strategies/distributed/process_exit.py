@@ -14,7 +14,7 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
-from ._heartbeat import RANK_FAILED
+from ._store_watch import RANK_FAILED
 from .store import leave_store
 
 PR_SET_PDEATHSIG = 1

@@ -1,18 +1,25 @@
 """Open, wait on and leave the key-value store that all ranks share."""
 
 import os
+import socket
 import time
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager, suppress
 from datetime import timedelta
+from typing import Any
 
 from lightning_fabric.plugins.environments import ClusterEnvironment
 from torch.distributed import PrefixStore, Store, TCPStore
 
-from ._heartbeat import RANK_FAILED
+from ._store_watch import RANK_FAILED, StoreWatch
 
 _STORES: dict[tuple[int, int], Store] = {}
 """The store of this process, by rank and number of ranks; like torch's process group, it lasts as long."""
+
+_WATCHES: dict[tuple[int, int], StoreWatch] = {}
+"""What holds each of them to a deadline."""
+
+LOOPBACK, LOOPBACK_DEVICE = "127.0.0.1", "lo"
 
 LEAVE_S = 3.0
 """Seconds that the store's host waits at exit for the others to leave."""
@@ -31,8 +38,45 @@ def base_store(environment: ClusterEnvironment, timeout_s: float) -> Store:
         os.environ["MASTER_ADDR"] = environment.main_address
         os.environ["MASTER_PORT"] = str(environment.main_port)
         timeout = timedelta(seconds=timeout_s)
-        _STORES[rank, num_ranks] = open_store(environment.main_address, environment.main_port, rank, timeout)
+        store: Any = open_store(environment.main_address, environment.main_port, rank, timeout)
+        place = (environment.main_address, environment.main_port)
+        watch = StoreWatch(store.clone(), *place, timeout_s)
+        watch.start()
+        _STORES[rank, num_ranks], _WATCHES[rank, num_ranks] = store, watch
+    watch = _WATCHES.get((rank, num_ranks))
+    if watch is not None:
+        watch.deadline_s = min(watch.deadline_s, timeout_s)
     return _STORES[rank, num_ranks]
+
+
+def silence() -> str:
+    """Say which store was given up because its host does not answer; empty if none was."""
+    for watch in _WATCHES.values():
+        if watch.silent:
+            return (
+                f"The store at {watch.place} has not answered for {watch.deadline_s:g} s: the process that hosts it "
+                f"({'the launcher' if is_hosted_by_agent() else 'rank 0'}) is frozen, or the network is cut."
+            )
+    return ""
+
+
+@contextmanager
+def hosted_store() -> Generator[dict[str, str]]:
+    """Host the store of ranks that all run on this machine; no other machine can reach it.
+
+    Yields:
+        Environment variables that lead the ranks to it.
+    """
+    listening = socket.create_server((LOOPBACK, 0))
+    port: int = listening.getsockname()[1]
+    store = TCPStore(LOOPBACK, port, None, True, wait_for_workers=False, master_listen_fd=listening.detach())
+    variables = {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    if "GLOO_SOCKET_IFNAME" not in os.environ and os.path.exists(f"/sys/class/net/{LOOPBACK_DEVICE}"):
+        variables["GLOO_SOCKET_IFNAME"] = LOOPBACK_DEVICE
+    try:
+        yield variables
+    finally:
+        del store  # and with it the server
 
 
 def leave_store() -> None:
@@ -41,6 +85,8 @@ def leave_store() -> None:
     Otherwise ranks that still wait at the last barrier would lose the store. The host leaves anyway if a rank has
     failed or does not leave in time.
     """
+    for watch in _WATCHES.values():
+        watch.end()
     for (rank, num_ranks), store in _STORES.items():
         if is_hosted_by_agent() or RANK_FAILED.is_set():
             continue
@@ -97,8 +143,19 @@ def wait_for(store: Store, keys: Iterable[str], timeout_s: float) -> list[str]:
 
     Returns:
         The keys that were not set in time.
+
+    Raises:
+        RankError: the store does not answer.
     """
-    missing = list(keys)
+    try:
+        return _wait_for(store, list(keys), timeout_s)
+    except RuntimeError as exc:
+        if said := silence():
+            raise RankError(said) from exc
+        raise
+
+
+def _wait_for(store: Store, missing: list[str], timeout_s: float) -> list[str]:
     deadline = time.monotonic() + timeout_s
     pause_s = POLL_S[0]
     while True:

@@ -72,6 +72,19 @@ def run_ranks_unchecked(
         return [_outcome(process, Path(folder, str(rank))) for rank, process in enumerate(ranks)]
 
 
+def run_script(function: Callable[..., Any], *args: Any, timeout_s: float = 100.0) -> Any:
+    """Run `function(*args)` in a process of its own, as a plain script, which may start processes itself."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = f"{folder}/0"
+        process = _CONTEXT.Process(target=_rank_main, args=(function, args, {"CUDA_VISIBLE_DEVICES": ""}, path))
+        process.start()
+        _join([process], timeout_s)
+        outcome = _outcome(process, Path(path))
+    if isinstance(outcome, RankError):
+        raise outcome
+    return outcome
+
+
 def _torchrun_env(rank: int, num_ranks: int, port: int) -> dict[str, str]:
     return {
         "RANK": str(rank),

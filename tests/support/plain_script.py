@@ -40,11 +40,22 @@ class Line(pl.LightningModule):
             raise ValueError("rank 1 of a script")
         if "hang" in sys.argv and self.global_rank == 1:
             time.sleep(600)
+        if f"freeze{self.global_rank}" in sys.argv and self.trainer.global_step == 3:
+            time.sleep(1)  # so that its heartbeat says where it is
+            os.kill(os.getpid(), signal.SIGSTOP)
         if "busy" in sys.argv and self.trainer.global_step == 5:
             time.sleep(600) if self.global_rank == 0 else os.kill(os.getpid(), signal.SIGKILL)
         if "long" in sys.argv and self.trainer.global_step == 20:
             Path(f"{sys.argv[1]}.rank{self.global_rank}").write_text(str(os.getpid()))
         return (self.layer(batch[0]) - 3 * batch[0]).square().mean()
+
+    def on_train_end(self) -> None:
+        if "linger" in sys.argv and self.global_rank == 1:
+            time.sleep(600)
+
+    def on_fit_end(self) -> None:
+        if "tarry" in sys.argv and self.global_rank == 1:
+            time.sleep(600)
 
     def test_step(self, batch: list[torch.Tensor], batch_idx: int) -> None:
         self.log("test", (self.layer(batch[0]) - 3 * batch[0]).square().mean())
@@ -67,9 +78,12 @@ class TellStop(pl.Callback):
             file.write(f"{os.getpid()} {trainer.global_step}\n")
 
 
+BOUNDED = {"hang", "freeze0", "freeze1", "linger", "tarry"}
+
+
 def make_trainer() -> Trainer:
     return Trainer(
-        strategy=DDPStrategy(timeout_s=3 if "hang" in sys.argv else 20), devices=2, accelerator="cpu",
+        strategy=DDPStrategy(timeout_s=3 if BOUNDED & set(sys.argv) else 20), devices=2, accelerator="cpu",
         max_epochs=10**6 if "long" in sys.argv else 20, callbacks=[TellStop()],
         logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip

@@ -19,7 +19,7 @@ from torch.distributed import DistNetworkError, PrefixStore, Store
 
 from ...strategies import ConfigError
 from ...strategies.distributed.environment import kubeflow
-from ...strategies.distributed.store import RankError, base_store, root_store, wait_for
+from ...strategies.distributed.store import RankError, base_store, root_store, silence, wait_for
 
 START_TIMEOUT_S = 1800.0
 """Seconds that a rank waits for the rendezvous store."""
@@ -87,7 +87,8 @@ def receive(cluster: ClusterEnvironment) -> DictConfig | None:
             time.sleep(POLL_S)
         text = store.get(f"job/{_num_jobs}").decode()
     except DistNetworkError as exc:
-        raise RankError("rank 0 exited before it sent the configuration. See its output.") from exc
+        gone = "rank 0 exited before it sent the configuration. See its output."
+        raise RankError(silence() or gone) from exc
     _num_jobs += 1
     if not text:
         return None

@@ -1,0 +1,209 @@
+"""Bring back to a script what rank 0 has done to its trainer, module and callbacks, so that it goes on from there.
+
+Objects that the script has (the trainer, the module's layers and parameters, callbacks, loggers) are *known*: each side
+makes the same list of them by name. Rank 0 pickles their attributes; where an attribute refers to a known object, its
+name travels instead of the object, and the script's own object takes its place.
+"""
+
+import io
+import pickle
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+from lightning_fabric.utilities import move_data_to_device
+from pytorch_lightning.loggers import Logger
+from pytorch_lightning.loops.loop import _Loop
+from pytorch_lightning.loops.progress import _BaseProgress
+from pytorch_lightning.utilities.rank_zero import rank_zero_warn
+from torch import nn
+
+from ..core import rng
+
+_CHILDREN = ("_parameters", "_buffers", "_modules")
+_INTERNAL = frozenset(vars(pl.LightningModule())) - {*_CHILDREN, "training", "_hparams"}
+_METRICS = ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics")
+_LIBRARIES = ("pytorch_lightning", "lightning", "lightning_fabric", "evener", "torch", "torchmetrics")
+
+
+def known_objects(trainer: pl.Trainer) -> dict[str, Any]:
+    """List by name what a script has before its ranks start, in the script and in each rank alike."""
+    module = trainer.lightning_module
+    callbacks: list[Any] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]  # a list, untyped
+    known: dict[str, Any] = {
+        "trainer": trainer,
+        "strategy": trainer.strategy,
+        "precision": trainer.precision_plugin,
+        "data": getattr(trainer, "datamodule", None),
+        **{f"loop {name}": loop for name, loop in _loops(trainer)},
+        **{f"module {name}": child for name, child in module.named_modules()},
+        **{f"parameter {name}": parameter for name, parameter in module.named_parameters()},
+        **{f"callback {i}": callback for i, callback in enumerate(callbacks)},
+        **{f"logger {i}": logger for i, logger in enumerate(trainer.loggers)},
+    }
+    return {name: value for name, value in known.items() if value is not None}
+
+
+def pack(trainer: pl.Trainer, known: Mapping[str, Any], results: Any) -> bytes:
+    """Write down, in rank 0, what its run has changed and returned.
+
+    Args:
+        trainer: its run is over.
+        known: what `known_objects` listed before the run.
+        results: what the trainer returns.
+    """
+    ids = {id(value): name for name, value in known.items()}
+    attributes = {name: dict(_attributes(value)) for name, value in known.items()}
+    strategy, connector = trainer.strategy, trainer._logger_connector
+    metrics = (trainer.callback_metrics, trainer.logged_metrics, trainer.progress_bar_metrics)
+    state = {
+        "attributes": attributes,
+        "names": {name: list(vars(known[name])) for name, found in attributes.items() if found},
+        "parameters": {
+            name: (value.detach(), value.grad, value.requires_grad)
+            for name, value in known.items()
+            if isinstance(value, nn.Parameter)
+        },
+        "callbacks": trainer.callbacks,  # pyright: ignore[reportAttributeAccessIssue]  # a list, untyped
+        "metrics": dict(zip(_METRICS, [dict(values) for values in metrics], strict=True)),
+        "first_loop_iter": connector._first_loop_iter,
+        "state": trainer.state,
+        "should_stop": trainer.should_stop,
+        "optimizers": strategy.optimizers,
+        "schedulers": strategy.lr_scheduler_configs,
+        "scaler": strategy.precision_plugin.state_dict(),
+        "random": rng.random_state(),
+        "results": move_data_to_device(results, torch.device("cpu")),
+    }
+    lost = _leave_out(state, known, ids)
+    return _dumps({**state, "lost": lost}, ids)
+
+
+def unpack(trainer: pl.Trainer, known: Mapping[str, Any], packed: bytes) -> Any:
+    """Bring a script's objects to the state in which rank 0's are.
+
+    Args:
+        trainer: the script's.
+        known: what `known_objects` listed before the ranks were started.
+        packed: what rank 0 wrote.
+
+    Returns:
+        What the trainer returned in rank 0.
+    """
+    state = _Unpickler(packed, known).load()
+    for name, (data, gradient, requires_grad) in state["parameters"].items():
+        parameter: nn.Parameter = known[name]
+        parameter.grad = None
+        parameter.data = data
+        parameter.requires_grad_(requires_grad)
+        parameter.grad = gradient
+    for name, attributes in state["attributes"].items():
+        namespace = vars(known[name])
+        for key in set(namespace).difference(state["names"].get(name, namespace)):
+            del namespace[key]  # a layer has taken the place of an attribute that was None, say
+        _update(namespace, attributes)
+    strategy, connector = trainer.strategy, trainer._logger_connector
+    module = trainer.lightning_module
+    module.trainer = trainer
+    strategy.connect(module)
+    strategy.optimizers = state["optimizers"]
+    strategy.lr_scheduler_configs = state["schedulers"]
+    strategy.precision_plugin.load_state_dict(state["scaler"])
+    for name, metrics in state["metrics"].items():
+        setattr(connector, name, metrics)
+    connector._first_loop_iter = state["first_loop_iter"]
+    vars(trainer)["callbacks"] = state["callbacks"]
+    trainer.state = state["state"]
+    trainer.should_stop = state["should_stop"]
+    rng.set_random_state(state["random"])
+    if state["lost"]:
+        rank_zero_warn(
+            f"{', '.join(state['lost'])}: can't be brought back from the processes that trained, because it can't be "
+            "pickled; here it is as it was before. Keep what the script needs in plain attributes."
+        )
+    return state["results"]
+
+
+def _update(namespace: dict[str, Any], attributes: Mapping[str, Any]) -> None:
+    """Set attributes; a list, dict or set stays the object that the script may hold by another name."""
+    for key, value in attributes.items():
+        old: Any = namespace.get(key)
+        if type(value) is list and type(old) is list:
+            old[:] = value
+        elif type(value) in (dict, set) and type(old) is type(value):
+            old.clear()
+            old.update(value)
+        else:
+            namespace[key] = value
+
+
+def _loops(trainer: pl.Trainer) -> Iterator[tuple[str, _Loop]]:
+    waiting = [(name, value) for name, value in vars(trainer).items() if isinstance(value, _Loop)]
+    while waiting:
+        name, loop = waiting.pop()
+        yield name, loop
+        waiting += [(f"{name}.{key}", value) for key, value in vars(loop).items() if isinstance(value, _Loop)]
+
+
+def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
+    """The attributes of a known object that a run may have changed."""
+    if isinstance(value, _Loop):
+        plain = (_BaseProgress, bool, int, float)
+        yield from ((key, item) for key, item in vars(value).items() if isinstance(item, plain))
+    elif isinstance(value, nn.Module):
+        yield from ((key, item) for key, item in vars(value).items() if key not in _INTERNAL)
+    elif isinstance(value, (pl.Callback, Logger)):
+        yield from vars(value).items()
+
+
+def _leave_out(state: dict[str, Any], known: Mapping[str, Any], ids: Mapping[int, str]) -> list[str]:
+    """Take out of the state what can't be pickled; name it where it is the user's."""
+    if _pickles(state, ids):
+        return []
+    lost: list[str] = []
+    for name, attributes in state["attributes"].items():
+        for key in [key for key, item in attributes.items() if not _pickles(item, ids)]:
+            del attributes[key]
+            if not _is_librarys(known[name]):
+                lost.append(f"{type(known[name]).__name__}.{key}")
+    for key in [key for key, item in state.items() if not _pickles(item, ids)]:
+        state[key] = [] if isinstance(state[key], list) else None
+        lost.append(key)
+    return lost
+
+
+def _is_librarys(value: object) -> bool:
+    return type(value).__module__.partition(".")[0] in _LIBRARIES
+
+
+def _pickles(value: Any, ids: Mapping[int, str]) -> bool:
+    try:
+        _dumps(value, ids)
+    except Exception:  # noqa: BLE001  # anything that a user's __reduce__ raises
+        return False
+    return True
+
+
+def _dumps(value: Any, ids: Mapping[int, str]) -> bytes:
+    file = io.BytesIO()
+    _Pickler(file, ids).dump(value)
+    return file.getvalue()
+
+
+class _Pickler(pickle.Pickler):
+    def __init__(self, file: io.BytesIO, ids: Mapping[int, str]) -> None:
+        super().__init__(file)
+        self._ids = ids
+
+    def persistent_id(self, obj: Any) -> Any:
+        return self._ids.get(id(obj))
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, packed: bytes, known: Mapping[str, Any]) -> None:
+        super().__init__(io.BytesIO(packed))
+        self._known = known
+
+    def persistent_load(self, pid: Any) -> Any:
+        return self._known[pid]

@@ -1,0 +1,130 @@
+"""Start the processes of one machine's ranks, and wait until all of them have ended, within bounds."""
+
+import json
+import math
+import multiprocessing
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+from ..core.errors import ConfigError
+from .process_exit import LAST_WORDS_S
+from .store import RankError
+
+POLL_S = 0.1
+"""Seconds between two looks for processes that are frozen, once one has failed."""
+
+
+class RankProcesses:
+    """Processes that do the same work, each as one rank.
+
+    Args:
+        method: how they start: `fork` or `spawn`.
+        folder: where a rank that fails leaves its traceback.
+        timeout_s: seconds from the first end of a rank to that of the last.
+    """
+
+    def __init__(self, method: str, folder: Path, timeout_s: float) -> None:
+        self.method = method
+        self.folder = folder
+        self.timeout_s = timeout_s
+        self.processes: list[BaseProcess] = []
+
+    def start(self, work: Callable[..., None], num_ranks: int, *args: Any) -> None:
+        """Start `work(rank, *args)` in a process per rank."""
+        context: Any = multiprocessing.get_context(self.method)
+        for rank in range(num_ranks):
+            process = context.Process(target=_main, args=(work, rank, str(self.folder), args))
+            process.start()
+            self.processes.append(process)
+
+    def kill(self, signum: int) -> None:
+        """Send a signal to those that are alive."""
+        for process in self.processes:
+            if process.is_alive() and process.pid is not None:
+                with suppress(ProcessLookupError):
+                    os.kill(process.pid, signum)
+
+    def join(self) -> int | None:
+        """Wait for the end of all; once one has failed, the others have moments to end.
+
+        Returns:
+            The rank that failed first; None where none did.
+
+        Raises:
+            RankError: a rank did not end in time after another had.
+        """
+        waiting = {process.sentinel: rank for rank, process in enumerate(self.processes)}
+        failed: int | None = None
+        late: list[int] = []
+        deadline = math.inf
+        while waiting:
+            rest = deadline - time.monotonic()
+            limit = None if math.isinf(rest) else max(0.0, rest if failed is None else min(POLL_S, rest))
+            for sentinel in wait(list(waiting), limit):
+                rank = waiting.pop(sentinel)  # pyright: ignore[reportArgumentType]  # a number
+                self.processes[rank].join()
+                if self.processes[rank].exitcode and failed is None and not late:
+                    failed, deadline = rank, time.monotonic() + LAST_WORDS_S + 1
+                    self.kill(signal.SIGTERM)
+                elif math.isinf(deadline):
+                    deadline = time.monotonic() + self.timeout_s
+            if time.monotonic() >= deadline:
+                late, deadline = sorted(waiting.values()), math.inf
+                self.kill(signal.SIGKILL)
+            elif failed is not None:
+                self._kill_frozen()
+        if late and failed is None:
+            raise RankError(
+                f"rank {', '.join(map(str, late))} did not end within {self.timeout_s:g} s after the others had, and "
+                "was killed. See what on_fit_end, teardown and threads of the module and the callbacks do there."
+            )
+        return failed
+
+    def _kill_frozen(self) -> None:
+        """Kill what is stopped (SIGSTOP) and can't react to being asked."""
+        for process in self.processes:
+            if process.is_alive() and process.pid is not None and _is_frozen(process.pid):
+                process.kill()
+
+    def error(self, rank: int) -> Exception:
+        """Tell why a rank failed: its refusal, its traceback, or how it ended."""
+        process, path = self.processes[rank], _error_file(self.folder, rank)
+        if path.exists():
+            told = json.loads(path.read_text(encoding="utf-8"))
+            return (
+                ConfigError(told["message"]) if told["refused"] else RankError(f"rank {rank} failed:\n\n{told['text']}")
+            )
+        code = process.exitcode or 0
+        how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"exited with status {code}"
+        return RankError(f"rank {rank} {how} (process {process.pid}).")
+
+
+def _main(work: Callable[..., None], rank: int, folder: str, args: tuple[Any, ...]) -> None:
+    try:
+        work(rank, *args)
+    except Exception as exc:  # noqa: BLE001  # told in the script
+        told = {"refused": isinstance(exc, ConfigError), "message": str(exc), "text": traceback.format_exc()}
+        path = _error_file(Path(folder), rank)
+        path.with_suffix(".tmp").write_text(json.dumps(told), encoding="utf-8")
+        path.with_suffix(".tmp").replace(path)
+        sys.exit(1)
+
+
+def _error_file(folder: Path, rank: int) -> Path:
+    return folder / f"error{rank}.json"
+
+
+def _is_frozen(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    except OSError:  # it has ended, or this is no Linux
+        return False

@@ -1,0 +1,192 @@
+"""After ddp in a plain script it goes on as after one device: trainer, module, callbacks, optimizer, random numbers."""
+
+import random
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import pytorch_lightning as pl
+import torch
+from distributed import run_script
+from pytorch_lightning.callbacks import EarlyStopping
+from torch.utils.data import DataLoader, TensorDataset
+
+from evener.strategies import ConfigError, DDPStrategy, SingleDeviceStrategy
+from evener.trainer import Trainer
+from evener.trainer.checkpoint import Checkpoint
+
+
+class History(pl.Callback):
+    """Keeps what it sees in plain attributes, as scripts do, and one thing that can't be pickled."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+        self.open = open  # pickled by name
+        self.lock: Any = None
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *_: Any) -> None:
+        self.losses.append(float(outputs["loss"]))
+
+
+class Net(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1))
+        self.epochs: list[int] = []
+        self.late: torch.nn.Module | None = None
+
+    def configure_model(self) -> None:
+        if self.late is None:
+            self.late = torch.nn.Linear(1, 1, bias=False)
+            torch.nn.init.ones_(self.late.weight)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        assert self.late is not None
+        return self.late(self.layers(inputs))
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = self(batch[0]).square().mean()
+        self.log("loss", loss.detach(), on_step=True, on_epoch=True, prog_bar=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val", self(batch[0]).square().mean())
+
+    def predict_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self(batch[0])
+
+    def on_train_epoch_end(self) -> None:
+        self.epochs.append(self.current_epoch)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
+        return [optimizer], [torch.optim.lr_scheduler.LambdaLR(optimizer, _halve)]
+
+
+def _halve(epoch: int) -> float:
+    return 0.5**epoch
+
+
+def trainer_of(strategy: str, folder: Path, **options: Any) -> tuple[Trainer, History]:
+    history = History()
+    made = DDPStrategy(batch_size_is="global", timeout_s=60) if strategy == "ddp" else SingleDeviceStrategy()
+    trainer = Trainer(
+        strategy=made, devices=2 if strategy == "ddp" else 1, accelerator="cpu", logger=False,
+        callbacks=[history, EarlyStopping("val", patience=5), Checkpoint(folder, monitor="val")],
+        enable_progress_bar=False, enable_model_summary=False, precision="64-true", **{"max_epochs": 2, **options},
+    )  # fmt: skip
+    return trainer, history
+
+
+def data() -> DataLoader[Any]:
+    inputs = torch.arange(27.0, dtype=torch.float64).reshape(9, 3) / 27
+    return DataLoader(TensorDataset(inputs), 4)
+
+
+def script(strategy: str, folder: Path) -> dict[str, Any]:
+    """What a script sees after each of its calls."""
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    pl.seed_everything(5, verbose=False)
+    module = Net().eval()  # BatchNorm's running statistics are not part of the comparison
+    weight = module.layers[0].weight
+    trainer, history = trainer_of(strategy, folder)
+    epochs = module.epochs
+    trainer.fit(module, data(), data())
+    early, best = trainer.early_stopping_callback, trainer.checkpoint_callback
+    trainer.save_checkpoint(folder / "final.ckpt")
+    saved = torch.load(folder / "final.ckpt", weights_only=True)
+    seen = {
+        "progress": (trainer.global_step, trainer.current_epoch, str(trainer.state.status), trainer.should_stop),
+        "metrics": [dict(m) for m in (trainer.callback_metrics, trainer.logged_metrics, trainer.progress_bar_metrics)],
+        "history": (
+            torch.tensor(history.losses).shape,
+            list(module.epochs),
+            [type(cb).__name__ for cb in trainer.callbacks],
+        ),
+        "scores": (early.best_score, best.best_model_score, Path(best.best_model_path).name),
+        "weights": {name: value.clone() for name, value in module.state_dict().items()},
+        "same objects": epochs is module.epochs
+        and weight is module.layers[0].weight
+        and weight in trainer.optimizers[0].state,
+        "optimizer": trainer.optimizers[0].state_dict(),
+        "scheduler": trainer.lr_scheduler_configs[0].scheduler.state_dict(),
+        "checkpoint": (saved["global_step"], saved["epoch"], saved["optimizer_states"], saved["state_dict"]),
+        "random": (random.random(), np.random.rand(), torch.rand(1)),
+    }
+    trainer.fit_loop.max_epochs = 3  # the same trainer trains on
+    trainer.fit(module, data(), data())
+    seen["trained on"] = (trainer.global_step, len(history.losses), module.epochs)
+    resumed, _ = trainer_of(strategy, folder / "resumed", max_epochs=3)
+    again = Net().eval()
+    resumed.fit(again, data(), data(), ckpt_path=folder / "final.ckpt")
+    seen["resumed"] = (resumed.global_step, again.state_dict())
+    predictor, _ = trainer_of(strategy, folder / "predict")
+    seen["predicted"] = torch.cat(predictor.predict(module, data()))
+    seen["validated"] = predictor.validate(module, data(), verbose=False)
+    return seen
+
+
+def assert_same(ours: Any, single: Any, place: str) -> None:
+    """Numbers may differ in their last digits, nothing else may."""
+    if isinstance(single, dict):
+        assert ours.keys() == single.keys(), place
+        for key in single:
+            assert_same(ours[key], single[key], f"{place}.{key}")
+    elif isinstance(single, (list, tuple)):
+        assert len(ours) == len(single), place
+        for i, pair in enumerate(zip(ours, single, strict=True)):
+            assert_same(*pair, f"{place}.{i}")
+    elif isinstance(single, (float, torch.Tensor)):
+        torch.testing.assert_close(ours, single, rtol=0, atol=1e-10, msg=lambda text: f"{place}: {text}")
+    else:
+        assert ours == single, place
+
+
+def test_a_script_goes_on_as_after_one_device(tmp_path: Path) -> None:
+    ours, single = (run_script(script, strategy, tmp_path / strategy) for strategy in ("ddp", "single"))
+    assert ours.keys() == single.keys()
+    for name in single:
+        assert_same(ours[name], single[name], name)
+    assert single["progress"][:2] == (6, 2)
+    assert single["trained on"][0] == 9
+
+
+class Locked(History):
+    def on_train_start(self, *_: Any) -> None:
+        self.lock = lambda: None
+
+
+def lose(folder: Path) -> list[str]:
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    trainer, _ = trainer_of("ddp", folder)
+    trainer.callbacks[0] = Locked()
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        trainer.fit(Net().eval(), data(), data())
+    assert len(trainer.callbacks[0].losses) == 6
+    return [str(warning.message) for warning in told]
+
+
+def test_what_cannot_be_brought_back_is_named(tmp_path: Path) -> None:
+    told = run_script(lose, tmp_path)
+    assert any("Locked.lock: can't be brought back from the processes that trained" in text for text in told), told
+
+
+class Refusing(Net):
+    def on_train_start(self) -> None:
+        raise ConfigError("no such thing. Give another.")
+
+
+def refuse(folder: Path) -> None:
+    warnings.simplefilter("ignore")
+    trainer, _ = trainer_of("ddp", folder)
+    with pytest.raises(ConfigError, match=r"^no such thing. Give another.$"):
+        trainer.fit(Refusing(), data(), data())
+
+
+def test_a_refusal_of_the_ranks_is_a_refusal_of_fit(tmp_path: Path) -> None:
+    run_script(refuse, tmp_path)

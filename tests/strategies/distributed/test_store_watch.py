@@ -1,0 +1,70 @@
+"""A store whose host is frozen: whoever reads from it fails in time, with the reason."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Generator
+
+import pytest
+from lightning_fabric.plugins.environments import LightningEnvironment
+
+from evener.strategies.distributed import store as store_file
+from evener.strategies.distributed._store_watch import RANK_FAILED
+from evener.strategies.distributed.store import RankError, base_store, silence, wait_for
+
+HOST = """
+import time
+from torch.distributed import TCPStore
+store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+print(store.port, flush=True)
+time.sleep(100)
+"""
+
+
+@pytest.fixture
+def host(monkeypatch: pytest.MonkeyPatch) -> Generator[subprocess.Popen[str]]:
+    process = subprocess.Popen([sys.executable, "-c", HOST], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    monkeypatch.setattr(store_file, "_STORES", {})
+    monkeypatch.setattr(store_file, "_WATCHES", {})
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", process.stdout.readline().strip())
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+        for watch in store_file._WATCHES.values():
+            watch.end()
+        RANK_FAILED.clear()
+
+
+def rank_1() -> LightningEnvironment:
+    environment = LightningEnvironment()
+    environment.set_world_size(2)
+    environment.set_global_rank(1)
+    return environment
+
+
+@pytest.mark.parametrize("read", ["check", "get", "wait_for"])
+def test_a_read_from_a_frozen_host_fails(host: subprocess.Popen[str], read: str) -> None:
+    store = base_store(rank_1(), 2.0)
+    store.set("key", "value")
+    assert wait_for(store, ["key"], 1.0) == []
+    os.kill(host.pid, signal.SIGSTOP)
+    reads = {"check": lambda: store.check(["key"]), "get": lambda: store.get("key")}
+    with pytest.raises(RuntimeError):
+        reads.get(read, lambda: wait_for(store, ["key", "other"], 60))()
+    assert RANK_FAILED.is_set()
+    told = r"The store at 127.0.0.1:\d+ has not answered for 2 s: the process that hosts it \(rank 0\) is frozen"
+    with pytest.raises(RankError, match=told):
+        raise RankError(silence())
+
+
+def test_a_host_that_answers_is_left_alone(host: subprocess.Popen[str]) -> None:
+    store = base_store(rank_1(), 1.0)
+    time.sleep(3)
+    assert store.check(["key"]) is False
+    assert silence() == ""
