@@ -104,6 +104,7 @@ class DDPStrategy(MultiProcessStrategy):
         return num_processes(len(self.parallel_devices or ()), self.devices_per_process)
 
     @property
+    @override
     def process_devices(self) -> list[torch.device]:
         """The devices of this process, the root device first."""
         assert self.parallel_devices is not None

@@ -91,6 +91,11 @@ class DataParallelStrategy(OneProcessStrategy):
         self._parallel_devices = list(devices)
         self._root_device = self._parallel_devices[0]
 
+    @property
+    def process_devices(self) -> list[torch.device]:
+        """The devices of this process, one per replica."""
+        return list(self.parallel_devices)
+
     @override
     def setup(self, trainer: pl.Trainer) -> None:
         module = self.lightning_module

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import pytorch_lightning as pl
 import torch
 
-from ..core.devices import is_accelerator
+from ..core.devices import current_stream, is_accelerator
 from ..core.patching import replaced
 
 
@@ -64,7 +64,7 @@ class RankTimer:
         if not is_accelerator(self._device):
             return time.perf_counter()
         event = torch.Event(self._device, enable_timing=True)
-        event.record()
+        event.record(current_stream(self._device))
         return event
 
     def _ready(self) -> Callable[[torch.Tensor], None]:

@@ -101,6 +101,8 @@ def _named_device(name: str) -> torch.device:
         device = torch.device(name)
     except RuntimeError as exc:
         raise ConfigError(f"devices: {name!r} is not a device. {ALLOWED}.") from exc
+    if device.type != "cpu" and ":" not in str(device):
+        device = torch.device(device.type, 0)  # where tensors of `cuda` or `mps` are
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ConfigError(f"devices: {name} does not exist; this machine has {torch.cuda.device_count()} of type cuda.")
     return device

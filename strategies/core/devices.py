@@ -7,6 +7,17 @@ from contextlib import contextmanager, nullcontext
 import torch
 from torch import Tensor
 
+_OUT_OF_MEMORY = (
+    "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED", "MPS backend out of memory", "DefaultCPUAllocator",
+)  # fmt: skip
+"""What errors of libraries that allocate memory beside torch's own allocator say."""
+
+
+def is_out_of_memory(exc: BaseException) -> bool:
+    """Whether an error says that a device's memory is exhausted: torch's own type, or a library's RuntimeError."""
+    of_a_library = isinstance(exc, RuntimeError) and any(text in str(exc) for text in _OUT_OF_MEMORY)
+    return isinstance(exc, torch.OutOfMemoryError) or of_a_library
+
 
 def peak_memory_bytes(device: torch.device) -> int | None:
     """Peak memory allocated by tensors on a device, in bytes since the last reset; None for the CPU."""
@@ -50,8 +61,8 @@ def current_stream(device: torch.device) -> torch.Stream | None:
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Move a tensor, asynchronously where that is safe: a copy to the CPU must finish before it is read."""
-    return tensor.to(device, non_blocking=is_accelerator(device))
+    """Move a tensor, asynchronously to CUDA only: elsewhere it could be read before the copy has finished."""
+    return tensor.to(device, non_blocking=device.type == "cuda")
 
 
 def copy_coalesced(sources: Sequence[Tensor], targets: Sequence[Tensor], bucket_bytes: int = 2**26) -> None:
@@ -82,7 +93,7 @@ def move_coalesced(tensors: Sequence[Tensor], device: torch.device) -> list[Tens
         Views of one flat tensor on the device, with the shapes of `tensors`.
     """
     flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
-    flat = flat.to(device, non_blocking=is_accelerator(device))  # a copy to the CPU must finish before it is read
+    flat = to_device(flat, device)  # a copy to the CPU must finish before it is read
     parts = flat.split([tensor.numel() for tensor in tensors])
     return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
 

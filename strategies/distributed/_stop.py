@@ -8,8 +8,12 @@ all ranks are armed, rank 0 announces the step to stop at, before it starts the 
 it unaware: it would need rank 0's gradients of a step that rank 0 starts after the announcement.
 """
 
+from collections.abc import Iterable
+
 import torch
 from torch.distributed import Store
+
+from ..core.devices import is_accelerator
 
 REQUEST, ANNOUNCEMENT = "stop/requested", "stop/step"
 
@@ -55,19 +59,21 @@ class StopAgreement:
             self.signal = int(store.get(REQUEST))
             self.armed = True
 
-    def due(self, step: int) -> bool:
+    def due(self, step: int, devices: Iterable[torch.device] = ()) -> bool:
         """Whether to stop now; the answer is the same on all ranks at the same step.
 
         Args:
             step: number of optimizer steps that this rank has finished.
+            devices: devices of this process. They are synchronized first, so that the last step's gradients have
+                arrived before the rank counts as armed: a host may run several steps ahead of its device.
         """
         if self.store is None:
             return True
+        for device in filter(is_accelerator, devices):
+            torch.accelerator.synchronize(device)
         if not self._takes_part:
             self._takes_part = True
             self.store.set(f"stop/armed/{self.rank}", "")
-        if torch.cuda.is_available() and torch.cuda.is_initialized():
-            torch.cuda.synchronize()  # the last step's gradients have arrived: no later step was started
         if self.rank == 0 and self._step is None and self._all_armed(self.store):
             self.store.set(ANNOUNCEMENT, str(step + 1))
         if self._step is None and self.store.check([ANNOUNCEMENT]):

@@ -16,7 +16,7 @@ from torch.distributed import PrefixStore
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from ..core.devices import precise_dtype
+from ..core.devices import is_accelerator, precise_dtype
 from ..core.errors import ConfigError
 from ._compression import Compression, compression_hook
 from ._coordinator import RankCoordinator
@@ -98,6 +98,16 @@ class MultiProcessStrategy(pl_strategies.DDPStrategy):
         if not self.cluster_environment.creates_processes_externally:
             self._launcher = ScriptLauncher(self, self.timeout_s)
 
+    @property
+    def process_devices(self) -> list[torch.device]:
+        """The devices of this process."""
+        return [self.root_device]
+
+    def _only_device(self) -> torch.device | None:
+        """The device that the process group is bound to; NCCL then refuses tensors on the process's other devices."""
+        devices = self.process_devices
+        return devices[0] if len(devices) == 1 and is_accelerator(devices[0]) else None
+
     @override
     def setup_distributed(self) -> None:
         # as Lightning's, without its reset of the seed, which would change the order of samples from one device's
@@ -115,7 +125,7 @@ class MultiProcessStrategy(pl_strategies.DDPStrategy):
                 rank=self.global_rank,
                 world_size=self.world_size,
                 timeout=self._timeout,
-                device_id=self.root_device if self.root_device.type != "cpu" else None,
+                device_id=self._only_device(),
             )
             leave_group_at_exit()
 
@@ -194,7 +204,7 @@ class MultiProcessStrategy(pl_strategies.DDPStrategy):
         stopping = self.coordinator.stop_agreement
         if received and not stopping.armed:
             stopping.request(signal.SIGTERM)
-        stops = stopping.armed and stopping.due(self._trainer.global_step)
+        stops = stopping.armed and stopping.due(self._trainer.global_step, self.process_devices)
         self.stop_signal = stopping.signal if stops else None
         return stops
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.devices import is_accelerator
+from ..core.devices import current_stream, is_accelerator
 
 
 @dataclass
@@ -60,9 +60,9 @@ class Reading:
     def _timed(self, call: Callable[[], Any], device: torch.device) -> Any:
         if is_accelerator(device):
             start, end = (torch.Event(device, enable_timing=True) for _ in range(2))
-            start.record()
+            start.record(current_stream(device))
             result = call()
-            end.record()
+            end.record(current_stream(device))
             self._events = (start, end)
             return result
         start_s = time.perf_counter()

@@ -10,6 +10,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from ...strategies.core import rng
+from ...strategies.core.devices import is_out_of_memory
 from ...strategies.core.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -75,7 +76,9 @@ def find_batch_size(
     def fits(size: int) -> bool:
         try:
             _steps(make_module(), make_data(size), make_trainer)
-        except torch.OutOfMemoryError:
+        except RuntimeError as exc:
+            if not is_out_of_memory(exc):
+                raise
             fit = False
         else:
             fit = True

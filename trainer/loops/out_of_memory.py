@@ -9,6 +9,7 @@ import pytorch_lightning as pl
 import torch
 
 from ...strategies.batch.chunks import num_samples
+from ...strategies.core.devices import is_out_of_memory
 
 
 class DeviceOutOfMemory(torch.OutOfMemoryError):
@@ -20,17 +21,17 @@ def explained_out_of_memory(trainer: pl.Trainer) -> Generator[None]:
     """Add device, chunk size, peak memory and advice to an out-of-memory error raised inside the block.
 
     Raises:
-        DeviceOutOfMemory: instead of `torch.OutOfMemoryError`.
+        DeviceOutOfMemory: instead of torch's or a library's error.
     """
     try:
         yield
-    except torch.OutOfMemoryError as exc:
-        if isinstance(exc, DeviceOutOfMemory):
+    except RuntimeError as exc:
+        if isinstance(exc, DeviceOutOfMemory) or not is_out_of_memory(exc):
             raise
         raise DeviceOutOfMemory(_explain(trainer, exc)) from exc
 
 
-def _explain(trainer: pl.Trainer, exc: torch.OutOfMemoryError) -> str:
+def _explain(trainer: pl.Trainer, exc: RuntimeError) -> str:
     text = str(exc)
     device, samples = trainer.strategy.root_device, _samples(trainer)
     if found := re.search(r"\bGPU (\d+)\b", text):

@@ -3,6 +3,7 @@
 import itertools
 
 import pytest
+import torch
 from torch.distributed import HashStore
 
 from evener.strategies.distributed._stop import StopAgreement
@@ -53,3 +54,18 @@ def test_a_single_process_stops_at_once() -> None:
     alone.request(15)
     assert alone.armed
     assert alone.due(7)
+
+
+def test_a_rank_synchronizes_its_devices_before_it_counts_as_armed(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+
+    class Recording(HashStore):
+        def set(self, key: str, value: str) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+            seen.append(key)
+            super().set(key, value)
+
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda device: seen.append(f"synchronize {device}"))
+    rank = StopAgreement(0, 2, Recording())
+    rank.request(15)
+    rank.due(3, [torch.device("cuda:0"), torch.device("cpu"), torch.device("cuda:1")])
+    assert seen[:3] == ["synchronize cuda:0", "synchronize cuda:1", "stop/armed/0"]
