@@ -217,6 +217,7 @@ def verify_results(home: Path, words: list[str]) -> None:
         assert all(math.isfinite(value) for value in result["metrics"].values())
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:You requested to overfit")  # Lightning's word on debug=overfit
 @pytest.mark.parametrize("case", TRAINING, ids=name)
 def test_command_runs_in_short(case: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
