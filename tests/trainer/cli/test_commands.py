@@ -256,6 +256,10 @@ def test_other_commands_are_known(command: str, capsys: pytest.CaptureFixture[st
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
         assert module.page().startswith("# Configuration reference")
+    elif command.startswith("pytest"):
+        words = shlex.split(command)
+        assert [word for word in words if "/" in word and not (ROOT / word).exists()] == []
+        assert words[1:2] != ["-m"] or f'"{words[2]}: ' in (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     else:
         assert command.startswith("python -c ")
         exec(words_after(command, "-c")[0], {})
