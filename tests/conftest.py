@@ -1,7 +1,14 @@
-"""What every test shares: one intra-op thread, so that results do not depend on the machine's cores."""
+"""What every test shares: one intra-op thread, whatever the machine's cores, and the marker `fast`."""
 
 import pytest
 import torch
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` selects
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if not any(item.get_closest_marker(name) for name in ("slow", "long")):
+            item.add_marker("fast")
 
 
 @pytest.fixture(autouse=True)

@@ -57,6 +57,7 @@ def test_wheel_holds_the_files_of_the_checkout_and_no_others(installed: Path) ->
     assert packed == {name for name in here if (ROOT / name).exists()}
 
 
+@pytest.mark.long
 def test_wheel_runs_from_an_empty_directory(installed: Path, tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(installed)}
     where = [sys.executable, "-c", "import evener.trainer as t; print(t.__file__)"]
@@ -72,6 +73,7 @@ def test_wheel_runs_from_an_empty_directory(installed: Path, tmp_path: Path) -> 
     assert [path.name for path in tmp_path.iterdir()] == ["logs"]
 
 
+@pytest.mark.long
 def test_a_project_of_its_own_runs_on_the_wheel(installed: Path, tmp_path: Path) -> None:
     shutil.copytree(ROOT / "examples" / "user_project", tmp_path / "project")
     (tmp_path / "elsewhere").mkdir()
@@ -88,6 +90,7 @@ def test_a_project_of_its_own_runs_on_the_wheel(installed: Path, tmp_path: Path)
     assert result["num_processes"] == 2
 
 
+@pytest.mark.long
 def test_the_installed_command_starts() -> None:
     command = Path(sys.executable).with_name("evener")
     if not command.exists():

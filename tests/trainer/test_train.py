@@ -222,6 +222,7 @@ def test_an_unwritable_log_directory_is_told_in_one_sentence(tmp_path: Path, mon
     assert re.search(r"file.* can't be written \(Not a directory\)\. Set log_dir to a writable directory", told), told
 
 
+@pytest.mark.long
 def test_a_refusal_exits_1_without_a_traceback(tmp_path: Path) -> None:
     run = subprocess.run(
         [sys.executable, "-m", "evener.trainer", "devices=0"],
@@ -293,6 +294,7 @@ Path("after_fit").open("a").write(f"{weights['global_step']}\\n")
 """
 
 
+@pytest.mark.long
 def test_the_script_runs_once_and_sees_trained_weights(tmp_path: Path) -> None:  # pain 24
     (tmp_path / "script.py").write_text(SCRIPT)
     subprocess.run([sys.executable, "script.py"], cwd=tmp_path, check=True, timeout=110, capture_output=True)
@@ -316,6 +318,7 @@ Path("after_fit").open("a").write(f"{changed}\\n")
 """
 
 
+@pytest.mark.long
 def test_a_plain_script_with_a_trainer_runs_once(tmp_path: Path) -> None:  # pain 24
     (tmp_path / "script.py").write_text(PLAIN_SCRIPT)
     subprocess.run([sys.executable, "script.py"], cwd=tmp_path, check=True, timeout=110, capture_output=True)
@@ -346,6 +349,7 @@ class Failing(DigitsClassifier):
 """
 
 
+@pytest.mark.long
 def test_a_failing_rank_is_named_with_its_traceback(tmp_path: Path) -> None:
     (tmp_path / "failing.py").write_text(FAILING)
     train_py = Path(__file__).parents[2] / "train.py"

@@ -106,6 +106,7 @@ def python(folder: Path, script: str, **environment: str) -> subprocess.Complete
     )  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("before", "real"),
     [
@@ -121,6 +122,7 @@ def test_a_module_written_for_the_other_name_trains(before: str, real: str, tmp_
     assert f"trained with {real}" in ended.stdout
 
 
+@pytest.mark.long
 def test_a_checkpoint_written_with_one_name_loads_where_only_the_other_is_installed(tmp_path: Path) -> None:
     saved = python(tmp_path, HIDE.format(hidden={"pytorch_lightning", "lightning_fabric"}) + TRAIN)
     assert "trained with lightning.pytorch" in saved.stdout, saved.stderr
@@ -128,6 +130,7 @@ def test_a_checkpoint_written_with_one_name_loads_where_only_the_other_is_instal
     assert "resumed at 2 4" in loaded.stdout, loaded.stderr
 
 
+@pytest.mark.long
 def test_objects_of_the_other_package_are_refused_where_both_were_imported_before(tmp_path: Path) -> None:
     script = (
         "import pytorch_lightning, lightning\nfrom evener.trainer import Trainer\nimport written\n"
@@ -142,6 +145,7 @@ def test_objects_of_the_other_package_are_refused_where_both_were_imported_befor
     assert "unset EVENER_LIGHTNING_ALIAS" not in ended.stderr
 
 
+@pytest.mark.long
 def test_the_import_hook_can_be_switched_off(tmp_path: Path) -> None:
     script = "import evener.strategies, lightning.pytorch as a, pytorch_lightning as b; print(a is b)"
     assert python(tmp_path, script, EVENER_LIGHTNING_ALIAS="0").stdout == "False\n"

@@ -80,6 +80,7 @@ def notebook() -> Iterator[Notebook]:
     notebook.end()
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:.*without encryption")
 def test_a_notebook_fits_on_two_ranks_and_survives_one_that_fails(notebook: Notebook) -> None:
     for cell in (IMPORTS, MODULE):

@@ -50,6 +50,7 @@ def end(folder: Path, statement: str) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("status", [0, 3])
 def test_a_process_ends_with_its_status_while_threads_are_in_native_code(tmp_path: Path, status: int) -> None:
     # with sys.exit in its place this process aborts (SIGABRT, "terminate called without an active exception")
@@ -58,6 +59,7 @@ def test_a_process_ends_with_its_status_while_threads_are_in_native_code(tmp_pat
     assert sorted(path.name for path in tmp_path.iterdir()) == ["atexit", "thread"]
 
 
+@pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the threads of a process from /proc")
 def test_the_groups_threads_end_before_the_interpreter(tmp_path: Path) -> None:
     subprocess.run(

@@ -17,6 +17,7 @@ from evener.strategies.distributed import _script_launcher as script_launcher
 SCRIPT = Path(__file__).parents[2] / "support/plain_script.py"
 
 
+@pytest.mark.long
 def test_a_plain_script_runs_once_and_sees_trained_weights(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, str(SCRIPT), str(tmp_path / "log")], timeout=100, capture_output=True, text=True, check=False
@@ -28,6 +29,7 @@ def test_a_plain_script_runs_once_and_sees_trained_weights(tmp_path: Path) -> No
     assert lines[1].split()[2:] == ["3.00", "0.0000"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("fault", "told"),
     [
@@ -51,6 +53,7 @@ def test_a_failing_rank_of_a_script_ends_it_with_its_traceback(tmp_path: Path, f
     assert (tmp_path / "log").read_text().splitlines() == ["before"]
 
 
+@pytest.mark.long
 def test_a_rank_that_is_busy_while_another_is_killed_ends_with_it(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, str(SCRIPT), str(tmp_path / "log"), "busy"],
@@ -60,6 +63,7 @@ def test_a_rank_that_is_busy_while_another_is_killed_ends_with_it(tmp_path: Path
     assert "rank 1 was ended by SIGKILL" in done.stderr
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("signum", "to", "status"),
     [(signal.SIGTERM, "script", 143), (signal.SIGTERM, "rank0", 143), (signal.SIGTERM, "rank1", 143),
@@ -105,6 +109,7 @@ def test_a_guarded_script_whose_processes_are_spawned_runs_once(tmp_path: Path) 
     assert (tmp_path / "log").read_text().splitlines() == ["before", "after 3.00 0.0000"]
 
 
+@pytest.mark.long
 def test_a_script_that_spawning_would_run_again_is_refused_at_once(tmp_path: Path) -> None:
     done = run_guarded(tmp_path, "unguarded")
     assert done.returncode == 1
@@ -124,6 +129,7 @@ def test_a_notebook_that_has_used_its_gpu_is_pointed_to_dp(monkeypatch: pytest.M
         script_launcher.start_method(torch.device("cuda"))
 
 
+@pytest.mark.long
 def test_importing_leaves_the_gpu_untouched() -> None:
     code = "import torch, evener.trainer, evener.strategies; print(torch.cuda.is_initialized())"
     done = subprocess.run([sys.executable, "-c", code], timeout=60, capture_output=True, text=True, check=True)

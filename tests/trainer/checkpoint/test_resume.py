@@ -80,6 +80,7 @@ def prove(plan: Plan, places: list[str], directory: Path) -> None:
     assert all(torch.equal(weights[name], resumed_weights[name]) for name in weights)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", PLANS)
 def test_a_run_killed_somewhere_goes_on_exactly(name: str, tmp_path: Path) -> None:
     plan = PLANS[name]

@@ -217,6 +217,7 @@ def verify_results(home: Path, words: list[str]) -> None:
         assert all(math.isfinite(value) for value in result["metrics"].values())
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:You requested to overfit")  # Lightning's word on debug=overfit
 @pytest.mark.parametrize("case", TRAINING, ids=name)
 def test_command_runs_in_short(case: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -255,6 +256,10 @@ def test_other_commands_are_known(command: str, capsys: pytest.CaptureFixture[st
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
         assert module.page().startswith("# Configuration reference")
+    elif command.startswith("pytest"):
+        words = shlex.split(command)
+        assert [word for word in words if "/" in word and not (ROOT / word).exists()] == []
+        assert words[1:2] != ["-m"] or f'"{words[2]}: ' in (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     else:
         assert command.startswith("python -c ")
         exec(words_after(command, "-c")[0], {})

@@ -104,6 +104,7 @@ def _main(started_by: str, folder: str, port: int) -> tuple[int, int]:
     return dist.get_rank(), dist.get_world_size()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("started_by", ["SLURMEnvironment", "KubeflowEnvironment"])
 def test_two_ranks_of_a_launcher_are_one_run(started_by: str, tmp_path: Path) -> None:
     with socket.socket() as probe:

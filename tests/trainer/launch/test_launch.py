@@ -45,6 +45,7 @@ def saved_step(run: Run) -> int:
     return torch.load(path, weights_only=True)["global_step"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("signum", "to_rank", "status"),
     [(signal.SIGTERM, None, 143), (signal.SIGINT, None, 130), (signal.SIGUSR1, None, 138), (signal.SIGTERM, 1, 143)],
@@ -64,6 +65,7 @@ def test_a_signal_stops_all_ranks_at_one_step_with_a_checkpoint(
         assert "Traceback" not in run.output.read_text()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("cut", [(), ("strategy=single_device", "devices=1")], ids=["ddp", "single_device"])
 def test_a_signal_after_the_last_step_ends_the_run_before_its_test(tmp_path: Path, cut: tuple[str, ...]) -> None:
     late = ("trainer.max_steps=4", "++module.fault=late", "test_after_fit=true")
@@ -73,6 +75,7 @@ def test_a_signal_after_the_last_step_ends_the_run_before_its_test(tmp_path: Pat
         assert saved_step(run) == 4
 
 
+@pytest.mark.long
 def test_a_killed_parent_leaves_no_process(tmp_path: Path) -> None:
     with running(tmp_path, "++module.pause_s=0.05") as run:
         run.wait_for_step(1)
@@ -81,6 +84,7 @@ def test_a_killed_parent_leaves_no_process(tmp_path: Path) -> None:
         assert ends(run, start) == -signal.SIGKILL
 
 
+@pytest.mark.long
 def test_a_rank_that_raises_is_named_with_its_traceback(tmp_path: Path) -> None:
     with running(
         tmp_path, "++module.fault=raise", "checkpoint=every_n_steps", "checkpoint.every_n_steps=2", *LOGGED
@@ -95,6 +99,7 @@ def test_a_rank_that_raises_is_named_with_its_traceback(tmp_path: Path) -> None:
         assert written_steps(run) == [0, 1, 2]
 
 
+@pytest.mark.long
 def test_a_killed_rank_is_named_and_nothing_that_was_logged_is_lost(tmp_path: Path) -> None:
     with running(tmp_path, "++module.fault=kill", *LOGGED) as run:
         run.wait_for_step(3)
@@ -103,6 +108,7 @@ def test_a_killed_rank_is_named_and_nothing_that_was_logged_is_lost(tmp_path: Pa
         assert written_steps(run) == [0, 1, 2]
 
 
+@pytest.mark.long
 def test_a_rank_that_crashes_in_native_code_says_where_it_was(tmp_path: Path) -> None:
     with running(tmp_path, "++module.fault=abort") as run:
         run.wait_for_step(3)
@@ -113,6 +119,7 @@ def test_a_rank_that_crashes_in_native_code_says_where_it_was(tmp_path: Path) ->
         assert "rank 1 failed: it was killed by SIGABRT" in output
 
 
+@pytest.mark.long
 def test_a_killed_rank_is_restarted_from_the_newest_checkpoint(tmp_path: Path) -> None:
     with running(
         tmp_path, "++module.fault=kill", f"++module.once={tmp_path}/once", "launcher.max_restarts=1",
@@ -124,6 +131,7 @@ def test_a_killed_rank_is_restarted_from_the_newest_checkpoint(tmp_path: Path) -
         assert len(list(tmp_path.glob("logs/*/*/*/train.log"))) == 1
 
 
+@pytest.mark.long
 def test_a_hanging_rank_is_gone_soon_after_the_timeout_and_named(tmp_path: Path) -> None:
     with running(tmp_path, "++module.fault=hang", "strategy.timeout_s=3", *LOGGED) as run:
         run.wait_for_step(3)
