@@ -47,12 +47,13 @@ class MetricCalls:
             records: whether its calls are made again on the root.
         """
         for method in ("update", "forward"):
-            call = partial(self._called, method, getattr(copy, method), number if records else None)
-            copy.__dict__[method] = call if number is not None else partial(self._verified, method, copy, call)
+            call = partial(self.called, method, getattr(copy, method), number if records else None)
+            copy.__dict__[method] = call if number is not None else partial(self.verified, method, copy, call)
         for method in ("compute", "reset"):
-            copy.__dict__[method] = partial(self._verified, method, copy, getattr(copy, method))
+            copy.__dict__[method] = partial(self.verified, method, copy, getattr(copy, method))
 
-    def _called(self, method: str, call: Callable[..., Any], number: int | None, *args: Any, **kwargs: Any) -> Any:
+    def called(self, method: str, call: Callable[..., Any], number: int | None, *args: Any, **kwargs: Any) -> Any:
+        """Make a call of a metric, and note it where `number` is given."""
         outermost = self._depth == 0
         self._depth += 1
         try:
@@ -66,7 +67,12 @@ class MetricCalls:
         finally:
             self._depth -= 1
 
-    def _verified(self, method: str, copy: nn.Module, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def verified(self, method: str, copy: nn.Module, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Make a call that is not known for a chunk.
+
+        Raises:
+            ConfigError: a step made it.
+        """
         if self.is_open and self._depth == 0:
             raise ConfigError(
                 f"{self.strategy}: {type(copy).__name__}.{method}() was called in a step, where each replica has "
