@@ -43,7 +43,7 @@ class LogRecorder:
     Args:
         modules: the modules of each replica, the root first, all in the same order.
         device: where the values are combined.
-        original: maps a replica's metric to the root's.
+        original: maps a replica's metric to the root's, and a value of it to the whole batch's.
     """
 
     def __init__(
@@ -92,6 +92,8 @@ class LogRecorder:
         for same in self._same_calls():
             weights, options = self._weighed(same, sizes)
             value = self._loss(same, sizes, losses)
+            if value is None:
+                value = self._of_metric(same)
             if value is None:
                 value = self._combined(same, weights)
             else:
@@ -142,6 +144,13 @@ class LogRecorder:
         if not all(_shares(call.value, losses.losses[i]) for i, call in enumerate(calls)):
             return None
         return ChunkLosses([call.kept for call in calls], losses.weights, losses.reduction).combine(self._device)
+
+    def _of_metric(self, calls: list[_Call]) -> Any:
+        """The whole batch's value, if each chunk logged what a metric returned for it."""
+        found = [self._original(call.value) for call in calls if isinstance(call.value, Tensor)]
+        if len(found) < len(calls) or found[0] is calls[0].value or any(value is not found[0] for value in found):
+            return None
+        return found[0]
 
     def _combined(self, calls: list[_Call], weights: Sequence[Any]) -> Any:
         values = [call.kept for call in calls]

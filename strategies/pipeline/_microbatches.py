@@ -17,6 +17,7 @@ from ..core.executor import Executor, Piece
 from ..core.patching import replaced
 from ._metric_values import MetricValues
 from ._turns import Ticket, Turns
+from ._whole_batch_metrics import WholeBatchMetrics
 from .layout import StageLayout
 
 
@@ -126,7 +127,9 @@ class MicroBatchLogs(LogRecorder):
 
     def __init__(self, module: nn.Module, num_microbatches: int, device: torch.device) -> None:
         self._on_thread = threading.local()
-        self._metrics = MetricValues(module.modules(), lambda: self._on_thread.microbatch)
+        self._whole = WholeBatchMetrics(module, num_microbatches, lambda: self._on_thread.microbatch)
+        others = [part for part in module.modules() if not self._whole.holds(part)]
+        self._metrics = MetricValues(others, lambda: self._on_thread.microbatch)
         super().__init__([list(module.modules())] * num_microbatches, device, self._metrics.settle)
 
     @override
@@ -134,6 +137,7 @@ class MicroBatchLogs(LogRecorder):
     def recording(self) -> Generator[None]:
         self._calls = [[] for _ in self._modules]
         with ExitStack() as stack:
+            stack.enter_context(self._whole.recording())
             stack.enter_context(self._metrics.recording())
             for index, module in enumerate(self._modules[0]):
                 stack.enter_context(replaced(module, "log", partial(self._log, index)))
@@ -141,6 +145,7 @@ class MicroBatchLogs(LogRecorder):
 
     @override
     def replay(self, sizes: Sequence[int], losses: ChunkLosses | None = None) -> None:
+        self._whole.call(sizes)
         super().replay(sizes, losses)
         self._metrics.clear()
 

@@ -1,6 +1,6 @@
 """Merge the metrics of replicas: a copy on each replica counts its chunk, then is merged into the root's metric."""
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -9,79 +9,168 @@ from torch import Tensor
 from torchmetrics import Metric, MetricCollection
 from torchmetrics.utilities import dim_zero_cat, dim_zero_max, dim_zero_min, dim_zero_sum
 
+from ..batch.metric_calls import MetricCalls, call_again, outermost_metrics, takes_whole_batches
+from ..batch.structure import are_equal
 from ..core.errors import ConfigError
 from ._module_copy import copy_metric
 from .replicas import Replicas
 
+_METHODS = ("update", "forward", "compute", "reset")
 _MERGEABLE = (dim_zero_sum, dim_zero_cat, dim_zero_max, dim_zero_min)
 
 
 class MetricMerger:
-    """Merges the metrics of all replicas after a step.
+    """Brings what the replicas' metrics counted in a step to the root's metrics.
 
     During a step each of the root's metrics is replaced by a copy too, so that every copy holds only this step's
-    samples. This makes the value of the whole batch exact, not only the epoch's.
+    samples. This makes the value of the whole batch exact, not only the epoch's. Afterwards
+
+        a metric whose states are sums, lists, minima or maxima   has the copies' states merged into it
+        any other, and metrics of metrics                         is called on the root, with the joined inputs
+
+    Metrics of single numbers (`MeanMetric`) are of the second kind: a chunk's loss counts as a part of the batch's. A
+    metric that is a part of several others has one copy per replica.
 
     Args:
         replicas: the replicas that hold the metrics.
+        strategy: name that begins error messages.
     """
 
-    def __init__(self, replicas: Replicas) -> None:
+    def __init__(self, replicas: Replicas, strategy: str = "dp") -> None:
         self._replicas = replicas
+        self._strategy = strategy
         self._slots = [
             (module, name, child)
             for module in replicas.modules()[0]
             for name, child in module._modules.items()
             if isinstance(child, (Metric, MetricCollection))
         ]
-        self._metrics = list({id(metric): metric for _, _, metric in self._slots}.values())
-        self._stand_ins = {id(metric): copy_metric(metric, replicas.devices[0]) for metric in self._metrics}
+        memo: dict[int, Any] = {}
+        found = {id(metric): metric for _, _, metric in self._slots}
+        self._stand_ins = {key: copy_metric(metric, replicas.devices[0], memo) for key, metric in found.items()}
+        outermost = {id(metric): metric for slot in found.values() for metric in outermost_metrics(slot)}
+        self._metrics = list(outermost.values())
+        self._copies = [self._copies_of(metric) for metric in self._metrics]
+        inside = {id(part) for metric in self._metrics for part in metric.modules() if part is not metric}
+        self._is_merged = [id(metric) not in inside and is_mergeable(metric) for metric in self._metrics]
+        self._calls = [MetricCalls(strategy) for _ in replicas.devices]
+        for i, calls in enumerate(self._calls):
+            self._watch(calls, [copies[i] for copies in self._copies])
         self._originals = {
-            id(copy): metric for leaves in self._all_copies() for metric, *copies in leaves for copy in copies
+            id(copy): metric for metric, own in zip(self._metrics, self._copies, strict=True) for copy in own
         }
+        self._values: dict[int, tuple[Any, Metric]] = {}
 
     @contextmanager
     def standing_in(self) -> Generator[None]:
         """Replace the root's metrics by their copies inside the block."""
         for module, name, metric in self._slots:
             module._modules[name] = self._stand_ins[id(metric)]
+        for calls in self._calls:
+            calls.is_open = True
         try:
             yield
         finally:
+            for calls in self._calls:
+                calls.is_open = False
             for module, name, metric in self._slots:
                 module._modules[name] = metric
 
     def original(self, value: Any) -> Any:
-        """Map a copy to the root's metric; return any other value unchanged."""
+        """Map a copy to the root's metric, and the value of a chunk to the whole batch's; others stay unchanged."""
+        if isinstance(value, Tensor):
+            found = self._values.get(id(value))
+            return value if found is None else found[1]._forward_cache
         return self._originals.get(id(value), value)
 
-    def merge(self) -> None:
-        """Merge the copies into the root's metrics, in the order of the chunks, and reset the copies."""
+    def merge(self, used: Sequence[int], sizes: Sequence[int]) -> None:
+        """Bring the copies' counts to the root's metrics, in the order of the chunks, and reset the copies.
+
+        Args:
+            used: the replicas that had samples.
+            sizes: samples of each of them.
+
+        Raises:
+            ConfigError: a metric can't be merged; the message names it.
+        """
+        self._values = {
+            id(copy._forward_cache): (copy._forward_cache, metric)
+            for metric, copies in zip(self._metrics, self._copies, strict=True)
+            for copy in copies
+            if isinstance(copy._forward_cache, Tensor)
+        }
         with torch.inference_mode(False), torch.no_grad():
-            for leaves in self._all_copies():
-                for metric, *copies in leaves:
-                    updated = [copy for copy in copies if copy._update_count > 0]
-                    if updated:
-                        _merge(metric, updated)
+            for metric, copies, is_merged in zip(self._metrics, self._copies, self._is_merged, strict=True):
+                updated = [copy for copy in copies if copy._update_count > 0]
+                if is_merged and updated:
+                    self._carry_attributes(metric, updated)
+                    _merge(metric, updated)
+            call_again(self._metrics, [self._calls[i] for i in used], sizes, self._strategy)
+        self.discard()
 
     def discard(self) -> None:
-        """Reset the copies, after a failed step."""
-        for leaves in self._all_copies():
-            for _, *copies in leaves:
-                for copy in copies:
+        """Reset the copies."""
+        for calls in self._calls:
+            calls.calls.clear()
+        for copies, is_merged in zip(self._copies, self._is_merged, strict=True):
+            for copy in copies:
+                if copy._update_count > 0 or not is_merged:
                     copy.reset()
 
-    def _all_copies(self) -> Iterator[list[tuple[Any, ...]]]:
-        """Yield, for each of the root's metrics, its leaf metrics, each with its copies on all replicas."""
-        for metric in self._metrics:
-            others = [self._replicas.counterpart(i, metric) for i in range(1, len(self._replicas))]
-            copies = [self._stand_ins[id(metric)], *others]
-            columns = zip(metric.modules(), *(copy.modules() for copy in copies), strict=True)
-            yield [leaves for leaves in columns if isinstance(leaves[0], Metric)]
+    def _carry_attributes(self, metric: Metric, copies: Sequence[Metric]) -> None:
+        """Give the root's metric what `update` set on its copies beside their states, where that is known.
+
+        Raises:
+            ConfigError: it is another value on each replica, or may be.
+        """
+        for name, value in vars(copies[0]).items():
+            if name.startswith("_") or name in metric._defaults or name in _METHODS:
+                continue
+            values = [vars(copy).get(name) for copy in copies]
+            if value is vars(metric).get(name) or are_equal([vars(metric).get(name), *values]):
+                continue
+            if isinstance(value, Tensor) or not are_equal(values):
+                raise ConfigError(
+                    f"{self._strategy}: {type(metric).__name__}.update sets {name!r}, which is no state (add_state): "
+                    "what replicas set can't be merged. Add it as a state, or update the metric in "
+                    "training_step_end or in an epoch hook."
+                )
+            setattr(metric, name, value)
+
+    def _copies_of(self, metric: Metric) -> list[Any]:
+        """The copies of a metric on all replicas, the stand-in first."""
+        return [self._stand_in(metric), *(self._replicas.counterpart(i, metric) for i in range(1, len(self._replicas)))]
+
+    def _stand_in(self, metric: Metric) -> Any:
+        for _, _, slot in self._slots:
+            for part, copy in zip(slot.modules(), self._stand_ins[id(slot)].modules(), strict=True):
+                if part is metric:
+                    return copy
+        raise AssertionError("every metric is in a slot")
+
+    def _watch(self, calls: MetricCalls, copies: Sequence[Any]) -> None:
+        """Watch one replica's copies, and the metrics inside them."""
+        for number, copy in enumerate(copies):
+            calls.watch(copy, number, not self._is_merged[number])
+        seen = {id(copy) for copy in copies}
+        parts = {id(part): part for copy in copies for part in copy.modules() if isinstance(part, Metric)}
+        for part in (part for key, part in parts.items() if key not in seen):
+            calls.watch(part, None, False)
+
+
+def is_mergeable(metric: Metric) -> bool:
+    """Whether merging the states that were counted on parts of a batch gives the whole batch's."""
+    if takes_whole_batches(metric):
+        return False
+    if type(metric).merge_state is not Metric.merge_state:
+        return True
+    return all(
+        metric._reductions[name] in _MERGEABLE or (metric._reductions[name] is None and isinstance(default, list))
+        for name, default in metric._defaults.items()
+    )
 
 
 def _merge(metric: Metric, copies: Sequence[Metric]) -> None:
-    _verify_mergeable(metric)
     first, *others = copies
     for other in others:
         _append(first, _states(other))
@@ -91,8 +180,6 @@ def _merge(metric: Metric, copies: Sequence[Metric]) -> None:
     _append(metric, _states(first))
     metric._update_count += 1
     metric._computed = None
-    for copy in copies:
-        copy.reset()
 
 
 def _states(metric: Metric) -> dict[str, Any]:
@@ -112,16 +199,3 @@ def _append(metric: Metric, states: dict[str, Any]) -> None:
 
 def _moved(state: Tensor | list[Tensor], device: torch.device) -> Tensor | list[Tensor]:
     return state.to(device) if isinstance(state, Tensor) else [part.to(device) for part in state]
-
-
-def _verify_mergeable(metric: Metric) -> None:
-    if type(metric).merge_state is not Metric.merge_state:
-        return
-    for name, default in metric._defaults.items():
-        reduction = metric._reductions[name]
-        if reduction not in _MERGEABLE and not (reduction is None and isinstance(default, list)):
-            raise ConfigError(
-                f"{type(metric).__name__}: the reduction of its state {name!r} is not a sum, concatenation, minimum "
-                "or maximum, so the states of replicas can't be merged exactly. Define merge_state in the metric, or "
-                "update it in training_step_end or in an epoch hook, which run on the root only."
-            )

@@ -55,6 +55,7 @@ class ModuleCopy:
         self.metrics: list[tuple[nn.Module, nn.Module]] = []
         self._copies: dict[int, tuple[Any, Any]] = {}  # keeps the originals alive, so that no id is reused
         self._open: set[int] = set()
+        self._memo: dict[int, Any] = {}
         with torch.inference_mode(False), torch.no_grad():
             self.module = self._copy_module(root)
             for original, replica in self.pairs:
@@ -144,7 +145,7 @@ class ModuleCopy:
         return {key: None if tensor is None else self.copy_tensor(tensor) for key, tensor in tensors.items()}
 
     def _copy_metric(self, original: Any) -> nn.Module:
-        replica = copy_metric(original, self.device)
+        replica = copy_metric(original, self.device, self._memo)
         for inner, inner_replica in zip(original.modules(), replica.modules(), strict=True):
             self._copies[id(inner)] = (inner, inner_replica)
         self.metrics.append((original, replica))
@@ -216,9 +217,9 @@ class ModuleCopy:
         return function
 
 
-def copy_metric(metric: Any, device: torch.device) -> Any:
+def copy_metric(metric: Any, device: torch.device, memo: dict[int, Any]) -> Any:
     """Make an empty copy of a metric or metric collection on a device."""
-    replica = copy.deepcopy(metric).to(device)
+    replica = copy.deepcopy(metric, memo).to(device)  # what metrics share, their copies share
     replica.reset()
     if isinstance(replica, MetricCollection):
         replica._enable_compute_groups = False  # every member keeps its own state, which is merged

@@ -86,7 +86,7 @@ class ReplicaLayout:
             self._metrics.discard()
             raise
         self.replicas.after_step()
-        self._metrics.merge()
+        self._metrics.merge(used, [sizes[i] for i in used])
         return outputs
 
     def sum_gradients(self) -> None:
@@ -102,7 +102,7 @@ class ReplicaLayout:
         """Set up metrics, logs and gradient sums for new replicas."""
         root, *others = self.replicas.parameters()
         self._gradients = GradientSum(root, others)
-        self._metrics = MetricMerger(self.replicas)
+        self._metrics = MetricMerger(self.replicas, self._strategy)
         self.logs = LogRecorder(self.replicas.modules(), self.devices[0], self._metrics.original)
         self._attributes = AttributeWatch(self.replicas, self._strategy)
 

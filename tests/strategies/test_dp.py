@@ -170,7 +170,7 @@ class Unmergeable(torchmetrics.Metric):
         return self.middle
 
 
-def test_a_metric_that_cannot_be_merged_is_refused_by_name() -> None:
+def test_a_metric_whose_states_cannot_be_merged_sees_the_whole_batch() -> None:
     class WithMetric(Net):
         def __init__(self) -> None:
             super().__init__()
@@ -180,8 +180,12 @@ def test_a_metric_that_cannot_be_merged_is_refused_by_name() -> None:
             self.metric.update(batch[0])
             return super().training_step(batch, batch_idx)
 
-    with pytest.raises(ConfigError, match="Unmergeable: the reduction of its state 'middle' is not a sum"):
-        fit(WithMetric().double(), "dp", num_sanity_val_steps=0)
+    middles: list[float] = []
+    for strategy, devices in ((DataParallelStrategy(), 3), (SingleDeviceStrategy(), 1)):
+        module = WithMetric().double()
+        fit(module, strategy, devices=devices, num_sanity_val_steps=0)
+        middles.append(float(module.metric.compute()))
+    assert middles[0] == middles[1] != 0
 
 
 def test_an_attribute_set_on_a_replica_warns_once_by_name() -> None:

@@ -1,0 +1,190 @@
+"""Calls of metrics on replicas: recorded in a step, and made again on the root with the inputs of the whole batch."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torchmetrics import Metric, MetricCollection, SumMetric
+from torchmetrics.aggregation import BaseAggregator
+
+from ..core.errors import ConfigError
+from ..core.rng import random_state, swapped_random_state
+from ._join import are_equal
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a metric's copy on a replica: `update` or `forward`, with its inputs."""
+
+    metric: int
+    method: str
+    inputs: tuple[tuple[Any, ...], dict[str, Any]]
+
+
+@dataclass
+class MetricCalls:
+    """Stands between a replica's step and its metrics.
+
+    Attributes:
+        calls: what the step called of the metrics that are called again on the root, in order.
+        is_open: whether a step runs: `compute` and `reset` would be those of a chunk, and are refused.
+    """
+
+    strategy: str = "dp"
+    calls: list[Call] = field(default_factory=list)
+    is_open: bool = False
+    _depth: int = 0
+
+    def watch(self, copy: nn.Module, number: int | None, records: bool) -> None:
+        """Put this between a metric's copy and those who call it.
+
+        Args:
+            copy: a metric, or a part of one.
+            number: of the root's metric, for `calls`; None for a part of a metric.
+            records: whether its calls are made again on the root.
+        """
+        for method in ("update", "forward"):
+            call = partial(self.called, method, getattr(copy, method), number if records else None)
+            copy.__dict__[method] = call if number is not None else partial(self.verified, method, copy, call)
+        for method in ("compute", "reset"):
+            copy.__dict__[method] = partial(self.verified, method, copy, getattr(copy, method))
+
+    def called(self, method: str, call: Callable[..., Any], number: int | None, *args: Any, **kwargs: Any) -> Any:
+        """Make a call of a metric, and note it where `number` is given."""
+        outermost = self._depth == 0
+        self._depth += 1
+        try:
+            if number is None or not outermost:
+                return call(*args, **kwargs)
+            self.calls.append(Call(number, method, _detached((args, kwargs))))
+            if method == "update":
+                return None  # the root's is called with the inputs of all replicas
+            with swapped_random_state(random_state()):
+                return call(*args, **kwargs)
+        finally:
+            self._depth -= 1
+
+    def verified(self, method: str, copy: nn.Module, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Make a call that is not known for a chunk.
+
+        Raises:
+            ConfigError: a step made it.
+        """
+        if self.is_open and self._depth == 0:
+            raise ConfigError(
+                f"{self.strategy}: {type(copy).__name__}.{method}() was called in a step, where each replica has "
+                "counted its own chunk only. Log the metric itself (self.log('name', metric)), or call it in an epoch "
+                "hook or in training_step_end."
+            )
+        return call(*args, **kwargs)
+
+
+def call_again(metrics: Sequence[Metric], replicas: Sequence[MetricCalls], sizes: Sequence[int], strategy: str) -> None:
+    """Call the root's metrics as one device would have: once for what every replica called, with joined inputs.
+
+    Args:
+        metrics: the root's, by number.
+        replicas: the calls of those that had samples.
+        sizes: samples of each.
+        strategy: name that begins error messages.
+
+    Raises:
+        ConfigError: replicas made different calls, or inputs can't be joined; the message names the metric.
+    """
+    made = [[(call.metric, call.method) for call in replica.calls] for replica in replicas]
+    for calls in made:
+        if calls != made[0]:
+            number = next(iter({number for number, _ in set(calls) ^ set(made[0])}), made[0][0][0] if made[0] else 0)
+            raise ConfigError(
+                f"{strategy}: {type(metrics[number]).__name__} was not called alike on all replicas, so its value for "
+                "the whole batch isn't known. Call it once per step whatever the samples are, or in training_step_end."
+            )
+    for column in zip(*(replica.calls for replica in replicas), strict=True):
+        metric = metrics[column[0].metric]
+        args, kwargs = _joined(metric, [call.inputs for call in column], list(sizes), strategy)
+        getattr(metric, column[0].method)(*args, **kwargs)
+
+
+def takes_whole_batches(metric: nn.Module) -> bool:
+    """Whether a metric must be called once per batch, with all of its samples.
+
+    So must metrics that are made of other metrics (a running window counts calls), metrics of single numbers (each
+    call counts alike), and those whose `data_range` of None is the range of the samples that one call sees.
+    """
+    holds_metrics = any(isinstance(part, (Metric, MetricCollection)) for part in metric.modules() if part is not metric)
+    return holds_metrics or isinstance(metric, BaseAggregator) or getattr(metric, "data_range", 0) is None
+
+
+def outermost_metrics(value: nn.Module) -> list[Metric]:
+    """The metrics that are called by themselves: a metric, the members of a collection."""
+    if isinstance(value, Metric):
+        return [value]
+    return [metric for child in value._modules.values() if child is not None for metric in outermost_metrics(child)]
+
+
+def _joined(metric: Metric, inputs: list[Any], sizes: list[int], strategy: str) -> Any:
+    """The inputs of the whole batch; rows that are not samples (tokens, valid pixels) are concatenated in order."""
+    if len(inputs) == 1:
+        return _moved(inputs[0], metric.device)
+    name = type(metric).__name__
+    sums = any(isinstance(part, SumMetric) for part in metric.modules())
+    flat = [_flat(parts) for parts in inputs]
+    columns = [list(column) for column in zip(*flat, strict=True)]
+    joined = [_joined_value(column, sizes, metric.device, f"{strategy}: {name}", sums) for column in columns]
+    return _unflat(inputs[0], joined)
+
+
+def _joined_value(parts: list[Any], sizes: list[int], device: torch.device, name: str, sums: bool) -> Any:
+    first = parts[0]
+    if isinstance(first, Tensor) and first.dim():
+        moved = [part.to(device) for part in parts]
+        if len(first) != sizes[0] and all(part.shape == first.shape and torch.equal(part, moved[0]) for part in moved):
+            return moved[0]  # the same for all samples
+        return torch.cat(moved)
+    if isinstance(first, list):
+        return [element for part in parts for element in _moved(part, device)]
+    if type(first) is dict:
+        columns = {key: [part[key] for part in parts] for key in first}
+        return {key: _joined_value(column, sizes, device, name, sums) for key, column in columns.items()}
+    if isinstance(first, float) or (isinstance(first, Tensor) and first.is_floating_point()):
+        if not sums:
+            return sum(_moved(part, device) * size for part, size in zip(parts, sizes, strict=True)) / sum(sizes)
+    elif not isinstance(first, Tensor):
+        if parts == sizes:
+            return sum(sizes)
+        if are_equal(parts):
+            return first
+    raise ConfigError(
+        f"{name} was given {'one number' if isinstance(first, (int, float, Tensor)) else type(first).__name__} per "
+        "replica, from which the whole batch's isn't known: it may be a sum over samples or a mean. Give it a tensor "
+        "with one value per sample, or update it in training_step_end or in an epoch hook."
+    )
+
+
+def _flat(value: Any) -> list[Any]:
+    args, kwargs = value
+    return [*args, *(kwargs[key] for key in sorted(kwargs))]
+
+
+def _unflat(like: Any, values: list[Any]) -> Any:
+    args, kwargs = like
+    return tuple(values[: len(args)]), dict(zip(sorted(kwargs), values[len(args) :], strict=True))
+
+
+def _detached(value: Any) -> Any:
+    return _mapped(value, Tensor.detach)
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    return _mapped(value, lambda tensor: tensor.to(device))
+
+
+def _mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    if isinstance(value, Tensor):
+        return change(value)
+    if type(value) in (list, tuple):
+        return type(value)(_mapped(item, change) for item in value)
+    return {key: _mapped(item, change) for key, item in value.items()} if type(value) is dict else value
