@@ -1,5 +1,6 @@
 """Train with one process per device, averaging gradients by torch's DistributedDataParallel, weighted by samples."""
 
+from collections import Counter
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -29,6 +30,7 @@ from .data.predictions import in_loader_order
 from .data.sampling import Share
 from .distributed.base import MultiProcessStrategy
 from .distributed.device_blocks import num_processes, own_devices
+from .distributed.metric_sync import MetricSync
 from .distributed.options import verify_backend
 from .distributed.side_group import SideGroup
 from .distributed.sync_batchnorm import SyncedBatchNorm
@@ -88,6 +90,9 @@ class DDPStrategy(MultiProcessStrategy):
         """The loss of the last step, if the module returned a `loss_weight` for it."""
         self._parts: set[float] = set()
         self._told_parts = False
+        self._metrics: MetricSync | None = None
+        self._num_passes = 0
+        self._num_evaluated: Counter[int] = Counter()
 
     @classmethod
     def count_processes(cls, num_devices: int, **options: Any) -> int:
@@ -136,6 +141,8 @@ class DDPStrategy(MultiProcessStrategy):
         self.structures = self._new_structures()
         self._loaders, self._sums = None, self.new_small_group()  # on all ranks: one alone may request loaders
         super().setup(trainer)
+        self._metrics = MetricSync(self.root_device)
+        self._metrics.start()
         if self.devices_per_process > 1:
             assert self.lightning_module is not None
             self._replicas = RankReplicas(self.process_devices, self.precision_plugin, self._reduce_finished)
@@ -177,9 +184,35 @@ class DDPStrategy(MultiProcessStrategy):
         role: LoaderRole = "train" if self._trainer.training else "predict" if self._trainer.predicting else "evaluate"
         return self.loaders.process(dataloader, role, self._manages_samples)
 
+    def _begin_pass(self) -> None:
+        """Prepare for the batches of another pass over loaders."""
+        self._num_passes += 1
+        self._num_evaluated.clear()
+        assert self._metrics is not None
+        assert self.lightning_module is not None
+        self._metrics.watch(self.lightning_module)
+
+    def _begin_batch(self) -> None:
+        """Tell metrics to which global batch the next step belongs."""
+        trainer = self._trainer
+        assert trainer is not None
+        assert self._metrics is not None
+        num_trained = trainer.fit_loop.epoch_loop.batch_progress.total.ready
+        if trainer.training:
+            self._metrics.begin_batch((self._num_passes, num_trained, 0, 0))
+            return
+        loop: Any = trainer._evaluation_loop
+        index = loop._results.dataloader_idx or 0
+        places = positions(loop._combined_loader.flattened[index])
+        number = self._num_evaluated[index]
+        self._num_evaluated[index] += 1
+        step = -1 if places is None else places[number] // self.world_size
+        self._metrics.begin_batch((self._num_passes, num_trained, index, step))
+
     @override
     def on_train_start(self) -> None:
         assert self._trainer is not None
+        self._begin_pass()
         self._tell_batch_size(self._trainer)
         if not self._trainer.fit_loop.restarting:  # a resumed run restores its saved streams
             seed_rank(self.global_rank)
@@ -229,6 +262,7 @@ class DDPStrategy(MultiProcessStrategy):
         assert self.lightning_module is not None
         assert self._trainer is not None
         counts = self._share is None or self._share.num > 0
+        self._begin_batch()
         with nullcontext() if counts else zero_weight_step(self.lightning_module):
             output = self._own_step(*args, **kwargs)
         module_weighs = isinstance(output, dict) and output.get("loss_weight") is not None
@@ -360,13 +394,20 @@ class DDPStrategy(MultiProcessStrategy):
         return self._evaluate("predict_step", self.precision_plugin.predict_step_context, *args, **kwargs)
 
     def _evaluate(self, step: str, context: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
+        if step != "predict_step":
+            self._begin_batch()
         if self._replicas is not None:
             return getattr(self._replicas, step)(*args, **kwargs)
         with context():
             return getattr(self.lightning_module, step)(*args, **kwargs)
 
     @override
+    def on_test_start(self) -> None:
+        self._begin_pass()
+
+    @override
     def on_validation_start(self) -> None:
+        self._begin_pass()
         # evaluation bypasses the wrapper, which broadcasts rank 0's buffers in forward, because ranks may have unequal
         # numbers of batches
         self._sync_buffers()
@@ -388,6 +429,9 @@ class DDPStrategy(MultiProcessStrategy):
         if self._replicas is not None and self._replicas.layout is not None:
             self._replicas.layout.close()
         self._replicas = None
+        if self._metrics is not None:
+            self._metrics.end()
+            self._metrics = None
         super().teardown()
 
 

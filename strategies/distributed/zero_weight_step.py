@@ -38,8 +38,8 @@ def zero_weight_step(module: pl.LightningModule) -> Generator[None]:
 
 
 def _metric_state(metric: Metric) -> dict[str, Any]:
-    names = [*metric._defaults, "_update_count", "_computed", "_forward_cache"]
-    values = {name: getattr(metric, name) for name in names}
+    counters = [name for name, value in vars(metric).items() if isinstance(value, (int, float))]  # Running has one
+    values = {name: getattr(metric, name) for name in (*metric._defaults, *counters, "_computed", "_forward_cache")}
     return {name: list(value) if isinstance(value, list) else _kept(value) for name, value in values.items()}
 
 

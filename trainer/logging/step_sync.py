@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...strategies.core.devices import precise_dtype
+
 Reduce = Callable[..., Tensor]
 
 
@@ -46,13 +48,21 @@ class StepSync:
         self._values.clear()
 
     def flush(self) -> None:
-        """Reduce all waiting values, with one collective for all that share operation, group, dtype and device."""
+        """Reduce all waiting values, with one collective for all that share operation and group.
+
+        Which collectives there are must not depend on what this rank holds: a value's dtype or device may be another
+        on other ranks.
+        """
         assert self._reduce is not None
         values, self._values = self._values, []
         kinds: dict[tuple[Any, ...], list[Tensor]] = {}
         for value, reduce_op, group in values:
-            kinds.setdefault((reduce_op, group, value.dtype, value.device), []).append(value)
-        for (reduce_op, group, _, _), alike in kinds.items():
-            reduced = self._reduce(torch.stack(alike), group=group, reduce_op=reduce_op)
+            kinds.setdefault((reduce_op, group), []).append(value)
+        for (reduce_op, group), alike in kinds.items():
+            device = next((value.device for value in alike if value.device.type != "cpu"), alike[0].device)
+            dtype = precise_dtype(device)
+            reduced = self._reduce(
+                torch.stack([value.to(device, dtype) for value in alike]), group=group, reduce_op=reduce_op
+            )
             for value, result in zip(alike, reduced, strict=True):
                 value.copy_(result)

@@ -3,6 +3,7 @@
 import warnings
 from typing import Any
 
+import pytest
 import pytorch_lightning as pl
 import torch
 from distributed import run_ranks
@@ -68,3 +69,33 @@ def test_ranks_see_the_reduced_values_after_one_exchange_per_step() -> None:
         assert rank["exchanges"][1:] == [2] * (steps - 1)
         assert rank["final"]["both_epoch"] == (steps - 1) / 2 + 5
         assert rank["final"]["largest_epoch"] == steps - 1 + 10
+
+
+class OtherDtypes(Logs):
+    """Logs values of a dtype that is not the default; rank 1 holds another dtype than rank 0."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        own = torch.float64 if self.global_rank else torch.float32
+        self.log("double", batch.double().mean(), sync_dist=True)
+        self.log("own", batch.to(own).mean(), sync_dist=True)
+        self.log("default", batch.mean(), sync_dist=True)
+        return (self.w * batch).mean()
+
+
+def _fit_other_dtypes(num: int) -> dict[str, float]:
+    warnings.simplefilter("ignore")
+    trainer = Trainer(
+        strategy=DDPStrategy(batch_size_is="global", timeout_s=10), devices=2, accelerator="cpu", max_epochs=1,
+        logger=False, enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
+    )  # fmt: skip
+    trainer.fit(OtherDtypes(), DataLoader(torch.arange(1.0, num + 1), 4))  # pyright: ignore[reportArgumentType]
+    return {name: value.item() for name, value in trainer.callback_metrics.items()}
+
+
+@pytest.mark.parametrize("num", [9, 10])
+def test_ranks_whose_values_differ_in_dtype_reduce_together(num: int) -> None:
+    # Values were stacked by dtype. A rank without samples logged stand-ins of the default dtype, and each rank waited
+    # for the other's collective until the timeout.
+    last = sum(range(9, num + 1)) / (num - 8)
+    for rank in run_ranks(_fit_other_dtypes, 2, num, timeout_s=60):
+        assert rank == {"double": last, "own": last, "default": last}

@@ -1,0 +1,303 @@
+"""Combine the states of torchmetrics metrics over all ranks, exactly and in the order of one device.
+
+torchmetrics gathers the elements of a list state one by one, so that ranks with different numbers of elements wait for
+one another, or abort; it also puts all of a rank's batches before the next rank's. Here each rank sends its states at
+once, each part with the batch it belongs to:
+
+    rank 0   batch 0: a b      batch 1: e          one device   a b c d e
+    rank 1   batch 0: c d
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torchmetrics import Metric
+from torchmetrics.utilities import dim_zero_cat, dim_zero_max, dim_zero_mean, dim_zero_min, dim_zero_sum
+from torchmetrics.utilities.distributed import gather_all_tensors
+from torchmetrics.wrappers import Running
+
+from ..core.errors import ConfigError
+from .store import RankError
+
+Place: TypeAlias = tuple[int, ...]
+"""Position of a global batch; places compare as the batches follow one another on one device."""
+
+_BEFORE: Place = ()
+"""Place of what a metric held before its first recorded batch."""
+
+
+class Part(NamedTuple):
+    """A part of one state of a metric.
+
+    Args:
+        state: name of the state.
+        place: the global batch it belongs to.
+        value: an element of a list state, a slice of a growing tensor, or the whole state.
+    """
+
+    state: str
+    place: Place
+    value: Any
+
+
+class _Sent(NamedTuple):
+    """What one rank sends of a metric."""
+
+    kind: str
+    num_updates: int
+    parts: list[Part]
+
+
+class _Content(NamedTuple):
+    """Stands for a tensor whose content is sent as bytes."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+@dataclass
+class _Mark:
+    """Sizes of a metric's states before a batch."""
+
+    place: Place
+    sizes: dict[str, int]
+
+
+class MetricSync:
+    """Replaces torchmetrics' own exchange between ranks while a run lasts.
+
+    Args:
+        root_device: this rank's device, on which tensors are exchanged unless the backend is gloo.
+    """
+
+    def __init__(self, root_device: torch.device) -> None:
+        self._device = torch.device("cpu") if dist.get_backend() == "gloo" else root_device
+        self._marks: dict[int, list[_Mark]] = {}
+        self._metrics: list[Metric] = []
+        self._windows: dict[int, Running] = {}
+        self._replaced: list[tuple[type[Metric], Any]] = []
+
+    def start(self) -> None:
+        """Use this exchange in every metric of the process."""
+        sync = self
+
+        def sync_dist(metric: Metric, dist_sync_fn: Any = gather_all_tensors, process_group: Any = None) -> None:
+            if dist_sync_fn is not gather_all_tensors:  # the user's own
+                own(metric, dist_sync_fn, process_group)
+            else:
+                sync.combine(metric, process_group or metric.process_group)
+
+        own = Metric._sync_dist
+        # of the other classes with an exchange of their own, compositions have no states
+        for kind in [Metric, *(kind for kind in _subclasses(Metric) if "_gather_tuple_list" in vars(kind))]:
+            self._replaced.append((kind, vars(kind).get("_sync_dist")))
+            setattr(kind, "_sync_dist", sync_dist)  # noqa: B010
+
+    def end(self) -> None:
+        """Restore torchmetrics' own exchange."""
+        for kind, method in self._replaced:
+            setattr(kind, "_sync_dist", method)  # noqa: B010
+        self._replaced.clear()
+
+    def watch(self, module: nn.Module) -> None:
+        """Record from now on in which batch the states of the module's metrics grow."""
+        metrics = [metric for metric in module.modules() if isinstance(metric, Metric)]
+        self._windows = {id(metric.base_metric): metric for metric in metrics if isinstance(metric, Running)}
+        self._metrics = [metric for metric in metrics if isinstance(metric, Running) or _growing(metric)]
+        known = {id(metric) for metric in self._metrics}
+        self._marks = {key: marks for key, marks in self._marks.items() if key in known}
+
+    def begin_batch(self, place: Place) -> None:
+        """Record that what metrics receive next belongs to a batch."""
+        for metric in self._metrics:
+            sizes = _sizes(metric)
+            marks = self._marks.setdefault(id(metric), [])
+            if marks and any(size < marks[-1].sizes[name] for name, size in sizes.items()):
+                marks.clear()  # the metric was reset
+            if marks and sizes == marks[-1].sizes:
+                marks.pop()  # nothing came from the last batch
+            marks.append(_Mark(place, sizes))
+
+    def combine(self, metric: Metric, group: Any = None) -> None:
+        """Replace a metric's states by those of all ranks; every rank must call it.
+
+        Raises:
+            RankError: ranks combine different metrics.
+            ConfigError: the states can't be combined exactly.
+        """
+        window = self._windows.get(id(metric))
+        own = _Sent(type(metric).__name__, metric._update_count, self._parts(metric, window))
+        ranks = _gather(own, self._device, metric.device, group)
+        if window is not None:
+            ranks = _last_batches(ranks, window)
+        reductions: dict[str, Any] = metric._reductions
+        for name, reduction in reductions.items():
+            setattr(metric, name, _combined(metric, name, reduction, ranks))
+
+    def _parts(self, metric: Metric, window: Running | None) -> list[Part]:
+        if window is not None:
+            return list(_window_parts(window, self._marks.get(id(window), [])))
+        marks = self._marks.get(id(metric), [])
+        return [part for name in metric._reductions for part in _cut(metric, name, marks)]
+
+
+def _subclasses(kind: type[Metric]) -> Iterator[type[Metric]]:
+    for child in kind.__subclasses__():
+        yield child
+        yield from _subclasses(child)
+
+
+def _growing(metric: Metric) -> list[str]:
+    """Names of the states that grow with every batch."""
+    names = metric._defaults
+    return [name for name in names if isinstance(names[name], list) or metric._reductions[name] is dim_zero_cat]
+
+
+def _sizes(metric: Metric) -> dict[str, int]:
+    if isinstance(metric, Running):
+        return {"": metric._num_vals_seen}
+    return {name: _size(getattr(metric, name)) for name in _growing(metric)}
+
+
+def _size(state: Any) -> int:
+    return len(state) if not isinstance(state, Tensor) or state.dim() else 1
+
+
+def _cut(metric: Metric, name: str, marks: list[_Mark]) -> Iterator[Part]:
+    """Cut a state into the parts of each batch."""
+    state = getattr(metric, name)
+    if name not in _growing(metric) or (isinstance(state, Tensor) and not state.dim()):
+        yield Part(name, _BEFORE, state)
+        return
+    for place, start, end in _ranges(marks, name, len(state)):
+        if isinstance(state, Tensor):
+            yield Part(name, place, state[start:end])
+        else:
+            yield from (Part(name, place, element) for element in state[start:end])
+
+
+def _ranges(marks: list[_Mark], name: str, size: int) -> Iterator[tuple[Place, int, int]]:
+    """Yield the place, start and end of what each batch added to a state of a given size."""
+    if any(mark.sizes[name] > size for mark in marks):
+        marks = []  # reset after its last batch
+    starts = [0, *(mark.sizes[name] for mark in marks)]
+    yield from zip([_BEFORE, *(mark.place for mark in marks)], starts, [*starts[1:], size], strict=True)
+
+
+def _window_parts(window: Running, marks: list[_Mark]) -> Iterator[Part]:
+    """Yield the states of the last updates that a running window holds, each with its batch."""
+    seen = window._num_vals_seen
+    for place, start, end in _ranges(marks, "", seen):
+        for number in range(max(start, seen - window.window), end):
+            if place == _BEFORE or place[-1] < 0:
+                raise ConfigError(
+                    f"Running({type(window.base_metric).__name__}): the order of batches over ranks is unknown here. "
+                    "Make the metric an attribute of the module, and update it in its steps; loaders without a "
+                    "sampler need strategy.batch_size_is=global."
+                )
+            for name in window.base_metric._defaults:
+                slot = getattr(window, f"{name}_{number % window.window}")
+                for value in slot if isinstance(slot, list) else [slot]:
+                    yield Part(name, (*place, number - start), value)
+
+
+def _last_batches(ranks: list[_Sent], window: Running) -> list[_Sent]:
+    """Keep the parts of the last updates of all ranks, as many as the window holds."""
+    base = window.base_metric
+    for name, reduction in base._reductions.items():
+        if reduction not in (dim_zero_sum, dim_zero_cat, dim_zero_max, dim_zero_min):
+            raise ConfigError(
+                f"Running({type(base).__name__}): the reduction of its state {name!r} is not a sum, concatenation, "
+                "minimum or maximum, so that ranks can't combine it batch by batch. Use the metric without Running."
+            )
+    places = sorted({part.place for rank in ranks for part in rank.parts})[-window.window :]
+    return [rank._replace(parts=[part for part in rank.parts if part.place in places]) for rank in ranks]
+
+
+def _combined(metric: Metric, name: str, reduction: Callable[..., Any] | None, ranks: list[_Sent]) -> Any:
+    """Combine the ranks' parts of one state."""
+    default = metric._defaults[name]
+    found = [(part, rank) for rank, sent in enumerate(ranks) for part in sent.parts if part.state == name]
+    found.sort(key=lambda entry: (entry[0].place, entry[1]))
+    values = [part.value for part, _ in found]
+    if isinstance(default, list):
+        return reduction(values) if reduction is not None and values else values
+    if reduction is dim_zero_cat:
+        return dim_zero_cat(values)
+    if len({value.shape for value in values}) > 1:  # states that take their shape from the first update
+        values = [part.value for sent in ranks if sent.num_updates for part in sent.parts if part.state == name]
+    if not values:
+        return default.to(metric.device)
+    if reduction is dim_zero_mean:
+        _verify_equal(metric, name, values)
+    stacked = torch.stack(values)
+    return stacked if reduction is None else reduction(stacked)
+
+
+def _verify_equal(metric: Metric, name: str, values: list[Tensor]) -> None:
+    if not all(torch.allclose(value, values[0], rtol=0, atol=0, equal_nan=True) for value in values[1:]):
+        raise ConfigError(
+            f"{type(metric).__name__}: its state {name!r} is reduced by a plain mean over ranks, which have different "
+            "numbers of samples. Keep a sum and a count, each with dist_reduce_fx='sum'."
+        )
+
+
+def _gather(own: _Sent, device: torch.device, home: torch.device, group: Any) -> list[_Sent]:
+    """Gather what all ranks send: a description, which holds all that is no tensor, then the tensors as bytes.
+
+    Args:
+        own: what this rank sends.
+        device: where tensors are exchanged.
+        home: where the other ranks' tensors are wanted.
+        group: the process group.
+    """
+    rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
+    heads: list[Any] = [None] * num_ranks
+    dist.all_gather_object(heads, own._replace(parts=[_without_content(part) for part in own.parts]), group)
+    _verify_alike(heads)
+    longest = max(sum(_num_bytes(part.value) for part in head.parts) for head in heads)
+    sent = torch.zeros(longest, dtype=torch.uint8, device=device)
+    received = [torch.empty_like(sent) for _ in range(num_ranks)]
+    if longest:
+        tensors = [part.value for part in own.parts if isinstance(part.value, Tensor)]
+        content = [tensor.detach().to(device).contiguous().reshape(-1).view(torch.uint8) for tensor in tensors]
+        sent[: sum(map(len, content))] = torch.cat([sent[:0], *content])
+        dist.all_gather(received, sent, group)
+    return [own if i == rank else _with_content(head, received[i].to(home)) for i, head in enumerate(heads)]
+
+
+def _verify_alike(heads: list[_Sent]) -> None:
+    for rank, head in enumerate(heads):
+        if head.kind != heads[0].kind:
+            raise RankError(
+                f"rank 0 computes the metric {heads[0].kind} over all ranks, but rank {rank} computes {head.kind}. "
+                "Compute the same metrics in the same order on all ranks."
+            )
+
+
+def _without_content(part: Part) -> Part:
+    value = part.value
+    return part._replace(value=_Content(value.dtype, tuple(value.shape))) if isinstance(value, Tensor) else part
+
+
+def _num_bytes(value: Any) -> int:
+    return math.prod(value.shape) * value.dtype.itemsize if isinstance(value, _Content) else 0
+
+
+def _with_content(head: _Sent, content: Tensor) -> _Sent:
+    parts: list[Part] = []
+    start = 0
+    for part in head.parts:
+        end = start + _num_bytes(part.value)
+        if isinstance(part.value, _Content):
+            # a copy, because another dtype's view must start at a multiple of its size
+            tensor = content[start:end].clone().view(part.value.dtype).reshape(part.value.shape)
+            part = part._replace(value=tensor)
+        parts.append(part)
+        start = end
+    return head._replace(parts=parts)

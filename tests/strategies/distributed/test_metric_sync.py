@@ -1,0 +1,176 @@
+"""Metrics of torchmetrics under ranks: states of unequal length, the order of samples, running windows."""
+
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torchmetrics
+from distributed import run_ranks
+from regression import Net, Numbered, quiet_trainer
+from torch import Tensor
+from torch.utils.data import DataLoader
+from torchmetrics.text import ROUGEScore
+from torchmetrics.wrappers import Running
+
+from evener.strategies import BalancedDDPStrategy, DDPStrategy, SingleDeviceStrategy
+from evener.strategies.core.errors import ConfigError
+from evener.strategies.distributed.metric_sync import MetricSync
+from evener.strategies.distributed.store import RankError
+
+STRATEGIES: dict[str, Any] = {
+    "global": lambda: DDPStrategy(batch_size_is="global", timeout_s=10),
+    "weights": lambda: BalancedDDPStrategy(weights=[1, 3], timeout_s=10),
+}
+
+
+class PerSample(torchmetrics.Metric):
+    """Keeps a list with one tensor of its own length per sample, as detection metrics keep their boxes."""
+
+    boxes: list[Tensor]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("boxes", [], dist_reduce_fx=None)
+        self.add_state("names", [], dist_reduce_fx=None)
+
+    def update(self, index: Tensor) -> None:
+        self.boxes += [torch.full((int(i) % 3,), int(i)) for i in index]
+        self.names += [(f"n{int(i)}",) for i in index]
+
+    def compute(self) -> Tensor:
+        flat = torch.cat(self.boxes).double()
+        named = sum((i + 1) * int(name[0][1:]) for i, name in enumerate(self.names))
+        return (flat * torch.arange(1, len(flat) + 1)).sum() + named
+
+
+class Measured(Net):
+    """Feeds metrics whose values depend on every sample, on their order or on the last batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rouge = ROUGEScore(rouge_keys="rouge1")
+        self.boxes = PerSample()
+        self.order = torchmetrics.CatMetric()
+        self.window = Running(torchmetrics.SumMetric(), 2)
+        self.train_order = torchmetrics.CatMetric()
+        self.train_window = Running(torchmetrics.MeanMetric(), 2)
+        self.found: dict[str, Any] = {}
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.train_order.update(batch[2])
+        self.train_window.update(batch[2])
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        said = [" ".join(["a"] * (int(i) % 4 + 1)) for i in batch[2]]
+        self.rouge.update(said, ["a a b"] * len(said))
+        self.boxes.update(batch[2])
+        self.order.update(batch[2])
+        self.window.update(batch[2].double())
+
+    def on_validation_epoch_end(self) -> None:
+        self.found["rouge"] = self.rouge.compute()["rouge1_fmeasure"].item()
+        self.found["boxes"] = self.boxes.compute().item()
+        self.found["order"] = self.order.compute().tolist()
+        self.found["window"] = self.window.compute().item()
+        for metric in (self.rouge, self.boxes, self.order, self.window):
+            metric.reset()
+
+    def on_train_epoch_end(self) -> None:
+        self.found["train_order"] = self.train_order.compute().tolist()
+        self.found["train_window"] = self.train_window.compute().item()
+
+
+def _fit(strategy: str | None, num: int) -> dict[str, Any]:
+    module = Measured()
+    chosen = STRATEGIES[strategy]() if strategy else SingleDeviceStrategy()
+    trainer = quiet_trainer(chosen, 2 if strategy else 1, max_epochs=1, num_sanity_val_steps=1)
+    loader = DataLoader(Numbered(num), 4)
+    trainer.fit(module, loader, loader)
+    return module.found
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("num", [11, 9])
+def test_metrics_equal_one_device_on_ranks_with_unequal_samples(strategy: str, num: int) -> None:
+    # 11 in batches of 4: 2 + 2, 2 + 2, 2 + 1; with 9 the second rank has nothing in the last batch
+    single = _fit(None, num)
+    assert single["order"] == list(range(num))
+    for rank in run_ranks(_fit, 2, strategy, num, timeout_s=60):
+        torch.testing.assert_close(rank, single, rtol=0, atol=1e-10)
+
+
+class Tuples(torchmetrics.Metric):
+    """Exchanges its lists of tuples itself, as torchmetrics' MeanAveragePrecision does with masks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("masks", [], dist_reduce_fx=None)
+
+    def update(self, index: int) -> None:
+        self.masks.append((index, b"mask"))
+
+    def compute(self) -> Tensor:
+        return torch.tensor([index for index, _ in self.masks])
+
+    def _sync_dist(self, dist_sync_fn: Any = None, process_group: Any = None) -> None:
+        super()._sync_dist(dist_sync_fn, process_group)
+        self.masks = self._gather_tuple_list(self.masks)
+
+    @staticmethod
+    def _gather_tuple_list(masks: list[Any]) -> list[Any]:
+        ranks: list[Any] = [None, None]
+        torch.distributed.all_gather_object(ranks, masks)
+        return [ranks[rank][i] for i in range(len(ranks[0])) for rank in range(2)]
+
+
+class BatchMean(torchmetrics.Metric):
+    mean: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("mean", torch.tensor(0.0), dist_reduce_fx="mean")
+
+    def update(self, value: float) -> None:
+        self.mean = torch.tensor(value)
+
+    def compute(self) -> Tensor:
+        return self.mean
+
+
+def _exchange() -> dict[str, Any]:
+    torch.distributed.init_process_group("gloo", init_method="env://", timeout=timedelta(seconds=20))
+    rank = torch.distributed.get_rank()
+    sync = MetricSync(torch.device("cpu"))
+    found: dict[str, Any] = {}
+    sync.start()
+    tuples = Tuples()
+    for index in ([0, 1, 2], [3])[rank]:
+        tuples.update(index)
+    found["tuples"] = tuples.compute().tolist()
+    equal, unequal = BatchMean(), BatchMean()
+    equal.update(2.0)
+    found["equal"] = equal.compute().item()
+    unequal.update(2.0 + rank)
+    for name, metric in (("unequal", unequal), ("others", [torchmetrics.SumMetric(), torchmetrics.MaxMetric()][rank])):
+        try:
+            metric.update(1.0 + rank)
+            metric.compute()
+        except (ConfigError, RankError) as exc:
+            found[name] = str(exc)
+    sync.end()
+    total = torchmetrics.SumMetric()
+    total.update(1.0 + rank)
+    found["after"] = (total.compute().item(), "_sync_dist" in vars(Running), Tuples._sync_dist.__module__ == __name__)
+    torch.distributed.destroy_process_group()
+    return found
+
+
+def test_states_that_are_not_sums() -> None:
+    for rank in run_ranks(_exchange, 2, timeout_s=60):
+        assert rank["tuples"] == [0, 1, 2, 3]
+        assert rank["equal"] == 2
+        assert "BatchMean: its state 'mean' is reduced by a plain mean over ranks" in rank["unequal"]
+        assert "rank 0 computes the metric SumMetric over all ranks, but rank 1 computes MaxMetric" in rank["others"]
+        assert rank["after"] == (3, False, True)
