@@ -2,7 +2,9 @@
 
 import inspect
 import signal
-from collections.abc import Callable, Iterable, Iterator
+import threading
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import contextmanager
 from functools import wraps
 from typing import Any, Literal, TypeVar, cast
 
@@ -103,12 +105,15 @@ class Trainer(pl.Trainer):
             self._choose_own_strategy()
         self.exact_accumulation = exact_accumulation
         self.agreed_to_stop = False
+        self._signal: int | None = None
         self._agreed_log_dir: tuple[str | None] | None = None
         self.timed_bar = self._own_bar(given)
         if detect_nonfinite not in ("off", False, None):
             callbacks: list[pl.Callback] = self.callbacks  # pyright: ignore[reportAttributeAccessIssue]  # a list, untyped
             callbacks.insert(0, DetectNonFinite(detect_nonfinite))
         self._make_lean(bool(kwargs.get("inference_mode", True)))
+        # Lightning's logs from within the handler; a strategy of several processes puts its own in this place
+        self._signal_connector._sigterm_notifier_fn = self._on_signal
         own = self.strategy._checkpoint_io is not None  # the strategy's own, or given by the user
         if not own and type(self.strategy.checkpoint_io) is TorchCheckpointIO:
             self.strategy.checkpoint_io = VerifiedCheckpointIO()
@@ -171,13 +176,32 @@ class Trainer(pl.Trainer):
 
     @override
     def _run_stage(self) -> Any:
-        self.agreed_to_stop = False
+        self.agreed_to_stop, self._signal = False, None
         try:
-            with lean_logging(self), explained_out_of_memory(self):
+            with lean_logging(self), explained_out_of_memory(self), self._more_signals():
                 return super()._run_stage()
         except SIGTERMException as exc:
-            exc.code = exc.code or 128 + signal.SIGTERM  # with Lightning's a script would exit with status 0
+            told: int | None = getattr(self.strategy, "stop_signal", None) or self._signal
+            exc.code = exc.code or 128 + (told or signal.SIGTERM)  # with Lightning's a script would exit with status 0
             raise
+
+    @contextmanager
+    def _more_signals(self) -> Generator[None]:
+        """Take SIGHUP and SIGUSR1 for SIGTERM while a script fits, unless somebody handles or ignores them."""
+        in_main_thread = threading.current_thread() is threading.main_thread()
+        fitting = in_main_thread and self.state.fn == TrainerFn.FITTING
+        free = [s for s in (signal.SIGHUP, signal.SIGUSR1) if fitting and signal.getsignal(s) == signal.SIG_DFL]
+        for signum in free:  # a strategy of several processes has a function of its own in this place
+            signal.signal(signum, lambda number, frame: self._signal_connector._sigterm_notifier_fn(number, frame))  # pyright: ignore[reportUnknownLambdaType, reportArgumentType]  # untyped
+        try:
+            yield
+        finally:
+            for signum in free:
+                signal.signal(signum, signal.SIG_DFL)
+
+    def _on_signal(self, signum: int, _: object) -> None:
+        self._signal = signum
+        self._signal_connector.received_sigterm = True
 
     @property
     @override

@@ -204,7 +204,7 @@ def _hide_callbacks(trainer: Any) -> None:
 
 @contextmanager
 def forwarded_signals(ranks: RankProcesses) -> Generator[list[int]]:
-    """Forward SIGTERM and Ctrl-C to the processes, which stop at the same step; a second signal kills them.
+    """Forward SIGTERM, Ctrl-C, SIGHUP and SIGUSR1 to the processes, which stop at the same step; a second kills them.
 
     Args:
         ranks: the processes.
@@ -224,7 +224,8 @@ def forwarded_signals(ranks: RankProcesses) -> Generator[list[int]]:
     if threading.current_thread() is not threading.main_thread():
         yield received
         return
-    for signum in (signal.SIGTERM, signal.SIGINT):
+    unused = (signal.SIGHUP, signal.SIGUSR1)  # a script's own handler of these, and nohup's, is kept
+    for signum in (signal.SIGTERM, signal.SIGINT, *(s for s in unused if signal.getsignal(s) == signal.SIG_DFL)):
         _handlers_before[signum] = signal.signal(signum, forward)
     try:
         yield received

@@ -40,6 +40,9 @@ def die_with_parent(parent: int | None = None) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
+_ASKS_TO_STOP = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+
+
 def leave_in_time(grace_s: float) -> None:
     """Kill this process if it does not end within some seconds of being asked to stop.
 
@@ -47,7 +50,7 @@ def leave_in_time(grace_s: float) -> None:
     handler runs. torch's agent, and its launcher of plain scripts, would wait half a minute after a failure.
 
     Args:
-        grace_s: seconds from SIGTERM or SIGINT to the end; fewer if another rank has failed.
+        grace_s: seconds from a signal that asks to stop to the end; fewer if another rank has failed.
     """
     read_end, write_end = os.pipe()
     os.set_blocking(write_end, False)
@@ -56,7 +59,7 @@ def leave_in_time(grace_s: float) -> None:
 
 
 def _kill_late(read_end: int, grace_s: float) -> None:
-    while os.read(read_end, 1)[0] not in (signal.SIGTERM, signal.SIGINT):
+    while os.read(read_end, 1)[0] not in _ASKS_TO_STOP:
         continue
     deadline = time.monotonic() + grace_s
     if RANK_FAILED.wait(grace_s):

@@ -85,6 +85,8 @@ class ResumingFitLoop(FitLoop):
     saved_state: Mapping[str, Any] = MappingProxyType({})
     """The `EXACT` entry of the checkpoint being loaded."""
     has_clean_points = True
+    takes_steps = False
+    """Whether the run has begun to train, so that a stop between two steps has something to save."""
 
     def between_batches(self) -> None:
         """Write a checkpoint if due, after a batch and its logging, validation and schedulers."""
@@ -128,6 +130,15 @@ class ResumingFitLoop(FitLoop):
         for saver in self._savers:
             if saver.due or saver.lacks(self.trainer):
                 self._save(saver, point)
+        saved = [saver.last_model_path for saver in self._savers if saver.last_model_path]
+        rank_zero_info(
+            f"Interrupted at step {self.trainer.global_step}; "
+            + (
+                f"saved {saved[0]}; continue with resume=last (in a script: ckpt_path)."
+                if saved
+                else "nothing is saved, for want of a Checkpoint callback that keeps the last state."
+            )
+        )
         raise SIGTERMException
 
     def _save(self, saver: Checkpoint, point: str) -> None:
@@ -139,6 +150,7 @@ class ResumingFitLoop(FitLoop):
 
     @override
     def on_run_end(self) -> None:
+        self.takes_steps = False
         for saver in self._savers:
             if saver.lacks(self.trainer):
                 self._save(saver, AFTER_EPOCH)
@@ -218,6 +230,7 @@ class ResumingFitLoop(FitLoop):
 
     @override
     def on_run_start(self) -> None:
+        self.takes_steps = False
         self._savers = tuple(cb for cb in self.trainer.checkpoint_callbacks if isinstance(cb, Checkpoint))
         super().on_run_start()
         self.resumes_between_batches = self._resumed_point == BETWEEN_BATCHES
@@ -231,6 +244,7 @@ class ResumingFitLoop(FitLoop):
             if self._resumed_state is not None and self._combined_loader is not None:
                 _run_state.restore_generators(self._combined_loader, self._resumed_state["loaders"])
         self._resumed_point = self._resumed_state = None
+        self.takes_steps = True
 
 
 def _is_time_over(trainer: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Stop a run gracefully: SIGTERM, SIGINT and SIGUSR1 end it between two steps, after writing a checkpoint."""
+"""Stop a run gracefully: SIGTERM, SIGINT, SIGHUP and SIGUSR1 end it between two steps, after writing a checkpoint."""
 
 import signal
 import threading
@@ -9,7 +9,7 @@ from types import FrameType
 import pytorch_lightning as pl
 from pytorch_lightning.utilities.exceptions import SIGTERMException
 
-ASKS_TO_STOP = (signal.SIGINT, signal.SIGUSR1)
+ASKS_TO_STOP = (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 """Signals handled here; Lightning or the strategy handles SIGTERM."""
 
 
@@ -27,7 +27,9 @@ class Interrupted(SystemExit):
 
 @contextmanager
 def graceful_stop(trainer: pl.Trainer) -> Generator[None]:
-    """Let Ctrl-C (SIGINT) and a scheduler's warning (SIGUSR1) stop training like SIGTERM; a second one exits at once.
+    """Let Ctrl-C (SIGINT), a closed terminal (SIGHUP) and a scheduler's warning (SIGUSR1) stop training like SIGTERM.
+
+    A second one exits at once. A signal that is ignored, as nohup does with SIGHUP, stays so.
 
     Raises:
         Interrupted: the run was stopped by a signal, to this process or to another rank.
@@ -41,7 +43,8 @@ def graceful_stop(trainer: pl.Trainer) -> Generator[None]:
         trainer._signal_connector._sigterm_notifier_fn(signum, frame)
 
     in_main_thread = threading.current_thread() is threading.main_thread()
-    before = {signum: signal.signal(signum, stop) for signum in ASKS_TO_STOP} if in_main_thread else {}
+    heard = [signum for signum in ASKS_TO_STOP if in_main_thread and signal.getsignal(signum) != signal.SIG_IGN]
+    before = {signum: signal.signal(signum, stop) for signum in heard}
     try:
         yield
     except SIGTERMException as exc:
@@ -53,4 +56,6 @@ def graceful_stop(trainer: pl.Trainer) -> Generator[None]:
 
 
 def _is_training(trainer: pl.Trainer) -> bool:
-    return getattr(trainer.fit_loop, "_data_fetcher", None) is not None and trainer.state.fn == "fit"
+    """Whether the loop that would save and stop has begun: before that, nothing is lost by ending at once."""
+    by_step = trainer.fit_loop.epoch_loop.batch_progress.current.ready > 0  # Lightning's own trainer
+    return trainer.state.fn == "fit" and getattr(trainer.fit_loop, "takes_steps", by_step)

@@ -18,7 +18,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from ...strategies import ConfigError
 from ..job.result import RESULT_FILE, Result
-from ..job.signals import Interrupted
+from ..job.signals import ASKS_TO_STOP, Interrupted
 from .environment import AGENT, WorkerError, environment
 
 AGENT_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
@@ -52,7 +52,8 @@ def launch_config(cfg: DictConfig, num_processes: int, log_dir: str) -> LaunchCo
         max_nodes=1,
         nproc_per_node=num_processes,
         run_id=uuid.uuid4().hex,
-        signals_to_handle=",".join(number.name for number in AGENT_SIGNALS),
+        # what is ignored stays so: SIGHUP under nohup
+        signals_to_handle=",".join(s.name for s in AGENT_SIGNALS if signal.getsignal(s) != signal.SIG_IGN),
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",
         local_addr="localhost",
@@ -93,7 +94,7 @@ def signal_handlers_kept() -> Generator[None]:
 def explain(exc: ChildFailedError) -> BaseException:
     """Convert the agent's report into the worker's error: a ConfigError, or rank and traceback of the first failure."""
     rank, failure = exc.get_first_failure()
-    if failure.exitcode in (128 + signal.SIGINT, 128 + signal.SIGTERM, 128 + signal.SIGUSR1):
+    if failure.exitcode in [128 + signum for signum in (*ASKS_TO_STOP, signal.SIGTERM)]:
         return Interrupted(failure.exitcode - 128)
     kind, _, message = first_line(failure)
     if kind in (ConfigError.__name__, MisconfigurationException.__name__):

@@ -67,7 +67,7 @@ def test_a_rank_that_is_busy_while_another_is_killed_ends_with_it(tmp_path: Path
 @pytest.mark.parametrize(
     ("signum", "to", "status"),
     [(signal.SIGTERM, "script", 143), (signal.SIGTERM, "rank0", 143), (signal.SIGTERM, "rank1", 143),
-     (signal.SIGINT, "script", 1)],
+     (signal.SIGINT, "script", 1), (signal.SIGHUP, "script", 129), (signal.SIGUSR1, "rank1", 143)],
 )  # fmt: skip
 def test_a_signal_stops_a_script_and_its_ranks_at_one_step(tmp_path: Path, signum: int, to: str, status: int) -> None:
     log = tmp_path / "log"
