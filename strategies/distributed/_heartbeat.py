@@ -1,9 +1,7 @@
 """Publish, from a thread in every rank, where it is, so that ranks that wait for it can name it."""
 
 import json
-import os
 import sys
-import sysconfig
 import threading
 import traceback
 from collections.abc import Callable
@@ -16,6 +14,7 @@ from typing import Any
 import torch
 from torch.distributed import Store
 
+from ..core.user_code import is_library
 from ._stop import StopAgreement
 from ._store_watch import RANK_FAILED
 from .store import is_hosted_by_agent, silence
@@ -113,7 +112,7 @@ class HeartbeatMonitor:
     def tell(self, exc: BaseException) -> None:
         """Publish the error that this rank failed with."""
         frames = traceback.extract_tb(exc.__traceback__)
-        own = [frame for frame in frames if not _is_library(frame.filename)] or list(frames)
+        own = [frame for frame in frames if not is_library(frame.filename)] or list(frames)
         where = f" ({Path(own[-1].filename).name}:{own[-1].lineno}, {own[-1].name})" if own else ""
         text = " ".join(str(exc).split())[:300]
         with suppress(RuntimeError):  # as above
@@ -177,18 +176,9 @@ def is_about_communication(exc: BaseException) -> bool:
 def place_of(frame: FrameType) -> str:
     """Describe the innermost line of the user's code in a stack, and the innermost function of all."""
     own: FrameType | None = frame
-    while own is not None and _is_library(own.f_code.co_filename):
+    while own is not None and is_library(own.f_code.co_filename):
         own = own.f_back
     line = own or frame
     text = f"{Path(line.f_code.co_filename).name}:{line.f_lineno} in {line.f_code.co_name}"
     inner = f"{frame.f_code.co_name} of {Path(frame.f_code.co_filename).name}"
     return text if line is frame else f"{text} (in {inner})"
-
-
-_ROOMS = tuple(str(Path(__file__).parents[2] / room) + os.sep for room in ("trainer", "strategies"))
-_INSTALLED = str(Path(torch.__file__).parents[1])  # maybe none of the paths below, in a virtual environment
-_LIBRARIES = (*(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")), _INSTALLED, *_ROOMS, "<")
-
-
-def _is_library(filename: str) -> bool:
-    return filename.startswith(_LIBRARIES)
