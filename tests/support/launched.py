@@ -71,3 +71,12 @@ class Told(pl.LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+class Raises(Told):
+    """Fails on every rank at step 3."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if self.trainer.global_step == 3:
+            raise KeyError(f"rank {self.global_rank} had enough")
+        return super().training_step(batch, batch_idx)

@@ -1,6 +1,5 @@
 """Run the command line: compose the configuration with Hydra, run it, report user errors in one sentence."""
 
-import errno
 import os
 import re
 import sys
@@ -17,10 +16,10 @@ from pytorch_lightning.plugins.environments import ClusterEnvironment
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 
 from ...strategies import ConfigError
-from ..job.log_file import run_log
-from ..job.run import run
+from ..job.failure import sentence_of, users_frames
 from ..launch import cluster
 from ..launch.environment import WorkerError, environment
+from ..launch.launcher import run_rank
 from ._summary import show_summary
 from .sweep_table import show_unfinished
 from .train import ADVISORY_MODES, prepare, train
@@ -54,9 +53,12 @@ def main(config_dir: str | Path | None = None, config_name: str = "train") -> No
         sys.path.insert(0, os.getcwd())  # a `_target_` next to the configuration is importable, however we were started
     started_by = cluster.detect()
     if started_by is not None and started_by.global_rank() > 0:
-        from torch.distributed.elastic.multiprocessing.errors import record  # slow to import
-
-        record(follow)(started_by)
+        try:
+            follow(started_by)
+        except Exception as exc:
+            if wants_traceback:
+                raise
+            sys.exit(explain(exc))
         return
     try:
         if started_by is not None and (run_dir := cluster.earlier_run_dir(started_by)):
@@ -65,10 +67,11 @@ def main(config_dir: str | Path | None = None, config_name: str = "train") -> No
             hydra.main(version_base="1.3", config_path=config_path, config_name=config_name)(job)()
     except Exception as exc:
         show_unfinished()
-        sentence = explain(exc)
-        if wants_traceback or sentence is None:
+        if wants_traceback:
+            if isinstance(exc, WorkerError):
+                sys.stderr.write(exc.trace)
             raise
-        sys.exit(sentence)
+        sys.exit(explain(exc))
     finally:
         if started_by is not None:
             cluster.publish(started_by, None)
@@ -78,8 +81,7 @@ def follow(started_by: ClusterEnvironment) -> None:
     """Run the jobs that rank 0 publishes; called on every other rank."""
     try:
         while (cfg := cluster.receive(started_by)) is not None:
-            with run_log(cfg.run_dir, started_by.global_rank()):
-                run(cfg)
+            run_rank(cfg, started_by.global_rank(), started_by.world_size())
     finally:
         cluster.leave(started_by)
 
@@ -96,15 +98,12 @@ def run_job(cfg: DictConfig) -> float | None:
     return result.monitored
 
 
-def explain(exc: Exception) -> str | None:
-    """Describe a user error in one sentence.
-
-    Returns:
-        The sentence (for a failed worker its rank and traceback), or None for any other exception, whose traceback
-        should be shown instead.
-    """
-    if isinstance(exc, (ConfigError, WorkerError, MisconfigurationException)):
+def explain(exc: Exception) -> str:
+    """Describe a user error in one sentence, and any other exception by the user's frames."""
+    if isinstance(exc, WorkerError):
         return f"Error: {exc}"
+    if sentence := sentence_of(exc):
+        return f"Error: {sentence}"
     if isinstance(exc, MissingConfigException) and exc.options is not None and exc.missing_cfg_file:
         group, _, option = exc.missing_cfg_file.rpartition("/")
         return f"Error: {group}={option} is unknown. Choose one of: {', '.join(sorted(exc.options))}."
@@ -112,14 +111,9 @@ def explain(exc: Exception) -> str | None:
     from_hydra = bool(frames) and frames[-1].filename.startswith(str(Path(hydra.__file__).parent))
     if from_hydra or isinstance(exc, (CompactHydraException, OmegaConfBaseException)):
         return f"Error: {composition_sentence(exc)}"
-    if isinstance(exc, OSError) and exc.errno in (errno.ENOSPC, errno.EDQUOT):
-        return (
-            f"Error: The disk is full ({exc.strerror}); existing checkpoints are intact. Free some space, or set "
-            "log_dir to another disk."
-        )
     if isinstance(exc, OSError) and exc.filename is not None:
         return f"Error: {exc.filename} can't be written ({exc.strerror}). Set log_dir to a writable directory."
-    return None
+    return f"Error: {users_frames(''.join(traceback.format_exception(exc)))}"
 
 
 def composition_sentence(exc: Exception) -> str:

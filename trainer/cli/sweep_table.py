@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from typing_extensions import override
 
-from ..job.result import RESULT_FILE, Result
+from ..job.result import FAILED, RESULT_FILE, Result
 
 log = logging.getLogger(__name__)
 
@@ -155,8 +155,14 @@ def read_job(run_dir: Path) -> Job:
         overrides=tuple(str(override) for override in overrides),
         strategy=strategy,
         maximizes=config.get("monitor_mode") == "max",
-        result=Result.read(run_dir) if (run_dir / RESULT_FILE).exists() else None,
+        result=read_result(run_dir),
     )
+
+
+def read_result(run_dir: Path) -> Result | None:
+    """The outcome of a run; None if it failed."""
+    result = Result.read(run_dir) if (run_dir / RESULT_FILE).exists() else None
+    return None if result is None or result.status == FAILED else result
 
 
 def write_csv(path: Path, jobs: Sequence[Job]) -> None:

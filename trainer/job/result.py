@@ -2,10 +2,13 @@
 
 import json
 import os
+import socket
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 RESULT_FILE = "result.json"
+
+FINISHED, FAILED = "finished", "failed"
 
 
 @dataclass(frozen=True)
@@ -28,6 +31,11 @@ class Result:
         last_checkpoint: path of the newest checkpoint; None if none was kept.
         predictions: path of the predictions (`torch.load` with `weights_only=True`) after mode=predict.
         peak_memory_mib: peak training memory in MiB of every device of all processes; on the CPU of the process.
+        status: `finished` or `failed`. Of a failed run there are the reason, mode, strategy and directory only.
+        reason: why the run failed, in one sentence or as the exception's name and text.
+        failed_rank: the rank that failed first.
+        failed_at: local time of the failure.
+        num_restarts: restarts of the processes by their launcher before the failure.
     """
 
     mode: str
@@ -45,6 +53,11 @@ class Result:
     last_checkpoint: str | None = None
     predictions: str | None = None
     peak_memory_mib: list[float] = field(default_factory=list[float])
+    status: str = FINISHED
+    reason: str | None = None
+    failed_rank: int | None = None
+    failed_at: str | None = None
+    num_restarts: int = 0
 
     def write(self) -> Path:
         """Write `result.json` into the run directory atomically.
@@ -52,17 +65,36 @@ class Result:
         Returns:
             The file's path.
         """
-        path = Path(self.run_dir) / RESULT_FILE
-        temporary = path.with_suffix(".tmp")
+        return self._write_temporary().replace(Path(self.run_dir) / RESULT_FILE)
+
+    def write_first(self) -> bool:
+        """Write `result.json`, unless another rank of this start of the processes has done so.
+
+        Returns:
+            Whether this rank has written it.
+        """
+        path, temporary = Path(self.run_dir) / RESULT_FILE, self._write_temporary()
+        try:
+            path.hardlink_to(temporary)
+        except FileExistsError:
+            if self.read(self.run_dir).num_restarts == self.num_restarts:
+                return False
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
+        return True
+
+    def _write_temporary(self) -> Path:
+        temporary = Path(self.run_dir) / f".{RESULT_FILE}.{socket.gethostname()}-{os.getpid()}.tmp"
         temporary.write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
-        return temporary.replace(path)
+        return temporary
 
     @classmethod
     def read(cls, run_dir: str | Path) -> "Result":
         """Read the `result.json` of a run directory.
 
         Raises:
-            FileNotFoundError: the run did not finish, so it wrote none.
+            FileNotFoundError: the run was killed or stopped by a signal, so it wrote none.
         """
         return cls(**json.loads((Path(run_dir) / RESULT_FILE).read_text(encoding="utf-8")))
 

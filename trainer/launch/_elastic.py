@@ -17,7 +17,8 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from ...strategies import ConfigError
-from ..job.result import RESULT_FILE, Result
+from ..job.failure import Failure, report_killed, users_frames
+from ..job.result import Result
 from ..job.signals import ASKS_TO_STOP, Interrupted
 from .environment import AGENT, WorkerError, environment
 
@@ -27,7 +28,6 @@ AGENT_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, s
 
 def launch_workers(cfg: DictConfig, num_processes: int) -> Result:
     """Start one worker per process with torch's elastic agent, and wait for the result."""
-    (Path(cfg.run_dir) / RESULT_FILE).unlink(missing_ok=True)
     with (
         tempfile.TemporaryDirectory(prefix="evener-") as scratch,
         environment(worker_environment(num_processes)),
@@ -39,7 +39,7 @@ def launch_workers(cfg: DictConfig, num_processes: int) -> Result:
         try:
             agent("-m", "evener.trainer.launch.worker", str(config_file))
         except ChildFailedError as exc:
-            raise explain(exc) from None
+            raise explain(cfg, exc, num_processes) from None
         except SignalException as exc:
             raise Interrupted(exc.sigval) from None
     return Result.read(cfg.run_dir)
@@ -91,15 +91,20 @@ def signal_handlers_kept() -> Generator[None]:
             signal.signal(number, handler)
 
 
-def explain(exc: ChildFailedError) -> BaseException:
-    """Convert the agent's report into the worker's error: a ConfigError, or rank and traceback of the first failure."""
+def explain(cfg: DictConfig, exc: ChildFailedError, num_processes: int) -> BaseException:
+    """Convert the agent's report into the worker's error: a ConfigError, or rank and reason of the first failure."""
     rank, failure = exc.get_first_failure()
     if failure.exitcode in [128 + signum for signum in (*ASKS_TO_STOP, signal.SIGTERM)]:
         return Interrupted(failure.exitcode - 128)
     kind, _, message = first_line(failure)
     if kind in (ConfigError.__name__, MisconfigurationException.__name__):
         return ConfigError(message)
-    return WorkerError(f"rank {rank} failed: {traceback_of(failure)}")
+    trace = traceback_of(failure)
+    if trace:
+        return WorkerError(f"rank {rank} failed: {users_frames(trace)}", trace)
+    killed = Failure(rank, how_it_ended(failure))
+    report_killed(cfg, killed, num_processes)
+    return WorkerError(f"rank {rank} failed: {killed.reason}")
 
 
 def first_line(failure: ProcessFailure) -> tuple[str, str, str]:
@@ -110,10 +115,15 @@ def first_line(failure: ProcessFailure) -> tuple[str, str, str]:
 
 
 def traceback_of(failure: ProcessFailure) -> str:
-    """The worker's traceback, or how it ended if it left none."""
+    """The worker's traceback; empty if it left none."""
     message = failure.error_file_data.get("message") if failure.error_file_data else None
     if isinstance(message, dict):
         return message.get("extraInfo", {}).get("py_callstack") or message.get("message", "")
+    return ""
+
+
+def how_it_ended(failure: ProcessFailure) -> str:
+    """How a worker ended that left no traceback."""
     if failure.exitcode < 0:
         return f"it was killed by {failure.signal_name()} (process {failure.pid})"
     return f"it exited with status {failure.exitcode} (process {failure.pid})"

@@ -9,7 +9,16 @@ AGENT = "EVENER_AGENT_PID"
 
 
 class WorkerError(RuntimeError):
-    """A worker failed; the message contains its rank and traceback."""
+    """A worker failed; the message contains its rank and the reason.
+
+    Args:
+        message: rank, frames of the user's code, and reason.
+        trace: the worker's whole traceback; empty if it left none.
+    """
+
+    def __init__(self, message: str, trace: str = "") -> None:
+        super().__init__(message)
+        self.trace = trace
 
 
 @contextmanager

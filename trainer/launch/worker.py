@@ -8,8 +8,8 @@ import sys
 from omegaconf import DictConfig, OmegaConf
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from ...strategies import ConfigError
 from ...strategies.distributed.process_exit import die_with_parent, end_process, leave_in_time
+from ..job.failure import Failure, report
 from ..job.log_file import run_log
 from ..job.run import run
 from .environment import AGENT
@@ -17,12 +17,24 @@ from .environment import AGENT
 
 @record
 def work(config_file: str) -> None:
-    """Run one rank; on failure the decorator stores the traceback for the agent."""
+    """Run one rank; on failure the decorator stores the traceback for the agent, whose process prints the last one."""
     cfg = OmegaConf.load(config_file)
     assert isinstance(cfg, DictConfig)
     leave_in_time(cfg.launcher.shutdown_timeout_s)
-    with run_log(cfg.run_dir, int(os.environ["RANK"])):
-        run(cfg)
+    rank = int(os.environ["RANK"])
+    with run_log(cfg.run_dir, rank):
+        try:
+            run(cfg)
+        except Exception as exc:
+            failure = Failure.of(exc, rank)
+            if report(cfg, failure, int(os.environ["WORLD_SIZE"])) and is_restarted():
+                sys.stderr.write(f"rank {rank} failed: {failure.short}\n")
+            raise
+
+
+def is_restarted() -> bool:
+    """Whether the agent restarts the workers when this one has failed."""
+    return int(os.environ["TORCHELASTIC_RESTART_COUNT"]) < int(os.environ["TORCHELASTIC_MAX_RESTARTS"])
 
 
 def exit_status(config_file: str) -> int:
@@ -33,16 +45,15 @@ def exit_status(config_file: str) -> int:
     """
     try:
         work(config_file)
-    except ConfigError:  # the agent's process prints the message once
-        return 1
     except SystemExit as exc:
         if exc.code is None or isinstance(exc.code, int):
             return exc.code or 0
         sys.stderr.write(f"{exc.code}\n")  # sys.exit("why")
         return 1
-    except BaseException as exc:  # noqa: BLE001  # printed, like an uncaught exception
-        sys.excepthook(type(exc), exc, exc.__traceback__)
-        return 128 + signal.SIGINT if isinstance(exc, KeyboardInterrupt) else 1
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    except Exception:  # noqa: BLE001  # reported already
+        return 1
     return 0
 
 

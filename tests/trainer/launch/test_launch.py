@@ -11,6 +11,7 @@ from launching import Run, running
 from tensorboard.backend.event_processing import event_file_loader
 from tensorboard.compat.proto import event_pb2
 
+from evener.trainer import Result
 from evener.trainer.checkpoint.find import find_newest
 
 GONE_S = 10.0 + 4.0
@@ -37,6 +38,17 @@ def written_steps(run: Run) -> list[int]:
     assert sum(len(record) + 16 for record in records) == file.stat().st_size  # a record has 16 bytes of frame
     events = [event_pb2.Event.FromString(record) for record in records]
     return [event.step for event in events for value in event.summary.value if value.tag == "val/loss"]
+
+
+def failure_of(run: Run) -> tuple[int | None, str]:
+    """Rank and reason in the run's result, which must be in its log, too."""
+    (log,) = run.folder.glob("logs/*/*/*/train.log")
+    result = Result.read(log.parent)
+    assert result.status == "failed"
+    assert result.reason is not None
+    assert f"rank {result.failed_rank} failed: " in log.read_text()
+    assert result.reason in log.read_text()
+    return result.failed_rank, result.reason
 
 
 def saved_step(run: Run) -> int:
@@ -94,7 +106,9 @@ def test_a_rank_that_raises_is_named_with_its_traceback(tmp_path: Path) -> None:
         output = run.output.read_text()
         assert "rank 1 failed" in output
         assert "in misbehave" in output
-        assert "rank 1 had enough" in output
+        assert output.count("KeyError: 'rank 1 had enough'") == 1  # by each rank and the command, 256 lines, it was
+        assert "site-packages" not in output.partition("rank 1 failed")[2]
+        assert failure_of(run) == (1, "KeyError: 'rank 1 had enough'")
         assert saved_step(run) == 2
         assert written_steps(run) == [0, 1, 2]
 
@@ -105,6 +119,9 @@ def test_a_killed_rank_is_named_and_nothing_that_was_logged_is_lost(tmp_path: Pa
         run.wait_for_step(3)
         assert ends(run, time.monotonic()) == 1
         assert "rank 1 failed: it was killed by SIGKILL" in run.output.read_text()
+        rank, reason = failure_of(run)
+        assert rank == 1
+        assert reason.startswith("it was killed by SIGKILL")
         assert written_steps(run) == [0, 1, 2]
 
 
@@ -117,6 +134,19 @@ def test_a_rank_that_crashes_in_native_code_says_where_it_was(tmp_path: Path) ->
         assert "Fatal Python error: Aborted" in output
         assert "in misbehave" in output
         assert "rank 1 failed: it was killed by SIGABRT" in output
+
+
+@pytest.mark.long
+def test_a_rank_that_raises_before_a_restart_is_printed_once(tmp_path: Path) -> None:
+    with running(
+        tmp_path, "++module.fault=raise", f"++module.once={tmp_path}/once", "launcher.max_restarts=1",
+        "trainer.max_epochs=1", "trainer.limit_train_batches=8",
+    ) as run:  # fmt: skip
+        assert run.wait(100) == 0, run.output.read_text()
+        assert run.output.read_text().count("KeyError: 'rank 1 had enough'") == 1
+        (log,) = tmp_path.glob("logs/*/*/*/train.log")
+        assert "rank 1 failed: Traceback" in log.read_text()
+        assert Result.read(log.parent).status == "finished"
 
 
 @pytest.mark.long

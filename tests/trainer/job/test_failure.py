@@ -1,0 +1,165 @@
+"""What ended a run is in its log and its result, the user's frames first."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from omegaconf import DictConfig
+
+from evener.strategies import ConfigError
+from evener.trainer import Result, compose, train
+from evener.trainer.job.failure import Failure, report, users_frames
+from evener.trainer.launch.environment import WorkerError
+from evener.trainer.launch.launcher import run_rank
+
+ROOT = Path(__file__).parents[3]
+SUPPORT = ROOT / "tests" / "support"
+
+
+def config(folder: Path, *overrides: str) -> DictConfig:
+    return compose(
+        [
+            "strategy=single_device", "devices=1", "accelerator=cpu", f"log_dir={folder}/logs", "data=none",
+            "module._target_=launched.Told", f"+module.record={folder}/record", "trainer.max_epochs=1", "logger=none",
+            "callbacks=none", "trainer.enable_model_summary=false", *overrides,
+        ]
+    )  # fmt: skip
+
+
+TRACE = f"""Traceback (most recent call last):
+  File "{torch.__file__}", line 7, in call
+    return step(
+           ^^^^^
+  File "/home/me/model.py", line 12, in training_step
+    return self.layer(x)
+           ^^^^^^^^^^^^^
+  [Previous line repeated 2 more times]
+  File "{torch.__file__}", line 9, in forward
+    raise ValueError(text)
+ValueError: 3 features
+    for a layer of 2
+"""
+
+
+def test_the_frames_of_libraries_are_left_out() -> None:
+    assert users_frames(TRACE) == (
+        'Traceback (most recent call last):\n  File "/home/me/model.py", line 12, in training_step\n'
+        "    return self.layer(x)\n           ^^^^^^^^^^^^^\n  [Previous line repeated 2 more times]\n"
+        "ValueError: 3 features\n    for a layer of 2\n"
+        "(2 frames of libraries are left out; HYDRA_FULL_ERROR=1 shows them.)"
+    )
+
+
+def test_without_a_frame_of_the_user_the_innermost_is_kept() -> None:
+    shown = users_frames(TRACE.replace("/home/me/model.py", torch.__file__)).splitlines()
+    assert shown[1:4] == [
+        f'  File "{torch.__file__}", line 9, in forward',
+        "    raise ValueError(text)",
+        "ValueError: 3 features",
+    ]
+
+
+def test_a_failed_run_says_why_in_its_log_and_result(tmp_path: Path) -> None:
+    # Both said nothing: only the console had the reason, under nohup and in a sweep nobody.
+    cfg = config(tmp_path, "module._target_=launched.Raises")
+    with pytest.raises(KeyError, match="had enough"):
+        train(cfg)
+    (log,) = tmp_path.rglob("train.log")
+    text = log.read_text()
+    first, _, rest = text.partition("rank 0 failed: ")[2].partition("KeyError: 'rank 0 had enough'")
+    assert 'launched.py", line' in first
+    assert "site-packages" not in first
+    assert "site-packages" in rest  # all frames follow
+    result = Result.read(log.parent)
+    assert (result.status, result.reason, result.failed_rank) == ("failed", "KeyError: 'rank 0 had enough'", 0)
+    assert result.strategy == "single_device"
+    assert result.failed_at is not None
+    assert f"[{result.failed_at[:-3]}" in text  # to the minute
+
+
+def test_a_refused_run_has_the_sentence_and_no_traceback(tmp_path: Path) -> None:
+    cfg = config(tmp_path, "resume=last")
+    with pytest.raises(ConfigError, match="no checkpoint found"):
+        train(cfg)
+    (log,) = tmp_path.rglob("train.log")
+    assert "rank 0 failed: resume=last: no checkpoint found under" in log.read_text()
+    assert "Traceback" not in log.read_text()
+    assert str(Result.read(log.parent).reason).startswith("resume=last: no checkpoint found under")
+
+
+def test_a_run_that_finishes_says_so(tmp_path: Path) -> None:
+    cfg = config(tmp_path, "trainer.max_steps=1", "test_after_fit=false")
+    assert train(cfg).status == "finished"
+
+
+@pytest.fixture
+def cfg(tmp_path: Path) -> DictConfig:
+    cfg = config(tmp_path)
+    cfg.run_dir = str(tmp_path)
+    return cfg
+
+
+def test_of_several_ranks_the_first_gives_the_reason(tmp_path: Path, cfg: DictConfig) -> None:
+    assert report(cfg, Failure(1, "KeyError: 1", "Traceback\nKeyError: 1\n"), num_processes=3)
+    assert not report(cfg, Failure(0, "KeyError: 1", "Traceback\nKeyError: 1\n"), num_processes=3)
+    assert not report(cfg, Failure(2, "RuntimeError: rank 1 is gone"), num_processes=3)
+    result = Result.read(tmp_path)
+    assert (result.failed_rank, result.reason, result.num_processes) == (1, "KeyError: 1", 3)
+    text = (tmp_path / "train.log").read_text()
+    assert text.count("KeyError: 1") == 1
+    assert "rank 2 failed too: RuntimeError: rank 1 is gone" in text
+    assert [path.name for path in tmp_path.glob(".result*")] == []
+
+
+def test_a_restarted_run_has_the_reason_of_its_last_failure(
+    tmp_path: Path, cfg: DictConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert report(cfg, Failure(1, "KeyError: 1"))
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert report(cfg, Failure(0, "KeyError: 2"))
+    result = Result.read(tmp_path)
+    assert (result.failed_rank, result.reason, result.num_restarts) == (0, "KeyError: 2", 1)
+
+
+def test_a_full_disk_does_not_hide_the_reason(tmp_path: Path, cfg: DictConfig) -> None:
+    cfg.run_dir = str(tmp_path / "gone")
+    assert report(cfg, Failure(0, "KeyError: 1"))
+
+
+def test_a_rank_that_fails_after_another_says_no_more_than_that(
+    tmp_path: Path, cfg: DictConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(_: Any) -> None:
+        raise KeyError("of rank 1")
+
+    monkeypatch.setattr("evener.trainer.launch.launcher.run", fails)
+    assert report(cfg, Failure(0, "KeyError: 'of rank 0'"), num_processes=2)
+    with pytest.raises(WorkerError, match=r"^rank 1 failed too: KeyError: 'of rank 1'$"):
+        run_rank(cfg, rank=1, num_processes=2)
+
+
+@pytest.mark.parametrize("full", ["0", "1"])
+def test_the_command_shows_the_users_frames_and_the_rest_on_request(tmp_path: Path, full: str) -> None:
+    # 89 lines of Hydra, Lightning, torch and this project stood around the user's two.
+    words = [
+        "strategy=single_device", "devices=1", "accelerator=cpu", f"log_dir={tmp_path}/logs", "data=none",
+        "module._target_=launched.Raises", f"+module.record={tmp_path}/record", "logger=none", "callbacks=none",
+        "trainer.enable_model_summary=false",
+    ]  # fmt: skip
+    env = {**os.environ, "PYTHONPATH": str(SUPPORT), "HYDRA_FULL_ERROR": full, "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "train.py"), *words],
+        capture_output=True, text=True, timeout=120, env=env, cwd=tmp_path, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert done.stderr.count("KeyError: 'rank 0 had enough'") == 1
+    assert 'launched.py", line' in done.stderr
+    assert ("site-packages" in done.stderr) == (full == "1")
+    assert ("frames of libraries are left out" in done.stderr) == (full == "0")
+    (result,) = tmp_path.rglob("result.json")
+    assert json.loads(result.read_text())["status"] == "failed"

@@ -1,0 +1,153 @@
+"""Report why a run failed: in its log, in `result.json`, and shortly on the console."""
+
+import errno
+import os
+import re
+import time
+import traceback
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from omegaconf import DictConfig
+from pytorch_lightning.strategies import Strategy
+from pytorch_lightning.utilities.exceptions import MisconfigurationException
+
+from ...strategies import ConfigError
+from ...strategies.core.user_code import is_library
+from ..config.checks import verify_target
+from .log_file import LOG_FILE
+from .result import FAILED, Result
+
+_FRAME = re.compile(r'  File "(?P<file>.+)", line \d+, in ')
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What ended a run.
+
+    Args:
+        rank: the rank that failed.
+        reason: one sentence, or the exception's name and text.
+        trace: the whole traceback; empty if the reason is a sentence for users.
+    """
+
+    rank: int
+    reason: str
+    trace: str = ""
+
+    @classmethod
+    def of(cls, exc: BaseException, rank: int) -> "Failure":
+        """Describe an exception."""
+        sentence = sentence_of(exc)
+        if sentence is not None:
+            return cls(rank, sentence)
+        return cls(rank, name_and_text(exc), "".join(traceback.format_exception(exc)))
+
+    @property
+    def short(self) -> str:
+        """The frames of the user's code and the reason; without traceback, the reason."""
+        return users_frames(self.trace) if self.trace else self.reason
+
+
+def sentence_of(exc: BaseException) -> str | None:
+    """The sentence for users that an error consists of; None for others, whose traceback is needed."""
+    if isinstance(exc, (ConfigError, MisconfigurationException)):
+        return str(exc)
+    if isinstance(exc, OSError) and exc.errno in (errno.ENOSPC, errno.EDQUOT):
+        return (
+            f"The disk is full ({exc.strerror}); existing checkpoints are intact. Free some space, or set log_dir to "
+            "another disk."
+        )
+    return None
+
+
+def name_and_text(exc: BaseException) -> str:
+    """An exception as the last line of its traceback has it."""
+    return "".join(traceback.format_exception_only(exc)).strip()
+
+
+def users_frames(trace: str, rest: str = "HYDRA_FULL_ERROR=1 shows them") -> str:
+    """Leave the frames of libraries out of a traceback, but for the innermost if there is no other.
+
+    Args:
+        trace: one or more tracebacks, as Python prints them.
+        rest: where those frames are.
+    """
+    blocks: list[list[str]] = []  # a frame and the lines of its source, or a line of any other kind
+    for line in trace.rstrip().splitlines():
+        if blocks and _FRAME.match(blocks[-1][0]) and line.startswith(("    ", "  [Previous line")):
+            blocks[-1].append(line)
+        else:
+            blocks.append([line])
+    frames = [block for block in blocks if _FRAME.match(block[0])]
+    own = [block for block in frames if not _is_librarys(block)] or frames[-1:]
+    kept = [line for block in blocks if block not in frames or block in own for line in block]
+    left_out = len(frames) - len(own)
+    if left_out:
+        kept.append(f"({left_out} frames of libraries are left out; {rest}.)")
+    return "\n".join(kept)
+
+
+def _is_librarys(block: list[str]) -> bool:
+    frame = _FRAME.match(block[0])
+    return frame is not None and is_library(frame["file"])
+
+
+def report(cfg: DictConfig, failure: Failure, num_processes: int = 1) -> bool:
+    """Write a rank's failure to `train.log`; the first one of a run also to `result.json`.
+
+    Args:
+        cfg: the resolved configuration.
+        failure: the reason.
+        num_processes: processes over all nodes.
+
+    Returns:
+        Whether this is the first failure; mostly it is the reason of the others.
+    """
+    is_first = True
+    with suppress(OSError):  # a full disk must not hide the reason
+        is_first = _result(cfg, failure, num_processes).write_first()
+        if is_first:
+            _log(cfg, f"rank {failure.rank} failed: {_in_full(failure)}")
+        elif Result.read(cfg.run_dir).reason != failure.reason:
+            _log(cfg, f"rank {failure.rank} failed too: {failure.short}")
+    return is_first
+
+
+def report_killed(cfg: DictConfig, failure: Failure, num_processes: int) -> None:
+    """Write the failure of a rank that could not report it, which is the reason of those that others have reported."""
+    with suppress(OSError):
+        _result(cfg, failure, num_processes).write()
+        _log(cfg, f"rank {failure.rank} failed: {failure.reason}")
+
+
+def _result(cfg: DictConfig, failure: Failure, num_processes: int) -> Result:
+    strategy = verify_target("strategy", cfg.strategy, Strategy)
+    return Result(
+        mode=cfg.mode,
+        strategy=getattr(strategy, "strategy_name", strategy.__name__),
+        devices=[],
+        num_processes=num_processes,
+        run_dir=cfg.run_dir,
+        monitor=cfg.monitor,
+        status=FAILED,
+        reason=failure.reason,
+        failed_rank=failure.rank,
+        failed_at=time.strftime("%Y-%m-%d %H:%M:%S"),
+        num_restarts=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
+    )
+
+
+def _in_full(failure: Failure) -> str:
+    """The user's frames first, then all."""
+    whole = failure.trace.rstrip()
+    short = users_frames(whole, rest="all follow")
+    return whole or failure.reason if short == whole else f"{short}\n\n{whole}"
+
+
+def _log(cfg: DictConfig, text: str) -> None:
+    """Append to the run's log, which handlers of rank 0 only write to, as `log_file.FORMAT` has it."""
+    now, milliseconds = time.strftime("%Y-%m-%d %H:%M:%S"), int(time.time() * 1000) % 1000
+    with (Path(cfg.run_dir) / LOG_FILE).open("a", encoding="utf-8") as file:
+        file.write(f"[{now},{milliseconds:03d}][{__name__}][ERROR] - {text}\n")
