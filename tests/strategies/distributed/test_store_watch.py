@@ -9,6 +9,7 @@ from collections.abc import Generator
 
 import pytest
 from lightning_fabric.plugins.environments import LightningEnvironment
+from lightning_fabric.utilities.rank_zero import rank_zero_only
 
 from evener.strategies.distributed import store as store_file
 from evener.strategies.distributed._store_watch import RANK_FAILED
@@ -27,6 +28,7 @@ time.sleep(100)
 def host(monkeypatch: pytest.MonkeyPatch) -> Generator[subprocess.Popen[str]]:
     process = subprocess.Popen([sys.executable, "-c", HOST], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
+    monkeypatch.setattr(rank_zero_only, "rank", 0)  # `set_global_rank` sets it for the whole process
     monkeypatch.setattr(store_file, "_STORES", {})
     monkeypatch.setattr(store_file, "_WATCHES", {})
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
