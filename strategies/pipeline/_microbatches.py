@@ -15,6 +15,7 @@ from ..batch.losses import ChunkLosses
 from ..core.devices import is_accelerator
 from ..core.executor import Executor, Piece
 from ..core.patching import replaced
+from ._kept_state import KeptState
 from ._metric_values import MetricValues
 from ._turns import Ticket, Turns
 from ._whole_batch_metrics import WholeBatchMetrics
@@ -36,21 +37,24 @@ class MicroBatches:
 
     If all stages are accelerators, one thread launches the micro-batches in order: launches return at once, so stages
     work on different micro-batches at the same time, in backward too. If a stage is a CPU, each micro-batch has its own
-    thread (see `_turns.py`), and `finish_backward` runs its backward pass.
+    thread (see `_turns.py`), and `finish_backward` runs its backward pass; the first step, and every step of a module
+    that keeps state between its layers (see `_kept_state.py`), runs them in order instead.
 
     Args:
         layout: the stages.
+        module: the placed module, whose steps are watched; None trusts it to keep no state.
     """
 
-    def __init__(self, layout: StageLayout) -> None:
+    def __init__(self, layout: StageLayout, module: nn.Module | None = None) -> None:
         self._layout = layout
+        self._kept_state = None if module is None else KeptState(module, layout.hook_numbers)
         self._in_order = Executor(threads=False)
         self._threads = Executor(threads=True)
         self._pending: list[_Pending] = []
 
     @property
     def uses_threads(self) -> bool:
-        """Whether micro-batches have threads, so that `finish_backward` must follow the backward of the loss."""
+        """Whether micro-batches may have threads, so that `finish_backward` must follow the backward of the loss."""
         options = self._layout.options
         in_order = (
             torch.are_deterministic_algorithms_enabled() if options.deterministic is None else options.deterministic
@@ -71,9 +75,9 @@ class MicroBatches:
         Raises:
             Exception: the error of the first one that failed; its message names the micro-batch.
         """
+        if self._must_run_in_order():
+            return self._run_in_order(names, calls)
         device = self._layout.devices[0]
-        if not self.uses_threads:
-            return self._in_order.run([Piece(device, *named) for named in zip(names, calls, strict=True)])
         turns = Turns(len(calls), self._layout.num_stages, "F")
         waits = [not is_accelerator(device) for device in self._layout.devices]
         tickets = [Ticket(number, turns, waits) for number in range(len(calls))]
@@ -97,6 +101,16 @@ class MicroBatches:
         """Stop the threads."""
         self._threads.shutdown()
         self._pending = []
+
+    def _must_run_in_order(self) -> bool:
+        state = self._kept_state
+        return not self.uses_threads or (state is not None and (state.keeps_state or state.must_watch()))
+
+    def _run_in_order(self, names: Sequence[str], calls: Sequence[Callable[[], Any]]) -> list[Any]:
+        if self.uses_threads and self._kept_state is not None and self._kept_state.must_watch():
+            calls = [partial(self._kept_state.watch, calls[0]), *calls[1:]]
+        device = self._layout.devices[0]
+        return self._in_order.run([Piece(device, *named) for named in zip(names, calls, strict=True)])
 
     def _run_forward(self, ticket: Ticket, call: Callable[[], Any]) -> Any:
         with self._layout.ticketed(ticket):

@@ -80,7 +80,7 @@ class PipelineStrategy(pl_strategies.Strategy):
             state_to_parameters(optimizer)
         module, num = trainer.lightning_module, self.stage_options.num_microbatches
         self._has_batchnorm = has_batchnorm(module)
-        self._microbatches = MicroBatches(self.layout)
+        self._microbatches = MicroBatches(self.layout, module)
         self._logs = MicroBatchLogs(module, num, self.layout.meeting_device)
         self._log_plan(self.layout.table(module))
 

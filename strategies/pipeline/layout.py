@@ -91,6 +91,11 @@ class StageLayout:
         return len(self.devices)
 
     @property
+    def hook_numbers(self) -> list[int]:
+        """The numbers that torch gave to the hooks that move inputs."""
+        return [hook.id for hook in self._hooks]
+
+    @property
     def meeting_stage(self) -> int:
         """The stage that holds the batch, the outputs and the loss."""
         if self.options.output_device == "first":

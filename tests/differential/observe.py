@@ -111,7 +111,16 @@ def make_trainer(case: Case, spread: Spread, folder: Path, callbacks: list[pl.Ca
     options = dict(spread.options)
     if case.returns.train == "sum" and spread.kind in ("dp", "balanced_dp", "model_parallel"):
         options["loss_reduction"] = "sum"
+    if "dp" in spread.kind and "ddp" not in spread.kind:
+        options["batch_dims"] = reductions(case)
     return Trainer(strategy=KINDS[spread.kind](**options), **given)
+
+
+def reductions(case: Case) -> dict[str, str]:
+    """The option `batch_dims` for results that no strategy can tell from means: sums, and values without samples."""
+    sums = {"sum": ".total", "gram": "", "confusion": ""}.get(case.returns.evaluation)
+    dims = {} if sums is None else {f"{step}{sums}": "sum" for step in ("validation_step", "test_step")}
+    return dims | ({"predict_step": "mean"} if case.returns.predict == "mean_vector" else {})
 
 
 def observe(case: Case, spread: Spread, folder: str) -> Observed:

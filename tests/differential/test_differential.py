@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import HealthCheck, Phase, assume, given, seed, settings
 from hypothesis import strategies as st
 
 from .cases import Case, Spread, brief
-from .draw import CASES, SPREADS
+from .draw import CASES, SPREADS, drawable
 from .hunting import Hunt
 
 FAST = {"single_device": 20, "dp": 20, "balanced_dp": 12, "model_parallel": 16, "ddp": 12, "balanced_ddp": 8,
@@ -48,6 +48,7 @@ def test_a_drawn_training_equals_one_device_or_is_refused(kind: str, hunt: Hunt)
     @settings(max_examples=FAST[kind], derandomize=True, phases=[Phase.generate], **COMMON)
     @given(case=CASES, spread=SPREADS[kind])
     def holds(case: Case, spread: Spread) -> None:
+        assume(drawable(case, spread))
         verdict = hunt.judge(case, spread)
         if not verdict.accepted:
             case, verdict = hunt.reduce(case, spread, verdict, seconds=30)
@@ -66,6 +67,7 @@ def test_many_drawn_trainings_equal_one_device_or_are_refused(kind: str, request
     @settings(max_examples=NUM_CASES, phases=[Phase.generate], **COMMON)
     @given(case=CASES, spread=SPREADS[kind])
     def look(case: Case, spread: Spread) -> None:
+        assume(drawable(case, spread))
         hunt.add(case, spread)
 
     look()

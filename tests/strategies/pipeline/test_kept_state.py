@@ -1,0 +1,120 @@
+"""Modules that keep something from layer to layer run their micro-batches in order: threads would share it.
+
+Cause of the failures: micro-batches in threads take turns at every stage, so that one list held features of several.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+from parity import Case, Net, assert_equal, baseline, run
+from plans import Threads
+from torch import Tensor, nn
+
+
+class HookedNet(Net):
+    """Adds to its loss what a hook on the first layer kept."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3))
+        self.features: list[Tensor] = []
+        self.register()
+
+    def register(self) -> None:
+        self.net[0].register_forward_hook(self.keep)
+
+    def keep(self, _: nn.Module, __: Any, output: Tensor) -> None:
+        if self.training:
+            self.features.append(output)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        assert isinstance(loss, Tensor)
+        for feature in self.features:
+            loss = loss + feature.square().mean()
+        self.features.clear()
+        return loss
+
+
+class HookedInStep(HookedNet):
+    """Registers the hook in every step, and removes it."""
+
+    def register(self) -> None:
+        """Nothing yet."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        own: list[Tensor] = []
+        handle = self.net[0].register_forward_hook(lambda _, __, output: own.append(output))
+        loss = super().training_step(batch, batch_idx)
+        handle.remove()
+        for feature in own:
+            loss = loss + feature.square().mean()
+        return loss
+
+
+class Collector(nn.Module):
+    """A layer that keeps a loss of its own on itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.loss: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.linear(x))
+        self.loss = x.square().mean()
+        return x
+
+
+class Appender(nn.Module):
+    """A layer that appends to a list."""
+
+    def __init__(self, kept: list[Tensor]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.kept = kept
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.linear(x))
+        if self.training:
+            self.kept.append(x)
+        return x
+
+
+class AppendingNet(HookedNet):
+    """Layers append features to one list."""
+
+    def register(self) -> None:
+        self.net[2] = Appender(self.features)
+
+
+class CollectingNet(Net):
+    """Reads, at the end of the step, an attribute that a layer has set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(4, 6), Collector(), nn.Linear(6, 6), nn.Linear(6, 3))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        assert isinstance(loss, Tensor)
+        return loss + self.net[1].loss
+
+
+@pytest.mark.parametrize("module", [HookedNet, HookedInStep, AppendingNet, CollectingNet])
+def test_what_a_step_keeps_on_the_module_stays_its_micro_batch_s(module: type[Net]) -> None:
+    case = Case(module)
+    assert_equal(run(case, Threads(num_microbatches=3), devices=2), baseline(case), 1e-10)
+
+
+def test_a_module_that_keeps_nothing_uses_threads_from_the_second_step_on() -> None:
+    found: list[tuple[bool, bool]] = []
+
+    class Plain(Net):
+        def on_train_end(self) -> None:
+            microbatches: Any = self.trainer.strategy._microbatches  # type: ignore[attr-defined]
+            found.append((microbatches._kept_state.must_watch(), microbatches._kept_state.keeps_state))
+
+    run(Case(Plain), Threads(num_microbatches=2), devices=2)
+    assert found == [(False, False)]
