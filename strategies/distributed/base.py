@@ -18,11 +18,10 @@ from typing_extensions import override
 
 from ..core.devices import is_accelerator, precise_dtype
 from ..core.errors import ConfigError
-from ._compression import Compression, compression_hook
 from ._coordinator import RankCoordinator
 from ._script_launcher import ScriptLauncher
 from .environment import kubeflow
-from .options import name_unused_parameters, verified_options
+from .options import Compression, compression_hook, name_unused_parameters, verified_options
 from .process_exit import leave_group_at_exit, prepare_forked
 from .side_group import SideGroup
 from .sync_batchnorm import SyncBatchNorm, verify_whole_batch

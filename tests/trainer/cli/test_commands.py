@@ -40,6 +40,10 @@ CANNOT_RUN = {
     "pytest -m slow": "this test is a part of it",
     "pytest -m slow tests/trainer/checkpoint/test_resume.py": "runs tests, as this does",
     "pytest -m slow tests/trainer/test_third_party.py": "runs tests, as this does",
+    "python tests/libraries/libraries.py chemprop": "needs chemprop",
+    "python tests/zoo/table.py docs/zoo.md": "needs the packages of the extra third_party",
+    "pip install --no-deps torchvision==0.28.0 && tests/zoo/torchvision_on_cpu.sh": "needs a network",
+    "pytest -m slow tests/zoo": "runs tests, as this does",
     "python src/eval.py": "is lightning-hydra-template's",
     "python train.py strategy=fsdp devices=8 accelerator=cuda": "needs GPUs",
     "srun --ntasks-per-node=4 --nodes=2 python train.py strategy=ddp devices=4 num_nodes=2": "needs SLURM",
@@ -132,7 +136,7 @@ def test_a_command_that_cannot_run_is_well_formed(command: str) -> None:
     if "train.py" in command:
         assert composed(words_after(command, "train.py")).strategy._target_.endswith("Strategy")
     assert unknown_extras(command) == []
-    for path in re.findall(r"tests/\S+\.py", command):
+    for path in re.findall(r"tests/\S+\.py", command if command.startswith("pytest") else ""):
         assert "pytest.mark.slow" in (ROOT / path).read_text(encoding="utf-8")
 
 
