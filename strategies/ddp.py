@@ -25,6 +25,7 @@ from .core.errors import ConfigError
 from .core.loop_contract import adds
 from .core.rng import seed_rank
 from .core.types import Batch
+from .data.combined import verify_side_by_side
 from .data.loaders import BatchSizeIs, LoaderRole, RankLoaders, next_share, positions
 from .data.predictions import in_loader_order
 from .data.sampling import Share
@@ -213,9 +214,15 @@ class DDPStrategy(MultiProcessStrategy):
     def on_train_start(self) -> None:
         assert self._trainer is not None
         self._begin_pass()
+        self._verify_evaluation(self._trainer.fit_loop.epoch_loop.val_loop)
         self._tell_batch_size(self._trainer)
         if not self._trainer.fit_loop.restarting:  # a resumed run restores its saved streams
             seed_rank(self.global_rank)
+
+    def _verify_evaluation(self, loop: Any) -> None:
+        """Refuse combined loaders whose batches ranks would not read side by side."""
+        if loop is not None:
+            verify_side_by_side(getattr(loop, "_combined_loader", None), self.world_size, self.strategy_name)
 
     def _tell_batch_size(self, trainer: pl.Trainer) -> None:
         loader = trainer.fit_loop._combined_loader
@@ -404,10 +411,12 @@ class DDPStrategy(MultiProcessStrategy):
     @override
     def on_test_start(self) -> None:
         self._begin_pass()
+        self._verify_evaluation(getattr(self._trainer, "_evaluation_loop", None))
 
     @override
     def on_validation_start(self) -> None:
         self._begin_pass()
+        self._verify_evaluation(getattr(self._trainer, "_evaluation_loop", None))
         # evaluation bypasses the wrapper, which broadcasts rank 0's buffers in forward, because ranks may have unequal
         # numbers of batches
         self._sync_buffers()

@@ -98,7 +98,7 @@ def test_a_lone_process_of_two_stages_tells_its_batch() -> None:
 def test_a_process_of_ours_starts_without_a_warning(process: str) -> None:
     # Where the package imports what `python -m` is to run, Python warns in every worker that it may misbehave.
     script = f"import sys, evener.trainer; sys.exit('evener.trainer.{process}' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", script], timeout=60, check=False).returncode == 0
+    assert subprocess.run([sys.executable, "-c", script], timeout=300, check=False).returncode == 0
 
 
 class OwnLoader(DataLoader[Any]):
@@ -118,7 +118,7 @@ def test_a_loader_that_was_made_resumable_can_be_pickled(cls: type[DataLoader[An
 
 def test_a_worker_whose_batch_cannot_be_pickled_ends() -> None:
     # Python's queue drops such an object with no more than a traceback, and training waited for it for ever.
-    train: Any = DataLoader(list(range(4)), num_workers=1, collate_fn=lambda _: threading.Lock(), timeout=60)
+    train: Any = DataLoader(list(range(4)), num_workers=1, collate_fn=lambda _: threading.Lock(), timeout=300)
     make_resumable(train, rank=0)
     with pytest.raises(RuntimeError, match=r"worker \(pid.* exited unexpectedly"):
         list(train)

@@ -42,7 +42,7 @@ def show(request: pytest.FixtureRequest, text: str) -> None:
         plugins.getplugin("terminalreporter").write_line(f"\n{text}")
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("kind", FAST)
 def test_a_drawn_training_equals_one_device_or_is_refused(kind: str, hunt: Hunt) -> None:
     @settings(max_examples=FAST[kind], derandomize=True, phases=[Phase.generate], **COMMON)

@@ -9,7 +9,7 @@ import pytest
 from libraries import STRATEGIES, Trained, train, train_with, verdict
 from library_cases import CASES
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400), pytest.mark.filterwarnings("ignore")]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.filterwarnings("ignore")]
 
 
 @pytest.fixture(scope="module", params=CASES)

@@ -28,7 +28,7 @@ class CompiledNet(Net):
         self.compile(backend=count_and_run)
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(600)
 # the compiler looks at it, and hides the warning, which does not help where warnings are errors
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("plan", ["dp-1", "dp-2", "balanced_dp-weights=1,0,3", "model_parallel-2-3-threads"])

@@ -28,14 +28,14 @@ def _fit_all(global_batch: int, num_ranks: int) -> dict[str, Any]:
     for name, case in CASES.items():
         for batch_size_is in ("global", "per_device"):
             batch_size = global_batch if batch_size_is == "global" else global_batch // num_ranks
-            strategy = DDPStrategy(batch_size_is=batch_size_is, timeout_s=20)
+            strategy = DDPStrategy(batch_size_is=batch_size_is, timeout_s=120)
             outcomes[name, batch_size_is] = outcome(*fit(strategy, num_ranks, batch_size, case))
     return outcomes
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_ddp_trains_as_one_device_does(num_ranks: int) -> None:
-    by_rank = run_ranks(_fit_all, num_ranks, 6, num_ranks, timeout_s=100)
+    by_rank = run_ranks(_fit_all, num_ranks, 6, num_ranks, timeout_s=300)
     for (name, batch_size_is), first in by_rank[0].items():
         single = outcome(*fit(SingleDeviceStrategy(), 1, 6, CASES[name]))
         ranks = [outcomes[name, batch_size_is] for outcomes in by_rank]
@@ -90,21 +90,21 @@ class Counting(Net):
 def _odd_loaders(num_ranks: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     module = Net()
-    trainer = quiet_trainer(DDPStrategy(timeout_s=20), num_ranks, max_epochs=1)
+    trainer = quiet_trainer(DDPStrategy(timeout_s=120), num_ranks, max_epochs=1)
     trainer.fit(module, DataLoader(Uneven(), 2))
     found["uneven"] = outcome(module, trainer)
     module = Net()
-    trainer = quiet_trainer(DDPStrategy(timeout_s=20), num_ranks, max_epochs=1)
+    trainer = quiet_trainer(DDPStrategy(timeout_s=120), num_ranks, max_epochs=1)
     trainer.fit(module, DataLoader(Keys(), batch_size=None))
     found["keys"] = outcome(module, trainer)
     counting = Counting()
-    trainer = quiet_trainer(DDPStrategy(timeout_s=20), num_ranks, max_epochs=1)
+    trainer = quiet_trainer(DDPStrategy(timeout_s=120), num_ranks, max_epochs=1)
     trainer.fit(counting, DataLoader(Numbered(9), 4))  # global batches of 8 and 1: rank 1 has nothing in the last
     found["counting"] = [counting.total, counting.mean.compute(), counting.trained]
     found["counted"] = {name: value.item() for name, value in trainer.callback_metrics.items()}
     for num in (21, 1):
         for batch_size_is in ("per_device", "global"):
-            trainer = quiet_trainer(DDPStrategy(batch_size_is=batch_size_is, timeout_s=20), num_ranks)
+            trainer = quiet_trainer(DDPStrategy(batch_size_is=batch_size_is, timeout_s=120), num_ranks)
             found["predict", num, batch_size_is] = trainer.predict(Net(), DataLoader(Numbered(num), 4))
     trainer.validate(Net(), DataLoader(Numbered(21), 4), verbose=False)
     found["validate"] = trainer.callback_metrics["val"].item()
@@ -112,7 +112,7 @@ def _odd_loaders(num_ranks: int) -> dict[str, Any]:
 
 
 def test_loaders_of_every_kind_finish_and_stay_exact() -> None:
-    by_rank = run_ranks(_odd_loaders, 2, 2, timeout_s=60)
+    by_rank = run_ranks(_odd_loaders, 2, 2, timeout_s=300)
     first, second = by_rank
     data = Numbered()
 

@@ -57,7 +57,7 @@ DDP_CASES = {
 
 def _strategy(**options: Any) -> DDPModelParallelStrategy | BalancedDDPModelParallelStrategy:
     kind = BalancedDDPModelParallelStrategy if "weights" in options else DDPModelParallelStrategy
-    return kind(batch_size_is="global", timeout_s=30, **options)
+    return kind(batch_size_is="global", timeout_s=120, **options)
 
 
 def _run_all(options: list[dict[str, Any]]) -> dict[tuple[str, int], Run]:
@@ -169,11 +169,11 @@ def _go_on_all(names: list[str], directory: Path) -> dict[tuple[str, str], torch
 def test_a_checkpoint_of_any_strategy_goes_on_under_any_other(tmp_path: Path) -> None:
     alone = [name for name in DEVICES if name not in IN_PROCESSES]
     _save_all(alone, tmp_path)
-    run_ranks(_save_all, 2, list(IN_PROCESSES), tmp_path, timeout_s=60)
+    run_ranks(_save_all, 2, list(IN_PROCESSES), tmp_path, timeout_s=300)
     keys = list(make_module(MATRIX).state_dict())
     for name in DEVICES:
         assert list(torch.load(tmp_path / f"{name}.ckpt", weights_only=True)["state_dict"]) == keys
-    ranks = run_ranks(_go_on_all, 2, list(IN_PROCESSES), tmp_path, timeout_s=60)
+    ranks = run_ranks(_go_on_all, 2, list(IN_PROCESSES), tmp_path, timeout_s=300)
     expected = baseline(MATRIX).weights  # never interrupted, on one device
     for found in (_go_on_all(alone, tmp_path), *ranks):
         for (saved, loaded), weights in found.items():

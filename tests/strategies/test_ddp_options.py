@@ -18,6 +18,7 @@ from evener.strategies import (
     DDPStrategy,
     SingleDeviceStrategy,
 )
+from evener.strategies.balance.rank_timer import RankTimer
 from evener.strategies.distributed.sync_batchnorm import SyncBatchNorm
 
 EXACT: dict[str, dict[str, Any]] = {
@@ -59,7 +60,7 @@ def fit_normed(strategy: pl.strategies.Strategy, devices: int, batch_size: int) 
 
 
 def _train_normed() -> torch.Tensor:
-    strategy = DDPStrategy(batch_size_is="global", sync_batchnorm=True, timeout_s=20)
+    strategy = DDPStrategy(batch_size_is="global", sync_batchnorm=True, timeout_s=120)
     return fit_normed(strategy, 3, 7)
 
 
@@ -72,8 +73,8 @@ def test_synchronized_batchnorm_is_one_devices() -> None:
 def _refusals() -> list[str]:
     refused: list[str] = []
     for strategy in (
-        DDPStrategy(devices_per_process=2, sync_batchnorm=True, timeout_s=20),
-        DDPModelParallelStrategy(num_microbatches=2, sync_batchnorm=True, timeout_s=20),
+        DDPStrategy(devices_per_process=2, sync_batchnorm=True, timeout_s=120),
+        DDPModelParallelStrategy(num_microbatches=2, sync_batchnorm=True, timeout_s=120),
     ):
         with pytest.raises(ConfigError) as error:
             fit_normed(strategy, 4, 7)
@@ -101,7 +102,7 @@ def test_a_cumulative_average_of_statistics_is_plain_batchnorms() -> None:
 
 
 def _train_plain_norm() -> torch.Tensor:
-    return fit_normed(DDPStrategy(batch_size_is="global", timeout_s=20), 2, 7)
+    return fit_normed(DDPStrategy(batch_size_is="global", timeout_s=120), 2, 7)
 
 
 def test_plain_batchnorm_trains_where_a_rank_has_no_sample() -> None:
@@ -110,28 +111,24 @@ def test_plain_batchnorm_trains_where_a_rank_has_no_sample() -> None:
     torch.testing.assert_close(first[:16], second[:16], rtol=0, atol=0)  # parameters of the first layers
 
 
-class Slow(Net):
-    """Rank 0 needs three times as long for a sample."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        import time
-
-        time.sleep(len(batch[0]) * (0.003 if self.global_rank == 0 else 0.001))
-        return super().training_step(batch, batch_idx)
+def known_seconds(timer: Any) -> float:
+    """What a clock would show if rank 0 needed three times as long for a sample; no other work disturbs it."""
+    module = timer._module
+    return len(module.trained[-1]) * (0.003 if module.global_rank == 0 else 0.001)
 
 
 def _train_all() -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, options in {**EXACT, **LOSSY}.items():
-        strategy = DDPStrategy(batch_size_is="global", timeout_s=20, **options)
+        strategy = DDPStrategy(batch_size_is="global", timeout_s=120, **options)
         found[name] = outcome(*fit(strategy, 2, 6, {}))
     for name, weights in (("weights", [3, 1]), ("none for rank 1", [1, 0])):
-        found[name] = outcome(*fit(BalancedDDPStrategy(weights, timeout_s=20), 2, 6, {}))
+        found[name] = outcome(*fit(BalancedDDPStrategy(weights, timeout_s=120), 2, 6, {}))
     found["two devices each"] = outcome(
-        *fit(DDPStrategy(batch_size_is="global", devices_per_process=2, timeout_s=20), 4, 6, {})
+        *fit(DDPStrategy(batch_size_is="global", devices_per_process=2, timeout_s=120), 4, 6, {})
     )
     accumulated = {"trainer": {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}}
-    strategy = DDPStrategy(batch_size_is="global", devices_per_process=2, timeout_s=20)
+    strategy = DDPStrategy(batch_size_is="global", devices_per_process=2, timeout_s=120)
     found["two devices each, accumulated"] = outcome(*fit(strategy, 4, 6, accumulated))
     found["lines"] = []
 
@@ -140,23 +137,24 @@ def _train_all() -> dict[str, Any]:
             found["lines"].append(record.getMessage())
 
     logging.getLogger("pytorch_lightning.utilities.rank_zero").addHandler(Keep())
-    strategy = BalancedDDPStrategy("auto", timeout_s=20)
+    strategy = BalancedDDPStrategy("auto", timeout_s=120)
     pl.seed_everything(7, verbose=False)
-    module = Slow()
+    RankTimer.seconds = known_seconds  # type: ignore[method-assign]  # in this process, which ends with the test
+    module = Net()
     trainer = quiet_trainer(strategy, 2, max_epochs=12)
     trainer.fit(module, DataLoader(Numbered(24), 12))
     assert strategy.controller is not None
     found["auto"] = {**outcome(module, trainer), "shares": strategy.controller.shares}
-    fit(DDPStrategy(timeout_s=20), 2, 3, {})
+    fit(DDPStrategy(timeout_s=120), 2, 3, {})
     try:
-        quiet_trainer(DDPStrategy(timeout_s=20), 2).fit(Unused(), DataLoader(Numbered(), 2))
+        quiet_trainer(DDPStrategy(timeout_s=120), 2).fit(Unused(), DataLoader(Numbered(), 2))
     except RuntimeError as exc:
         found["unused error"] = str(exc)
     return found
 
 
 def test_options_and_shares_do_not_change_training() -> None:
-    by_rank = run_ranks(_train_all, 2, timeout_s=100)
+    by_rank = run_ranks(_train_all, 2, timeout_s=300)
     single = outcome(*fit(SingleDeviceStrategy(), 1, 6, {}))["weights"]
     for found in by_rank:
         for name in (*EXACT, "weights", "none for rank 1", "two devices each"):
@@ -175,11 +173,11 @@ def test_options_and_shares_do_not_change_training() -> None:
 
     shares = first["auto"]["shares"]
     assert shares == second["auto"]["shares"]
-    assert shares[0] == pytest.approx(1 / 4, abs=0.1)
+    assert shares[0] == pytest.approx(1 / 4, abs=0.02)
     sizes = [(len(a), len(b)) for a, b in zip(first["auto"]["trained"], second["auto"]["trained"], strict=True)]
     assert all(a + b == 12 for a, b in sizes)
     assert sizes[0] == (6, 6)
-    assert sizes[-1][0] in (2, 3, 4)
+    assert sizes[-1] == (3, 9)
     pl.seed_everything(7, verbose=False)
     module = Net()
     quiet_trainer(SingleDeviceStrategy(), max_epochs=12).fit(module, DataLoader(Numbered(24), 12))

@@ -60,7 +60,7 @@ class ReentrantNet(CheckpointedNet):
     reentrant = True
 
 
-@pytest.mark.timeout(60, method="thread")  # modules that were called in backward waited for a turn for ever
+@pytest.mark.timeout(600, method="thread")  # modules that were called in backward waited for a turn for ever
 @pytest.mark.parametrize("module", [CheckpointedNet, ReentrantNet])
 @pytest.mark.parametrize("num_stages", [2, 3])
 def test_activation_checkpointing_equals_one_device(num_stages: int, module: type[Net]) -> None:
@@ -75,7 +75,7 @@ class BranchedNet(Net):
         return self.net(x) + self.net[0](x)[:, :3].tanh()
 
 
-@pytest.mark.timeout(60, method="thread")  # each micro-batch kept its stage, and waited for the other one's
+@pytest.mark.timeout(600, method="thread")  # each micro-batch kept its stage, and waited for the other one's
 def test_a_backward_pass_that_branches_equals_one_device() -> None:
     case = Case(BranchedNet)
     with pytest.warns(UserWarning, match="stage 0"):  # the way back is told

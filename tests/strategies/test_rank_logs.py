@@ -87,7 +87,7 @@ def assert_same(found: Any, expected: Any) -> None:
 
 def _fit_tokens(plan: str, num: int, batch_size: int, options: Any) -> Any:
     devices, strategy = PLANS[plan]
-    return fit(Tokens(), strategy(timeout_s=20), devices, num, batch_size, **options)
+    return fit(Tokens(), strategy(timeout_s=120), devices, num, batch_size, **options)
 
 
 @pytest.mark.parametrize(
@@ -140,7 +140,7 @@ def _fit_own(strategy: Any, devices: int, folder: str) -> Any:
 
 
 def _fit_own_on_ranks(folder: str) -> Any:
-    return _fit_own(BalancedDDPStrategy([1, 3], timeout_s=20), 2, folder)
+    return _fit_own(BalancedDDPStrategy([1, 3], timeout_s=120), 2, folder)
 
 
 def test_a_rank_without_samples_shows_what_the_others_logged(tmp_path: Path) -> None:

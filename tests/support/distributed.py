@@ -31,7 +31,11 @@ class RankError(AssertionError):
 
 
 def run_ranks(
-    function: Callable[..., Any], num_ranks: int, *args: Any, timeout_s: float = 60.0, env: dict[str, str] | None = None
+    function: Callable[..., Any],
+    num_ranks: int,
+    *args: Any,
+    timeout_s: float = 300.0,
+    env: dict[str, str] | None = None,
 ) -> list[Any]:
     """Run `function(*args)` in `num_ranks` processes that find the environment of torchrun.
 
@@ -56,7 +60,11 @@ def run_ranks(
 
 
 def run_ranks_unchecked(
-    function: Callable[..., Any], num_ranks: int, *args: Any, timeout_s: float = 60.0, env: dict[str, str] | None = None
+    function: Callable[..., Any],
+    num_ranks: int,
+    *args: Any,
+    timeout_s: float = 300.0,
+    env: dict[str, str] | None = None,
 ) -> list[Any]:
     """As `run_ranks`, with a `RankError` in the place of a failed rank's result, so that failures can be tested."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

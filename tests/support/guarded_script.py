@@ -39,7 +39,7 @@ def fit() -> None:
     loader = DataLoader(TensorDataset(torch.linspace(-1, 1, 32)[:, None]), 4)
     module = Line()
     trainer = Trainer(
-        strategy=DDPStrategy(timeout_s=30), devices=2, accelerator="cpu", max_epochs=20, logger=False,
+        strategy=DDPStrategy(timeout_s=120), devices=2, accelerator="cpu", max_epochs=20, logger=False,
         enable_checkpointing=False, enable_model_summary=False,
     )  # fmt: skip
     trainer.fit(module, loader)

@@ -214,7 +214,7 @@ def in_child(work: Callable[..., None], *args: Any) -> int:
     return in_children([partial(work, *args)])[0]
 
 
-def in_children(works: list[Callable[[], None]], timeout_s: float = 60) -> list[int]:
+def in_children(works: list[Callable[[], None]], timeout_s: float = 300) -> list[int]:
     """Run functions in forked processes at once; return their exit statuses."""
     context = multiprocessing.get_context("fork")
     processes = [context.Process(target=work) for work in works]

@@ -49,7 +49,7 @@ class Run:
         text = self.record.read_text() if self.record.exists() else ""
         return [(int(a), int(b), int(c)) for a, b, c in (line.split() for line in text.splitlines())]
 
-    def wait_for_step(self, step: int, timeout_s: float = 90) -> None:
+    def wait_for_step(self, step: int, timeout_s: float = 300) -> None:
         """Wait until both ranks have begun a step."""
         deadline = time.monotonic() + timeout_s
         while len({rank for rank, _, begun in self.lines() if begun >= step}) < 2:

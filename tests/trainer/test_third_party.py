@@ -18,7 +18,7 @@ from evener.trainer import Trainer
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.timeout(300),
+    pytest.mark.timeout(600),
     # What these packages warn of, on import and in their steps, is theirs: deprecated names of pandas and torch.
     pytest.mark.filterwarnings("ignore"),
 ]
@@ -158,7 +158,7 @@ def test_one_device_trains_as_lightning_does(package: str, alone: Trained) -> No
 
 @pytest.mark.parametrize("strategy", ["dp", "ddp"])
 def test_two_devices_train_as_one_does(package: str, alone: Trained, strategy: str) -> None:
-    ranks = run_ranks(train, 2, package, strategy, 2, timeout_s=120) if strategy == "ddp" else [train(package, "dp", 2)]
+    ranks = run_ranks(train, 2, package, strategy, 2, timeout_s=300) if strategy == "ddp" else [train(package, "dp", 2)]
     for trained in ranks:
         assert trained.num_steps == alone.num_steps
         torch.testing.assert_close(trained.weights, alone.weights, rtol=0, atol=1e-10)

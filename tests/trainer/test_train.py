@@ -226,7 +226,7 @@ def test_an_unwritable_log_directory_is_told_in_one_sentence(tmp_path: Path, mon
 def test_a_refusal_exits_1_without_a_traceback(tmp_path: Path) -> None:
     run = subprocess.run(
         [sys.executable, "-m", "evener.trainer", "devices=0"],
-        cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False,
+        cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     assert run.returncode == 1
     assert run.stderr.strip().startswith("Error: devices=0: at least one device is needed.")
@@ -261,7 +261,7 @@ def run_command(home: Path, *arguments: str, **environment: str) -> subprocess.C
     train_py = Path(__file__).parents[2] / "train.py"
     run = subprocess.run(
         [sys.executable, str(train_py), *arguments, *SHORT],
-        cwd=home, env={**os.environ, **environment}, capture_output=True, text=True, timeout=110, check=False,
+        cwd=home, env={**os.environ, **environment}, capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     assert run.returncode == 0, run.stdout + run.stderr
     return run
@@ -297,7 +297,7 @@ Path("after_fit").open("a").write(f"{weights['global_step']}\\n")
 @pytest.mark.long
 def test_the_script_runs_once_and_sees_trained_weights(tmp_path: Path) -> None:  # pain 24
     (tmp_path / "script.py").write_text(SCRIPT)
-    subprocess.run([sys.executable, "script.py"], cwd=tmp_path, check=True, timeout=110, capture_output=True)
+    subprocess.run([sys.executable, "script.py"], cwd=tmp_path, check=True, timeout=300, capture_output=True)
     assert (tmp_path / "side_effects").read_text() == "once\n"
     assert (tmp_path / "after_fit").read_text() == "4\n"
 
@@ -321,7 +321,7 @@ Path("after_fit").open("a").write(f"{changed}\\n")
 @pytest.mark.long
 def test_a_plain_script_with_a_trainer_runs_once(tmp_path: Path) -> None:  # pain 24
     (tmp_path / "script.py").write_text(PLAIN_SCRIPT)
-    subprocess.run([sys.executable, "script.py"], cwd=tmp_path, check=True, timeout=110, capture_output=True)
+    subprocess.run([sys.executable, "script.py"], cwd=tmp_path, check=True, timeout=300, capture_output=True)
     assert (tmp_path / "side_effects").read_text() == "once\n"
     assert (tmp_path / "after_fit").read_text() == "True\n"
 
@@ -356,7 +356,7 @@ def test_a_failing_rank_is_named_with_its_traceback(tmp_path: Path) -> None:
     options = ["strategy=ddp", "devices=2", "module._target_=failing.Failing", *SHORT]
     run = subprocess.run(
         [sys.executable, str(train_py), *options],
-        cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False,
+        cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     assert run.returncode == 1
     told = run.stderr[run.stderr.index("Error: rank 1 failed") :]

@@ -354,7 +354,7 @@ def test_combined_loaders_of_a_validation_are_refused_before_training() -> None:
 def _stream_on_ranks(dims: Any) -> tuple[float, float]:
     torch.manual_seed(3)
     net = Weighted().double()
-    strategy = DDPStrategy(batch_size_is="global", batch_dims=dims, timeout_s=20)
+    strategy = DDPStrategy(batch_size_is="global", batch_dims=dims, timeout_s=120)
     loader = DataLoader(Stream(with_constant, 3), batch_size=None)
     quiet_trainer(strategy, 2).fit(net, loader)
     return float(sum(p.detach().sum() for p in net.parameters())), net.losses[-1]

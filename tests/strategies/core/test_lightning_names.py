@@ -101,7 +101,7 @@ def python(folder: Path, script: str, **environment: str) -> subprocess.Complete
         env=variables,
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=300,
         check=False,
     )  # fmt: skip
 

@@ -50,7 +50,7 @@ class Keeper(pl.LightningModule):
 def _draw(num_workers: int) -> list[tuple[int, list[float]]]:
     pl.seed_everything(3, workers=True, verbose=False)
     module = Keeper()
-    trainer = quiet_trainer(DDPStrategy(timeout_s=20), 2, max_epochs=2)
+    trainer = quiet_trainer(DDPStrategy(timeout_s=120), 2, max_epochs=2)
     trainer.fit(module, DataLoader(Draws(), 2, num_workers=num_workers))
     return module.drawn
 
@@ -140,7 +140,7 @@ class Ambiguous(Net):
 
 def _log_steps() -> tuple[list[float], list[float]]:
     module = Steps()
-    trainer = quiet_trainer(DDPStrategy(batch_size_is="global", timeout_s=20), 2, max_epochs=1)
+    trainer = quiet_trainer(DDPStrategy(batch_size_is="global", timeout_s=120), 2, max_epochs=1)
     trainer.fit(module, DataLoader(Numbered(5), 3))
     trainer.test(module, DataLoader(Numbered(5), 3), verbose=False)
     tested = trainer.callback_metrics["tested"].item()

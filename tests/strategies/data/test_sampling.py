@@ -8,11 +8,13 @@ import numpy as np
 import pytest
 import torch
 from lightning_fabric.utilities.data import _set_sampler_epoch
+from pytorch_lightning.utilities import CombinedLoader
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, RandomSampler, Sampler
 
 from evener.strategies import ConfigError
 from evener.strategies.batch.policies import Weighted
 from evener.strategies.core.rng import random_state, seed_rank, set_random_state
+from evener.strategies.data.combined import verify_side_by_side
 from evener.strategies.data.loaders import BatchSizeIs, LoaderRole, RankLoaders, next_share, positions
 from evener.strategies.data.sampling import Divide, Share
 
@@ -262,3 +264,26 @@ def test_random_samplers_take_rank_0s_order() -> None:
     own = RankLoaders(1, 2, "per_device", lambda value: state, lambda values: Done())  # type: ignore[arg-type, return-value]
     loader: Any = own.process(DataLoader(range(6), 1, sampler=RandomSampler(range(6))), "train")  # type: ignore[arg-type]
     assert list(loader.batch_sampler) == [[index] for index in expected[1::2]]
+
+
+def combined(mode: str, *loaders: Any, batch_size_is: BatchSizeIs = "global") -> CombinedLoader:
+    """The loaders as rank 1 of 2 reads them in evaluation."""
+    return CombinedLoader([rank_loaders(1, 2, batch_size_is).process(one, "evaluate") for one in loaders], mode)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("mode", ["min_size", "max_size", "max_size_cycle"])
+def test_loaders_whose_batches_fall_apart_on_ranks_are_refused(mode: str) -> None:
+    # 4 + 4 samples, then 4 + 1: rank 1 skipped the second loader's last batch, and lost its part of the first one's
+    loaders: Any = [DataLoader(range(9), 4), DataLoader(range(5), 4)]  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"ddp: .* in step 2: 2 \+ 2 samples of one loader and 1 \+ 0 of another"):
+        verify_side_by_side(combined(mode, *loaders), 2, "ddp")
+
+
+def test_loaders_that_stay_together_are_taken() -> None:
+    even: Any = [DataLoader(range(8), 4), DataLoader(range(16), 8)]  # type: ignore[arg-type]
+    for mode in ("min_size", "max_size", "max_size_cycle"):
+        verify_side_by_side(combined(mode, *even), 2, "ddp")
+    odd: Any = [DataLoader(range(9), 4), DataLoader(range(5), 4)]  # type: ignore[arg-type]
+    verify_side_by_side(combined("sequential", *odd), 2, "ddp")
+    dropped: Any = [DataLoader(range(9), 4, drop_last=True), DataLoader(range(5), 4, drop_last=True)]  # type: ignore[arg-type]
+    verify_side_by_side(combined("min_size", *dropped), 2, "ddp")

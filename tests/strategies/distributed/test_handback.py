@@ -71,7 +71,7 @@ def _halve(epoch: int) -> float:
 
 def trainer_of(strategy: str, folder: Path, **options: Any) -> tuple[Trainer, History]:
     history = History()
-    made = DDPStrategy(batch_size_is="global", timeout_s=60) if strategy == "ddp" else SingleDeviceStrategy()
+    made = DDPStrategy(batch_size_is="global", timeout_s=300) if strategy == "ddp" else SingleDeviceStrategy()
     trainer = Trainer(
         strategy=made, devices=2 if strategy == "ddp" else 1, accelerator="cpu", logger=False,
         callbacks=[history, EarlyStopping("val", patience=5), Checkpoint(folder, monitor="val")],

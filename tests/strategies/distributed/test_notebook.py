@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("ipykernel", reason="ipykernel is not installed: pip install ipykernel")
 from jupyter_client.manager import start_new_kernel
 
-CELL_S = 60
+CELL_S = 300
 """Seconds that a cell may take; alone on two cores the longest, which imports torch, takes 4."""
 
 IMPORTS = """

@@ -46,7 +46,7 @@ sys.stdout.write("not flushed")
 def end(folder: Path, statement: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-c", ENDING.replace("{end}", statement), str(folder)],
-        timeout=60, capture_output=True, text=True, check=False,
+        timeout=300, capture_output=True, text=True, check=False,
     )  # fmt: skip
 
 
@@ -67,7 +67,7 @@ def test_the_groups_threads_end_before_the_interpreter(tmp_path: Path) -> None:
             sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone",
             str(SUPPORT / "plain_script.py"), str(tmp_path / "log"), "threads",
         ],
-        timeout=100, check=True,
+        timeout=300, check=True,
     )  # fmt: skip
     for rank in range(2):
         names = (tmp_path / f"log.threads{rank}").read_text().split()

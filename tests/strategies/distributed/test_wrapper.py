@@ -93,22 +93,22 @@ def trained(case: str, strategy: Any, devices: int) -> Tensor:
 def _train_all() -> dict[Any, Any]:
     found: dict[Any, Any] = {}
     for case in CASES:
-        found[case, "ddp"] = trained(case, DDPStrategy(batch_size_is="global", timeout_s=20), 2)
-        found[case, "uneven"] = trained(case, BalancedDDPStrategy([1, 3], timeout_s=20), 2)
-    two_each = DDPStrategy(batch_size_is="global", devices_per_process=2, timeout_s=20)
+        found[case, "ddp"] = trained(case, DDPStrategy(batch_size_is="global", timeout_s=120), 2)
+        found[case, "uneven"] = trained(case, BalancedDDPStrategy([1, 3], timeout_s=120), 2)
+    two_each = DDPStrategy(batch_size_is="global", devices_per_process=2, timeout_s=120)
     found["thawing", "two devices each"] = trained("thawing", two_each, 4)
-    stages = DDPModelParallelStrategy(batch_size_is="global", num_microbatches=2, timeout_s=20)
+    stages = DDPModelParallelStrategy(batch_size_is="global", num_microbatches=2, timeout_s=120)
     found["thawing", "two stages each"] = trained("thawing", stages, 4)
     for module in (Late(), Toggling()):
         try:
-            quiet_trainer(DDPStrategy(timeout_s=20), 2).fit(module, DataLoader(Numbered(), 3))
+            quiet_trainer(DDPStrategy(timeout_s=120), 2).fit(module, DataLoader(Numbered(), 3))
         except (ValueError, RuntimeError) as exc:
             found[type(module).__name__] = str(exc)
     return found
 
 
 def test_ranks_reduce_what_is_frozen_unfrozen_and_added_as_one_device_trains_it() -> None:
-    by_rank = run_ranks(_train_all, 2, timeout_s=100)
+    by_rank = run_ranks(_train_all, 2, timeout_s=300)
     single = {case: trained(case, SingleDeviceStrategy(), 1) for case in CASES}
     for found in by_rank:
         assert "unfrozen within training_step" in found.pop("Late")

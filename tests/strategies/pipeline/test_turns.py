@@ -16,7 +16,7 @@ from evener.strategies.pipeline.layout import StageLayout
 from evener.strategies.pipeline.options import StageOptions
 
 CPU = torch.device("cpu")
-WAIT_S = 20.0
+WAIT_S = 120.0
 
 
 class Tell(torch.autograd.Function):
@@ -139,7 +139,7 @@ def test_first_visits_wait_for_those_before_them_and_later_visits_do_not() -> No
     assert [backward._may_enter(1, microbatch) for microbatch in range(3)] == [False, False, True]
 
 
-@pytest.mark.timeout(30, method="thread")
+@pytest.mark.timeout(600, method="thread")
 def test_whoever_waits_has_no_stage() -> None:
     turns = Turns(2, 2, "B")
     turns.enter(1, 1)  # the last micro-batch comes back first

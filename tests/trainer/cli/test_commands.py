@@ -297,7 +297,7 @@ def limits(command: str, words: list[str]) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("case", TRAINING, ids=name)
 def test_command_runs_in_processes_of_its_own(
     case: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -313,7 +313,7 @@ def test_command_runs_in_processes_of_its_own(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("command", [c for c in OTHER if "benchmarks/" in c or c.startswith("torchrun")])
 def test_other_command_runs(command: str, tmp_path: Path) -> None:
     words = [str(ROOT / word) if (ROOT / word).is_file() else word for word in shlex.split(command)]
@@ -332,12 +332,12 @@ def test_tensorboard_shows_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         words = [sys.executable, "-m", "tensorboard.main", "--logdir", "logs", "--port", "0", "--host", "127.0.0.1"]
         server = subprocess.Popen(words, cwd=tmp_path, stdout=output, stderr=subprocess.STDOUT)
     try:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 300
         while not (found := re.search(r"http://127\.0\.0\.1:\d+/", (tmp_path / "output").read_text())):
             assert server.poll() is None, (tmp_path / "output").read_text()
             assert time.monotonic() < deadline
             time.sleep(0.2)
-        with urllib.request.urlopen(f"{found[0]}data/runs", timeout=30) as answer:
+        with urllib.request.urlopen(f"{found[0]}data/runs", timeout=300) as answer:
             runs = json.loads(answer.read())
         assert len(runs) == 1
         assert runs[0].startswith("digits/single_device/")

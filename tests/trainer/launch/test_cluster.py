@@ -110,7 +110,7 @@ def test_two_ranks_of_a_launcher_are_one_run(started_by: str, tmp_path: Path) ->
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    assert run_ranks(_main, 2, started_by, str(tmp_path), port, timeout_s=60) == [(0, 2), (1, 2)]
+    assert run_ranks(_main, 2, started_by, str(tmp_path), port, timeout_s=300) == [(0, 2), (1, 2)]
     steps = sorted(line.split()[::2] for line in (tmp_path / "record").read_text().splitlines())
     assert steps == [["0", "0"], ["0", "1"], ["1", "0"], ["1", "1"]], "two steps of each rank, by two processes"
     assert len(list(tmp_path.glob("*/*/*/.hydra"))) == len(list(tmp_path.glob("*/*/*/result.json"))) == 1

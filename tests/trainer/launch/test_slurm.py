@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[3]
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 def test_a_sweep_on_slurm_is_one_run_per_job_and_one_rank_per_task(tmp_path: Path) -> None:
     commands = tmp_path / "bin"
     commands.mkdir()

@@ -14,7 +14,7 @@ import psutil
 import pytest
 from launching import Run, running
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
 
@@ -107,7 +107,7 @@ def test_two_hosts_train_together_and_resume_after_a_worker_is_killed(tmp_path: 
         overrides = ["trainer.max_epochs=1", "++module.pause_s=0.1", "checkpoint=every_n_steps"]
         options = ["--max-restarts=2", "--monitor-interval=0.2"]
         runs = start(stack, tmp_path, ADDRESSES[0], prefixes, options, [*overrides, "checkpoint.every_n_steps=2"])
-        runs[0].wait_for_step(5, timeout_s=120)
+        runs[0].wait_for_step(5, timeout_s=300)
         on_second_host = next(pid for rank, pid, _ in runs[0].lines() if rank == 3)
         assert psutil.Process(on_second_host).is_running()
         os.kill(on_second_host, signal.SIGKILL)

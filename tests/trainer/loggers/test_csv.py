@@ -33,7 +33,7 @@ def rows_of(folder: Path) -> list[dict[str, str]]:
 def run_script(*arguments: str) -> None:
     env = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(
-        [sys.executable, str(SCRIPT), *arguments], capture_output=True, text=True, timeout=120, env=env, check=False
+        [sys.executable, str(SCRIPT), *arguments], capture_output=True, text=True, timeout=300, env=env, check=False
     )
     assert done.returncode == 0, done.stderr
 

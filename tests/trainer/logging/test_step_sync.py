@@ -58,7 +58,7 @@ def _fit() -> dict[str, Any]:
 
 
 def test_ranks_see_the_reduced_values_after_one_exchange_per_step() -> None:
-    for rank in run_ranks(_fit, 2, timeout_s=60):
+    for rank in run_ranks(_fit, 2, timeout_s=300):
         # step i: rank 0 logs i and rank 1 logs 10 + i
         for index, seen in enumerate(rank["seen"]):
             assert (seen["mean"], seen["number"], seen["both_step"]) == (index + 5, index + 5, index + 5)

@@ -3,6 +3,7 @@
 import gc
 import os
 import sys
+import time
 import warnings
 import weakref
 from typing import Any
@@ -70,6 +71,19 @@ def tensors() -> int:
     return sum(issubclass(type(item), torch.Tensor) for item in gc.get_objects())
 
 
+def threads() -> int:
+    """Number of threads of this process, when those that are ending have ended."""
+    if sys.platform != "linux":
+        return 1
+    counts = [0] * 10
+    for _ in range(500):
+        counts = [*counts[1:], len(os.listdir("/proc/self/task"))]
+        if len(set(counts)) == 1:
+            break
+        time.sleep(0.02)
+    return counts[-1]
+
+
 def left_behind(**options: Any) -> dict[str, Any]:
     """Fit five times; return whether the module lives on, and what was alive after each of the fits."""
     found: dict[str, Any] = {"modules": [], "tensors": [], "threads": []}
@@ -81,7 +95,7 @@ def left_behind(**options: Any) -> dict[str, Any]:
         del module, trainer
         found["tensors"].append(tensors())
         found["modules"].append(seen() is not None)
-        found["threads"].append(len(os.listdir("/proc/self/task")) if sys.platform == "linux" else 1)
+        found["threads"].append(threads())
     return found
 
 

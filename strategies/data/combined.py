@@ -1,0 +1,63 @@
+"""Refuse loaders that are read side by side and that ranks would cut in unequal parts."""
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+from pytorch_lightning.utilities.combined_loader import CombinedLoader
+from torch.utils.data import BatchSampler
+
+from ..core.errors import ConfigError
+from .sampling import RankBatches
+
+
+def verify_side_by_side(combined: Any, num_ranks: int, strategy: str) -> None:
+    """Refuse evaluation loaders of which a rank has unequal parts in one step.
+
+    A rank skips a batch of which it has no samples. If it skips that of one loader only, its batches no longer belong
+    together, and those at the end are lost.
+
+    Args:
+        combined: the loop's loader, made for this rank.
+        num_ranks: number of ranks.
+        strategy: name that begins the message.
+
+    Raises:
+        ConfigError: the parts differ in some step.
+    """
+    if not isinstance(combined, CombinedLoader) or combined._mode == "sequential" or len(combined.flattened) < 2:
+        return
+    cuts = [_cuts(getattr(loader, "rank_batches", None), num_ranks) for loader in combined.flattened]
+    steps = [list(cut) for cut in cuts if cut is not None]
+    for step in range(max(map(len, steps), default=0)):
+        if combined._mode == "min_size" and step >= min(map(len, steps)):
+            return
+        cycles = combined._mode == "max_size_cycle"
+        now = [sizes[step % len(sizes)] for sizes in steps if sizes and (step < len(sizes) or cycles)]
+        for sizes in now:
+            if any(mine * sum(now[0]) != first * sum(sizes) for mine, first in zip(sizes, now[0], strict=True)):
+                raise ConfigError(
+                    f"{strategy}: the loaders combined by {combined._mode!r} give the ranks unequal parts in step "
+                    f"{step + 1}: {_listed(now[0])} samples of one loader and {_listed(sizes)} of another, so their "
+                    "batches can't be evaluated side by side. Give them one batch size and drop_last=True, or pass "
+                    "them as a list, which is read one after the other."
+                )
+
+
+def _listed(sizes: list[int]) -> str:
+    return " + ".join(map(str, sizes))
+
+
+def _cuts(batches: RankBatches | None, num_ranks: int) -> Iterator[list[int]] | None:
+    """Samples per rank of each step; None if they are not known before the loader is read."""
+    units: Any = getattr(batches, "units", None)
+    if batches is None or type(units) is not BatchSampler:
+        return None
+    try:
+        num, size = len(units.sampler), int(units.batch_size)  # pyright: ignore[reportArgumentType]  # TypeError if it has none
+    except TypeError:
+        return None
+    full, rest = divmod(num, size)
+    sizes = [size] * full + ([rest] if rest and not units.drop_last else [])
+    parts = copy.copy(batches.cut).parts(([0] * size for size in sizes), num_ranks)
+    return ([len(part) for part in step] for step in parts)
