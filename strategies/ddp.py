@@ -23,6 +23,7 @@ from .batch.run_structures import RunStructures, run_structures
 from .batch.structure import BatchDims, verify_batch_dims
 from .core.errors import ConfigError
 from .core.loop_contract import adds
+from .core.module_checks import end_of_step
 from .core.rng import seed_rank
 from .core.types import Batch
 from .data.combined import verify_side_by_side
@@ -135,6 +136,7 @@ class DDPStrategy(MultiProcessStrategy):
     def setup(self, trainer: pl.Trainer) -> None:
         if self.devices_per_process > 1:
             self.verify_batchnorm(trainer, f"devices_per_process={self.devices_per_process}", "devices_per_process=1")
+        self._verify_end_of_step(trainer.lightning_module)
         connector = trainer._accelerator_connector
         if self._trainer is not trainer:
             self._manages_samples = connector.use_distributed_sampler
@@ -148,6 +150,14 @@ class DDPStrategy(MultiProcessStrategy):
             assert self.lightning_module is not None
             self._replicas = RankReplicas(self.process_devices, self.precision_plugin, self._reduce_finished)
             self._replicas.attach(trainer, self.lightning_module)
+
+    def _verify_end_of_step(self, module: pl.LightningModule) -> None:
+        if end_of_step(module) is not None:
+            raise ConfigError(
+                f"{self.strategy_name}: {type(module).__name__}.training_step_end needs the outputs of the whole batch "
+                "and each rank has only its own. Choose strategy=dp or strategy=single_device, or remove it and "
+                "return the loss from training_step."
+            )
 
     def _new_structures(self) -> RunStructures:
         return RunStructures(self._batch_dims)

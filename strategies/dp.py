@@ -18,7 +18,7 @@ from .batch.run_structures import RunStructures, dataloader_index
 from .batch.structure import BatchDims, BatchStructure, verify_batch_dims
 from .core.errors import ConfigError
 from .core.loop_contract import adds
-from .core.module_checks import has_batchnorm, verify_takes_batches
+from .core.module_checks import end_of_step, has_batchnorm, verify_takes_batches
 from .core.types import Batch, Device
 from .replicas.layout import ReplicaLayout
 from .replicas.submodule import ParallelForward, find_submodule
@@ -323,7 +323,7 @@ class DataParallelStrategy(OneProcessStrategy):
 
     @property
     def _end(self) -> Callable[[Any], Any] | None:
-        return getattr(self.lightning_module, "training_step_end", None)
+        return end_of_step(self.lightning_module)
 
     def _ended(self, output: Any) -> Any:
         return output if self._end is None else self._end(output)

@@ -1,12 +1,16 @@
 """Train on one device in one process: the reference that every other strategy must equal."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
+import pytorch_lightning as pl
 import pytorch_lightning.strategies as pl_strategies
 import torch
 from typing_extensions import override
 
 from .core.errors import ConfigError
+from .core.module_checks import end_of_step
 from .core.types import Device
 
 
@@ -58,6 +62,19 @@ class SingleDeviceStrategy(pl_strategies.SingleDeviceStrategy):
         self._given = True
 
     @override
+    def setup(self, trainer: pl.Trainer) -> None:
+        super().setup(trainer)
+        vars(self).pop("training_step", None)
+        end = end_of_step(self.lightning_module)
+        if end is not None:  # an attribute, so that loops see nothing to call where no module has it
+            vars(self)["training_step"] = partial(_ended_step, self.training_step, end)
+
+    @override
     def setup_environment(self) -> None:
         assert self._given, "the trainer sets the device when it is constructed"
         super().setup_environment()
+
+
+def _ended_step(step: Callable[..., Any], end: Callable[[Any], Any], *args: Any, **kwargs: Any) -> Any:
+    """The training step, and the module's `training_step_end`, as under the strategies that cut a batch."""
+    return end(step(*args, **kwargs))

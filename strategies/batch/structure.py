@@ -25,6 +25,7 @@ from ._cut import Role, cut
 from ._join import are_equal, join_parts, moved
 from ._tree import (
     Path,
+    at,
     called,
     children,
     is_array,
@@ -87,7 +88,7 @@ class BatchStructure:
         self._evidence = NoEvidence() if evidence is None else evidence
         self._root = root
         self._roles: dict[tuple[Path, bool], str] = {}
-        self._by_length: dict[Path, int] = {}
+        self._assumed: dict[Path, Any] | None = {}
         self.is_settled = False
         """Whether results were seen whose structure is certain; see `unequal`."""
 
@@ -129,6 +130,8 @@ class BatchStructure:
             ConfigError: a value can't be cut, or can be read in two ways; the message names it.
         """
         self._learn(batch)
+        if self._assumed:
+            self._verify_assumed(batch)
         return cut(batch, list(sizes), self._role, self._root)
 
     def join(self, results: Sequence[Any], sizes: Sizes, device: torch.device | None = None) -> Any:
@@ -262,6 +265,8 @@ class BatchStructure:
         tensors all have as many rows could be either.
         """
         if is_array(value):
+            if self._assumed is not None:
+                self._assumed[path] = None
             return "rows"
         inside = [count for _, count in row_counts(value)]
         if len(value) != num or (path == () and inside and is_array(value[0]) and inside[0] != num):
@@ -279,6 +284,27 @@ class BatchStructure:
             f"element per sample, {{{key}: 0}} for one row per sample, or {{{key}: none}} where it is the same for all "
             "samples."
         )
+
+    def _verify_assumed(self, batch: Batch) -> None:
+        """Compare the tensors of the first two batches that were taken for rows without evidence.
+
+        Raises:
+            ConfigError: one is the same in both while others differ, and has unequal rows; it is hardly samples.
+        """
+        assert self._assumed is not None
+        now = {path: _small(batch, path) for path in self._assumed}
+        before, self._assumed = self._assumed, now
+        if any(value is None for value in before.values()):
+            return  # of the first batch nothing is known yet
+        self._assumed = None
+        equal = [path for path, value in now.items() if value is not None and _is_same(value, before[path])]
+        for path in equal if len(equal) < len(now) else []:
+            if not _has_equal_rows(now[path]):
+                raise ConfigError(
+                    f"{called(path, self._root)} is the same in two batches in a row, so that it may be one row per "
+                    f"sample, or the same for all samples. Set strategy.batch_dims={{{self._key(path)}: 0}} or "
+                    f"{{{self._key(path)}: none}}."
+                )
 
     def _usual_count(self, batch: Batch) -> int | None:
         """N where nothing is certain: the rows of tensors outside lists, else those on which all tensors agree."""
@@ -377,6 +403,30 @@ def _follows_samples(shapes: Sequence[tuple[int, tuple[int, ...]]]) -> bool:
     """Whether a further dimension is as long as the batch, of batches of every size."""
     dims = min(len(shape) for _, shape in shapes)
     return any(all(shape[dim] == num for num, shape in shapes) for dim in range(1, dims))
+
+
+_SMALL = 65536
+"""Numbers of a tensor that is compared with the next batch's; larger ones are not compared."""
+
+
+def _small(batch: Batch, path: Path) -> Any:
+    """A copy of the tensor at a path; an empty one for a large tensor, None where there is none."""
+    try:
+        value = torch.as_tensor(at(batch, path))
+    except (KeyError, TypeError):
+        return None
+    return value.detach().clone() if value.numel() <= _SMALL else value[:0].detach()
+
+
+def _is_same(value: Tensor, other: Tensor) -> bool:
+    """Whether two tensors hold the same fractions; labels may be the same in two batches by chance."""
+    if not value.is_floating_point() or not bool((value % 1 != 0).any()):
+        return False
+    return value.shape == other.shape and torch.equal(value, other)
+
+
+def _has_equal_rows(value: Tensor) -> bool:
+    return bool((value == value[:1]).all())
 
 
 def _role_in_stacked(value: Any) -> str:

@@ -1,5 +1,8 @@
 """Properties of a module that decide whether its batches can be cut."""
 
+from collections.abc import Callable
+from typing import Any
+
 import pytorch_lightning as pl
 from pytorch_lightning.utilities.signature_utils import is_param_in_hook_signature
 from torch import nn
@@ -29,3 +32,8 @@ def verify_takes_batches(module: pl.LightningModule, who: str, instead: str) -> 
             f"{who}: training_step(dataloader_iter) reads its own batches, which can't be cut. "
             f"Use training_step(batch, batch_idx), or {instead}."
         )
+
+
+def end_of_step(module: pl.LightningModule | None) -> Callable[[Any], Any] | None:
+    """The module's `training_step_end(outputs)`, which computes the loss from the outputs of a whole batch, or None."""
+    return getattr(module, "training_step_end", None)

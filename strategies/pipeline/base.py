@@ -21,7 +21,7 @@ from ..batch.policies import Even, without_single_samples
 from ..batch.run_structures import RunStructures
 from ..batch.structure import BatchStructure, verify_batch_dims
 from ..core.errors import ConfigError
-from ..core.module_checks import has_batchnorm, verify_takes_batches
+from ..core.module_checks import end_of_step, has_batchnorm, verify_takes_batches
 from ..core.patching import replaced
 from ..core.types import Batch
 from ._microbatches import MicroBatches, MicroBatchLogs
@@ -81,6 +81,12 @@ class PipelineStrategy(pl_strategies.Strategy):
         module, num = trainer.lightning_module, self.stage_options.num_microbatches
         self._has_batchnorm = has_batchnorm(module)
         self._microbatches = MicroBatches(self.layout, module)
+        if self.finishes_later and end_of_step(module) is not None:
+            raise ConfigError(
+                f"num_microbatches={num}: {type(module).__name__}.training_step_end joins the outputs of "
+                "micro-batches, whose backward passes run in threads of their own. Set strategy.deterministic=true, or "
+                "num_microbatches=1."
+            )
         self._logs = MicroBatchLogs(module, num, self.layout.meeting_device)
         self._log_plan(self.layout.table(module))
 
@@ -133,8 +139,10 @@ class PipelineStrategy(pl_strategies.Strategy):
 
     def _training_step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         """Run the module's own step, in micro-batches if there are any, and return its loss on the root device."""
+        end = end_of_step(self.lightning_module)
         if self.stage_options.num_microbatches == 1:
             output = self._watched(partial(step, *args, **kwargs))
+            output = output if end is None else end(output)
             loss = output.get("loss") if isinstance(output, dict) else output
             self._logged_losses = [loss.detach()] if isinstance(loss, Tensor) else []
         else:
@@ -148,13 +156,17 @@ class PipelineStrategy(pl_strategies.Strategy):
         return {**output, **move_data_to_device(scalars, self.root_device)}
 
     def _step_in_microbatches(self, step: Callable[..., Any], batch: Batch, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        sizes = self._sizes(batch)
+        sizes, end = self._sizes(batch), end_of_step(self.lightning_module)
+        results = self.structures.of_results("training_step")
+        if end is not None:
+            sizes = [size for size in results.unequal(sizes) if size]
         assert self._microbatches is not None
         assert self._logs is not None
         reduction = self.stage_options.loss_reduction
         if len(sizes) == 1:
             with self._logs.recording():
                 output = self._watched(partial(self._logs.run, 0, partial(step, batch, *args, **kwargs)))
+            output = output if end is None else end(output)
             lost = output is None
             losses = None if lost else losses_of([output], sizes, reduction, self.strategy_name)
             self._logs.replay(sizes, losses)
@@ -167,7 +179,9 @@ class PipelineStrategy(pl_strategies.Strategy):
         steps[0] = partial(self._watched, steps[0])
         with self._logs.recording():
             outputs = self._microbatches.forward(names, [partial(self._logs.run, i, s) for i, s in enumerate(steps)])
-        results = self.structures.of_results("training_step")
+        if end is not None:
+            self._logs.replay(sizes)
+            return end(results.join(outputs, sizes, self.layout.meeting_device))
         result, left_out = combine_outputs(
             outputs, sizes, self._logs, reduction, self.strategy_name, self.root_device, results
         )

@@ -19,6 +19,8 @@ from evener.strategies import (
     BalancedDataParallelStrategy,
     ConfigError,
     DataParallelStrategy,
+    DDPStrategy,
+    ModelParallelStrategy,
     SingleDeviceStrategy,
     data_parallel,
 )
@@ -26,6 +28,7 @@ from evener.strategies.batch.losses import chunk_losses
 from evener.strategies.batch.policies import Even, FirstChunk, Policy, Weighted
 from evener.strategies.ddp import RankReplicas
 from evener.strategies.replicas.layout import ReplicaLayout
+from evener.trainer import Trainer
 
 CPU = torch.device("cpu")
 
@@ -376,10 +379,40 @@ class LocalLoss(GatheredLoss):
     training_step_end = None  # pyright: ignore[reportAssignmentType]  # one device needs none
 
 
-@pytest.mark.parametrize("num_devices", [1, 2, 3])
-def test_training_step_end_computes_the_loss_of_the_whole_batch(num_devices: int) -> None:
-    found = run(Case(GatheredLoss), DataParallelStrategy(), devices=num_devices)
-    assert_equal(found, baseline(Case(LocalLoss)), 1e-10)
+@pytest.mark.parametrize(
+    ("strategy", "num_devices"),
+    [
+        (SingleDeviceStrategy, 1),
+        *((DataParallelStrategy, num) for num in (1, 2, 3)),
+        (lambda: BalancedDataParallelStrategy(gpu0_chunk=0), 3),
+        (ModelParallelStrategy, 2),
+        (lambda: ModelParallelStrategy(num_microbatches=3, deterministic=True), 2),
+    ],
+)
+@pytest.mark.parametrize("trainer", [Trainer, pl.Trainer])
+def test_training_step_end_computes_the_loss_of_the_whole_batch(strategy: Any, num_devices: int, trainer: Any) -> None:
+    """It ran under dp only; elsewhere the step that leaves the loss to it ended in an error."""
+    found = run(Case(GatheredLoss), strategy(), trainer, devices=num_devices)
+    assert_equal(found, baseline(LOCAL), 1e-10)
+
+
+LOCAL = Case(LocalLoss)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "devices", "message"),
+    [
+        (DDPStrategy(), 1, r"ddp: GatheredLoss.training_step_end needs the outputs of the whole batch"),
+        (
+            ModelParallelStrategy(num_microbatches=2, deterministic=False),
+            2,
+            r"GatheredLoss.training_step_end joins the outputs of micro-batches",
+        ),
+    ],
+)
+def test_training_step_end_is_refused_where_outputs_cannot_be_joined(strategy: Any, devices: int, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        fit(GatheredLoss().double(), strategy, devices=devices)
 
 
 class BlockNet(Net):

@@ -191,6 +191,26 @@ def test_of_a_stream_the_option_says_what_is_shared(strategy: Any) -> None:
     assert_trains_alike(Weighted, loader, strategy(batch_dims={"w": "none"}))
 
 
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_of_a_stream_a_tensor_that_does_not_change_is_asked_for(strategy: Any) -> None:
+    """All batches have 3 samples, and the weights of 3 classes."""
+
+    class Summed(Weighted):
+        def loss(self, batch: Any) -> Tensor:
+            return nn.functional.cross_entropy(self(batch["x"]), batch["y"]) * batch["w"].sum()
+
+    loader = DataLoader(Stream(with_constant, 3), batch_size=None)
+    with pytest.raises(ConfigError, match=r"batch\['w'\] is the same in two batches in a row.*batch_dims=\{w: 0\}"):
+        weights_of(Summed, loader, strategy())
+
+
+def test_labels_that_are_equal_by_chance_are_samples() -> None:
+    structure = BatchStructure()
+    for seed in (0, 1):
+        batch = {"x": vectors(2, 4, seed=seed), "y": torch.tensor([0, 1]), "target": torch.tensor([0.0, 1.0])}
+        assert [len(chunk["y"]) for chunk in structure.split(batch, [1, 1])] == [1, 1]
+
+
 class Views(Net):
     """Two views of each sample, whose outputs shall be alike."""
 
