@@ -6,16 +6,23 @@
 A thread receives the request and arms its rank. From then on the rank checks the store between optimizer steps. When
 all ranks are armed, rank 0 announces the step to stop at, before it starts the step before that one. No rank can pass
 it unaware: it would need rank 0's gradients of a step that rank 0 starts after the announcement.
+
+A validation is such a stretch of steps too, its batches. Ranks may have unequal numbers of them and nothing in common
+until all are through, so each rank then says whether it has stopped or ended, and one that stopped stops all.
 """
 
+import time
 from collections.abc import Iterable
 
 import torch
 from torch.distributed import Store
 
 from ..core.devices import is_accelerator
+from .store import POLL_S, RankError
 
-REQUEST, ANNOUNCEMENT = "stop/requested", "stop/step"
+REQUEST = "stop/requested"
+TRAINING = "training"
+"""The stretch of all optimizer steps."""
 
 
 class StopAgreement:
@@ -38,8 +45,7 @@ class StopAgreement:
         self.armed = False
         self.signal: int | None = None
         self._told = False
-        self._takes_part = False
-        self._step: int | None = None
+        self._stops_at: dict[str, int | None] = {}
 
     def request(self, signum: int) -> None:
         """Ask all ranks to stop. Safe to call from a signal handler: it only sets attributes."""
@@ -59,26 +65,63 @@ class StopAgreement:
             self.signal = int(store.get(REQUEST))
             self.armed = True
 
-    def due(self, step: int, devices: Iterable[torch.device] = ()) -> bool:
+    def due(self, step: int, devices: Iterable[torch.device] = (), stretch: str = TRAINING) -> bool:
         """Whether to stop now; the answer is the same on all ranks at the same step.
 
         Args:
-            step: number of optimizer steps that this rank has finished.
+            step: number of steps of the stretch that this rank has finished.
             devices: devices of this process. They are synchronized first, so that the last step's gradients have
                 arrived before the rank counts as armed: a host may run several steps ahead of its device.
+            stretch: what is stopped: training, or one validation.
         """
         if self.store is None:
             return True
         for device in filter(is_accelerator, devices):
             torch.accelerator.synchronize(device)
-        if not self._takes_part:
-            self._takes_part = True
-            self.store.set(f"stop/armed/{self.rank}", "")
-        if self.rank == 0 and self._step is None and self._all_armed(self.store):
-            self.store.set(ANNOUNCEMENT, str(step + 1))
-        if self._step is None and self.store.check([ANNOUNCEMENT]):
-            self._step = int(self.store.get(ANNOUNCEMENT))
-        return self._step is not None and step >= self._step
+        if stretch not in self._stops_at:
+            self._stops_at[stretch] = None
+            self.store.set(f"stop/{stretch}/armed/{self.rank}", "")
+        announcement = f"stop/{stretch}/step"
+        if self._stops_at[stretch] is None:
+            if self.rank == 0 and self._all_set(self.store, f"stop/{stretch}/armed"):
+                self.store.set(announcement, str(step + 1))
+            if self.store.check([announcement]):
+                self._stops_at[stretch] = int(self.store.get(announcement))
+        stop = self._stops_at[stretch]
+        return stop is not None and step >= stop
 
-    def _all_armed(self, store: Store) -> bool:
-        return store.check([f"stop/armed/{rank}" for rank in range(self.num_ranks)])
+    def any_stopped(self, stopped: bool, num_batches: int, stretch: str, timeout_s: float) -> bool:
+        """Wait for all ranks at the end of a validation.
+
+        Args:
+            stopped: this rank has stopped in it, and has not ended it.
+            num_batches: batches that this rank has finished.
+            stretch: the validation.
+            timeout_s: seconds to wait.
+
+        Returns:
+            Whether a rank has stopped, the same answer on all ranks.
+
+        Raises:
+            RankError: a rank did not come in time.
+        """
+        if self.store is None:
+            return stopped
+        place = f"stop/{stretch}/ended"
+        self.store.set(f"{place}/{self.rank}", str(int(stopped)))
+        deadline, pause_s = time.monotonic() + timeout_s, POLL_S[0]
+        while not self._all_set(self.store, place):
+            if time.monotonic() > deadline:
+                missing = [rank for rank in range(self.num_ranks) if not self.store.check([f"{place}/{rank}"])]
+                raise RankError(
+                    f"rank {self.rank} waited {timeout_s:g} s at the end of a validation for rank "
+                    f"{', '.join(map(str, missing))}."
+                )
+            if self.armed:  # the others wait for this rank to be armed
+                self.due(num_batches, stretch=stretch)
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, POLL_S[1])
+        return any(self.store.get(f"{place}/{rank}") == b"1" for rank in range(self.num_ranks))
+
+    def _all_set(self, store: Store, place: str) -> bool:
+        return store.check([f"{place}/{rank}" for rank in range(self.num_ranks)])

@@ -207,6 +207,28 @@ class MultiProcessStrategy(pl_strategies.DDPStrategy):
         self.stop_signal = stopping.signal if stops else None
         return stops
 
+    def agree_to_stop_validation(self, received: bool, number: int, num_batches: int, ended: bool) -> bool:
+        """Whether all ranks stop within a validation, after a signal to any of them; called after each of its batches.
+
+        Args:
+            received: this rank was asked to stop, other than by a signal.
+            number: the validation's, in this run.
+            num_batches: batches that this rank has finished.
+            ended: these are all of this rank's; then it waits for the others.
+
+        Returns:
+            The same answer on all ranks once they have ended or stopped.
+        """
+        assert self.coordinator is not None
+        stopping, stretch = self.coordinator.stop_agreement, f"validation {number}"
+        if received and not stopping.armed:
+            stopping.request(signal.SIGTERM)
+        stops = stopping.armed and stopping.due(num_batches, self.process_devices, stretch)
+        if stops or ended:
+            stops = stopping.any_stopped(stops and not ended, num_batches, stretch, self.timeout_s)
+            self.stop_signal = stopping.signal if stops else None
+        return stops
+
     def total_loss_weight(self, local: Tensor | float) -> Tensor:
         """Sum a loss's weight over the ranks and divide by their number, as DDP does with gradients.
 

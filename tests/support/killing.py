@@ -64,17 +64,16 @@ class Recorder(pl.LightningModule):
             torch.nn.Linear(3, 8), torch.nn.Dropout(0.5), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 1)
         ).double()
         self.mean = MeanMetric()
+        self.val_mean = MeanMetric()
         self.record = record
         self.kill_at = kill_at
-        self.num_workers = plan.num_workers
-        self.signum = plan.signum
+        self.plan = plan
         self.dataset = plan.dataset()
-        self.train_loader = plan.train_loader
-        self.val_loader = plan.val_loader
 
     def mark(self, place: str) -> None:
-        if place == self.kill_at:
-            os.kill(os.getpid(), self.signum)
+        everywhere = self.plan.signum == signal.SIGKILL
+        if place == self.kill_at and (everywhere or self.global_rank == self.plan.num_ranks - 1):
+            os.kill(os.getpid(), self.plan.signum)
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         self.mark(f"step {self.trainer.current_epoch} {batch_idx}")
@@ -96,10 +95,17 @@ class Recorder(pl.LightningModule):
         self.mark(f"validation {self.trainer.current_epoch}")
         loss = self.layers(batch[0]).square().mean()
         self.log("val/loss", loss, sync_dist=True)
+        self.val_mean.update(loss, len(batch[1]))
         if self.trainer.sanity_checking:
             return
+        self.mark(f"validation at {self.trainer.global_step}")
+        time.sleep(self.plan.val_pause_s)
         with open(f"{self.record}.val.{self.global_rank}", "a") as file:
             file.write(json.dumps([self.trainer.current_epoch, batch_idx, batch[1].tolist(), loss.item().hex()]) + "\n")
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("val/mean", self.val_mean.compute(), sync_dist=True)
+        self.val_mean.reset()
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=0.05)
@@ -110,13 +116,13 @@ class Recorder(pl.LightningModule):
             self.dataset,
             batch_size=BATCH_SIZE,
             shuffle=isinstance(self.dataset, Augmented),
-            num_workers=self.num_workers,
-            multiprocessing_context="fork" if self.num_workers else None,
-            **self.train_loader,
+            num_workers=self.plan.num_workers,
+            multiprocessing_context="fork" if self.plan.num_workers else None,
+            **self.plan.train_loader,
         )
 
     def val_dataloader(self) -> DataLoader[Any]:
-        return DataLoader(Augmented(), batch_size=11, **self.val_loader)
+        return DataLoader(Augmented(), **{"batch_size": 11, **self.plan.val_loader})
 
 
 @dataclass
@@ -135,6 +141,7 @@ class Plan:
     dataset: Callable[[], Any] = Augmented
     train_loader: dict[str, Any] = field(default_factory=dict)
     val_loader: dict[str, Any] = field(default_factory=dict)
+    val_pause_s: float = 0.0
 
     @property
     def num_batches(self) -> int:
@@ -169,7 +176,9 @@ class Plan:
         statuses = in_children(
             [partial(self.run_rank, rank, store.port, directory, name, kill_at) for rank in range(self.num_ranks)]
         )
-        assert set(statuses) in ({0}, {-signal.SIGKILL}), statuses
+        assert set(statuses) in ({0}, {-signal.SIGKILL if self.signum == signal.SIGKILL else 128 + self.signum}), (
+            statuses
+        )
         return set(statuses) == {0}
 
     def run_rank(self, rank: int, port: int, *args: Any) -> None:

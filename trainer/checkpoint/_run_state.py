@@ -81,6 +81,24 @@ def restore_generators(loader: CombinedLoader, states: list[dict[str, Any]]) -> 
             part.load_generators(state)
 
 
+def metric_states(module: torch.nn.Module) -> dict[str, Any]:
+    """Copy what torchmetrics' metrics of the module have accumulated, for `restore_metrics`."""
+    return {
+        name: (metric._update_count, metric._copy_state_dict() if metric._update_count else {})
+        for name, metric in _metrics(module)
+    }
+
+
+def restore_metrics(module: torch.nn.Module, states: dict[str, Any]) -> None:
+    """Set the metrics of a module to what `metric_states` copied."""
+    for name, metric in _metrics(module):
+        count, state = states.get(name, (0, {}))
+        metric.reset()
+        for key, value in state.items():
+            setattr(metric, key, value)
+        metric._update_count = count
+
+
 def process_devices(trainer: pl.Trainer) -> list[torch.device]:
     """The devices of this process's parameters, root device first."""
     root = trainer.strategy.root_device

@@ -38,9 +38,14 @@ else:
 
 
 BETWEEN_BATCHES = "between_batches"
+BEFORE_VALIDATION = "before_validation"
 AFTER_EPOCH = "after_epoch"
 EXACT = "exact_resume"
 """The checkpoint key of the state that Lightning's checkpoints do not contain."""
+
+
+class ValidationStopped(SIGTERMException):
+    """A signal ended a validation within training, whose state before it is to be saved."""
 
 
 class ExactCheckpoints(CheckpointConnector):
@@ -76,6 +81,8 @@ class ResumingFitLoop(FitLoop):
     """The clean point of the checkpoint being resumed."""
     resumes_between_batches = False
     """Whether the next batch is the first one after the resumed checkpoint."""
+    resumes_before_validation = False
+    """Whether the resumed checkpoint was written in place of a validation, which is still to come."""
     resumes_stopping = False
     """Whether the resumed run was about to stop (`trainer.should_stop`)."""
     _resumed_state: dict[str, Any] | None = None
@@ -102,6 +109,21 @@ class ResumingFitLoop(FitLoop):
         """
         if self._stops():
             self._save_and_stop(BETWEEN_BATCHES)
+
+    def stop_before_validation(self) -> None:
+        """Save the state before a validation that was stopped, and stop.
+
+        Raises:
+            SIGTERMException: the checkpoint is written.
+        """
+        self.trainer.training = True
+        self._save_and_stop(BEFORE_VALIDATION)
+
+    def stops_validation(self, number: int, num_batches: int, ended: bool) -> bool:
+        """Whether to stop within a validation; several processes agree, and wait for each other at its end."""
+        received = self.trainer._signal_connector.received_sigterm
+        agree = getattr(self.trainer.strategy, "agree_to_stop_validation", None)
+        return received and not ended if agree is None else agree(received, number, num_batches, ended)
 
     @override
     def on_advance_end(self) -> None:
@@ -233,7 +255,8 @@ class ResumingFitLoop(FitLoop):
         self.takes_steps = False
         self._savers = tuple(cb for cb in self.trainer.checkpoint_callbacks if isinstance(cb, Checkpoint))
         super().on_run_start()
-        self.resumes_between_batches = self._resumed_point == BETWEEN_BATCHES
+        self.resumes_before_validation = self._resumed_point == BEFORE_VALIDATION
+        self.resumes_between_batches = self._resumed_point in (BETWEEN_BATCHES, BEFORE_VALIDATION)
         if self._resumed_state is not None:
             _run_state.restore(self.trainer, self._resumed_state)
         _logged_values.withdraw_later_points(self.trainer)
@@ -265,6 +288,15 @@ class ResumingEpochLoop(EpochLoop):
             self._restarting = self.val_loop._restarting = fit_loop.resumes_between_batches = False
             self.trainer.should_stop = fit_loop.resumes_stopping  # the rest of the epoch's end is still to come
 
+    def finish_validation(self, data_fetcher: _DataFetcher) -> None:
+        """Do, at the start of a resumed epoch, what comes after the batch at which its validation was stopped."""
+        fit_loop = self.trainer.fit_loop
+        assert isinstance(fit_loop, ResumingFitLoop)
+        if fit_loop.resumes_before_validation:
+            fit_loop.resumes_before_validation = False
+            vars(self.trainer)["_last_val_time"] = float("-inf")  # due, also where time decides
+            self.on_advance_end(data_fetcher)
+
     # A subclass whose `on_advance_end` does not call this one must call `between_batches` itself, at its end.
     @override
     def on_advance_end(self, data_fetcher: _DataFetcher) -> None:
@@ -272,6 +304,8 @@ class ResumingEpochLoop(EpochLoop):
         assert isinstance(fit_loop, ResumingFitLoop)
         try:
             super().on_advance_end(data_fetcher)
+        except ValidationStopped:
+            fit_loop.stop_before_validation()
         except SIGTERMException:  # raised by Lightning as its last action here
             fit_loop.stop_between_batches()
         fit_loop.between_batches()
@@ -284,6 +318,9 @@ class SeparateEvaluation(EvaluationLoop):
     they drew before, and whether they persist, makes no difference to a run that is resumed.
     """
 
+    _number = _num_batches = 0
+    _has_ended = False
+
     @override
     def run(self) -> Any:
         trainer = self.trainer
@@ -292,7 +329,51 @@ class SeparateEvaluation(EvaluationLoop):
         devices = _run_state.process_devices(trainer)
         with rng.isolated(devices):
             rng.seed_all(torch.initial_seed(), trainer.current_epoch, trainer.global_rank, devices=devices)
-            return super().run()
+            return super().run() if trainer.sanity_checking else self._run_within_fit()
+
+    def _run_within_fit(self) -> Any:
+        self._number += 1
+        self._num_batches, self._has_ended = 0, False
+        progress = copy.deepcopy(self.batch_progress.state_dict())
+        metrics = _run_state.metric_states(self.trainer.lightning_module)
+        try:
+            results = super().run()
+            if not self._has_ended:  # this rank has no batch, and others may
+                self._end()
+            return results
+        except ValidationStopped:
+            self.batch_progress.load_state_dict(progress)
+            _run_state.restore_metrics(self.trainer.lightning_module, metrics)
+            raise
+
+    def after_batch(self) -> None:
+        """Stop between two batches of a validation within training, if a signal asked for it; the subclass calls it.
+
+        Raises:
+            ValidationStopped: all ranks stop here.
+        """
+        if self._is_within_fit():
+            self._num_batches += 1
+            if not self.batch_progress.is_last_batch:
+                self._stop(ended=False)
+
+    @override
+    def on_run_end(self) -> Any:
+        if self._is_within_fit():
+            self._end()
+        return super().on_run_end()
+
+    def _is_within_fit(self) -> bool:
+        return self.trainer.validating and self.trainer.state.fn == TrainerFn.FITTING
+
+    def _end(self) -> None:
+        self._has_ended = True
+        self._stop(ended=True)
+
+    def _stop(self, ended: bool) -> None:
+        fit_loop: Any = self.trainer.fit_loop
+        if fit_loop.stops_validation(self._number, self._num_batches, ended):
+            raise ValidationStopped
 
     @override
     def setup_data(self) -> None:

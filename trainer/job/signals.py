@@ -9,6 +9,8 @@ from types import FrameType
 import pytorch_lightning as pl
 from pytorch_lightning.utilities.exceptions import SIGTERMException
 
+from ..checkpoint.find import find_newest
+
 ASKS_TO_STOP = (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 """Signals handled here; Lightning or the strategy handles SIGTERM."""
 
@@ -59,3 +61,9 @@ def _is_training(trainer: pl.Trainer) -> bool:
     """Whether the loop that would save and stop has begun: before that, nothing is lost by ending at once."""
     by_step = trainer.fit_loop.epoch_loop.batch_progress.current.ready > 0  # Lightning's own trainer
     return trainer.state.fn == "fit" and getattr(trainer.fit_loop, "takes_steps", by_step)
+
+
+def loss(run_dir: str) -> str:
+    """Say what is lost of a run that was killed."""
+    newest = find_newest(run_dir)
+    return "nothing of this run was saved" if newest is None else f"what was trained since {newest} is lost"

@@ -3,12 +3,10 @@
 import os
 import signal
 import sys
-import tempfile
 import threading
 import uuid
 from collections.abc import Generator
 from contextlib import contextmanager
-from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
@@ -17,10 +15,11 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from ...strategies import ConfigError
+from ...strategies.core.scratch import scratch_directory
 from ..job.failure import Failure, report_killed, users_frames
 from ..job.result import Result
-from ..job.signals import ASKS_TO_STOP, Interrupted
-from .environment import AGENT, WorkerError, environment
+from ..job.signals import ASKS_TO_STOP, Interrupted, loss
+from .environment import AGENT, STOPPED_FILE, WorkerError, environment
 
 AGENT_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
 """Signals that stop a run gracefully."""
@@ -29,20 +28,31 @@ AGENT_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, s
 def launch_workers(cfg: DictConfig, num_processes: int) -> Result:
     """Start one worker per process with torch's elastic agent, and wait for the result."""
     with (
-        tempfile.TemporaryDirectory(prefix="evener-") as scratch,
+        scratch_directory() as scratch,
         environment(worker_environment(num_processes)),
         signal_handlers_kept(),
     ):
-        config_file = Path(scratch) / "config.yaml"
+        config_file = scratch / "config.yaml"
         config_file.write_text(OmegaConf.to_yaml(cfg, resolve=True), encoding="utf-8")
-        agent = elastic_launch(launch_config(cfg, num_processes, scratch), entrypoint=sys.executable)
+        agent = elastic_launch(launch_config(cfg, num_processes, str(scratch)), entrypoint=sys.executable)
         try:
             agent("-m", "evener.trainer.launch.worker", str(config_file))
         except ChildFailedError as exc:
             raise explain(cfg, exc, num_processes) from None
         except SignalException as exc:
+            if not (scratch / STOPPED_FILE).exists():
+                raise cut_off(cfg, exc.sigval) from None
             raise Interrupted(exc.sigval) from None
     return Result.read(cfg.run_dir)
+
+
+def cut_off(cfg: DictConfig, signum: int) -> WorkerError:
+    """Tell what a signal has cost where the workers were killed before they could save."""
+    return WorkerError(
+        f"{signal.Signals(signum).name} ended this run before it could save: a step, or a batch of validation, took "
+        f"longer than launcher.shutdown_timeout_s={cfg.launcher.shutdown_timeout_s:g} s, and {loss(cfg.run_dir)}. "
+        "Give more seconds."
+    )
 
 
 def launch_config(cfg: DictConfig, num_processes: int, log_dir: str) -> LaunchConfig:

@@ -8,6 +8,10 @@ AGENT = "EVENER_AGENT_PID"
 """Environment variable that holds the process id of a worker's parent."""
 
 
+STOPPED_FILE = "stopped"
+"""The file beside a worker's configuration that says that rank 0 was stopped by a signal, and has ended in order."""
+
+
 class WorkerError(RuntimeError):
     """A worker failed; the message contains its rank and the reason.
 

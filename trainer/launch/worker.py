@@ -4,6 +4,7 @@ import faulthandler
 import os
 import signal
 import sys
+from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 from torch.distributed.elastic.multiprocessing.errors import record
@@ -12,7 +13,8 @@ from ...strategies.distributed.process_exit import die_with_parent, end_process,
 from ..job.failure import Failure, report
 from ..job.log_file import run_log
 from ..job.run import run
-from .environment import AGENT
+from ..job.signals import Interrupted
+from .environment import AGENT, STOPPED_FILE
 
 
 @record
@@ -46,6 +48,8 @@ def exit_status(config_file: str) -> int:
     try:
         work(config_file)
     except SystemExit as exc:
+        if isinstance(exc, Interrupted) and os.environ["RANK"] == "0":
+            Path(config_file).with_name(STOPPED_FILE).touch()
         if exc.code is None or isinstance(exc.code, int):
             return exc.code or 0
         sys.stderr.write(f"{exc.code}\n")  # sys.exit("why")

@@ -74,6 +74,10 @@ class LeanTrainingEpochLoop(ResumingEpochLoop, _TrainingEpochLoop):
     @override
     def on_run_start(self, data_fetcher: _DataFetcher) -> None:
         super().on_run_start(data_fetcher)
+        self._make_plan(data_fetcher)
+        self.finish_validation(data_fetcher)
+
+    def _make_plan(self, data_fetcher: _DataFetcher) -> None:
         self.accumulation.verify()
         self._forget()
         self._agrees = hasattr(self.trainer.strategy, "agree_to_stop")
@@ -266,6 +270,7 @@ class LeanEvaluationLoop(SeparateEvaluation, _EvaluationLoop):
             super()._evaluation_step(batch, batch_idx, dataloader_idx, dataloader_iter)
         else:
             evaluate(self, self._plan, batch, batch_idx, dataloader_idx)
+        self.after_batch()
 
     @override
     def teardown(self) -> None:

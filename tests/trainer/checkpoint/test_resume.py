@@ -97,6 +97,24 @@ def test_a_run_that_is_asked_to_stop_finishes_its_step_and_saves(signum: signal.
     assert [line for number in range(4) for line in lines(tmp_path / "killed", f"run{number}")] == expected
 
 
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_run_that_is_asked_to_stop_in_a_long_validation_saves_at_once(num_ranks: int, tmp_path: Path) -> None:
+    # the validation is not finished; the resumed run begins with it
+    plan = Plan(
+        strategy="ddp" if num_ranks > 1 else "single_device", num_ranks=num_ranks, devices=num_ranks,
+        checkpoint={"every_n_epochs": 1, "monitor": "val/loss"}, trainer={"val_check_interval": 0.5},
+        signum=signal.SIGTERM, val_loader={"batch_size": 1}, val_pause_s=0.1,
+    )  # fmt: skip
+    steps = [3, 9, 12] if num_ranks == 1 else [1, 6]
+    prove(plan, [f"validation at {step}" for step in steps], tmp_path)
+    for number in range(len(steps)):
+        assert len(lines(tmp_path / "killed", f"run{number}.val")) % (22 // num_ranks) != 0
+    for rank in range(num_ranks):
+        expected = lines(tmp_path / "whole", "run", rank)
+        trained = [line for i in range(len(steps) + 1) for line in lines(tmp_path / "killed", f"run{i}", rank)]
+        assert trained == expected
+
+
 def curves(directory: Path) -> dict[str, list[tuple[int, float]]]:
     """Every tag's steps and values, as TensorBoard shows them."""
     events = EventAccumulator(str(directory / "tensorboard")).Reload()

@@ -1,6 +1,7 @@
 """Whatever happens to a launched run, it ends: soon, with the right status, nothing left behind, the culprit named."""
 
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -59,8 +60,20 @@ def saved_step(run: Run) -> int:
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("signum", "to_rank", "status"),
-    [(signal.SIGTERM, None, 143), (signal.SIGINT, None, 130), (signal.SIGUSR1, None, 138), (signal.SIGTERM, 1, 143)],
-    ids=["SIGTERM to the parent", "SIGINT to the parent", "SIGUSR1 to the parent", "SIGTERM to rank 1"],
+    [
+        (signal.SIGTERM, None, 143),
+        (signal.SIGINT, None, 130),
+        (signal.SIGUSR1, None, 138),
+        (signal.SIGHUP, None, 129),
+        (signal.SIGTERM, 1, 143),
+    ],
+    ids=[
+        "SIGTERM to the parent",
+        "SIGINT to the parent",
+        "SIGUSR1 to the parent",
+        "SIGHUP to the parent",
+        "SIGTERM to rank 1",
+    ],
 )
 def test_a_signal_stops_all_ranks_at_one_step_with_a_checkpoint(
     tmp_path: Path, signum: int, to_rank: int | None, status: int
@@ -74,6 +87,17 @@ def test_a_signal_stops_all_ranks_at_one_step_with_a_checkpoint(
         assert last[0] == last[1]
         assert saved_step(run) == last[0] + 1
         assert "Traceback" not in run.output.read_text()
+
+
+@pytest.mark.long
+def test_a_run_that_is_killed_before_it_could_save_says_so(tmp_path: Path) -> None:
+    # it ended with 143 and without a word, as if it had saved
+    with running(tmp_path, "++module.fault=hang", "launcher.shutdown_timeout_s=1") as run:
+        run.wait_for_step(3)
+        run.process.send_signal(signal.SIGTERM)
+        assert ends(run, time.monotonic()) == 1
+        told = "SIGTERM ended this run before it could save.*shutdown_timeout_s=1 s, and nothing of this run was saved"
+        assert re.search(told, run.output.read_text()), run.output.read_text()
 
 
 @pytest.mark.long
