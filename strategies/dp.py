@@ -217,6 +217,8 @@ class DataParallelStrategy(OneProcessStrategy):
         )
         if foreign or batch is self._open_batch:
             self._mark_changed()
+        elif trainer.accumulate_grad_batches > 1 and self._copy_frozen and self.layout is not None:
+            self.layout.replicas.mark_frozen_changed()  # a moving average may be written between optimizer steps
         self._open_batch = batch
 
     def _verify(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
@@ -244,7 +246,9 @@ class DataParallelStrategy(OneProcessStrategy):
         self.layout = self._parallel_forward.layout
 
     def _new_layout(self, root: nn.Module, root_call: Callable[..., Any] | None) -> ReplicaLayout:
-        return ReplicaLayout(root, self.parallel_devices, self._threads, self.strategy_name, root_call)
+        return ReplicaLayout(
+            root, self.parallel_devices, self._threads, self.strategy_name, root_call, self._batch_dims
+        )
 
     def _training_step(self, batch: Batch, *rest: Any) -> Any:
         if self.layout is not None:

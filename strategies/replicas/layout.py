@@ -1,6 +1,6 @@
 """Run a module on replicas, one per device of the process: refresh, run, merge metrics, sum gradients."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeAlias
@@ -12,6 +12,7 @@ from torch import nn
 from ..batch.log_recorder import LogRecorder
 from ..core.executor import Executor, Piece
 from ._attribute_watch import AttributeWatch
+from ._collected import CollectedLists
 from ._gradient_sum import GradientSum
 from ._metric_merge import MetricMerger
 from .measurement import Measurement, Reading
@@ -30,6 +31,7 @@ class ReplicaLayout:
         threads: run the replicas in threads; None decides by the devices.
         strategy: name that begins messages.
         root_call: called on the root instead of its method; None calls the method.
+        batch_dims: the strategy's option, which also tells what steps collect in lists of the module.
     """
 
     def __init__(
@@ -39,6 +41,7 @@ class ReplicaLayout:
         threads: bool | None = None,
         strategy: str = "dp",
         root_call: Callable[..., Any] | None = None,
+        batch_dims: Mapping[str, str] | None = None,
     ) -> None:
         self.devices = list(devices)
         self.replicas = Replicas(root, devices)
@@ -46,6 +49,7 @@ class ReplicaLayout:
         self._strategy = strategy
         self._root_call = root_call
         self._measurement: Measurement | None = None
+        self._collected = CollectedLists(root, batch_dims or {}, strategy)
         self._attach()
 
     def measure(self, memory: bool) -> Measurement:
@@ -79,9 +83,11 @@ class ReplicaLayout:
         if self._measurement is not None:
             pieces = self._measured(self._measurement, pieces, used, sizes)
             self._measurement = None
+        self._collected.before_step()
         try:
             with self._attributes.watching(method), self.logs.recording(), self._metrics.standing_in():
                 outputs = self._executor.run(pieces)
+            self._collected.after_step(method, [sizes[i] for i in used])
         except BaseException:
             self._metrics.discard()
             raise

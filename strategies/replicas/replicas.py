@@ -89,6 +89,10 @@ class Replicas:
         """
         self._changed |= {i for i, parameter in enumerate(self._parameters) if frozen or parameter.requires_grad}
 
+    def mark_frozen_changed(self) -> None:
+        """Make the next refresh copy the parameters that don't require a gradient (see `mark_changed`)."""
+        self._changed |= {i for i, parameter in enumerate(self._parameters) if not parameter.requires_grad}
+
     def refresh(self) -> bool:
         """Copy what changed on the root since the last refresh.
 
@@ -241,15 +245,13 @@ class _Seen:
 
 
 def _are_same_dicts(values: dict[str, Any], others: dict[str, Any]) -> bool:
-    try:
-        return values == others  # Python looks at identity first
-    except (RuntimeError, ValueError):
-        return False  # tensors and arrays have no single truth value
+    """Whether two dictionaries hold the same objects: of two lists that are equal now, each goes its own way."""
+    return values.keys() == others.keys() and all(map(is_, values.values(), others.values()))
 
 
 def _changed_keys(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     missing = object()
-    changed = [key for key, value in now.items() if not are_same((value,), (before.get(key, missing),))]
+    changed = [key for key, value in now.items() if value is not before.get(key, missing)]
     return changed + [key for key in before if key not in now]
 
 

@@ -111,7 +111,7 @@ def make_trainer(case: Case, spread: Spread, folder: Path, callbacks: list[pl.Ca
     options = dict(spread.options)
     if case.returns.train == "sum" and spread.kind in ("dp", "balanced_dp", "model_parallel"):
         options["loss_reduction"] = "sum"
-    if "dp" in spread.kind and "ddp" not in spread.kind:
+    if spread.kind in ("dp", "balanced_dp", "model_parallel"):
         options["batch_dims"] = reductions(case)
     return Trainer(strategy=KINDS[spread.kind](**options), **given)
 
@@ -120,6 +120,10 @@ def reductions(case: Case) -> dict[str, str]:
     """The option `batch_dims` for results that no strategy can tell from means: sums, and values without samples."""
     sums = {"sum": ".total", "gram": "", "confusion": ""}.get(case.returns.evaluation)
     dims = {} if sums is None else {f"{step}{sums}": "sum" for step in ("validation_step", "test_step")}
+    if case.returns.train == "ints":
+        dims |= {"training_step.n": "sum", "training_step.correct": "sum"}
+    if "collects_losses" in case.net.peculiar:
+        dims |= {f"{step}.collected": "mean" for step in ("validation_step", "test_step")}
     return dims | ({"predict_step": "mean"} if case.returns.predict == "mean_vector" else {})
 
 

@@ -332,7 +332,7 @@ class Subject(pl.LightningModule):
             "dict": lambda: {"logits": logits, "y": y, "loss": losses.mean()},
             "ints": lambda: {"n": len(y), "correct": int((logits.argmax(1) == y).sum())},
             "list": lambda: list(logits),
-            "list_of_rows": lambda: [row[: 1 + i % 2] for i, row in enumerate(logits)],
+            "list_of_rows": lambda: [row[: 1 + int(c) % 2] for row, c in zip(logits, y, strict=True)],
             "python_list": lambda: losses.tolist(),
             "strings": lambda: {"names": [str(int(one)) for one in y], "kind": "abc"},
             "sum": lambda: {"total": losses.sum()},

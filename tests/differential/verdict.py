@@ -54,6 +54,9 @@ def judge(pool: Pool, case: Case, spread: Spread) -> Verdict:
         words = f"{first.phase}, after {first.num_steps} steps, {first.kind}: {first.message}"
         if first.refuses:
             return Verdict("refused", first.message)
+        if first.says_why and case.options.num_sanity_val_steps == 0:
+            # without a sanity check nothing is seen of validation before training; with it the refusal must come first
+            return judge(pool, replace(case, options=replace(case.options, num_sanity_val_steps=2)), spread)
         return Verdict("late" if first.says_why else "crash", f"{words}\n{first.trace}")
     tolerance = max(TOLERANCES[case.dtype], 8e-3 * ("16" in case.options.precision))
     return _compare(case, spread, expected, found, tolerance)
@@ -98,6 +101,7 @@ def _judge_failing_reference(pool: Pool, case: Case, spread: Spread, expected: O
 
 def _compare(case: Case, spread: Spread, expected: Observed, found: list[Observed], tolerance: float) -> Verdict:
     local = _local_names(case) if "ddp" in spread.kind else ()
+    local += ("balance/",) * spread.kind.startswith("balanced")  # what devices were measured to do
     wanted = dict(expected.seen)
     hidden = (*OWN_PART, *UNSUMMED * _accumulates(case)) if "ddp" in spread.kind else ()
     names = [name for name in wanted if name not in hidden]
@@ -137,10 +141,13 @@ def _without(value: Any, names: tuple[str, ...]) -> Any:
     if isinstance(value, dict):
         return {key: _without(item, names) for key, item in value.items() if not str(key).startswith(names)}
     if isinstance(value, list):
-        if len(value) == 3 and isinstance(value[1], str) and value[1].startswith(names):
-            return None
-        return [_without(item, names) for item in value]
+        return [_without(item, names) for item in value if not _is_row_of(item, names)]
     return value
+
+
+def _is_row_of(item: Any, names: tuple[str, ...]) -> bool:
+    """Whether an item is [step, name, value] of the logger, with one of these names."""
+    return isinstance(item, list) and len(item) == 3 and isinstance(item[1], str) and item[1].startswith(names)
 
 
 def _without_counts(value: Any) -> Any:

@@ -1,0 +1,81 @@
+"""Lists of the module in which steps collect values for the end of the epoch.
+
+All replicas append to the root's list, in the order of their chunks: one value per chunk instead of one per batch. Rows
+per sample are right as they are, since `torch.cat` puts them together again. A single floating-point number is not: a
+mean over the list would weigh every chunk alike, and whether the number is a mean or a sum can't be known.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..core.errors import ConfigError
+
+_STEPS = ("training_step", "validation_step", "test_step", "predict_step")
+
+
+class CollectedLists:
+    """Combines what the chunks of one step append, by the option `batch_dims`.
+
+    Args:
+        root: the module whose attributes are looked at.
+        options: for `<step>.<name of the list>` one of `mean`, `sum` (one value per batch) or `list` (one per chunk).
+        strategy: name that begins messages.
+    """
+
+    def __init__(self, root: nn.Module, options: Mapping[str, str], strategy: str) -> None:
+        self._root = root
+        self._options = options
+        self._strategy = strategy
+        self._lengths: dict[str, tuple[list[Any], int]] = {}
+
+    def before_step(self) -> None:
+        """Note how long the lists are."""
+        values = self._root.__dict__.items()
+        self._lengths = {key: (value, len(value)) for key, value in values if type(value) is list}
+
+    def after_step(self, step: str, sizes: Sequence[int]) -> None:
+        """Combine what was appended.
+
+        Args:
+            step: name of the method that ran.
+            sizes: samples per chunk that ran.
+
+        Raises:
+            ConfigError: numbers were appended, and nothing is declared of them.
+        """
+        if len(sizes) == 1 or step not in _STEPS:
+            return
+        for name, (values, length) in self._lengths.items():
+            new = values[length:]
+            if not any(map(_is_number, new)) or self._root.__dict__.get(name) is not values:
+                continue
+            word = self._options.get(f"{step}.{name}")
+            if word is None or (word in ("mean", "sum") and len(new) % len(sizes)):
+                raise ConfigError(
+                    f"{self._strategy}: {step} appended {len(new)} values to {type(self._root).__name__}.{name}, some "
+                    f"for each of {len(sizes)} chunks of a batch, and they can be means or sums. Use self.log or a "
+                    f"torchmetrics metric, or set strategy.batch_dims={{{step}.{name}: mean or sum}} to have one value "
+                    "per batch, or list to have one per chunk."
+                )
+            if word in ("mean", "sum"):
+                values[length:] = _combined(new, sizes, word)
+
+
+def _is_number(value: Any) -> bool:
+    """Whether a value is a floating-point number; counts add up however a batch is cut."""
+    return isinstance(value, float) or (isinstance(value, Tensor) and not value.dim() and value.is_floating_point())
+
+
+def _combined(values: list[Any], sizes: Sequence[int], word: str) -> list[Any]:
+    """One value for all chunks, for each that a chunk has appended."""
+    weights = [size / sum(sizes) for size in sizes] if word == "mean" else [1.0] * len(sizes)
+    num = len(values) // len(sizes)
+    found: list[Any] = []
+    for i in range(num):
+        own = values[i::num]
+        device = own[0].device if isinstance(own[0], Tensor) else None
+        moved = [value.to(device) if isinstance(value, Tensor) else value for value in own]
+        found.append(sum(weight * value for weight, value in zip(weights, moved, strict=True)))
+    return found
