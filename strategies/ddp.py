@@ -32,6 +32,7 @@ from .data.predictions import in_loader_order
 from .data.sampling import Share
 from .distributed.base import MultiProcessStrategy
 from .distributed.device_blocks import num_processes, own_devices
+from .distributed.metric_steps import MetricSteps
 from .distributed.metric_sync import MetricSync
 from .distributed.options import verify_backend
 from .distributed.side_group import SideGroup
@@ -93,6 +94,8 @@ class DDPStrategy(MultiProcessStrategy):
         self._parts: set[float] = set()
         self._told_parts = False
         self._metrics: MetricSync | None = None
+        self.metric_steps: MetricSteps | None = None
+        """Computes the values that metrics have for one global batch; None before the run."""
         self._num_passes = 0
         self._num_evaluated: Counter[int] = Counter()
 
@@ -146,6 +149,8 @@ class DDPStrategy(MultiProcessStrategy):
         super().setup(trainer)
         self._metrics = MetricSync(self.root_device)
         self._metrics.start()
+        self.metric_steps = MetricSteps(whole=self.calls_metrics_once)
+        self.metric_steps.start()
         if self.devices_per_process > 1:
             assert self.lightning_module is not None
             self._replicas = RankReplicas(self.process_devices, self.precision_plugin, self._reduce_finished)
@@ -158,6 +163,11 @@ class DDPStrategy(MultiProcessStrategy):
                 "and each rank has only its own. Choose strategy=dp or strategy=single_device, or remove it and "
                 "return the loss from training_step."
             )
+
+    @property
+    def calls_metrics_once(self) -> bool:
+        """Whether a step calls a metric once, with all samples of this rank."""
+        return self.devices_per_process == 1
 
     def _new_structures(self) -> RunStructures:
         return RunStructures(self._batch_dims)
@@ -208,6 +218,11 @@ class DDPStrategy(MultiProcessStrategy):
         trainer = self._trainer
         assert trainer is not None
         assert self._metrics is not None
+        assert self.metric_steps is not None
+        share = self._share
+        self.metric_steps.begin_batch(
+            is_part=share is None or share.num < share.total, counts=share is None or share.num > 0
+        )
         num_trained = trainer.fit_loop.epoch_loop.batch_progress.total.ready
         if trainer.training:
             self._metrics.begin_batch((self._num_passes, num_trained, 0, 0))
@@ -451,6 +466,9 @@ class DDPStrategy(MultiProcessStrategy):
         if self._metrics is not None:
             self._metrics.end()
             self._metrics = None
+        if self.metric_steps is not None:
+            self.metric_steps.end()
+            self.metric_steps = None
         super().teardown()
 
 

@@ -59,6 +59,11 @@ class PipelineInRanks(PipelineStrategy, pl_strategies.DDPStrategy):
         assert self.parallel_devices is not None, "the trainer sets the devices"
         return own_devices(self.parallel_devices, self.local_rank, self.model_parallel_size)
 
+    @property
+    def calls_metrics_once(self) -> bool:
+        """Whether a step calls a metric once, with all samples of this rank."""
+        return self.stage_options.num_microbatches == 1
+
     @override
     def determine_ddp_device_ids(self) -> None:
         """Pass no device ids to DDP, which must not move the module."""

@@ -9,48 +9,21 @@ once, each part with the batch it belongs to:
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torchmetrics import Metric
-from torchmetrics.utilities import dim_zero_cat, dim_zero_max, dim_zero_mean, dim_zero_min, dim_zero_sum
+from torchmetrics.utilities import dim_zero_cat, dim_zero_max, dim_zero_min, dim_zero_sum
 from torchmetrics.utilities.distributed import gather_all_tensors
 from torchmetrics.wrappers import Running
 
 from ..core.errors import ConfigError
+from ._metric_states import BEFORE, Part, Place, Sent, combined, metric_classes
 from .store import RankError
-
-Place: TypeAlias = tuple[int, ...]
-"""Position of a global batch; places compare as the batches follow one another on one device."""
-
-_BEFORE: Place = ()
-"""Place of what a metric held before its first recorded batch."""
-
-
-class Part(NamedTuple):
-    """A part of one state of a metric.
-
-    Args:
-        state: name of the state.
-        place: the global batch it belongs to.
-        value: an element of a list state, a slice of a growing tensor, or the whole state.
-    """
-
-    state: str
-    place: Place
-    value: Any
-
-
-class _Sent(NamedTuple):
-    """What one rank sends of a metric."""
-
-    kind: str
-    num_updates: int
-    parts: list[Part]
 
 
 class _Content(NamedTuple):
@@ -94,7 +67,7 @@ class MetricSync:
 
         own = Metric._sync_dist
         # of the other classes with an exchange of their own, compositions have no states
-        for kind in [Metric, *(kind for kind in _subclasses(Metric) if "_gather_tuple_list" in vars(kind))]:
+        for kind in [Metric, *(kind for kind in set(metric_classes()) if "_gather_tuple_list" in vars(kind))]:
             self._replaced.append((kind, vars(kind).get("_sync_dist")))
             setattr(kind, "_sync_dist", sync_dist)  # noqa: B010
 
@@ -131,25 +104,19 @@ class MetricSync:
             ConfigError: the states can't be combined exactly.
         """
         window = self._windows.get(id(metric))
-        own = _Sent(type(metric).__name__, metric._update_count, self._parts(metric, window))
+        own = Sent(type(metric).__name__, metric._update_count, self._parts(metric, window))
         ranks = _gather(own, self._device, metric.device, group)
         if window is not None:
             ranks = _last_batches(ranks, window)
         reductions: dict[str, Any] = metric._reductions
         for name, reduction in reductions.items():
-            setattr(metric, name, _combined(metric, name, reduction, ranks))
+            setattr(metric, name, combined(metric, name, reduction, ranks))
 
     def _parts(self, metric: Metric, window: Running | None) -> list[Part]:
         if window is not None:
             return list(_window_parts(window, self._marks.get(id(window), [])))
         marks = self._marks.get(id(metric), [])
         return [part for name in metric._reductions for part in _cut(metric, name, marks)]
-
-
-def _subclasses(kind: type[Metric]) -> Iterator[type[Metric]]:
-    for child in kind.__subclasses__():
-        yield child
-        yield from _subclasses(child)
 
 
 def _growing(metric: Metric) -> list[str]:
@@ -172,7 +139,7 @@ def _cut(metric: Metric, name: str, marks: list[_Mark]) -> Iterator[Part]:
     """Cut a state into the parts of each batch."""
     state = getattr(metric, name)
     if name not in _growing(metric) or (isinstance(state, Tensor) and not state.dim()):
-        yield Part(name, _BEFORE, state)
+        yield Part(name, BEFORE, state)
         return
     for place, start, end in _ranges(marks, name, len(state)):
         if isinstance(state, Tensor):
@@ -186,7 +153,7 @@ def _ranges(marks: list[_Mark], name: str, size: int) -> Iterator[tuple[Place, i
     if any(mark.sizes[name] > size for mark in marks):
         marks = []  # reset after its last batch
     starts = [0, *(mark.sizes[name] for mark in marks)]
-    yield from zip([_BEFORE, *(mark.place for mark in marks)], starts, [*starts[1:], size], strict=True)
+    yield from zip([BEFORE, *(mark.place for mark in marks)], starts, [*starts[1:], size], strict=True)
 
 
 def _window_parts(window: Running, marks: list[_Mark]) -> Iterator[Part]:
@@ -194,7 +161,7 @@ def _window_parts(window: Running, marks: list[_Mark]) -> Iterator[Part]:
     seen = window._num_vals_seen
     for place, start, end in _ranges(marks, "", seen):
         for number in range(max(start, seen - window.window), end):
-            if place == _BEFORE or place[-1] < 0:
+            if place == BEFORE or place[-1] < 0:
                 raise ConfigError(
                     f"Running({type(window.base_metric).__name__}): the order of batches over ranks is unknown here. "
                     "Make the metric an attribute of the module, and update it in its steps; loaders without a "
@@ -206,7 +173,7 @@ def _window_parts(window: Running, marks: list[_Mark]) -> Iterator[Part]:
                     yield Part(name, (*place, number - start), value)
 
 
-def _last_batches(ranks: list[_Sent], window: Running) -> list[_Sent]:
+def _last_batches(ranks: list[Sent], window: Running) -> list[Sent]:
     """Keep the parts of the last updates of all ranks, as many as the window holds."""
     base = window.base_metric
     for name, reduction in base._reductions.items():
@@ -219,35 +186,7 @@ def _last_batches(ranks: list[_Sent], window: Running) -> list[_Sent]:
     return [rank._replace(parts=[part for part in rank.parts if part.place in places]) for rank in ranks]
 
 
-def _combined(metric: Metric, name: str, reduction: Callable[..., Any] | None, ranks: list[_Sent]) -> Any:
-    """Combine the ranks' parts of one state."""
-    default = metric._defaults[name]
-    found = [(part, rank) for rank, sent in enumerate(ranks) for part in sent.parts if part.state == name]
-    found.sort(key=lambda entry: (entry[0].place, entry[1]))
-    values = [part.value for part, _ in found]
-    if isinstance(default, list):
-        return reduction(values) if reduction is not None and values else values
-    if reduction is dim_zero_cat:
-        return dim_zero_cat(values)
-    if len({value.shape for value in values}) > 1:  # states that take their shape from the first update
-        values = [part.value for sent in ranks if sent.num_updates for part in sent.parts if part.state == name]
-    if not values:
-        return default.to(metric.device)
-    if reduction is dim_zero_mean:
-        _verify_equal(metric, name, values)
-    stacked = torch.stack(values)
-    return stacked if reduction is None else reduction(stacked)
-
-
-def _verify_equal(metric: Metric, name: str, values: list[Tensor]) -> None:
-    if not all(torch.allclose(value, values[0], rtol=0, atol=0, equal_nan=True) for value in values[1:]):
-        raise ConfigError(
-            f"{type(metric).__name__}: its state {name!r} is reduced by a plain mean over ranks, which have different "
-            "numbers of samples. Keep a sum and a count, each with dist_reduce_fx='sum'."
-        )
-
-
-def _gather(own: _Sent, device: torch.device, home: torch.device, group: Any) -> list[_Sent]:
+def _gather(own: Sent, device: torch.device, home: torch.device, group: Any) -> list[Sent]:
     """Gather what all ranks send: a description, which holds all that is no tensor, then the tensors as bytes.
 
     Args:
@@ -271,7 +210,7 @@ def _gather(own: _Sent, device: torch.device, home: torch.device, group: Any) ->
     return [own if i == rank else _with_content(head, received[i].to(home)) for i, head in enumerate(heads)]
 
 
-def _verify_alike(heads: list[_Sent]) -> None:
+def _verify_alike(heads: list[Sent]) -> None:
     for rank, head in enumerate(heads):
         if head.kind != heads[0].kind:
             raise RankError(
@@ -289,7 +228,7 @@ def _num_bytes(value: Any) -> int:
     return math.prod(value.shape) * value.dtype.itemsize if isinstance(value, _Content) else 0
 
 
-def _with_content(head: _Sent, content: Tensor) -> _Sent:
+def _with_content(head: Sent, content: Tensor) -> Sent:
     parts: list[Part] = []
     start = 0
     for part in head.parts:

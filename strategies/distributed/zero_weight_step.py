@@ -19,9 +19,14 @@ _NEUTRAL = {"mean": 0.0, "sum": 0.0, "max": float("-inf"), "min": float("inf")}
 
 @contextmanager
 def zero_weight_step(module: pl.LightningModule) -> Generator[None]:
-    """Run a step with weight zero: restores buffers and metric states, and gives logged values no weight."""
+    """Run a step with weight zero: it leaves no trace.
+
+    Buffers and metric states are restored, logged values get no weight, and what the step appended to lists of the
+    module (`self.training_step_outputs.append(...)`) is removed.
+    """
     buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
     metrics = [(metric, _metric_state(metric)) for metric in module.modules() if isinstance(metric, Metric)]
+    lists = [(value, len(value)) for value in vars(module).values() if type(value) is list]
     synced = [layer for layer in module.modules() if isinstance(layer, SyncedBatchNorm)]
     for layer in synced:
         layer.counts = False
@@ -33,6 +38,8 @@ def zero_weight_step(module: pl.LightningModule) -> Generator[None]:
             layer.counts = True
         for buffer, value in buffers:
             buffer.data.copy_(value)  # hidden from autograd: BatchNorm's backward, with weight 0 here, needs them
+        for value, length in lists:
+            del value[length:]
         for metric, state in metrics:
             vars(metric).update(state)
 

@@ -20,6 +20,7 @@ from torchmetrics import Metric
 
 from ...strategies.distributed.store import RankError
 from ._eval_step_sync import Step
+from ._hook_values import verify_hook_values
 from ._rank_log import GIVEN, GivenSizes, are_constants
 
 _META = (
@@ -79,6 +80,7 @@ def share(trainer: pl.Trainer, results: _ResultCollection, steps: list[Step]) ->
 
     Raises:
         RankError: ranks logged different keys with `sync_dist=True`; the message names rank and key.
+        ConfigError: the sanity check shows that ranks disagree on a value of an epoch's hook; the message names it.
     """
     if not is_shared_by(trainer):
         return [steps]
@@ -87,6 +89,7 @@ def share(trainer: pl.Trainer, results: _ResultCollection, steps: list[Step]) ->
     gathered: list[Any] = gather(({key: _tell(metric) for key, metric in own.items()}, steps))
     told: list[dict[str, dict[str, Any]]] = [keys for keys, _ in gathered]
     _verify_keys(told)
+    verify_hook_values(trainer, told)
     for key in dict.fromkeys(key for entries in told for key in entries):
         entries = [entries[key] for entries in told if key in entries]
         metric = own.get(key) or _stand_in(trainer, results, key, entries[0])

@@ -11,10 +11,13 @@ import pytorch_lightning as pl
 import torch
 from pytorch_lightning.trainer.connectors.logger_connector.result import _ResultCollection, _ResultMetric
 from torch import Tensor
+from torchmetrics import Metric
 
 from ...strategies.batch.given_sizes import constant_of
 from ...strategies.data.loaders import positions
 from ...strategies.data.sampling import Share
+from ...strategies.distributed.metric_steps import MetricSteps, Sent
+from ._metric_values import has_step_value
 
 NUM_SAMPLES = "num_samples"
 """Attribute of a result entry that holds the number of samples of its last value."""
@@ -29,7 +32,8 @@ class Value:
         num: the `batch_size` that it was logged with, or else its number of samples.
         constant: the same, if it may be a constant for the whole batch.
         samples: its number of samples.
-        kind: how ranks are combined: `mean`, `sum`, `max`, `min`, or `own` for rank 0's own value.
+        kind: how ranks are combined: `mean`, `sum`, `max`, `min`, `metric`, or `own` for rank 0's own value.
+        metric: for the kind `metric`, the name of the metric in the module, and its states for this rank's samples.
     """
 
     value: Tensor | float
@@ -37,6 +41,7 @@ class Value:
     constant: float | None
     samples: float
     kind: str
+    metric: tuple[str, list[Sent]] | None = None
 
 
 Step: TypeAlias = tuple[int, int, dict[str, dict[str, Any]]]
@@ -62,17 +67,20 @@ class EvalStepSync:
         count = len(self._steps)
         index = count if places is None else places[count] // trainer.world_size
         share: Share | None = getattr(results, "share", None)
+        steps: MetricSteps | None = getattr(trainer.strategy, "metric_steps", None)
         logged = {
-            results._forked_name(metric, True)[1]: _kept(metric, share)
+            results._forked_name(metric, True)[1]: _kept(metric, share, steps)
             for _, metric in results.valid_items()
-            if metric.meta.on_step and metric.meta.logger and isinstance(metric._forward_cache, Tensor)
+            if metric.meta.on_step
+            and metric.meta.logger
+            and (has_step_value(metric, steps) or isinstance(metric._forward_cache, Tensor))
         }
         self._steps.append((index, step, logged))
 
     def take(self) -> list[Step]:
         """Return all steps kept so far as plain data, and clear them."""
         steps, self._steps = self._steps, []
-        kept = [value for _, _, logged in steps for value in logged.values()]
+        kept = [value for _, _, logged in steps for value in logged.values() if value.metric is None]
         if kept:
             numbers = torch.stack([torch.as_tensor(value.value, dtype=torch.float64, device="cpu") for value in kept])
             for value, number in zip(kept, numbers.tolist(), strict=True):
@@ -80,7 +88,11 @@ class EvalStepSync:
         return [(index, step, {name: asdict(value) for name, value in logged.items()}) for index, step, logged in steps]
 
 
-def _kept(metric: _ResultMetric, share: Share | None) -> Value:
+def _kept(metric: _ResultMetric, share: Share | None, steps: MetricSteps | None) -> Value:
+    if steps is not None and has_step_value(metric, steps):
+        own: Any = metric.value
+        states = steps.states(own)
+        return Value(0.0, 0, None, 0, "metric", (metric.meta.metric_attribute or "", states))
     shared = metric.is_tensor and metric.meta.sync.should and not metric.meta.sync.rank_zero_only
     value: Any = metric._forward_cache
     num = vars(metric).get(NUM_SAMPLES, 1)
@@ -88,11 +100,15 @@ def _kept(metric: _ResultMetric, share: Share | None) -> Value:
     return Value(value, num, constant_of(num), samples, metric.meta.reduce_fx.__name__ if shared else "own")
 
 
-def combine(ranks: list[list[Step]]) -> list[tuple[int, dict[str, float]]]:
+def combine(
+    ranks: list[list[Step]], module: pl.LightningModule, metric_steps: MetricSteps | None
+) -> list[tuple[int, dict[str, float]]]:
     """Combine the ranks' steps.
 
     Args:
         ranks: each rank's steps.
+        module: the module that holds the metrics.
+        metric_steps: computes the values of metrics.
 
     Returns:
         Step for the loggers (rank 0's, continued where only other ranks had a batch) and values by name, in order.
@@ -104,8 +120,17 @@ def combine(ranks: list[list[Step]]) -> list[tuple[int, dict[str, float]]]:
         step = numbers.get(index, combined[-1][0] + 1 if combined else 0)
         parts = [logged for steps in ranks for other, _, logged in steps if other == index]
         names = dict.fromkeys(name for logged in parts for name in logged)
-        combined.append((step, {name: _over_ranks([part[name] for part in parts if name in part]) for name in names}))
+        logged = {name: [part[name] for part in parts if name in part] for name in names}
+        combined.append((step, {name: _value(values, module, metric_steps) for name, values in logged.items()}))
     return combined
+
+
+def _value(values: list[dict[str, Any]], module: pl.LightningModule, metric_steps: MetricSteps | None) -> float:
+    if values[0]["metric"] is None or metric_steps is None:
+        return _over_ranks(values)
+    metric = module.get_submodule(values[0]["metric"][0])
+    assert isinstance(metric, Metric)
+    return float(metric_steps.value(metric, [value["metric"][1] for value in values]))
 
 
 def _over_ranks(values: list[dict[str, Any]]) -> float:

@@ -14,15 +14,18 @@ from pytorch_lightning.trainer.connectors.logger_connector import _LoggerConnect
 from pytorch_lightning.trainer.connectors.logger_connector.result import _ResultCollection
 from pytorch_lightning.utilities.data import _extract_batch_size, extract_batch_size
 from torch import Tensor
+from torchmetrics import Metric
 from typing_extensions import override
 
 from ...strategies.batch.loss_weight import WeighedLoss
 from ...strategies.core.errors import ConfigError
 from ...strategies.core.types import Batch
 from ...strategies.data.sampling import Share
+from ...strategies.distributed.metric_steps import MetricSteps
 from ._empty_ranks import fill_empty
 from ._epoch_sync import is_shared_by, own_values, share
-from ._eval_step_sync import NUM_SAMPLES, EvalStepSync, combine
+from ._eval_step_sync import NUM_SAMPLES, EvalStepSync, Step, combine
+from ._metric_values import share_step_values
 from ._rank_log import GIVEN, GivenSizes, Logged, reweigh_losses
 from .slots import Slot
 from .step_sync import StepSync
@@ -56,6 +59,11 @@ class LeanResults(_ResultCollection):
             through = self.deferred.through(kwargs["sync_dist_fn"])
             kwargs["sync_dist_fn"] = through if self.training else self._reduce_evaluated
             self.deferred.waits = self.defers
+            if kwargs.get("on_step") and isinstance(value, Metric) and self.connector is not None:
+                steps: MetricSteps | None = getattr(self.connector.trainer.strategy, "metric_steps", None)
+                if steps is not None and value._forward_cache is not None:
+                    steps.verify_whole(name)
+                self.waits_for_epoch |= steps is not None and not self.training
         # pyright can't resolve Lightning's `torch.compiler.disable`
         super().log(fx, name, value, *args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
         self.deferred.waits = False
@@ -187,6 +195,8 @@ class LeanLoggerConnector(_LoggerConnector):
             results.settle()
             fill_empty(strategy, results, results.share.num)
         if results.tracked:
+            if results.training:
+                share_step_values(strategy, results.tracked)
             results.tracked.clear()
 
     def finish_batch(self, results: LeanResults) -> None:
@@ -272,10 +282,15 @@ class LeanLoggerConnector(_LoggerConnector):
         if results is not None:
             results.connector = self
             results.settle()
-            for step, values in combine(share(self.trainer, results, self._evaluated.take())):
+            for step, values in self._combined(share(self.trainer, results, self._evaluated.take())):
                 self.log_metrics(
                     {name: torch.tensor(value, dtype=torch.float64) for name, value in values.items()}, step=step
                 )
+
+    def _combined(self, ranks: list[list[Step]]) -> list[tuple[int, dict[str, float]]]:
+        """Combine what the ranks have logged by step in evaluation."""
+        steps = getattr(self.trainer.strategy, "metric_steps", None)
+        return combine(ranks, self.trainer.lightning_module, steps)
 
     @override
     def reset_results(self) -> None:

@@ -1,0 +1,74 @@
+"""States of torchmetrics metrics as ranks send them, and how they are combined."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+from torchmetrics import Metric
+from torchmetrics.utilities import dim_zero_cat, dim_zero_mean
+
+from ..core.errors import ConfigError
+
+Place: TypeAlias = tuple[int, ...]
+"""Position of a global batch; places compare as the batches follow one another on one device."""
+
+BEFORE: Place = ()
+"""Place of what a metric held before its first recorded batch."""
+
+
+class Part(NamedTuple):
+    """A part of one state of a metric.
+
+    Args:
+        state: name of the state.
+        place: the global batch it belongs to.
+        value: an element of a list state, a slice of a growing tensor, or the whole state.
+    """
+
+    state: str
+    place: Place
+    value: Any
+
+
+class Sent(NamedTuple):
+    """What one rank sends of a metric."""
+
+    kind: str
+    num_updates: int
+    parts: list[Part]
+
+
+def metric_classes(kind: type[Metric] = Metric) -> Iterator[type[Metric]]:
+    """Yield a class of metrics and all classes derived from it."""
+    yield kind
+    for child in kind.__subclasses__():
+        yield from metric_classes(child)
+
+
+def combined(metric: Metric, name: str, reduction: Callable[..., Any] | None, ranks: Sequence[Sent]) -> Any:
+    """Combine the ranks' parts of one state."""
+    default = metric._defaults[name]
+    found = [(part, rank) for rank, sent in enumerate(ranks) for part in sent.parts if part.state == name]
+    found.sort(key=lambda entry: (entry[0].place, entry[1]))
+    values = [part.value for part, _ in found]
+    if isinstance(default, list):
+        return reduction(values) if reduction is not None and values else values
+    if reduction is dim_zero_cat:
+        return dim_zero_cat(values)
+    if len({value.shape for value in values}) > 1:  # states that take their shape from the first update
+        values = [part.value for sent in ranks if sent.num_updates for part in sent.parts if part.state == name]
+    if not values:
+        return default.to(metric.device)
+    if reduction is dim_zero_mean:
+        _verify_equal(metric, name, values)
+    stacked = torch.stack(values)
+    return stacked if reduction is None else reduction(stacked)
+
+
+def _verify_equal(metric: Metric, name: str, values: list[Tensor]) -> None:
+    if not all(torch.allclose(value, values[0], rtol=0, atol=0, equal_nan=True) for value in values[1:]):
+        raise ConfigError(
+            f"{type(metric).__name__}: its state {name!r} is reduced by a plain mean over ranks, which have different "
+            "numbers of samples. Keep a sum and a count, each with dist_reduce_fx='sum'."
+        )

@@ -1,0 +1,200 @@
+"""Values of metrics for one global batch, of which each rank has updated its metric with its own part.
+
+`forward` of a torchmetrics metric returns the value of the samples it is given. On a rank these are a part of the
+batch, which may be too small for a value (R2Score needs two samples); whoever logs the metric itself does
+not ask for it.
+"""
+
+import warnings
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor
+from torchmetrics import Metric
+from typing_extensions import override
+
+from ..core.errors import ConfigError
+from ..core.patching import replaced
+from ._metric_states import Part, Sent, combined, metric_classes
+
+
+class NoValueError(ConfigError):
+    """The value of a rank's part of a batch is used, but can't be computed."""
+
+
+class NoValue(Tensor):
+    """Stands for the value of a rank's part of a batch that can't be computed; using it raises."""
+
+    reason = ""
+
+    @classmethod
+    @override
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        reason = next(arg.reason for arg in (*args, *(kwargs or {}).values()) if isinstance(arg, NoValue))
+        raise NoValueError(reason)
+
+    @override
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"NoValue({self.reason})"
+
+
+class MetricSteps:
+    """Records what `forward` of every metric is given in a step.
+
+    Args:
+        whole: whether a step calls a metric once, with all samples of this rank; not so with replicas or micro-batches.
+    """
+
+    def __init__(self, whole: bool) -> None:
+        self.whole = whole
+        self._inputs: dict[int, tuple[tuple[Any, ...], dict[str, Any]]] = {}
+        self._keeps: set[int] = set()
+        self._copies: dict[int, tuple[Metric, Metric]] = {}
+        self._open: set[int] = set()
+        self._replaced: list[tuple[type[Metric], Any]] = []
+        self._is_part = self._counts = False
+        self._told: set[str] = set()
+
+    def start(self) -> None:
+        """Record the calls of every metric of the process."""
+        own = {kind for kind in metric_classes() if "forward" in vars(kind)}
+        for kind in (kind for kind in own if not kind.__module__.startswith(("pytorch_lightning", "lightning"))):
+            forward = kind.forward
+            self._replaced.append((kind, forward))
+            setattr(kind, "forward", self._recording(forward))  # noqa: B010
+
+    def end(self) -> None:
+        """Restore the metrics' own methods."""
+        for kind, forward in self._replaced:
+            setattr(kind, "forward", forward)  # noqa: B010
+        self._replaced.clear()
+        self.begin_batch(is_part=False, counts=False)
+
+    def begin_batch(self, is_part: bool, counts: bool) -> None:
+        """Forget the last batch.
+
+        Args:
+            is_part: whether this rank has only a part of the next one.
+            counts: whether it has any samples of it.
+        """
+        self._inputs.clear()
+        self._keeps.clear()
+        self._is_part, self._counts = is_part, counts
+
+    def recorded(self, metric: Metric) -> bool:
+        """Whether the step has called `forward` of a metric, and the metric keeps its value (Running does not)."""
+        return id(metric) in self._keeps
+
+    def verify_whole(self, name: str) -> None:
+        """Refuse to compute the values of steps that call copies of a metric, each with a part of the samples.
+
+        Args:
+            name: name under which the metric is logged.
+        """
+        if not self.whole:
+            raise ConfigError(
+                f"self.log({name!r}, <a metric>, on_step=True, sync_dist=True): the value of a global batch can't be "
+                "computed where a rank calls its metric once per device or micro-batch. Log it with on_step=False, or "
+                "use one device per process and no micro-batches."
+            )
+
+    def states(self, metric: Metric) -> list[Sent]:
+        """Compute the states of a metric and the metrics in it for this rank's part of the batch.
+
+        Args:
+            metric: a metric that the step has called, on all ranks.
+        """
+        copy = self._copy(metric)
+        copy.reset()
+        if self._counts:
+            args, kwargs = self._inputs[id(metric)]
+            with torch.no_grad():
+                copy.update(*args, **kwargs)
+        return [_sent(part) for part in copy.modules() if isinstance(part, Metric)]
+
+    def value(self, metric: Metric, ranks: Sequence[list[Sent]]) -> Any:
+        """Compute the metric's value from the states of all ranks for a batch."""
+        copy = self._copy(metric)
+        parts = [part for part in copy.modules() if isinstance(part, Metric)]
+        for part, sent in zip(parts, zip(*ranks, strict=True), strict=True):
+            reductions: dict[str, Any] = part._reductions
+            for name, reduction in reductions.items():
+                setattr(part, name, combined(part, name, reduction, sent))
+            part._update_count, part._computed = max(rank.num_updates for rank in sent), None
+        copy.to(metric.device)
+        with torch.no_grad():
+            value = copy.compute()
+        copy.reset()
+        return value
+
+    def _copy(self, metric: Metric) -> Metric:
+        if id(metric) not in self._copies:
+            self._copies[id(metric)] = (metric, metric.clone())
+        copy = self._copies[id(metric)][1].to(metric.device)
+        for part in copy.modules():
+            if isinstance(part, Metric):
+                part._to_sync = False
+        return copy
+
+    def _recording(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def recorded(metric: Metric, *args: Any, **kwargs: Any) -> Any:
+            if id(metric) in self._open:  # a class that calls its parent's forward
+                return forward(metric, *args, **kwargs)
+            self._open.add(id(metric))
+            try:
+                self._inputs[id(metric)] = apply_to_collection((args, kwargs), Tensor, Tensor.detach)
+                value = self._forward(metric, partial(forward, metric, *args, **kwargs))
+                if isinstance(value, NoValue) or metric._forward_cache is not None:
+                    self._keeps.add(id(metric))
+                return value
+            finally:
+                self._open.discard(id(metric))
+
+        return recorded
+
+    def _forward(self, metric: Metric, forward: Callable[[], Any]) -> Any:
+        if not self._is_part:
+            return forward()
+        with replaced(metric, "compute", partial(self._compute, metric, metric.compute)):
+            try:
+                value = forward()
+            except NoValueError as exc:  # of a metric within this one
+                value = _no_value(str(exc))
+        if isinstance(value, NoValue):
+            metric._forward_cache = None
+        return value
+
+    def _compute(self, metric: Metric, compute: Callable[[], Any]) -> Any:
+        try:
+            return compute()
+        except NoValueError:
+            raise
+        except (ValueError, RuntimeError, IndexError, ZeroDivisionError) as exc:
+            name = type(metric).__name__
+            reason = (
+                f"{name}: a value of this rank's part of the batch can't be computed ({exc}). Call {name}.update(...) "
+                "if only the epoch's value is wanted, or log the metric itself with sync_dist=True, which computes a "
+                "step's value over all ranks."
+            )
+            if reason not in self._told:
+                warnings.warn(reason, stacklevel=2)
+                self._told.add(reason)
+            return _no_value(reason)
+
+
+def _no_value(reason: str) -> NoValue:
+    value = torch.zeros(()).as_subclass(NoValue)
+    value.reason = reason
+    return value
+
+
+def _sent(metric: Metric) -> Sent:
+    parts: list[Part] = []
+    for name in metric._reductions:
+        state: Any = getattr(metric, name)
+        values = state if isinstance(state, list) else [state]
+        parts += [Part(name, (), value.cpu() if isinstance(value, Tensor) else value) for value in values]
+    return Sent(type(metric).__name__, metric._update_count, parts)
