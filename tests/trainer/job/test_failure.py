@@ -143,6 +143,7 @@ def test_a_rank_that_fails_after_another_says_no_more_than_that(
         run_rank(cfg, rank=1, num_processes=2)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("full", ["0", "1"])
 def test_the_command_shows_the_users_frames_and_the_rest_on_request(tmp_path: Path, full: str) -> None:
     # 89 lines of Hydra, Lightning, torch and this project stood around the user's two.

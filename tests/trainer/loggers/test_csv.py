@@ -38,6 +38,7 @@ def run_script(*arguments: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "options",
     [("ddp", "lightnings"), ("ddp", "lightnings", "version", "used"), ("ddp", "version", "used"), ("single_device",)],
