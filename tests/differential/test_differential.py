@@ -17,8 +17,8 @@ from .cases import Case, Spread, brief
 from .draw import CASES, SPREADS, drawable
 from .hunting import Hunt
 
-FAST = {"single_device": 20, "dp": 20, "balanced_dp": 12, "model_parallel": 16, "ddp": 12, "balanced_ddp": 8,
-        "ddp_model_parallel": 4}  # fmt: skip
+FAST = {"single_device": 10, "dp": 12, "balanced_dp": 6, "model_parallel": 8, "ddp": 6, "balanced_ddp": 4,
+        "ddp_model_parallel": 2}  # fmt: skip
 """Cases per strategy in every run of the tests."""
 NUM_CASES = int(os.environ.get("DIFFERENTIAL_CASES", "250"))
 SEED = int(os.environ.get("DIFFERENTIAL_SEED", "0"))
