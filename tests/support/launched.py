@@ -80,3 +80,19 @@ class Raises(Told):
         if self.trainer.global_step == 3:
             raise KeyError(f"rank {self.global_rank} had enough")
         return super().training_step(batch, batch_idx)
+
+
+class Diverges(Told):
+    """Every loss is nan."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx) * float("nan")
+        self.log("val/loss", loss.detach())
+        return loss
+
+
+class Silent(Told):
+    """Forgets to return its loss."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        super().training_step(batch, batch_idx)

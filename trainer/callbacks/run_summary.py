@@ -9,6 +9,7 @@ from pytorch_lightning.trainer.states import TrainerFn
 from typing_extensions import override
 
 from ...strategies.batch.chunks import num_samples
+from ..checkpoint.nan import has_nan
 from .device_monitor import gather_peak_memory_mib, reset_peak_memory
 from .step_times import DDPTimes, StepClock
 
@@ -21,13 +22,14 @@ class RunSummary(pl.Callback):
     of rank 0. Each step only reads the host's clock twice, without device synchronization or communication.
 
     After `fit`, `samples_per_s`, `global_batch` (samples) and `peak_memory_mib` (per device) hold the figures over all
-    processes.
+    processes, and `diverged` tells whether the weights contain nan.
     """
 
     def __init__(self) -> None:
         self.samples_per_s: float | None = None
         self.global_batch: int | None = None
         self.peak_memory_mib: list[float] = []
+        self.diverged = False
         self._clock = StepClock()
         self._own_samples = 0
         self._first_batch = 0
@@ -77,12 +79,17 @@ class RunSummary(pl.Callback):
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         clock, strategy = self._clock, trainer.strategy
         clock.pause()
-        # this callback's only collectives, after the last step
+        # collectives, after the last step
         counts = torch.tensor([self._own_samples, self._first_batch], device=strategy.root_device)
         samples, batch = strategy.reduce(counts, reduce_op="sum").tolist()
         self.global_batch = batch or None
         self.samples_per_s = samples / clock.seconds if samples and clock.seconds else None
         self.peak_memory_mib = gather_peak_memory_mib(strategy)
+
+    @override
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        # also of a run that was resumed after its end, and takes no step
+        self.diverged = trainer.strategy.reduce_boolean_decision(has_nan(pl_module), all=False)
 
     def _log(self, trainer: pl.Trainer, step: int) -> None:
         """Log the means since the last log point; with accumulation, at the first batch of the step."""

@@ -1,5 +1,6 @@
 """Decide when checkpoints are saved, which are kept, and how they are named."""
 
+import logging
 import re
 import warnings
 from collections.abc import Iterable
@@ -20,6 +21,9 @@ from ...strategies.core.errors import ConfigError
 from ._interval import Interval
 from .file_io import VerifiedCheckpointIO, remove_leftovers
 from .find import find_newest, good_or_newest
+from .nan import has_nan
+
+log = logging.getLogger(__name__)
 
 __all__ = ["Checkpoint", "find_newest", "good_or_newest"]
 
@@ -33,7 +37,9 @@ class Checkpoint(ModelCheckpoint):
 
     With this project's trainer a checkpoint is written between two batches or after the epoch, when validation, logging
     and all callbacks are done, so that it resumes exactly (`clean_points.py`). A best checkpoint is saved only with the
-    weights that its score belongs to: a validation metric counts right after a validation.
+    weights that its score belongs to: a validation metric counts right after a validation. A state whose score is nan,
+    or whose weights contain nan, is never one of the best; with `save_top_k=-1` its file is kept, and `last.ckpt` has
+    it too.
 
     Args:
         dirpath: directory of the files. None takes the logger's, as Lightning does.
@@ -102,6 +108,7 @@ class Checkpoint(ModelCheckpoint):
         self._io: VerifiedCheckpointIO | None = None
         self._saved_now = ""
         self._scores: dict[str, Tensor] = {}
+        self._told_of_nan = False
 
     # When to save
 
@@ -218,6 +225,20 @@ class Checkpoint(ModelCheckpoint):
         logged = {value.meta.name for value in trainer.fit_loop.epoch_loop._results.values()}
         ends = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
         return ends or str(self.monitor).removesuffix("_epoch") not in logged
+
+    @override
+    def _save_topk_checkpoint(self, trainer: pl.Trainer, monitor_candidates: dict[str, Tensor]) -> None:
+        score = monitor_candidates.get(self.monitor) if self.monitor is not None else None
+        nan = (score is not None and bool(score.isnan())) or has_nan(trainer.lightning_module)
+        if self.save_top_k == 0 or not trainer.strategy.reduce_boolean_decision(nan, all=False):
+            super()._save_topk_checkpoint(trainer, monitor_candidates)
+            return
+        if trainer.is_global_zero and not self._told_of_nan:
+            what = "the weights contain nan" if score is None or not score.isnan() else f"{self.monitor} is nan"
+            log.warning("Step %d: %s, so this state is not kept as one of the best.", trainer.global_step, what)
+        self._told_of_nan = True
+        if self.save_top_k == -1:
+            self._save_checkpoint(trainer, self._get_metric_interpolated_filepath_name(monitor_candidates, trainer))
 
     @override
     def _save_checkpoint(self, trainer: pl.Trainer, filepath: str) -> None:

@@ -1,12 +1,13 @@
 """Print the summary table of a finished run."""
 
+import math
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ..job.result import Result, short_path
+from ..job.result import DIVERGED, Result, short_path
 
 
 def summary_rows(result: Result) -> list[tuple[str, str]]:
@@ -24,11 +25,18 @@ def summary_rows(result: Result) -> list[tuple[str, str]]:
         ("speed", "" if result.samples_per_s is None else f"{result.samples_per_s:,.0f} samples/s"),
         ("peak memory", memory_text(result.peak_memory_mib)),
         ("best checkpoint", short_path(result.best_checkpoint)),
+        ("nan", ", ".join(what_is_nan(result))),
         ("predictions", short_path(result.predictions)),
         *((name, f"{value:.4f}") for name, value in sorted(result.metrics.items()) if is_shown(name, result)),
         ("run directory", short_path(result.run_dir)),
     ]
     return [(label, value) for label, value in rows if value]
+
+
+def what_is_nan(result: Result) -> list[str]:
+    """The weights, if they contain nan, and the names of metrics that are nan."""
+    weights = ["the weights"] if result.status == DIVERGED else []
+    return weights + sorted(name for name, value in result.metrics.items() if math.isnan(value))
 
 
 def shares_text(metrics: dict[str, float]) -> str:
@@ -54,7 +62,8 @@ def is_shown(name: str, result: Result) -> bool:
 def show_summary(result: Result, log_dir: str = "logs") -> None:
     """Print the summary table and the command that opens TensorBoard."""
     rows = summary_rows(result)
-    table = Table(title=f"{result.mode} finished", show_header=False, title_justify="left")
+    ended = "diverged: its weights contain nan" if result.status == DIVERGED else "finished"
+    table = Table(title=f"{result.mode} {ended}", show_header=False, title_justify="left")
     for label, value in rows:
         table.add_row(label, Text(value, no_wrap=True))
     # wide enough for whole paths: a truncated path can't be pasted

@@ -17,6 +17,7 @@ from pytorch_lightning.utilities.exceptions import MisconfigurationException
 
 from ...strategies import ConfigError
 from ..job.failure import sentence_of, users_frames
+from ..job.result import DIVERGED
 from ..launch import cluster
 from ..launch.environment import WorkerError, environment
 from ..launch.launcher import run_rank
@@ -45,7 +46,7 @@ def main(config_dir: str | Path | None = None, config_name: str = "train") -> No
         try:
             return run_job(cfg)
         except (ConfigError, WorkerError, MisconfigurationException) as exc:
-            if wants_traceback or HydraConfig.get().mode is RunMode.MULTIRUN:
+            if wants_traceback or in_sweep():
                 raise  # Hydra reports which job of the sweep failed
             sys.exit(explain(exc))
 
@@ -87,7 +88,11 @@ def follow(started_by: ClusterEnvironment) -> None:
 
 
 def run_job(cfg: DictConfig) -> float | None:
-    """Run one job, print its summary table, and return the monitored metric, which Hydra's sweepers optimize."""
+    """Run one job, print its summary table, and return the monitored metric, which Hydra's sweepers optimize.
+
+    Raises:
+        SystemExit: the weights contain nan. In a sweep the other jobs go on.
+    """
     if cfg.mode in ADVISORY_MODES:
         from ._modes import run_advisory_mode  # slow to import
 
@@ -95,7 +100,17 @@ def run_job(cfg: DictConfig) -> float | None:
         return None
     result = train(cfg)
     show_summary(result, cfg.log_dir)
+    if result.status == DIVERGED and not in_sweep():
+        sys.exit(
+            "Error: Training diverged: the weights contain nan. Lower the learning rate or set "
+            "trainer.gradient_clip_val; trainer.detect_nonfinite=raise stops at the first such step."
+        )
     return result.monitored
+
+
+def in_sweep() -> bool:
+    """Whether this is a job of a multirun."""
+    return HydraConfig.initialized() and HydraConfig.get().mode is RunMode.MULTIRUN
 
 
 def explain(exc: Exception) -> str:

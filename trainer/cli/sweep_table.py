@@ -3,6 +3,7 @@
 import csv
 import importlib.util
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from typing_extensions import override
 
-from ..job.result import FAILED, RESULT_FILE, Result
+from ..job.result import DIVERGED, FAILED, RESULT_FILE, Result
 
 log = logging.getLogger(__name__)
 
@@ -174,8 +175,12 @@ def write_csv(path: Path, jobs: Sequence[Job]) -> None:
 
 
 def best_job(jobs: Sequence[Job]) -> Job | None:
-    """The job with the best monitored metric; None if no job has one or they monitor different metrics."""
-    scored = [(job.result.monitored, job) for job in jobs if job.result and job.result.monitored is not None]
+    """The job with the best monitored metric; None if no job has one or they monitor different metrics.
+
+    A job that diverged is never the best.
+    """
+    values = [(job.result.monitored, job) for job in jobs if job.result and job.result.status != DIVERGED]
+    scored = [(value, job) for value, job in values if value is not None and not math.isnan(value)]
     if len({job.result.monitor for _, job in scored if job.result}) != 1:
         return None
     choose = max if scored[0][1].maximizes else min

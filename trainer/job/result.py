@@ -8,7 +8,7 @@ from pathlib import Path
 
 RESULT_FILE = "result.json"
 
-FINISHED, FAILED = "finished", "failed"
+FINISHED, DIVERGED, FAILED = "finished", "diverged", "failed"
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,8 @@ class Result:
         last_checkpoint: path of the newest checkpoint; None if none was kept.
         predictions: path of the predictions (`torch.load` with `weights_only=True`) after mode=predict.
         peak_memory_mib: peak training memory in MiB of every device of all processes; on the CPU of the process.
-        status: `finished` or `failed`. Of a failed run there are the reason, mode, strategy and directory only.
+        status: `finished`; `diverged` if all steps were taken, but the weights contain nan; or `failed`. Of a failed
+            run there are the reason, mode, strategy and directory only.
         reason: why the run failed, in one sentence or as the exception's name and text.
         failed_rank: the rank that failed first.
         failed_at: local time of the failure.

@@ -22,7 +22,7 @@ from ..loggers.custom_scalars import OUR_OWN
 from ..loggers.hparams import hyperparameters, in_order, overridden
 from ..loggers.tensorboard import TensorBoardLogger
 from .batch_size_search import find_batch_size
-from .result import Result
+from .result import DIVERGED, FINISHED, Result
 from .signals import graceful_stop
 
 
@@ -205,6 +205,11 @@ def fit(parts: Parts, cfg: DictConfig, checkpoint: str | None) -> dict[str, floa
             "Nothing was trained: the training loader is empty. Give it samples; with drop_last=True, at least "
             "batch_size of them."
         )
+    if getattr(trainer.fit_loop, "took_no_step", False):
+        raise ConfigError(
+            "Nothing was trained: training_step returned None for every batch, so no optimizer step was taken. Return "
+            "the loss; if training_step steps the optimizers itself, set automatic_optimization=False in the module."
+        )
     if trainer._signal_connector.received_sigterm or getattr(trainer.strategy, "stop_signal", None) is not None:
         raise SIGTERMException  # received after the last step: training is complete, and nothing follows it
     metrics = final_metrics(trainer)
@@ -250,6 +255,7 @@ def collect(parts: Parts, cfg: DictConfig, metrics: dict[str, float], prediction
         last_checkpoint=parts.last_checkpoint,
         predictions=predictions,
         peak_memory_mib=parts.summary.peak_memory_mib,
+        status=DIVERGED if parts.summary.diverged else FINISHED,
     )
 
 

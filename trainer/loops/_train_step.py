@@ -185,6 +185,8 @@ class TrainStep:
                 "ranks would wait for this rank's gradients. Return a loss on every rank, zero if there is nothing to "
                 "train on."
             )
+        automatic: Any = self.automatic
+        automatic.num_none += 1
         zero_grad = (lambda: self._zero_grad(batch_idx)) if first else None
         Closure(step_fn=lambda: ClosureResult(None), zero_grad_fn=zero_grad)()  # warns
         return {}

@@ -19,6 +19,7 @@ from pytorch_lightning.loops.prediction_loop import _PredictionLoop
 from pytorch_lightning.loops.training_epoch_loop import _TrainingEpochLoop
 from pytorch_lightning.trainer.connectors.checkpoint_connector import _CheckpointConnector
 from pytorch_lightning.trainer.states import RunningStage, TrainerFn
+from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -43,7 +44,42 @@ class ExactCheckpointConnector(ExactCheckpoints, _CheckpointConnector):
 
 
 class LeanFitLoop(ResumingFitLoop, _FitLoop):
-    """The loop over epochs."""
+    """The loop over epochs.
+
+    Attributes:
+        took_no_step: whether `training_step` returned None for every batch of the run.
+    """
+
+    took_no_step = False
+    _batches_before = 0
+
+    @override
+    def on_run_start(self) -> None:
+        super().on_run_start()
+        self._batches_before = self._batches_begun()
+        self.took_no_step = False
+        self._automatic.num_none = 0
+
+    @override
+    def on_run_end(self) -> None:
+        batches = self._batches_begun() - self._batches_before
+        self.took_no_step = 0 < batches == self._automatic.num_none
+        if self.took_no_step:
+            rank_zero_warn(
+                f"`training_step` returned None for each of {batches} batches, so no optimizer step was taken. Return "
+                "the loss."
+            )
+        super().on_run_end()
+
+    @property
+    def _automatic(self) -> "WeighedAutomaticOptimization":
+        automatic = self.epoch_loop.automatic_optimization
+        assert isinstance(automatic, WeighedAutomaticOptimization)
+        return automatic
+
+    def _batches_begun(self) -> int:
+        total: Any = self.epoch_loop.batch_progress.total
+        return total.started
 
 
 class LeanTrainingEpochLoop(ResumingEpochLoop, _TrainingEpochLoop):
@@ -314,6 +350,8 @@ class WeighedAutomaticOptimization(_AutomaticOptimization):
     def __init__(self, trainer: pl.Trainer, accumulation: Accumulation) -> None:
         super().__init__(trainer)
         self._accumulation = accumulation
+        self.num_none = 0
+        """Number of batches of this run for which `training_step` returned None."""
 
     @override
     def run(self, optimizer: Optimizer, batch_idx: int, kwargs: Any) -> Any:
@@ -324,6 +362,7 @@ class WeighedAutomaticOptimization(_AutomaticOptimization):
     @override
     def _training_step(self, kwargs: Any) -> ClosureResult:
         result = super()._training_step(kwargs)
+        self.num_none += result.closure_loss is None
         if self._accumulation.exact and result.closure_loss is not None:
             parts = self.trainer.accumulate_grad_batches
             output = {"loss_weight": result.extra.get("loss_weight")}
