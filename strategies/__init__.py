@@ -1,8 +1,9 @@
 """Spread training over devices and processes: the strategies and their building blocks."""
 
-from .core.lightning_names import unify
+from .core.lightning_names import unify, verify_version
 
 unify()  # before anything imports Lightning
+verify_version()  # before anything derives from its classes
 
 from .balanced_ddp import BalancedDDPStrategy
 from .balanced_ddp_model_parallel import BalancedDDPModelParallelStrategy

@@ -37,7 +37,7 @@ from .distributed.metric_sync import MetricSync
 from .distributed.options import verify_backend
 from .distributed.side_group import SideGroup
 from .distributed.sync_batchnorm import SyncedBatchNorm
-from .distributed.wrapper import forward_through, reduce_finished
+from .distributed.wrapper import forward_through, reduce_finished, verify_reduced
 from .distributed.zero_weight_step import zero_weight_step
 from .dp import DataParallelStrategy
 
@@ -360,8 +360,11 @@ class DDPStrategy(MultiProcessStrategy):
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         closure_loss = self.scale_loss(closure_loss)
         if self._replicas is not None:
-            return self._replicas.backward(closure_loss, optimizer, *args, **kwargs)
-        return super().backward(closure_loss, optimizer, *args, **kwargs)
+            result = self._replicas.backward(closure_loss, optimizer, *args, **kwargs)
+        else:
+            result = super().backward(closure_loss, optimizer, *args, **kwargs)
+        self._verify_reduced()
+        return result
 
     def scale_loss(self, loss: Tensor) -> Tensor:
         """Weight this rank's loss, so that the mean of all ranks' gradients is the gradient of the global batch."""
@@ -374,6 +377,11 @@ class DDPStrategy(MultiProcessStrategy):
         """Sum the gradients of this rank's replicas, and average them over the ranks."""
         if self._replicas is not None:
             self._replicas.finish_backward()
+        self._verify_reduced()
+
+    def _verify_reduced(self) -> None:
+        if isinstance(self.model, DistributedDataParallel):
+            verify_reduced(self.model)
 
     @override
     @adds(then="tell_replicas")

@@ -16,6 +16,7 @@ other's trainer. `unify` installs an import hook that loads one name as the very
 import importlib
 import logging
 import os
+import re
 import sys
 from collections.abc import Iterable, Sequence
 from importlib import metadata
@@ -45,6 +46,9 @@ FACE = {
 }
 """What `lightning` itself exports, and the package where it comes from."""
 
+SUPPORTED = ("2.6.6", "2.7")
+"""The first supported version of Lightning, and the first that is not, as in pyproject.toml."""
+
 log = logging.getLogger(__name__)
 
 
@@ -59,6 +63,29 @@ def unify() -> None:
         sys.meta_path.insert(0, _AliasFinder(STANDALONE))
     else:
         sys.meta_path.insert(0, _AliasFinder({alias: real for real, alias in STANDALONE.items()}))
+
+
+def verify_version(installed: str | None = None) -> None:
+    """Refuse a version of Lightning whose Trainer this project can't extend.
+
+    Args:
+        installed: the version; None reads the running package's.
+
+    Raises:
+        ImportError: the version is not among the supported ones.
+    """
+    version: str = installed or importlib.import_module("pytorch_lightning").__version__
+    low, high = SUPPORTED
+    if not _numbers(low) <= _numbers(version) < _numbers(high):
+        raise ImportError(
+            f"Evener runs on pytorch-lightning (or lightning) >= {low} and < {high}, but {version} is installed. Run "
+            f"pip install 'pytorch-lightning>={low},<{high}', in an environment of its own if another package requires "
+            "that version."
+        )
+
+
+def _numbers(version: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", version)[:3]]
 
 
 def verify_family(*objects: object) -> None:

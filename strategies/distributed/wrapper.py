@@ -60,6 +60,15 @@ class _FinishedGradients(torch.autograd.Function):
         return (None, *gradients)
 
 
+def verify_reduced(model: DistributedDataParallel) -> None:
+    """Raise torch's error about parameters without a gradient now, before an optimizer step uses the others'.
+
+    Without it the error comes in the next forward, after a step with gradients that were not averaged over the ranks.
+    """
+    if model.require_backward_grad_sync:
+        model.reducer._rebuild_buckets()  # what the next forward begins with
+
+
 _NOTHING = object()
 
 

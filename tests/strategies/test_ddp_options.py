@@ -146,10 +146,11 @@ def _train_all() -> dict[str, Any]:
     assert strategy.controller is not None
     found["auto"] = {**outcome(module, trainer), "shares": strategy.controller.shares}
     fit(DDPStrategy(timeout_s=120), 2, 3, {})
+    trainer = quiet_trainer(DDPStrategy(timeout_s=120), 2)
     try:
-        quiet_trainer(DDPStrategy(timeout_s=120), 2).fit(Unused(), DataLoader(Numbered(), 2))
+        trainer.fit(Unused(), DataLoader(Numbered(), 2))
     except RuntimeError as exc:
-        found["unused error"] = str(exc)
+        found["unused error"], found["unused steps"] = str(exc), trainer.global_step
     return found
 
 
@@ -189,6 +190,7 @@ def test_options_and_shares_do_not_change_training() -> None:
     for found in by_rank:
         assert "took no part in the loss: spare.weight, spare.bias. Set" in found["unused error"]
         assert "strategy.find_unused_parameters=true" in found["unused error"]
+        assert found["unused steps"] == 0  # torch says so in the next forward, after a step with this rank's gradients
 
 
 @pytest.mark.parametrize(

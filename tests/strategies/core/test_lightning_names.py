@@ -4,6 +4,7 @@ Each case runs in an interpreter of its own, since what was imported before deci
 """
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -162,3 +163,35 @@ def test_different_versions_are_reported_once_with_the_one_that_runs(
     assert caplog.messages == [
         "pytorch-lightning 2.6.6 and lightning 2.5.0 are installed; pytorch-lightning 2.6.6 runs under both names."
     ]
+
+
+@pytest.mark.parametrize("version", ["2.5.2", "2.6.5.post0", "2.7.0", "3.0.0rc1"])
+def test_an_unsupported_version_is_refused_by_name(version: str) -> None:
+    # darts installs pytorch-lightning 2.5.2, on which the Trainer ended in a bare TypeError at the start of a run
+    with pytest.raises(ImportError, match=rf">= 2\.6\.6 and < 2\.7, but {re.escape(version)} is installed"):
+        lightning_names.verify_version(version)
+
+
+def test_supported_versions_are_those_of_the_package() -> None:
+    lightning_names.verify_version("2.6.6")
+    lightning_names.verify_version()
+    low, high = lightning_names.SUPPORTED
+    pyproject = (Path(__file__).parents[3] / "pyproject.toml").read_text(encoding="utf-8")
+    assert f'"pytorch-lightning>={low},<{high}"' in pyproject
+
+
+OLD = """
+import pytorch_lightning
+pytorch_lightning.__version__ = "2.5.2"
+try:
+    import evener.trainer
+except ImportError as exc:
+    assert "but 2.5.2 is installed" in str(exc)
+else:
+    raise SystemExit("imported")
+"""
+
+
+@pytest.mark.long
+def test_the_version_is_verified_on_import() -> None:
+    subprocess.run([sys.executable, "-c", OLD], check=True, timeout=100)

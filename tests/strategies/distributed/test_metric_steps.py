@@ -74,7 +74,7 @@ class Logs(Net):
 
 def _fit(num: int, num_ranks: int, weights: tuple[int, ...] = (1, 1)) -> Any:
     module, logger = Logs(), Kept()
-    strategy = BalancedDDPStrategy(weights=weights, timeout_s=10) if num_ranks > 1 else SingleDeviceStrategy()
+    strategy = BalancedDDPStrategy(weights=weights, timeout_s=120) if num_ranks > 1 else SingleDeviceStrategy()
     options: dict[str, Any] = {"max_epochs": 1, "logger": logger, "log_every_n_steps": 1}
     trainer = quiet_trainer(strategy, num_ranks, num_sanity_val_steps=0, **options)
     trainer.fit(module, DataLoader(Numbered(num), 4), DataLoader(Numbered(num), 4))
@@ -86,7 +86,7 @@ def test_step_values_of_metrics_are_those_of_the_global_batch(num: int, weights:
     # 11 in batches of 4 leave rank 1 with one sample of the last batch; 10 leave rank 0 with one, or with none
     seen, logged, final = _fit(num, 1)
     assert {"train_r2_step", "train_composed_step", "train_max_step"} <= set(seen[0])
-    for rank, (rank_seen, rank_logged, rank_final) in enumerate(run_ranks(_fit, 2, num, 2, weights, timeout_s=60)):
+    for rank, (rank_seen, rank_logged, rank_final) in enumerate(run_ranks(_fit, 2, num, 2, weights)):
         torch.testing.assert_close(rank_seen, seen, rtol=0, atol=1e-10)
         torch.testing.assert_close(rank_final, final, rtol=0, atol=1e-10)
         if rank == 0:
@@ -112,7 +112,7 @@ class Uses(Logs):
 
 
 def _fit_uses(uses: bool, num_ranks: int) -> float:
-    strategy = DDPStrategy(batch_size_is="global", timeout_s=10) if num_ranks > 1 else SingleDeviceStrategy()
+    strategy = DDPStrategy(batch_size_is="global", timeout_s=120) if num_ranks > 1 else SingleDeviceStrategy()
     trainer = quiet_trainer(strategy, num_ranks, max_epochs=1)
     trainer.fit(Uses(uses), DataLoader(Numbered(11), 4))
     return float(trainer.callback_metrics["r2"])
@@ -120,8 +120,8 @@ def _fit_uses(uses: bool, num_ranks: int) -> float:
 
 def test_a_value_that_a_rank_can_not_compute_matters_only_if_it_is_used() -> None:
     single = _fit_uses(False, 1)
-    assert run_ranks(_fit_uses, 2, False, 2, timeout_s=60) == pytest.approx([single, single], abs=1e-10)
-    failed = run_ranks_unchecked(_fit_uses, 2, True, 2, timeout_s=60)
+    assert run_ranks(_fit_uses, 2, False, 2) == pytest.approx([single, single], abs=1e-10)
+    failed = run_ranks_unchecked(_fit_uses, 2, True, 2)
     message = "R2Score: a value of this rank's part of the batch can't be computed (Needs at least two samples"
     assert message in str(failed[1])
 
@@ -132,7 +132,7 @@ class EachDevice(Logs):
 
 def _fit_two_devices_each() -> int:
     module = EachDevice()
-    strategy = DDPStrategy(batch_size_is="global", timeout_s=10, devices_per_process=2)
+    strategy = DDPStrategy(batch_size_is="global", timeout_s=120, devices_per_process=2)
     trainer = quiet_trainer(strategy, 4, max_epochs=1)
     with pytest.raises(ValueError, match="the value of a global batch can't be computed where a rank calls its metric"):
         trainer.fit(module, DataLoader(Numbered(12), 4))
@@ -140,4 +140,4 @@ def _fit_two_devices_each() -> int:
 
 
 def test_metrics_that_a_rank_calls_once_per_device_are_refused_by_name() -> None:
-    assert run_ranks(_fit_two_devices_each, 2, timeout_s=60) == [0, 0]
+    assert run_ranks(_fit_two_devices_each, 2) == [0, 0]

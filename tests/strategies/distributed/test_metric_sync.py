@@ -19,8 +19,8 @@ from evener.strategies.distributed.metric_sync import MetricSync
 from evener.strategies.distributed.store import RankError
 
 STRATEGIES: dict[str, Any] = {
-    "global": lambda: DDPStrategy(batch_size_is="global", timeout_s=10),
-    "weights": lambda: BalancedDDPStrategy(weights=[1, 3], timeout_s=10),
+    "global": lambda: DDPStrategy(batch_size_is="global", timeout_s=120),
+    "weights": lambda: BalancedDDPStrategy(weights=[1, 3], timeout_s=120),
 }
 
 
@@ -97,7 +97,7 @@ def test_metrics_equal_one_device_on_ranks_with_unequal_samples(strategy: str, n
     # 11 in batches of 4: 2 + 2, 2 + 2, 2 + 1; with 9 the second rank has nothing in the last batch
     single = _fit(None, num)
     assert single["order"] == list(range(num))
-    for rank in run_ranks(_fit, 2, strategy, num, timeout_s=60):
+    for rank in run_ranks(_fit, 2, strategy, num):
         torch.testing.assert_close(rank, single, rtol=0, atol=1e-10)
 
 
@@ -168,7 +168,7 @@ def _exchange() -> dict[str, Any]:
 
 
 def test_states_that_are_not_sums() -> None:
-    for rank in run_ranks(_exchange, 2, timeout_s=60):
+    for rank in run_ranks(_exchange, 2):
         assert rank["tuples"] == [0, 1, 2, 3]
         assert rank["equal"] == 2
         assert "BatchMean: its state 'mean' is reduced by a plain mean over ranks" in rank["unequal"]

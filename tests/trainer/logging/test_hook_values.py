@@ -45,7 +45,7 @@ class Collects(Net):
 
 def _fit(num_ranks: int, options: dict[str, Any], weighted: bool, sanity: int) -> Any:
     module = Collects(options, weighted)
-    strategy = DDPStrategy(batch_size_is="global", timeout_s=10) if num_ranks > 1 else SingleDeviceStrategy()
+    strategy = DDPStrategy(batch_size_is="global", timeout_s=120) if num_ranks > 1 else SingleDeviceStrategy()
     trainer = quiet_trainer(strategy, num_ranks, num_sanity_val_steps=sanity)
     loader = DataLoader(Numbered(9), 4)
     with warnings.catch_warnings(record=True) as caught:
@@ -59,14 +59,14 @@ def _fit(num_ranks: int, options: dict[str, Any], weighted: bool, sanity: int) -
 
 
 def test_ranks_that_disagree_are_refused_in_the_sanity_check() -> None:
-    for steps, message in run_ranks(_fit, 2, 2, {}, False, 2, timeout_s=60):
+    for steps, message in run_ranks(_fit, 2, 2, {}, False, 2):
         assert steps == 0
         assert "self.log('val') in on_validation_epoch_end: the value is another one on each rank (" in message
         assert "batch_size=<number of this rank's samples that it is a mean of>" in message
 
 
 def test_without_a_sanity_check_each_value_is_warned_of_once() -> None:
-    (_, first), (_, second) = run_ranks(_fit, 2, 2, {}, False, 0, timeout_s=60)
+    (_, first), (_, second) = run_ranks(_fit, 2, 2, {}, False, 0)
     assert [message.partition(":")[0] for message in first] == [
         "self.log('val') in on_validation_epoch_end",
         "self.log('train') in on_train_epoch_end",
@@ -76,6 +76,6 @@ def test_without_a_sanity_check_each_value_is_warned_of_once() -> None:
 
 def test_with_the_number_of_samples_the_values_are_one_devices() -> None:
     single, _ = _fit(1, {"sync_dist": True}, True, 2)
-    for values, messages in run_ranks(_fit, 2, 2, {"sync_dist": True}, True, 2, timeout_s=60):
+    for values, messages in run_ranks(_fit, 2, 2, {"sync_dist": True}, True, 2):
         assert values == pytest.approx(single, abs=1e-10)
         assert messages == []

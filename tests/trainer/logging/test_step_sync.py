@@ -85,7 +85,7 @@ class OtherDtypes(Logs):
 def _fit_other_dtypes(num: int) -> dict[str, float]:
     warnings.simplefilter("ignore")
     trainer = Trainer(
-        strategy=DDPStrategy(batch_size_is="global", timeout_s=10), devices=2, accelerator="cpu", max_epochs=1,
+        strategy=DDPStrategy(batch_size_is="global", timeout_s=120), devices=2, accelerator="cpu", max_epochs=1,
         logger=False, enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
     )  # fmt: skip
     trainer.fit(OtherDtypes(), DataLoader(torch.arange(1.0, num + 1), 4))  # pyright: ignore[reportArgumentType]
@@ -97,5 +97,5 @@ def test_ranks_whose_values_differ_in_dtype_reduce_together(num: int) -> None:
     # Values were stacked by dtype. A rank without samples logged stand-ins of the default dtype, and each rank waited
     # for the other's collective until the timeout.
     last = sum(range(9, num + 1)) / (num - 8)
-    for rank in run_ranks(_fit_other_dtypes, 2, num, timeout_s=60):
+    for rank in run_ranks(_fit_other_dtypes, 2, num):
         assert rank == {"double": last, "own": last, "default": last}
