@@ -19,7 +19,7 @@ _STORES: dict[tuple[int, int], Store] = {}
 _WATCHES: dict[tuple[int, int], StoreWatch] = {}
 """What holds each of them to a deadline."""
 
-LOOPBACK, LOOPBACK_DEVICE = "127.0.0.1", "lo"
+LOOPBACK, _LOOPBACK_DEVICE = "127.0.0.1", "lo"
 
 LEAVE_S = 3.0
 """Seconds that the store's host waits at exit for the others to leave."""
@@ -60,23 +60,33 @@ def silence() -> str:
     return ""
 
 
+def host_store() -> TCPStore:
+    """Host the store of ranks that all run on this machine; no other machine can reach it."""
+    listening = socket.create_server((LOOPBACK, 0))
+    port: int = listening.getsockname()[1]
+    return TCPStore(LOOPBACK, port, None, True, wait_for_workers=False, master_listen_fd=listening.detach())
+
+
+def loopback_device() -> dict[str, str]:
+    """Environment variables that keep gloo's connections within this machine, unless the user has chosen a device."""
+    there = os.path.exists(f"/sys/class/net/{_LOOPBACK_DEVICE}")
+    return {"GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", _LOOPBACK_DEVICE)} if there else {}
+
+
 @contextmanager
 def hosted_store() -> Generator[dict[str, str]]:
-    """Host the store of ranks that all run on this machine; no other machine can reach it.
+    """Host a store for the duration of the block.
 
     Yields:
         Environment variables that lead the ranks to it.
     """
-    listening = socket.create_server((LOOPBACK, 0))
-    port: int = listening.getsockname()[1]
-    store = TCPStore(LOOPBACK, port, None, True, wait_for_workers=False, master_listen_fd=listening.detach())
-    variables = {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    if "GLOO_SOCKET_IFNAME" not in os.environ and os.path.exists(f"/sys/class/net/{LOOPBACK_DEVICE}"):
-        variables["GLOO_SOCKET_IFNAME"] = LOOPBACK_DEVICE
-    try:
-        yield variables
-    finally:
-        del store  # and with it the server
+    store = host_store()
+    yield {
+        "MASTER_ADDR": LOOPBACK,
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        **loopback_device(),
+    }
 
 
 def leave_store() -> None:

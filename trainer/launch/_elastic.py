@@ -4,7 +4,6 @@ import os
 import signal
 import sys
 import threading
-import uuid
 from collections.abc import Generator
 from contextlib import contextmanager
 
@@ -16,9 +15,11 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from ...strategies import ConfigError
 from ...strategies.core.scratch import scratch_directory
+from ...strategies.distributed.store import loopback_device
 from ..job.failure import Failure, report_killed, users_frames
 from ..job.result import Result
 from ..job.signals import ASKS_TO_STOP, Interrupted, loss
+from ._rendezvous import options as rendezvous
 from .environment import AGENT, STOPPED_FILE, WorkerError, environment
 
 AGENT_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
@@ -41,32 +42,31 @@ def launch_workers(cfg: DictConfig, num_processes: int) -> Result:
             raise explain(cfg, exc, num_processes) from None
         except SignalException as exc:
             if not (scratch / STOPPED_FILE).exists():
-                raise cut_off(cfg, exc.sigval) from None
+                raise cut_off(cfg, exc.sigval, num_processes) from None
             raise Interrupted(exc.sigval) from None
     return Result.read(cfg.run_dir)
 
 
-def cut_off(cfg: DictConfig, signum: int) -> WorkerError:
+def cut_off(cfg: DictConfig, signum: int, num_processes: int) -> WorkerError:
     """Tell what a signal has cost where the workers were killed before they could save."""
-    return WorkerError(
+    reason = (
         f"{signal.Signals(signum).name} ended this run before it could save: a step, or a batch of validation, took "
         f"longer than launcher.shutdown_timeout_s={cfg.launcher.shutdown_timeout_s:g} s, and {loss(cfg.run_dir)}. "
         "Give more seconds."
     )
+    report_killed(cfg, Failure(0, reason), num_processes)
+    return WorkerError(reason)
 
 
 def launch_config(cfg: DictConfig, num_processes: int, log_dir: str) -> LaunchConfig:
-    """Configure the elastic agent for one node; the system picks a free port, so runs never clash."""
+    """Configure the elastic agent for one node; its workers meet on the loopback, at a port that the system picks."""
     return LaunchConfig(
         min_nodes=1,
         max_nodes=1,
         nproc_per_node=num_processes,
-        run_id=uuid.uuid4().hex,
         # what is ignored stays so: SIGHUP under nohup
         signals_to_handle=",".join(s.name for s in AGENT_SIGNALS if signal.getsignal(s) != signal.SIG_IGN),
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        local_addr="localhost",
+        **rendezvous(),
         max_restarts=cfg.launcher.max_restarts,
         monitor_interval=cfg.launcher.monitor_interval_s,
         shutdown_timeout=cfg.launcher.shutdown_timeout_s,
@@ -78,8 +78,7 @@ def worker_environment(num_processes: int) -> dict[str, str]:
     """Environment variables of the workers, in addition to the agent's."""
     threads = max(1, (os.cpu_count() or 1) // num_processes)
     return {
-        # a restart re-reads stale addresses from the agent's shared store and hangs (torch 2.13)
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+        **loopback_device(),
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)),
         AGENT: str(os.getpid()),
         # keep modules next to the user's train.py importable
