@@ -30,12 +30,11 @@ from .data.combined import verify_side_by_side
 from .data.loaders import BatchSizeIs, LoaderRole, RankLoaders, next_share, positions
 from .data.predictions import in_loader_order
 from .data.sampling import Share
-from .distributed.base import MultiProcessStrategy
+from .distributed.base import MultiProcessStrategy, SideGroup
 from .distributed.device_blocks import num_processes, own_devices
 from .distributed.metric_steps import MetricSteps
 from .distributed.metric_sync import MetricSync
 from .distributed.options import verify_backend
-from .distributed.side_group import SideGroup
 from .distributed.sync_batchnorm import SyncedBatchNorm
 from .distributed.wrapper import forward_through, reduce_finished, verify_reduced
 from .distributed.zero_weight_step import zero_weight_step

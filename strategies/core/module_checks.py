@@ -4,9 +4,11 @@ from collections.abc import Callable
 from typing import Any
 
 import pytorch_lightning as pl
+import torch
 from pytorch_lightning.utilities.signature_utils import is_param_in_hook_signature
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parameter import is_lazy
 
 from .errors import ConfigError
 
@@ -37,3 +39,22 @@ def verify_takes_batches(module: pl.LightningModule, who: str, instead: str) -> 
 def end_of_step(module: pl.LightningModule | None) -> Callable[[Any], Any] | None:
     """The module's `training_step_end(outputs)`, which computes the loss from the outputs of a whole batch, or None."""
     return getattr(module, "training_step_end", None)
+
+
+def has_nan(module: torch.nn.Module) -> bool:
+    """Whether parameters of this process contain nan, which no later step repairs; waits for their devices.
+
+    Args:
+        module: its parameters may lie on several devices, or be this rank's shards.
+    """
+    found: dict[torch.device, torch.Tensor] = {}
+    for parameter in module.parameters():
+        if is_lazy(parameter) or not (parameter.is_floating_point() or parameter.is_complex()):
+            continue
+        whole: Any = parameter.detach()
+        local: torch.Tensor = whole.to_local() if hasattr(whole, "to_local") else whole
+        # a sum reads the values once, and with a nan among them it is nan
+        local = local.float() if local.element_size() == 1 else local  # torch can't sum float8
+        nan = local.sum(dtype=torch.float32 if local.element_size() < 4 else None).isnan()
+        found[nan.device] = found[nan.device] | nan if nan.device in found else nan
+    return any(bool(nan) for nan in found.values())

@@ -1,6 +1,6 @@
 """Coordinate ranks: start, synchronize, sum, stop at the same step, and name a rank that fails.
 
-Exports: base, options, wrapper, store, environment, device_blocks, side_group, sync_batchnorm, zero_weight_step,
-    metric_sync, process_exit.
+Exports: base, options, wrapper, store, device_blocks, sync_batchnorm, zero_weight_step, metric_sync, metric_steps,
+    process_exit.
 May import: core.
 """

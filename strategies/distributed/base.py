@@ -12,7 +12,7 @@ import torch.distributed as dist
 from pytorch_lightning.trainer.states import TrainerFn
 from pytorch_lightning.utilities.exceptions import SIGTERMException
 from torch import Tensor, nn
-from torch.distributed import PrefixStore
+from torch.distributed import PrefixStore, Work
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
@@ -20,12 +20,34 @@ from ..core.devices import is_accelerator, precise_dtype
 from ..core.errors import ConfigError
 from ._coordinator import RankCoordinator
 from ._script_launcher import ScriptLauncher
-from .environment import kubeflow
 from .options import Compression, compression_hook, name_unused_parameters, verified_options
 from .process_exit import leave_group_at_exit, prepare_forked
-from .side_group import SideGroup
+from .store import kubeflow
 from .sync_batchnorm import SyncBatchNorm, verify_whole_batch
 from .wrapper import ReducedParameters, unwrap
+
+
+class SideGroup:
+    """Starts sums of small CPU tensors over all ranks, in place.
+
+    Args:
+        timeout: limit for each sum.
+    """
+
+    def __init__(self, timeout: timedelta) -> None:
+        self._group: dist.ProcessGroup | None = cast(
+            "dist.ProcessGroup", dist.new_group(backend="gloo", timeout=timeout)
+        )
+
+    def __call__(self, values: Tensor) -> Work:
+        """Start summing a tensor."""
+        assert self._group is not None, "the run has ended"
+        return cast(Work, dist.all_reduce(values, group=self._group, async_op=True))
+
+    def end(self) -> None:
+        """End the group and its threads, even if this object is still referenced (by a loader, for example)."""
+        dist.destroy_process_group(self._group)
+        self._group = None
 
 
 class MultiProcessStrategy(pl_strategies.DDPStrategy):

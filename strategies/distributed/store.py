@@ -8,7 +8,12 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
-from lightning_fabric.plugins.environments import ClusterEnvironment
+from lightning_fabric.plugins.environments import (
+    ClusterEnvironment,
+    KubeflowEnvironment,
+    SLURMEnvironment,
+    TorchElasticEnvironment,
+)
 from torch.distributed import PrefixStore, Store, TCPStore
 
 from ._store_watch import RANK_FAILED, StoreWatch
@@ -175,3 +180,13 @@ def _wait_for(store: Store, missing: list[str], timeout_s: float) -> list[str]:
             return [key for key in missing if not store.check([key])]
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, POLL_S[1])
+
+
+KUBEFLOW = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK")
+"""Environment variables of Kubeflow's PyTorchJob, which starts one process per pod."""
+
+
+def kubeflow() -> ClusterEnvironment | None:
+    """Return Kubeflow's environment, which Lightning does not detect; None elsewhere."""
+    elsewhere = TorchElasticEnvironment.detect() or SLURMEnvironment.detect() or "LOCAL_RANK" in os.environ
+    return KubeflowEnvironment() if not elsewhere and all(name in os.environ for name in KUBEFLOW) else None

@@ -9,7 +9,7 @@ from pytorch_lightning.trainer.states import TrainerFn
 from typing_extensions import override
 
 from ...strategies.batch.chunks import num_samples
-from ..checkpoint.nan import has_nan
+from ...strategies.core.module_checks import has_nan
 from .device_monitor import gather_peak_memory_mib, reset_peak_memory
 from .step_times import DDPTimes, StepClock
 

@@ -18,10 +18,10 @@ from torch import Tensor
 from typing_extensions import override
 
 from ...strategies.core.errors import ConfigError
+from ...strategies.core.module_checks import has_nan
 from ._interval import Interval
 from .file_io import VerifiedCheckpointIO, remove_leftovers
 from .find import find_newest, good_or_newest
-from .nan import has_nan
 
 log = logging.getLogger(__name__)
 

@@ -18,8 +18,7 @@ from pytorch_lightning.plugins.environments import (
 from torch.distributed import DistNetworkError, PrefixStore, Store
 
 from ...strategies import ConfigError
-from ...strategies.distributed.environment import kubeflow
-from ...strategies.distributed.store import RankError, base_store, root_store, silence, wait_for
+from ...strategies.distributed.store import RankError, base_store, kubeflow, root_store, silence, wait_for
 
 START_TIMEOUT_S = 1800.0
 """Seconds that a rank waits for the rendezvous store."""

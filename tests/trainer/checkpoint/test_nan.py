@@ -12,9 +12,9 @@ from pytorch_lightning.strategies import Strategy
 from torch import Tensor, nan
 from torch.utils.data import DataLoader, TensorDataset
 
+from evener.strategies.core.module_checks import has_nan
 from evener.trainer import Result, Trainer, compose, train
 from evener.trainer.checkpoint import Checkpoint
-from evener.trainer.checkpoint.nan import has_nan
 from evener.trainer.cli._summary import summary_rows
 from evener.trainer.cli.main import run_job
 from evener.trainer.cli.sweep_table import Job, best_job

@@ -17,7 +17,8 @@ def listening(pids: set[int]) -> set[str]:
         for link in Path(f"/proc/{pid}/fd").iterdir()
         if link.is_symlink() and str(link.readlink()).startswith("socket:[")
     }
-    lines = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]]
+    tables = [Path(f"/proc/net/{name}").read_text() for name in ("tcp", "tcp6")]
+    lines = [line.split() for table in tables for line in table.splitlines()[1:]]
     return {line[1].partition(":")[0] for line in lines if line[3] == LISTENS and line[9] in sockets}
 
 
