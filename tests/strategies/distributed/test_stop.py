@@ -68,4 +68,4 @@ def test_a_rank_synchronizes_its_devices_before_it_counts_as_armed(monkeypatch: 
     rank = StopAgreement(0, 2, Recording())
     rank.request(15)
     rank.due(3, [torch.device("cuda:0"), torch.device("cpu"), torch.device("cuda:1")])
-    assert seen[:3] == ["synchronize cuda:0", "synchronize cuda:1", "stop/armed/0"]
+    assert seen[:3] == ["synchronize cuda:0", "synchronize cuda:1", "stop/training/armed/0"]
