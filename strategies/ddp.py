@@ -32,8 +32,8 @@ from .data.predictions import in_loader_order
 from .data.sampling import Share
 from .distributed.base import MultiProcessStrategy, SideGroup
 from .distributed.device_blocks import num_processes, own_devices
-from .distributed.metric_steps import MetricSteps
-from .distributed.metric_sync import MetricSync
+from .distributed.metrics.steps import MetricSteps
+from .distributed.metrics.sync import MetricSync
 from .distributed.options import verify_backend
 from .distributed.sync_batchnorm import SyncedBatchNorm
 from .distributed.wrapper import forward_through, reduce_finished, verify_reduced

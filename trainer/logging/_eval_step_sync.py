@@ -16,7 +16,7 @@ from torchmetrics import Metric
 from ...strategies.batch.given_sizes import constant_of
 from ...strategies.data.loaders import positions
 from ...strategies.data.sampling import Share
-from ...strategies.distributed.metric_steps import MetricSteps, Sent
+from ...strategies.distributed.metrics.steps import MetricSteps, Sent
 from ._metric_values import has_step_value
 
 NUM_SAMPLES = "num_samples"

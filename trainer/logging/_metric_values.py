@@ -5,7 +5,7 @@ from typing import Any
 
 from pytorch_lightning.trainer.connectors.logger_connector.result import _ResultMetric
 
-from ...strategies.distributed.metric_steps import MetricSteps
+from ...strategies.distributed.metrics.steps import MetricSteps
 from ._rank_log import Logged
 
 

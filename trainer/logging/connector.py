@@ -21,7 +21,7 @@ from ...strategies.batch.loss_weight import WeighedLoss
 from ...strategies.core.errors import ConfigError
 from ...strategies.core.types import Batch
 from ...strategies.data.sampling import Share
-from ...strategies.distributed.metric_steps import MetricSteps
+from ...strategies.distributed.metrics.steps import MetricSteps
 from ._empty_ranks import fill_empty
 from ._epoch_sync import is_shared_by, own_values, share
 from ._eval_step_sync import NUM_SAMPLES, EvalStepSync, Step, combine

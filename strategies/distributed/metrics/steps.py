@@ -16,9 +16,9 @@ from torch import Tensor
 from torchmetrics import Metric
 from typing_extensions import override
 
-from ..core.errors import ConfigError
-from ..core.patching import replaced
-from ._metric_states import Part, Sent, combined, metric_classes
+from ...core.errors import ConfigError
+from ...core.patching import replaced
+from .states import Part, Sent, combined, metric_classes
 
 
 class NoValueError(ConfigError):

@@ -8,7 +8,7 @@ from torch import Tensor
 from torchmetrics import Metric
 from torchmetrics.utilities import dim_zero_cat, dim_zero_mean
 
-from ..core.errors import ConfigError
+from ...core.errors import ConfigError
 
 Place: TypeAlias = tuple[int, ...]
 """Position of a global batch; places compare as the batches follow one another on one device."""

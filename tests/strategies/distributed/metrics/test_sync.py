@@ -15,7 +15,7 @@ from torchmetrics.wrappers import Running
 
 from evener.strategies import BalancedDDPStrategy, DDPStrategy, SingleDeviceStrategy
 from evener.strategies.core.errors import ConfigError
-from evener.strategies.distributed.metric_sync import MetricSync
+from evener.strategies.distributed.metrics.sync import MetricSync
 from evener.strategies.distributed.store import RankError
 
 STRATEGIES: dict[str, Any] = {

@@ -21,9 +21,9 @@ from torchmetrics.utilities import dim_zero_cat, dim_zero_max, dim_zero_min, dim
 from torchmetrics.utilities.distributed import gather_all_tensors
 from torchmetrics.wrappers import Running
 
-from ..core.errors import ConfigError
-from ._metric_states import BEFORE, Part, Place, Sent, combined, metric_classes
-from .store import RankError
+from ...core.errors import ConfigError
+from ..store import RankError
+from .states import BEFORE, Part, Place, Sent, combined, metric_classes
 
 
 class _Content(NamedTuple):

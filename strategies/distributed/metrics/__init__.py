@@ -1,0 +1,5 @@
+"""Compute metrics of torchmetrics over all ranks, exactly and in the order of one device.
+
+Exports: steps, sync.
+May import: distributed, core.
+"""
