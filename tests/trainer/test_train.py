@@ -15,7 +15,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.plugins.hparams import plugin_data_pb2
 
 from evener.trainer import Result, compose, train
-from evener.trainer.cli.main import main, run_job
+from evener.trainer.cli.job import run_job
+from evener.trainer.cli.main import main
 
 SHORT = ["accelerator=cpu", "trainer.enable_progress_bar=false", "trainer.enable_model_summary=false"]
 

@@ -1,33 +1,32 @@
-"""Run the command line: compose the configuration with Hydra, run it, report user errors in one sentence."""
+"""Run the command line: compose the configuration with Hydra, run it, report user errors in one sentence.
+
+torch and Lightning take seconds to import, and composing needs neither: `--help`, `--cfg job`, tab completion and a
+misspelt key are answered without them.
+"""
 
 import os
-import re
 import signal
 import sys
-import traceback
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import hydra
-from hydra.core.hydra_config import HydraConfig
-from hydra.errors import CompactHydraException, MissingConfigException, OverrideParseException
-from hydra.types import RunMode
 from omegaconf import DictConfig
-from omegaconf.errors import OmegaConfBaseException
-from pytorch_lightning.plugins.environments import ClusterEnvironment
-from pytorch_lightning.utilities.exceptions import MisconfigurationException
 
-from ...strategies import ConfigError
-from ..job.failure import sentence_of, users_frames
-from ..job.result import DIVERGED
-from ..launch import cluster
 from ..launch.environment import WorkerError, environment
-from ..launch.launcher import run_rank
-from ._summary import show_summary
+from ._composition import composition_sentence
 from .sweep_table import show_unfinished
-from .train import ADVISORY_MODES, prepare, train
+
+if TYPE_CHECKING:
+    from pytorch_lightning.plugins.environments import ClusterEnvironment
 
 CONFIG_PACKAGE = "pkg://evener.conf"
 FULL_ERROR = "HYDRA_FULL_ERROR"
+
+LAUNCHER_VARIABLES = (
+    "TORCHELASTIC_", "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_", "SLURM_", "OMPI_", "PMI", "MPI", "KUBERNETES_",
+)  # fmt: skip
+"""How the names of environment variables begin that launchers set."""
 
 
 def main(config_dir: str | Path | None = None, config_name: str = "train") -> None:
@@ -44,29 +43,23 @@ def main(config_dir: str | Path | None = None, config_name: str = "train") -> No
     wants_traceback = os.environ.get(FULL_ERROR, "0") == "1"
 
     def job(cfg: DictConfig) -> float | None:
-        try:
-            return run_job(cfg)
-        except (ConfigError, WorkerError, MisconfigurationException) as exc:
-            if wants_traceback or in_sweep():
-                raise  # Hydra reports which job of the sweep failed
-            sys.exit(explain(exc))
+        from .job import run_reported
+
+        return run_reported(cfg, wants_traceback)
+
+    def run_hydra() -> None:
+        with environment({FULL_ERROR: "1"}):  # Hydra re-raises exceptions, which are reported in one sentence here
+            hydra.main(version_base="1.3", config_path=config_path, config_name=config_name)(job)()
 
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # a `_target_` next to the configuration is importable, however we were started
-    started_by = cluster.detect()
-    if started_by is not None and started_by.global_rank() > 0:
-        try:
-            follow(started_by)
-        except Exception as exc:
-            if wants_traceback:
-                raise
-            sys.exit(explain(exc))
-        return
     try:
-        if started_by is not None and (run_dir := cluster.earlier_run_dir(started_by)):
-            sys.argv.append(f"hydra.run.dir={run_dir}")
-        with environment({FULL_ERROR: "1"}):  # Hydra re-raises exceptions, which are reported in one sentence here
-            hydra.main(version_base="1.3", config_path=config_path, config_name=config_name)(job)()
+        if (started_by := launcher()) is None:
+            run_hydra()
+        else:
+            from .job import run_under
+
+            run_under(started_by, run_hydra)
     except Exception as exc:
         show_unfinished()
         if wants_traceback:
@@ -78,78 +71,21 @@ def main(config_dir: str | Path | None = None, config_name: str = "train") -> No
         if wants_traceback:
             raise
         sys.exit(128 + signal.SIGINT)
-    finally:
-        if started_by is not None:
-            cluster.publish(started_by, None)
 
 
-def follow(started_by: ClusterEnvironment) -> None:
-    """Run the jobs that rank 0 publishes; called on every other rank."""
-    try:
-        while (cfg := cluster.receive(started_by)) is not None:
-            run_rank(cfg, started_by.global_rank(), started_by.world_size())
-    finally:
-        cluster.leave(started_by)
-
-
-def run_job(cfg: DictConfig) -> float | None:
-    """Run one job, print its summary table, and return the monitored metric, which Hydra's sweepers optimize.
-
-    Raises:
-        SystemExit: the weights contain nan. In a sweep the other jobs go on.
-    """
-    if cfg.mode in ADVISORY_MODES:
-        from ._modes import run_advisory_mode  # slow to import
-
-        run_advisory_mode(prepare(cfg))
+def launcher() -> "ClusterEnvironment | None":
+    """Detect the launcher that started this process as one of several; None if there is none."""
+    if not any(name.startswith(LAUNCHER_VARIABLES) for name in os.environ):
         return None
-    result = train(cfg)
-    show_summary(result, cfg.log_dir)
-    if result.status == DIVERGED and not in_sweep():
-        sys.exit(
-            "Error: Training diverged: the weights contain nan. Lower the learning rate or set "
-            "trainer.gradient_clip_val; trainer.detect_nonfinite=raise stops at the first such step."
-        )
-    return result.monitored
+    from ..launch import cluster
 
-
-def in_sweep() -> bool:
-    """Whether this is a job of a multirun."""
-    return HydraConfig.initialized() and HydraConfig.get().mode is RunMode.MULTIRUN
+    return cluster.detect()
 
 
 def explain(exc: Exception) -> str:
     """Describe a user error in one sentence, and any other exception by the user's frames."""
-    if isinstance(exc, WorkerError):
-        return f"Error: {exc}"
-    if sentence := sentence_of(exc):
+    if sentence := composition_sentence(exc):
         return f"Error: {sentence}"
-    if isinstance(exc, MissingConfigException) and exc.options is not None and exc.missing_cfg_file:
-        group, _, option = exc.missing_cfg_file.rpartition("/")
-        return f"Error: {group}={option} is unknown. Choose one of: {', '.join(sorted(exc.options))}."
-    frames = traceback.extract_tb(exc.__traceback__)
-    from_hydra = bool(frames) and frames[-1].filename.startswith(str(Path(hydra.__file__).parent))
-    if from_hydra or isinstance(exc, (CompactHydraException, OmegaConfBaseException)):
-        return f"Error: {composition_sentence(exc)}"
-    if isinstance(exc, OSError) and exc.filename is not None:
-        return f"Error: {exc.filename} can't be written ({exc.strerror}). Set log_dir to a writable directory."
-    return f"Error: {users_frames(''.join(traceback.format_exception(exc)))}"
+    from .job import job_sentence
 
-
-def composition_sentence(exc: Exception) -> str:
-    """Summarize Hydra's error for a configuration that does not compose in one sentence."""
-    if str(exc).startswith("Config group override must be"):
-        return "A config group can't be null. Choose one of its options, such as logger=none or data=none."
-    lines = [line.strip() for line in str(exc).splitlines() if line.strip()]
-    if isinstance(exc, OverrideParseException):
-        return (
-            f"{exc.override} can't be parsed ({lines[0]}). Quote values that contain = , {{ }} or [ ], and protect the "
-            "quotes from the shell, such as \"name='a=b'\"."
-        )
-    if lines[0].startswith("Ambiguous value"):
-        return f"{lines[0].rstrip('.')}. For a list use brackets, as in key=[a,b]; for a sweep add -m."
-    unknown = re.match(r"Could not override '([^']+)'", lines[0])
-    if unknown:
-        key = unknown[1]
-        return f"{key} is unknown: neither a key nor a group. Run --help to list them, or add a new key with +{key}=..."
-    return f"{lines[0].rstrip('.')}. Run with --cfg job to print the configuration, or --help to list the groups."
+    return f"Error: {job_sentence(exc)}"

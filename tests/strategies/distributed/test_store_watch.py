@@ -1,11 +1,13 @@
 """A store whose host is frozen: whoever reads from it fails in time, with the reason."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Generator
+from pathlib import Path
 
 import pytest
 from lightning_fabric.plugins.environments import LightningEnvironment
@@ -50,12 +52,21 @@ def rank_1() -> LightningEnvironment:
     return environment
 
 
+def freeze(pid: int) -> None:
+    """Stop a process, and wait until each of its threads has stopped."""
+    os.kill(pid, signal.SIGSTOP)
+    deadline = time.monotonic() + 60
+    while any(not re.search(r"\) [Tt] ", path.read_text()) for path in Path(f"/proc/{pid}/task").glob("*/stat")):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 @pytest.mark.parametrize("read", ["check", "get", "wait_for"])
 def test_a_read_from_a_frozen_host_fails(host: subprocess.Popen[str], read: str) -> None:
     store = base_store(rank_1(), 2.0)
     store.set("key", "value")
     assert wait_for(store, ["key"], 1.0) == []
-    os.kill(host.pid, signal.SIGSTOP)
+    freeze(host.pid)
     reads = {"check": lambda: store.check(["key"]), "get": lambda: store.get("key")}
     with pytest.raises(RuntimeError):
         reads.get(read, lambda: wait_for(store, ["key", "other"], 60))()

@@ -16,7 +16,7 @@ from evener.strategies.core.module_checks import has_nan
 from evener.trainer import Result, Trainer, compose, train
 from evener.trainer.checkpoint import Checkpoint
 from evener.trainer.cli._summary import summary_rows
-from evener.trainer.cli.main import run_job
+from evener.trainer.cli.job import run_job
 from evener.trainer.cli.sweep_table import Job, best_job
 
 

@@ -1,0 +1,54 @@
+"""What needs a configuration only is answered without importing torch or Lightning."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+SCRIPT = """
+import runpy, sys
+try:
+    runpy.run_path("train.py", run_name="__main__")
+except SystemExit as exc:
+    print("ended:", exc.code)
+print("imported:", sorted({"torch", "pytorch_lightning", "lightning", "scipy"} & set(sys.modules)))
+"""
+
+
+def answer(*words: str, **env: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, *words], cwd=ROOT, env={**os.environ, **env}, timeout=300, capture_output=True,
+        text=True, check=True,
+    )  # fmt: skip
+    return done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--help"], "== Groups =="),
+        (["--cfg", "job"], "strategy:"),
+        (["module.lrr=1"], "module.lrr is unknown"),
+        (["strategy=nope"], "strategy=nope is unknown. Choose one of: balanced_ddp,"),
+    ],
+)
+def test_an_answer_of_the_configuration_needs_neither_torch_nor_lightning(words: list[str], told: str) -> None:
+    said = answer(*words)
+    assert told in said
+    assert "imported: []" in said
+
+
+def test_tab_completion_needs_neither_torch_nor_lightning() -> None:
+    said = answer("-sc", "query=bash", COMP_LINE="train.py strategy=balanced_d")
+    assert "strategy=balanced_dp" in said
+    assert "strategy=balanced_ddp" in said
+    assert "imported: []" in said
+
+
+def test_the_face_of_the_trainer_is_whole() -> None:
+    code = "import evener.trainer as face; print(*(getattr(face, name).__name__ for name in face.__all__))"
+    done = subprocess.run([sys.executable, "-c", code], timeout=300, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["ConfigError", "Result", "Trainer", "compose", "main", "train"]

@@ -1,0 +1,94 @@
+"""Run the jobs of a command: this process's own, or those that rank 0 publishes under a launcher."""
+
+import sys
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from omegaconf import DictConfig
+from pytorch_lightning.plugins.environments import ClusterEnvironment
+from pytorch_lightning.utilities.exceptions import MisconfigurationException
+
+from ...strategies import ConfigError
+from ..job.failure import sentence_of, users_frames
+from ..job.result import DIVERGED
+from ..launch import cluster
+from ..launch.environment import WorkerError
+from ..launch.launcher import run_rank
+from ._summary import show_summary
+from .train import ADVISORY_MODES, prepare, train
+
+
+def run_under(started_by: ClusterEnvironment, run_hydra: Callable[[], None]) -> None:
+    """Run the command in a rank of a launcher: Hydra on rank 0, and the jobs that it publishes on every other."""
+    if started_by.global_rank() > 0:
+        return follow(started_by)
+    try:
+        if run_dir := cluster.earlier_run_dir(started_by):
+            sys.argv.append(f"hydra.run.dir={run_dir}")
+        run_hydra()
+    finally:
+        with suppress(ConfigError):  # of the launcher, refused already
+            cluster.publish(started_by, None)
+
+
+def follow(started_by: ClusterEnvironment) -> None:
+    """Run the jobs that rank 0 publishes; called on every other rank."""
+    try:
+        while (cfg := cluster.receive(started_by)) is not None:
+            run_rank(cfg, started_by.global_rank(), started_by.world_size())
+    finally:
+        cluster.leave(started_by)
+
+
+def run_reported(cfg: DictConfig, wants_traceback: bool) -> float | None:
+    """Run one job, and report a user error in one sentence.
+
+    Raises:
+        SystemExit: it failed for a reason that a sentence explains; in a sweep Hydra reports which job failed.
+    """
+    try:
+        return run_job(cfg)
+    except (ConfigError, WorkerError, MisconfigurationException) as exc:
+        if wants_traceback or in_sweep():
+            raise
+        sys.exit(f"Error: {job_sentence(exc)}")
+
+
+def run_job(cfg: DictConfig) -> float | None:
+    """Run one job, print its summary table, and return the monitored metric, which Hydra's sweepers optimize.
+
+    Raises:
+        SystemExit: the weights contain nan. In a sweep the other jobs go on.
+    """
+    if cfg.mode in ADVISORY_MODES:
+        from ._modes import run_advisory_mode  # slow to import
+
+        run_advisory_mode(prepare(cfg))
+        return None
+    result = train(cfg)
+    show_summary(result, cfg.log_dir)
+    if result.status == DIVERGED and not in_sweep():
+        sys.exit(
+            "Error: Training diverged: the weights contain nan. Lower the learning rate or set "
+            "trainer.gradient_clip_val; trainer.detect_nonfinite=raise stops at the first such step."
+        )
+    return result.monitored
+
+
+def in_sweep() -> bool:
+    """Whether this is a job of a multirun."""
+    return HydraConfig.initialized() and HydraConfig.get().mode is RunMode.MULTIRUN
+
+
+def job_sentence(exc: Exception) -> str:
+    """Describe a user error of a job in one sentence, and any other exception by the user's frames."""
+    if isinstance(exc, WorkerError):
+        return str(exc)
+    if sentence := sentence_of(exc):
+        return sentence
+    if isinstance(exc, OSError) and exc.filename is not None:
+        return f"{exc.filename} can't be written ({exc.strerror}). Set log_dir to a writable directory."
+    return users_frames("".join(traceback.format_exception(exc)))
