@@ -118,7 +118,7 @@ def test_a_loader_that_was_made_resumable_can_be_pickled(cls: type[DataLoader[An
 
 def test_a_worker_whose_batch_cannot_be_pickled_ends() -> None:
     # Python's queue drops such an object with no more than a traceback, and training waited for it for ever.
-    train: Any = DataLoader(list(range(4)), num_workers=1, collate_fn=lambda _: threading.Lock(), timeout=60)
+    train: Any = DataLoader(list(range(4)), num_workers=1, collate_fn=lambda _: threading.Lock())
     make_resumable(train, rank=0)
     with pytest.raises(RuntimeError, match=r"worker \(pid.* exited unexpectedly"):
         list(train)

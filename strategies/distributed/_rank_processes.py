@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ..core.errors import ConfigError
-from .process_exit import LAST_WORDS_S
+from .process_exit import LAST_WORDS_S, release_openmp
 from .store import RankError
 
 POLL_S = 0.1
@@ -41,6 +41,8 @@ class RankProcesses:
     def start(self, work: Callable[..., None], num_ranks: int, *args: Any) -> None:
         """Start `work(rank, *args)` in a process per rank."""
         context: Any = multiprocessing.get_context(self.method)
+        if self.method == "fork":
+            release_openmp()
         for rank in range(num_ranks):
             process = context.Process(target=_main, args=(work, rank, str(self.folder), args))
             process.start()

@@ -18,6 +18,7 @@ from ._store_watch import RANK_FAILED
 from .store import leave_store
 
 PR_SET_PDEATHSIG = 1
+_OMP_PAUSE_HARD = 2
 
 FORKED_GRACE_S = 8.0
 """Seconds from SIGTERM to the end of a process started by a strategy: time to reach the next step and save. More would
@@ -101,6 +102,21 @@ def end_process(status: int) -> NoReturn:
         os._exit(status)
 
 
+_openmp_released = False
+"""Whether the process from which this one was forked had released its threads of OpenMP."""
+
+
+def release_openmp() -> None:
+    """Release this thread's pool of OpenMP threads before a fork; it is made anew when it is needed again.
+
+    Threads are not copied by a fork: a process whose parent has used them would wait for them for ever. Where OpenMP
+    has no such function (before version 5.0), `prepare_forked` leaves a process one thread.
+    """
+    global _openmp_released
+    pause = getattr(ctypes.CDLL(None), "omp_pause_resource_all", None)
+    _openmp_released = pause is not None and pause(_OMP_PAUSE_HARD) == 0
+
+
 def prepare_forked() -> None:
     """Set up a process that was started by a strategy; called first in it."""
     parent = multiprocessing.parent_process()
@@ -108,6 +124,5 @@ def prepare_forked() -> None:
         return
     die_with_parent(parent.pid)
     leave_in_time(FORKED_GRACE_S)
-    if multiprocessing.current_process().__class__.__name__ == "ForkProcess":
-        # OpenMP's threads are not copied: the process would hang waiting for them if its parent has used them
+    if multiprocessing.current_process().__class__.__name__ == "ForkProcess" and not _openmp_released:
         torch.set_num_threads(1)

@@ -1,26 +1,35 @@
 """Start the workers of one machine with torch's elastic agent, and report their failures."""
 
+import json
+import logging
 import os
 import signal
 import sys
 import threading
 from collections.abc import Generator
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
-from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing import api as elastic_processes
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from ...strategies import ConfigError
+from ...strategies.core.device_names import resolve_devices
 from ...strategies.core.scratch import scratch_directory
+from ...strategies.distributed.process_exit import release_openmp
 from ...strategies.distributed.store import loopback_device
-from ..job.failure import Failure, report_killed, users_frames
+from ..config.checks import plain
+from ..job.failure import Failure, report_killed
 from ..job.result import Result
 from ..job.signals import ASKS_TO_STOP, Interrupted, loss
+from . import worker
 from ._rendezvous import options as rendezvous
-from .environment import AGENT, STOPPED_FILE, WorkerError, environment
+from .environment import AGENT, FAILURE_FILE, STOPPED_FILE, WorkerError, environment
+from .worker import run_forked
 
 AGENT_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
 """Signals that stop a run gracefully."""
@@ -31,17 +40,32 @@ def launch_workers(cfg: DictConfig, num_processes: int) -> Result:
     with scratch_directory() as scratch, environment(worker_environment(num_processes)):
         config_file = scratch / "config.yaml"
         config_file.write_text(OmegaConf.to_yaml(cfg, resolve=True), encoding="utf-8")
-        agent = elastic_launch(launch_config(cfg, num_processes, str(scratch)), entrypoint=sys.executable)
+        config = launch_config(cfg, num_processes, str(scratch))
         try:
-            with signal_handlers_kept():  # a second signal finds the agent's handlers gone, which would raise its error
-                agent("-m", "evener.trainer.launch.worker", str(config_file))
+            # a second signal finds the agent's handlers gone, which would raise its error
+            with signal_handlers_kept() as handlers:
+                if can_fork(cfg):
+                    release_openmp()
+                    logging.getLogger(elastic_processes.__name__).setLevel(logging.CRITICAL)  # a failure is told below
+                    elastic_launch(config, entrypoint=run_forked)(str(config_file), handlers)
+                else:
+                    elastic_launch(config, entrypoint=sys.executable)("-m", worker.__name__, str(config_file))
         except ChildFailedError as exc:
-            raise explain(cfg, exc, num_processes) from None
+            raise explain(cfg, exc, num_processes, scratch) from None
         except SignalException as exc:
             if not (scratch / STOPPED_FILE).exists():
                 raise cut_off(cfg, exc.sigval, num_processes) from None
             raise Interrupted(exc.sigval) from None
     return Result.read(cfg.run_dir)
+
+
+def can_fork(cfg: DictConfig) -> bool:
+    """Whether workers may be forked from this process, which has imported everything; else they start Python anew.
+
+    A forked process can't use an accelerator that its parent has touched, and macOS's libraries don't survive a fork.
+    """
+    devices = resolve_devices(plain(cfg.devices), cfg.accelerator)
+    return sys.platform == "linux" and all(device.type == "cpu" for device in devices)
 
 
 def cut_off(cfg: DictConfig, signum: int, num_processes: int) -> WorkerError:
@@ -62,6 +86,7 @@ def launch_config(cfg: DictConfig, num_processes: int, log_dir: str) -> LaunchCo
         max_nodes=1,
         nproc_per_node=num_processes,
         # what is ignored stays so: SIGHUP under nohup
+        start_method="fork",
         signals_to_handle=",".join(s.name for s in AGENT_SIGNALS if signal.getsignal(s) != signal.SIG_IGN),
         **rendezvous(),
         max_restarts=cfg.launcher.max_restarts,
@@ -84,48 +109,43 @@ def worker_environment(num_processes: int) -> dict[str, str]:
 
 
 @contextmanager
-def signal_handlers_kept() -> Generator[None]:
-    """Restore this process's signal handlers afterwards: the agent does not remove its own."""
+def signal_handlers_kept() -> Generator[dict[int, Any]]:
+    """Restore this process's signal handlers afterwards: the agent does not remove its own.
+
+    Yields:
+        The handlers.
+    """
     if threading.current_thread() is not threading.main_thread():
-        yield
+        yield {}
         return
-    before = {number: signal.getsignal(number) for number in AGENT_SIGNALS}
+    before = {int(number): signal.getsignal(number) for number in AGENT_SIGNALS}
     try:
-        yield
+        yield before
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
-def explain(cfg: DictConfig, exc: ChildFailedError, num_processes: int) -> BaseException:
+def explain(cfg: DictConfig, exc: ChildFailedError, num_processes: int, scratch: Path) -> BaseException:
     """Convert the agent's report into the worker's error: a ConfigError, or rank and reason of the first failure."""
     rank, failure = exc.get_first_failure()
     if failure.exitcode in [128 + signum for signum in (*ASKS_TO_STOP, signal.SIGTERM)]:
         return Interrupted(failure.exitcode - 128)
-    kind, _, message = first_line(failure)
-    if kind in (ConfigError.__name__, MisconfigurationException.__name__):
-        return ConfigError(message)
-    trace = traceback_of(failure)
-    if trace:
-        return WorkerError(f"rank {rank} failed: {users_frames(trace)}", trace)
-    killed = Failure(rank, how_it_ended(failure))
-    report_killed(cfg, killed, num_processes)
-    return WorkerError(f"rank {rank} failed: {killed.reason}")
+    told = told_failure(scratch) if failure.exitcode >= 0 else None
+    if told is None:
+        killed = Failure(rank, how_it_ended(failure))
+        report_killed(cfg, killed, num_processes)
+        return WorkerError(f"rank {rank} failed: {killed.reason}")
+    if told.pop("refused"):
+        return ConfigError(told["reason"])
+    first = Failure(**told)
+    return WorkerError(f"rank {first.rank} failed: {first.short}", first.trace)
 
 
-def first_line(failure: ProcessFailure) -> tuple[str, str, str]:
-    """Split a failure's message into exception name, separator, and text."""
-    message = failure.error_file_data.get("message") if failure.error_file_data else None
-    text = message.get("message", "") if isinstance(message, dict) else str(message or "")
-    return text.partition(": ")
-
-
-def traceback_of(failure: ProcessFailure) -> str:
-    """The worker's traceback; empty if it left none."""
-    message = failure.error_file_data.get("message") if failure.error_file_data else None
-    if isinstance(message, dict):
-        return message.get("extraInfo", {}).get("py_callstack") or message.get("message", "")
-    return ""
+def told_failure(scratch: Path) -> dict[str, Any] | None:
+    """What the first rank that failed in the last attempt has left."""
+    files = sorted(scratch.glob(FAILURE_FILE.format("*")), key=lambda file: (len(file.name), file.name))
+    return json.loads(files[-1].read_text(encoding="utf-8")) if files else None
 
 
 def how_it_ended(failure: ProcessFailure) -> str:

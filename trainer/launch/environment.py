@@ -8,6 +8,9 @@ AGENT = "EVENER_AGENT_PID"
 """Environment variable that holds the process id of a worker's parent."""
 
 
+FAILURE_FILE = "failure{}.json"
+"""The file beside a worker's configuration in which the first rank that fails says why; with the attempt's number."""
+
 STOPPED_FILE = "stopped"
 """The file beside a worker's configuration that says that rank 0 was stopped by a signal, and has ended in order."""
 

@@ -1,25 +1,32 @@
-"""Run one worker of the elastic agent: `python -m evener.trainer.launch.worker <resolved config>`."""
+"""Run one worker of the elastic agent, forked from the command or as `python -m evener.trainer.launch.worker`."""
 
 import faulthandler
+import json
+import logging
 import os
 import signal
 import sys
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
+import numpy
+import torch
 from omegaconf import DictConfig, OmegaConf
-from torch.distributed.elastic.multiprocessing.errors import record
+from pytorch_lightning.utilities.exceptions import MisconfigurationException
 
+from ...strategies import ConfigError
 from ...strategies.distributed.process_exit import die_with_parent, end_process, leave_in_time
+from ...strategies.distributed.store import leave_store
 from ..job.failure import Failure, report
 from ..job.log_file import run_log
 from ..job.run import run
 from ..job.signals import Interrupted
-from .environment import AGENT, STOPPED_FILE
+from .environment import AGENT, FAILURE_FILE, STOPPED_FILE
 
 
-@record
 def work(config_file: str) -> None:
-    """Run one rank; on failure the decorator stores the traceback for the agent, whose process prints the last one."""
+    """Run one rank; the first that fails leaves its reason for the agent's process, which prints the last attempt's."""
     cfg = OmegaConf.load(config_file)
     assert isinstance(cfg, DictConfig)
     leave_in_time(cfg.launcher.shutdown_timeout_s)
@@ -29,9 +36,19 @@ def work(config_file: str) -> None:
             run(cfg)
         except Exception as exc:
             failure = Failure.of(exc, rank)
-            if report(cfg, failure, int(os.environ["WORLD_SIZE"])) and is_restarted():
-                sys.stderr.write(f"rank {rank} failed: {failure.short}\n")
+            if report(cfg, failure, int(os.environ["WORLD_SIZE"])):
+                tell(config_file, failure, isinstance(exc, (ConfigError, MisconfigurationException)))
+                if is_restarted():
+                    sys.stderr.write(f"rank {rank} failed: {failure.short}\n")
             raise
+
+
+def tell(config_file: str, failure: Failure, refused: bool) -> None:
+    """Leave the first failure of this attempt for the agent's process."""
+    attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
+    file = Path(config_file).with_name(f"{os.getpid()}.tmp")
+    file.write_text(json.dumps({**asdict(failure), "refused": refused}), encoding="utf-8")
+    file.replace(file.with_name(FAILURE_FILE.format(attempt)))
 
 
 def is_restarted() -> bool:
@@ -61,7 +78,34 @@ def exit_status(config_file: str) -> int:
     return 0
 
 
-if __name__ == "__main__":
-    faulthandler.enable()  # print Python's stack on a crash in native code
+def begin() -> None:
+    """Print Python's stack on a crash in native code, and end with the agent."""
+    faulthandler.enable()
     die_with_parent(int(os.environ[AGENT]) if AGENT in os.environ else None)
+
+
+def run_forked(config_file: str, handlers: dict[int, Any]) -> None:
+    """Run one rank in a process that was forked from the command, and has all of it imported.
+
+    Args:
+        config_file: the resolved configuration.
+        handlers: of signals, to be restored; those of the agent are not for its workers.
+
+    Raises:
+        SystemExit: the rank failed; its status.
+    """
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+    begin()
+    logging.getLogger().handlers.clear()  # the command's; a rank opens its own log
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    numpy.random.seed()  # without a seed each rank draws its own numbers
+    status = exit_status(config_file)
+    leave_store()
+    if status != 0:
+        sys.exit(status)
+
+
+if __name__ == "__main__":
+    begin()
     end_process(exit_status(sys.argv[1]))
