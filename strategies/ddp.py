@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.plugins.precision import Precision
-from pytorch_lightning.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from pytorch_lightning.utilities.rank_zero import rank_zero_info
 from pytorch_lightning.utilities.types import STEP_OUTPUT
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -26,7 +26,7 @@ from .core.loop_contract import adds
 from .core.module_checks import end_of_step
 from .core.rng import seed_rank
 from .core.types import Batch
-from .data.combined import verify_side_by_side
+from .data.combined import TRAINED, verify_side_by_side
 from .data.loaders import BatchSizeIs, LoaderRole, RankLoaders, next_share, positions
 from .data.predictions import in_loader_order
 from .data.sampling import Share
@@ -74,6 +74,11 @@ class DDPStrategy(MultiProcessStrategy):
             raise ConfigError(f"ddp: batch_size_is={batch_size_is} is unknown; choose one of per_device, global.")
         if devices_per_process < 1:
             raise ConfigError(f"ddp: devices_per_process must be at least 1; got {devices_per_process}.")
+        if devices_per_process > 1 and options.get("static_graph"):
+            raise ConfigError(
+                f"ddp: static_graph=true can't be recorded with devices_per_process={devices_per_process}, whose "
+                "replicas have a backward pass of their own. Set static_graph=false, or devices_per_process=1."
+            )
         verify_backend(options.get("backend"))
         super().__init__(**options)
         self._batch_dims = verify_batch_dims(batch_dims, self.strategy_name)
@@ -91,7 +96,7 @@ class DDPStrategy(MultiProcessStrategy):
         self.weighed_loss: WeighedLoss | None = None
         """The loss of the last step, if the module returned a `loss_weight` for it."""
         self._parts: set[float] = set()
-        self._told_parts = False
+        self._knows_parts = False
         self._metrics: MetricSync | None = None
         self.metric_steps: MetricSteps | None = None
         """Computes the values that metrics have for one global batch; None before the run."""
@@ -238,6 +243,7 @@ class DDPStrategy(MultiProcessStrategy):
     def on_train_start(self) -> None:
         assert self._trainer is not None
         self._begin_pass()
+        self._knows_parts = False
         self._verify_evaluation(self._trainer.fit_loop.epoch_loop.val_loop)
         self._tell_batch_size(self._trainer)
         if not self._trainer.fit_loop.restarting:  # a resumed run restores its saved streams
@@ -294,6 +300,8 @@ class DDPStrategy(MultiProcessStrategy):
         assert self._trainer is not None
         counts = self._share is None or self._share.num > 0
         self._begin_batch()
+        if not self.lightning_module.automatic_optimization:
+            self._verify_parts()  # the step itself steps the optimizer
         with nullcontext() if counts else zero_weight_step(self.lightning_module):
             output = self._own_step(*args, **kwargs)
         module_weighs = isinstance(output, dict) and output.get("loss_weight") is not None
@@ -307,20 +315,22 @@ class DDPStrategy(MultiProcessStrategy):
             self._scale = scale
         if weighs_in_loop(self._trainer):
             self._scale = 1.0
-        if len(self._parts) > 1 and not module_weighs:
-            self._tell_parts()
+        if not module_weighs:
+            self._verify_parts()
         return output
 
-    def _tell_parts(self) -> None:
-        """Warn once that a single weight does not fit the batches of several loaders."""
-        if not self._told_parts:
-            rank_zero_warn(
+    def _verify_parts(self) -> None:
+        """Refuse loaders of which this rank has unequal parts, in any step of the epoch where that can be known."""
+        assert self._trainer is not None
+        loop = self._trainer.fit_loop
+        if not self._knows_parts:
+            verify_side_by_side(loop._combined_loader, self.world_size, self.strategy_name, TRAINED, loop.max_batches)
+            self._knows_parts = True
+        if len(self._parts) > 1:
+            raise ConfigError(
                 f"{self.strategy_name}: this rank has {' and '.join(f'{part:.3g}' for part in sorted(self._parts))} of "
-                "the batches of the loaders, but its loss is weighted by the share of the first loader, so the step "
-                "differs slightly from one device's. Use batch sizes that divide alike and drop_last=True, or return "
-                '{"loss": loss, "loss_weight": n}.'
+                f"the batches of the loaders that are read side by side, {TRAINED}"
             )
-        self._told_parts = True
 
     def _own_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         """Run this rank's own step: on one device, or on replicas."""

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Iterator
+from math import inf
 from typing import Any
 
 from pytorch_lightning.utilities.combined_loader import CombinedLoader
@@ -10,17 +11,28 @@ from torch.utils.data import BatchSampler
 from ..core.errors import ConfigError
 from .sampling import RankBatches
 
+EVALUATED = (
+    "so their batches can't be evaluated side by side. Give them one batch size and drop_last=True, or pass them as a "
+    "list, which is read one after the other."
+)
+TRAINED = (
+    "so no weight of a rank's loss makes the step one device's. Give them batch sizes that divide alike and "
+    'drop_last=True, or return {"loss": loss, "loss_weight": n} with a loss that is a mean over n.'
+)
 
-def verify_side_by_side(combined: Any, num_ranks: int, strategy: str) -> None:
-    """Refuse evaluation loaders of which a rank has unequal parts in one step.
 
-    A rank skips a batch of which it has no samples. If it skips that of one loader only, its batches no longer belong
-    together, and those at the end are lost.
+def verify_side_by_side(combined: Any, num_ranks: int, strategy: str, why: str = EVALUATED, most: float = inf) -> None:
+    """Refuse loaders of which a rank has unequal parts in one step.
+
+    In evaluation a rank skips a batch of which it has no samples. If it skips that of one loader only, its batches no
+    longer belong together, and those at the end are lost. In training a rank's loss has one weight only.
 
     Args:
         combined: the loop's loader, made for this rank.
         num_ranks: number of ranks.
         strategy: name that begins the message.
+        why: end of the message: `EVALUATED` or `TRAINED`.
+        most: number of steps after which the loop ends.
 
     Raises:
         ConfigError: the parts differ in some step.
@@ -29,7 +41,7 @@ def verify_side_by_side(combined: Any, num_ranks: int, strategy: str) -> None:
         return
     cuts = [_cuts(getattr(loader, "rank_batches", None), num_ranks) for loader in combined.flattened]
     steps = [list(cut) for cut in cuts if cut is not None]
-    for step in range(max(map(len, steps), default=0)):
+    for step in range(int(min(max(map(len, steps), default=0), most))):
         if combined._mode == "min_size" and step >= min(map(len, steps)):
             return
         cycles = combined._mode == "max_size_cycle"
@@ -38,9 +50,7 @@ def verify_side_by_side(combined: Any, num_ranks: int, strategy: str) -> None:
             if any(mine * sum(now[0]) != first * sum(sizes) for mine, first in zip(sizes, now[0], strict=True)):
                 raise ConfigError(
                     f"{strategy}: the loaders combined by {combined._mode!r} give the ranks unequal parts in step "
-                    f"{step + 1}: {_listed(now[0])} samples of one loader and {_listed(sizes)} of another, so their "
-                    "batches can't be evaluated side by side. Give them one batch size and drop_last=True, or pass "
-                    "them as a list, which is read one after the other."
+                    f"{step + 1}: {_listed(now[0])} samples of one loader and {_listed(sizes)} of another, {why}"
                 )
 
 

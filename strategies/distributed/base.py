@@ -1,7 +1,8 @@
 """Coordinate the ranks of any DDP strategy: start, synchronize, sum, stop at one step, name a rank that fails."""
 
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, cast
 
@@ -91,6 +92,7 @@ class MultiProcessStrategy(pl_strategies.DDPStrategy):
         self._syncs_batchnorm = sync_batchnorm
         self._trainer: pl.Trainer | None = None
         self._trained: ReducedParameters | None = None
+        self._recorded: nn.Module | None = None
         self._failed = False
 
     @property
@@ -168,6 +170,21 @@ class MultiProcessStrategy(pl_strategies.DDPStrategy):
         assert isinstance(self.model, DistributedDataParallel)
         if self._hook is not None:
             self.model.register_comm_hook(*self._hook())
+
+    @override
+    @contextmanager
+    def block_backward_sync(self) -> Generator[None]:
+        """Accumulate gradients without reducing them, except in the first backward pass of a static graph.
+
+        The wrapper records a static graph in that pass and fails if it does not reduce. Averaging a part of the
+        accumulated gradients earlier does not change the average of their sum.
+        """
+        if getattr(self.model, "static_graph", False) and self._recorded is not self.model:
+            self._recorded = self.model
+            yield
+            return
+        with super().block_backward_sync():
+            yield
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:

@@ -1,6 +1,5 @@
 """Hypothesis strategies that draw cases. The plain choice comes first: Hypothesis shrinks towards it."""
 
-from dataclasses import replace
 from typing import Any
 
 from hypothesis import strategies as st
@@ -103,18 +102,6 @@ OPTIONS = st.builds(
 )
 
 
-def consistent(case: Case) -> Case:
-    """The case without what Lightning refuses: gradient clipping and accumulation in manual optimization.
-
-    L-BFGS works in float64: its line search makes large numbers of float32's last bits.
-    """
-    if "lbfgs" in case.optimization.optimizer:
-        case = replace(case, dtype="float64", options=replace(case.options, precision="32-true"))
-    if case.optimization.optimizer not in optimizers.MANUAL:
-        return case
-    return replace(case, options=replace(case.options, gradient_clip_val=None, accumulate_grad_batches=1))
-
-
 CASES = st.builds(
     Case,
     batches=BATCHES,
@@ -130,22 +117,13 @@ CASES = st.builds(
     before=mostly("nothing", "validate", "test", "predict", times=4),
     after=mostly("nothing", "fit", times=4),
     resume_after=mostly(0, 1, 2, 4, times=6),
-).map(consistent)
+)
 
 RANKS = (("batch_size_is", "global"), ("timeout_s", 6))
 
 
 def options(*choices: tuple[tuple[str, Any], ...]) -> st.SearchStrategy[Any]:
     return mostly(*choices, times=1)
-
-
-def drawable(case: Case, spread: Spread) -> bool:
-    """Whether the law speaks of a case under a strategy; its limits are in docs/law_1.md."""
-    hooks_of_whole_batches = ("init_features", "each_step", "first_step", "removed_later", "on_submodule_of_children")
-    if dict(spread.options).get("submodule") and case.net.hooks in hooks_of_whole_batches:
-        return False  # the hooks run on chunks, and what they keep is read by a step that has the whole batch
-    # what ranks collect in lists of their own is not summed when the epoch ends
-    return "ddp" not in spread.kind or not any("collects" in one for one in case.net.peculiar)
 
 
 SPREADS: dict[str, st.SearchStrategy[Spread]] = {

@@ -48,28 +48,30 @@ class Hunt:
                     break
         return case, verdict
 
-    def add(self, case: Case, spread: Spread) -> None:
+    def add(self, case: Case, spread: Spread) -> Verdict:
         """Judge a case, and keep what is new in how it fails.
 
         What fails for a reason that is known by now is tried again without it.
         """
-        verdict = self.judge(case, spread)
-        if verdict.accepted:
-            return
+        first = self.judge(case, spread)
+        if first.accepted:
+            return first
         for known in self.known:
             if contains(case, known):
                 case = without(case, known)
         again = judge(self.pool, case, spread)
         if again.accepted:
-            return
+            return first
         case, verdict = self.reduce(case, spread, again)
         self.known.append(case)
         key = f"{spread.kind}: {brief(case)}"
         self.failures[key] = f"{verdict.word}: {brief(case)} under {brief(spread)}\n    {verdict.reason}"
+        return first
 
     def table(self) -> str:
         """Cases by verdict, refusals and discarded ones by reason, minutes."""
-        lines = [f"{sum(self.words.values())} cases in {(time.monotonic() - self.began) / 60:.1f} min"]
+        judged = sum(self.words.values()) - self.words["discarded"]
+        lines = [f"{judged} cases judged in {(time.monotonic() - self.began) / 60:.1f} min"]
         lines += [f"{count:6d} {word}" for word, count in self.words.most_common()]
         lines += [f"{count:6d}   {reason}" for reason, count in self.reasons.most_common()]
         return "\n".join(lines)

@@ -25,7 +25,7 @@ KINDS = (
     "plain", "shuffle", "generator", "replacement", "weighted", "subset", "sampler_with_epoch", "batch_sampler",
     "bucket",
     "iterable", "iterable_unsized", "batches", "no_batching", "dict", "list", "min_size", "max_size", "max_size_cycle",
-    "sequential", "combined_list",
+    "combined_list",
 )  # fmt: skip
 EVAL_KINDS = ("plain", "two", "sequential", "batch_sampler", "iterable", "batches", "max_size", "min_size", "none")
 PAIRED = ("dict", "list", "min_size", "max_size", "max_size_cycle", "combined_list")
@@ -119,7 +119,7 @@ def train_loader(case: Case) -> Any:
     """What is given to `fit` for training."""
     loading = case.loading
     points = Points(loading.num, case.batches.boxes)
-    if loading.kind not in PAIRED and loading.kind != "sequential":
+    if loading.kind not in PAIRED:
         return one_loader(loading.kind, points, case.batches, loading.batch_size, loading.drop_last)
     other = Points(loading.second[0], case.batches.boxes, seed=1)
     a = one_loader("plain", points, case.batches, loading.batch_size, loading.drop_last)
@@ -146,6 +146,15 @@ def eval_loader(case: Case) -> Any:
         both = [make("plain", points), make("plain", Points(5, case.batches.boxes, seed=3))]
         return both if loading.eval_kind == "two" else CombinedLoader(both, loading.eval_kind)
     return make(loading.eval_kind, points)
+
+
+def num_batches(loader: Any) -> list[int] | None:
+    """Batches that each of the loaders gives; None where one of them has no length."""
+    combined = loader if isinstance(loader, CombinedLoader) else CombinedLoader(loader, "max_size_cycle")
+    try:
+        return [len(one) for one in combined.flattened]
+    except TypeError:
+        return None
 
 
 def is_paired(loading: Loading, training: bool) -> bool:

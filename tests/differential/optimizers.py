@@ -167,7 +167,9 @@ def _scheduler(module: Any, optimizer: Optimizer, name: str) -> dict[str, Any]:
         "plateau_train": lambda: {"scheduler": plateau(), "monitor": "step_loss", "interval": "step"},
         "plateau_val": lambda: {"scheduler": plateau(), "monitor": "val_monitor"},
         "one_cycle": lambda: {
-            "scheduler": lrs.OneCycleLR(optimizer, 0.1, max(2, int(module.trainer.estimated_stepping_batches))),
+            "scheduler": lrs.OneCycleLR(
+                optimizer, 0.1, max(2, int(module.trainer.estimated_stepping_batches)), cycle_momentum=False
+            ),
             "interval": "step",
         },
         "cosine": lambda: {"scheduler": lrs.CosineAnnealingWarmRestarts(optimizer, 2), "interval": "step"},

@@ -8,11 +8,14 @@ import torch
 from .cases import Case, Spread
 from .observe import Observed
 from .pool import Pool
+from .settled import whole
 
 OWN_PART = ("outputs", "evaluated", "test_outputs")
 """What hooks of a rank see of its own part of a batch; not compared under ranks."""
 UNSUMMED = ("raw_gradients",)
 """What `on_after_backward` sees while gradients accumulate, before ranks have summed them."""
+DIVERGED = 50.0
+"""Weights are below 1 at the start; an optimizer that makes them larger than this makes them larger in each step."""
 TOLERANCES = {"float64": 1e-10, "float32": 1e-5}
 
 
@@ -39,7 +42,7 @@ def judge(pool: Pool, case: Case, spread: Spread) -> Verdict:
     reference = Spread("stock") if spread.kind == "single_device" and not _own(case) else Spread()
     if reference == spread:
         return Verdict("discarded", "nothing to compare one device with: an option or a promise that is Evener's own")
-    expected = pool.run(_whole(case, spread), reference)[0]
+    expected = pool.run(whole(case, spread), reference)[0]
     if isinstance(expected, str):
         return Verdict("crash", f"{reference.kind} {expected}")
     if expected.failure is not None:
@@ -67,22 +70,6 @@ def _own(case: Case) -> bool:
     return case.options.exact_accumulation or case.options.detect_nonfinite != "off" or case.resume_after > 0
 
 
-def _whole(case: Case, spread: Spread) -> Case:
-    """What one device must do: with the global batches, where the case gives those of a rank."""
-    if dict(spread.options).get("batch_size_is") != "per_device":
-        return case
-    num, loading = spread.num_processes, case.loading
-    return replace(
-        case,
-        loading=replace(
-            loading,
-            batch_size=loading.batch_size * num,
-            second=(loading.second[0], loading.second[1] * num),
-            eval_batch_size=loading.eval_batch_size * num,
-        ),
-    )
-
-
 def _judge_failing_reference(pool: Pool, case: Case, spread: Spread, expected: Observed) -> Verdict:
     failure = expected.failure
     assert failure is not None
@@ -103,6 +90,8 @@ def _compare(case: Case, spread: Spread, expected: Observed, found: list[Observe
     local = _local_names(case) if "ddp" in spread.kind else ()
     local += ("balance/",) * spread.kind.startswith("balanced")  # what devices were measured to do
     wanted = dict(expected.seen)
+    if any(float(weight.abs().max()) > DIVERGED for weight in wanted["weights"].values() if weight.numel()):
+        return Verdict("discarded", "the training diverges, and differences in the last bit grow with it")
     hidden = (*OWN_PART, *UNSUMMED * _accumulates(case)) if "ddp" in spread.kind else ()
     names = [name for name in wanted if name not in hidden]
     for name in names:

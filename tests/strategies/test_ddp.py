@@ -2,17 +2,19 @@
 
 from collections.abc import Iterator
 from itertools import chain
+from types import MethodType
 from typing import Any
 
 import pytest
 import torch
 from distributed import run_ranks
+from pytorch_lightning.utilities import CombinedLoader
 from regression import NUM_SAMPLES, Net, Numbered, fit, outcome, quiet_trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torchmetrics import MeanMetric
 
-from evener.strategies import DDPStrategy, SingleDeviceStrategy
+from evener.strategies import ConfigError, DDPStrategy, SingleDeviceStrategy
 
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -151,3 +153,47 @@ def test_loaders_of_every_kind_finish_and_stay_exact() -> None:
     single.validate(Net(), DataLoader(Numbered(21), 4), verbose=False)
     for rank in by_rank:
         assert rank["validate"] == pytest.approx(single.callback_metrics["val"].item(), abs=1e-12)
+
+
+class Pair(Net):
+    """Trains on two loaders side by side, with the mean of each one's batch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return sum(super(Pair, self).training_step(one, batch_idx) for one in batch.values())
+
+
+def _fit_pair(strategy: Any, devices: int, manual: bool, num: int, size: int) -> tuple[str, int, Tensor]:
+    module = Pair()
+    if manual:
+        module.automatic_optimization = False
+        module.training_step = MethodType(_step_manually, module)  # type: ignore[method-assign]
+    trainer = quiet_trainer(strategy, devices, num_sanity_val_steps=0)
+    loaders = {"a": DataLoader(Numbered(8), 4), "b": DataLoader(Numbered(num), size)}
+    message = ""
+    try:
+        trainer.fit(module, CombinedLoader(loaders, "max_size_cycle"))
+    except ConfigError as exc:
+        message = str(exc)
+    return message, trainer.global_step, nn.utils.parameters_to_vector(module.parameters()).detach()
+
+
+def _step_manually(module: Any, batch: Any, batch_idx: int) -> None:
+    module.optimizers().zero_grad()
+    module.manual_backward(Pair.training_step(module, batch, batch_idx))
+    module.optimizers().step()
+
+
+def _fit_pairs() -> list[tuple[str, int, Tensor]]:
+    plans: Any = [(False, 9, 4), (True, 9, 4), (False, 8, 2)]
+    return [_fit_pair(DDPStrategy(batch_size_is="global", timeout_s=60), 2, *plan) for plan in plans]
+
+
+def test_loaders_side_by_side_of_which_ranks_have_unequal_parts_are_refused() -> None:
+    """Cause: a rank's loss had the weight of its part of the first loader's batch, and a warning came in that step."""
+    for *refused, (_, steps, weights) in run_ranks(_fit_pairs, 2):
+        for message, num_steps, _ in refused:  # 2 + 2 of both in two steps, then 2 + 2 and 1 + 0
+            assert "in step 3: 2 + 2 samples of one loader and 1 + 0 of another, so no weight" in message
+            assert num_steps == 0
+        _, expected_steps, expected = _fit_pair(SingleDeviceStrategy(), 1, False, 8, 2)
+        assert steps == expected_steps == 8
+        torch.testing.assert_close(weights, expected, rtol=0, atol=1e-10)

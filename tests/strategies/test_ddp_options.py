@@ -154,6 +154,24 @@ def _train_all() -> dict[str, Any]:
     return found
 
 
+def _accumulate_in_a_static_graph() -> list[torch.Tensor]:
+    found = []
+    for more in ({}, {"gradient_as_bucket_view": True}):
+        strategy = DDPStrategy(batch_size_is="global", static_graph=True, timeout_s=120, **more)
+        found.append(outcome(*fit(strategy, 2, 6, ACCUMULATED))["weights"])
+    return found
+
+
+ACCUMULATED: dict[str, Any] = {"trainer": {"accumulate_grad_batches": 3}}
+
+
+def test_a_static_graph_accumulates() -> None:
+    """Cause: torch's wrapper records the graph in its first backward pass, which accumulation did not reduce."""
+    single = outcome(*fit(SingleDeviceStrategy(), 1, 6, ACCUMULATED))["weights"]
+    for weights in (one for rank in run_ranks(_accumulate_in_a_static_graph, 2, timeout_s=200) for one in rank):
+        torch.testing.assert_close(weights, single, rtol=0, atol=1e-10)
+
+
 def test_options_and_shares_do_not_change_training() -> None:
     by_rank = run_ranks(_train_all, 2, timeout_s=300)
     single = outcome(*fit(SingleDeviceStrategy(), 1, 6, {}))["weights"]
@@ -202,6 +220,10 @@ def test_options_and_shares_do_not_change_training() -> None:
         ({"compression": "zip"}, r"compression=zip is unknown; choose one of fp16, bf16, powersgd, null"),
         ({"find_unused": True}, r"find_unused is unknown; choose from .*find_unused_parameters"),
         ({"static_graph": True, "find_unused_parameters": True}, r"were both given"),
+        (
+            {"static_graph": True, "devices_per_process": 2},
+            r"can't be recorded with devices_per_process=2",
+        ),
     ],
 )
 def test_what_cannot_be_honoured_is_refused(options: dict[str, Any], message: str) -> None:

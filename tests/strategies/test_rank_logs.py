@@ -120,6 +120,7 @@ class Own(Tokens):
         self.log("loss", loss)
         self.log("both", loss.detach(), on_step=True, on_epoch=True)
         self.log("number", loss.item())
+        self.log("single", loss.detach().float(), on_step=True, on_epoch=True)
         self.log("largest", loss.detach(), reduce_fx="max", on_step=True, on_epoch=True)
         self.log("sum", loss.detach(), reduce_fx="sum", on_step=True, on_epoch=True)
         self.log("metric", self.metric)
@@ -130,6 +131,7 @@ class Own(Tokens):
     def on_train_batch_end(self, *_: Any) -> None:
         logged = self.trainer.callback_metrics
         self.steps.append({name: float(value) for name, value in logged.items() if not name.endswith("_epoch")})
+        self.steps[-1]["bytes of single"] = logged["single_step"].element_size()
 
 
 def _fit_own(strategy: Any, devices: int, folder: str) -> Any:
@@ -149,7 +151,7 @@ def test_a_rank_without_samples_shows_what_the_others_logged(tmp_path: Path) -> 
     first, second = run_ranks(_fit_own_on_ranks, 2, str(tmp_path / "ranks"))
     for (found_epoch, found_steps), _, path in (first, second):
         last, expected = found_steps[-1], steps[-1]
-        names = ("loss", "both_step", "number", "largest_step", "sum_step", "metric")
+        names = ("loss", "both_step", "number", "largest_step", "sum_step", "metric", "single_step", "bytes of single")
         assert {name: last[name] for name in names} == pytest.approx({name: expected[name] for name in names})
         assert last["first"] == found_steps[0]["first"]
         assert found_epoch["both_epoch"] == pytest.approx(epoch["both_epoch"], rel=1e-6)

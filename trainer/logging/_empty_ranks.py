@@ -51,7 +51,8 @@ def _show(metric: _ResultMetric, value: Tensor) -> None:
     state = vars(metric)
     if metric.is_tensor:
         own: Any = metric.value
-        value = value.to(own)
+        cached: Any = state.get("_forward_cache")  # of the sample that this rank ran in place of its own
+        value = value.to(own.device, own.dtype if cached is None else cached.dtype)
         if not metric.meta.on_epoch:
             state["value"] = value
     state["_forward_cache"] = value

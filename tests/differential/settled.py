@@ -1,0 +1,121 @@
+"""Make a drawn case one that Lightning takes, and that the law speaks of under a strategy.
+
+What is drawn independently can exclude each other: half an epoch of one batch, an early stopping that monitors a
+validation without batches. Such a case would say nothing, so the part that does not fit gives way.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+from .cases import Case, Net, Options, Spread
+from .loading import eval_loader, is_paired, num_batches, train_loader
+from .optimizers import MANUAL
+
+CLIPS = ("own_clipping", "edits_gradients", "logs_in_hooks")
+"""Peculiarities that take norms of gradients, which sparse ones don't have."""
+SEVERAL = ("two", "sequential")
+"""Loaders that are evaluated one after the other, so that keys end in the number of the loader."""
+WHOLE_BATCHES = ("init_features", "each_step", "first_step", "removed_later", "on_submodule_of_children")
+"""Hooks in a submodule that see chunks, where the step that reads what they kept has the whole batch."""
+
+
+def settled(case: Case, spread: Spread) -> Case:
+    """A case that is likely to run on one device, and that must be equal or refused under a strategy."""
+    case = _as_the_law_says(case, spread)
+    case = _with_gradients_that_fit(case)
+    case = replace(case, options=_with_batches_enough(case, spread))
+    return _with_a_monitor(_with_loaders(case))
+
+
+def whole(case: Case, spread: Spread) -> Case:
+    """What one device must do: with the global batches, where the case gives those of a rank."""
+    if dict(spread.options).get("batch_size_is") != "per_device":
+        return case
+    num, loading = spread.num_processes, case.loading
+    return replace(
+        case,
+        loading=replace(
+            loading,
+            batch_size=loading.batch_size * num,
+            second=(loading.second[0], loading.second[1] * num),
+            eval_batch_size=loading.eval_batch_size * num,
+        ),
+    )
+
+
+def _as_the_law_says(case: Case, spread: Spread) -> Case:
+    """Without what docs/law_1.md excludes."""
+    net = case.net
+    if dict(spread.options).get("submodule") and net.hooks in WHOLE_BATCHES:
+        net = replace(net, hooks="none")
+    if "ddp" not in spread.kind:
+        return replace(case, net=net)
+    # what ranks collect in lists of their own is not summed when the epoch ends
+    net = _without(net, *(name for name in net.peculiar if "collects" in name))
+    sums = case.returns.train == "sum"  # `loss_reduction` is an option of one process
+    unweighted = "weight" in case.returns.train and is_paired(case.loading, True)  # the weight is one loader's
+    returns = replace(case.returns, train="tensor") if sums or unweighted else case.returns
+    return replace(case, net=net, returns=returns)
+
+
+def _with_gradients_that_fit(case: Case) -> Case:
+    """What optimizers and clipping take. L-BFGS in float64: its line search enlarges float32's last bits."""
+    net, options, name = case.net, case.options, case.optimization.optimizer
+    if "lbfgs" in name:
+        case, options = replace(case, dtype="float64"), replace(options, precision="32-true")
+    if name in MANUAL:
+        options = replace(options, accumulate_grad_batches=1)
+        case = replace(case, callbacks=tuple(one for one in case.callbacks if one not in ("accumulation", "swa")))
+    if "accumulation" in case.callbacks:
+        options = replace(options, accumulate_grad_batches=1)
+    if name in MANUAL or "own_clipping" in net.peculiar:
+        options = replace(options, gradient_clip_val=None, gradient_clip_algorithm="norm")
+    dense = name != "sgd" or options.gradient_clip_val or any(one in net.peculiar for one in CLIPS)
+    if "sparse" in net.peculiar and dense:
+        net = _without(net, "sparse")
+    return replace(case, net=net, options=options)
+
+
+def _with_batches_enough(case: Case, spread: Spread) -> Options:
+    """Limits that leave at least one batch."""
+    options, given = case.options, whole(case, spread)
+    trained = num_batches(train_loader(given))
+    least = 0 if case.loading.eval_kind == "none" else min(num_batches(eval_loader(given)) or [0])
+    if isinstance(options.limit_val_batches, float) and int(least * options.limit_val_batches) < 1:
+        options = replace(options, limit_val_batches=None)
+    if trained is None:  # Lightning takes no fraction of it
+        return replace(options, limit_train_batches=None, val_check_interval=None)
+    first = trained[0] if options.overfit_batches == 0 else 1
+    num = min(trained) if case.loading.kind == "min_size" else max(trained)
+    if isinstance(options.limit_train_batches, float) and int(min(first, *trained) * options.limit_train_batches) < 1:
+        options = replace(options, limit_train_batches=None)
+    num = 1 if options.overfit_batches else num
+    limit: Any = options.limit_train_batches
+    num = num if limit is None else int(num * limit) if isinstance(limit, float) else min(num, limit)
+    every: Any = options.val_check_interval
+    if every is not None and (every > num if isinstance(every, int) else int(num * every) < 1):
+        options = replace(options, val_check_interval=None)
+    return options
+
+
+def _with_loaders(case: Case) -> Case:
+    """Loaders for what runs before the training."""
+    if case.before in ("test", "predict") and case.loading.given_by == "module":
+        return replace(case, before="validate")
+    if case.before == "predict" and is_paired(case.loading, False):
+        return replace(case, before="validate")
+    return case
+
+
+def _with_a_monitor(case: Case) -> Case:
+    """Callbacks and a scheduler whose value is logged."""
+    if case.loading.eval_kind not in (*SEVERAL, "none") and case.options.limit_val_batches != 0:
+        return case
+    callbacks = tuple(name for name in case.callbacks if name not in ("early_stopping", "checkpoint_val"))
+    plateau = case.optimization.scheduler == "plateau_val"
+    optimization = replace(case.optimization, scheduler="plateau_train") if plateau else case.optimization
+    return replace(case, callbacks=callbacks, optimization=optimization)
+
+
+def _without(net: Net, *names: str) -> Net:
+    return replace(net, peculiar=tuple(name for name in net.peculiar if name not in names))
