@@ -2,6 +2,7 @@
 
 import os
 import re
+import signal
 import sys
 import traceback
 from pathlib import Path
@@ -73,6 +74,10 @@ def main(config_dir: str | Path | None = None, config_name: str = "train") -> No
                 sys.stderr.write(exc.trace)
             raise
         sys.exit(explain(exc))
+    except KeyboardInterrupt:  # a second Ctrl-C, while the first one ends the run
+        if wants_traceback:
+            raise
+        sys.exit(128 + signal.SIGINT)
     finally:
         if started_by is not None:
             cluster.publish(started_by, None)

@@ -28,16 +28,13 @@ AGENT_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, s
 
 def launch_workers(cfg: DictConfig, num_processes: int) -> Result:
     """Start one worker per process with torch's elastic agent, and wait for the result."""
-    with (
-        scratch_directory() as scratch,
-        environment(worker_environment(num_processes)),
-        signal_handlers_kept(),
-    ):
+    with scratch_directory() as scratch, environment(worker_environment(num_processes)):
         config_file = scratch / "config.yaml"
         config_file.write_text(OmegaConf.to_yaml(cfg, resolve=True), encoding="utf-8")
         agent = elastic_launch(launch_config(cfg, num_processes, str(scratch)), entrypoint=sys.executable)
         try:
-            agent("-m", "evener.trainer.launch.worker", str(config_file))
+            with signal_handlers_kept():  # a second signal finds the agent's handlers gone, which would raise its error
+                agent("-m", "evener.trainer.launch.worker", str(config_file))
         except ChildFailedError as exc:
             raise explain(cfg, exc, num_processes) from None
         except SignalException as exc:

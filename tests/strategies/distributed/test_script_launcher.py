@@ -140,3 +140,15 @@ def test_importing_leaves_the_gpu_untouched() -> None:
     code = "import torch, evener.trainer, evener.strategies; print(torch.cuda.is_initialized())"
     done = subprocess.run([sys.executable, "-c", code], timeout=300, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
+
+
+@pytest.mark.long
+def test_a_script_that_fits_often_keeps_no_pipe(tmp_path: Path) -> None:
+    # Four pipes of each fit's processes stayed open until the cyclic collector ran.
+    script = Path(__file__).parents[2] / "support" / "often_script.py"
+    done = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, timeout=100, cwd=tmp_path, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    first, *others = [int(line) for line in done.stdout.splitlines() if line.isdigit()]
+    assert others == [first, first]
