@@ -5,6 +5,7 @@ import re
 import signal
 import sys
 import traceback
+from contextlib import suppress
 from pathlib import Path
 
 import hydra
@@ -80,7 +81,8 @@ def main(config_dir: str | Path | None = None, config_name: str = "train") -> No
         sys.exit(128 + signal.SIGINT)
     finally:
         if started_by is not None:
-            cluster.publish(started_by, None)
+            with suppress(ConfigError):  # refused already
+                cluster.publish(started_by, None)
 
 
 def follow(started_by: ClusterEnvironment) -> None:
