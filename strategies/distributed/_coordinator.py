@@ -6,6 +6,7 @@ from torch.distributed import PrefixStore
 from ._barrier import Barrier, join
 from ._heartbeat import HeartbeatMonitor, is_about_communication
 from ._stop import StopAgreement
+from .signed_store import signed
 from .store import root_store
 
 _num_runs = 0
@@ -17,6 +18,7 @@ class RankCoordinator:
     Args:
         environment: provides the rank, the number of ranks, and the store's address.
         timeout_s: seconds to wait for other ranks.
+        num_nodes: machines, where the caller knows.
 
     Attributes:
         store: store of this run, shared by all ranks.
@@ -25,12 +27,12 @@ class RankCoordinator:
         heartbeat: monitors heartbeats.
     """
 
-    def __init__(self, environment: ClusterEnvironment, timeout_s: float) -> None:
+    def __init__(self, environment: ClusterEnvironment, timeout_s: float, num_nodes: int | None = None) -> None:
         global _num_runs
         rank, num_ranks = environment.global_rank(), environment.world_size()
         _num_runs += 1
-        self.root_store = root_store(environment, timeout_s)
-        self.store = PrefixStore(f"run/{_num_runs}", self.root_store)
+        self.root_store = root_store(environment, timeout_s, num_nodes)
+        self.store = signed(PrefixStore(f"run/{_num_runs}", self.root_store), f"run/{_num_runs}")
         join(self.store, rank, num_ranks, timeout_s)
         self.stop_agreement = StopAgreement(rank, num_ranks, self.store)
         self.heartbeat = HeartbeatMonitor(self.store, rank, num_ranks, self.stop_agreement)

@@ -21,9 +21,9 @@ from ..core.devices import is_accelerator, precise_dtype
 from ..core.errors import ConfigError
 from ._coordinator import RankCoordinator
 from ._script_launcher import ScriptLauncher
+from .environment import kubeflow
 from .options import Compression, compression_hook, name_unused_parameters, verified_options
 from .process_exit import leave_group_at_exit, prepare_forked
-from .store import kubeflow
 from .sync_batchnorm import SyncBatchNorm, verify_whole_batch
 from .wrapper import ReducedParameters, unwrap
 
@@ -140,7 +140,7 @@ class MultiProcessStrategy(pl_strategies.DDPStrategy):
         self.set_world_ranks()
         self._process_group_backend = self._get_process_group_backend()
         assert self.cluster_environment is not None
-        self.coordinator = RankCoordinator(self.cluster_environment, self.timeout_s)
+        self.coordinator = RankCoordinator(self.cluster_environment, self.timeout_s, self.num_nodes)
         if not dist.is_initialized():
             dist.init_process_group(
                 self._process_group_backend,

@@ -1,5 +1,6 @@
 """Open, wait on and leave the key-value store that all ranks share."""
 
+import logging
 import os
 import socket
 import time
@@ -8,15 +9,14 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
-from lightning_fabric.plugins.environments import (
-    ClusterEnvironment,
-    KubeflowEnvironment,
-    SLURMEnvironment,
-    TorchElasticEnvironment,
-)
+from lightning_fabric.plugins.environments import ClusterEnvironment
 from torch.distributed import PrefixStore, Store, TCPStore
 
 from ._store_watch import RANK_FAILED, StoreWatch
+from .environment import verify_started
+from .signed_store import SECRET
+
+logger = logging.getLogger(__name__)
 
 _STORES: dict[tuple[int, int], Store] = {}
 """The store of this process, by rank and number of ranks; like torch's process group, it lasts as long."""
@@ -30,16 +30,23 @@ LEAVE_S = 3.0
 """Seconds that the store's host waits at exit for the others to leave."""
 
 
-def root_store(environment: ClusterEnvironment, timeout_s: float) -> Store:
+def root_store(environment: ClusterEnvironment, timeout_s: float, num_nodes: int | None = None) -> Store:
     """Return the store of this attempt; after a restart no rank reads entries of earlier processes."""
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return PrefixStore(f"evener/{attempt}", base_store(environment, timeout_s))
+    return PrefixStore(f"evener/{attempt}", base_store(environment, timeout_s, num_nodes))
 
 
-def base_store(environment: ClusterEnvironment, timeout_s: float) -> Store:
+def base_store(environment: ClusterEnvironment, timeout_s: float, num_nodes: int | None = None) -> Store:
     """Open the store of this process, once; if a launcher hosts it, it outlives restarts."""
     rank, num_ranks = environment.global_rank(), environment.world_size()
     if (rank, num_ranks) not in _STORES:
+        verify_started(environment, num_nodes)
+        if rank == 0 and (num_nodes or 1) > 1 and not os.environ.get(SECRET):
+            logger.warning(
+                "The store at %s:%s takes anybody who reaches it for a rank. Set %s to the same random text on all "
+                "machines, and let the network keep others out (docs/ddp.md).",
+                environment.main_address, environment.main_port, SECRET,
+            )  # fmt: skip
         os.environ["MASTER_ADDR"] = environment.main_address
         os.environ["MASTER_PORT"] = str(environment.main_port)
         timeout = timedelta(seconds=timeout_s)
@@ -180,13 +187,3 @@ def _wait_for(store: Store, missing: list[str], timeout_s: float) -> list[str]:
             return [key for key in missing if not store.check([key])]
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, POLL_S[1])
-
-
-KUBEFLOW = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK")
-"""Environment variables of Kubeflow's PyTorchJob, which starts one process per pod."""
-
-
-def kubeflow() -> ClusterEnvironment | None:
-    """Return Kubeflow's environment, which Lightning does not detect; None elsewhere."""
-    elsewhere = TorchElasticEnvironment.detect() or SLURMEnvironment.detect() or "LOCAL_RANK" in os.environ
-    return KubeflowEnvironment() if not elsewhere and all(name in os.environ for name in KUBEFLOW) else None

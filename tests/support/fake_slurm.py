@@ -37,7 +37,7 @@ def srun(*words: str) -> None:
     command = words[words.index("--error") + 2 :]
     tasks = []
     for rank in range(int(os.environ["SLURM_NTASKS"])):
-        own = {"SLURM_PROCID": rank, "SLURM_LOCALID": rank, "SLURM_NODEID": 0}
+        own = {"SLURM_PROCID": rank, "SLURM_LOCALID": rank, "SLURM_NODEID": 0, "SLURM_STEP_ID": 0}
         path = options["--output"].replace("%t", str(rank))
         for letter, name in (("%A", "SLURM_ARRAY_JOB_ID"), ("%a", "SLURM_ARRAY_TASK_ID")):
             path = path.replace(letter, os.environ[name])

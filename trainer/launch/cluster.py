@@ -18,7 +18,9 @@ from pytorch_lightning.plugins.environments import (
 from torch.distributed import DistNetworkError, PrefixStore, Store
 
 from ...strategies import ConfigError
-from ...strategies.distributed.store import RankError, base_store, kubeflow, root_store, silence, wait_for
+from ...strategies.distributed.environment import kubeflow
+from ...strategies.distributed.signed_store import signed
+from ...strategies.distributed.store import RankError, base_store, root_store, silence, wait_for
 
 START_TIMEOUT_S = 1800.0
 """Seconds that a rank waits for the rendezvous store."""
@@ -64,7 +66,7 @@ def publish(cluster: ClusterEnvironment, cfg: DictConfig | None) -> None:
     if cluster.world_size() == 1:
         return
     text = "" if cfg is None else OmegaConf.to_yaml(cfg, resolve=True)
-    store = root_store(cluster, START_TIMEOUT_S)
+    store = _jobs(cluster, None if cfg is None else cfg.num_nodes)
     store.set(f"job/{_num_jobs}", text)
     if cfg is None:
         wait_for(store, [_farewell(rank) for rank in range(1, cluster.world_size())], FAREWELL_S)
@@ -80,7 +82,7 @@ def receive(cluster: ClusterEnvironment) -> DictConfig | None:
         RankError: rank 0 has exited.
     """
     global _num_jobs
-    store = root_store(cluster, START_TIMEOUT_S)
+    store = _jobs(cluster)
     try:
         while not store.check([f"job/{_num_jobs}"]):
             time.sleep(POLL_S)
@@ -99,7 +101,12 @@ def receive(cluster: ClusterEnvironment) -> DictConfig | None:
 def leave(cluster: ClusterEnvironment) -> None:
     """Tell rank 0 that this rank no longer needs the store; the last call of a rank."""
     with suppress(RuntimeError):  # rank 0 has exited
-        root_store(cluster, START_TIMEOUT_S).set(_farewell(cluster.global_rank()), "")
+        _jobs(cluster).set(_farewell(cluster.global_rank()), "")
+
+
+def _jobs(cluster: ClusterEnvironment, num_nodes: int | None = None) -> Store:
+    """What rank 0 hands out, of this attempt."""
+    return signed(root_store(cluster, START_TIMEOUT_S, num_nodes), "jobs")
 
 
 def _farewell(rank: int) -> str:
@@ -116,4 +123,4 @@ def earlier_run_dir(cluster: ClusterEnvironment) -> str | None:
 
 def _runs(cluster: ClusterEnvironment) -> Store:
     """The entries that survive a restart if the launcher hosts the store."""
-    return PrefixStore("evener/runs", base_store(cluster, START_TIMEOUT_S))
+    return signed(PrefixStore("evener/runs", base_store(cluster, START_TIMEOUT_S)), "runs")

@@ -25,7 +25,7 @@ TORCHRUN = {
 }  # fmt: skip
 SLURM = {
     "SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2", "SLURM_NNODES": "1", "SLURM_JOB_ID": "1234", "SLURM_PROCID": "1",
-    "SLURM_LOCALID": "1", "SLURM_NODEID": "0", "SLURM_JOB_NAME": "train",
+    "SLURM_LOCALID": "1", "SLURM_NODEID": "0", "SLURM_JOB_NAME": "train", "SLURM_STEP_ID": "0",
 }  # fmt: skip
 KUBEFLOW = {"MASTER_ADDR": "localhost", "MASTER_PORT": "29511", "WORLD_SIZE": "2", "RANK": "1"}
 LAUNCHERS: dict[str, tuple[dict[str, str], list[str]]] = {

@@ -1,0 +1,80 @@
+"""Detect cluster environments that Lightning does not detect, and refuse those that stale variables pretend."""
+
+import os
+import socket
+from contextlib import suppress
+
+from lightning_fabric.plugins.environments import (
+    ClusterEnvironment,
+    KubeflowEnvironment,
+    LightningEnvironment,
+    SLURMEnvironment,
+    TorchElasticEnvironment,
+)
+
+from ..core.errors import ConfigError
+
+KUBEFLOW = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK")
+"""Environment variables of Kubeflow's PyTorchJob, which starts one process per pod."""
+
+
+def kubeflow() -> ClusterEnvironment | None:
+    """Return Kubeflow's environment, which Lightning does not detect; None elsewhere."""
+    elsewhere = TorchElasticEnvironment.detect() or SLURMEnvironment.detect() or "LOCAL_RANK" in os.environ
+    return KubeflowEnvironment() if not elsewhere and all(name in os.environ for name in KUBEFLOW) else None
+
+
+def verify_started(environment: ClusterEnvironment, num_nodes: int | None = None) -> None:
+    """Refuse to wait for ranks that nobody has started, as variables left in a shell or a job would have it.
+
+    Args:
+        environment: how this process became a rank.
+        num_nodes: machines, where the caller knows.
+
+    Raises:
+        ConfigError: the other ranks can't be there; the message names the variable.
+    """
+    num_ranks = environment.world_size()
+    if num_ranks == 1:
+        return
+    by_hand = isinstance(environment, LightningEnvironment) and "LOCAL_RANK" in os.environ
+    if by_hand and not all(name in os.environ for name in ("MASTER_ADDR", "MASTER_PORT")):
+        raise ConfigError(
+            f"LOCAL_RANK={os.environ['LOCAL_RANK']} is set, so this process is taken for one of {num_ranks} that were "
+            "started elsewhere, but MASTER_ADDR and MASTER_PORT are not. Unset LOCAL_RANK, or start with torchrun."
+        )
+    if isinstance(environment, SLURMEnvironment) and not _is_srun_task():
+        raise ConfigError(
+            f"SLURM_NTASKS={num_ranks} is set, but srun has not started this process, so the other tasks never join. "
+            "Start it with srun; to run on this machine alone, unset SLURM_NTASKS."
+        )
+    address = environment.main_address
+    if (num_nodes == 1 or _says_one_node()) and not _is_own(address):
+        raise ConfigError(
+            f"MASTER_ADDR={address} is no address of this machine, and the run is on one node. Unset MASTER_ADDR and "
+            "MASTER_PORT, or set num_nodes."
+        )
+
+
+def _is_srun_task() -> bool:
+    steps = [os.environ.get(name, "") for name in ("SLURM_STEP_ID", "SLURM_STEPID")]
+    return any(step and step != _BATCH_STEP for step in steps)
+
+
+_BATCH_STEP = str(0xFFFFFFFB)
+"""The number that SLURM gives to the batch script itself."""
+
+
+def _says_one_node() -> bool:
+    own = os.environ.get("LOCAL_WORLD_SIZE")
+    return own is not None and own == os.environ.get("WORLD_SIZE")
+
+
+def _is_own(address: str) -> bool:
+    """Whether an address is one of this machine's."""
+    with suppress(OSError):
+        for family, kind, protocol, _, place in socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM):
+            with suppress(OSError), socket.socket(family, kind, protocol) as probe:
+                probe.bind(place)
+                return True
+    return False
