@@ -65,6 +65,11 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.to(device, non_blocking=device.type == "cuda")
 
 
+def scalar(value: float, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """Make a tensor of shape () from a number without waiting for the device, as `torch.tensor` would."""
+    return torch.full((), value, device=device, dtype=dtype or torch.get_default_dtype())
+
+
 def copy_coalesced(sources: Sequence[Tensor], targets: Sequence[Tensor], bucket_bytes: int = 2**26) -> None:
     """Copy tensors to tensors of the same shapes on another device, in few transfers.
 

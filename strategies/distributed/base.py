@@ -16,7 +16,7 @@ from torch.distributed import PrefixStore, Work
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from ..core.devices import is_accelerator, precise_dtype
+from ..core.devices import is_accelerator, precise_dtype, scalar
 from ..core.errors import ConfigError
 from ._coordinator import RankCoordinator
 from ._script_launcher import ScriptLauncher
@@ -260,8 +260,11 @@ class MultiProcessStrategy(pl_strategies.DDPStrategy):
         Returns:
             The mean of all ranks' weights, on the root device; nothing is read back to the host.
         """
-        total = torch.as_tensor(local, device=self.root_device).detach()
-        total = total.to(precise_dtype(self.root_device), copy=True)
+        device, dtype = self.root_device, precise_dtype(self.root_device)
+        if isinstance(local, Tensor):
+            total = local.detach().to(device, dtype, copy=True)
+        else:
+            total = scalar(local, device, dtype)
         dist.all_reduce(total)
         return total / self.world_size
 

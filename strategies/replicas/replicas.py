@@ -39,11 +39,24 @@ def hook_numbers(module: nn.Module) -> tuple[tuple[int, ...], ...]:
 
 
 def are_same(values: tuple[Any, ...], others: tuple[Any, ...]) -> bool:
-    """Whether two tuples hold the same objects, or equal ones of simple types."""
+    """Whether two tuples hold the same objects, or equal ones of simple types.
+
+    Two tensors are never compared by value: to read the result would wait for the device.
+    """
+    return len(values) == len(others) and all(map(_is_same, values, others))
+
+
+def _is_same(value: Any, other: Any) -> bool:
+    if value is other or type(value) is not type(other) or isinstance(value, Tensor):
+        return value is other
+    if isinstance(value, (list, tuple)):
+        return are_same(tuple(value), tuple(other))
+    if isinstance(value, dict):
+        return value.keys() == other.keys() and all(_is_same(item, other[key]) for key, item in value.items())
     try:
-        return values == others  # Python compares identity first
+        return bool(value == other)
     except (RuntimeError, ValueError):
-        return False  # tensors and arrays have no single truth value
+        return False  # arrays have no single truth value
 
 
 class Replicas:
