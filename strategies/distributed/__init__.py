@@ -1,5 +1,5 @@
 """Coordinate ranks: start, synchronize, sum, stop at the same step, and name a rank that fails.
 
-Exports: base, options, wrapper, store, device_blocks, sync_batchnorm, zero_weight_step, process_exit, metrics.
+Exports: base, options, objects, wrapper, store, device_blocks, sync_batchnorm, zero_weight_step, process_exit, metrics.
 May import: core.
 """
