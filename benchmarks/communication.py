@@ -119,17 +119,21 @@ def fit(strategy: Any, devices: int, read: Callable[[], int]) -> list[float]:
 
 def of_dp(num_devices: int) -> float:
     total = Sum()
-    copy, add = replicas_room.copy_coalesced, GradientSum._add
+    copy, add = replicas_room.broadcast_coalesced, GradientSum._add
 
     def counted_copy(sources: Any, targets: Any, *rest: Any) -> None:
-        total.add(sources)
+        for _ in targets:
+            total.add(sources)
         copy(sources, targets, *rest)
 
     def counted_add(self: GradientSum, indices: list[int], gradients: list[Tensor]) -> None:
         total.add(gradients)
         add(self, indices, gradients)
 
-    with patch.object(replicas_room, "copy_coalesced", counted_copy), patch.object(GradientSum, "_add", counted_add):
+    with (
+        patch.object(replicas_room, "broadcast_coalesced", counted_copy),
+        patch.object(GradientSum, "_add", counted_add),
+    ):
         return fit(DataParallelStrategy(), num_devices, total)[0]
 
 

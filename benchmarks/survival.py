@@ -205,7 +205,8 @@ def start_command(run: Run, folder: Path, attempt: int, output: Path) -> int:
         f"strategy={run.strategy.split()[0]}", f"devices={devices}", f"strategy.timeout_s={TIMEOUT_S}",
         "accelerator=cpu", "data=none", "module=custom", "module._target_=survival_module.Told", "checkpoint=none",
         "logger=none", "callbacks=none", f"log_dir={folder}/logs", "seed=7", "monitor=val/loss",
-        f"trainer.max_epochs={NUM_EPOCHS}", "trainer.log_every_n_steps=1", "test_after_fit=false", f"resume={newest or 'null'}",
+        f"trainer.max_epochs={NUM_EPOCHS}", "trainer.log_every_n_steps=1", "test_after_fit=false",
+        f"resume={newest or 'null'}",
         *_overrides("+module", module), *_overrides("+checkpoint", save), *_overrides("++strategy", options),
         *_overrides("++trainer", run.options),
     ]  # fmt: skip

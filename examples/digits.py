@@ -91,6 +91,7 @@ class DigitsDataModule(pl.LightningDataModule):
             num_workers=self.num_workers,
             # Starting processes costs more than an epoch of this data.
             persistent_workers=self.num_workers > 0,
+            pin_memory=torch.cuda.is_available(),  # copies to a GPU do not wait then
         )
 
 

@@ -164,4 +164,5 @@ class StdlibTextDataModule(pl.LightningDataModule):
             collate_fn=collate,
             num_workers=self.num_workers,
             persistent_workers=self.num_workers > 0,
+            pin_memory=torch.cuda.is_available(),  # copies to a GPU do not wait then
         )

@@ -34,6 +34,7 @@ from .distributed.base import MultiProcessStrategy, SideGroup
 from .distributed.device_blocks import num_processes, own_devices
 from .distributed.metrics.steps import MetricSteps
 from .distributed.metrics.sync import MetricSync
+from .distributed.objects import gather_on_first
 from .distributed.options import verify_backend
 from .distributed.sync_batchnorm import SyncedBatchNorm
 from .distributed.wrapper import forward_through, reduce_finished, verify_reduced
@@ -410,9 +411,9 @@ class DDPStrategy(MultiProcessStrategy):
         return self.reduce(self.scale_loss(loss.detach().clone()), reduce_op="mean") if loss is not None else None
 
     def tell_replicas(self) -> None:
-        """Notify this rank's replicas that the weights have changed."""
+        """Notify this rank's replicas that the optimizer has stepped."""
         if self._replicas is not None:
-            self._replicas.weights_changed()
+            self._replicas.finish_step()
 
     @contextmanager
     def weighing_logged(self) -> Generator[None]:
@@ -472,7 +473,7 @@ class DDPStrategy(MultiProcessStrategy):
         if not loop.return_predictions:
             return
         for loader, predictions in zip(cast(Any, loop._combined_loader).flattened, loop._predictions, strict=True):
-            merged = in_loader_order(predictions, positions(loader), self.global_rank, self.world_size)
+            merged = in_loader_order(predictions, positions(loader), self.global_rank, gather_on_first)
             predictions[:] = merged if self.is_global_zero else predictions
 
     @override
@@ -528,5 +529,5 @@ class RankReplicas(DataParallelStrategy):
         self._reduce_gradients()
 
     def weights_changed(self) -> None:
-        """Make the next step copy the root's parameters, after the optimizer or a callback has written to them."""
+        """Make the next step copy the root's parameters, after a callback may have written to them."""
         self._mark_changed()

@@ -40,8 +40,8 @@ class DataParallelStrategy(OneProcessStrategy):
         loss_reduction: reduction of the module's loss: `mean` over samples (or `loss_weight`), or `sum`.
         submodule: dotted name of the submodule to replicate; the rest runs on the root device. None replicates the
             whole module.
-        copy_frozen: after every optimizer step also copy parameters without gradients, because writes to
-            `parameter.data` (moving averages) can't be detected; False copies them only on detected changes.
+        copy_frozen: copy parameters without gradients after every optimizer step, even if nothing is known to have
+            written to them; needed only for code that writes to their memory beside torch.
         threads: run replicas in threads; None does so if a device is an accelerator.
 
     Raises:
@@ -56,7 +56,7 @@ class DataParallelStrategy(OneProcessStrategy):
         devices: Sequence[Device] | None = None,
         loss_reduction: LossReduction = "mean",
         submodule: str | None = None,
-        copy_frozen: bool = True,
+        copy_frozen: bool = False,
         threads: bool | None = None,
         batch_dims: BatchDims | None = None,
     ) -> None:

@@ -277,3 +277,11 @@ def test_a_config_lists_every_option_with_the_default_of_its_class(file: str) ->
     parameters = inspect.signature(get_class(cfg["_target_"])).parameters
     defaults = {name: parameter.default for name, parameter in parameters.items()}
     assert {key: value for key, value in cfg.items() if key != "_target_"} == defaults
+
+
+@pytest.mark.parametrize("has_gpu", [False, True])
+def test_batches_are_pinned_where_there_is_a_gpu(has_gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    digits = DigitsDataModule()
+    digits.setup("fit")
+    assert digits.train_dataloader().pin_memory == has_gpu

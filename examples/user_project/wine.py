@@ -56,7 +56,8 @@ class WineData(pl.LightningDataModule):
         self.train, self.val, self.test = (Subset(wines, part) for part in (order[:118], order[118:148], order[148:]))
 
     def loader(self, part: Subset[Any], shuffle: bool = False) -> DataLoader[Any]:
-        return DataLoader(part, batch_size=self.batch_size, shuffle=shuffle)
+        pinned = torch.cuda.is_available()  # copies of batches to a GPU do not wait then
+        return DataLoader(part, batch_size=self.batch_size, shuffle=shuffle, pin_memory=pinned)
 
     def train_dataloader(self) -> DataLoader[Any]:
         return self.loader(self.train, shuffle=True)

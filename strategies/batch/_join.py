@@ -64,11 +64,11 @@ def are_equal(parts: Sequence[Any]) -> bool:
 def _reduced(parts: list[Any], weights: list[int] | None, device: torch.device | None) -> Any:
     if isinstance(parts[0], Tensor):
         where = device or parts[0].device
-        stacked = torch.stack([part.to(where) for part in parts])
+        moved_parts = [part.to(where) for part in parts]
         if weights is None:
-            return stacked.sum(0)
-        shares = torch.tensor(weights, device=where).reshape(-1, *[1] * (stacked.dim() - 1))
-        return (stacked * shares).sum(0) / sum(weights)
+            return torch.stack(moved_parts).sum(0)
+        weighted = [part * weight for part, weight in zip(moved_parts, weights, strict=True)]
+        return torch.stack(weighted).sum(0) / sum(weights)
     if weights is None:
         return sum(parts[1:], start=parts[0])
     return sum(part * weight for part, weight in zip(parts, weights, strict=True)) / sum(weights)

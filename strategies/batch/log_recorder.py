@@ -11,17 +11,11 @@ import pytorch_lightning as pl
 import torch
 from torch import Tensor, nn
 
+from ..core.devices import scalar
 from .given_sizes import GivenSizes
 from .losses import ChunkLosses
 
-_EXTREMES: dict[Any, Callable[[Any], Any]] = {
-    "max": max,
-    "min": min,
-    max: max,
-    min: min,
-    torch.max: max,
-    torch.min: min,
-}
+_MAX, _MIN = ("max", max, torch.max), ("min", min, torch.min)
 _SUMS = ("sum", sum, torch.sum)
 
 
@@ -158,9 +152,11 @@ class LogRecorder:
         if not isinstance(values[0], (Tensor, int, float)):
             return self._original(values[0])
         if any(isinstance(value, Tensor) for value in values):
-            values = [torch.as_tensor(value, device=self._device).reshape(()) for value in values]
-        if reduction in _EXTREMES:
-            return _EXTREMES[reduction](values)
+            values = [_on_device(value, self._device) for value in values]
+        if reduction in _MAX:
+            return torch.stack(values).max() if isinstance(values[0], Tensor) else max(values)
+        if reduction in _MIN:
+            return torch.stack(values).min() if isinstance(values[0], Tensor) else min(values)
         if reduction in _SUMS:
             return sum(values)
         return sum(value * weight for value, weight in zip(values, weights, strict=True)) / sum(weights)
@@ -172,6 +168,10 @@ _LOG_OPTIONS = list(inspect.signature(pl.LightningModule.log).parameters)[3:]  #
 def _kept(value: Tensor, options: dict[str, Any]) -> Tensor:
     """Keep the value as it is now: `loss += penalty` after `self.log("loss", loss)` must not change it."""
     return value.clone() if options.get("enable_graph") else value.detach().clone()
+
+
+def _on_device(value: Any, device: torch.device) -> Tensor:
+    return value.to(device).reshape(()) if isinstance(value, Tensor) else scalar(value, device)
 
 
 def _shares(value: Any, loss: Tensor) -> bool:

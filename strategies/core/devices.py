@@ -65,25 +65,37 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.to(device, non_blocking=device.type == "cuda")
 
 
-def copy_coalesced(sources: Sequence[Tensor], targets: Sequence[Tensor], bucket_bytes: int = 2**26) -> None:
-    """Copy tensors to tensors of the same shapes on another device, in few transfers.
+def scalar(value: float, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """Make a tensor of shape () from a number without waiting for the device, as `torch.tensor` would."""
+    return torch.full((), value, device=device, dtype=dtype or torch.get_default_dtype())
 
-    Between different devices the sources are packed into flat buckets, one transfer each; on the same device one
-    fused copy is enough. Call it under `torch.no_grad()`.
+
+def broadcast_coalesced(
+    sources: Sequence[Tensor], targets: Sequence[Sequence[Tensor]], bucket_bytes: int = 2**26
+) -> None:
+    """Copy tensors to tensors of the same shapes on other devices, in few transfers.
+
+    Between different devices the sources are packed into flat buckets, once for all targets; one transfer per bucket
+    and target. On the same device one fused copy is enough. Call it under `torch.no_grad()`.
 
     Args:
         sources: tensors of one device.
-        targets: tensors of one device, in the same order.
+        targets: for each copy tensors of one device, in the order of the sources.
         bucket_bytes: maximum size of a bucket in bytes (a larger tensor gets a bucket of its own).
     """
     if not sources:
         return
-    if sources[0].device == targets[0].device:
-        torch._foreach_copy_(list(targets), list(sources))
-        return
-    for bucket in _buckets(sources, bucket_bytes):
-        moved = move_coalesced([sources[i] for i in bucket], targets[0].device)
-        torch._foreach_copy_([targets[i] for i in bucket], moved)
+    home = sources[0].device
+    for target in targets:
+        if target[0].device == home:
+            torch._foreach_copy_(list(target), list(sources))
+    away = [target for target in targets if target[0].device != home]
+    for bucket in buckets(sources, bucket_bytes) if away else ():
+        parts = [sources[i] for i in bucket]
+        flat, shapes = flattened(parts), [part.shape for part in parts]
+        for target in away:
+            moved = unflattened(to_device(flat, target[0].device), shapes)
+            torch._foreach_copy_([target[i] for i in bucket], moved)
 
 
 def move_coalesced(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
@@ -92,13 +104,22 @@ def move_coalesced(tensors: Sequence[Tensor], device: torch.device) -> list[Tens
     Returns:
         Views of one flat tensor on the device, with the shapes of `tensors`.
     """
-    flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
-    flat = to_device(flat, device)  # a copy to the CPU must finish before it is read
-    parts = flat.split([tensor.numel() for tensor in tensors])
-    return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
+    flat = to_device(flattened(tensors), device)  # a copy to the CPU must finish before it is read
+    return unflattened(flat, [tensor.shape for tensor in tensors])
 
 
-def _buckets(tensors: Sequence[Tensor], bucket_bytes: int) -> Iterator[list[int]]:
+def flattened(tensors: Sequence[Tensor]) -> Tensor:
+    """Put tensors of one dtype one after the other into a new tensor of one dimension."""
+    return torch.cat([tensor.reshape(-1) for tensor in tensors])
+
+
+def unflattened(flat: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
+    """The views of a flat tensor that have the shapes of what it was made of."""
+    parts = flat.split([shape.numel() for shape in shapes])
+    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+
+def buckets(tensors: Sequence[Tensor], bucket_bytes: int) -> Iterator[list[int]]:
     """Group the indices of tensors by dtype, at most `bucket_bytes` per group."""
     open_buckets: dict[torch.dtype, tuple[list[int], int]] = {}
     for i, tensor in enumerate(tensors):

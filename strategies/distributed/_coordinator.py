@@ -35,7 +35,7 @@ class RankCoordinator:
         self.store = signed(PrefixStore(f"run/{_num_runs}", self.root_store), f"run/{_num_runs}")
         join(self.store, rank, num_ranks, timeout_s)
         self.stop_agreement = StopAgreement(rank, num_ranks, self.store)
-        self.heartbeat = HeartbeatMonitor(self.store, rank, num_ranks, self.stop_agreement)
+        self.heartbeat = HeartbeatMonitor(self.store, rank, num_ranks, self.stop_agreement, timeout_s)
         self.barrier = Barrier(self.store, rank, num_ranks, timeout_s, self.heartbeat.where)
         self.heartbeat.start()
 

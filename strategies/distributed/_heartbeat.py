@@ -1,6 +1,12 @@
-"""Publish, from a thread in every rank, where it is, so that ranks that wait for it can name it."""
+"""Publish, from a thread in every rank, where it is, so that ranks that wait for it can name it.
+
+Under NCCL a rank waits for the others in native code, for the device, where no error arrives if one of them has failed
+or hangs. There the thread itself names the rank at fault, and then aborts NCCL's communicators: the wait ends, and the
+main thread fails, too.
+"""
 
 import json
+import logging
 import sys
 import threading
 import traceback
@@ -17,12 +23,18 @@ from torch.distributed import Store
 from ..core.user_code import is_library
 from ._stop import StopAgreement
 from ._store_watch import RANK_FAILED
+from .process_exit import nccl
 from .store import is_hosted_by_agent, silence
 
 BEAT_S = 0.2
 """Seconds between two heartbeats."""
 
 _FAILED = "failed"
+
+_STUCK = 0.95
+"""Fraction of `timeout_s` at one place after which a rank under NCCL counts as stuck: before torch ends the process."""
+
+_log = logging.getLogger(__name__)
 
 _COMMUNICATION = ("gloo", "nccl", "connection", "timed out", "timeout", "peer", "socket", "tcpstore", "broken pipe")
 
@@ -52,19 +64,25 @@ class HeartbeatMonitor:
         rank: this rank.
         num_ranks: number of ranks.
         stop_agreement: passes requests to stop between ranks.
+        timeout_s: seconds that a rank waits for the others.
 
     Attributes:
         count_steps: returns the number of optimizer steps that this rank has finished.
     """
 
-    def __init__(self, store: Store, rank: int, num_ranks: int, stop_agreement: StopAgreement) -> None:
+    def __init__(
+        self, store: Store, rank: int, num_ranks: int, stop_agreement: StopAgreement, timeout_s: float
+    ) -> None:
         self.store = store
         self.rank = rank
         self.num_ranks = num_ranks
         self.stop_agreement = stop_agreement
+        self.timeout_s = timeout_s
         self.beat = Heartbeat()
         self.count_steps: Callable[[], int] = lambda: 0
         self._failed_at = ""
+        self._num_beats_here = 0
+        self._has_aborted = False
         self._main = threading.main_thread().ident or 0
         self._ended = threading.Event()
         self._thread = threading.Thread(
@@ -88,11 +106,30 @@ class HeartbeatMonitor:
                 if not RANK_FAILED.is_set() and store.check([_FAILED]):
                     RANK_FAILED.set()
                 self.beat.count += 1
+                before = (self.beat.step, self.beat.place)
                 self.beat.step = self.count_steps()
                 self.beat.place = self._failed_at or self._place()
+                self._num_beats_here = self._num_beats_here + 1 if before == (self.beat.step, self.beat.place) else 0
                 store.set(f"beat/{self.rank}", json.dumps(asdict(self.beat)))
+                if RANK_FAILED.is_set() or self._num_beats_here * BEAT_S > _STUCK * self.timeout_s:
+                    self._abort_waiting()
         except Exception:  # noqa: BLE001  # the store ended with its host; the main thread fails by itself
             RANK_FAILED.set()
+            self._abort_waiting()
+
+    def _abort_waiting(self) -> None:
+        """Name the rank at fault and abort NCCL's communicators, once, unless this rank is at fault itself."""
+        backend = None if self._has_aborted or self._failed_at else nccl()
+        if backend is not None:
+            self._has_aborted = True
+            # in a thread of its own: without heartbeats meanwhile this rank would be named by the others
+            threading.Thread(target=self._name_and_abort, args=(backend,), name="evener-abort", daemon=True).start()
+
+    def _name_and_abort(self, backend: Any) -> None:
+        store = _own_connection(self.store)  # the main thread may be waiting on its own
+        self._ended.wait(4 * BEAT_S)  # until the one that failed has published its error
+        _log.error("rank %d ends its communication: %s", self.rank, self.culprits(store) or "it waits too long.")
+        backend.abort()
 
     def _place(self) -> str:
         """Current line of the main thread. Keeps no reference to its frame, which would keep tensors alive."""
@@ -130,23 +167,27 @@ class HeartbeatMonitor:
             return "; the store that all ranks share is gone"
         return f"; it was at step {beat.step}, {beat.place}"
 
-    def culprits(self) -> str:
-        """Name the ranks that failed, stopped sending heartbeats, or are behind; empty if nothing is known."""
+    def culprits(self, store: Store | None = None) -> str:
+        """Name the ranks that failed, stopped sending heartbeats, or are behind; empty if nothing is known.
+
+        Args:
+            store: the connection to ask; None for that of the main thread.
+        """
         try:
-            return self._culprits()
+            return self._culprits(store or self.store)
         except RuntimeError:
             gone = "Rank 0's process, which hosted the store, is gone."
             return silence() or (gone if self.rank and not is_hosted_by_agent() else "The store of the ranks is gone.")
 
-    def _culprits(self) -> str:
+    def _culprits(self, store: Store) -> str:
         others = [rank for rank in range(self.num_ranks) if rank != self.rank]
-        failed = [rank for rank in others if self.store.check([f"failed/{rank}"])]
+        failed = [rank for rank in others if store.check([f"failed/{rank}"])]
         if failed:
-            texts = [f"rank {rank} failed with {self.store.get(f'failed/{rank}').decode()}" for rank in failed]
+            texts = [f"rank {rank} failed with {store.get(f'failed/{rank}').decode()}" for rank in failed]
             return "; ".join(texts) + "."
-        first = self._beats()
+        first = self._beats(store)
         self._ended.wait(4 * BEAT_S)
-        second = self._beats()
+        second = self._beats(store)
         silent = [rank for rank in others if second[rank].count == first[rank].count]
         if silent:
             return " ".join(f"rank {rank} is gone{self.where(rank)}." for rank in silent)
@@ -154,11 +195,9 @@ class HeartbeatMonitor:
         behind = [rank for rank in others if second[rank].step < furthest] or others
         return " ".join(f"rank {rank} is at step {second[rank].step}, {second[rank].place}." for rank in behind)
 
-    def _beats(self) -> list[Heartbeat]:
+    def _beats(self, store: Store) -> list[Heartbeat]:
         keys = [f"beat/{rank}" for rank in range(self.num_ranks)]
-        return [
-            Heartbeat(**json.loads(self.store.get(key))) if self.store.check([key]) else Heartbeat() for key in keys
-        ]
+        return [Heartbeat(**json.loads(store.get(key))) if store.check([key]) else Heartbeat() for key in keys]
 
 
 def _own_connection(store: Any) -> Store:

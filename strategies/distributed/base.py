@@ -17,13 +17,14 @@ from torch.distributed import PrefixStore, Work
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from ..core.devices import is_accelerator, precise_dtype
+from ..core.devices import is_accelerator, precise_dtype, scalar
 from ..core.errors import ConfigError
 from ._coordinator import RankCoordinator
-from ._script_launcher import ScriptLauncher
 from .environment import kubeflow
+from .objects import backend_for, gather_objects
 from .options import Compression, compression_hook, name_unused_parameters, verified_options
 from .process_exit import leave_group_at_exit, prepare_forked
+from .scripts.launcher import ScriptLauncher
 from .sync_batchnorm import SyncBatchNorm, verify_whole_batch
 from .wrapper import ReducedParameters, unwrap
 
@@ -56,7 +57,7 @@ class MultiProcessStrategy(pl_strategies.DDPStrategy):
 
     Args:
         timeout_s: seconds that a rank waits for the others before it fails.
-        backend: `gloo`, `nccl`, ...; None chooses by the device.
+        backend: `gloo`, `nccl`, ...; None chooses by the device. CPU tensors and objects go by gloo beside NCCL.
         compression: compression of gradients between ranks: `fp16`, `bf16`, `powersgd`, or None.
         sync_batchnorm: normalise by the statistics of the global batch, like `Trainer(sync_batchnorm=True)`.
         ddp_options: keyword arguments of `torch.nn.parallel.DistributedDataParallel`.
@@ -121,6 +122,10 @@ class MultiProcessStrategy(pl_strategies.DDPStrategy):
         if not self.cluster_environment.creates_processes_externally:
             self._launcher = ScriptLauncher(self, self.timeout_s)
 
+    @override
+    def _get_process_group_backend(self) -> str:
+        return backend_for(self._process_group_backend, self.root_device)
+
     @property
     def process_devices(self) -> list[torch.device]:
         """The devices of this process."""
@@ -135,7 +140,7 @@ class MultiProcessStrategy(pl_strategies.DDPStrategy):
     def setup_distributed(self) -> None:
         # as Lightning's, without its reset of the seed, which would change the order of samples from one device's
         if self._launcher is not None:
-            prepare_forked()
+            prepare_forked(self.timeout_s)
         self._failed = False
         self.set_world_ranks()
         self._process_group_backend = self._get_process_group_backend()
@@ -277,8 +282,11 @@ class MultiProcessStrategy(pl_strategies.DDPStrategy):
         Returns:
             The mean of all ranks' weights, on the root device; nothing is read back to the host.
         """
-        total = torch.as_tensor(local, device=self.root_device).detach()
-        total = total.to(precise_dtype(self.root_device), copy=True)
+        device, dtype = self.root_device, precise_dtype(self.root_device)
+        if isinstance(local, Tensor):
+            total = local.detach().to(device, dtype, copy=True)
+        else:
+            total = scalar(local, device, dtype)
         dist.all_reduce(total)
         return total / self.world_size
 
@@ -304,9 +312,7 @@ class MultiProcessStrategy(pl_strategies.DDPStrategy):
         Returns:
             The values in order of rank.
         """
-        values: list[Any] = [None] * self.world_size
-        dist.all_gather_object(values, value)
-        return values
+        return gather_objects(value)
 
     @override
     def barrier(self, name: str | None = None, *args: Any, **kwargs: Any) -> None:

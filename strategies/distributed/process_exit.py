@@ -9,7 +9,7 @@ import signal
 import sys
 import threading
 import time
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -20,9 +20,10 @@ from .store import leave_store
 PR_SET_PDEATHSIG = 1
 _OMP_PAUSE_HARD = 2
 
-FORKED_GRACE_S = 8.0
-"""Seconds from SIGTERM to the end of a process started by a strategy: time to reach the next step and save. More would
-break the promise that all end within 10 s: a busy process does not notice that another was killed."""
+FORKED_GRACE_S = 300.0
+"""Most seconds from SIGTERM to the end of a process started by a strategy: time to reach the next step and write a
+large checkpoint. The strategy's `timeout_s` may allow fewer. If another of the processes has failed or was killed,
+their parent waits only a second longer than `LAST_WORDS_S`."""
 
 LAST_WORDS_S = 2.0
 """Seconds that a process has to stop after a rank has failed, when there is no step to agree on: time to name it, which
@@ -75,11 +76,22 @@ def leave_group_at_exit() -> None:
 
 
 def leave_group() -> None:
-    """End torch's process group and its threads, unless a rank has failed, because they would wait for it."""
-    leave_store()
+    """End torch's process group and its threads, unless a rank has failed, because they would wait for it.
+
+    The store is left last: NCCL's threads use it until their group has ended.
+    """
     if dist.is_initialized() and not RANK_FAILED.is_set():
         dist.destroy_process_group()
         gc.collect()  # modules hold the group in reference cycles, and its threads end with the last reference
+    leave_store()
+
+
+def nccl() -> Any:
+    """The NCCL backend of the process group; None without one."""
+    if not dist.is_initialized() or "nccl" not in dist.get_backend_config():
+        return None
+    world: Any = dist.group.WORLD
+    return world._get_backend(torch.device("cuda"))
 
 
 def end_process(status: int) -> NoReturn:
@@ -117,12 +129,16 @@ def release_openmp() -> None:
     _openmp_released = pause is not None and pause(_OMP_PAUSE_HARD) == 0
 
 
-def prepare_forked() -> None:
-    """Set up a process that was started by a strategy; called first in it."""
+def prepare_forked(timeout_s: float) -> None:
+    """Set up a process that was started by a strategy; called first in it.
+
+    Args:
+        timeout_s: the strategy's limit for waits.
+    """
     parent = multiprocessing.parent_process()
     if parent is None:
         return
     die_with_parent(parent.pid)
-    leave_in_time(FORKED_GRACE_S)
+    leave_in_time(min(timeout_s, FORKED_GRACE_S))
     if multiprocessing.current_process().__class__.__name__ == "ForkProcess" and not _openmp_released:
         torch.set_num_threads(1)

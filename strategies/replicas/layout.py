@@ -103,6 +103,7 @@ class ReplicaLayout:
         """Stop the threads and remove the hooks; the root keeps its state."""
         self._executor.shutdown()
         self._gradients.remove_hooks()
+        self.replicas.close()
 
     def _attach(self) -> None:
         """Set up metrics, logs and gradient sums for new replicas."""

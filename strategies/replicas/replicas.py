@@ -3,7 +3,7 @@
 The first replica is the root module itself. A refresh copies:
 
     changed on the root                  detected by                              action
-    parameters                           tensor versions; `mark_changed`          one coalesced copy per device
+    parameters                           versions; `mark_changed`; `.data` used   one coalesced copy per device
     buffers                              versions, the copy's own too; identity   one coalesced copy per device
     attributes, `training`               values of the modules' `__dict__`        set on the copies
     hooks                                their numbers                            set on the copies
@@ -24,7 +24,8 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 
-from ..core.devices import copy_coalesced
+from ..core.devices import broadcast_coalesced
+from ._hidden_writes import HiddenWrites, is_shared
 from ._module_copy import HOOKS, ModuleCopy
 
 
@@ -39,11 +40,24 @@ def hook_numbers(module: nn.Module) -> tuple[tuple[int, ...], ...]:
 
 
 def are_same(values: tuple[Any, ...], others: tuple[Any, ...]) -> bool:
-    """Whether two tuples hold the same objects, or equal ones of simple types."""
+    """Whether two tuples hold the same objects, or equal ones of simple types.
+
+    Two tensors are never compared by value: to read the result would wait for the device.
+    """
+    return len(values) == len(others) and all(map(_is_same, values, others))
+
+
+def _is_same(value: Any, other: Any) -> bool:
+    if value is other or type(value) is not type(other) or isinstance(value, Tensor):
+        return value is other
+    if isinstance(value, (list, tuple)):
+        return are_same(tuple(value), tuple(other))
+    if isinstance(value, dict):
+        return value.keys() == other.keys() and all(_is_same(item, other[key]) for key, item in value.items())
     try:
-        return values == others  # Python compares identity first
+        return bool(value == other)
     except (RuntimeError, ValueError):
-        return False  # tensors and arrays have no single truth value
+        return False  # arrays have no single truth value
 
 
 class Replicas:
@@ -61,6 +75,7 @@ class Replicas:
         self.root = root
         self.devices = list(devices)
         self.num_copied_parameters = 0
+        self._hidden_writes = HiddenWrites(())
         self._make()
 
     def __getitem__(self, i: int) -> Any:
@@ -81,8 +96,12 @@ class Replicas:
         """The counterpart in replica i of a module of the root; for i = 0 the module itself."""
         return value if i == 0 else self._copies[i - 1].counterpart(value)
 
+    def close(self) -> None:
+        """Stop watching the root's parameters."""
+        self._hidden_writes.close()
+
     def mark_changed(self, frozen: bool = True) -> None:
-        """Make the next refresh copy all parameters: writes to `parameter.data` do not change a tensor's version.
+        """Make the next refresh copy all parameters, whatever is known of writes to them.
 
         Args:
             frozen: include parameters that don't require a gradient.
@@ -125,7 +144,7 @@ class Replicas:
         """
         if self._leader and self.root.training:
             with torch.inference_mode(False), torch.no_grad():
-                copy_coalesced(self._buffers(self._used[0]), self._buffers(0))
+                broadcast_coalesced(self._buffers(self._used[0]), [self._buffers(0)])
         for module, (leader, before, hooks) in zip(self._modules, self._leader, strict=False):
             self._take_over(module, leader, before, hooks)
         for seen, module in zip(self._seen, self._modules, strict=True):
@@ -149,6 +168,8 @@ class Replicas:
         self._changed: set[int] = set()
         self._slots = list(_parameter_slots(self._modules))
         self._parameters: list[Any] = [module._parameters[name] for module, name in self._slots]
+        self._hidden_writes.close()
+        self._hidden_writes = HiddenWrites(self._parameters)
         self._parameter_copies = [[copy.counterpart(p) for p in self._parameters] for copy in self._copies]
         self._versions = [_version(parameter) for parameter in self._parameters]
         self._children = [tuple(module._modules.values()) for module in self._modules]
@@ -168,16 +189,21 @@ class Replicas:
 
     def _refresh_parameters(self) -> None:
         versions = [_version(parameter) for parameter in self._parameters]
-        changed = [i for i, version in enumerate(versions) if version != self._versions[i] or i in self._changed]
+        marked = self._changed | self._hidden_writes.take() | self._shared()
+        changed = [i for i, version in enumerate(versions) if version != self._versions[i] or i in marked]
         sources = [self._parameters[i] for i in changed]
+        broadcast_coalesced(sources, [[copies[i] for i in changed] for copies in self._parameter_copies])
         for copies in self._parameter_copies:
-            copy_coalesced(sources, [copies[i] for i in changed])
             for parameter, replica in zip(self._parameters, copies, strict=True):
                 if parameter.requires_grad != replica.requires_grad:
                     replica.requires_grad_(parameter.requires_grad)
         self.num_copied_parameters += len(sources) * len(self._copies)
         self._versions = versions
         self._changed = set()
+
+    def _shared(self) -> set[int]:
+        """The parameters without a gradient whose memory others hold, and may write to."""
+        return {i for i, p in enumerate(self._parameters) if not p.requires_grad and is_shared(p)}
 
     def _buffers(self, i: int) -> list[Tensor]:
         """The buffers of replica i."""
@@ -190,16 +216,14 @@ class Replicas:
     def _refresh_buffers(self) -> None:
         if not self._buffer_slots or self._versions_of_buffers() == self._buffer_versions:
             return
-        for i in range(1, len(self)):
-            self._set_buffers(i, self._buffers(0))
+        buffers = self._buffers(0)
+        # new tensors, because a graph may still need the old values
+        copies = [[torch.empty_like(buffer, device=device) for buffer in buffers] for device in self.devices[1:]]
+        broadcast_coalesced(buffers, copies)
+        for i, own in enumerate(copies, start=1):
+            for (module, name), copy in zip(self._buffer_slots, own, strict=True):
+                self.counterpart(i, module)._buffers[name] = copy
         self._buffer_versions = self._versions_of_buffers()
-
-    def _set_buffers(self, i: int, buffers: list[Tensor]) -> None:
-        """Give replica i copies of buffers; new tensors, because a graph may still need the old values."""
-        copies = [torch.empty_like(buffer, device=self.devices[i]) for buffer in buffers]
-        copy_coalesced(buffers, copies)
-        for (module, name), copy in zip(self._buffer_slots, copies, strict=True):
-            self.counterpart(i, module)._buffers[name] = copy
 
     def _refresh_attributes(self) -> None:
         for seen, module in zip(self._seen, self._modules, strict=True):

@@ -116,7 +116,7 @@ def test_signs_of_life_keep_nothing_of_a_step_alive(monkeypatch: pytest.MonkeyPa
         return weakref.ref(big)
 
     store = LocalStore()
-    signs = watch.HeartbeatMonitor(store, 0, 1, StopAgreement(0, 1, store))
+    signs = watch.HeartbeatMonitor(store, 0, 1, StopAgreement(0, 1, store), TIMEOUT_S)
     signs.start()
     alive = [step()() is not None for _ in range(5)]
     signs.end()

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from evener.strategies import DDPStrategy
-from evener.strategies.distributed import _script_launcher as script_launcher
+from evener.strategies.distributed.scripts import launcher as script_launcher
 from evener.trainer import Trainer
 
 warnings.simplefilter("ignore")

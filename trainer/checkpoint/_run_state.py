@@ -15,12 +15,12 @@ from typing import Any
 
 import pytorch_lightning as pl
 import torch
-import torch.distributed as dist
 from pytorch_lightning.utilities.combined_loader import CombinedLoader
 from torch import Tensor
 from torchmetrics import Metric
 
 from ...strategies.core import rng
+from ...strategies.distributed.objects import gather_on_first
 from . import _logged_values
 from ._loader_state import ResumableLoader, is_resumable
 
@@ -51,9 +51,7 @@ def capture(trainer: pl.Trainer, accumulating: bool) -> list[dict[str, Any]] | N
     }
     if trainer.world_size == 1:
         return [state]
-    states: list[Any] | None = [None] * trainer.world_size if trainer.is_global_zero else None
-    dist.gather_object(state, states)
-    return states
+    return gather_on_first(state)
 
 
 def restore(trainer: pl.Trainer, state: dict[str, Any]) -> None:

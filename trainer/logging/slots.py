@@ -12,9 +12,13 @@ from pytorch_lightning.trainer.connectors.logger_connector.result import _Result
 from torch import Tensor
 from torchmetrics import Metric
 
+from ...strategies.core.devices import scalar
 from .step_sync import StepSync
 
 _KEPT = (torch.float32, torch.float64)
+
+_ON_DEVICE: dict[Any, Callable[[Tensor, Tensor], Tensor]] = {max: torch.max, min: torch.min}
+"""Python's own functions read each comparison of tensors back to the host."""
 
 
 class Slot:
@@ -41,7 +45,7 @@ class Slot:
         self.on_step = meta.on_step
         self.step_only = meta.on_step and not meta.on_epoch
         self.is_mean, self.is_sum = meta.is_mean_reduction, meta.is_sum_reduction
-        self.reduce: Callable[[Tensor, Tensor], Tensor] = meta.reduce_fx
+        self.reduce: Callable[[Tensor, Tensor], Tensor] = _ON_DEVICE.get(meta.reduce_fx, meta.reduce_fx)
         self.counts_samples = self.is_tensor and meta.on_epoch and self.is_mean
         value: Any = metric.value
         self.device = value.device
@@ -75,7 +79,7 @@ class Slot:
                 self._number = value
                 copy = None
             else:
-                copy = torch.tensor(value, device=self.device, dtype=_default_dtype())
+                copy = scalar(value, self.device, _default_dtype())
         else:
             return self._add_metric(value)
         self.last = copy
@@ -126,7 +130,7 @@ class Slot:
         """Write the state kept on the host, a number and a count of samples, to Lightning's metric."""
         if self._number is not None:
             if self.state["value"] is None:
-                number = torch.tensor(self._number, device=self.device, dtype=_default_dtype())
+                number = scalar(self._number, self.device, _default_dtype())
                 self.state["value"] = self.state["_forward_cache"] = number
             self._number = None
         if self._samples:

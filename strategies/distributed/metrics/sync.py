@@ -22,6 +22,7 @@ from torchmetrics.utilities.distributed import gather_all_tensors
 from torchmetrics.wrappers import Running
 
 from ...core.errors import ConfigError
+from ..objects import exchange_bytes, sends_cpu_tensors
 from ..store import RankError
 from .states import BEFORE, Part, Place, Sent, combined, metric_classes
 
@@ -45,11 +46,11 @@ class MetricSync:
     """Replaces torchmetrics' own exchange between ranks while a run lasts.
 
     Args:
-        root_device: this rank's device, on which tensors are exchanged unless the backend is gloo.
+        root_device: this rank's device, on which tensors are exchanged if the group can't send CPU tensors.
     """
 
     def __init__(self, root_device: torch.device) -> None:
-        self._device = torch.device("cpu") if dist.get_backend() == "gloo" else root_device
+        self._device = torch.device("cpu") if sends_cpu_tensors() else root_device
         self._marks: dict[int, list[_Mark]] = {}
         self._metrics: list[Metric] = []
         self._windows: dict[int, Running] = {}
@@ -199,14 +200,11 @@ def _gather(own: Sent, device: torch.device, home: torch.device, group: Any) -> 
     heads: list[Any] = [None] * num_ranks
     dist.all_gather_object(heads, own._replace(parts=[_without_content(part) for part in own.parts]), group)
     _verify_alike(heads)
-    longest = max(sum(_num_bytes(part.value) for part in head.parts) for head in heads)
-    sent = torch.zeros(longest, dtype=torch.uint8, device=device)
-    received = [torch.empty_like(sent) for _ in range(num_ranks)]
-    if longest:
-        tensors = [part.value for part in own.parts if isinstance(part.value, Tensor)]
-        content = [tensor.detach().to(device).contiguous().reshape(-1).view(torch.uint8) for tensor in tensors]
-        sent[: sum(map(len, content))] = torch.cat([sent[:0], *content])
-        dist.all_gather(received, sent, group)
+    sizes = [sum(_num_bytes(part.value) for part in head.parts) for head in heads]
+    tensors = [part.value for part in own.parts if isinstance(part.value, Tensor)]
+    content = [tensor.detach().to(device).contiguous().reshape(-1).view(torch.uint8) for tensor in tensors]
+    sent = torch.cat([torch.zeros(0, dtype=torch.uint8, device=device), *content])
+    received = exchange_bytes(sent, sizes, group)
     return [own if i == rank else _with_content(head, received[i].to(home)) for i, head in enumerate(heads)]
 
 

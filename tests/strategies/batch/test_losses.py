@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from evener.strategies import ConfigError
 from evener.strategies.batch.losses import ChunkLosses, chunk_losses
-from evener.strategies.core.devices import copy_coalesced, move_coalesced
+from evener.strategies.core.devices import broadcast_coalesced, move_coalesced
 from evener.strategies.replicas._gradient_sum import GradientSum
 
 CPU = torch.device("cpu")
@@ -99,6 +99,8 @@ def test_a_coalesced_copy_between_devices_is_exact(bucket_bytes: int) -> None:
     """`meta` stands for another device in the transfer; the values are checked on one device."""
     sources = [torch.arange(6.0).view(2, 3), torch.arange(3), torch.tensor(2.0), torch.arange(4.0, dtype=torch.float64)]
     targets = [torch.zeros_like(source) for source in sources]
-    copy_coalesced(sources, targets, bucket_bytes)
+    broadcast_coalesced(sources, [targets], bucket_bytes)
     torch.testing.assert_close(targets, sources, rtol=0, atol=0)
-    copy_coalesced(sources, [target.to("meta") for target in targets], bucket_bytes)  # buckets, and one dtype in each
+    broadcast_coalesced(
+        sources, [[target.to("meta") for target in targets]], bucket_bytes
+    )  # buckets, and one dtype in each

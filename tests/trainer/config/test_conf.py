@@ -106,7 +106,7 @@ def test_what_files_of_a_group_share_is_written_once(group: str) -> None:
 def test_inherited_options_are_composed_with_a_file_s_own() -> None:
     assert dict(file_options("strategy", "balanced_dp")) == {
         "_target_": "evener.strategies.BalancedDataParallelStrategy",
-        "loss_reduction": "mean", "submodule": None, "copy_frozen": True, "threads": None,
+        "loss_reduction": "mean", "submodule": None, "copy_frozen": False, "threads": None,
         "gpu0_chunk": None, "weights": None, "objective": "time", "hysteresis": 0.02,
         "batch_dims": None,
     }  # fmt: skip

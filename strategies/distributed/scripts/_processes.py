@@ -15,9 +15,9 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from ..core.errors import ConfigError
-from .process_exit import LAST_WORDS_S, release_openmp
-from .store import RankError
+from ...core.errors import ConfigError
+from ..process_exit import LAST_WORDS_S, release_openmp
+from ..store import RankError
 
 POLL_S = 0.1
 """Seconds between two looks for processes that are frozen, once one has failed."""

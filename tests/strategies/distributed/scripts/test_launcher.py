@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from evener.strategies import ConfigError
-from evener.strategies.distributed import _script_launcher as script_launcher
+from evener.strategies.distributed.scripts import launcher as script_launcher
 
-SCRIPT = Path(__file__).parents[2] / "support/plain_script.py"
+SCRIPT = Path(__file__).parents[3] / "support/plain_script.py"
 
 
 @pytest.mark.long
@@ -145,7 +145,7 @@ def test_importing_leaves_the_gpu_untouched() -> None:
 @pytest.mark.long
 def test_a_script_that_fits_often_keeps_no_pipe(tmp_path: Path) -> None:
     # Four pipes of each fit's processes stayed open until the cyclic collector ran.
-    script = Path(__file__).parents[2] / "support" / "often_script.py"
+    script = Path(__file__).parents[3] / "support" / "often_script.py"
     done = subprocess.run(
         [sys.executable, str(script)], capture_output=True, text=True, timeout=100, cwd=tmp_path, check=False
     )

@@ -23,12 +23,12 @@ from pytorch_lightning.trainer.call import _interrupt
 from pytorch_lightning.utilities.exceptions import SIGTERMException
 from typing_extensions import override
 
-from ..core import rng
-from ..core.errors import ConfigError
-from ..core.scratch import scratch_directory
+from ...core import rng
+from ...core.errors import ConfigError
+from ...core.scratch import scratch_directory
+from ..store import hosted_store, leave_store
 from ._handback import known_objects, pack, unpack
-from ._rank_processes import RankProcesses
-from .store import hosted_store, leave_store
+from ._processes import RankProcesses
 
 RESULT = "result"
 """The file in which rank 0 leaves what it brings back."""

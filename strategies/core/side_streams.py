@@ -1,0 +1,88 @@
+"""Copy tensors between GPUs beside their work: on streams of their own at both ends, ordered by events.
+
+torch copies between two GPUs on the current stream of the source, after a barrier between the current streams of both,
+so that the work of each waits for that of the other. Here only the copy waits for the source, and only what uses the
+copy waits for it:
+
+    source   work ── event ─────────── more work
+                       └─ outgoing: copy ┐
+    target   other work, meanwhile       └─ incoming: event ── work that uses the copy
+"""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .devices import to_device
+
+_STREAMS: dict[tuple[torch.device, str], torch.cuda.Stream] = {}
+
+
+def copies_beside(source: torch.device, target: torch.device) -> bool:
+    """Whether copies from one device to another can run beside the work of both."""
+    return source.type == target.type == "cuda" and source != target
+
+
+def work_so_far(device: torch.device) -> torch.cuda.Event | None:
+    """Mark the work that the current thread has queued on a device; None where nothing is queued."""
+    if device.type != "cuda":
+        return None
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+def start_copy(tensors: Sequence[Tensor], device: torch.device, ready: torch.cuda.Event | None = None) -> list[Tensor]:
+    """Start copying tensors of one device to another.
+
+    Args:
+        tensors: tensors of one device.
+        device: where they are copied to.
+        ready: the event after which they hold their values; None for the work queued by this thread so far.
+
+    Returns:
+        The copies. Use them inside `on_incoming`, or after `finish_copy`.
+    """
+    if not tensors or not copies_beside(tensors[0].device, device):
+        return [to_device(tensor, device) for tensor in tensors]
+    source = tensors[0].device
+    outgoing = _stream(source, "outgoing")
+    ready = ready or work_so_far(source)
+    assert ready is not None
+    outgoing.wait_event(ready)
+    with torch.cuda.stream(outgoing), torch.cuda.stream(_stream(device, "incoming")):
+        copies = [to_device(tensor, device) for tensor in tensors]
+    for tensor in tensors:
+        tensor.record_stream(outgoing)  # its memory is not used again before the copy has been made
+    return copies
+
+
+def on_incoming(source: torch.device, target: torch.device) -> AbstractContextManager[Any]:
+    """Run what the block queues right after the copies from one device to another."""
+    return torch.cuda.stream(_stream(target, "incoming")) if copies_beside(source, target) else nullcontext()
+
+
+def finish_copy(copies: Sequence[Tensor], source: torch.device, stream: torch.cuda.Stream | None = None) -> None:
+    """Make the work that follows on the copies' device wait for them.
+
+    Args:
+        copies: what `start_copy` returned, or what was computed of it inside `on_incoming`.
+        source: the device that they came from.
+        stream: whose work follows; None for the current stream.
+    """
+    if not copies or not copies_beside(source, copies[0].device):
+        return
+    device = copies[0].device
+    stream = stream or torch.cuda.current_stream(device)
+    stream.wait_stream(_stream(device, "incoming"))
+    for copy in copies:
+        copy.record_stream(stream)  # the copies were allocated on the incoming stream
+
+
+def _stream(device: torch.device, name: str) -> torch.cuda.Stream:
+    if (device, name) not in _STREAMS:
+        _STREAMS[device, name] = torch.cuda.Stream(device)
+    return _STREAMS[device, name]

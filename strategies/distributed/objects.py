@@ -1,0 +1,87 @@
+"""Exchange objects and bytes between ranks: as CPU tensors, in pieces of bounded size.
+
+torch's own exchange of objects puts every rank's whole object beside the others', padded to the longest, on the GPU if
+the group can't send CPU tensors.
+"""
+
+import pickle
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+PIECE_BYTES = 2**26
+"""Bytes that each rank sends at once."""
+
+
+def backend_for(backend: str | None, device: torch.device) -> str:
+    """Choose the communication backend of a device, which can always send CPU tensors, too.
+
+    Args:
+        backend: what the user asked for; None for the default.
+        device: the process's root device.
+
+    Returns:
+        `cpu:gloo,cuda:nccl` where NCCL is meant, the default on CUDA; otherwise what was asked for, or `gloo`.
+    """
+    if backend is None:
+        backend = "nccl" if device.type == "cuda" and dist.is_nccl_available() else "gloo"
+    return "cpu:gloo,cuda:nccl" if backend.lower() in ("nccl", "cuda:nccl") else backend
+
+
+def sends_cpu_tensors(group: Any = None) -> bool:
+    """Whether a process group has a backend for CPU tensors."""
+    return "cpu:" in dist.get_backend_config(group)
+
+
+def gather_objects(value: Any) -> list[Any]:
+    """Gather the values of all ranks on every rank, in order of rank; anything that can be pickled."""
+    return _gathered(value, only_first=False)
+
+
+def gather_on_first(value: Any) -> list[Any] | None:
+    """Gather the values of all ranks on rank 0, in order of rank; None on the others."""
+    gathered = _gathered(value, only_first=True)
+    return gathered if dist.get_rank() == 0 else None
+
+
+def exchange_bytes(content: Tensor, sizes: Sequence[int], group: Any = None, only_first: bool = False) -> list[Tensor]:
+    """Gather bytes of all ranks, piece by piece.
+
+    Args:
+        content: this rank's bytes, of shape (sizes[rank],) and type uint8.
+        sizes: bytes of every rank.
+        group: the process group; None for that of all ranks.
+        only_first: whether only rank 0 receives.
+
+    Returns:
+        The bytes of every rank, on the device of `content`; an empty list where nothing is received.
+    """
+    receives = not only_first or dist.get_rank() == 0
+    received = [content.new_empty(size) for size in sizes] if receives else []
+    longest = max(sizes)
+    for start in range(0, longest, PIECE_BYTES):
+        sent = content.new_zeros(min(PIECE_BYTES, longest - start))
+        own = content[start : start + len(sent)]
+        sent[: len(own)] = own
+        pieces = [torch.empty_like(sent) for _ in received]
+        if only_first:
+            dist.gather(sent, pieces or None, dst=0, group=group)
+        else:
+            dist.all_gather(pieces, sent, group)
+        for whole, piece in zip(received, pieces, strict=True):
+            part = whole[start : start + len(piece)]
+            part.copy_(piece[: len(part)])
+    return received
+
+
+def _gathered(value: Any, only_first: bool) -> list[Any]:
+    device = torch.device("cpu") if sends_cpu_tensors() else torch.accelerator.current_accelerator()
+    content = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(device)
+    sizes = torch.zeros(dist.get_world_size(), dtype=torch.int64, device=device)
+    sizes[dist.get_rank()] = len(content)
+    dist.all_reduce(sizes)
+    received = exchange_bytes(content, sizes.tolist(), only_first=only_first)
+    return [pickle.loads(whole.cpu().numpy().data) for whole in received]

@@ -1,0 +1,112 @@
+"""Objects travel between ranks as CPU tensors, in pieces; on CUDA the process group has a backend for them."""
+
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.distributed as dist
+from distributed import run_ranks
+from torch import Tensor
+
+from evener.strategies import DDPStrategy
+from evener.strategies.distributed import base, objects
+
+CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
+BOTH = "cpu:gloo,cuda:nccl"
+
+
+@pytest.mark.parametrize(
+    ("backend", "device", "expected"),
+    [
+        (None, CUDA, BOTH),
+        ("nccl", CUDA, BOTH),
+        ("cuda:nccl", CUDA, BOTH),
+        ("gloo", CUDA, "gloo"),
+        ("cpu:mpi,cuda:nccl", CUDA, "cpu:mpi,cuda:nccl"),
+        (None, CPU, "gloo"),
+    ],
+)
+def test_the_process_group_always_sends_cpu_tensors(
+    backend: str | None, device: torch.device, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    strategy = DDPStrategy()
+    strategy._process_group_backend = backend
+    strategy.parallel_devices = [device]
+    strategy.cluster_environment = cast(Any, _Alone())
+    asked: list[Any] = []
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, **options: asked.append(backend))
+    monkeypatch.setattr(base, "RankCoordinator", _Coordinator)
+    monkeypatch.setattr(base, "leave_group_at_exit", lambda: None)
+    monkeypatch.setattr(base, "prepare_forked", lambda _: None)
+    monkeypatch.setattr(base, "PrefixStore", lambda *_: None)
+    strategy.setup_distributed()
+    assert asked == [expected]
+    assert objects.backend_for(expected, device) == expected  # of its own choice, too
+
+
+class _Alone:
+    creates_processes_externally = True
+
+    def local_rank(self) -> int:
+        return 0
+
+    global_rank = node_rank = local_rank
+
+    def world_size(self) -> int:
+        return 1
+
+    def set_global_rank(self, rank: int) -> None:
+        pass
+
+    def set_world_size(self, size: int) -> None:
+        pass
+
+
+class _Coordinator:
+    root_store = None
+
+    def __init__(self, *_: Any) -> None:
+        pass
+
+
+def _exchanged() -> Any:
+    dist.init_process_group("gloo")
+    objects.PIECE_BYTES = 1000
+    sent: list[tuple[str, str, int]] = []
+
+    def spying(name: str) -> None:
+        call = getattr(dist, name)
+
+        def spy(*args: Any, **kwargs: Any) -> Any:
+            tensor: Tensor = next(value for value in args[:2] if isinstance(value, Tensor))
+            sent.append((name, tensor.device.type, tensor.nbytes))
+            return call(*args, **kwargs)
+
+        setattr(dist, name, spy)
+
+    for name in ("gather", "all_gather", "all_reduce"):
+        spying(name)
+    rank = dist.get_rank()
+    value = {"rank": rank, "x": torch.full((100 + 400 * rank,), float(rank)), "names": ["a"] * rank}
+    on_all = objects.gather_objects(value)
+    on_first = objects.gather_on_first(value)
+    empty = objects.exchange_bytes(torch.zeros(0, dtype=torch.uint8), [0, 0])
+    dist.destroy_process_group()
+    return [_plain(part) for part in on_all], on_first and [_plain(part) for part in on_first], sent, len(empty)
+
+
+def _plain(value: Any) -> Any:
+    return value["rank"], len(value["x"]), float(value["x"].mean()), value["names"]
+
+
+def test_objects_travel_as_cpu_tensors_in_pieces() -> None:
+    expected = [(0, 100, 0.0, []), (1, 500, 1.0, ["a"])]
+    (all_0, first_0, sent, empty), (all_1, first_1, sent_1, _) = run_ranks(_exchanged, 2)
+    assert all_0 == all_1 == first_0 == expected
+    assert first_1 is None
+    assert sent == sent_1
+    assert {device for _, device, _ in sent} == {"cpu"}
+    assert max(num_bytes for _, _, num_bytes in sent) == 1000
+    assert [name for name, _, _ in sent].count("gather") == [name for name, _, _ in sent].count("all_gather") >= 3
+    assert empty == 2
