@@ -38,7 +38,7 @@ from .distributed.objects import gather_on_first
 from .distributed.options import verify_backend
 from .distributed.sync_batchnorm import SyncedBatchNorm
 from .distributed.wrapper import forward_through, reduce_finished, verify_reduced
-from .distributed.zero_weight_step import zero_weight_step
+from .distributed.zero_weight_step import recompute_weights, zero_weight_step
 from .dp import DataParallelStrategy
 
 
@@ -94,8 +94,8 @@ class DDPStrategy(MultiProcessStrategy):
         self._weighs = False
         self._scale: Tensor | float = 1.0
         self._returned: list[Tensor] = []
-        self.weighed_loss: WeighedLoss | None = None
-        """The loss of the last step, if the module returned a `loss_weight` for it."""
+        self.weighed_losses: list[WeighedLoss] = []
+        """The losses of the batch for which the module returned a `loss_weight`; several if a closure ran again."""
         self._parts: set[float] = set()
         self._knows_parts = False
         self._metrics: MetricSync | None = None
@@ -275,7 +275,8 @@ class DDPStrategy(MultiProcessStrategy):
     def take_share(self, dataloader_idx: int = 0) -> None:
         """Read this rank's share of the global batch from its next batch."""
         assert self._trainer is not None
-        self._share = self.weighed_loss = None
+        self._share = None
+        self.weighed_losses.clear()
         if self._trainer.evaluating:
             self._share = self._evaluated_share(dataloader_idx)
         loader = self._trainer.fit_loop._combined_loader
@@ -312,7 +313,7 @@ class DDPStrategy(MultiProcessStrategy):
             own = loss_weight(output, args[0])
             total = self.total_loss_weight(own)
             scale = torch.where(total > 0, own / total, 0.0)
-            self.weighed_loss = WeighedLoss(self._step_losses(), scale)
+            self.weighed_losses.append(WeighedLoss(self._step_losses(), scale))
             self._scale = scale
         if weighs_in_loop(self._trainer):
             self._scale = 1.0
@@ -465,6 +466,12 @@ class DDPStrategy(MultiProcessStrategy):
         self._sync_buffers()
         if self._replicas is not None:
             self._replicas.weights_changed()
+
+    @override
+    def on_validation_end(self) -> None:
+        if not self._num_evaluated:
+            assert self.lightning_module is not None
+            recompute_weights(self.lightning_module)
 
     @override
     def on_predict_end(self) -> None:

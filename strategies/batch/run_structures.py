@@ -40,7 +40,7 @@ class RunStructures:
         if key not in self._batches:
             evidence = _evidence(trainer, dataloader_idx)
             self.verify_combined(evidence.loader, trainer.num_training_batches if trainer.training else math.inf)
-            self._batches[key] = BatchStructure(self._options, evidence)
+            self._batches[key] = _of_stream(evidence) or BatchStructure(self._options, evidence)
         return self._batches[key]
 
     def of_stream(self, loader: Any) -> BatchStructure:
@@ -140,6 +140,15 @@ def _evidence(trainer: pl.Trainer, dataloader_idx: int) -> LoaderEvidence:
         return module._apply_batch_transfer_handler(batch, device=device, dataloader_idx=dataloader_idx)
 
     return LoaderEvidence(loader, transform if hooked else None)
+
+
+def _of_stream(evidence: LoaderEvidence) -> BatchStructure | None:
+    """What is known of the whole batches of a stream, if ranks read their parts of them from one loader.
+
+    A part may be of one sample, which leaves open what the whole batch has settled.
+    """
+    (path, loader), *others = evidence.loaders()
+    return getattr(loader, "structure", None) if not (path or others or evidence.transform) else None
 
 
 def _sizes(loader: Any) -> list[int] | None:

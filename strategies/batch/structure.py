@@ -296,6 +296,8 @@ class BatchStructure:
         before, self._assumed = self._assumed, now
         if any(value is None for value in before.values()):
             return  # of the first batch nothing is known yet
+        if all(torch.equal(before[path], value) for path, value in now.items() if value is not None):
+            return  # the same batch once more, which shows nothing: a loader that has no other
         self._assumed = None
         equal = [path for path, value in now.items() if value is not None and _is_same(value, before[path])]
         for path in equal if len(equal) < len(now) else []:

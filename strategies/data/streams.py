@@ -58,7 +58,7 @@ class Lockstep(Stream):
         structure: BatchStructure | None = None,
     ) -> None:
         super().__init__(loader)
-        self._structure = structure or BatchStructure()
+        self.structure = structure or BatchStructure()
         self._num_ranks = num_ranks
         self._sum_over_ranks = sum_over_ranks
 
@@ -84,7 +84,7 @@ class Lockstep(Stream):
 
     def _fetch(self, iterator: Iterator[Batch]) -> tuple[Batch, float, Tensor, Work]:
         batch = next(iterator, None)
-        num = 0.0 if batch is None else float(self._structure.num_samples(batch) or 1)
+        num = 0.0 if batch is None else float(self.structure.num_samples(batch) or 1)
         sums = torch.tensor([num, float(batch is not None)], dtype=torch.float64)
         return batch, num, sums, self._sum_over_ranks(sums)
 
@@ -116,7 +116,7 @@ class Divided(Stream):
         structure: BatchStructure | None = None,
     ) -> None:
         super().__init__(loader)
-        self._structure = structure or BatchStructure()
+        self.structure = structure or BatchStructure()
         self.divide = divide
         self.rank = rank
         self.num_ranks = num_ranks
@@ -128,7 +128,7 @@ class Divided(Stream):
         self.shares.clear()
         self.positions.clear()
         for step, batch in enumerate(in_one_order(self.loader, self.rank, self.agree)):
-            total = self._structure.num_samples(batch)
+            total = self.structure.num_samples(batch)
             if not total:
                 raise ConfigError(
                     f"ddp: batch_size_is=global can't cut a batch of type {type(batch).__name__}: it holds nothing to "
@@ -140,7 +140,7 @@ class Divided(Stream):
             self.shares.append(Share(sizes[self.rank], total, 0 in sizes))
             self.positions.append(step * self.num_ranks + self.rank)
             stand_in = min(2, total)
-            split = self._structure.split
+            split = self.structure.split
             yield split(batch, sizes)[self.rank] if sizes[self.rank] else split(batch, [stand_in, total - stand_in])[0]
 
     def __len__(self) -> int:

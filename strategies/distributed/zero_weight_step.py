@@ -7,7 +7,9 @@ from typing import Any
 
 import pytorch_lightning as pl
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.utils.prune import BasePruningMethod
+from torch.nn.utils.weight_norm import WeightNorm
 from torchmetrics import Metric
 
 from ..core.patching import replaced
@@ -42,6 +44,18 @@ def zero_weight_step(module: pl.LightningModule) -> Generator[None]:
             del value[length:]
         for metric, state in metrics:
             vars(metric).update(state)
+
+
+def recompute_weights(module: nn.Module) -> None:
+    """Compute the weights that torch's hooks set before each forward, on a rank that has run none.
+
+    A rank without samples in an evaluation keeps those of the last training step's forward, made from the parameters
+    before the optimizer step; `ModelPruning` would prune other weights on it.
+    """
+    for layer in module.modules():
+        for hook in layer._forward_pre_hooks.values():
+            if isinstance(hook, (BasePruningMethod, WeightNorm)):
+                hook(layer, ())
 
 
 def _metric_state(metric: Metric) -> dict[str, Any]:

@@ -21,8 +21,8 @@ WHOLE_BATCHES = ("init_features", "each_step", "first_step", "removed_later", "o
 
 def settled(case: Case, spread: Spread) -> Case:
     """A case that is likely to run on one device, and that must be equal or refused under a strategy."""
-    case = _as_the_law_says(case, spread)
-    case = _with_gradients_that_fit(case)
+    case = _as_the_law_says(_worth_comparing(case, spread), spread)
+    case = _with_gradients_that_fit(_with_batches_of_ranks(case, spread))
     case = replace(case, options=_with_batches_enough(case, spread))
     return _with_a_monitor(_with_loaders(case))
 
@@ -46,6 +46,8 @@ def whole(case: Case, spread: Spread) -> Case:
 def _as_the_law_says(case: Case, spread: Spread) -> Case:
     """Without what docs/law_1.md excludes."""
     net = case.net
+    unweighted = "weight" in case.returns.train and is_paired(case.loading, True)  # the weight is one loader's
+    case = replace(case, returns=replace(case.returns, train="tensor")) if unweighted else case
     if dict(spread.options).get("submodule") and net.hooks in WHOLE_BATCHES:
         net = replace(net, hooks="none")
     if "ddp" not in spread.kind:
@@ -53,9 +55,30 @@ def _as_the_law_says(case: Case, spread: Spread) -> Case:
     # what ranks collect in lists of their own is not summed when the epoch ends
     net = _without(net, *(name for name in net.peculiar if "collects" in name))
     sums = case.returns.train == "sum"  # `loss_reduction` is an option of one process
-    unweighted = "weight" in case.returns.train and is_paired(case.loading, True)  # the weight is one loader's
-    returns = replace(case.returns, train="tensor") if sums or unweighted else case.returns
+    returns = replace(case.returns, train="tensor") if sums else case.returns
     return replace(case, net=net, returns=returns)
+
+
+def _worth_comparing(case: Case, spread: Spread) -> Case:
+    """One device is compared with Lightning, the others with one device."""
+    if spread.kind == "single_device":  # without what is Evener's own
+        options = replace(case.options, exact_accumulation=False, detect_nonfinite="off")
+        return replace(case, options=options, resume_after=0)
+    if case.optimization.optimizer == "odd_closure":  # Lightning refuses it
+        case = replace(case, optimization=replace(case.optimization, optimizer="sgd"))
+    if spread.kind == "model_parallel" and spread.devices > 2 and case.net.kind == "mlp":  # it has two parts
+        case = replace(case, net=replace(case.net, kind="deep"))
+    return case
+
+
+def _with_batches_of_ranks(case: Case, spread: Spread) -> Case:
+    """Loaders whose global batches one device can be given, where the case says those of a rank."""
+    if dict(spread.options).get("batch_size_is") != "per_device":
+        return case
+    loading = replace(case.loading, drop_last=False)  # it drops a rank's incomplete batch
+    if loading.eval_kind in ("iterable", "batches"):  # whose batches are those of one device
+        loading = replace(loading, eval_kind="plain")
+    return replace(case, loading=loading, net=_without(case.net, "hparams"))
 
 
 def _with_gradients_that_fit(case: Case) -> Case:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from distributed import run_ranks
+from pytorch_lightning.callbacks import ModelPruning
 from pytorch_lightning.utilities import CombinedLoader
 from regression import NUM_SAMPLES, Net, Numbered, fit, outcome, quiet_trainer
 from torch import Tensor, nn
@@ -197,3 +198,20 @@ def test_loaders_side_by_side_of_which_ranks_have_unequal_parts_are_refused() ->
         _, expected_steps, expected = _fit_pair(SingleDeviceStrategy(), 1, False, 8, 2)
         assert steps == expected_steps == 8
         torch.testing.assert_close(weights, expected, rtol=0, atol=1e-10)
+
+
+def _prune(strategy: Any, devices: int) -> tuple[Tensor, Tensor]:
+    module = Net()
+    layers: Any = [(module.net[0], "weight"), (module.net[2], "weight")]
+    pruning: Any = ModelPruning("l1_unstructured", parameters_to_prune=layers, amount=0.2)
+    trainer = quiet_trainer(strategy, devices, max_epochs=6, num_sanity_val_steps=0, callbacks=[pruning])
+    trainer.fit(module, DataLoader(Numbered(9), 4), DataLoader(Numbered(1), 4))
+    return module.net[0].weight.detach(), module.net[2].weight.detach()  # type: ignore[return-value]
+
+
+def test_a_rank_without_samples_to_validate_prunes_the_same_weights() -> None:
+    """Cause: torch's pruning sets the weight in a hook before forward, which this rank had not run since the step."""
+    expected = _prune(SingleDeviceStrategy(), 1)
+    assert 0 < int((expected[0] == 0).sum()) < expected[0].numel()
+    for found in run_ranks(_prune, 2, DDPStrategy(batch_size_is="global", timeout_s=60), 2):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)

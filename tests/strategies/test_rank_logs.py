@@ -107,6 +107,24 @@ def test_what_is_logged_is_one_devices(plan: str, num: int, options: Any) -> Non
         assert_same(found, expected)
 
 
+class Searching(Tokens):
+    """With an optimizer that calls its closure several times per step."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=3)
+
+
+def _fit_searching() -> Any:
+    return fit(Searching(), DDPStrategy(batch_size_is="global", timeout_s=120), 2, 17, 4)
+
+
+def test_every_call_of_a_closure_logs_one_devices_loss() -> None:
+    """Only the loss of the last call had the module's `loss_weight`; the epoch's mean is over all calls."""
+    expected = fit(Searching(), SingleDeviceStrategy(), 1, 17, 4)
+    for found in run_ranks(_fit_searching, 2):
+        assert_same(found, expected)
+
+
 class Own(Tokens):
     """Logs by step what each rank has, without `sync_dist`."""
 

@@ -98,26 +98,32 @@ class Logged:
     given: bool
 
 
-def reweigh_losses(tracked: Sequence[Logged], weighed: WeighedLoss, share: Share | None, num_ranks: int) -> None:
+def reweigh_losses(
+    tracked: Sequence[Logged], weighed: Sequence[WeighedLoss], share: Share | None, num_ranks: int
+) -> None:
     """Weight the loss by the module's `loss_weight`, wherever it was logged as a mean.
 
     Args:
         tracked: what was logged in the batch.
-        weighed: the loss.
+        weighed: the losses; several if the optimizer called its closure several times.
         share: this rank's part of the batch in samples; None if all ranks have equally many.
         num_ranks: number of ranks.
     """
+    last = {id(logged.metric): logged for logged in tracked}
     for logged in tracked:
-        if logged.copy is not None and logged.metric.meta.is_mean_reduction and weighed.is_loss(logged.value):
-            _reweigh(logged, weighed.scale, share, num_ranks)
+        if logged.copy is None or not logged.metric.meta.is_mean_reduction:
+            continue
+        loss = next((one for one in weighed if one.is_loss(logged.value)), None)
+        if loss is not None:
+            _reweigh(logged, loss.scale, share, num_ranks, logged is last[id(logged.metric)])
 
 
-def _reweigh(logged: Logged, scale: Tensor, share: Share | None, num_ranks: int) -> None:
+def _reweigh(logged: Logged, scale: Tensor, share: Share | None, num_ranks: int, is_last: bool) -> None:
     state, meta, copy = vars(logged.metric), logged.metric.meta, logged.copy
     assert copy is not None
     own = logged.size if share is None else share.num
     total = own if share is None else share.total / num_ranks
-    if meta.on_step and meta.sync.should and own:
+    if meta.on_step and meta.sync.should and own and is_last:  # the step's value is the last one
         by_samples = 1.0 if share is None else num_ranks * share.num / share.total
         state["_forward_cache"].mul_((scale / by_samples).to(copy.dtype))
     if not meta.on_epoch:

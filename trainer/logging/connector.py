@@ -185,8 +185,8 @@ class LeanLoggerConnector(_LoggerConnector):
         """Bring the values that this rank logged in the batch to what they are for the global batch."""
         strategy: Any = self.trainer.strategy
         if results.tracked and results.training:
-            weighed: WeighedLoss | None = getattr(strategy, "weighed_loss", None)
-            if weighed is not None:
+            weighed: list[WeighedLoss] = getattr(strategy, "weighed_losses", [])
+            if weighed:
                 reweigh_losses(results.tracked, weighed, results.share, self.trainer.world_size)
         if results.deferred:
             with getattr(strategy, "weighing_logged", nullcontext)():

@@ -28,6 +28,7 @@ class Accumulation:
     def __init__(self, trainer: pl.Trainer) -> None:
         self.trainer = trainer
         self.total: Tensor | float = 0.0
+        self._is_divided = False
 
     @property
     def exact(self) -> bool:
@@ -49,6 +50,7 @@ class Accumulation:
     def start(self) -> None:
         """Begin an optimizer step: reset the sum of weights."""
         self.total = 0.0
+        self._is_divided = False
 
     def weigh(self, loss: Tensor, output: Any, batch: Batch) -> Tensor:
         """Multiply a micro-batch's loss by its weight, and add the weight to the sum.
@@ -60,7 +62,16 @@ class Accumulation:
 
         Returns:
             The loss to call backward on.
+
+        Raises:
+            ConfigError: the gradients are divided already: the optimizer computes the last micro-batch again.
         """
+        if self._is_divided:
+            raise ConfigError(
+                f"exact_accumulation=True: {type(self.trainer.optimizers[0]).__name__} calls its closure again within "
+                "a step, which adds the last micro-batch to gradients that are the mean over all of them. Choose an "
+                "optimizer that calls its closure once, or accumulate_grad_batches=1."
+            )
         weight = loss_weight(output, batch, batch_structure(self.trainer))
         if isinstance(weight, Tensor):
             weight = weight.detach()
@@ -76,6 +87,7 @@ class Accumulation:
             if parameter.grad is not None:
                 here = divisor.to(parameter.grad.device) if isinstance(divisor, Tensor) else divisor
                 parameter.grad.div_(here)
+        self._is_divided = True
 
     def _parameters(self) -> list[Parameter]:
         """Return the module's parameters and any others that the optimizer updates, each once."""

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,10 @@ from evener.strategies import (
     SingleDeviceStrategy,
 )
 from evener.strategies.batch.evidence import LoaderEvidence
+from evener.strategies.batch.policies import Even
+from evener.strategies.batch.run_structures import RunStructures
 from evener.strategies.batch.structure import BatchStructure, verify_batch_dims
+from evener.strategies.data.streams import Divided
 
 pytestmark = pytest.mark.filterwarnings("ignore:A stage is used before")
 """What the modules here compute with their outputs is not what stages are for."""
@@ -300,6 +304,32 @@ def test_combined_loaders_of_unequal_batches_are_refused_before_the_first_step(
     with pytest.raises(ConfigError, match=message):
         weights_of(Combined, combined(*sizes, "max_size_cycle"), strategy())
     assert_trains_alike(Combined, combined(*sizes, "max_size_cycle"), strategy(batch_dims={"unlab": "none"}))
+
+
+def test_the_same_batch_once_more_shows_nothing() -> None:
+    """A stream of one batch was refused when it was validated again: its labels never counted as the same."""
+    structure = BatchStructure()
+    batch = (torch.randn(4, 2), torch.tensor([0, 1, 2, 0]))
+    for _ in range(3):
+        assert [len(x) for x, _ in structure.split(batch, [2, 2])] == [2, 2]
+    structure.split((batch[0] + 1, batch[1]), [2, 2])  # rows of samples, as another batch shows
+    structure.split(batch, [2, 2])
+
+
+def test_a_rank_knows_of_its_part_what_the_whole_batch_of_a_stream_has_shown() -> None:
+    """Replicas of a rank refused its part of one sample, late: nothing was known but this part."""
+    whole = [([[torch.randn(2, 3)]], {"y": torch.zeros(2)})]
+    stream = Divided(whole, Even(), 1, 2, training=True, agree=lambda state: state)  # type: ignore[arg-type]
+    (part,) = stream
+    loader = CombinedLoader(stream, "max_size_cycle")  # type: ignore[arg-type]
+    trainer: Any = SimpleNamespace(
+        sanity_checking=False, validating=False, training=True, num_training_batches=1, lightning_module=Net(),
+        fit_loop=SimpleNamespace(_combined_loader=loader), _active_loop=SimpleNamespace(_combined_loader=loader),
+    )  # fmt: skip
+    structure = RunStructures().of_batch(trainer)
+    assert [len(chunk[0][0][0]) for chunk in structure.split(part, [1, 0])] == [1, 0]
+    with pytest.raises(ConfigError, match="its elements may be samples, or its rows"):
+        BatchStructure().split(part, [1, 0])
 
 
 def test_looking_at_samples_leaves_no_trace() -> None:

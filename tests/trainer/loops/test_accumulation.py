@@ -160,3 +160,33 @@ def test_a_batch_without_a_countable_tensor_is_refused() -> None:
     trainer = Trainer(**QUIET, accumulate_grad_batches=2, exact_accumulation=True)
     with pytest.raises(ConfigError, match=r'Return \{"loss": loss, "loss_weight": n\}'):
         trainer.fit(Opaque(), ready(["one", "two"]))
+
+
+class TwoCalls(torch.optim.SGD):
+    """Calls its closure twice per step."""
+
+    def step(self, closure: Any = None) -> Any:
+        closure()
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("optimizer", [TwoCalls, torch.optim.LBFGS])
+def test_an_optimizer_that_calls_its_closure_again_is_refused(optimizer: Any) -> None:
+    """Cause: the last micro-batch was added to gradients already divided, and ranks weighted it in another way."""
+
+    class Again(Slope):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return (self.w * batch - 1).square().mean()
+
+        def configure_optimizers(self) -> Any:
+            return optimizer(self.parameters(), lr=0.1)
+
+    options: Any = {**QUIET, "exact_accumulation": True, "accumulate_grad_batches": 2}
+    for num in (1, 3):  # a group of one micro-batch is computed anew
+        trainer = Trainer(**options)
+        if num == 1:
+            trainer.fit(Again(), batches([1.0, 2.0]))
+            continue
+        with pytest.raises(ConfigError, match=f"{optimizer.__name__} calls its closure again within a step"):
+            trainer.fit(Again(), batches([1.0, 2.0], [3.0], [4.0]))
+        assert trainer.global_step == 0
