@@ -1,11 +1,15 @@
 """Damage checkpoint files at random, and see what is believed of them."""
 
 import logging
+import os
 import pickle
 import random
+import signal
 import zipfile
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytorch_lightning as pl
@@ -13,6 +17,10 @@ import torch
 
 from evener.trainer.checkpoint.file_io import CheckpointError, read, write
 from evener.trainer.checkpoint.find import find_newest
+
+TIMEOUT_S = 20
+"""Seconds after which a search counts as hung."""
+ACCEPTED = ("files found though damaged", "files read though damaged", "files that crashed", "files that ran code")
 
 
 class Bomb:
@@ -25,99 +33,135 @@ class Bomb:
         return Path.touch, (self.path,)
 
 
+class Damage:
+    """Damages of a file.
+
+    Args:
+        path: of the damaged file.
+        original: content of the good one.
+        ran: the file that a bomb makes.
+        dice: where damages come from.
+    """
+
+    def __init__(self, path: Path, original: bytes, ran: Path, dice: random.Random) -> None:
+        self.path, self.original, self.ran, self.dice = path, original, ran, dice
+
+    def flip(self) -> None:
+        data = bytearray(self.original)
+        for _ in range(self.dice.choice([1, 1, 2, 8, 100])):
+            data[self.dice.randrange(len(data))] ^= 1 << self.dice.randrange(8)
+        self.path.write_bytes(data)
+
+    def flip_trailer(self) -> None:
+        data = bytearray(self.original)
+        data[-self.dice.randint(1, 48)] ^= 1 << self.dice.randrange(8)
+        self.path.write_bytes(data)
+
+    def cut(self) -> None:
+        length = len(self.original)
+        self.path.write_bytes(self.original[: self.dice.choice([self.dice.randrange(length), length - 48])])
+
+    def append(self) -> None:
+        self.path.write_bytes(self.original + self.dice.randbytes(self.dice.randint(1, 100)))
+
+    def blank(self) -> None:
+        first, length = self.dice.randrange(len(self.original)), self.dice.randint(1, 4096)
+        data = self.original[:first] + bytes(length) + self.original[first + length :]
+        self.path.write_bytes(data[: len(self.original)])
+
+    def garbage(self) -> None:
+        heads = [b"", b"PK\x03\x04", b"\x80\x02", b"\x80\x05", self.original[: self.dice.randrange(200)]]
+        self.path.write_bytes(self.dice.choice(heads) + self.dice.randbytes(self.dice.randint(0, 3000)))
+
+    def archive(self) -> None:
+        with zipfile.ZipFile(self.path, "w") as archive:
+            name = self.dice.choice(["archive/data.pkl", "x/data.pkl", "a"])
+            archive.writestr(name, self.dice.randbytes(self.dice.randint(0, 500)))
+
+    def bomb(self) -> None:
+        content = {"state_dict": {}, "global_step": 9, "pytorch-lightning_version": "2.6.4", "x": Bomb(self.ran)}
+        if self.dice.random() < 0.5:
+            self.path.write_bytes(pickle.dumps(content))
+        else:
+            torch.save(content, self.path)
+
+    def foreign(self) -> None:
+        """Loadable, but no trainer's checkpoint."""
+        torch.save(
+            self.dice.choice([{"a": 1}, {"state_dict": {}}, [1, 2], torch.zeros(3), "x", {"epoch": 9}]), self.path
+        )
+
+    def no_file(self) -> None:
+        self.dice.choice([self.path.mkdir, lambda: os.mkfifo(self.path), lambda: self.path.symlink_to("nowhere")])()
+
+    def unchanged(self) -> None:
+        """A control: this one must be found."""
+        self.path.write_bytes(self.original)
+
+
+DAMAGES: list[Callable[[Damage], None]] = [
+    *[Damage.flip] * 3, Damage.flip_trailer, Damage.cut, Damage.append, Damage.blank, Damage.garbage, Damage.archive,
+    Damage.bomb, Damage.foreign, Damage.no_file,
+]  # fmt: skip
+
+
 def damage_files(folder: Path, number: int, dice: random.Random) -> dict[str, int]:
-    """Put a damaged file beside an older good one, again and again.
+    """Put a newer damaged file beside a good one, again and again.
 
     Returns:
-        How often the good one was found, an altered one was believed, the search crashed, and code was run.
+        How often the good one was found; how often the damaged one was found, or could be read though it is none of a
+        trainer's; how often anything but a CheckpointError was raised, or nothing at all in time; how often code ran.
     """
     logging.getLogger("evener").setLevel(logging.ERROR)
+    signal.signal(signal.SIGALRM, _raise_timeout)
     folder.mkdir(parents=True)
     good, bad, ran = folder / "good.ckpt", folder / "bad.ckpt", folder / "ran"
     generator = torch.Generator().manual_seed(0)
     weights = {f"layer{i}.weight": torch.randn(20, 20, generator=generator) for i in range(5)}
-    content = {"state_dict": weights, "global_step": 7, "epoch": 1, "pytorch-lightning_version": pl.__version__}
-    write(content, good)
-    original = good.read_bytes()
+    write({"state_dict": weights, "global_step": 7, "epoch": 1, "pytorch-lightning_version": pl.__version__}, good)
+    os.utime(good, (1, 1))  # older than anything
+    damage = Damage(bad, good.read_bytes(), ran, dice)
     counts: Counter[str] = Counter()
-    for _ in range(number):
-        kind = dice.choice(list(DAMAGES))
-        DAMAGES[kind](bad, original, dice, ran)
-        counts["damaged"] += 1
-        if bad.read_bytes() != original:
-            _judge(folder, good, bad, counts)
-        counts["ran code"] += ran.exists()
+    damage.unchanged()
+    assert find_newest(folder) == bad, "the newer file is not preferred, so nothing can be found here"
+    assert read(bad)["global_step"] == 7
+    while counts["files damaged"] < number:
+        _remove(bad)
+        kind = dice.choice(DAMAGES)
+        kind(damage)
+        if bad.is_file() and bad.read_bytes() == damage.original:  # zeros blanked
+            continue
+        counts["files damaged"] += 1
+        _judge(folder, good, bad, kind is not Damage.foreign, counts)
+        counts["files that ran code"] += ran.exists()
         ran.unlink(missing_ok=True)
-        bad.unlink()
-    named = {
-        name: counts[name] for name in ("damaged", "passed over", "accepted altered", "crashed the search", "ran code")
-    }
-    return {**named, **{name: value for name, value in sorted(counts.items()) if name not in named}}
+    return {name: counts[name] for name in ("files damaged", "files passed over", *ACCEPTED)}
 
 
-def _judge(folder: Path, good: Path, bad: Path, counts: Counter[str]) -> None:
+def _judge(folder: Path, good: Path, bad: Path, unreadable: bool, counts: Counter[str]) -> None:
+    signal.alarm(TIMEOUT_S)
     try:
         found = find_newest(folder)
-        counts["passed over" if found == good else "accepted altered"] += 1
-        try:
-            read(bad)
-        except CheckpointError:
-            return
+        counts["files passed over" if found == good else "files found though damaged"] += 1
+        if unreadable and bad.is_file():
+            try:
+                read(bad)
+                counts["files read though damaged"] += 1
+            except CheckpointError:
+                pass
     except Exception as exc:  # noqa: BLE001  # what is counted
-        counts["crashed the search"] += 1
-        print(f"CRASHED {type(exc).__name__}: {exc}")
+        counts["files that crashed"] += 1
+        print(f"CRASHED {type(exc).__name__}: {exc}", flush=True)
+    finally:
+        signal.alarm(0)
 
 
-def _flip(bad: Path, original: bytes, dice: random.Random, ran: Path) -> None:
-    data = bytearray(original)
-    for _ in range(dice.choice([1, 1, 2, 8, 100])):
-        data[dice.randrange(len(data))] ^= 1 << dice.randrange(8)
-    bad.write_bytes(data)
+def _raise_timeout(signum: int, frame: FrameType | None) -> None:
+    raise TimeoutError
 
 
-def _flip_trailer(bad: Path, original: bytes, dice: random.Random, ran: Path) -> None:
-    data = bytearray(original)
-    data[-dice.randint(1, 48)] ^= 1 << dice.randrange(8)
-    bad.write_bytes(data)
-
-
-def _cut(bad: Path, original: bytes, dice: random.Random, ran: Path) -> None:
-    bad.write_bytes(original[: dice.choice([dice.randrange(len(original)), len(original) - dice.randint(1, 60)])])
-
-
-def _append(bad: Path, original: bytes, dice: random.Random, ran: Path) -> None:
-    bad.write_bytes(original + dice.randbytes(dice.randint(1, 100)))
-
-
-def _blank(bad: Path, original: bytes, dice: random.Random, ran: Path) -> None:
-    first = dice.randrange(len(original))
-    length = dice.randint(1, 4096)
-    bad.write_bytes((original[:first] + bytes(length) + original[first + length :])[: len(original)])
-
-
-def _garbage(bad: Path, original: bytes, dice: random.Random, ran: Path) -> None:
-    head = dice.choice([b"", b"PK\x03\x04", b"\x80\x02", b"\x80\x05", original[: dice.randrange(200)]])
-    bad.write_bytes(head + dice.randbytes(dice.randint(0, 3000)))
-
-
-def _foreign(bad: Path, original: bytes, dice: random.Random, ran: Path) -> None:
-    torch.save(dice.choice([{"a": 1}, {"state_dict": {}}, [1, 2], torch.zeros(3), "text", {"epoch": 9}]), bad)
-
-
-def _bomb(bad: Path, original: bytes, dice: random.Random, ran: Path) -> None:
-    content = {"state_dict": {}, "global_step": 9, "pytorch-lightning_version": "2.6.4", "x": Bomb(ran)}
-    if dice.random() < 0.5:
-        bad.write_bytes(pickle.dumps(content))
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        path.rmdir()
     else:
-        torch.save(content, bad)
-
-
-def _zip(bad: Path, original: bytes, dice: random.Random, ran: Path) -> None:
-    with zipfile.ZipFile(bad, "w") as archive:
-        archive.writestr(dice.choice(["archive/data.pkl", "x/data.pkl", "a"]), dice.randbytes(dice.randint(0, 500)))
-
-
-DAMAGES = {
-    "bits flipped": _flip, "trailer": _flip_trailer, "cut": _cut, "appended": _append, "blanked": _blank,
-    "garbage": _garbage, "foreign": _foreign, "bomb": _bomb, "zip": _zip,
-}  # fmt: skip
+        path.unlink(missing_ok=True)

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from functools import wraps
+from types import FrameType
 from typing import Any, Literal, TypeVar, cast
 
 import pytorch_lightning as pl
@@ -21,7 +22,7 @@ from ..strategies import STRATEGIES
 from ..strategies.core.device_names import are_names, give_devices
 from ..strategies.core.lightning_names import verify_family
 from .callbacks.nonfinite import DetectNonFinite
-from .checkpoint import distinguish
+from .checkpoint import Checkpoint, distinguish
 from .checkpoint.file_io import VerifiedCheckpointIO
 from .loggers.csv import open_files, refresh_files
 from .logging.connector import LeanLoggerConnector
@@ -187,17 +188,36 @@ class Trainer(pl.Trainer):
 
     @contextmanager
     def _more_signals(self) -> Generator[None]:
-        """Take SIGHUP and SIGUSR1 for SIGTERM while a script fits, unless somebody handles or ignores them."""
+        """Take Ctrl-C, SIGHUP and SIGUSR1 for SIGTERM while a script fits, unless somebody handles or ignores them."""
+        received: list[int] = []
+
+        def stop(signum: int, frame: FrameType | None) -> None:
+            if signum == signal.SIGINT and (received or not self._would_save()):
+                raise KeyboardInterrupt
+            received.append(signum)
+            # a strategy of several processes has a function of its own in this place
+            self._signal_connector._sigterm_notifier_fn(signum, frame)  # pyright: ignore[reportArgumentType]  # untyped
+
         in_main_thread = threading.current_thread() is threading.main_thread()
         fitting = in_main_thread and self.state.fn == TrainerFn.FITTING
         free = [s for s in (signal.SIGHUP, signal.SIGUSR1) if fitting and signal.getsignal(s) == signal.SIG_DFL]
-        for signum in free:  # a strategy of several processes has a function of its own in this place
-            signal.signal(signum, lambda number, frame: self._signal_connector._sigterm_notifier_fn(number, frame))  # pyright: ignore[reportUnknownLambdaType, reportArgumentType]  # untyped
+        if fitting and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            free.append(signal.SIGINT)
+        before = {signum: signal.signal(signum, stop) for signum in free}
         try:
             yield
+        except SIGTERMException as exc:
+            if signal.SIGINT in received:  # what Lightning, and the script, expect after Ctrl-C
+                raise KeyboardInterrupt from exc
+            raise
         finally:
-            for signum in free:
-                signal.signal(signum, signal.SIG_DFL)
+            for signum, handler in before.items():
+                signal.signal(signum, handler)
+
+    def _would_save(self) -> bool:
+        """Whether stopping after this step would save anything."""
+        savers = [callback for callback in self.checkpoint_callbacks if isinstance(callback, Checkpoint)]
+        return self.fit_loop.takes_steps and any(saver.save_last for saver in savers)
 
     def _on_signal(self, signum: int, _: object) -> None:
         self._signal = signum

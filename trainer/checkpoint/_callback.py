@@ -107,6 +107,7 @@ class Checkpoint(ModelCheckpoint):
         self._interval = None if interval_s is None else Interval(interval_s)
         self._io: VerifiedCheckpointIO | None = None
         self._saved_now = ""
+        self._last_batch_saved = -1
         self._scores: dict[str, Tensor] = {}
         self._told_of_nan = False
 
@@ -182,8 +183,8 @@ class Checkpoint(ModelCheckpoint):
         self._settle(trainer)
 
     def lacks(self, trainer: pl.Trainer) -> bool:
-        """Whether `last.ckpt` is requested and older than the weights."""
-        fresh = self._last_global_step_saved == trainer.global_step
+        """Whether `last.ckpt` is requested and older than the weights and the gradients accumulated so far."""
+        fresh = (self._last_global_step_saved, self._last_batch_saved) == (trainer.global_step, _num_batches(trainer))
         return bool(self.save_last) and not fresh and not _is_trial(trainer)
 
     def _mark(self, trainer: pl.Trainer) -> None:
@@ -201,6 +202,7 @@ class Checkpoint(ModelCheckpoint):
             ConfigError: `monitor` was not logged by the end of the first validation.
         """
         self.due = False
+        self._last_batch_saved = _num_batches(trainer)
         self._settle(trainer)
         _flush_logs(trainer)
         candidates = self._monitor_candidates(trainer)
@@ -341,6 +343,11 @@ def distinguish(callbacks: Iterable[object]) -> None:
 def _is_trial(trainer: pl.Trainer) -> bool:
     """Whether this is a `fast_dev_run`, which saves nothing."""
     return bool(getattr(trainer, "fast_dev_run", False))
+
+
+def _num_batches(trainer: pl.Trainer) -> int:
+    """Batches trained on so far, in all epochs."""
+    return trainer.fit_loop.epoch_loop.total_batch_idx
 
 
 def _has_clean_points(trainer: pl.Trainer) -> bool:

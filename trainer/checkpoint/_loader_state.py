@@ -8,21 +8,30 @@ on the batches a worker loaded before nor on the number of workers.
 """
 
 import os
+import signal
 import sys
+import threading
 import traceback
+from collections import abc
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from itertools import islice
 from multiprocessing.queues import Queue
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Generator
 from torch.utils.data import DataLoader, IterableDataset
+from typing_extensions import override
 
 from ...strategies.core import rng
 from ...strategies.data.sampling import RankBatches
 from ...strategies.data.streams import Stream
+
+ASK_TO_STOP = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+"""Signals that end a run after its current step."""
 
 
 def make_resumable(loader: Any, rank: int) -> None:
@@ -193,6 +202,14 @@ class ResumableLoader(DataLoader[Any]):
     def _generator_states(self) -> list[torch.Tensor]:
         return [generator.get_state() for generator in self._generators()]
 
+    @override
+    def _get_iterator(self) -> Any:
+        with _signals_blocked():  # until a worker has handlers of its own
+            iterator: Any = super()._get_iterator()
+        for worker in getattr(iterator, "_workers", ()):
+            worker._popen.terminate = worker._popen.kill  # how torch and Python end one that hangs
+        return iterator
+
     def _peek_seed(self) -> int:
         """The seed that torch's iterator will draw for its workers."""
         generator = self.generator or torch.default_generator
@@ -239,7 +256,34 @@ class _Seeded:
         return _arrive, (self.entropy, self.indices)
 
 
+@contextmanager
+def _signals_blocked() -> abc.Generator[None]:
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ASK_TO_STOP)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _outlive_signals() -> None:
+    """Keep a worker loading while its rank stops: SLURM, systemd and terminals send their signals to all processes.
+
+    A worker that ended at once would take its rank along before that has saved. It ends with its rank.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return
+    for signum in ASK_TO_STOP:
+        signal.signal(signum, _go_on)  # not SIG_IGN, which programs that the dataset starts would inherit
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, ASK_TO_STOP)
+
+
+def _go_on(signum: int, frame: FrameType | None) -> None:
+    pass
+
+
 def _arrive(entropy: tuple[int, ...], indices: Any) -> Any:
+    if signal.getsignal(signal.SIGTERM) is not _go_on:
+        _outlive_signals()
     rng.seed_all(*entropy)
     feeder: Any = Queue
     feeder._on_queue_feeder_error = staticmethod(_end_worker)  # in this worker, before its first put

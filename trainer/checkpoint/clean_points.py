@@ -319,6 +319,7 @@ class SeparateEvaluation(EvaluationLoop):
     """
 
     _number = _num_batches = 0
+    """Parts of validations that have ended, one per loader, and batches of the present one."""
     _has_ended = False
 
     @override
@@ -332,7 +333,6 @@ class SeparateEvaluation(EvaluationLoop):
             return super().run() if trainer.sanity_checking else self._run_within_fit()
 
     def _run_within_fit(self) -> Any:
-        self._number += 1
         self._num_batches, self._has_ended = 0, False
         progress = copy.deepcopy(self.batch_progress.state_dict())
         metrics = _run_state.metric_states(self.trainer.lightning_module)
@@ -358,10 +358,11 @@ class SeparateEvaluation(EvaluationLoop):
                 self._stop(ended=False)
 
     @override
-    def on_run_end(self) -> Any:
+    def _store_dataloader_outputs(self) -> None:
+        # ranks exchange the values of this loader's batches, and one that has stopped before would not come
         if self._is_within_fit():
             self._end()
-        return super().on_run_end()
+        super()._store_dataloader_outputs()
 
     def _is_within_fit(self) -> bool:
         return self.trainer.validating and self.trainer.state.fn == TrainerFn.FITTING
@@ -369,6 +370,8 @@ class SeparateEvaluation(EvaluationLoop):
     def _end(self) -> None:
         self._has_ended = True
         self._stop(ended=True)
+        self._number += 1
+        self._num_batches = 0
 
     def _stop(self, ended: bool) -> None:
         fit_loop: Any = self.trainer.fit_loop

@@ -1,9 +1,13 @@
 """Signals to a run: before the first step it ends at once; afterwards it saves, says so, and ends with their status."""
 
+import gc
 import logging
+import multiprocessing
 import os
 import signal
-from collections.abc import Callable
+import subprocess
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +16,7 @@ import pytorch_lightning as pl
 import torch
 from torch.utils.data import DataLoader
 
+from evener.strategies import DDPStrategy
 from evener.trainer import Trainer
 from evener.trainer.checkpoint import Checkpoint
 from evener.trainer.job.signals import Interrupted, graceful_stop
@@ -46,6 +51,12 @@ class Signalled(pl.LightningModule):
         total = int(self.trainer.estimated_stepping_batches)  # sets up the loaders, long before the first step
         self.reach("optimizers")
         return [optimizer], [torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=total)]
+
+
+@pytest.fixture(autouse=True)
+def ctrl_c() -> Iterator[None]:
+    yield
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # Lightning ignores it after the first
 
 
 def make_trainer(folder: Path) -> Trainer:
@@ -90,6 +101,28 @@ def test_a_script_saves_and_ends_with_the_signals_status(signum: signal.Signals,
     assert signal.getsignal(signum) == before
 
 
+def test_ctrl_c_in_a_script_saves_first(tmp_path: Path) -> None:
+    """Found by `benchmarks/survival.py`: it raised at once, and everything since the last save was lost."""
+    with pytest.raises(SystemExit) as raised:  # Lightning's, for a KeyboardInterrupt
+        fit(make_trainer(tmp_path), Signalled("step 2", signal.SIGINT))
+    assert raised.value.code == 1
+    assert torch.load(tmp_path / "last.ckpt", weights_only=True)["global_step"] == 3
+
+
+@pytest.mark.parametrize("place", ["optimizers", "sanity check", "nothing saves", "twice"])
+def test_ctrl_c_in_a_script_ends_it_at_once(place: str, tmp_path: Path) -> None:
+    module, trainer = Signalled({"nothing saves": "step 2"}.get(place, place), signal.SIGINT), make_trainer(tmp_path)
+    if place == "nothing saves":
+        trainer.callbacks = [callback for callback in trainer.callbacks if not isinstance(callback, Checkpoint)]
+    if place == "twice":
+        module.place = "step 2"
+        module.on_before_zero_grad = lambda _: module.reach(f"step {trainer.global_step}")  # type: ignore[method-assign]
+    with pytest.raises(SystemExit):
+        fit(trainer, module)
+    assert module.num_steps == (0 if place in ("optimizers", "sanity check") else 3)
+    assert not (tmp_path / "last.ckpt").exists()
+
+
 def test_a_scripts_own_handler_is_kept(tmp_path: Path) -> None:
     received: list[int] = []
     handler: Callable[..., None] = lambda signum, frame: received.append(signum)  # noqa: E731
@@ -110,3 +143,103 @@ def test_a_run_that_outlives_its_terminal_does_not_hear_it_close(tmp_path: Path)
     finally:
         signal.signal(signal.SIGHUP, before)
     assert module.num_steps == 8
+
+
+def test_micro_batches_since_the_last_save_are_saved_too(tmp_path: Path) -> None:
+    """Found by `benchmarks/survival.py`: what was saved at the same optimizer step was taken for up to date."""
+    trainer = Trainer(
+        callbacks=[Checkpoint(tmp_path, every_n_steps=1)], max_epochs=2, accelerator="cpu", devices=1, logger=False,
+        enable_progress_bar=False, enable_model_summary=False, accumulate_grad_batches=2,
+    )  # fmt: skip
+    module = Signalled("batch 3", signal.SIGTERM)
+    module.on_train_batch_start = lambda batch, batch_idx: module.reach(f"batch {module.num_steps + 1}")  # type: ignore[method-assign]
+    with pytest.raises(SystemExit):
+        fit(trainer, module)
+    saved = torch.load(tmp_path / "last.ckpt", weights_only=True)
+    assert saved["global_step"] == 1
+    assert saved["loops"]["fit_loop"]["epoch_loop.batch_progress"]["current"]["completed"] == 3
+
+
+class SlowFirst(Signalled):
+    """Rank 0 takes longer for its validation than rank 1, which gets the signal in its first batch."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val/mean", batch.mean(), sync_dist=True)
+        if self.trainer.sanity_checking:
+            return
+        if self.global_rank:
+            self.reach(f"batch {batch_idx}")
+        else:
+            time.sleep(0.5)
+
+
+@pytest.mark.long
+def test_a_rank_stops_in_a_validation_that_another_has_ended(tmp_path: Path) -> None:
+    """Found by `benchmarks/survival.py`: at its end the other one waited for values of the one that had stopped."""
+    trainer = Trainer(
+        strategy=DDPStrategy(timeout_s=15), callbacks=[Checkpoint(tmp_path, interval_s=1e9)], max_epochs=2, devices=2,
+        accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    loader = DataLoader(torch.arange(24.0)[:, None], 2)
+    with pytest.raises(SystemExit) as raised:
+        trainer.fit(SlowFirst("batch 0", signal.SIGTERM), loader, loader)
+    assert raised.value.code == 128 + signal.SIGTERM
+    assert torch.load(tmp_path / "last.ckpt", weights_only=True)["exact_resume"]["point"] == "before_validation"
+
+
+class Slow(torch.utils.data.Dataset[torch.Tensor]):
+    """Loads long enough that a worker is in the middle of it when signals arrive."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        time.sleep(0.02)
+        return torch.tensor([float(index)])
+
+
+class ToAll(Signalled):
+    """Sends the signal to all of its processes, as SLURM, systemd and terminals do."""
+
+    def reach(self, place: str) -> None:
+        if place == self.place:
+            # not from here: torch's workers take a signal of their parent for its end
+            pids = [str(process.pid) for process in multiprocessing.active_children()]
+            subprocess.run(
+                ["kill", f"-{self.signum}", *pids, str(os.getpid())], check=True
+            )  # a parent's own is special
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1], ids=lambda signum: signum.name)
+def test_data_workers_outlive_a_signal_to_all_processes(signum: signal.Signals, tmp_path: Path) -> None:
+    """Found by `benchmarks/survival.py`: a worker that SIGTERM had ended took its rank along before that could save."""
+    loader = DataLoader(Slow(), 1, num_workers=2, multiprocessing_context="fork")
+    with pytest.raises(SystemExit):
+        make_trainer(tmp_path).fit(ToAll("step 2", signum), loader, DataLoader(Slow(), 8))
+    assert torch.load(tmp_path / "last.ckpt", weights_only=True)["global_step"] == 3
+    del loader
+    gc.collect()
+    assert multiprocessing.active_children() == []
+
+
+class Stuck(Slow):
+    """Never loads one of its samples."""
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        time.sleep(1000 if index == 5 else 0)
+        return torch.tensor([float(index)])
+
+
+@pytest.mark.long
+def test_a_data_worker_that_hangs_is_ended_with_its_loader(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.5)  # as long torch waits for it to end
+    loader = DataLoader(Stuck(), 1, num_workers=2, multiprocessing_context="fork")
+    trainer = make_trainer(tmp_path)
+    trainer.fit_loop.max_epochs, trainer.limit_train_batches = 1, 3
+    trainer.fit(Signalled("nowhere", 0), loader, DataLoader(Slow(), 8))
+    del loader
+    trainer.fit_loop._combined_loader = None
+    gc.collect()
+    for process in multiprocessing.active_children():
+        process.join(timeout=30)
+    assert multiprocessing.active_children() == []

@@ -1,0 +1,78 @@
+"""Processes that a program has started, directly or not: find them, wait for them, end them. Linux only."""
+
+import ctypes
+import os
+import signal
+import time
+from contextlib import suppress
+from pathlib import Path
+
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+def become_reaper() -> None:
+    """Adopt the orphans among this process's descendants, so that none escapes, whatever its session or group."""
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def descendants() -> list[int]:
+    """All descendants of this process that are alive, parents first."""
+    children: dict[int, list[int]] = {}
+    for pid in map(int, filter(str.isdecimal, os.listdir("/proc"))):
+        with suppress(OSError):  # ended meanwhile
+            state, parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:2]
+            if state not in "ZX":
+                children.setdefault(int(parent), []).append(pid)
+    found = [os.getpid()]
+    for pid in found:
+        found += children.get(pid, [])
+    return found[1:]
+
+
+def describe(pid: int) -> str:
+    """Name a process."""
+    with suppress(OSError):
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        status = Path(f"/proc/{pid}/status").read_text()
+        fields = dict(line.split(":\t", 1) for line in status.splitlines() if ":\t" in line)
+        return f"{pid} (parent {fields['PPid']}, {fields['State']}, blocks {fields['SigBlk']}) {words[:60]}"
+    return str(pid)
+
+
+def has_ended(pid: int) -> bool:
+    """Whether a child of this process has ended; its status can still be read."""
+    return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+
+def wait_for_end(pid: int, timeout_s: float) -> int | None:
+    """Wait for a child of this process; return its exit status, or None if it does not end in time."""
+    deadline = time.monotonic() + timeout_s
+    while not has_ended(pid):
+        if time.monotonic() > deadline:
+            return None
+        time.sleep(0.01)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def all_have_ended(timeout_s: float) -> bool:
+    """Wait until no descendant is alive; whether that came in time."""
+    deadline = time.monotonic() + timeout_s
+    while descendants():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+def end_all() -> list[str]:
+    """Kill all descendants, and bury the dead; return those that were alive."""
+    left = [describe(pid) for pid in descendants()]
+    while alive := descendants():
+        for pid in alive:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.01)
+    with suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+    return left
