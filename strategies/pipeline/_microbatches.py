@@ -51,7 +51,7 @@ class MicroBatches:
         self._layout = layout
         self._kept_state = None if module is None else KeptState(module, layout.hook_numbers)
         self._in_order = Executor(threads=False)
-        self._threads = Executor(threads=True)
+        self._threads = Executor(threads=True, one_per_device=False)
         self._pending: list[_Pending] = []
 
     @property
