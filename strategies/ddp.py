@@ -24,7 +24,7 @@ from .batch.structure import BatchDims, verify_batch_dims
 from .core.errors import ConfigError
 from .core.loop_contract import adds
 from .core.module_checks import end_of_step
-from .core.rng import seed_rank
+from .core.rng import seed_devices, seed_rank
 from .core.types import Batch
 from .data.combined import TRAINED, verify_side_by_side
 from .data.loaders import BatchSizeIs, LoaderRole, RankLoaders, next_share, positions
@@ -249,6 +249,7 @@ class DDPStrategy(MultiProcessStrategy):
         self._tell_batch_size(self._trainer)
         if not self._trainer.fit_loop.restarting:  # a resumed run restores its saved streams
             seed_rank(self.global_rank)
+            seed_devices(self.process_devices)
 
     def _verify_evaluation(self, loop: Any) -> None:
         """Refuse combined loaders whose batches ranks would not read side by side."""

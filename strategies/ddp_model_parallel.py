@@ -70,12 +70,22 @@ class PipelineInRanks(PipelineStrategy, pl_strategies.DDPStrategy):
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
+        self._verify_one_type()
         num = self.stage_options.num_microbatches
         if num > 1:
             assert isinstance(self, MultiProcessStrategy)
             self.verify_batchnorm(trainer, f"num_microbatches={num}", "num_microbatches=1")
         super().setup(trainer)
         self.verify_threads()
+
+    def _verify_one_type(self) -> None:
+        """Refuse what torch's DDP can't reduce: parameters on devices of several types."""
+        if len({device.type for device in self.process_devices}) > 1:
+            raise ConfigError(
+                f"{self.strategy_name}: the stages of a process are on {', '.join(map(str, self.process_devices))}, "
+                "but DDP averages gradients on devices of one type only. Give each process GPUs or CPUs alone, or "
+                "choose strategy=model_parallel."
+            )
 
     def verify_threads(self) -> None:
         """Refuse DDP options that micro-batches in threads can't honour."""

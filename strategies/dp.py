@@ -19,6 +19,7 @@ from .batch.structure import BatchDims, BatchStructure, verify_batch_dims
 from .core.errors import ConfigError
 from .core.loop_contract import adds
 from .core.module_checks import end_of_step, has_batchnorm, verify_takes_batches
+from .core.rng import seed_devices
 from .core.types import Batch, Device
 from .replicas.layout import ReplicaLayout
 from .replicas.submodule import ParallelForward, find_submodule
@@ -175,6 +176,8 @@ class DataParallelStrategy(OneProcessStrategy):
     def on_train_start(self) -> None:
         self._verify_loaders()
         self._mark_changed()
+        if not self._own_trainer.fit_loop.restarting:  # a resumed run restores its saved streams
+            seed_devices(self.parallel_devices)
 
     @override
     def on_validation_start(self) -> None:

@@ -9,6 +9,7 @@ from typing_extensions import override
 from .batch.losses import LossReduction
 from .batch.structure import BatchDims
 from .core.errors import ConfigError
+from .core.rng import seed_devices
 from .core.types import Device
 from .pipeline.base import PipelineStrategy
 from .pipeline.options import Partition, StageOptions
@@ -62,6 +63,12 @@ class ModelParallelStrategy(PipelineStrategy, OneProcessStrategy):
             )
         )
         self.parallel_devices = [torch.device(device) for device in devices or ()]
+
+    @override
+    def on_train_start(self) -> None:
+        assert self.lightning_module is not None
+        if not self.lightning_module.trainer.fit_loop.restarting:  # a resumed run restores its saved streams
+            seed_devices(self.process_devices)
 
     @property
     @override

@@ -1,7 +1,7 @@
-"""Run one piece of work on each device: in order on CPUs, in threads if any is an accelerator."""
+"""Run one piece of work on each device: in order on CPUs, in threads, one per device, if any is an accelerator."""
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +9,9 @@ from typing import Any
 import torch
 
 from .devices import current_stream, is_accelerator, on_device
+
+_TYPES = ("cuda", "mps", "cpu")
+"""Device types that have an autocast of their own; that of the first which is on goes for the types where it is off."""
 
 
 @dataclass(frozen=True)
@@ -29,16 +32,19 @@ class Piece:
 class Executor:
     """Runs pieces concurrently and returns their results in order.
 
-    CPU replicas run in order: they share one random stream, which threads would consume in an unpredictable order.
-    Threads inherit grad mode, inference mode and autocast from the caller; if autocast is on for the first piece's
-    device type, it is on, with the same dtype, for all.
+    CPU replicas run in order: they share one random stream, which threads would consume in an unpredictable order. For
+    the same reason pieces on the same accelerator share a thread. Threads inherit grad mode, inference mode and
+    autocast from the caller; if autocast is on for any device type, it is on, with its dtype, for all pieces.
 
     Args:
         threads: run in threads; None decides by the devices.
+        one_per_device: whether pieces on the same accelerator run in order; not if they wait for each other.
     """
 
-    def __init__(self, threads: bool | None = None) -> None:
+    def __init__(self, threads: bool | None = None, one_per_device: bool = True) -> None:
         self._threads = threads
+        self._one_per_device = one_per_device
+        self._num_threads = 0
         self._pool: ThreadPoolExecutor | None = None
 
     def run(self, pieces: Sequence[Piece]) -> list[Any]:
@@ -53,20 +59,31 @@ class Executor:
         threads = self._threads
         if threads is None:
             threads = any(is_accelerator(piece.device) for piece in pieces)
-        context = _Context(pieces[0].device)
+        context = _Context()
         if len(pieces) == 1 or not threads:
             return [_reraised(piece, context.run, piece) for piece in pieces]
         return self._run_in_threads(pieces, context)
 
     def _run_in_threads(self, pieces: Sequence[Piece], context: "_Context") -> list[Any]:
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(thread_name_prefix="replica")
-        streams = [current_stream(piece.device) for piece in pieces]
-        work = zip(pieces, streams, strict=True)
-        futures = [self._pool.submit(context.enter_and_run, piece, stream) for piece, stream in work]
+        queues: dict[object, list[tuple[Piece, torch.Stream | None, Future[Any]]]] = {}
+        futures: list[Future[Any]] = []
+        for i, piece in enumerate(pieces):
+            key = piece.device if self._one_per_device and is_accelerator(piece.device) else i
+            futures.append(Future())
+            queues.setdefault(key, []).append((piece, current_stream(piece.device), futures[i]))
+        pool = self._pool_of(len(queues))
+        for queue in queues.values():
+            pool.submit(_run_queue, context, queue)
         for future in futures:
             future.exception()  # waits: no thread may still run when an error is raised
         return [_reraised(piece, future.result) for piece, future in zip(pieces, futures, strict=True)]
+
+    def _pool_of(self, num_threads: int) -> ThreadPoolExecutor:
+        """A pool with a thread for each of some pieces, which may wait for each other."""
+        if self._pool is None or num_threads > self._num_threads:
+            self.shutdown()
+            self._pool, self._num_threads = ThreadPoolExecutor(num_threads, thread_name_prefix="replica"), num_threads
+        return self._pool
 
     def shutdown(self) -> None:
         """Stop the threads."""
@@ -78,18 +95,17 @@ class Executor:
 class _Context:
     """Captures torch's thread-local state at construction and reproduces it in other threads."""
 
-    def __init__(self, root_device: torch.device) -> None:
-        self._root_type = root_device.type
+    def __init__(self) -> None:
         self._grad = torch.is_grad_enabled()
         self._inference = torch.is_inference_mode_enabled()
         self._cache = torch.is_autocast_cache_enabled()
-        self._autocast = torch.is_autocast_enabled(self._root_type)
-        self._dtype = torch.get_autocast_dtype(self._root_type) if self._autocast else None
+        on = [kind for kind in _TYPES if torch.is_autocast_enabled(kind)]
+        self._autocast = {kind: torch.get_autocast_dtype(kind) for kind in on}
 
     def run(self, piece: Piece) -> Any:
         """Run a piece in the thread that created this context."""
         with on_device(piece.device), ExitStack() as stack:
-            if piece.device.type != self._root_type:
+            if piece.device.type not in self._autocast:
                 self._enter_autocast(stack, piece.device)
             return piece.call()
 
@@ -102,8 +118,18 @@ class _Context:
             return piece.call()
 
     def _enter_autocast(self, stack: ExitStack, device: torch.device) -> None:
-        if self._autocast:
-            stack.enter_context(torch.autocast(device.type, self._dtype, cache_enabled=self._cache))
+        dtype = self._autocast.get(device.type, next(iter(self._autocast.values()), None))
+        if dtype is not None:
+            stack.enter_context(torch.autocast(device.type, dtype, cache_enabled=self._cache))
+
+
+def _run_queue(context: _Context, queue: Sequence[tuple[Piece, torch.Stream | None, "Future[Any]"]]) -> None:
+    """Run the pieces of one thread in order; the error of one does not keep the next from running."""
+    for piece, stream, future in queue:
+        try:
+            future.set_result(context.enter_and_run(piece, stream))
+        except BaseException as exc:  # noqa: BLE001  # raised again in the caller's thread
+            future.set_exception(exc)
 
 
 def _reraised(piece: Piece, call: Callable[..., Any], *args: Any) -> Any:

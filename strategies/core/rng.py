@@ -105,10 +105,25 @@ def seed_all(*entropy: int, devices: Sequence[torch.device] = ()) -> None:
     np.random.seed(int(seeds[1]))
     seed = (int(seeds[2]) << 31) ^ int(seeds[3])
     torch.default_generator.manual_seed(seed)
-    for device in devices:
-        if device.type != "cpu":
+    _seed_each(devices, seed, first=0)
+
+
+def seed_devices(devices: Sequence[torch.device]) -> None:
+    """Give the generators of a process's accelerators streams of their own; the first device keeps the common one.
+
+    `torch.manual_seed` seeds all of them alike, so that replicas would draw the same dropout masks.
+
+    Args:
+        devices: the process's devices, the root device first; they may repeat.
+    """
+    _seed_each(devices, torch.initial_seed(), first=1)
+
+
+def _seed_each(devices: Sequence[torch.device], seed: int, first: int) -> None:
+    for i, device in enumerate(dict.fromkeys(devices)):
+        if i >= first and device.type != "cpu":
             with _module(device).device(device):
-                _module(device).manual_seed(seed)
+                _module(device).manual_seed((seed + i) % 2**63)
 
 
 def _module(device: torch.device) -> Any:

@@ -86,3 +86,42 @@ def _stream(device: torch.device, name: str) -> torch.cuda.Stream:
     if (device, name) not in _STREAMS:
         _STREAMS[device, name] = torch.cuda.Stream(device)
     return _STREAMS[device, name]
+
+
+def cross(tensors: Sequence[Tensor], device: torch.device, ready: torch.cuda.Event | None = None) -> list[Tensor]:
+    """Move tensors of one device to another, and their gradients back, beside the work of both where that is possible.
+
+    Args:
+        tensors: tensors of one device.
+        device: where they are moved to.
+        ready: the event after which they hold their values; None for the work queued by this thread so far.
+    """
+    if not tensors or not copies_beside(tensors[0].device, device):
+        return [to_device(tensor, device) for tensor in tensors]
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        return list(_Crossing.apply(device, ready, *tensors))
+    copies = start_copy(tensors, device, ready)
+    finish_copy(copies, tensors[0].device)
+    return copies
+
+
+class _Crossing(torch.autograd.Function):
+    """Moves tensors forward and their gradients backward, each on side streams."""
+
+    @staticmethod
+    def forward(ctx: Any, device: torch.device, ready: torch.cuda.Event | None, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.source = tensors[0].device
+        ctx.stream = torch.cuda.current_stream(ctx.source)  # backward runs in another thread, with streams of its own
+        copies = start_copy(tensors, device, ready)
+        finish_copy(copies, ctx.source)
+        return tuple(copies)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        given = [grad for grad in grads if grad is not None]
+        moved = start_copy(given, ctx.source)
+        if given:
+            finish_copy(moved, given[0].device, ctx.stream)
+        back = iter(moved)
+        return (None, None, *(None if grad is None else next(back) for grad in grads))

@@ -80,8 +80,9 @@ def exchange_bytes(content: Tensor, sizes: Sequence[int], group: Any = None, onl
 def _gathered(value: Any, only_first: bool) -> list[Any]:
     device = torch.device("cpu") if sends_cpu_tensors() else torch.accelerator.current_accelerator()
     content = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(device)
-    sizes = torch.zeros(dist.get_world_size(), dtype=torch.int64, device=device)
-    sizes[dist.get_rank()] = len(content)
-    dist.all_reduce(sizes)
-    received = exchange_bytes(content, sizes.tolist(), only_first=only_first)
+    own = torch.tensor([len(content)], device=device)
+    # not a sum, which would meet the gradients' where ranks disagree on what they do
+    sizes = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(sizes, own)
+    received = exchange_bytes(content, [int(size) for size in sizes], only_first=only_first)
     return [pickle.loads(whole.cpu().numpy().data) for whole in received]

@@ -16,6 +16,7 @@ from ..core.devices import is_accelerator
 from ..core.executor import Executor, Piece
 from ..core.patching import replaced
 from ._kept_state import KeptState
+from ._losses_last import LossesLast
 from ._metric_values import MetricValues
 from ._turns import Ticket, Turns
 from ._whole_batch_metrics import WholeBatchMetrics
@@ -35,8 +36,9 @@ class _Pending(NamedTuple):
 class MicroBatches:
     """Runs micro-batches on the stages of a layout.
 
-    If all stages are accelerators, one thread launches the micro-batches in order: launches return at once, so stages
-    work on different micro-batches at the same time, in backward too. If a stage is a CPU, each micro-batch has its own
+    If all stages are accelerators, the micro-batches are launched in order: launches return at once, so stages work on
+    different micro-batches at the same time, in backward too. Where they meet on the first stage's device, their losses
+    are computed last (see `_losses_last.py`). If a stage is a CPU, each micro-batch has its own
     thread (see `_turns.py`), and `finish_backward` runs its backward pass; the first step, and every step of a module
     that keeps state between its layers (see `_kept_state.py`), runs them in order instead.
 
@@ -49,18 +51,27 @@ class MicroBatches:
         self._layout = layout
         self._kept_state = None if module is None else KeptState(module, layout.hook_numbers)
         self._in_order = Executor(threads=False)
-        self._threads = Executor(threads=True)
+        self._threads = Executor(threads=True, one_per_device=False)
         self._pending: list[_Pending] = []
 
     @property
-    def uses_threads(self) -> bool:
-        """Whether micro-batches may have threads, so that `finish_backward` must follow the backward of the loss."""
+    def _may_overlap(self) -> bool:
         options = self._layout.options
         in_order = (
             torch.are_deterministic_algorithms_enabled() if options.deterministic is None else options.deterministic
         )
         many = options.num_microbatches > 1 and self._layout.num_stages > 1 and self._layout.plan is not None
-        return many and not in_order and not all(is_accelerator(device) for device in self._layout.devices)
+        return many and not in_order
+
+    @property
+    def uses_threads(self) -> bool:
+        """Whether micro-batches may run at once, so that `finish_backward` must follow the backward of the loss."""
+        return self._may_overlap and not all(is_accelerator(device) for device in self._layout.devices)
+
+    @property
+    def _puts_losses_last(self) -> bool:
+        all_launch = all(is_accelerator(device) for device in self._layout.devices)
+        return self._may_overlap and all_launch and self._layout.meeting_stage == 0
 
     def forward(self, names: Sequence[str], calls: Sequence[Callable[[], Any]]) -> list[Any]:
         """Run one training step per micro-batch.
@@ -78,6 +89,10 @@ class MicroBatches:
         if self._must_run_in_order():
             return self._run_in_order(names, calls)
         device = self._layout.devices[0]
+        if not self.uses_threads:
+            order = LossesLast(len(calls))
+            runs = [partial(order.run, i, partial(self._run_and_pause, order, i, call)) for i, call in enumerate(calls)]
+            return self._threads.run([Piece(device, *named) for named in zip(names, runs, strict=True)])
         turns = Turns(len(calls), self._layout.num_stages, "F")
         waits = [not is_accelerator(device) for device in self._layout.devices]
         tickets = [Ticket(number, turns, waits) for number in range(len(calls))]
@@ -103,11 +118,14 @@ class MicroBatches:
         self._pending = []
 
     def _must_run_in_order(self) -> bool:
+        if not (self.uses_threads or self._puts_losses_last):
+            return True
         state = self._kept_state
-        return not self.uses_threads or (state is not None and (state.keeps_state or state.must_watch()))
+        return state is not None and (state.keeps_state or state.must_watch())
 
     def _run_in_order(self, names: Sequence[str], calls: Sequence[Callable[[], Any]]) -> list[Any]:
-        if self.uses_threads and self._kept_state is not None and self._kept_state.must_watch():
+        has_threads = self.uses_threads or self._puts_losses_last
+        if has_threads and self._kept_state is not None and self._kept_state.must_watch():
             calls = [partial(self._kept_state.watch, calls[0]), *calls[1:]]
         device = self._layout.devices[0]
         return self._in_order.run([Piece(device, *named) for named in zip(names, calls, strict=True)])
@@ -115,6 +133,10 @@ class MicroBatches:
     def _run_forward(self, ticket: Ticket, call: Callable[[], Any]) -> Any:
         with self._layout.ticketed(ticket):
             return ticket.run(call)
+
+    def _run_and_pause(self, order: LossesLast, microbatch: int, call: Callable[[], Any]) -> Any:
+        with self._layout.pausing(partial(order.pause, microbatch)):
+            return call()
 
     def _run_backward(self, item: _Pending, turns: Turns) -> None:
         with self._layout.ticketed(item.ticket):

@@ -102,24 +102,24 @@ class Ticket:
         finally:
             turns.finish(self.microbatch)
 
-    def move_on(self, stage: int, tensors: list[Tensor], move: Callable[[Tensor], Tensor]) -> list[Tensor]:
+    def move_on(self, stage: int, tensors: list[Tensor], move: Callable[[list[Tensor]], list[Tensor]]) -> list[Tensor]:
         """Move to another stage, with the tensors that the next module needs.
 
         Args:
             stage: the stage to enter; not the current one.
             tensors: the tensors to move.
-            move: moves a tensor to the stage's device.
+            move: moves tensors to the stage's device.
 
         Returns:
             The moved tensors. Their backward pass leaves that stage and re-enters the current one.
         """
         if self._goes_back:  # activation checkpointing recomputes modules within the stage's turn in backward
-            return [move(tensor) for tensor in tensors]
+            return move(tensors)
         left, self.stage = self.stage, stage
         tensors = self._on_backward(tensors, self._turns_back(left, "enter"))
         self._turns.leave(left, self.microbatch)
         self._turns.enter(stage, self.microbatch)
-        return self._on_backward([move(tensor) for tensor in tensors], self._turns_back(stage, "leave"))
+        return self._on_backward(move(tensors), self._turns_back(stage, "leave"))
 
     def _turns_back(self, stage: int, action: Literal["enter", "leave"]) -> Callable[[], None] | None:
         if not self._waits[stage]:

@@ -177,7 +177,7 @@ class PipelineStrategy(pl_strategies.Strategy):
         chunks = self._batch_structure.split(batch, sizes)
         steps = [partial(step, chunk, *args, **kwargs) for chunk in chunks]
         steps[0] = partial(self._watched, steps[0])
-        with self._logs.recording():
+        with self._logs.recording(), self.layout.reading(batch):
             outputs = self._microbatches.forward(names, [partial(self._logs.run, i, s) for i, s in enumerate(steps)])
         if end is not None:
             self._logs.replay(sizes)

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.hooks import RemovableHandle
 
-from ..core.devices import to_device
 from ..core.errors import ConfigError
+from ..core.side_streams import cross, work_so_far
+from ..core.types import Batch
 from ._activation_memory import profile_activations
 from ._plan import StagePlan, auto_plan, found_plan, named_plan, plan_table, verify_manual
 from ._turns import Ticket
@@ -51,6 +52,28 @@ class Route:
             )
 
 
+class BatchTensors:
+    """The tensors of a batch as they were handed to a step.
+
+    Args:
+        batch: the batch, on one device; None for nothing.
+
+    Attributes:
+        ready: the event after which they hold their values; None where nothing is queued.
+    """
+
+    def __init__(self, batch: Batch) -> None:
+        tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.device.type == "cuda"]
+        self._versions = {tensor.untyped_storage().data_ptr(): tensor._version for tensor in tensors}
+        self.ready = work_so_far(tensors[0].device) if tensors else None
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether a tensor is one of the batch, or a view, and was not written to since."""
+        if not self._versions or tensor.requires_grad or tensor.layout is not torch.strided:
+            return False
+        return self._versions.get(tensor.untyped_storage().data_ptr()) == tensor._version
+
+
 def example_inputs(module: LightningModule) -> tuple[Any, ...]:
     """Return the module's `example_input_array` as arguments of `forward`.
 
@@ -81,6 +104,7 @@ class StageLayout:
         """The assignment of parts to stages; None before placement and under `partition=manual`."""
         self._hooks: list[RemovableHandle] = []
         self._on_thread = threading.local()
+        self._batch = BatchTensors(None)
         self._is_watched = False
         self._manual: dict[str, torch.device] = {}
         self._placed: weakref.ref[nn.Module] | None = None
@@ -208,6 +232,9 @@ class StageLayout:
 
     def _meet(self, _: nn.Module, __: tuple[Any, ...], output: Any) -> Any:
         """Move an output to the meeting device."""
+        pause: Callable[[], None] | None = getattr(self._on_thread, "pause", None)
+        if pause is not None:
+            pause()
         return self._bring(self.meeting_stage, output)
 
     def _meet_but_scalars(self, _: nn.Module, __: tuple[Any, ...], output: Any) -> Any:
@@ -223,11 +250,44 @@ class StageLayout:
         return tree_unflatten(leaves, spec)
 
     def _move(self, stage: int, tensors: list[Tensor]) -> list[Tensor]:
-        move = partial(to_device, device=self.devices[stage])
+        move = partial(self._cross, self.devices[stage])
         ticket: Ticket | None = getattr(self._on_thread, "ticket", None)
         if ticket is None or ticket.stage == stage:
-            return [move(tensor) for tensor in tensors]
+            return move(tensors)
         return ticket.move_on(stage, tensors, move)
+
+    def _cross(self, device: torch.device, tensors: list[Tensor]) -> list[Tensor]:
+        """Move tensors, together those that come from one device and are ready at the same time."""
+        groups: dict[tuple[torch.device, bool], list[int]] = {}
+        for i, tensor in enumerate(tensors):
+            groups.setdefault((tensor.device, self._batch.holds(tensor)), []).append(i)
+        found = list(tensors)
+        for (_, is_input), places in groups.items():
+            ready = self._batch.ready if is_input else None
+            for i, moved in zip(places, cross([tensors[i] for i in places], device, ready), strict=True):
+                found[i] = moved
+        return found
+
+    @contextmanager
+    def reading(self, batch: Batch) -> Generator[None]:
+        """Move tensors of a batch, inside the block, without waiting for what is computed there.
+
+        Stages of other micro-batches may be queued on the device that holds the batch; its tensors are ready already.
+        """
+        self._batch = BatchTensors(batch)
+        try:
+            yield
+        finally:
+            self._batch = BatchTensors(None)
+
+    @contextmanager
+    def pausing(self, pause: Callable[[], None]) -> Generator[None]:
+        """Call a function of this thread's micro-batch where its output meets, before it is moved."""
+        self._on_thread.pause = pause
+        try:
+            yield
+        finally:
+            self._on_thread.pause = None
 
     @contextmanager
     def ticketed(self, ticket: Ticket) -> Generator[None]:

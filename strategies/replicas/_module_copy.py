@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from torchmetrics import Metric, MetricCollection
 
+from ._compiled import is_wrapper
+
 HOOKS = tuple(key for key, value in nn.Module().__dict__.items() if "hooks" in key and isinstance(value, dict))
 """The attributes in which a module keeps its hooks, each a dictionary from number to hook."""
 
@@ -123,7 +125,7 @@ class ModuleCopy:
             return self._copies[id(original)][1]
         if isinstance(original, (Metric, MetricCollection)):
             return self._copy_metric(original)
-        if type(original).__name__ == "OptimizedModule":  # from torch.compile; importing the class would take a second
+        if is_wrapper(original):
             compiled: Any = original
             replica = type(compiled)(self._copy_module(compiled._orig_mod), compiled.dynamo_ctx)
             self._copies[id(original)] = (original, replica)

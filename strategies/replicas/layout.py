@@ -13,6 +13,7 @@ from ..batch.log_recorder import LogRecorder
 from ..core.executor import Executor, Piece
 from ._attribute_watch import AttributeWatch
 from ._collected import CollectedLists
+from ._compiled import allow_recompiling, is_compiled
 from ._gradient_sum import GradientSum
 from ._metric_merge import MetricMerger
 from .measurement import Measurement, Reading
@@ -107,6 +108,8 @@ class ReplicaLayout:
 
     def _attach(self) -> None:
         """Set up metrics, logs and gradient sums for new replicas."""
+        if any(map(is_compiled, self.replicas.root.modules())):
+            allow_recompiling(len(set(self.devices)))
         root, *others = self.replicas.parameters()
         self._gradients = GradientSum(root, others)
         self._metrics = MetricMerger(self.replicas, self._strategy)

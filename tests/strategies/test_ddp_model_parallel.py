@@ -222,3 +222,12 @@ def test_the_static_graph_is_refused_where_micro_batches_have_threads() -> None:
     strategy._microbatches = MicroBatches(strategy.layout)
     with pytest.raises(ConfigError, match="ddp_model_parallel: static_graph=True needs one backward pass per step"):
         strategy.verify_threads()
+
+
+def test_stages_of_several_device_types_are_refused() -> None:
+    strategy = DDPModelParallelStrategy()
+    strategy.parallel_devices = [torch.device("cuda", 0), CPU]
+    alone: Any = type("Alone", (), {"local_rank": lambda self: 0})()
+    strategy.cluster_environment = alone
+    with pytest.raises(ConfigError, match=r"ddp_model_parallel: the stages of a process are on cuda:0, cpu, but DDP"):
+        strategy.setup(Trainer(accelerator="cpu", devices=1, logger=False))

@@ -39,6 +39,7 @@ class RunSummary(pl.Callback):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         reset_peak_memory(trainer.strategy)
+        self._clock.measure_on(trainer.strategy.root_device)
         self._last_step = trainer.fit_loop.epoch_loop._batches_that_stepped
         self._ddp_times = DDPTimes.of(trainer)
 

@@ -1,4 +1,4 @@
-"""Split the time of training steps into its parts, using only the host's clock."""
+"""Split the time of training steps into its parts, using the host's clock, and events for what a device computes."""
 
 import time
 from collections.abc import Callable
@@ -6,7 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytorch_lightning as pl
+import torch
 from torch.nn.parallel import DistributedDataParallel
+
+from ...strategies.core.devices import current_stream, is_accelerator
 
 NS_PER_MS = 1e6
 
@@ -59,7 +62,7 @@ class StepTimes:
 
     Args:
         step_ms: milliseconds from step to step, validation excluded.
-        compute_ms: milliseconds from a batch's arrival on the device to the end of its step.
+        compute_ms: milliseconds from a batch's arrival on the root device to the end of its step there.
         data_wait_ms: milliseconds of waiting for the loader.
         samples_per_s: training samples per second.
     """
@@ -68,6 +71,72 @@ class StepTimes:
     compute_ms: float
     data_wait_ms: float
     samples_per_s: float
+
+
+class HostSpans:
+    """Adds up seconds by the host's clock.
+
+    Args:
+        now: reads a monotonic clock, in seconds.
+    """
+
+    def __init__(self, now: Callable[[], float]) -> None:
+        self._now = now
+        self._since = 0.0
+        self._seconds = 0.0
+
+    def start(self) -> None:
+        """Begin a span."""
+        self._since = self._now()
+
+    def stop(self) -> None:
+        """End it."""
+        self._seconds += self._now() - self._since
+
+    def seconds(self) -> float:
+        """The seconds of all spans so far."""
+        return self._seconds
+
+
+class DeviceSpans:
+    """Adds up the seconds that an accelerator takes for what is queued in spans; nothing waits until they are read.
+
+    Args:
+        device: the accelerator.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._open: list[tuple[torch.Event, torch.Event]] = []
+        self._start: torch.Event | None = None
+        self._seconds = 0.0
+
+    def start(self) -> None:
+        """Begin a span, after what is queued now."""
+        self._start = self._event()
+
+    def stop(self) -> None:
+        """End it, after what is queued now."""
+        assert self._start is not None
+        self._open.append((self._start, self._event()))
+        while self._open and self._open[0][1].query():
+            self._settle()
+
+    def seconds(self) -> float:
+        """The seconds of all spans so far; waits for the device."""
+        while self._open:
+            self._open[0][1].synchronize()
+            self._settle()
+        return self._seconds
+
+    def _settle(self) -> None:
+        start, end = self._open.pop(0)
+        self._seconds += start.elapsed_time(end) / 1000
+
+    def _event(self) -> torch.Event:
+        event = torch.Event(self._device, enable_timing=True)
+        event.record(current_stream(self._device))
+        return event
 
 
 class StepClock:
@@ -83,12 +152,17 @@ class StepClock:
 
     def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
         self.now = now
+        self._spans: HostSpans | DeviceSpans = HostSpans(now)
         self.seconds = 0.0
         self.num_samples = 0
         self._since: float | None = None
-        self._batch_since = 0.0
-        self._compute = 0.0
         self._last = (0.0, 0.0, 0.0, 0)
+
+    def measure_on(self, device: torch.device) -> None:
+        """Measure from now on what a device computes; by the host's clock if it is a CPU."""
+        self._spans = DeviceSpans(device) if is_accelerator(device) else HostSpans(self.now)
+        seconds, _, wait, samples = self._last
+        self._last = (seconds, 0.0, wait, samples)
 
     def go(self) -> None:
         """Start, or resume after a pause."""
@@ -102,11 +176,11 @@ class StepClock:
 
     def start_batch(self) -> None:
         """Record that a batch has arrived."""
-        self._batch_since = self.now()
+        self._spans.start()
 
     def end_batch(self, num_samples: int) -> None:
         """Record that its step has ended."""
-        self._compute += self.now() - self._batch_since
+        self._spans.stop()
         self.num_samples += num_samples
 
     def read(self, num_steps: int, data_wait_s: float) -> StepTimes | None:
@@ -122,9 +196,9 @@ class StepClock:
         if self._since is not None:
             self.pause()
             self.go()
-        current = (self.seconds, self._compute, data_wait_s, self.num_samples)
+        current = (self.seconds, self._spans.seconds(), data_wait_s, self.num_samples)
         seconds, compute, wait, samples = (new - old for new, old in zip(current, self._last, strict=True))
-        self._last = (self.seconds, self._compute, data_wait_s, self.num_samples)
+        self._last = current
         if seconds <= 0 or num_steps < 1:
             return None
         to_ms = 1000 / num_steps

@@ -17,6 +17,9 @@ from ...strategies.batch.run_structures import batch_structure
 from ...strategies.core.errors import ConfigError
 from ...strategies.core.types import Batch
 
+_FUSED = (torch.float32, torch.float64)
+"""Types in which a sum of weights is exact, so that one operation divides all gradients of a device."""
+
 
 class Accumulation:
     """The sum of the loss weights in the current optimizer step.
@@ -83,10 +86,15 @@ class Accumulation:
         strategy: Any = self.trainer.strategy
         shared = getattr(strategy, "total_loss_weight", None)
         divisor = _not_zero(self.total if shared is None else shared(self.total))
+        groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
         for parameter in self._parameters():
-            if parameter.grad is not None:
-                here = divisor.to(parameter.grad.device) if isinstance(divisor, Tensor) else divisor
-                parameter.grad.div_(here)
+            gradient = parameter.grad
+            if gradient is not None and gradient.layout is torch.strided and gradient.dtype in _FUSED:
+                groups.setdefault((gradient.device, gradient.dtype), []).append(gradient)
+            elif gradient is not None:
+                gradient.div_(divisor.to(gradient.device) if isinstance(divisor, Tensor) else divisor)
+        for (device, dtype), gradients in groups.items():
+            torch._foreach_div_(gradients, divisor.to(device, dtype) if isinstance(divisor, Tensor) else divisor)
         self._is_divided = True
 
     def _parameters(self) -> list[Parameter]:

@@ -1,12 +1,16 @@
 """Pieces run in order or in threads, with the caller's modes, and errors name their piece."""
 
 import threading
+import time
 from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
+from evener.strategies.core import executor as executor_module
 from evener.strategies.core.executor import Executor, Piece
 
 CPU = torch.device("cpu")
@@ -88,3 +92,44 @@ def test_no_thread_runs_on_after_an_error() -> None:
         executor.run(pieces(fail, slow))
     assert done.is_set()
     executor.shutdown()
+
+
+def test_repeated_accelerators_share_a_thread_and_others_have_one_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They share a generator, which threads would read in an order of their own."""
+    monkeypatch.setattr(executor_module, "is_accelerator", lambda device: device.type == "meta")
+    monkeypatch.setattr(executor_module, "current_stream", lambda device: None)
+    monkeypatch.setattr(executor_module, "on_device", lambda *_: nullcontext())
+    seen: list[tuple[int, str]] = []
+
+    def note(i: int) -> None:
+        time.sleep(0.05 if i == 0 else 0)  # a thread of its own would let the next go first
+        seen.append((i, threading.current_thread().name))
+
+    devices = [torch.device("meta", 0), torch.device("meta", 0), torch.device("meta", 1)]
+    own = [Piece(device, str(i), partial(note, i)) for i, device in enumerate(devices)]
+    executor = Executor()
+    executor.run(own)
+    threads = dict(seen)
+    assert [i for i, _ in seen if i < 2] == [0, 1]
+    assert threads[0] == threads[1] != threads[2]
+    executor.shutdown()
+
+
+def test_pieces_that_wait_for_each_other_have_a_thread_each() -> None:
+    together = threading.Barrier(12)
+    executor = Executor(threads=True, one_per_device=False)
+    assert len(executor.run(pieces(*[lambda: together.wait(20)] * 12))) == 12  # more than a pool has by itself
+    executor.shutdown()
+
+
+@pytest.mark.parametrize("threads", [False, True])
+def test_autocast_of_another_type_than_the_first_piece_s_is_carried(threads: bool) -> None:
+    """The root, where autocast is on, has no samples, and the first piece is elsewhere."""
+    torch.set_autocast_enabled("cuda", True)  # `torch.autocast` does nothing without a GPU
+    torch.set_autocast_dtype("cuda", torch.bfloat16)
+    try:
+        found = Executor(threads).run(pieces(modes, modes))
+    finally:
+        torch.set_autocast_enabled("cuda", False)
+        torch.set_autocast_dtype("cuda", torch.float16)
+    assert [mode[2:4] for mode in found] == [(True, torch.bfloat16)] * 2

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from evener.strategies import ConfigError, data_parallel, gather, parallel_apply, replicate, scatter
+from evener.strategies.replicas._compiled import allow_recompiling, is_compiled
+from evener.strategies.replicas.layout import ReplicaLayout
 
 
 class Tied(nn.Module):
@@ -111,3 +113,17 @@ def test_parallel_apply_names_the_chunk_that_failed(module: Tied) -> None:
 def test_bad_arguments_are_refused(call: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         call()
+
+
+def test_a_compiled_module_may_be_compiled_for_every_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch stops compiling a function after eight times, and a replica on another device is one."""
+    from torch._dynamo import config
+
+    monkeypatch.setattr(config, "recompile_limit", 8)
+    plain = nn.Sequential(nn.Linear(2, 2))
+    ReplicaLayout(plain, [torch.device("cpu")] * 2).close()
+    assert config.recompile_limit == 8
+    allow_recompiling(4)
+    assert config.recompile_limit == 32
+    plain[0].compile(backend="eager")
+    assert [is_compiled(module) for module in plain.modules()] == [False, True]

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 
+from evener.trainer.callbacks import step_times
 from evener.trainer.callbacks.device_monitor import rank_times
 from evener.trainer.callbacks.step_times import DDPTimes, StepClock
 
@@ -79,3 +80,41 @@ def test_efficiency_is_the_mean_over_the_largest_time() -> None:
         "balance/time_s_0": 3.0, "balance/time_s_1": 1.0, "balance/efficiency": pytest.approx(2 / 3)
     }  # fmt: skip
     assert rank_times(ranks, None) == {}
+
+
+def test_what_a_device_computes_is_measured_by_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fake device that finishes its work 3 s after the host has queued it."""
+    now = Clock()
+    waits: list[float] = []
+
+    class Event:
+        def __init__(self, device: torch.device, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self, stream: str) -> None:
+            assert stream == "stream of cuda:1"
+            self.at = now.s + 3
+
+        def query(self) -> bool:
+            return now.s >= self.at
+
+        def synchronize(self) -> None:
+            waits.append(self.at)
+
+        def elapsed_time(self, end: Any) -> float:
+            return (end.at - self.at) * 1000
+
+    monkeypatch.setattr(step_times.torch, "Event", Event)
+    monkeypatch.setattr(step_times, "current_stream", lambda device: f"stream of {device}")
+    clock = StepClock(now)
+    clock.measure_on(torch.device("cuda", 1))
+    clock.go()
+    for _ in range(4):
+        clock.start_batch()
+        now.s += 2
+        clock.end_batch(num_samples=8)
+    assert waits == []
+    times = clock.read(num_steps=4, data_wait_s=0.0)
+    assert times is not None
+    assert times.compute_ms == pytest.approx(2000)
+    assert waits == [109.0, 111.0]  # the others had finished when a later batch ended

@@ -1,0 +1,77 @@
+"""The program for the first GPU works, as far as CPUs can show it; its short form runs here."""
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+SCRIPT = Path(__file__).parents[1] / "benchmarks" / "gpu_check.py"
+
+
+@pytest.fixture(scope="module")
+def program() -> Any:
+    spec = importlib.util.spec_from_file_location("gpu_check", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["gpu_check"] = module  # its dataclass looks itself up
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.long
+def test_the_short_form_passes() -> None:
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), "--cpu"], capture_output=True, text=True, check=False, timeout=400
+    )  # within 60 s on an idle machine
+    assert done.returncode == 0, done.stdout + done.stderr
+    verdicts = [line.split()[0] for line in done.stdout.partition("\n\n")[0].splitlines()]
+    assert verdicts.count("passed") >= 10
+    assert set(verdicts) == {"passed", "skipped"}
+    assert "| parity.dp.twice | passed | largest difference" in done.stdout
+
+
+def test_what_the_machine_does_not_allow_is_skipped_by_name(program: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def allowed(num_gpus: int) -> set[str]:
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
+        return {check.name for check in program.checks() if not program.missing(check, on_cpu=False)}
+
+    monkeypatch.setattr(program.dist, "is_nccl_available", lambda: True)
+    one, two, four = allowed(1), allowed(2), allowed(4)
+    assert allowed(0) == set()
+    assert "host_waits.dp" in one
+    assert "parity.dp.mixed" in one
+    assert {"stages_overlap", "root_memory", "killed_rank"} <= two - one
+    assert {"parity.ddp_model_parallel.2x2"} <= four - two
+    assert len(four) == len(program.checks())
+    stop = next(check for check in program.checks() if check.name == "stop_together")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert program.missing(stop, on_cpu=False) == "needs 2 GPUs, found 1"
+    monkeypatch.setattr(program.dist, "is_nccl_available", lambda: False)
+    assert "parity.ddp.one_rank" not in allowed(4)
+
+
+def test_a_check_that_fails_or_takes_too_long_is_told(program: Any) -> None:
+    def fails(devices: list[str]) -> str:
+        raise AssertionError(f"no luck on {devices}")
+
+    def hangs(devices: list[str]) -> str:
+        import time
+
+        time.sleep(60)
+        return ""
+
+    def dies(devices: list[str]) -> str:
+        import os
+
+        os._exit(7)
+
+    assert program.run_apart(program.Check("a", fails, (0, -1)), True) == (
+        "failed", "AssertionError: no luck on ['cpu', 'cpu']",
+    )  # fmt: skip
+    assert program.run_apart(program.Check("b", hangs, limit_s=0.5), True) == ("failed", "took longer than 0.5 s")
+    assert program.run_apart(program.Check("c", dies), True) == ("failed", "ended with status 7")
