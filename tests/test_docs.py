@@ -96,7 +96,8 @@ def test_links_lead_to_files(page: Path) -> None:
 
 PROSE = [*DOCS.glob("*.md"), *(DOCS.parent / "examples").rglob("*.md"), *DOCS.parent.glob("[!C]*.md")]
 PATH = re.compile(r"(?<![\w./-])(?:trainer|strategies|conf|examples|tests|benchmarks|docs)/[\w./*<>-]*\w")
-NOT_OURS = {"conf/module/mine.yaml", "tests/tests_pytorch"}  # a user's own file, and Lightning's tests
+NOT_OURS = {"conf/module/mine.yaml", "tests/tests_pytorch", "docs/gpu_table.md"}
+"""A user's own file, Lightning's tests, and what is written on a machine with a GPU."""
 
 
 @pytest.mark.parametrize("page", [*PROSE, DOCS.parent / "CONTRIBUTING.md"], ids=lambda page: page.name)

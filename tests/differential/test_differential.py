@@ -39,8 +39,9 @@ def hunt(request: pytest.FixtureRequest) -> Iterator[Hunt]:
 def show(request: pytest.FixtureRequest, text: str) -> None:
     """Write to the terminal, captured or not."""
     plugins = request.config.pluginmanager
-    with plugins.getplugin("capturemanager").global_and_fixture_disabled():
-        plugins.getplugin("terminalreporter").write_line(f"\n{text}")
+    if terminal := plugins.getplugin("terminalreporter"):  # which a worker of pytest-xdist lacks
+        with plugins.getplugin("capturemanager").global_and_fixture_disabled():
+            terminal.write_line(f"\n{text}")
 
 
 @pytest.mark.timeout(600)
