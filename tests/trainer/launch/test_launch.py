@@ -9,11 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 from launching import Run, running
+from omegaconf import OmegaConf
 from tensorboard.backend.event_processing import event_file_loader
 from tensorboard.compat.proto import event_pb2
 
-from evener.trainer import Result
+from evener.trainer import Result, compose, train
 from evener.trainer.checkpoint.find import find_newest
+from evener.trainer.launch import _elastic
 
 GONE_S = 120.0
 """Seconds within which every process of a run must be gone. Ten are promised; on two idle cores it takes 1.2 s after an
@@ -191,3 +193,31 @@ def test_a_hanging_rank_is_gone_soon_after_the_timeout_and_named(tmp_path: Path)
         assert ends(run, time.monotonic() + 3) == 1
         assert written_steps(run) == [0, 1, 2]
         assert "rank 1 is at step 3, launched.py" in run.output.read_text()
+
+
+@pytest.mark.long
+def test_workers_on_the_cpu_are_forked_from_the_command(tmp_path: Path) -> None:
+    with running(tmp_path, "++module.pause_s=0.05") as run:
+        run.wait_for_step(1)
+        commands = {Path(f"/proc/{pid}/cmdline").read_text() for pid in (run.process.pid, run.pid_of(0), run.pid_of(1))}
+        assert len(commands) == 1
+
+
+@pytest.mark.long
+def test_workers_start_python_anew_where_they_can_not_be_forked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_elastic, "can_fork", lambda _: False)
+    words = [f"log_dir={tmp_path}", "strategy=ddp", "devices=2", "accelerator=cpu", "test_after_fit=false"]
+    result = train(compose([*words, "trainer.max_epochs=1", "trainer.limit_train_batches=2", "logger=none"]))
+    assert result.num_steps == 2
+    assert result.num_processes == 2
+
+
+@pytest.mark.parametrize(("devices", "forks"), [(["cpu", "cpu"], True), (["cuda:0", "cpu"], False)])
+def test_what_uses_an_accelerator_is_not_forked(
+    devices: list[str], forks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_elastic, "resolve_devices", lambda names, _: [torch.device(name) for name in names])
+    cfg = OmegaConf.create({"devices": devices, "accelerator": "auto"})
+    assert _elastic.can_fork(cfg) == forks
