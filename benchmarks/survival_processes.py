@@ -39,6 +39,15 @@ def describe(pid: int) -> str:
     return str(pid)
 
 
+def _handled(pid: int) -> int:
+    """The signals that a process has handlers for, as a mask."""
+    with suppress(OSError):
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            if line.startswith("SigCgt:"):
+                return int(line.split()[1], 16)
+    return 0
+
+
 def has_ended(pid: int) -> bool:
     """Whether a child of this process has ended; its status can still be read."""
     return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
@@ -67,6 +76,11 @@ def all_have_ended(timeout_s: float) -> bool:
 def end_all() -> list[str]:
     """Kill all descendants, and bury the dead; return those that were alive."""
     left = [describe(pid) for pid in descendants()]
+    for pid in descendants():
+        handled = _handled(pid)
+        if handled >> (signal.SIGUSR2 - 1) & 1:
+            os.kill(pid, signal.SIGUSR2)
+    time.sleep(0.5 if left else 0)
     while alive := descendants():
         for pid in alive:
             with suppress(ProcessLookupError):

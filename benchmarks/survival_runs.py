@@ -1,9 +1,11 @@
 """The runs of `survival.py`: draw one, start it, and read what it has written."""
 
+import faulthandler
 import json
 import math
 import os
 import random
+import signal
 import subprocess
 import sys
 import traceback
@@ -114,6 +116,7 @@ def _start_script(run: Run, folder: Path, output: Path) -> int:
         file = os.open(output, os.O_WRONLY | os.O_CREAT)
         os.dup2(file, 1)
         os.dup2(file, 2)
+        faulthandler.register(signal.SIGUSR2)  # `end_all` asks what is left where it is
         _train(run, folder)
         status = 0
     except SystemExit as exc:

@@ -10,12 +10,11 @@ on the batches a worker loaded before nor on the number of workers.
 import os
 import signal
 import sys
-import threading
 import traceback
 from collections import abc
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from itertools import islice
 from multiprocessing.queues import Queue
 from types import FrameType
@@ -24,6 +23,7 @@ from typing import Any
 import torch
 from torch import Generator
 from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data._utils import worker
 from typing_extensions import override
 
 from ...strategies.core import rng
@@ -204,10 +204,15 @@ class ResumableLoader(DataLoader[Any]):
 
     @override
     def _get_iterator(self) -> Any:
-        with _signals_blocked():  # until a worker has handlers of its own
-            iterator: Any = super()._get_iterator()
-        for worker in getattr(iterator, "_workers", ()):
-            worker._popen.terminate = worker._popen.kill  # how torch and Python end one that hangs
+        given = self.worker_init_fn
+        self.worker_init_fn = _WorkerStart(os.getpid(), given)
+        try:
+            with _signals_blocked():  # until a worker has handlers of its own
+                iterator: Any = super()._get_iterator()
+        finally:
+            self.worker_init_fn = given
+        for process in getattr(iterator, "_workers", ()):
+            process._popen.terminate = process._popen.kill  # how torch and Python end one that hangs
         return iterator
 
     def _peek_seed(self) -> int:
@@ -265,16 +270,36 @@ def _signals_blocked() -> abc.Generator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _outlive_signals() -> None:
-    """Keep a worker loading while its rank stops: SLURM, systemd and terminals send their signals to all processes.
+class _WorkerStart:
+    """Begin in a data worker: outlive signals, but not the rank.
 
-    A worker that ended at once would take its rank along before that has saved. It ends with its rank.
+    SLURM, systemd and terminals send their signals to all processes of a run. A worker that ended at once would take
+    its rank along before that has saved.
+
+    Args:
+        parent: the rank's process.
+        then: the loader's own `worker_init_fn`.
     """
-    if threading.current_thread() is not threading.main_thread():
-        return
-    for signum in ASK_TO_STOP:
-        signal.signal(signum, _go_on)  # not SIG_IGN, which programs that the dataset starts would inherit
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, ASK_TO_STOP)
+
+    def __init__(self, parent: int, then: Any) -> None:
+        self.parent = parent
+        self.then = then
+
+    def __call__(self, worker_id: int) -> None:
+        for signum in ASK_TO_STOP:
+            signal.signal(signum, _go_on)  # not SIG_IGN, which programs that the dataset starts would inherit
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, ASK_TO_STOP)
+        worker.ManagerWatchdog = partial(_Watchdog, self.parent)  # pyright: ignore  # in this process only
+        if self.then is not None:
+            self.then(worker_id)
+
+
+class _Watchdog(worker.ManagerWatchdog):
+    """Torch's, which takes who adopted the worker for its parent if the rank was killed while the worker started."""
+
+    def __init__(self, parent: int) -> None:
+        super().__init__()
+        self.manager_pid = parent
 
 
 def _go_on(signum: int, frame: FrameType | None) -> None:
@@ -282,8 +307,6 @@ def _go_on(signum: int, frame: FrameType | None) -> None:
 
 
 def _arrive(entropy: tuple[int, ...], indices: Any) -> Any:
-    if signal.getsignal(signal.SIGTERM) is not _go_on:
-        _outlive_signals()
     rng.seed_all(*entropy)
     feeder: Any = Queue
     feeder._on_queue_feeder_error = staticmethod(_end_worker)  # in this worker, before its first put

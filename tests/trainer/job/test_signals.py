@@ -8,6 +8,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,10 @@ import torch
 from torch.utils.data import DataLoader
 
 from evener.strategies import DDPStrategy
+from evener.strategies.core.scratch import is_alive
 from evener.trainer import Trainer
 from evener.trainer.checkpoint import Checkpoint
+from evener.trainer.checkpoint._loader_state import make_resumable
 from evener.trainer.job.signals import Interrupted, graceful_stop
 
 
@@ -220,6 +223,37 @@ def test_data_workers_outlive_a_signal_to_all_processes(signum: signal.Signals, 
     del loader
     gc.collect()
     assert multiprocessing.active_children() == []
+
+
+def orphan(worker_pid: Path) -> None:
+    """Be a rank that is killed while its data worker starts."""
+    loader = DataLoader(
+        Slow(), 1, num_workers=1, multiprocessing_context="fork", worker_init_fn=partial(late, worker_pid)
+    )
+    make_resumable(loader, 0)
+    iter(loader)
+    time.sleep(60)
+
+
+def late(worker_pid: Path, worker_id: int) -> None:
+    rank = os.getppid()
+    worker_pid.write_text(str(os.getpid()))
+    os.kill(rank, signal.SIGKILL)
+    while os.getppid() == rank:
+        time.sleep(0.01)
+
+
+@pytest.mark.long
+def test_a_data_worker_ends_with_a_rank_that_is_killed_while_it_starts(tmp_path: Path) -> None:
+    """Found by `benchmarks/survival.py`: torch's worker took the process that adopted it for its parent."""
+    rank = multiprocessing.get_context("fork").Process(target=orphan, args=(tmp_path / "pid",))
+    rank.start()
+    rank.join(timeout=60)
+    pid = int((tmp_path / "pid").read_text())
+    deadline = time.monotonic() + 60
+    while is_alive(pid) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not is_alive(pid)
 
 
 class Stuck(Slow):
