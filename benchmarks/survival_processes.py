@@ -64,10 +64,14 @@ def wait_for_end(pid: int, timeout_s: float) -> int | None:
 
 
 def all_have_ended(timeout_s: float) -> bool:
-    """Wait until no descendant is alive; whether that came in time."""
-    deadline = time.monotonic() + timeout_s
-    while descendants():
-        if time.monotonic() > deadline:
+    """Wait until no descendant is alive; whether that came in time.
+
+    A look at /proc is not a picture of one moment: a process whose parent dies meanwhile can be missed, but not twice.
+    """
+    deadline, num_empty = time.monotonic() + timeout_s, 0
+    while num_empty < 3:
+        num_empty = 0 if descendants() else num_empty + 1
+        if num_empty == 0 and time.monotonic() > deadline:
             return False
         time.sleep(0.01)
     return True
