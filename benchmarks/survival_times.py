@@ -88,7 +88,7 @@ def main() -> None:
     given = parser.parse_args()
     torch.set_num_threads(1)
     become_reaper()
-    home, number = Path(tempfile.mkdtemp(prefix="survival-")), itertools.count()
+    home, number = Path(tempfile.mkdtemp(prefix="survival-times-")), itertools.count()
     print(f"{os.cpu_count()} cores, torch {torch.__version__}, timeout_s={TIMEOUT_S:g}, {given.repeats} repeats\n")
     print("| event | `train.py` | status | script | status |\n|---|---:|---:|---:|---:|", flush=True)
     for name in (name for name in EVENTS if given.only in name):
