@@ -115,6 +115,8 @@ class _Crossing(torch.autograd.Function):
         ctx.stream = torch.cuda.current_stream(ctx.source)  # backward runs in another thread, with streams of its own
         copies = start_copy(tensors, device, ready)
         finish_copy(copies, ctx.source)
+        needed = ctx.needs_input_grad[2:]
+        ctx.mark_non_differentiable(*(copy for copy, has_grad in zip(copies, needed, strict=True) if not has_grad))
         return tuple(copies)
 
     @staticmethod
