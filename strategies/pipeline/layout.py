@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.hooks import RemovableHandle
 
 from ..core.errors import ConfigError
-from ..core.side_streams import cross, work_so_far
+from ..core.side_streams import cross, is_plain, work_so_far
 from ..core.types import Batch
 from ._activation_memory import profile_activations
 from ._plan import StagePlan, auto_plan, found_plan, named_plan, plan_table, verify_manual
@@ -54,7 +54,7 @@ class Route:
 
 def is_on_gpu(tensor: Tensor) -> bool:
     """Whether a tensor can be copied beside the work of its device."""
-    return tensor.device.type == "cuda"
+    return tensor.device.type == "cuda" and is_plain(tensor)
 
 
 class BatchTensors:
