@@ -1,6 +1,6 @@
 """Check on this machine's GPUs what tests on CPUs can't show, and measure what has no meaning there.
 
-    python benchmarks/gpu_check.py [--only NAME ...] [--table docs/gpu_table.md] [--cpu]
+    python benchmarks/gpu_check.py [--only NAME ...] [--table gpu_table.md] [--cpu]
 
 Each check runs in a process of its own with a time limit, and prints one line. What the machine does not allow (too
 few GPUs, no NCCL) is skipped by name. A table of all results ends the output. `--cpu` runs the short form, on CPUs
@@ -47,6 +47,8 @@ from evener.trainer.job.signals import Interrupted, graceful_stop
 # ------------------------------------------------------------------------------------------------------ what is trained
 
 NUM_STEPS, BATCH, WIDTH = 24, 12, 32
+LONG = 500
+"""Steps of a run that is stopped."""
 SMALL = 4
 """Steps of the short form are fewer by this factor where only time is measured."""
 
@@ -336,11 +338,11 @@ def root_memory(devices: list[str]) -> str:
 
 
 class Slow(Net):
-    """Keeps rank 1's GPU busy; rank 0 is asked to stop at step 8, and each rank notes where it stopped."""
+    """Keeps rank 1's GPU busy; at step 8 rank 1 is killed, or rank 0 is asked to stop."""
 
-    def __init__(self, folder: str, kill: bool = False) -> None:
+    def __init__(self, kill: bool) -> None:
         super().__init__()
-        self.folder, self.kill = folder, kill
+        self.kill = kill
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
         if self.global_rank == 1 and self.device.type == "cuda":
@@ -351,9 +353,6 @@ class Slow(Net):
             os.kill(os.getpid(), signal.SIGTERM)
         return super().training_step(batch, batch_idx)
 
-    def teardown(self, stage: str) -> None:
-        Path(self.folder, f"rank{self.global_rank}").write_text(str(self.trainer.global_step), encoding="utf-8")
-
 
 def stop_together(devices: list[str]) -> str:
     """After a SIGTERM to one rank all stop at one step, though another rank's GPU is behind."""
@@ -362,7 +361,7 @@ def stop_together(devices: list[str]) -> str:
         steps = {path.name: int(path.read_text(encoding="utf-8")) for path in Path(folder).iterdir()}
     assert sorted(steps) == ["rank0", "rank1"], f"{steps}; {done[-1500:]}"
     assert len(set(steps.values())) == 1, f"ranks stopped at different steps: {steps}"
-    assert 8 <= steps["rank0"] < NUM_STEPS - 1, f"ranks stopped at step {steps['rank0']}"
+    assert 8 <= steps["rank0"] < LONG, f"ranks stopped at step {steps['rank0']}"
     return f"both at step {steps['rank0']}"
 
 
@@ -379,11 +378,9 @@ def work_until_stopped(folder: str) -> None:
         strategy=ranks("ddp"), accelerator=kind, devices=2, max_epochs=1, logger=False, enable_progress_bar=False,
         enable_checkpointing=False, enable_model_summary=False,
     )  # fmt: skip
-    try:
-        with graceful_stop(trainer):
-            trainer.fit(Slow(folder), loader(NUM_STEPS))
-    except Interrupted:
-        pass
+    with suppress(Interrupted), graceful_stop(trainer):
+        trainer.fit(Slow(kill=False), loader(LONG))
+    Path(folder, f"rank{trainer.global_rank}").write_text(str(trainer.global_step), encoding="utf-8")
 
 
 WORKS: dict[str, Callable[[str], None]] = {"stop": work_until_stopped}
@@ -392,13 +389,12 @@ WORKS: dict[str, Callable[[str], None]] = {"stop": work_until_stopped}
 def killed_rank(devices: list[str]) -> str:
     """A rank that is killed ends the run within a minute, and is named."""
     since = time.perf_counter()
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            fit(ranks("ddp"), devices, Slow(folder, kill=True))
-        except Exception as exc:  # noqa: BLE001  # whatever the run ends with must name the rank
-            said = str(exc)
-        else:
-            raise AssertionError("the run went on without rank 1")
+    try:
+        fit(ranks("ddp"), devices, Slow(kill=True))
+    except Exception as exc:  # noqa: BLE001  # whatever the run ends with must name the rank
+        said = str(exc)
+    else:
+        raise AssertionError("the run went on without rank 1")
     seconds = time.perf_counter() - since
     assert "rank 1" in said, f"the killed rank is not named: {said[-500:]}"
     assert seconds < 60, f"the run ended after {seconds:.0f} s"

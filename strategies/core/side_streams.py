@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from .devices import to_device
 
@@ -24,6 +25,11 @@ _STREAMS: dict[tuple[torch.device, str], torch.cuda.Stream] = {}
 def copies_beside(source: torch.device, target: torch.device) -> bool:
     """Whether copies from one device to another can run beside the work of both."""
     return source.type == target.type == "cuda" and source != target
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Whether a tensor is torch's own: what others make of it (a fake without memory, say) moves in its own way."""
+    return type(tensor) in (Tensor, Parameter)
 
 
 def work_so_far(device: torch.device) -> torch.cuda.Event | None:
@@ -96,7 +102,7 @@ def cross(tensors: Sequence[Tensor], device: torch.device, ready: torch.cuda.Eve
         device: where they are moved to.
         ready: the event after which they hold their values; None for the work queued by this thread so far.
     """
-    if not tensors or not copies_beside(tensors[0].device, device):
+    if not tensors or not copies_beside(tensors[0].device, device) or not all(map(is_plain, tensors)):
         return [to_device(tensor, device) for tensor in tensors]
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         return list(_Crossing.apply(device, ready, *tensors))
@@ -115,6 +121,8 @@ class _Crossing(torch.autograd.Function):
         ctx.stream = torch.cuda.current_stream(ctx.source)  # backward runs in another thread, with streams of its own
         copies = start_copy(tensors, device, ready)
         finish_copy(copies, ctx.source)
+        needed = ctx.needs_input_grad[2:]
+        ctx.mark_non_differentiable(*(copy for copy, has_grad in zip(copies, needed, strict=True) if not has_grad))
         return tuple(copies)
 
     @staticmethod

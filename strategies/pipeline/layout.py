@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.hooks import RemovableHandle
 
 from ..core.errors import ConfigError
-from ..core.side_streams import cross, work_so_far
+from ..core.side_streams import cross, is_plain, work_so_far
 from ..core.types import Batch
 from ._activation_memory import profile_activations
 from ._plan import StagePlan, auto_plan, found_plan, named_plan, plan_table, verify_manual
@@ -52,6 +52,11 @@ class Route:
             )
 
 
+def is_on_gpu(tensor: Tensor) -> bool:
+    """Whether a tensor can be copied beside the work of its device."""
+    return tensor.device.type == "cuda" and is_plain(tensor)
+
+
 class BatchTensors:
     """The tensors of a batch as they were handed to a step.
 
@@ -63,7 +68,8 @@ class BatchTensors:
     """
 
     def __init__(self, batch: Batch) -> None:
-        tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.device.type == "cuda"]
+        tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and is_on_gpu(leaf)]
+        tensors = [tensor for tensor in tensors if tensor.device == tensors[0].device]  # `ready` says nothing of others
         self._versions = {tensor.untyped_storage().data_ptr(): tensor._version for tensor in tensors}
         self.ready = work_so_far(tensors[0].device) if tensors else None
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from evener.strategies import DataParallelStrategy
 from evener.strategies.core import rng
 
 
@@ -60,3 +61,19 @@ def test_seeding_all_gives_every_device_another_stream(cuda: FakeModule) -> None
     with rng.isolated():
         rng.seed_all(1, 2, devices=devices("cuda:0", "cuda:1"))
     assert cuda.seeds["cuda:1"] == cuda.seeds["cuda:0"] + 1
+
+
+def test_the_streams_of_all_devices_of_a_process_are_saved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under dp, too: its strategy had no list of its process's devices, and lost those of the others."""
+    asked: list[torch.device] = []
+
+    class Generators:
+        def get_rng_state(self, device: torch.device) -> torch.Tensor:
+            asked.append(device)
+            return torch.zeros(1)
+
+    monkeypatch.setattr(rng, "_module", lambda device: Generators())
+    strategy = DataParallelStrategy(["cuda:0", "cuda:1", "cpu"])
+    saved = rng.capture(strategy.process_devices)
+    assert asked == devices("cuda:0", "cuda:1")
+    assert len(saved["devices"]) == 2

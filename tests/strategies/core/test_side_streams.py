@@ -145,15 +145,14 @@ def test_inputs_that_were_ready_before_do_not_wait_for_later_work(cuda: FakeCUDA
 def test_gradients_go_back_beside_the_work_of_both(cuda: FakeCUDA) -> None:
     own = nn.Parameter(torch.ones(2))
     cuda.current[HERE].queue("forward")
-    (moved, counts) = cross([own, torch.arange(3)], THERE)
-    assert moved.requires_grad
-    assert not counts.requires_grad
+    moved, counts, mask = cross([own, torch.arange(3), torch.ones(3)], THERE)
+    assert [tensor.requires_grad for tensor in (moved, counts, mask)] == [True, False, False]
     cuda.current[HERE].queue("next forward")
     cuda.current[THERE].queue("backward there")
     (moved * 2).sum().backward()
     back = cuda.current[HERE].queue("backward here")
     assert own.grad is not None
-    assert {"copy 3", "backward there", "next forward"} <= back.waits_for()
+    assert {"copy 4", "backward there", "next forward"} <= back.waits_for()
     assert "next forward" not in cuda.current[THERE].queue("more there").waits_for()
 
 

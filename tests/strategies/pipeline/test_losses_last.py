@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from evener.strategies import ModelParallelStrategy
 from evener.strategies.core.executor import Executor, Piece
-from evener.strategies.pipeline import _microbatches
+from evener.strategies.pipeline import _microbatches, layout
 from evener.strategies.pipeline._losses_last import LossesLast
 
 First = partial(ModelParallelStrategy, output_device="first", deterministic=False)
@@ -99,3 +99,20 @@ def test_stages_are_launched_before_losses_only_where_they_meet_on_the_first(out
 
     fit(case, module, strategy, max_epochs=1, limit_val_batches=0)
     assert steps[1:] == [expected] * 3  # the first step is watched, and its micro-batches run in order
+
+
+def test_tensors_of_the_batch_are_known_until_they_are_written_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only they may be moved without waiting for what is queued on their device."""
+    monkeypatch.setattr(layout, "is_on_gpu", lambda _: True)
+    monkeypatch.setattr(layout, "work_so_far", lambda device: "event")
+    x, other = torch.ones(4, 2), torch.ones(4, 2)
+    batch = layout.BatchTensors({"x": x, "name": "a"})
+    assert batch.ready == "event"  # type: ignore[comparison-overlap]
+    assert batch.holds(x)
+    assert batch.holds(x[1:3].flatten())
+    assert not batch.holds(other)
+    assert not batch.holds(x * 2)
+    assert not batch.holds((x * 2).requires_grad_())
+    x[0] = 5
+    assert not batch.holds(x)
+    assert not layout.BatchTensors(None).holds(x)
