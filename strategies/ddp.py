@@ -23,7 +23,7 @@ from .batch.run_structures import RunStructures, run_structures
 from .batch.structure import BatchDims, verify_batch_dims
 from .core.errors import ConfigError
 from .core.loop_contract import adds
-from .core.module_checks import end_of_step
+from .core.module_checks import end_of_step, why_whole
 from .core.rng import seed_devices, seed_rank
 from .core.types import Batch
 from .data.combined import TRAINED, verify_side_by_side
@@ -145,6 +145,7 @@ class DDPStrategy(MultiProcessStrategy):
         if self.devices_per_process > 1:
             self.verify_batchnorm(trainer, f"devices_per_process={self.devices_per_process}", "devices_per_process=1")
         self._verify_end_of_step(trainer.lightning_module)
+        self._verify_metrics(trainer.lightning_module)
         connector = trainer._accelerator_connector
         if self._trainer is not trainer:
             self._manages_samples = connector.use_distributed_sampler
@@ -168,6 +169,15 @@ class DDPStrategy(MultiProcessStrategy):
                 "and each rank has only its own. Choose strategy=dp or strategy=single_device, or remove it and "
                 "return the loss from training_step."
             )
+
+    def _verify_metrics(self, module: pl.LightningModule) -> None:
+        for name, part in module.named_modules():
+            reason = why_whole(part)
+            if reason is not None:
+                raise ConfigError(
+                    f"{self.strategy_name}: {type(part).__name__} ({name}) {reason}: each rank updates it with its own "
+                    "samples of a batch."
+                )
 
     @property
     def calls_metrics_once(self) -> bool:
@@ -308,7 +318,7 @@ class DDPStrategy(MultiProcessStrategy):
         with nullcontext() if counts else zero_weight_step(self.lightning_module):
             output = self._own_step(*args, **kwargs)
         module_weighs = isinstance(output, dict) and output.get("loss_weight") is not None
-        if not counts:
+        if not counts and output is not None:  # None in manual optimization
             output = {**(output if isinstance(output, dict) else {"loss": output}), "loss_weight": 0.0}
         if module_weighs:
             own = loss_weight(output, args[0])
@@ -317,7 +327,7 @@ class DDPStrategy(MultiProcessStrategy):
             self.weighed_losses.append(WeighedLoss(self._step_losses(), scale))
             self._scale = scale
         if weighs_in_loop(self._trainer):
-            self._scale = 1.0
+            self._scale = float(self.world_size)  # DDP's mean is then the sum, which the loop divides
         if not module_weighs:
             self._verify_parts()
         return output

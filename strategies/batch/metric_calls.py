@@ -11,6 +11,8 @@ from torchmetrics import Metric, MetricCollection, SumMetric
 from torchmetrics.aggregation import BaseAggregator
 
 from ..core.errors import ConfigError
+from ..core.module_checks import why_whole
+from ..core.no_value import forward_of_part
 from ..core.rng import random_state, swapped_random_state
 from ._join import are_equal
 
@@ -47,7 +49,7 @@ class MetricCalls:
             records: whether its calls are made again on the root.
         """
         for method in ("update", "forward"):
-            call = partial(self.called, method, getattr(copy, method), number if records else None)
+            call = partial(self.called, method, _for_parts(copy, method), number if records else None)
             copy.__dict__[method] = call if number is not None else partial(self.verified, method, copy, call)
         for method in ("compute", "reset"):
             copy.__dict__[method] = partial(self.verified, method, copy, getattr(copy, method))
@@ -82,6 +84,11 @@ class MetricCalls:
         return call(*args, **kwargs)
 
 
+def _for_parts(copy: nn.Module, method: str) -> Callable[..., Any]:
+    own = getattr(copy, method)
+    return partial(forward_of_part, copy, own) if method == "forward" and isinstance(copy, Metric) else own
+
+
 def call_again(metrics: Sequence[Metric], replicas: Sequence[MetricCalls], sizes: Sequence[int], strategy: str) -> None:
     """Call the root's metrics as one device would have: once for what every replica called, with joined inputs.
 
@@ -112,10 +119,10 @@ def takes_whole_batches(metric: nn.Module) -> bool:
     """Whether a metric must be called once per batch, with all of its samples.
 
     So must metrics that are made of other metrics (a running window counts calls), metrics of single numbers (each
-    call counts alike), and those whose `data_range` of None is the range of the samples that one call sees.
+    call counts alike), and those that read something from all samples of a call.
     """
     holds_metrics = any(isinstance(part, (Metric, MetricCollection)) for part in metric.modules() if part is not metric)
-    return holds_metrics or isinstance(metric, BaseAggregator) or getattr(metric, "data_range", 0) is None
+    return holds_metrics or isinstance(metric, BaseAggregator) or why_whole(metric) is not None
 
 
 def outermost_metrics(value: nn.Module) -> list[Metric]:

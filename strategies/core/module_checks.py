@@ -5,6 +5,7 @@ from typing import Any
 
 import pytorch_lightning as pl
 import torch
+from pytorch_lightning.utilities.model_helpers import is_overridden
 from pytorch_lightning.utilities.signature_utils import is_param_in_hook_signature
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -58,3 +59,28 @@ def has_nan(module: torch.nn.Module) -> bool:
         nan = local.sum(dtype=torch.float32 if local.element_size() < 4 else None).isnan()
         found[nan.device] = found[nan.device] | nan if nan.device in found else nan
     return any(bool(nan) for nan in found.values())
+
+
+def why_whole(metric: nn.Module) -> str | None:
+    """Why `update` of a torchmetrics metric can't be given parts of a batch, though its states add up; None if it can.
+
+    Args:
+        metric: the metric.
+
+    Returns:
+        The reason and what to do, as the end of a sentence.
+    """
+    defaults: dict[str, Any] = getattr(metric, "_defaults", {})
+    if getattr(metric, "data_range", 0) is None and "min_target" not in defaults:
+        return "takes its range from the samples of each update (data_range=None). Pass data_range=(lowest, highest)"
+    if any(kind.__name__ == "_AbstractGroupStatScores" for kind in type(metric).__mro__):
+        return "takes the groups in the samples of each update for the first ones. Compute it with strategy=dp"
+    return None
+
+
+def hooked(name: str, trainer: pl.Trainer) -> bool:
+    """Whether the module or a callback of a trainer defines a hook."""
+    callbacks: list[Any] = getattr(trainer, "callbacks")  # noqa: B009  # not annotated by Lightning
+    return is_overridden(name, trainer.lightning_module) or any(
+        is_overridden(name, callback, parent=pl.Callback) for callback in callbacks
+    )

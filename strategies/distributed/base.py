@@ -19,6 +19,7 @@ from typing_extensions import override
 
 from ..core.devices import is_accelerator, precise_dtype, scalar
 from ..core.errors import ConfigError
+from ..core.module_checks import hooked
 from ._coordinator import RankCoordinator
 from .environment import kubeflow
 from .objects import backend_for, gather_objects
@@ -179,11 +180,16 @@ class MultiProcessStrategy(pl_strategies.DDPStrategy):
     @override
     @contextmanager
     def block_backward_sync(self) -> Generator[None]:
-        """Accumulate gradients without reducing them, except in the first backward pass of a static graph.
+        """Accumulate gradients without reducing them, where nobody sees the difference.
 
-        The wrapper records a static graph in that pass and fails if it does not reduce. Averaging a part of the
-        accumulated gradients earlier does not change the average of their sum.
+        `on_after_backward` sees the gradients of all ranks, and may change them. The wrapper records a static graph in
+        its first backward pass, and fails if that does not reduce. Averaging a part of the accumulated gradients
+        earlier does not change the average of their sum.
         """
+        assert self._trainer is not None
+        if hooked("on_after_backward", self._trainer):
+            yield
+            return
         if getattr(self.model, "static_graph", False) and self._recorded is not self.model:
             self._recorded = self.model
             yield

@@ -4,6 +4,7 @@
 `self.log` shows as the step's value. Here the value is computed over the inputs of all micro-batches instead.
 """
 
+from collections import OrderedDict
 from collections.abc import Callable, Generator, Iterable
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -61,7 +62,7 @@ class MetricValues:
 
     def _value(self, metric: Metric, inputs: list[_Inputs]) -> Any:
         if id(metric) not in self._copies:
-            self._copies[id(metric)] = metric.clone()
+            self._copies[id(metric)] = without_hooks(metric)
         copy = self._copies[id(metric)]
         copy.to(metric.device)
         for part in copy.modules():
@@ -78,3 +79,12 @@ class MetricValues:
     def clear(self) -> None:
         """Release the inputs of the last step."""
         self._inputs = {}
+
+
+def without_hooks(metric: Metric) -> Metric:
+    """Copy a metric without its hooks: one that has buffers of its own is a part of a stage, which watches it."""
+    with ExitStack() as stack:
+        for part in metric.modules():
+            for hooks in ("_forward_hooks", "_forward_pre_hooks"):
+                stack.enter_context(replaced(part, hooks, OrderedDict()))
+        return metric.clone()

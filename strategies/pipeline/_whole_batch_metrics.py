@@ -14,7 +14,9 @@ from torch import nn
 from torchmetrics import Metric, MetricCollection
 
 from ..batch.metric_calls import MetricCalls, call_again, outermost_metrics, takes_whole_batches
+from ..core.no_value import forward_of_part
 from ..core.patching import replaced
+from ._metric_values import without_hooks
 
 
 class WholeBatchMetrics:
@@ -46,11 +48,11 @@ class WholeBatchMetrics:
             for number, metric in enumerate(self._metrics):
                 update = partial(self._called, number, "update", [metric.update] * len(self._calls))
                 stack.enter_context(replaced(metric, "update", update))
-                forward = partial(self._called, number, "forward", [copy.forward for copy in copies[number]])
+                forward = partial(self._called, number, "forward", [_forward(copy) for copy in copies[number]])
                 stack.enter_context(replaced(metric, "forward", forward))
             for metric in found:
                 if not takes_whole_batches(metric):
-                    own = partial(self._called, None, "forward", [metric.forward] * len(self._calls))
+                    own = partial(self._called, None, "forward", [_forward(metric)] * len(self._calls))
                     stack.enter_context(replaced(metric, "forward", own))
                 compute = partial(self._verified, "compute", metric, metric.compute)
                 stack.enter_context(replaced(metric, "compute", compute))
@@ -77,7 +79,7 @@ class WholeBatchMetrics:
     def _copies_of(self, metric: Metric) -> list[Metric]:
         """One copy per micro-batch, which computes what `forward` returns."""
         if id(metric) not in self._copies:
-            self._copies[id(metric)] = (metric, [metric.clone() for _ in self._calls])
+            self._copies[id(metric)] = (metric, [without_hooks(metric) for _ in self._calls])
         copies = self._copies[id(metric)][1]
         for copy in copies:
             copy.to(metric.device)
@@ -92,6 +94,10 @@ class WholeBatchMetrics:
 
     def _verified(self, method: str, metric: Metric, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return self._calls[self._microbatch()].verified(method, metric, call, *args, **kwargs)
+
+
+def _forward(metric: Metric) -> Callable[..., Any]:
+    return partial(forward_of_part, metric, metric.forward)
 
 
 def _outermost(module: nn.Module) -> list[Metric]:

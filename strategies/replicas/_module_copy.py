@@ -56,6 +56,7 @@ class ModuleCopy:
         self.pairs: list[tuple[nn.Module, nn.Module]] = []
         self.metrics: list[tuple[nn.Module, nn.Module]] = []
         self._copies: dict[int, tuple[Any, Any]] = {}  # keeps the originals alive, so that no id is reused
+        self._twins: dict[tuple[str, int], int] = {}  # hooks of the copy by those of the original from the same step
         self._open: set[int] = set()
         self._memo: dict[int, Any] = {}
         with torch.inference_mode(False), torch.no_grad():
@@ -89,10 +90,24 @@ class ModuleCopy:
                 replica.__dict__.pop(key, None)
         self.update_hooks(original, hooks)
 
+    def pair_hooks(self, original: nn.Module, key: str, added: Sequence[int], first: int) -> None:
+        """Note which of the copy's own hooks belong to hooks of the original, to be removed with them.
+
+        Args:
+            original: the module of the root.
+            key: one of `HOOKS`.
+            added: numbers of the hooks that a step registered on the original.
+            first: the first number that hooks registered in that step can have.
+        """
+        own = [number for number in self.counterpart(original).__dict__[key] if number >= first]
+        if len(own) == len(added):
+            self._twins.update({(key, number): twin for number, twin in zip(added, own, strict=True)})
+
     def update_hooks(self, original: nn.Module, before: Sequence[Sequence[int]]) -> None:
         """Give a copied module the hooks that its original was given, and take those that it has lost.
 
-        Hooks that the copy's own code has registered or removed are left alone.
+        Hooks that the copy's own code has registered in a step go with those of the original from the same step; others
+        that it has registered or removed are left alone.
 
         Args:
             original: the module of the root.
@@ -103,7 +118,7 @@ class ModuleCopy:
             hooks, own = original.__dict__[key], replica.__dict__[key]
             for number in known:
                 if number not in hooks:
-                    own.pop(number, None)
+                    own.pop(self._twins.pop((key, number), number), None)
             own.update({number: self._translated(hook) for number, hook in hooks.items() if number not in known})
 
     def copy_tensor(self, original: Tensor) -> Tensor:

@@ -15,13 +15,14 @@ those of the first replica that ran, and a replica that had no samples takes eve
 """
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from numbers import Number
 from operator import is_
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 from torchmetrics import Metric, MetricCollection
 
 from ..core.devices import broadcast_coalesced
@@ -134,6 +135,7 @@ class Replicas:
             used: the replicas that have samples.
         """
         self._used = list(used)
+        self._next_hook = RemovableHandle.next_id
         leader = self.modules()[used[0]] if used[0] > 0 else []
         self._leader = [(module, module.__dict__.copy(), hook_numbers(module)) for module in leader]
 
@@ -145,18 +147,40 @@ class Replicas:
         if self._leader and self.root.training:
             with torch.inference_mode(False), torch.no_grad():
                 broadcast_coalesced(self._buffers(self._used[0]), [self._buffers(0)])
+        if self._used[0] == 0 and RemovableHandle.next_id > self._next_hook:
+            self._pair_hooks()
+        adds_hooks = any(
+            now.keys() - set(numbers)
+            for leader, _, hooks in self._leader
+            for now, numbers in zip((leader.__dict__[key] for key in HOOKS), hooks, strict=True)
+        )
         for module, (leader, before, hooks) in zip(self._modules, self._leader, strict=False):
-            self._take_over(module, leader, before, hooks)
+            # what a step sets first when it registers hooks may say that it has, and the root has none of them
+            known = before.keys() | (set() if adds_hooks else leader.__dict__.keys())
+            self._take_over(module, leader, before, hooks, known)
         for seen, module in zip(self._seen, self._modules, strict=True):
             seen.note_step(module)
         self._idle |= set(range(1, len(self))) - set(self._used)
 
+    def _pair_hooks(self) -> None:
+        """Note which hooks of the copies belong to those that the step registered on the root."""
+        for module in self._modules:
+            for key in HOOKS:
+                added = [number for number in module.__dict__[key] if number >= self._next_hook]
+                for i in self._used[1:] if added else []:
+                    self._copies[i - 1].pair_hooks(module, key, added, self._next_hook)
+
     def _take_over(
-        self, module: nn.Module, leader: nn.Module, before: dict[str, Any], hooks: tuple[tuple[int, ...], ...]
+        self,
+        module: nn.Module,
+        leader: nn.Module,
+        before: dict[str, Any],
+        hooks: tuple[tuple[int, ...], ...],
+        known: Set[str],
     ) -> None:
-        """Do to a module of the root what a step did to another replica's: plain values set, hooks removed."""
+        """Do to a module of the root what a step did to another replica's: known plain values set, hooks removed."""
         for key in _changed_keys(before, leader.__dict__):
-            if _is_plain(value := leader.__dict__.get(key)) and key not in _OWN:
+            if key in known and _is_plain(value := leader.__dict__.get(key)) and key not in _OWN:
                 module.__dict__[key] = value.detach().to(self.devices[0]) if isinstance(value, Tensor) else value
         for key, numbers in zip(HOOKS, hooks, strict=True):
             for number in set(numbers) - leader.__dict__[key].keys():

@@ -54,9 +54,11 @@ def _as_the_law_says(case: Case, spread: Spread) -> Case:
         return replace(case, net=net)
     # what ranks collect in lists of their own is not summed when the epoch ends
     net = _without(net, *(name for name in net.peculiar if "collects" in name))
+    # a collection logs under names of its members, by which the tester can't tell what is a rank's own
+    logs = tuple(replace(log, sync_dist=log.sync_dist or "collection" in log.value) for log in case.logs)
     sums = case.returns.train == "sum"  # `loss_reduction` is an option of one process
     returns = replace(case.returns, train="tensor") if sums else case.returns
-    return replace(case, net=net, returns=returns)
+    return replace(case, net=net, returns=returns, logs=logs)
 
 
 def _worth_comparing(case: Case, spread: Spread) -> Case:
@@ -76,6 +78,8 @@ def _with_batches_of_ranks(case: Case, spread: Spread) -> Case:
     if dict(spread.options).get("batch_size_is") != "per_device":
         return case
     loading = replace(case.loading, drop_last=False)  # it drops a rank's incomplete batch
+    if loading.kind in ("iterable", "iterable_unsized", "batches", "no_batching"):  # every rank reads its own stream
+        loading = replace(loading, kind="plain")
     if loading.eval_kind in ("iterable", "batches"):  # whose batches are those of one device
         loading = replace(loading, eval_kind="plain")
     return replace(case, loading=loading, net=_without(case.net, "hparams"))

@@ -102,7 +102,7 @@ def _compare(case: Case, spread: Spread, expected: Observed, found: list[Observe
             mine, theirs = _without_counts(mine), _without_counts(theirs)
         predicted = name == "predict" or (name == "before" and case.before == "predict")
         if predicted and "ddp" in spread.kind:
-            mine, theirs = (_joined(one, case.returns.predict) for one in (mine, theirs))
+            mine, theirs = (_joined(one, case) for one in (mine, theirs))
         if local:
             mine, theirs = _without(mine, local), _without(theirs, local)
         difference = _difference(mine, theirs, name, tolerance)
@@ -153,8 +153,14 @@ def _without_counts(value: Any) -> Any:
 ROWS = ("list", "tuple_of_rows", "strings", "python_list", "ragged", "dicts")
 
 
-def _joined(predictions: Any, kind: str) -> Any:
+def _joined(predictions: Any, case: Case) -> Any:
     """Predictions without the bounds of batches, which differ where the loader's batch is the global one."""
+    if case.loading.eval_kind in ("two", "sequential") and predictions is not None:
+        return [_joined_of_one(one, case.returns.predict) for one in predictions]
+    return _joined_of_one(predictions, case.returns.predict)
+
+
+def _joined_of_one(predictions: Any, kind: str) -> Any:
     try:
         if kind in ROWS:
             return [row for batch in predictions for row in batch]
@@ -164,8 +170,8 @@ def _joined(predictions: Any, kind: str) -> Any:
             return [torch.cat(list(leaf)) for leaf in zip(*predictions, strict=True)]
         if kind == "dict":
             return {key: torch.cat([batch[key] for batch in predictions]) for key in predictions[0]}
-    except TypeError:  # several loaders: a list of batches for each
-        return [_joined(one, kind) for one in predictions]
+    except TypeError:  # no predictions
+        return predictions
     return None  # a value per batch: there are more batches
 
 

@@ -215,3 +215,52 @@ def test_a_rank_without_samples_to_validate_prunes_the_same_weights() -> None:
     assert 0 < int((expected[0] == 0).sum()) < expected[0].numel()
     for found in run_ranks(_prune, 2, DDPStrategy(batch_size_is="global", timeout_s=60), 2):
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
+
+
+class Edits(Net):
+    """Scales its accumulated gradients down by their norm; logs in another dtype than its own."""
+
+    def on_after_backward(self) -> None:
+        for parameter in self.parameters():
+            if parameter.grad is not None:
+                parameter.grad /= 1 + parameter.grad.norm()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val", (self.net(batch[0]) - batch[1]).square().mean().float(), on_step=True, sync_dist=True)
+
+
+class ByHand(Net):
+    """Steps its optimizer after every second batch."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.manual_backward((self.net(batch[0]) - batch[1]).square().mean())
+        if batch_idx % 2:
+            optimizer: Any = self.optimizers()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def _fit_edits(ranks: int) -> list[Any]:
+    found: list[Any] = []
+    accumulated: Any = {"accumulate_grad_batches": 2}
+    for kind, options in ((Edits, accumulated), (Edits, {**accumulated, "exact_accumulation": True}), (ByHand, {})):
+        strategy = DDPStrategy(batch_size_is="global", timeout_s=60) if ranks > 1 else SingleDeviceStrategy()
+        module: Any = kind()
+        trainer = quiet_trainer(strategy, ranks, num_sanity_val_steps=0, **options)
+        trainer.fit(module, DataLoader(Numbered(13), 4), DataLoader(Numbered(5), 4))  # the last batch has one sample
+        logged = {name: (value.dtype, round(float(value), 5)) for name, value in trainer.logged_metrics.items()}
+        found.append((nn.utils.parameters_to_vector(module.parameters()).detach(), logged))
+    return found
+
+
+def test_gradients_may_be_edited_while_they_accumulate() -> None:
+    """Causes: `on_after_backward` saw this rank's gradients until the last batch; with exact accumulation those of all
+    ranks divided by their number; a rank without samples ended a step by hand in an error; what was logged by step
+    in evaluation was float64."""
+    expected = _fit_edits(1)
+    for rank, found in enumerate(run_ranks(_fit_edits, 2, 2)):
+        for (weights, logged), (expected_weights, expected_logged) in zip(found, expected, strict=True):
+            torch.testing.assert_close(weights, expected_weights, rtol=0, atol=1e-10)
+            assert rank or logged == expected_logged

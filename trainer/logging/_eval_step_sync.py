@@ -33,6 +33,7 @@ class Value:
         constant: the same, if it may be a constant for the whole batch.
         samples: its number of samples.
         kind: how ranks are combined: `mean`, `sum`, `max`, `min`, `metric`, or `own` for rank 0's own value.
+        dtype: dtype of the value.
         metric: for the kind `metric`, the name of the metric in the module, and its states for this rank's samples.
     """
 
@@ -41,6 +42,7 @@ class Value:
     constant: float | None
     samples: float
     kind: str
+    dtype: torch.dtype = torch.float32
     metric: tuple[str, list[Sent]] | None = None
 
 
@@ -92,17 +94,18 @@ def _kept(metric: _ResultMetric, share: Share | None, steps: MetricSteps | None)
     if steps is not None and has_step_value(metric, steps):
         own: Any = metric.value
         states = steps.states(own)
-        return Value(0.0, 0, None, 0, "metric", (metric.meta.metric_attribute or "", states))
+        return Value(0.0, 0, None, 0, "metric", metric=(metric.meta.metric_attribute or "", states))
     shared = metric.is_tensor and metric.meta.sync.should and not metric.meta.sync.rank_zero_only
     value: Any = metric._forward_cache
     num = vars(metric).get(NUM_SAMPLES, 1)
     samples = num if share is None else share.num
-    return Value(value, num, constant_of(num), samples, metric.meta.reduce_fx.__name__ if shared else "own")
+    kind = metric.meta.reduce_fx.__name__ if shared else "own"
+    return Value(value, num, constant_of(num), samples, kind, value.dtype)
 
 
 def combine(
     ranks: list[list[Step]], module: pl.LightningModule, metric_steps: MetricSteps | None
-) -> list[tuple[int, dict[str, float]]]:
+) -> list[tuple[int, dict[str, Tensor]]]:
     """Combine the ranks' steps.
 
     Args:
@@ -115,7 +118,7 @@ def combine(
     """
     indices = sorted({index for steps in ranks for index, _, _ in steps})
     numbers = {index: step for index, step, _ in ranks[0]}
-    combined: list[tuple[int, dict[str, float]]] = []
+    combined: list[tuple[int, dict[str, Tensor]]] = []
     for index in indices:
         step = numbers.get(index, combined[-1][0] + 1 if combined else 0)
         parts = [logged for steps in ranks for other, _, logged in steps if other == index]
@@ -125,12 +128,12 @@ def combine(
     return combined
 
 
-def _value(values: list[dict[str, Any]], module: pl.LightningModule, metric_steps: MetricSteps | None) -> float:
+def _value(values: list[dict[str, Any]], module: pl.LightningModule, metric_steps: MetricSteps | None) -> Tensor:
     if values[0]["metric"] is None or metric_steps is None:
-        return _over_ranks(values)
+        return torch.tensor(_over_ranks(values), dtype=values[0]["dtype"])
     metric = module.get_submodule(values[0]["metric"][0])
     assert isinstance(metric, Metric)
-    return float(metric_steps.value(metric, [value["metric"][1] for value in values]))
+    return torch.as_tensor(metric_steps.value(metric, [value["metric"][1] for value in values]))
 
 
 def _over_ranks(values: list[dict[str, Any]]) -> float:

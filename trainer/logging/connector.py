@@ -9,7 +9,6 @@ from contextlib import nullcontext
 from typing import Any
 
 import pytorch_lightning as pl
-import torch
 from pytorch_lightning.trainer.connectors.logger_connector import _LoggerConnector
 from pytorch_lightning.trainer.connectors.logger_connector.result import _ResultCollection
 from pytorch_lightning.utilities.data import _extract_batch_size, extract_batch_size
@@ -283,11 +282,9 @@ class LeanLoggerConnector(_LoggerConnector):
             results.connector = self
             results.settle()
             for step, values in self._combined(share(self.trainer, results, self._evaluated.take())):
-                self.log_metrics(
-                    {name: torch.tensor(value, dtype=torch.float64) for name, value in values.items()}, step=step
-                )
+                self.log_metrics(values, step=step)
 
-    def _combined(self, ranks: list[list[Step]]) -> list[tuple[int, dict[str, float]]]:
+    def _combined(self, ranks: list[list[Step]]) -> list[tuple[int, dict[str, Tensor]]]:
         """Combine what the ranks have logged by step in evaluation."""
         steps = getattr(self.trainer.strategy, "metric_steps", None)
         return combine(ranks, self.trainer.lightning_module, steps)

@@ -85,7 +85,8 @@ class Accumulation:
         """Divide the gradients of the weighted sum by the sum of weights; call it once, after the last backward."""
         strategy: Any = self.trainer.strategy
         shared = getattr(strategy, "total_loss_weight", None)
-        divisor = _not_zero(self.total if shared is None else shared(self.total))
+        # ranks' gradients are summed here, so that hooks see one device's
+        divisor = _not_zero(self.total if shared is None else shared(self.total) * self.trainer.world_size)
         groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
         for parameter in self._parameters():
             gradient = parameter.grad

@@ -1,9 +1,4 @@
-"""Values of metrics for one global batch, of which each rank has updated its metric with its own part.
-
-`forward` of a torchmetrics metric returns the value of the samples it is given. On a rank these are a part of the
-batch, which may be too small for a value (R2Score needs two samples); whoever logs the metric itself does
-not ask for it.
-"""
+"""Values of metrics for one global batch, of which each rank has updated its metric with its own part."""
 
 import warnings
 from collections.abc import Callable, Sequence
@@ -14,31 +9,10 @@ import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torchmetrics import Metric
-from typing_extensions import override
 
 from ...core.errors import ConfigError
-from ...core.patching import replaced
+from ...core.no_value import NoValue, forward_of_part
 from .states import Part, Sent, combined, metric_classes
-
-
-class NoValueError(ConfigError):
-    """The value of a rank's part of a batch is used, but can't be computed."""
-
-
-class NoValue(Tensor):
-    """Stands for the value of a rank's part of a batch that can't be computed; using it raises."""
-
-    reason = ""
-
-    @classmethod
-    @override
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        reason = next(arg.reason for arg in (*args, *(kwargs or {}).values()) if isinstance(arg, NoValue))
-        raise NoValueError(reason)
-
-    @override
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
-        return f"NoValue({self.reason})"
 
 
 class MetricSteps:
@@ -158,37 +132,13 @@ class MetricSteps:
     def _forward(self, metric: Metric, forward: Callable[[], Any]) -> Any:
         if not self._is_part:
             return forward()
-        with replaced(metric, "compute", partial(self._compute, metric, metric.compute)):
-            try:
-                value = forward()
-            except NoValueError as exc:  # of a metric within this one
-                value = _no_value(str(exc))
+        value = forward_of_part(metric, forward)
         if isinstance(value, NoValue):
             metric._forward_cache = None
+            if value.reason not in self._told:
+                warnings.warn(value.reason, stacklevel=2)
+                self._told.add(value.reason)
         return value
-
-    def _compute(self, metric: Metric, compute: Callable[[], Any]) -> Any:
-        try:
-            return compute()
-        except NoValueError:
-            raise
-        except (ValueError, RuntimeError, IndexError, ZeroDivisionError) as exc:
-            name = type(metric).__name__
-            reason = (
-                f"{name}: a value of this rank's part of the batch can't be computed ({exc}). Call {name}.update(...) "
-                "if only the epoch's value is wanted, or log the metric itself with sync_dist=True, which computes a "
-                "step's value over all ranks."
-            )
-            if reason not in self._told:
-                warnings.warn(reason, stacklevel=2)
-                self._told.add(reason)
-            return _no_value(reason)
-
-
-def _no_value(reason: str) -> NoValue:
-    value = torch.zeros(()).as_subclass(NoValue)
-    value.reason = reason
-    return value
 
 
 def _sent(metric: Metric) -> Sent:

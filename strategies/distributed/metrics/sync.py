@@ -202,10 +202,15 @@ def _gather(own: Sent, device: torch.device, home: torch.device, group: Any) -> 
     _verify_alike(heads)
     sizes = [sum(_num_bytes(part.value) for part in head.parts) for head in heads]
     tensors = [part.value for part in own.parts if isinstance(part.value, Tensor)]
-    content = [tensor.detach().to(device).contiguous().reshape(-1).view(torch.uint8) for tensor in tensors]
+    content = [as_bytes(tensor.detach().to(device)) for tensor in tensors]
     sent = torch.cat([torch.zeros(0, dtype=torch.uint8, device=device), *content])
     received = exchange_bytes(sent, sizes, group)
     return [own if i == rank else _with_content(head, received[i].to(home)) for i, head in enumerate(heads)]
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """Copy a tensor to bytes; a single element counts as contiguous whatever its stride, but can't be viewed so."""
+    return tensor.clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
 
 
 def _verify_alike(heads: list[Sent]) -> None:

@@ -116,3 +116,53 @@ def test_pruning_equals_one_device(strategy: Any) -> None:
         found.append(torch.cat([layer.weight.flatten() for layer, _ in layers]).detach())
     torch.testing.assert_close(found[0], found[1], rtol=0, atol=1e-10)
     assert 0 < int((found[0] == 0).sum()) < found[0].numel()
+
+
+class RemovedLater(Net):
+    """Registers a hook in its first forward, and removes it between steps."""
+
+    handle: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.handle is None:
+            self.handle = self.net[0].register_forward_hook(lambda layer, inputs, output: output * 1.5)
+        return self.net(x)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_end(outputs, batch, batch_idx)
+        if batch_idx == 1:
+            self.handle.remove()
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES[:2])
+@pytest.mark.filterwarnings("ignore:.*was assigned on a replica")
+def test_a_hook_from_a_step_is_removed_from_all_replicas(strategy: Any) -> None:
+    """Each replica had registered its own, and only the root's was removed."""
+    assert_equal(run(Case(RemovedLater), strategy(), devices=3), baseline(Case(RemovedLater)), 1e-10)
+
+
+class Flagged(Net):
+    """Notes that it has registered its hook, as transformers' models do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not getattr(self, "has_hook", False):
+            self.net[0].register_forward_hook(lambda layer, inputs, output: output * 1.5)
+            self.has_hook = True
+        return self.net(x)
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self(batch[0])
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.filterwarnings("ignore:.*was assigned on a replica")
+def test_a_root_without_samples_does_not_believe_that_it_has_the_replicas_hooks(strategy: Any) -> None:
+    """`gpu0_chunk=0` predicted without the hooks: the root took over that they are there."""
+    found: list[Tensor] = []
+    for used, devices in ((strategy(), 3), (SingleDeviceStrategy(), 1)):
+        case = Case(Flagged)
+        module = make_module(case)
+        trainer = make_trainer(case, used, devices=devices)
+        trainer.fit(module, case.loader(), case.loader())
+        found.append(torch.cat(trainer.predict(module, case.loader())))  # type: ignore[arg-type]
+    torch.testing.assert_close(found[0], found[1], rtol=0, atol=1e-10)

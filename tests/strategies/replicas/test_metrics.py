@@ -24,6 +24,8 @@ from evener.strategies import (
     BalancedDataParallelStrategy,
     ConfigError,
     DataParallelStrategy,
+    DDPStrategy,
+    ModelParallelStrategy,
     SingleDeviceStrategy,
 )
 
@@ -290,3 +292,71 @@ def test_what_cannot_be_known_is_refused_before_the_first_step(metric: Any, step
     with pytest.raises(ConfigError, match=f"dp: {message}"):
         trainer.fit(module, DataLoader(case.loader().dataset, 4), case.loader())
     assert trainer.global_step == 0
+
+
+class Logged(Net):
+    """Logs one metric by step and epoch."""
+
+    metric: Any
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        super().__init__()
+        self.metric = make()
+        self.values: list[Any] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        out = self(batch[0])
+        if isinstance(self.metric, tm.R2Score):
+            self.metric(out[:, 0], batch[1].to(out.dtype))
+        elif isinstance(self.metric, tm.classification.MulticlassAUROC):
+            self.metric(out.softmax(1), batch[1])
+        else:
+            self.metric(out[:, 0].sigmoid(), batch[1] % 2, batch[1] // 2)
+            return nn.functional.cross_entropy(out, batch[1])
+        self.log("metric", self.metric, on_step=True, on_epoch=True)
+        return nn.functional.cross_entropy(out, batch[1])
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.values.append(self.metric.compute())
+        self.values.append(dict(self.trainer.callback_metrics))
+
+
+@pytest.mark.parametrize(
+    "strategy", [*STRATEGIES[:2], lambda: ModelParallelStrategy(num_microbatches=3)], ids=["dp", "balanced_dp", "mp"]
+)
+@pytest.mark.parametrize(
+    "make",
+    [
+        tm.R2Score,
+        lambda: tm.classification.MulticlassAUROC(CLASSES, thresholds=5),
+        lambda: tm.classification.BinaryGroupStatRates(num_groups=2),
+    ],
+    ids=["r2", "thresholds", "groups"],
+)
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_metrics_that_need_more_than_a_part_of_a_batch_are_one_devices(make: Any, strategy: Any) -> None:
+    """R2Score has no value of one sample; a metric with buffers was copied with its stage's hooks; a part without a
+    group counted the next group for it."""
+    found: list[Any] = []
+    for used, devices in ((strategy(), 2), (SingleDeviceStrategy(), 1)):
+        torch.manual_seed(3)
+        case = Case()
+        module = Logged(make).double()
+        torch.manual_seed(5)
+        make_trainer(case, used, devices=devices).fit(module, DataLoader(list(case.loader().dataset)[:15], 5))  # type: ignore[arg-type]
+        found.append(module.values)
+    torch.testing.assert_close(found[0], found[1], rtol=0, atol=1e-10, equal_nan=True)
+
+
+@pytest.mark.parametrize(
+    ("metric", "why"),
+    [
+        (StructuralSimilarityIndexMeasure(), r"takes its range .*data_range=None\). Pass data_range="),
+        (tm.classification.BinaryFairness(num_groups=2), "takes the groups in the samples of each update"),
+    ],
+)
+def test_ranks_refuse_metrics_that_read_all_samples_of_a_batch(metric: Any, why: str) -> None:
+    module: Any = nn.Module()
+    module.measure = nn.ModuleList([metric, StructuralSimilarityIndexMeasure(data_range=1.0)])
+    with pytest.raises(ConfigError, match=rf"ddp: {type(metric).__name__} \(measure.0\) {why}"):
+        DDPStrategy()._verify_metrics(module)

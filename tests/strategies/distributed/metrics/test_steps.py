@@ -122,7 +122,7 @@ def test_a_value_that_a_rank_can_not_compute_matters_only_if_it_is_used() -> Non
     single = _fit_uses(False, 1)
     assert run_ranks(_fit_uses, 2, False, 2) == pytest.approx([single, single], abs=1e-10)
     failed = run_ranks_unchecked(_fit_uses, 2, True, 2)
-    message = "R2Score: a value of this rank's part of the batch can't be computed (Needs at least two samples"
+    message = "R2Score: the value of a part of the batch can't be computed (Needs at least two samples"
     assert message in str(failed[1])
 
 

@@ -15,7 +15,7 @@ from torchmetrics.wrappers import Running
 
 from evener.strategies import BalancedDDPStrategy, DDPStrategy, SingleDeviceStrategy
 from evener.strategies.core.errors import ConfigError
-from evener.strategies.distributed.metrics.sync import MetricSync
+from evener.strategies.distributed.metrics.sync import MetricSync, as_bytes
 from evener.strategies.distributed.store import RankError
 
 STRATEGIES: dict[str, Any] = {
@@ -174,3 +174,10 @@ def test_states_that_are_not_sums() -> None:
         assert "BatchMean: its state 'mean' is reduced by a plain mean over ranks" in rank["unequal"]
         assert "rank 0 computes the metric SumMetric over all ranks, but rank 1 computes MaxMetric" in rank["others"]
         assert rank["after"] == (3, False, True)
+
+
+def test_a_state_of_one_element_is_sent_whatever_its_stride() -> None:
+    """Cause: `contiguous()` left the stride of 6, with which torch can't view doubles as bytes."""
+    one = torch.arange(12, dtype=torch.float64).reshape(2, 6)[1:, 2]
+    assert one.stride() == (6,)
+    assert as_bytes(one).tolist() == list(torch.tensor([8.0], dtype=torch.float64).numpy().tobytes())

@@ -1,0 +1,83 @@
+"""Stand in for the value that `forward` of a metric has for a part of a batch, where that can't be computed.
+
+`forward` of a torchmetrics metric returns the value of the samples it is given. Those of a chunk, a micro-batch or a
+rank may be too few for a value (R2Score needs two samples); whoever logs the metric itself does not ask for it.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torchmetrics import Metric
+from typing_extensions import override
+
+from .errors import ConfigError
+from .patching import replaced
+
+
+class NoValueError(ConfigError):
+    """The value of a part of a batch is used, but can't be computed."""
+
+
+_MOVES = (Tensor.to, Tensor.cpu, Tensor.cuda, Tensor.detach, Tensor.clone, Tensor.__deepcopy__)
+
+
+class NoValue(Tensor):
+    """Stands for the value of a part of a batch that can't be computed; it may be moved, but using it raises."""
+
+    reason = ""
+
+    @classmethod
+    @override
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _MOVES:
+            return args[0]
+        if func in (Tensor.is_floating_point, Tensor.is_complex):  # asked before a move
+            return False
+        reason = next(arg.reason for arg in (*args, *(kwargs or {}).values()) if isinstance(arg, NoValue))
+        raise NoValueError(reason)
+
+    @override
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"NoValue({self.reason})"
+
+
+def forward_of_part(metric: Metric, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call `forward` of a metric with a part of a batch.
+
+    Args:
+        metric: the metric, which counts the samples in any case.
+        forward: its method, perhaps replaced.
+        *args: what `forward` is given.
+        **kwargs: likewise.
+
+    Returns:
+        The value of these samples, or a `NoValue`.
+    """
+    with replaced(metric, "compute", partial(_compute, metric, metric.compute)):
+        try:
+            return forward(*args, **kwargs)
+        except NoValueError as exc:  # of a metric within this one
+            return _no_value(str(exc))
+
+
+def _compute(metric: Metric, compute: Callable[[], Any]) -> Any:
+    try:
+        return compute()
+    except NoValueError:
+        raise
+    except (ValueError, RuntimeError, IndexError, ZeroDivisionError) as exc:
+        name = type(metric).__name__
+        return _no_value(
+            f"{name}: the value of a part of the batch can't be computed ({exc}). Call {name}.update(...) if only the "
+            "epoch's value is wanted, or log the metric itself (under ranks with sync_dist=True), which has the whole "
+            "batch's value."
+        )
+
+
+def _no_value(reason: str) -> NoValue:
+    value = torch.zeros(()).as_subclass(NoValue)
+    value.reason = reason
+    return value
