@@ -208,7 +208,8 @@ def test_gradients_of_one_device_and_type_are_divided_by_one_operation(divisor: 
     for parameter in module:
         parameter.grad = torch.full_like(parameter, 8.0)
     strategy = SimpleNamespace(total_loss_weight=lambda _: divisor)
-    accumulation = Accumulation(cast(Any, SimpleNamespace(strategy=strategy, lightning_module=module, optimizers=[])))
+    trainer = SimpleNamespace(strategy=strategy, lightning_module=module, optimizers=[], world_size=1)
+    accumulation = Accumulation(cast(Any, trainer))
     with Operators():
         accumulation.divide_gradients()
     assert all(parameter.grad is not None and (parameter.grad == 2).all() for parameter in module)
