@@ -12,6 +12,8 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from lightning_fabric.utilities.rank_zero import rank_zero_warn
+
 
 class GivenSize(int):
     """A weight of a whole batch, for `self.log(batch_size=...)`, which remembers what its parts gave.
@@ -45,12 +47,30 @@ class _Key:
         given: the `batch_size` that this part gave.
         parts: how many parts logged it in the first batch, whose weight is their sum until more is known.
         constant: whether a constant is given; None as long as all parts had one size and gave one number.
+        told: whether the user was told of a batch that weighs more or less depending on it.
     """
 
     size: int
     given: int
     parts: int
     constant: bool | None = None
+    told: bool = False
+
+    @property
+    def is_constant(self) -> bool:
+        """Whether a constant is given, by what is known; the size of the first batch is more likely a constant."""
+        return self.given == self.size * self.parts != self.size if self.constant is None else self.constant
+
+    def warn(self, name: str) -> None:
+        """Tell once that a batch weighs more or less depending on what can't be found out."""
+        if not self.told:
+            rank_zero_warn(
+                f"self.log({name!r}, batch_size={self.given}): all parts of the batches so far had {self.size} samples "
+                f"and gave {self.given}, but batches differ in their number of parts, so that a constant for the whole "
+                "batch can't be told from the size of a part, and their mean depends on it. It is taken for "
+                f"{'a constant' if self.is_constant else 'the size'}. If it is not, leave batch_size out."
+            )
+        self.told = True
 
     def learn(self, sizes: Sequence[int], given: Sequence[int]) -> None:
         """Decide, once, by the first part that differs from the first one."""
@@ -66,11 +86,14 @@ class GivenSizes:
     def __init__(self) -> None:
         self._keys: dict[Hashable, _Key] = {}
 
-    def weigh(self, key: Hashable, sizes: Sequence[int], given: Sequence[int]) -> tuple[Sequence[int], GivenSize]:
+    def weigh(
+        self, key: Hashable, name: str, sizes: Sequence[int], given: Sequence[int]
+    ) -> tuple[Sequence[int], GivenSize]:
         """Weigh the parts of one batch that logged a value with `batch_size`.
 
         Args:
             key: identifies the call of `self.log`.
+            name: what it logs.
             sizes: samples per part.
             given: `batch_size` per part.
 
@@ -80,9 +103,11 @@ class GivenSizes:
         known = self._keys.setdefault(key, _Key(sizes[0], given[0], len(sizes)))
         known.learn(sizes, given)
         each = given[0] if all(number == given[0] for number in given) else None
+        if known.constant is None and len(given) != known.parts:
+            known.warn(name)
         if not any(given):  # nothing is counted: no token, say
             return sizes, GivenSize(0, each)
-        if not known.constant or each is None:
+        if not known.is_constant or each is None:
             return given, GivenSize(sum(given), each)
         # batches whose parts could not be told apart had the sum of so many constants
         return sizes, GivenSize(each * known.parts, each)

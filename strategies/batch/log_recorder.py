@@ -104,7 +104,7 @@ class LogRecorder:
         if None not in given:
             module = self._modules[0][calls[0].module]
             key = (calls[0].module, getattr(module, "_current_fx_name", None), calls[0].name)
-            weights, total = self._given.weigh(key, own, given)
+            weights, total = self._given.weigh(key, calls[0].name, own, given)
             return weights, options | {"batch_size": total}
         if len(calls) < sum(size > 0 for size in sizes):  # only some chunks logged it
             options = options | {"batch_size": sum(own)}

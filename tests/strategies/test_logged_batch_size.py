@@ -101,18 +101,30 @@ def test_chunks_log_what_one_device_logs(plan: str, num: int, batch_size: int) -
 def test_constants_and_sizes_by_hand() -> None:
     sizes = GivenSizes()
     # 2 + 2 samples, given 2 and 2: could be either
-    assert sizes.weigh("constant", [2, 2], [2, 2]) == ([2, 2], 4)
-    assert sizes.weigh("own", [2, 2], [2, 2]) == ([2, 2], 4)
+    assert sizes.weigh("constant", "loss", [2, 2], [2, 2]) == ([2, 2], 4)
+    assert sizes.weigh("own", "loss", [2, 2], [2, 2]) == ([2, 2], 4)
     # 2 + 1 samples: the constant weighs as much as before, in which it stood for two parts
-    assert sizes.weigh("constant", [2, 1], [2, 2]) == ([2, 1], 4)
-    assert sizes.weigh("own", [2, 1], [2, 1]) == ([2, 1], 3)
+    assert sizes.weigh("constant", "loss", [2, 1], [2, 2]) == ([2, 1], 4)
+    assert sizes.weigh("own", "loss", [2, 1], [2, 1]) == ([2, 1], 3)
     # 1 sample
-    assert sizes.weigh("constant", [1], [2]) == ([1], 4)
-    assert sizes.weigh("own", [1], [1]) == ([1], 1)
+    assert sizes.weigh("constant", "loss", [1], [2]) == ([1], 4)
+    assert sizes.weigh("own", "loss", [1], [1]) == ([1], 1)
     # tokens that are equal by chance, after it was seen that they are counted
-    assert sizes.weigh("tokens", [2, 2], [7, 5]) == ([7, 5], 12)
-    assert sizes.weigh("tokens", [2, 1], [6, 6]) == ([6, 6], 12)
-    assert [sizes.weigh("tokens", [2, 1], given)[1].each for given in ([6, 6], [7, 5])] == [6, None]
+    assert sizes.weigh("tokens", "loss", [2, 2], [7, 5]) == ([7, 5], 12)
+    assert sizes.weigh("tokens", "loss", [2, 1], [6, 6]) == ([6, 6], 12)
+    assert [sizes.weigh("tokens", "loss", [2, 1], given)[1].each for given in ([6, 6], [7, 5])] == [6, None]
+
+
+def test_a_mean_that_depends_on_what_a_batch_size_means_is_told_once() -> None:
+    # One sample per device in all batches, and a last batch of fewer: the mean was one reading's, without a word.
+    sizes = GivenSizes()
+    assert sizes.weigh("constant", "loss", [1, 1, 1, 1], [4, 4, 4, 4]) == ([1, 1, 1, 1], 16)
+    with pytest.warns(UserWarning, match=r"self\.log\('loss', batch_size=4\).*taken for a constant"):
+        assert sizes.weigh("constant", "loss", [1, 1, 1], [4, 4, 4]) == ([1, 1, 1], 16)
+    assert sizes.weigh("constant", "loss", [1, 1], [4, 4]) == ([1, 1], 16)
+    assert sizes.weigh("own", "acc", [1, 1, 1, 1], [1, 1, 1, 1]) == ([1, 1, 1, 1], 4)
+    with pytest.warns(UserWarning, match=r"self\.log\('acc', batch_size=1\).*taken for the size"):
+        assert sizes.weigh("own", "acc", [1, 1, 1], [1, 1, 1]) == ([1, 1, 1], 3)
 
 
 def _fit_ranks(num: int, batch_size: int, plan: str) -> Any:
