@@ -23,7 +23,7 @@ def test_frozen_workers_are_killed_before_the_others_are_asked() -> None:
         frozen.send_signal(signal.SIGSTOP)
         while not is_frozen(frozen.pid):
             time.sleep(0.01)
-        context: Any = SimpleNamespace(pids=lambda: {0: frozen.pid, 1: running.pid}, _close=close)
+        context: Any = SimpleNamespace(pids=lambda: {0: frozen.pid, 1: running.pid}, _close=close, _tail_logs=[])
         before = PContext.close
         with frozen_workers_killed():
             PContext.close(context)
