@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 import time
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -127,6 +128,14 @@ def release_openmp() -> None:
     global _openmp_released
     pause = getattr(ctypes.CDLL(None), "omp_pause_resource_all", None)
     _openmp_released = pause is not None and pause(_OMP_PAUSE_HARD) == 0
+
+
+def is_frozen(pid: int) -> bool:
+    """Whether a process is stopped (SIGSTOP), so that it can't react to being asked to end."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    except OSError:  # it has ended, or this is no Linux
+        return False
 
 
 def prepare_forked(timeout_s: float) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, PContext, SignalException
 from torch.distributed.elastic.multiprocessing import api as elastic_processes
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -20,7 +20,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from ...strategies import ConfigError
 from ...strategies.core.device_names import resolve_devices
 from ...strategies.core.scratch import scratch_directory
-from ...strategies.distributed.process_exit import release_openmp
+from ...strategies.distributed.process_exit import is_frozen, release_openmp
 from ...strategies.distributed.store import loopback_device
 from ..config.checks import plain
 from ..job.failure import Failure, report_killed
@@ -124,6 +124,24 @@ def signal_handlers_kept() -> Generator[dict[int, Any]]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@contextmanager
+def frozen_workers_killed() -> Generator[None]:
+    """Kill frozen workers when the agent closes the others after a failure; it would wait 30 s for each to react."""
+    close = PContext.close
+
+    def close_at_once(self: PContext, death_sig: signal.Signals | None = None, timeout: int = 30) -> None:
+        for pid in self.pids().values():
+            if is_frozen(pid):
+                os.kill(pid, signal.SIGKILL)
+        close(self, death_sig, timeout)
+
+    PContext.close = close_at_once
+    try:
+        yield
+    finally:
+        PContext.close = close
 
 
 def explain(cfg: DictConfig, exc: ChildFailedError, num_processes: int, scratch: Path) -> BaseException:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ...core.errors import ConfigError
-from ..process_exit import LAST_WORDS_S, release_openmp
+from ..process_exit import LAST_WORDS_S, is_frozen, release_openmp
 from ..store import RankError
 
 POLL_S = 0.1
@@ -94,7 +94,7 @@ class RankProcesses:
     def _kill_frozen(self) -> None:
         """Kill what is stopped (SIGSTOP) and can't react to being asked."""
         for process in self.processes:
-            if process.is_alive() and process.pid is not None and _is_frozen(process.pid):
+            if process.is_alive() and process.pid is not None and is_frozen(process.pid):
                 process.kill()
 
     def error(self, rank: int) -> Exception:
@@ -123,10 +123,3 @@ def _main(work: Callable[..., None], rank: int, folder: str, args: tuple[Any, ..
 
 def _error_file(folder: Path, rank: int) -> Path:
     return folder / f"error{rank}.json"
-
-
-def _is_frozen(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
-    except OSError:  # it has ended, or this is no Linux
-        return False
