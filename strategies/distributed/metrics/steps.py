@@ -101,6 +101,10 @@ class MetricSteps:
         copy.to(metric.device)
         with torch.no_grad():
             value = copy.compute()
+        for part in parts:  # `reset` empties lists, and these are joined tensors here
+            for name, default in part._defaults.items():
+                if isinstance(default, list):
+                    setattr(part, name, [])
         copy.reset()
         return value
 

@@ -10,6 +10,7 @@ from pytorch_lightning.loggers import Logger
 from regression import Net, Numbered, quiet_trainer
 from torch.utils.data import DataLoader
 from torchmetrics import MeanAbsoluteError, MeanSquaredError
+from torchmetrics.utilities import dim_zero_cat
 from torchmetrics.wrappers import Running
 
 from evener.strategies import BalancedDDPStrategy, DDPStrategy, SingleDeviceStrategy
@@ -36,6 +37,21 @@ class Kept(Logger):
         self.logged.append({name: float(value) for name, value in metrics.items() if name != "epoch"})
 
 
+class Spread(torchmetrics.Metric):
+    """The difference between the largest and the smallest value; its state is a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("values", [], dist_reduce_fx="cat")
+
+    def update(self, values: torch.Tensor) -> None:
+        self.values.append(values)
+
+    def compute(self) -> torch.Tensor:
+        values = dim_zero_cat(self.values)
+        return values.max() - values.min()
+
+
 class Logs(Net):
     """Logs metrics whose value of a batch is no mean of its parts' values; R2Score has none for a single sample."""
 
@@ -45,6 +61,7 @@ class Logs(Net):
             setattr(self, f"{stage}_r2", torchmetrics.R2Score().set_dtype(torch.float64))
             setattr(self, f"{stage}_max", torchmetrics.MaxMetric())
             setattr(self, f"{stage}_window", Running(torchmetrics.SumMetric(), 2))
+            setattr(self, f"{stage}_spread", Spread().set_dtype(torch.float64))
             root, mean = MeanSquaredError(squared=False), MeanAbsoluteError()
             setattr(self, f"{stage}_composed", root.set_dtype(torch.float64) + mean.set_dtype(torch.float64))
         self.seen: list[dict[str, float]] = []
@@ -53,6 +70,7 @@ class Logs(Net):
         x, y, index = batch
         for name, inputs in {
             "r2": (x[:, 0], y[:, 0]),
+            "spread": (x[:, 0] * y[:, 0],),
             "max": (index.double(),),
             "window": (index.double(),),
             "composed": (x[:, 0], y[:, 0]),
