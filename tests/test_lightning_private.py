@@ -112,6 +112,7 @@ pytorch_lightning.utilities.combined_loader CombinedLoader._state_dicts
 pytorch_lightning.loops.evaluation_loop _EvaluationLoop._store_dataloader_outputs
 torch.utils.data DataLoader._index_sampler
 torch.utils.data DataLoader._get_iterator
+torch.multiprocessing.spawn ProcessContext._join_procs_with_timeout
 torch.utils.data._utils.worker ManagerWatchdog
 torch.nn Module._replicate_for_data_parallel
 torch.nn.modules.batchnorm _BatchNorm

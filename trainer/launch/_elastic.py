@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, PContext
 from torch.distributed.elastic.multiprocessing import api as elastic_processes
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from torch.multiprocessing.spawn import ProcessContext
 
 from ...strategies import ConfigError
 from ...strategies.core.device_names import resolve_devices
@@ -43,7 +44,7 @@ def launch_workers(cfg: DictConfig, num_processes: int) -> Result:
         config = launch_config(cfg, num_processes, str(scratch))
         try:
             # a second signal finds the agent's handlers gone, which would raise its error
-            with signal_handlers_kept() as handlers:
+            with frozen_workers_killed(), signal_handlers_kept() as handlers:
                 if can_fork(cfg):
                     release_openmp()
                     logging.getLogger(elastic_processes.__name__).setLevel(logging.CRITICAL)  # a failure is told below
@@ -128,20 +129,28 @@ def signal_handlers_kept() -> Generator[dict[int, Any]]:
 
 @contextmanager
 def frozen_workers_killed() -> Generator[None]:
-    """Kill frozen workers when the agent closes the others after a failure; it would wait 30 s for each to react."""
-    close = PContext.close
+    """Kill frozen workers when the agent ends the others after a failure; it would wait 30 s for them to react."""
+    close, join = PContext.close, ProcessContext._join_procs_with_timeout
 
     def close_at_once(self: PContext, death_sig: signal.Signals | None = None, timeout: int = 30) -> None:
-        for pid in self.pids().values():
-            if is_frozen(pid):
-                os.kill(pid, signal.SIGKILL)
+        kill_frozen(self.pids().values())
         close(self, death_sig, timeout)
 
-    PContext.close = close_at_once
+    def join_at_once(self: ProcessContext, timeout: float) -> None:
+        kill_frozen(process.pid for process in self.processes)
+        join(self, timeout)
+
+    PContext.close, ProcessContext._join_procs_with_timeout = close_at_once, join_at_once
     try:
         yield
     finally:
-        PContext.close = close
+        PContext.close, ProcessContext._join_procs_with_timeout = close, join
+
+
+def kill_frozen(pids: Iterable[int]) -> None:
+    """Kill those of some processes that are stopped (SIGSTOP)."""
+    for pid in filter(is_frozen, pids):
+        os.kill(pid, signal.SIGKILL)
 
 
 def explain(cfg: DictConfig, exc: ChildFailedError, num_processes: int, scratch: Path) -> BaseException:
