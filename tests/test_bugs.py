@@ -166,7 +166,7 @@ def test_predictions_are_written_whole_or_not_at_all(tmp_path: Path) -> None:
     assert torch.equal(torch.load(str(path), weights_only=True)[0], torch.ones(2))
 
 
-def test_batches_of_several_loaders_that_ranks_share_in_unequal_parts_are_told() -> None:
+def test_batches_of_several_loaders_that_ranks_share_in_unequal_parts_are_refused() -> None:
     # A rank's loss was weighed by its part of the first loader's batch, whatever its part of the others' was; where
     # the first loader was exhausted, by nothing.
     strategy = DDPStrategy()
@@ -181,7 +181,8 @@ def test_batches_of_several_loaders_that_ranks_share_in_unequal_parts_are_told()
     assert strategy._parts == {0.5}
     strategy.take_share()
     assert strategy._parts == {0.5, 1.0}
-    with pytest.warns(UserWarning, match="0.5 and 1 of the batches of the loaders"):
-        strategy._tell_parts()
+    strategy._knows_parts = True  # what could be known before the first step
+    with pytest.raises(ConfigError, match=r"this rank has 0\.5 and 1 of the batches of the loaders"):
+        strategy._verify_parts()
     strategy.take_share()
     assert strategy.share == Share(1, 3)

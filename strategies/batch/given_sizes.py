@@ -62,8 +62,11 @@ class _Key:
         return self.given == self.size * self.parts != self.size if self.constant is None else self.constant
 
     def warn(self, name: str) -> None:
-        """Tell once that a batch weighs more or less depending on what can't be found out."""
-        if not self.told:
+        """Tell once that a batch weighs more or less depending on what can't be found out.
+
+        A number that is the size of every part is no constant of the whole batch, unless it is 1.
+        """
+        if not self.told and (self.given != self.size or self.given == 1):
             rank_zero_warn(
                 f"self.log({name!r}, batch_size={self.given}): all parts of the batches so far had {self.size} samples "
                 f"and gave {self.given}, but batches differ in their number of parts, so that a constant for the whole "

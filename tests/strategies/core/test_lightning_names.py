@@ -184,7 +184,7 @@ OLD = """
 import pytorch_lightning
 pytorch_lightning.__version__ = "2.5.2"
 try:
-    import evener.trainer
+    from evener.trainer import Trainer
 except ImportError as exc:
     assert "but 2.5.2 is installed" in str(exc)
 else:
