@@ -115,15 +115,15 @@ def test_bad_arguments_are_refused(call: Any, message: str) -> None:
         call()
 
 
-def test_a_compiled_module_may_be_compiled_for_every_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiled_module_may_be_compiled_for_every_device() -> None:
     """Torch stops compiling a function after eight times, and a replica on another device is one."""
     from torch._dynamo import config
 
-    monkeypatch.setattr(config, "recompile_limit", 8)
-    plain = nn.Sequential(nn.Linear(2, 2))
-    ReplicaLayout(plain, [torch.device("cpu")] * 2).close()
-    assert config.recompile_limit == 8
-    allow_recompiling(4)
-    assert config.recompile_limit == 32
+    with config.patch(recompile_limit=8):  # pytest's monkeypatch would leave it deleted
+        plain = nn.Sequential(nn.Linear(2, 2))
+        ReplicaLayout(plain, [torch.device("cpu")] * 2).close()
+        assert config.recompile_limit == 8
+        allow_recompiling(4)
+        assert config.recompile_limit == 32
     plain[0].compile(backend="eager")
     assert [is_compiled(module) for module in plain.modules()] == [False, True]
