@@ -13,9 +13,11 @@ samples, what does not is shared); how long the parts of one result are on chunk
 still be read in two ways is refused by name. What was decided for a path (`boxes`, `views.0`) holds for the whole run.
 """
 
+import numbers
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -274,6 +276,7 @@ class BatchStructure:
         if not inside or any(count != num for count in inside):
             if path == () and any(is_array(element) for element in value):
                 return "structure"  # of `x, y` one has another number of rows, which is refused
+            self._verify_alike(value, path)
             return "list"
         if len({_kind(element) for element in value}) > 1:
             return "structure"  # samples are all of one kind
@@ -284,6 +287,22 @@ class BatchStructure:
             f"element per sample, {{{key}: 0}} for one row per sample, or {{{key}: none}} where it is the same for all "
             "samples."
         )
+
+    def _verify_alike(self, value: Any, path: Path) -> None:
+        """Refuse a list as long as the batch that may be a name and its value, as `("more", {})`.
+
+        Raises:
+            ConfigError: its elements are of several kinds.
+        """
+        kinds = sorted({_family(element) for element in value if element is not None})
+        if len(kinds) > 1:
+            name, key, num = called(path, self._root), self._key(path), len(value)
+            raise ConfigError(
+                f"{name} is a {type(value).__name__} of {num} values of several kinds ({', '.join(kinds)}) in a batch "
+                f"of {num} samples: its elements may be samples, or a structure. Set strategy.batch_dims={{{key}: "
+                f"list}} for one element per sample, {{{key}: 0}} for a structure whose tensors have one row per "
+                f"sample, or {{{key}: none}} where it is the same for all samples."
+            )
 
     def _verify_assumed(self, batch: Batch) -> None:
         """Compare the tensors of the first two batches that were taken for rows without evidence.
@@ -439,6 +458,14 @@ def _role_in_stacked(value: Any) -> str:
 def _kind(value: Any) -> Any:
     """What the samples of a batch have in common."""
     return (value.dtype, value.ndim, getattr(value, "layout", None)) if is_array(value) else type(value)
+
+
+def _family(value: Any) -> str:
+    """The kind of a value, numbers of all types alike: samples' numbers may be 1 and 0.5."""
+    if isinstance(value, (numbers.Number, np.generic)) or (isinstance(value, (Tensor, np.ndarray)) and not value.ndim):
+        return "number"
+    families = {"mapping": Mapping, "list": (list, tuple), "tensor": (Tensor, np.ndarray)}
+    return next((name for name, types in families.items() if isinstance(value, types)), type(value).__name__)
 
 
 def _plural(value: Any) -> str:

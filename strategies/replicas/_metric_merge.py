@@ -47,7 +47,8 @@ class MetricMerger:
         ]
         memo: dict[int, Any] = {}
         found = {id(metric): metric for _, _, metric in self._slots}
-        self._stand_ins = {key: copy_metric(metric, replicas.devices[0], memo) for key, metric in found.items()}
+        with torch.inference_mode(False), torch.no_grad():
+            self._stand_ins = {key: copy_metric(metric, replicas.devices[0], memo) for key, metric in found.items()}
         outermost = {id(metric): metric for slot in found.values() for metric in outermost_metrics(slot)}
         self._metrics = list(outermost.values())
         self._copies = [self._copies_of(metric) for metric in self._metrics]
@@ -100,6 +101,8 @@ class MetricMerger:
             if isinstance(copy._forward_cache, Tensor)
         }
         with torch.inference_mode(False), torch.no_grad():
+            for metric in self._metrics:
+                _make_writable(metric)
             for metric, copies, is_merged in zip(self._metrics, self._copies, self._is_merged, strict=True):
                 updated = [copy for copy in copies if copy._update_count > 0]
                 if is_merged and updated:
@@ -112,10 +115,11 @@ class MetricMerger:
         """Reset the copies."""
         for calls in self._calls:
             calls.calls.clear()
-        for copies, is_merged in zip(self._copies, self._is_merged, strict=True):
-            for copy in copies:
-                if copy._update_count > 0 or not is_merged:
-                    copy.reset()
+        with torch.inference_mode(False), torch.no_grad():
+            for copies, is_merged in zip(self._copies, self._is_merged, strict=True):
+                for copy in copies:
+                    if copy._update_count > 0 or not is_merged:
+                        copy.reset()
 
     def _carry_attributes(self, metric: Metric, copies: Sequence[Metric]) -> None:
         """Give the root's metric what `update` set on its copies beside their states, where that is known.
@@ -168,6 +172,15 @@ def is_mergeable(metric: Metric) -> bool:
         metric._reductions[name] in _MERGEABLE or (metric._reductions[name] is None and isinstance(default, list))
         for name, default in metric._defaults.items()
     )
+
+
+def _make_writable(metric: Metric) -> None:
+    """Replace states that a hook of a test or prediction has reset: in inference mode they become inference tensors."""
+    for part in metric.modules():
+        for name in part._defaults if isinstance(part, Metric) else ():
+            state = getattr(part, name)
+            if isinstance(state, Tensor) and state.is_inference():
+                setattr(part, name, state.clone())
 
 
 def _merge(metric: Metric, copies: Sequence[Metric]) -> None:

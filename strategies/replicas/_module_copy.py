@@ -100,8 +100,7 @@ class ModuleCopy:
             first: the first number that hooks registered in that step can have.
         """
         own = [number for number in self.counterpart(original).__dict__[key] if number >= first]
-        if len(own) == len(added):
-            self._twins.update({(key, number): twin for number, twin in zip(added, own, strict=True)})
+        self._twins.update({(key, number): twin for number, twin in zip(added, own, strict=True)})
 
     def update_hooks(self, original: nn.Module, before: Sequence[Sequence[int]]) -> None:
         """Give a copied module the hooks that its original was given, and take those that it has lost.
@@ -120,6 +119,13 @@ class ModuleCopy:
                 if number not in hooks:
                     own.pop(self._twins.pop((key, number), number), None)
             own.update({number: self._translated(hook) for number, hook in hooks.items() if number not in known})
+
+    def returned(self, value: Any) -> Any:
+        """Replace references to the copy in a value by references to the root: the way back of `set_attribute`."""
+        back = object.__new__(ModuleCopy)
+        back.device, back._root_device, back._open = self._root_device, self.device, set()
+        back._copies = {id(made): (made, original) for original, made in self._copies.values()}
+        return back._translated(value)
 
     def copy_tensor(self, original: Tensor) -> Tensor:
         """Copy a parameter or buffer to the device; the same tensor always gets the same copy."""

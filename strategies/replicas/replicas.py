@@ -26,6 +26,7 @@ from torch.utils.hooks import RemovableHandle
 from torchmetrics import Metric, MetricCollection
 
 from ..core.devices import broadcast_coalesced
+from ..core.errors import ConfigError
 from ._hidden_writes import HiddenWrites, is_shared
 from ._module_copy import HOOKS, ModuleCopy
 
@@ -38,6 +39,14 @@ def attribute_values(module: nn.Module) -> tuple[Any, ...]:
 def hook_numbers(module: nn.Module) -> tuple[tuple[int, ...], ...]:
     """The numbers of a module's hooks, which torch gives out once, in their order."""
     return tuple([tuple(module.__dict__[key]) for key in HOOKS])
+
+
+def _added(module: nn.Module, before: Sequence[Sequence[int]]) -> list[list[int]]:
+    """For each of `HOOKS` the numbers of the hooks that a module was given."""
+    return [
+        [number for number in module.__dict__[key] if number not in known]
+        for key, known in zip(HOOKS, before, strict=True)
+    ]
 
 
 def are_same(values: tuple[Any, ...], others: tuple[Any, ...]) -> bool:
@@ -136,8 +145,8 @@ class Replicas:
         """
         self._used = list(used)
         self._next_hook = RemovableHandle.next_id
-        leader = self.modules()[used[0]] if used[0] > 0 else []
-        self._leader = [(module, module.__dict__.copy(), hook_numbers(module)) for module in leader]
+        pairs = self._copies[used[0] - 1].pairs if used[0] > 0 else []
+        self._leader = [(root, module, module.__dict__.copy(), hook_numbers(module)) for root, module in pairs]
 
     def after_step(self) -> None:
         """Note what the step did to the root; where it had no sample, take over what the step did to the first chunk's.
@@ -147,17 +156,18 @@ class Replicas:
         if self._leader and self.root.training:
             with torch.inference_mode(False), torch.no_grad():
                 broadcast_coalesced(self._buffers(self._used[0]), [self._buffers(0)])
-        if self._used[0] == 0 and RemovableHandle.next_id > self._next_hook:
-            self._pair_hooks()
-        adds_hooks = any(
-            now.keys() - set(numbers)
-            for leader, _, hooks in self._leader
-            for now, numbers in zip((leader.__dict__[key] for key in HOOKS), hooks, strict=True)
-        )
-        for module, (leader, before, hooks) in zip(self._modules, self._leader, strict=False):
+        if RemovableHandle.next_id > self._next_hook:
+            self._verify_hooks()
+        if self._leader and RemovableHandle.next_id > self._next_hook and self._keeps_handle():
+            self._return_hooks()
+        elif self._leader:
             # what a step sets first when it registers hooks may say that it has, and the root has none of them
-            known = before.keys() | (set() if adds_hooks else leader.__dict__.keys())
-            self._take_over(module, leader, before, hooks, known)
+            adds_hooks = any(any(_added(leader, hooks)) for _, leader, _, hooks in self._leader)
+            for module, leader, before, hooks in self._leader:
+                known = before.keys() | (set() if adds_hooks else leader.__dict__.keys())
+                self._take_over(module, leader, before, hooks, known)
+        if RemovableHandle.next_id > self._next_hook:
+            self._pair_hooks()
         for seen, module in zip(self._seen, self._modules, strict=True):
             seen.note_step(module)
         self._idle |= set(range(1, len(self))) - set(self._used)
@@ -169,6 +179,52 @@ class Replicas:
                 added = [number for number in module.__dict__[key] if number >= self._next_hook]
                 for i in self._used[1:] if added else []:
                     self._copies[i - 1].pair_hooks(module, key, added, self._next_hook)
+
+    def _verify_hooks(self) -> None:
+        """Compare how many hooks each replica has after a step that registered some.
+
+        Raises:
+            ConfigError: they differ, so that a part of the batch would miss them.
+        """
+        for module in self._modules:
+            for key in HOOKS:
+                first, *others = [len(self.counterpart(i, module).__dict__[key]) for i in self._used]
+                other = next((num for num in others if num != first), first)
+                if other != first:
+                    raise ConfigError(
+                        f"After a step that registered hooks a {type(module).__name__} has {first} on one replica and "
+                        f"{other} on another: replicas share the lists and dictionaries that a module had before. Keep "
+                        "each handle in an attribute of its own, or register hooks in __init__, setup or on_fit_start."
+                    )
+
+    def _keeps_handle(self) -> bool:
+        """Whether the step of the first chunk's replica has set an attribute to the handle of a hook that is there."""
+        added = {number for _, leader, _, hooks in self._leader for own in _added(leader, hooks) for number in own}
+        kept = (
+            leader.__dict__.get(key)
+            for _, leader, before, _ in (self._leader if added else [])
+            for key in _changed_keys(before, leader.__dict__)
+        )
+        return any(handle.id in added for value in kept for handle in _handles(value))
+
+    def _return_hooks(self) -> None:
+        """Give the root the hooks that the step registered on another replica, and all that it set.
+
+        Whoever removes a hook between steps does so by the root's handle.
+        """
+        copy = self._copies[self._used[0] - 1]
+        for module, leader, before, hooks in self._leader:
+            for key in _changed_keys(before, leader.__dict__):
+                if key in _OWN:
+                    continue
+                if key in leader.__dict__:
+                    module.__dict__[key] = copy.returned(leader.__dict__[key])
+                else:
+                    module.__dict__.pop(key, None)
+            self._take_over(module, leader, before, hooks, set())
+            for key, added in zip(HOOKS, _added(leader, hooks), strict=True):
+                own = leader.__dict__[key]
+                module.__dict__[key].update({number: copy.returned(own[number]) for number in added})
 
     def _take_over(
         self,
@@ -204,7 +260,7 @@ class Replicas:
         self._seen = [_Seen(module) for module in self._modules]
         self._used: list[int] = []
         self._idle: set[int] = set()
-        self._leader: list[tuple[nn.Module, dict[str, Any], tuple[tuple[int, ...], ...]]] = []
+        self._leader: list[tuple[nn.Module, nn.Module, dict[str, Any], tuple[tuple[int, ...], ...]]] = []
 
     def _has_new_structure(self) -> bool:
         parameters = [module._parameters.get(name) for module, name in self._slots]
@@ -301,6 +357,15 @@ def _changed_keys(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     missing = object()
     changed = [key for key, value in now.items() if value is not before.get(key, missing)]
     return changed + [key for key in before if key not in now]
+
+
+def _handles(value: Any) -> Iterator[RemovableHandle]:
+    """The handles of hooks in a value."""
+    if isinstance(value, RemovableHandle):
+        yield value
+    elif isinstance(value, (list, tuple, dict)):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _handles(item)
 
 
 def _is_plain(value: Any) -> bool:

@@ -332,6 +332,31 @@ def test_a_rank_knows_of_its_part_what_the_whole_batch_of_a_stream_has_shown() -
         BatchStructure().split(part, [1, 0])
 
 
+@pytest.mark.parametrize("pair", [("more", {}), ["scale", 0.5], [{"a": 1}, ["b"]]])
+def test_a_name_and_its_value_may_be_two_samples(pair: Any) -> None:
+    """The pair was cut in a batch of two samples: a chunk had the name, and another one the value."""
+    x, y = torch.randn(2, 4), torch.zeros(2)
+    for batch in (x, y, pair), [("x", x), ("y", y), pair]:
+        with pytest.raises(ConfigError, match=r"batch\[2\] is a .* of several kinds .* in a batch of 2 samples"):
+            BatchStructure().split(batch, [1, 1])
+        chunks = BatchStructure({"2": "shared"}).split(batch, [1, 1])
+        assert [chunk[2] for chunk in chunks] == [pair, pair]
+    chunks = BatchStructure({"2": "list"}).split((x, y, pair), [1, 1])
+    assert [chunk[2] for chunk in chunks] == [pair[:1], pair[1:]]
+
+
+def test_a_name_and_a_tensor_may_be_two_samples() -> None:
+    x, y = torch.randn(2, 4), torch.zeros(2)
+    with pytest.raises(ConfigError, match=r"several kinds \(str, tensor\) in a batch of 2 samples"):
+        BatchStructure().split((x, y, ("weights", torch.ones(3))), [1, 1])
+
+
+@pytest.mark.parametrize("samples", [["a", None], [1, 0.5], [torch.tensor(1.0), 2], [{"a": 1}, {}], [[], [1]]])
+def test_samples_of_one_kind_are_cut(samples: list[Any]) -> None:
+    chunks = BatchStructure().split((torch.randn(2, 4), samples), [1, 1])
+    assert [chunk[1] for chunk in chunks] == [samples[:1], samples[1:]]
+
+
 def test_looking_at_samples_leaves_no_trace() -> None:
     """Random states stay as they are, and collated batches of strings, None and numbers are understood."""
     torch.manual_seed(1), random.seed(1), np.random.seed(1)

@@ -9,7 +9,7 @@ from parity import Case, Net, assert_equal, baseline, make_module, make_trainer,
 from pytorch_lightning.callbacks import ModelPruning
 from torch import Tensor, nn
 
-from evener.strategies import BalancedDataParallelStrategy, DataParallelStrategy, SingleDeviceStrategy
+from evener.strategies import BalancedDataParallelStrategy, ConfigError, DataParallelStrategy, SingleDeviceStrategy
 
 STRATEGIES = [
     DataParallelStrategy,
@@ -166,3 +166,83 @@ def test_a_root_without_samples_does_not_believe_that_it_has_the_replicas_hooks(
         trainer.fit(module, case.loader(), case.loader())
         found.append(torch.cat(trainer.predict(module, case.loader())))  # type: ignore[arg-type]
     torch.testing.assert_close(found[0], found[1], rtol=0, atol=1e-10)
+
+
+class KeepsItsHandle(Net):
+    """Registers a hook in a step where it has none, and removes it between steps if it has one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.handle: Any = None
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.handle is None:
+            self.handle = self.net[0].register_forward_hook(self.scale, with_kwargs=True)
+        return super().training_step(batch, batch_idx)
+
+    def scale(self, layer: nn.Module, args: Any, kwargs: Any, output: Tensor) -> Tensor:
+        assert layer is self.net[0]
+        return output * 1.5
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_end(outputs, batch, batch_idx)
+        if batch_idx == 1 and self.handle is not None:
+            self.handle.remove()
+            self.handle = None
+
+
+class KeepsHandles(KeepsItsHandle):
+    """The same with a list of handles that the step makes."""
+
+    handles: Any = None
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if not self.handles:
+            self.handles = [self.net[0].register_forward_hook(self.scale, with_kwargs=True)]
+        return self.loss(batch)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        (self.handle,) = self.handles
+        super().on_train_batch_end(outputs, batch, batch_idx)
+        self.handles = [self.handle] if self.handle is not None else []
+
+
+class SharesHandles(KeepsItsHandle):
+    """The same with a list that it has from the start."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.handles: list[Any] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if not self.handles:
+            self.handles.append(self.net[0].register_forward_hook(self.scale, with_kwargs=True))
+        return self.loss(batch)
+
+
+@pytest.mark.parametrize("strategy", [STRATEGIES[0], STRATEGIES[2]])
+def test_hooks_of_one_replica_only_are_refused(strategy: Any) -> None:
+    """One replica registered its hook and noted it in the list that all share, so that the others did not."""
+    case = Case(SharesHandles)
+    module = make_module(case)
+    trainer = make_trainer(case, strategy(), devices=3)
+    with pytest.raises(ConfigError, match="a Linear has 1 on one replica and 0 on another"):
+        trainer.fit(module, case.loader(), case.loader())
+    assert trainer.global_step == 0
+
+
+@pytest.mark.parametrize("module_type", [KeepsItsHandle, KeepsHandles])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.filterwarnings("ignore:.*was assigned on a replica")
+def test_the_root_removes_a_hook_by_the_handle_that_a_replica_kept(module_type: type[Net], strategy: Any) -> None:
+    """With `gpu0_chunk=0` the root had no handle, so that the replicas' hooks stayed."""
+    found: list[Tensor] = []
+    for used, devices in ((strategy(), 3), (SingleDeviceStrategy(), 1)):
+        case = Case(module_type)
+        module = make_module(case)
+        make_trainer(case, used, devices=devices).fit(module, case.loader(), case.loader())
+        assert len(module.net[0]._forward_hooks) == len(module.net[0]._forward_hooks_with_kwargs) == 1
+        found.append(module(torch.ones(2, 4).double()).detach())
+        module.handle.remove()
+        found.append(module(torch.ones(2, 4).double()).detach())
+    torch.testing.assert_close(found[:2], found[2:], rtol=0, atol=1e-10)

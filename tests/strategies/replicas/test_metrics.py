@@ -360,3 +360,32 @@ def test_ranks_refuse_metrics_that_read_all_samples_of_a_batch(metric: Any, why:
     module.measure = nn.ModuleList([metric, StructuralSimilarityIndexMeasure(data_range=1.0)])
     with pytest.raises(ConfigError, match=rf"ddp: {type(metric).__name__} \(measure.0\) {why}"):
         DDPStrategy()._verify_metrics(module)
+
+
+class ResetInHooks(Measured):
+    """Computes and resets its metric when a test ends."""
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.measure(batch, "test")
+
+    def on_test_epoch_end(self) -> None:
+        self.keep()
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES[:2])
+@pytest.mark.parametrize("by_forward", [False, True])
+@pytest.mark.parametrize("name", ["mean", "f1", "running mean", "minmax", "pearson"])
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_metric_that_was_reset_in_a_test_goes_on(name: str, by_forward: bool, strategy: Any) -> None:
+    """States that were reset in inference mode could not be written to outside of it: a second test failed."""
+    values: list[Any] = []
+    for used, devices in ((strategy(), 3), (SingleDeviceStrategy(), 1)):
+        torch.manual_seed(3)
+        module = ResetInHooks(*FED[name], by_forward).double()
+        case = Case(num=10, trainer={"max_epochs": 1, "inference_mode": devices > 1})
+        trainer = make_trainer(case, used, devices=devices)
+        for _ in range(2):
+            trainer.test(module, case.loader(), verbose=False)
+        trainer.fit(module, case.loader(), case.loader())
+        values.append(module.values)
+    torch.testing.assert_close(values[0], values[1], rtol=0, atol=1e-6, check_dtype=False, equal_nan=True)
