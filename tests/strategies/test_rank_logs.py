@@ -10,6 +10,7 @@ import torch
 from distributed import run_ranks
 from parity import FEATURES, Samples, as_tuple
 from pytorch_lightning.callbacks import ModelCheckpoint
+from regression import Net, Numbered, quiet_trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
@@ -178,3 +179,31 @@ def test_a_rank_without_samples_shows_what_the_others_logged(tmp_path: Path) -> 
     assert first[0][0]["sum_epoch"] == pytest.approx(
         sum(step["sum_step"] for step in first[0][1][:2]) + sum(step["sum_step"] for step in second[0][1])
     )
+
+
+class Loaders(Net):
+    """Logs a value of each of its validation loaders."""
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.log("index", batch[2].double().mean())
+
+
+def _last_indices(nums: tuple[int, ...], num_ranks: int) -> Any:
+    strategy = DDPStrategy(timeout_s=60, batch_size_is="global") if num_ranks > 1 else SingleDeviceStrategy()
+    trainer = quiet_trainer(strategy, num_ranks, max_epochs=2)
+    loaders = [DataLoader(Numbered(num), 2) for num in nums]
+    module = Loaders()
+    trainer.fit(module, DataLoader(Numbered(4), 2), loaders)
+    whole = trainer.validate(module, loaders, verbose=False)
+    return {name: float(value) for name, value in trainer.callback_metrics.items() if "index" in name}, whole
+
+
+@pytest.mark.parametrize("nums", [(4, 1), (1, 1), (4, 1, 4), (1, 4, 1)])
+def test_a_loader_without_a_sample_for_a_rank_is_validated(nums: tuple[int, ...]) -> None:
+    # Cause: a rank exchanged the values of those loaders only that had given it a batch.
+    expected, whole = _last_indices(nums, 1)
+    assert len(expected) == len(nums)
+    for found, parts in run_ranks(_last_indices, 2, nums, 2):
+        assert found == pytest.approx(expected, abs=1e-10)
+        for part, one in zip(parts, whole, strict=True):
+            assert part == pytest.approx(one, abs=1e-10)

@@ -292,21 +292,47 @@ class LeanEvaluationLoop(SeparateEvaluation, _EvaluationLoop):
         super().__init__(*args, **kwargs)
         self._results = LeanResults(training=False)
         self._plan: StepPlan | None = None
+        self._loader = self._to_store = 0  # which gave the last batch, and whose outputs are to be stored next
 
     @override
     def reset(self) -> None:
         super().reset()
         self._plan = step_plan(self, "test" if self.trainer.testing else "validation")
+        self._loader = self._to_store = 0
 
     @override
     def _evaluation_step(
         self, batch: Any, batch_idx: int, dataloader_idx: int, dataloader_iter: Iterator[Any] | None
     ) -> None:
+        self._loader = dataloader_idx
         if self._plan is None:
             super()._evaluation_step(batch, batch_idx, dataloader_idx, dataloader_iter)
         else:
             evaluate(self, self._plan, batch, batch_idx, dataloader_idx)
         self.after_batch()
+
+    @override
+    def _store_dataloader_outputs(self) -> None:
+        self._store_passed_over(self._loader)
+        super()._store_dataloader_outputs()
+        self._to_store = self._loader + 1
+
+    @override
+    def on_run_end(self) -> list[Any]:
+        self._store_passed_over(len(self.max_batches))
+        return super().on_run_end()
+
+    def _store_passed_over(self, end: int) -> None:
+        """Store the outputs of loaders before `end` that gave this rank no batch: other ranks exchange theirs."""
+        assert self._combined_loader is not None
+        if self.trainer.world_size == 1 or self._combined_loader._mode != "sequential" or len(self.max_batches) == 1:
+            return
+        results, current = self._results, self._results.dataloader_idx
+        for index in range(self._to_store, end):
+            if self.max_batches[index]:
+                results.dataloader_idx = index
+                super()._store_dataloader_outputs()
+        self._to_store, results.dataloader_idx = max(self._to_store, end), current
 
     @override
     def teardown(self) -> None:
