@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, assume, given, seed, settings
 from hypothesis import strategies as st
 
-from .cases import Case, Spread, brief
+from .cases import Case, Options, Spread, brief
 from .draw import CASES, SPREADS
 from .hunting import Hunt
 from .settled import settled
@@ -57,6 +57,14 @@ def test_a_drawn_training_equals_one_device_or_is_refused(kind: str, hunt: Hunt)
         assert verdict.accepted, f"{brief(case)} under {brief(spread)}:\n{verdict.word}: {verdict.reason}"
 
     holds()
+
+
+@pytest.mark.timeout(200)
+def test_callbacks_read_values_of_all_ranks_in_the_first_step_after_a_restart(hunt: Hunt) -> None:
+    """Lightning's loop, which runs this step, called `on_train_batch_end` before the ranks had met."""
+    spread = Spread("ddp", 2, (("batch_size_is", "global"), ("timeout_s", 6)))
+    verdict = hunt.judge(Case(options=Options(max_steps=3), resume_after=1), spread)
+    assert verdict.word == "equal", verdict.reason
 
 
 @pytest.mark.slow

@@ -166,6 +166,13 @@ class LeanTrainingEpochLoop(ResumingEpochLoop, _TrainingEpochLoop):
         """Do nothing: Lightning's synchronizes the host every step. See `ResumingFitLoop.stop_between_batches`."""
 
     @override
+    def update_lr_schedulers(self, interval: str, update_plateau_schedulers: bool) -> None:
+        """Lightning's, which its own loop calls between the step and the hooks that read what was logged in it."""
+        if self._results.tracked or self._results.deferred:
+            self._connector.exchange(self._results)
+        super().update_lr_schedulers(interval, update_plateau_schedulers)
+
+    @override
     def advance(self, data_fetcher: _DataFetcher) -> None:
         fit_loop: Any = self.trainer.fit_loop
         # before the first batch of an epoch a run can't be resumed exactly
