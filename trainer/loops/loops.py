@@ -320,23 +320,28 @@ class LeanEvaluationLoop(SeparateEvaluation, _EvaluationLoop):
 
     @override
     def _store_dataloader_outputs(self) -> None:
-        self._store_passed_over(self._loader)
-        super()._store_dataloader_outputs()
-        self._to_store = self._loader + 1
+        if self._is_exchanged_by_loader():
+            self._store_until(self._loader + 1)
+        else:
+            super()._store_dataloader_outputs()
 
     @override
     def on_run_end(self) -> list[Any]:
-        self._store_passed_over(len(self.max_batches))
+        if self._is_exchanged_by_loader():
+            self._store_until(len(self.max_batches))
         return super().on_run_end()
 
-    def _store_passed_over(self, end: int) -> None:
-        """Store the outputs of loaders before `end` that gave this rank no batch: other ranks exchange theirs."""
-        assert self._combined_loader is not None
-        if self.trainer.world_size == 1 or self._combined_loader._mode != "sequential" or len(self.max_batches) == 1:
-            return
+    def _is_exchanged_by_loader(self) -> bool:
+        """Whether ranks exchange the outputs of several loaders, one after the other."""
+        loader = self._combined_loader
+        several = loader is not None and loader._mode == "sequential" and len(self.max_batches) > 1
+        return several and self.trainer.world_size > 1
+
+    def _store_until(self, end: int) -> None:
+        """Store the outputs of the loaders before `end`, also of those that gave batches to other ranks only."""
         results, current = self._results, self._results.dataloader_idx
         for index in range(self._to_store, end):
-            if self.max_batches[index]:
+            if index == self._loader or self.max_batches[index]:
                 results.dataloader_idx = index
                 super()._store_dataloader_outputs()
         self._to_store, results.dataloader_idx = max(self._to_store, end), current
