@@ -56,6 +56,8 @@ def _as_the_law_says(case: Case, spread: Spread) -> Case:
     net = _without(net, *(name for name in net.peculiar if "collects" in name))
     # a collection logs under names of its members, by which the tester can't tell what is a rank's own
     logs = tuple(replace(log, sync_dist=log.sync_dist or "collection" in log.value) for log in case.logs)
+    # the bar shows rank 0's own value of an evaluation step, unless it is asked for the global batch's
+    logs = tuple(replace(log, prog_bar=log.prog_bar and (log.where != "eval" or log.sync_dist)) for log in logs)
     sums = case.returns.train == "sum"  # `loss_reduction` is an option of one process
     returns = replace(case.returns, train="tensor") if sums else case.returns
     return replace(case, net=net, returns=returns, logs=logs)

@@ -61,7 +61,7 @@ def judge(pool: Pool, case: Case, spread: Spread) -> Verdict:
             # without a sanity check nothing is seen of validation before training; with it the refusal must come first
             return judge(pool, replace(case, options=replace(case.options, num_sanity_val_steps=2)), spread)
         return Verdict("late" if first.says_why else "crash", f"{words}\n{first.trace}")
-    tolerance = max(TOLERANCES[case.dtype], 8e-3 * ("16" in case.options.precision))
+    tolerance = max(TOLERANCES[case.dtype], 3e-2 * ("16" in case.options.precision))  # bf16 has 8 bits
     return _compare(case, spread, expected, found, tolerance)
 
 
