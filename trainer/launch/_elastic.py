@@ -20,6 +20,7 @@ from torch.multiprocessing.spawn import ProcessContext
 
 from ...strategies import ConfigError
 from ...strategies.core.device_names import resolve_devices
+from ...strategies.core.patching import replaced
 from ...strategies.core.scratch import scratch_directory
 from ...strategies.distributed.process_exit import is_frozen, release_openmp
 from ...strategies.distributed.store import loopback_device
@@ -47,8 +48,9 @@ def launch_workers(cfg: DictConfig, num_processes: int) -> Result:
             with frozen_workers_killed(), signal_handlers_kept() as handlers:
                 if can_fork(cfg):
                     release_openmp()
-                    logging.getLogger(elastic_processes.__name__).setLevel(logging.CRITICAL)  # a failure is told below
-                    elastic_launch(config, entrypoint=run_forked)(str(config_file), handlers)
+                    agents_log = logging.getLogger(elastic_processes.__name__)
+                    with replaced(agents_log, "disabled", True):  # a failure is told below
+                        elastic_launch(config, entrypoint=run_forked)(str(config_file), handlers)
                 else:
                     elastic_launch(config, entrypoint=sys.executable)("-m", worker.__name__, str(config_file))
         except ChildFailedError as exc:
@@ -86,8 +88,8 @@ def launch_config(cfg: DictConfig, num_processes: int, log_dir: str) -> LaunchCo
         min_nodes=1,
         max_nodes=1,
         nproc_per_node=num_processes,
+        start_method="fork",  # of workers that are a function
         # what is ignored stays so: SIGHUP under nohup
-        start_method="fork",
         signals_to_handle=",".join(s.name for s in AGENT_SIGNALS if signal.getsignal(s) != signal.SIG_IGN),
         **rendezvous(),
         max_restarts=cfg.launcher.max_restarts,
