@@ -24,6 +24,7 @@ from .batch.structure import BatchDims, verify_batch_dims
 from .core.errors import ConfigError
 from .core.loop_contract import adds
 from .core.module_checks import end_of_step, why_whole
+from .core.patching import replaced
 from .core.rng import seed_devices, seed_rank
 from .core.types import Batch
 from .data.combined import TRAINED, verify_side_by_side
@@ -93,6 +94,7 @@ class DDPStrategy(MultiProcessStrategy):
         self._share: Share | None = None
         self._weighs = False
         self._scale: Tensor | float = 1.0
+        self._weighs_in_loop = False
         self._returned: list[Tensor] = []
         self.weighed_losses: list[WeighedLoss] = []
         """The losses of the batch for which the module returned a `loss_weight`; several if a closure ran again."""
@@ -326,8 +328,7 @@ class DDPStrategy(MultiProcessStrategy):
             scale = torch.where(total > 0, own / total, 0.0)
             self.weighed_losses.append(WeighedLoss(self._step_losses(), scale))
             self._scale = scale
-        if weighs_in_loop(self._trainer):
-            self._scale = float(self.world_size)  # DDP's mean is then the sum, which the loop divides
+        self._weighs_in_loop = weighs_in_loop(self._trainer)
         if not module_weighs:
             self._verify_parts()
         return output
@@ -384,16 +385,38 @@ class DDPStrategy(MultiProcessStrategy):
         if self._replicas is not None:
             result = self._replicas.backward(closure_loss, optimizer, *args, **kwargs)
         else:
-            result = super().backward(closure_loss, optimizer, *args, **kwargs)
+            with self._without_gradients():
+                result = super().backward(closure_loss, optimizer, *args, **kwargs)
         self._verify_reduced()
         return result
+
+    @contextmanager
+    def _without_gradients(self) -> Generator[None]:
+        """Leave parameters that were frozen since the forward (`toggle_optimizer`) without gradients.
+
+        The wrapper gives them zeros; hooks would see those, and optimizers would step with them.
+        """
+        assert self._trained is not None
+        frozen = [p for p in self._trained.frozen() if p.grad is None]
+        if not frozen:
+            yield
+            return
+        plugin = self.precision_plugin
+        then: Any = plugin.post_backward  # runs `on_after_backward`
+
+        def take_away(*args: Any) -> Any:
+            for parameter in frozen:
+                parameter.grad = None
+            return then(*args)
+
+        with replaced(plugin, "post_backward", take_away):
+            yield
 
     def scale_loss(self, loss: Tensor) -> Tensor:
         """Weight this rank's loss, so that the mean of all ranks' gradients is the gradient of the global batch."""
         self.verify_trained()
-        if isinstance(self._scale, Tensor) or self._scale != 1.0:
-            return loss * torch.as_tensor(self._scale, dtype=loss.dtype)
-        return loss
+        # DDP's mean is then the sum, which the loop divides by the sum of all weights
+        return _scaled(loss, float(self.world_size) if self._weighs_in_loop else self._scale)
 
     def sum_replicas(self) -> None:
         """Sum the gradients of this rank's replicas, and average them over the ranks."""
@@ -420,7 +443,7 @@ class DDPStrategy(MultiProcessStrategy):
 
     def _agreed_loss(self, closure: Callable[[], Any]) -> Any:
         loss = closure()
-        return self.reduce(self.scale_loss(loss.detach().clone()), reduce_op="mean") if loss is not None else None
+        return self.reduce(_scaled(loss.detach().clone(), self._scale), reduce_op="mean") if loss is not None else None
 
     def tell_replicas(self) -> None:
         """Notify this rank's replicas that the optimizer has stepped."""
@@ -506,6 +529,10 @@ class DDPStrategy(MultiProcessStrategy):
             self.metric_steps.end()
             self.metric_steps = None
         super().teardown()
+
+
+def _scaled(loss: Tensor, scale: Tensor | float) -> Tensor:
+    return loss if isinstance(scale, float) and scale == 1.0 else loss * torch.as_tensor(scale, dtype=loss.dtype)
 
 
 def _sum_of(sizes: list[int]) -> str:
