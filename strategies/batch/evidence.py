@@ -32,6 +32,10 @@ class Evidence(Protocol):
         """(samples, shape of the value at a path) of batches of several sizes; empty where none is known."""
         ...
 
+    def batch_size(self) -> int | None:
+        """The samples of a full batch; None where the loader does not say."""
+        ...
+
 
 class NoEvidence:
     """Nothing is known but the batch itself."""
@@ -47,6 +51,10 @@ class NoEvidence:
     def shapes(self, path: Path) -> list[tuple[int, tuple[int, ...]]]:
         """See `Evidence`."""
         return []
+
+    def batch_size(self) -> int | None:
+        """See `Evidence`."""
+        return None
 
 
 @dataclass
@@ -108,6 +116,12 @@ class LoaderEvidence:
             except (KeyError, TypeError):
                 return []
         return found
+
+    def batch_size(self) -> int | None:
+        """See `Evidence`."""
+        sizes = {getattr(loader, "batch_size", None) for _, loader in self.loaders()}
+        size = sizes.pop() if len(sizes) == 1 and self.transform is None else None
+        return size if isinstance(size, int) else None
 
     def loaders(self) -> list[tuple[Path, Any]]:
         """Where in a batch each loader's own batch stands."""

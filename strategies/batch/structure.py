@@ -231,7 +231,7 @@ class BatchStructure:
         option = self._option(path)
         if option is not None:
             return self._verified(option, value, path)
-        if not is_array(value) and self._evidence.is_structure(path):
+        if not is_array(value) and (self._evidence.is_structure(path) or self._is_described(value, path)):
             return "structure"
         if self._evidence.is_stacked(path):
             return "rows" if is_array(value) else _role_in_stacked(value)
@@ -249,6 +249,13 @@ class BatchStructure:
             "(transpose a batch whose samples are another dimension), or put it into an object that defines "
             "split(sizes)."
         )
+
+    def _is_described(self, value: Any, path: Path) -> bool:
+        """Whether the user said what an element of a list is (`{"0": list}`), which is then no list of samples."""
+        above = tuple(map(str, (*self._prefix, *path)))
+        keys = (tuple(key.split(".")) for key in self._options)
+        elements = set(map(str, range(len(value))))
+        return any(key[: len(above)] == above and elements.intersection(key[len(above) :][:1]) for key in keys)
 
     def _verified(self, option: str, value: Any, path: Path) -> str:
         if option == "rows":
@@ -329,7 +336,7 @@ class BatchStructure:
 
     def _usual_count(self, batch: Batch) -> int | None:
         """N where nothing is certain: the rows of tensors outside lists, else those on which all tensors agree."""
-        outside = [count for path, count in row_counts(batch) if not _passes_list(batch, path)]
+        outside = [count for path, count in row_counts(batch) if not self._lists_around(batch, path)]
         if outside:
             return outside[0]
         inside = {count for _, count in row_counts(batch)}
@@ -339,7 +346,34 @@ class BatchStructure:
                 f"and have {', '.join(map(str, sorted(inside)))} rows. Set strategy.batch_dims={{path: list}} for the "
                 "lists that have one element per sample (0, 1, ... are the paths of a tuple's values)."
             )
-        return next(iter(inside), next(plain_lengths(batch), None))
+        rows = next(iter(inside), None)
+        return next(plain_lengths(batch), None) if rows is None else self._count_in_lists(batch, rows)
+
+    def _count_in_lists(self, batch: Batch, rows: int) -> int:
+        """N of a batch whose tensors are all in lists and have as many rows: those, or the length of the lists.
+
+        Raises:
+            ConfigError: the loader's batch size allows both.
+        """
+        lengths = {self._lists_around(batch, path)[-1] for path, _ in row_counts(batch)}
+        length, size = lengths.pop(), self._evidence.batch_size()
+        if lengths or length == rows or size == rows:
+            return rows
+        if size is not None and (size == length or rows > size):
+            return length
+        if size is not None and length > size:
+            return rows
+        raise ConfigError(
+            f"The samples of {self._root}, a {type(batch).__name__}, can't be counted: its tensors are in lists of "
+            f"{length} and have {rows} rows. Set strategy.batch_dims={{path: list}} for lists that have one element "
+            "per sample, or {path: 0} for lists of tensors with one row per sample (0, 1, ... are the paths of a "
+            "tuple's values)."
+        )
+
+    def _lists_around(self, batch: Batch, path: Path) -> list[int]:
+        """Lengths of the lists and tuples that a value is in, the batch itself and known structures aside."""
+        paths = [path[:i] for i in range(1, len(path)) if self._roles.get((path[:i], False)) != "structure"]
+        return [len(value) for value in (at(batch, one) for one in paths) if is_sequence(value)]
 
     def _counts(self, value: Any, path: Path) -> Iterator[tuple[Path, int]]:
         """Paths and lengths of all values whose length is N, as far as that is decided."""
@@ -470,16 +504,6 @@ def _family(value: Any) -> str:
 
 def _plural(value: Any) -> str:
     return "tensors" if is_array(value) else "values"
-
-
-def _passes_list(batch: Batch, path: Path) -> bool:
-    """Whether a list or tuple stands between a batch and a value in it, the batch itself aside."""
-    value: Any = batch
-    for key in path[:-1]:
-        value = dict(children(value) or [])[key]
-        if is_sequence(value):
-            return True
-    return False
 
 
 def _lengths(value: Any) -> Iterator[int]:

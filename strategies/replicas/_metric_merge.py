@@ -188,11 +188,23 @@ def _merge(metric: Metric, copies: Sequence[Metric]) -> None:
     for other in others:
         _append(first, _states(other))
     if any(copy._forward_cache is not None for copy in copies):
-        first._computed = None
-        metric._forward_cache = first.compute()
+        metric._forward_cache = _own_value(first)
     _append(metric, _states(first))
     metric._update_count += 1
     metric._computed = None
+
+
+def _own_value(metric: Metric) -> Any:
+    """What a metric's `forward` returns: the value of the states of this rank, as other ranks may have had no step."""
+    parts = [part for part in metric.modules() if isinstance(part, Metric)]
+    try:
+        for part in parts:
+            part._computed = None
+            part._to_sync = part.dist_sync_on_step
+        return metric.compute()
+    finally:
+        for part in parts:
+            part._to_sync = part.sync_on_compute
 
 
 def _states(metric: Metric) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from .cases import Case, Spread, brief, contains, simpler, without
 from .pool import Pool
+from .settled import settled
 from .verdict import Verdict, judge
 
 
@@ -38,8 +39,8 @@ class Hunt:
         improved = True
         while improved:
             improved = False
-            for plainer in simpler(case):
-                if plainer in tried or time.monotonic() > deadline:
+            for plainer in (settled(one, spread) for one in simpler(case)):
+                if plainer == case or plainer in tried or time.monotonic() > deadline:
                     continue
                 tried.add(plainer)
                 found = judge(self.pool, plainer, spread)
@@ -58,14 +59,17 @@ class Hunt:
             return first
         for known in self.known:
             if contains(case, known):
-                case = without(case, known)
+                case = settled(without(case, known), spread)
         again = judge(self.pool, case, spread)
         if again.accepted:
             return first
+        drawn = case
         case, verdict = self.reduce(case, spread, again)
         self.known.append(case)
         key = f"{spread.kind}: {brief(case)}"
         self.failures[key] = f"{verdict.word}: {brief(case)} under {brief(spread)}\n    {verdict.reason}"
+        if case != drawn:
+            self.failures[key] += f"\n    reduced from {brief(drawn)}: {again.reason}"
         return first
 
     def table(self) -> str:

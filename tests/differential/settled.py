@@ -52,8 +52,8 @@ def _as_the_law_says(case: Case, spread: Spread) -> Case:
         net = replace(net, hooks="none")
     if "ddp" not in spread.kind:
         return replace(case, net=net)
-    # what ranks collect in lists of their own is not summed when the epoch ends
-    net = _without(net, *(name for name in net.peculiar if "collects" in name))
+    # what ranks collect in lists of their own is not summed when the epoch ends; a batch that is skipped is an error
+    net = _without(net, "skips_a_batch", *(name for name in net.peculiar if "collects" in name))
     # a collection logs under names of its members, by which the tester can't tell what is a rank's own
     logs = tuple(replace(log, sync_dist=log.sync_dist or "collection" in log.value) for log in case.logs)
     # the bar shows rank 0's own value of an evaluation step, unless it is asked for the global batch's

@@ -403,7 +403,7 @@ class Subject(pl.LightningModule):
     def logged_value(self, kind: str, logits: Tensor, y: Tensor, losses: Tensor) -> tuple[Any, str]:
         return {
             "loss": lambda: (losses.mean(), "mean"),
-            "hits": lambda: ((logits.argmax(1) == y).float().mean(), "mean"),
+            "hits": lambda: ((logits.argmax(1) == y).to(losses.dtype).mean(), "mean"),
             "sum": lambda: (losses.sum(), "sum"),
             "n": lambda: (float(len(y)), "sum"),
             "n_int": lambda: (len(y), "sum"),

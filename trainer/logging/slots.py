@@ -53,6 +53,7 @@ class Slot:
         """The copy of the last value; None if it was a number or a metric."""
         self._samples = 0
         self._number: float | None = None
+        self._dtype = torch.float32
 
     def add(self, value: Any, batch_size: int) -> bool:
         """Accumulate a value.
@@ -76,7 +77,7 @@ class Slot:
                 copy = copy.squeeze()
         elif type(value) is float and self.is_tensor:
             if self.step_only and self.deferred is None:
-                self._number = value
+                self._number, self._dtype = value, _default_dtype()  # which `64-true` sets within the step only
                 copy = None
             else:
                 copy = scalar(value, self.device, _default_dtype())
@@ -130,7 +131,7 @@ class Slot:
         """Write the state kept on the host, a number and a count of samples, to Lightning's metric."""
         if self._number is not None:
             if self.state["value"] is None:
-                number = scalar(self._number, self.device, _default_dtype())
+                number = scalar(self._number, self.device, self._dtype)
                 self.state["value"] = self.state["_forward_cache"] = number
             self._number = None
         if self._samples:

@@ -357,6 +357,45 @@ def test_samples_of_one_kind_are_cut(samples: list[Any]) -> None:
     assert [chunk[1] for chunk in chunks] == [samples[:1], samples[1:]]
 
 
+class Endless(IterableDataset[Any]):
+    """Has samples that can't be chosen."""
+
+    def __iter__(self) -> Any:
+        return iter([])
+
+
+def detection(images: int, rows: int) -> Any:
+    """What `tuple(zip(*samples))` makes of images, labels and boxes."""
+
+    def values(*shape: int) -> Any:
+        return tuple(torch.randn(shape) for _ in range(images))
+
+    return values(rows), values(), values(rows, 4)
+
+
+@pytest.mark.parametrize(("images", "rows", "size"), [(2, 4, 2), (2, 4, 3), (4, 2, 4)])
+def test_a_loaders_batch_size_tells_samples_in_lists_from_rows(images: int, rows: int, size: int) -> None:
+    """The samples of a stream that all had 4 rows were cut inside, in a loader with batch_size=2."""
+    evidence = LoaderEvidence(DataLoader(Endless(), batch_size=size, collate_fn=list))
+    chunks = BatchStructure(evidence=evidence).split(detection(images, rows), [1, images - 1])
+    assert [[x.shape[0] for x in chunk[0]] for chunk in chunks] == [[rows], [rows] * (images - 1)]
+
+
+def test_a_loaders_batch_size_tells_rows_from_samples_in_lists() -> None:
+    evidence = LoaderEvidence(DataLoader(Endless(), batch_size=4, collate_fn=list))
+    chunks = BatchStructure(evidence=evidence).split({"views": detection(2, 4)[0]}, [1, 3])
+    assert [[len(view) for view in chunk["views"]] for chunk in chunks] == [[1, 1], [3, 3]]
+
+
+@pytest.mark.parametrize("size", [None, 5])
+def test_tensors_in_lists_alone_are_refused_where_both_may_be_samples(size: int | None) -> None:
+    evidence = LoaderEvidence(DataLoader(Endless(), batch_size=size, collate_fn=list))
+    with pytest.raises(ConfigError, match="its tensors are in lists of 2 and have 4 rows"):
+        BatchStructure(evidence=evidence).split(detection(2, 4), [1, 1])
+    chunks = BatchStructure({"0": "list", "1": "list", "2": "list"}, evidence).split(detection(2, 4), [1, 1])
+    assert [len(chunk[0]) for chunk in chunks] == [1, 1]
+
+
 def test_looking_at_samples_leaves_no_trace() -> None:
     """Random states stay as they are, and collated batches of strings, None and numbers are understood."""
     torch.manual_seed(1), random.seed(1), np.random.seed(1)

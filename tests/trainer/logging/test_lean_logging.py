@@ -11,6 +11,7 @@ from pytorch_lightning.loggers import CSVLogger, TensorBoardLogger
 from recording import SmallModule, loader
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
 from evener.trainer import Trainer
@@ -200,6 +201,25 @@ def test_a_value_of_a_copied_module_is_not_logged_as_the_original() -> None:
     Trainer(**QUIET, logger=False, max_epochs=1, limit_train_batches=1).fit(module, loader(), loader(4))
     assert copies[0].log.__self__ is copies[0]
     assert "log" not in vars(module)
+
+
+class OwnNumbers(SmallModule):
+    """Logs a number of its own in double precision."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("number", 0.1 * batch_idx)
+        return self.layer(batch).mean()
+
+
+def test_a_number_has_the_type_that_the_precision_gives_it() -> None:
+    """From the second step on it was float32 under `64-true`, which sets the default type in the step only."""
+    found = []
+    for cls in TRAINERS:
+        trainer = cls(**QUIET, logger=False, max_epochs=1, precision="64-true", limit_val_batches=0)
+        trainer.fit(OwnNumbers(), DataLoader(torch.ones(12, 4), 4), loader(4))
+        found.append(trainer.callback_metrics["number"])
+    assert found[0].dtype == found[1].dtype == torch.float64
+    assert found[0] == found[1]
 
 
 def test_what_is_attached_and_patched_during_fit_counts() -> None:

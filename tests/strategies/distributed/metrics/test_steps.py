@@ -159,3 +159,32 @@ def _fit_two_devices_each() -> int:
 
 def test_metrics_that_a_rank_calls_once_per_device_are_refused_by_name() -> None:
     assert run_ranks(_fit_two_devices_each, 2) == [0, 0]
+
+
+class Forwards(Net):
+    """Calls its metric, for an epoch's value only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.error = MeanAbsoluteError()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        x, y, _ = batch
+        self.error(self.net(x), y)
+        self.log("error", self.error, on_step=False, on_epoch=True)
+
+
+def _validate_forwards(strategy: Any, devices: int) -> float:
+    trainer = quiet_trainer(strategy, devices)
+    return trainer.validate(Forwards(), DataLoader(Numbered(9), 4), verbose=False)[0]["error"]
+
+
+def _validate_two_devices_each() -> float:
+    return _validate_forwards(DDPStrategy(batch_size_is="global", timeout_s=30, devices_per_process=2), 4)
+
+
+def test_ranks_with_two_devices_each_call_a_metric_in_unequal_numbers_of_batches() -> None:
+    """The last batch has one sample, and its rank asked the other for its part of the value of the step."""
+    expected = _validate_forwards(SingleDeviceStrategy(), 1)
+    for found in run_ranks(_validate_two_devices_each, 2):
+        assert found == pytest.approx(expected, abs=1e-6)  # the metric counts in float32
