@@ -275,7 +275,7 @@ class DataParallelStrategy(OneProcessStrategy):
         chunks = structure.split(batch, sizes)
         outputs = self.layout.run(name, [((chunk, *rest), {}) for chunk in chunks], sizes)
         losses = None
-        if all(_has_loss(output) for output in outputs):
+        if name != "predict_step" and all(_has_loss(output) for output in outputs):
             losses = losses_of(outputs, sizes, self._loss_reduction, self.strategy_name)
         self.layout.logs.replay(sizes, losses)
         joined = results.join(outputs, [size for size in sizes if size > 0], self.root_device)

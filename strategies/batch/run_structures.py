@@ -72,7 +72,7 @@ class RunStructures:
         loaders = [
             (path, sizes)
             for path, loader in LoaderEvidence(combined).loaders()
-            if self._options.get(option_key(path)) != "shared" and (sizes := _sizes(loader)) is not None
+            if self._options.get(option_key(path)) != "shared" and (sizes := _sizes(loader))
         ]
         if len(loaders) < 2 or not isinstance(combined, CombinedLoader) or combined._mode == "sequential":
             return

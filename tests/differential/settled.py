@@ -80,7 +80,13 @@ def _with_batches_of_ranks(case: Case, spread: Spread) -> Case:
     if dict(spread.options).get("batch_size_is") != "per_device":
         return case
     loading = replace(case.loading, drop_last=False)  # it drops a rank's incomplete batch
-    if loading.kind in ("iterable", "iterable_unsized", "batches", "no_batching"):  # every rank reads its own stream
+    if loading.kind in (
+        "iterable",
+        "iterable_unsized",
+        "batches",
+        "no_batching",
+        "bucket",
+    ):  # no one device has as many
         loading = replace(loading, kind="plain")
     if loading.eval_kind in ("iterable", "batches"):  # whose batches are those of one device
         loading = replace(loading, eval_kind="plain")

@@ -660,3 +660,24 @@ def test_autocast_reaches_every_replica(threads: bool) -> None:
     case = Case(Seeing, dtype=torch.float32, trainer={"precision": "bf16-mixed"})
     fit(make_module(case), DataParallelStrategy(threads=threads), case, max_steps=1)
     assert seen == [torch.bfloat16] * 3
+
+
+class Predicts(Net):
+    """Has a loss that is a sum; what it predicts is a mean."""
+
+    def loss(self, batch: Any) -> Tensor:
+        return nn.functional.cross_entropy(self(batch[0]), batch[1], reduction="sum")
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self(batch[0]).mean()
+
+
+def test_loss_reduction_says_nothing_of_predictions() -> None:
+    """`loss_reduction=sum` added the chunks' predictions."""
+    case = Case()
+    found = []
+    for strategy, devices in ((SingleDeviceStrategy(), 1), (DataParallelStrategy(loss_reduction="sum"), 2)):
+        torch.manual_seed(1)
+        trainer = make_trainer(case, strategy, devices=devices)
+        found.append(torch.stack(trainer.predict(Predicts().double(), case.loader())))  # type: ignore[arg-type]
+    torch.testing.assert_close(found[0], found[1], rtol=0, atol=1e-10)

@@ -207,3 +207,29 @@ def test_a_loader_without_a_sample_for_a_rank_is_validated(nums: tuple[int, ...]
         assert found == pytest.approx(expected, abs=1e-10)
         for part, one in zip(parts, whole, strict=True):
             assert part == pytest.approx(one, abs=1e-10)
+
+
+class Shown(Net):
+    """Shows a value of each batch of a validation in the bar, and logs another one."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        x, y, _ = batch
+        error = ((self.net(x) - y) ** 2).mean()
+        self.log("shown", error, on_step=True, prog_bar=True, logger=False, sync_dist=True)
+        self.log("both", error, on_step=True, on_epoch=True, prog_bar=True, sync_dist=True)
+
+
+def _bar_of(strategy: Any, devices: int) -> dict[str, float]:
+    trainer = quiet_trainer(strategy, devices)
+    trainer.validate(Shown(), DataLoader(Numbered(8), 4), verbose=False)
+    return {name: float(value) for name, value in trainer.progress_bar_metrics.items()}
+
+
+def _bar_of_uneven_ranks() -> dict[str, float]:
+    return _bar_of(BalancedDDPStrategy([1, 3], timeout_s=60), 2)
+
+
+def test_after_a_validation_the_bar_shows_the_last_global_batch() -> None:
+    """It kept rank 0's own value, although `sync_dist=True` asked for the batch's."""
+    expected = _bar_of(SingleDeviceStrategy(), 1)
+    assert run_ranks(_bar_of_uneven_ranks, 2)[0] == pytest.approx(expected, rel=1e-10)

@@ -74,7 +74,7 @@ class EvalStepSync:
             results._forked_name(metric, True)[1]: _kept(metric, share, steps)
             for _, metric in results.valid_items()
             if metric.meta.on_step
-            and metric.meta.logger
+            and (metric.meta.logger or metric.meta.prog_bar)
             and (has_step_value(metric, steps) or isinstance(metric._forward_cache, Tensor))
         }
         self._steps.append((index, step, logged))

@@ -281,8 +281,18 @@ class LeanLoggerConnector(_LoggerConnector):
         if results is not None:
             results.connector = self
             results.settle()
-            for step, values in self._combined(share(self.trainer, results, self._evaluated.take())):
-                self.log_metrics(values, step=step)
+            combined = self._combined(share(self.trainer, results, self._evaluated.take()))
+            if combined:
+                self._tell_evaluated(combined, results)
+
+    def _tell_evaluated(self, combined: list[tuple[int, dict[str, Tensor]]], results: Any) -> None:
+        """Log what evaluation has logged by step, and let the bar show the last of it."""
+        steps = [metric for metric in results.values() if metric.meta.on_step]
+        logged = {results._forked_name(metric, True)[1] for metric in steps if metric.meta.logger}
+        shown = {results._forked_name(metric, True)[1] for metric in steps if metric.meta.prog_bar}
+        for step, values in combined:
+            self.log_metrics({name: value for name, value in values.items() if name in logged}, step=step)
+            self._progress_bar_metrics.update({name: float(values[name]) for name in values if name in shown})
 
     def _combined(self, ranks: list[list[Step]]) -> list[tuple[int, dict[str, Tensor]]]:
         """Combine what the ranks have logged by step in evaluation."""

@@ -306,6 +306,14 @@ def test_combined_loaders_of_unequal_batches_are_refused_before_the_first_step(
     assert_trains_alike(Combined, combined(*sizes, "max_size_cycle"), strategy(batch_dims={"unlab": "none"}))
 
 
+def test_a_combined_loader_without_batches_is_not_compared() -> None:
+    """A loader whose only batch was dropped ended in a division by zero."""
+    empty = DataLoader(Samples(*CLASSIFIED.samples[:1]), 4, drop_last=True)
+    full = DataLoader(Samples(*CLASSIFIED.samples[:8]), 4)
+    for mode in ("max_size_cycle", "max_size", "min_size"):
+        RunStructures().verify_combined(CombinedLoader([full, empty], mode))  # type: ignore[arg-type]
+
+
 def test_the_same_batch_once_more_shows_nothing() -> None:
     """A stream of one batch was refused when it was validated again: its labels never counted as the same."""
     structure = BatchStructure()
