@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from evener.strategies import DataParallelStrategy, DDPStrategy, ModelParallelStrategy
-from evener.strategies.pipeline.layout import StageLayout
+from evener.strategies.pipeline.stages import Stages
 from evener.strategies.replicas import replicas as replicas_room
 from evener.strategies.replicas._gradient_sum import GradientSum
 from evener.trainer import Trainer
@@ -139,10 +139,10 @@ def of_dp(num_devices: int) -> float:
 
 def of_stages(num_devices: int) -> float:
     total = Sum()
-    move = StageLayout._move
+    move = Stages._move
     where = num_devices - 1  # the batch is on the last stage's device, where outputs meet
 
-    def counted_move(self: StageLayout, stage: int, tensors: list[Tensor]) -> list[Tensor]:
+    def counted_move(self: Stages, stage: int, tensors: list[Tensor]) -> list[Tensor]:
         nonlocal where
         if stage != where:
             total.add(tensors)
@@ -150,7 +150,7 @@ def of_stages(num_devices: int) -> float:
         where = stage
         return move(self, stage, tensors)
 
-    with patch.object(StageLayout, "_move", counted_move):
+    with patch.object(Stages, "_move", counted_move):
         return fit(ModelParallelStrategy(deterministic=True), num_devices, total)[0]
 
 

@@ -35,7 +35,7 @@ from evener.strategies import (
 from evener.strategies.batch.chunks import split
 from evener.strategies.batch.losses import chunk_losses
 from evener.strategies.batch.policies import Even
-from evener.strategies.replicas.layout import ReplicaLayout
+from evener.strategies.replicas.runner import ReplicaRunner
 from evener.trainer import Trainer
 
 
@@ -91,7 +91,7 @@ def report(seconds: dict[str, list[float]], first: str, second: str) -> None:
 
 def persistent_step(module: Mlp, batch: Any, devices: list[torch.device]) -> Callable[[], None]:
     """A step like that of `DataParallelStrategy`."""
-    layout, optimizer = ReplicaLayout(module, devices), module.configure_optimizers()
+    layout, optimizer = ReplicaRunner(module, devices), module.configure_optimizers()
 
     def step() -> None:
         sizes = Even().sizes(len(batch[0]), len(devices))
@@ -192,7 +192,7 @@ def counted_copies() -> None:
 
     class Count(pl.Callback):
         def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-            counts.append(trainer.strategy.layout.replicas.num_copied_parameters)
+            counts.append(trainer.strategy.layout.runner.replicas.num_copied_parameters)
 
         on_validation_batch_end = on_train_batch_end
 

@@ -1,10 +1,14 @@
 """DDP for blocks of devices of unequal speed: divides every global batch among the blocks by their shares."""
 
-from .balanced_ddp import BalancedDDPStrategy
-from .ddp_model_parallel import PipelineInRanks
+from typing import Any, ClassVar
+
+from .balance.ranks import RankBalance, Weights
+from .balanced_ddp import verify_divides
+from .ddp import DDPStrategy
+from .pipeline.options import StageOptions
 
 
-class BalancedDDPModelParallelStrategy(PipelineInRanks, BalancedDDPStrategy):
+class BalancedDDPModelParallelStrategy(DDPStrategy):
     """`DDPModelParallelStrategy` that divides each global batch among ranks by fixed or measured weights.
 
     Ranks work as in `BalancedDDPStrategy`, the devices of a block as in `ModelParallelStrategy`; it takes the arguments
@@ -12,3 +16,14 @@ class BalancedDDPModelParallelStrategy(PipelineInRanks, BalancedDDPStrategy):
     """
 
     strategy_name = "balanced_ddp_model_parallel"
+    size_option: ClassVar[tuple[str, int]] = ("model_parallel_size", 2)
+    option_group: ClassVar[type[StageOptions] | None] = StageOptions
+
+    def __init__(
+        self, weights: Weights = "auto", hysteresis: float = 0.05, model_parallel_size: int = 2, **options: Any
+    ) -> None:
+        stage_options = StageOptions.taken_from(options)
+        verify_divides(options.pop("batch_size_is", "global"))
+        super().__init__(batch_size_is="global", devices_per_process=model_parallel_size, **options)
+        self.stage_options = stage_options
+        self.balance = RankBalance(self.strategy_name, weights, hysteresis)

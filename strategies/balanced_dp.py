@@ -5,16 +5,18 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 import pytorch_lightning as pl
+from pytorch_lightning.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from typing_extensions import override
 
-from .balance.checkpointed import CheckpointedBalance
+from .balance.checkpointed import KeptController
 from .balance.controller import BalanceController, Objective
 from .batch.policies import FirstChunk, Policy, Weighted
 from .core.devices import memory_bytes, peak_memory_bytes
 from .core.errors import ConfigError
 from .core.module_checks import has_batchnorm
 from .dp import DataParallelStrategy
+from .replicas.layout import ReplicaLayout
 from .replicas.measurement import Measurement
 
 Auto: TypeAlias = Literal["auto"]
@@ -38,7 +40,7 @@ class Measured:
         """See `Policy.verify`: the controller has validated its options."""
 
 
-class BalancedDataParallelStrategy(CheckpointedBalance, DataParallelStrategy):
+class BalancedDataParallelStrategy(DataParallelStrategy):
     """`DataParallelStrategy` with chunks of unequal size, each loss weighted so that training does not change.
 
     Give one of `gpu0_chunk` and `weights`. `auto` measures each device's forward time and memory while training, and
@@ -79,48 +81,66 @@ class BalancedDataParallelStrategy(CheckpointedBalance, DataParallelStrategy):
         self._weights = weights
         self._new_controller_options: dict[str, Any] = {"objective": objective, "hysteresis": hysteresis}
         BalanceController(1, objective, hysteresis)  # validates both
+        self._kept = KeptController(self.strategy_name, "devices")
         self._pending: Measurement | None = None
         self._num_measured = 0
         self._is_batch_verified = False
 
+    @property
+    def controller(self) -> BalanceController | None:
+        """Holds measurements and shares; None if nothing is measured."""
+        return self._kept.controller
+
     @override
     def setup(self, trainer: pl.Trainer) -> None:
-        self.policy = self._make_policy()
+        self.policy = self.make_policy()
+        self._verify_first_chunk(trainer.lightning_module)
         super().setup(trainer)
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        self._kept.save(checkpoint)
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    @override
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
+        self._kept.load(checkpoint)
+        return checkpoint
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         if not self._is_batch_verified:
             self._verify_batch(args[0])
-        if self.controller is None or self.layout is None:
+        layout = self.layout
+        if self.controller is None or not isinstance(layout, ReplicaLayout):
             return super().training_step(*args, **kwargs)
         if self._pending is None:
             memory = self._num_measured < NUM_MEMORY_STEPS or self._num_measured % MEMORY_EVERY == 0
-            self._pending = self.layout.measure(memory)
+            self._pending = layout.runner.measure(memory)
             self._num_measured += 1
         output = super().training_step(*args, **kwargs)
-        self._observe(self.controller)
+        self._observe(self.controller, layout)
         self._log(self.controller)
         return output
 
-    @override
-    def _verify(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        super()._verify(trainer, module)
+    def _verify_first_chunk(self, module: pl.LightningModule) -> None:
         if self._gpu0_chunk == 1 and has_batchnorm(module):
             raise ConfigError(
                 "balanced_dp: gpu0_chunk=1 gives BatchNorm on the first device a single sample, which it can't "
                 "normalise. Give 0, or at least 2."
             )
         if self._gpu0_chunk is not None and len(self.parallel_devices) == 1:
-            self._info_once("with one device gpu0_chunk has no effect: the device takes the whole batch.")
+            rank_zero_info("balanced_dp: with one device gpu0_chunk has no effect: the device takes the whole batch.")
 
-    def _make_policy(self) -> Policy:
+    def make_policy(self) -> Policy:
+        """Make the policy of the options for the devices."""
         chunk: Any = self._gpu0_chunk  # the policy's `verify` refuses anything but a number of samples
         if chunk not in (None, "auto"):
             return FirstChunk(chunk)
         if self._weights is not None and not isinstance(self._weights, str):
             return Weighted(tuple(self._weights))
-        return Measured(self.keep_controller(len(self.parallel_devices), self._new_controller, "devices"))
+        return Measured(self._kept.begin(len(self.parallel_devices), self._new_controller))
 
     def _new_controller(self) -> BalanceController:
         devices = self.parallel_devices
@@ -136,10 +156,12 @@ class BalancedDataParallelStrategy(CheckpointedBalance, DataParallelStrategy):
         if isinstance(self.policy, FirstChunk):
             loader = getattr(getattr(self.lightning_module, "trainer", None), "train_dataloader", None)
             batch_size = getattr(loader, "batch_size", None)  # after a resume the first batch may be incomplete
-            num = max(self._batch_structure().num_samples(batch) or 0, batch_size if isinstance(batch_size, int) else 0)
+            assert self.lightning_module is not None
+            structure = self.structures.of_batch(self.lightning_module.trainer)
+            num = max(structure.num_samples(batch) or 0, batch_size if isinstance(batch_size, int) else 0)
             self.policy.verify_batch(num, len(self.parallel_devices), self.strategy_name)
 
-    def _observe(self, controller: BalanceController) -> None:
+    def _observe(self, controller: BalanceController, layout: ReplicaLayout) -> None:
         """Pass finished measurements to the controller; an accelerator may be one step late."""
         pending = self._pending
         if pending is None or not pending.is_ready():
@@ -147,13 +169,12 @@ class BalancedDataParallelStrategy(CheckpointedBalance, DataParallelStrategy):
         self._pending = None
         seconds = [reading.seconds for reading in pending.readings]
         used = [reading.saved_bytes for reading in pending.readings] if pending.memory else None
-        controller.observe(pending.sizes, seconds, used, self._fixed_bytes() if pending.memory else None)
+        controller.observe(pending.sizes, seconds, used, self._fixed_bytes(layout) if pending.memory else None)
 
-    def _fixed_bytes(self) -> list[float]:
+    def _fixed_bytes(self, layout: ReplicaLayout) -> list[float]:
         """Bytes of parameters and gradients per device, plus the optimizer on the first."""
-        assert self.layout is not None
         sizes = [
-            sum(p.nbytes * (2 if p.requires_grad else 1) for p in own) for own in self.layout.replicas.parameters()
+            sum(p.nbytes * (2 if p.requires_grad else 1) for p in own) for own in layout.runner.replicas.parameters()
         ]
         states = [
             value for optimizer in self.optimizers for state in optimizer.state.values() for value in state.values()

@@ -1,30 +1,32 @@
 """Train with one process per device, averaging gradients by torch's DistributedDataParallel, weighted by samples."""
 
 from collections import Counter
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import pytorch_lightning as pl
 import torch
-from pytorch_lightning.plugins.precision import Precision
 from pytorch_lightning.utilities.rank_zero import rank_zero_info
 from pytorch_lightning.utilities.types import STEP_OUTPUT
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, Optimizer
 from typing_extensions import override
 
+from .balance.controller import BalanceController
+from .balance.ranks import RankBalance
+from .batch.layout import Layout, SingleLayout
 from .batch.loss_weight import WeighedLoss, loss_weight, weighs_in_loop
 from .batch.policies import Even, Policy
-from .batch.run_structures import RunStructures, run_structures
+from .batch.run_structures import RunStructures
 from .batch.structure import BatchDims, verify_batch_dims
 from .core.errors import ConfigError
-from .core.loop_contract import adds
+from .core.loop_contract import run_backward
 from .core.module_checks import end_of_step, why_whole
-from .core.patching import replaced
+from .core.optimizer_states import load_states, state_to_parameters
 from .core.rng import seed_devices, seed_rank
 from .core.types import Batch
 from .data.combined import TRAINED, verify_side_by_side
@@ -40,7 +42,9 @@ from .distributed.options import verify_backend
 from .distributed.sync_batchnorm import SyncedBatchNorm
 from .distributed.wrapper import forward_through, reduce_finished, verify_reduced
 from .distributed.zero_weight_step import recompute_weights, zero_weight_step
-from .dp import DataParallelStrategy
+from .pipeline.layout import StageLayout
+from .pipeline.options import StageOptions
+from .replicas.layout import ReplicaLayout, ReplicaOptions
 
 
 class DDPStrategy(MultiProcessStrategy):
@@ -65,6 +69,18 @@ class DDPStrategy(MultiProcessStrategy):
 
     strategy_name = "ddp"
 
+    option_group: ClassVar[type[StageOptions] | None] = None
+    """The class of the options that a strategy takes one by one for its layout."""
+
+    stage_options: StageOptions | None = None
+    """How a process cuts its copy of the module across its devices; None if they hold replicas of it."""
+
+    size_option: ClassVar[tuple[str, int]] = ("devices_per_process", 1)
+    """Name and default of the option that is the number of devices of a process."""
+
+    balance: RankBalance | None = None
+    """What divides global batches in shares that are not even."""
+
     def __init__(
         self,
         batch_size_is: BatchSizeIs = "per_device",
@@ -75,8 +91,8 @@ class DDPStrategy(MultiProcessStrategy):
         if batch_size_is not in ("per_device", "global"):
             raise ConfigError(f"ddp: batch_size_is={batch_size_is} is unknown; choose one of per_device, global.")
         if devices_per_process < 1:
-            raise ConfigError(f"ddp: devices_per_process must be at least 1; got {devices_per_process}.")
-        if devices_per_process > 1 and options.get("static_graph"):
+            raise ConfigError(f"ddp: {self.size_option[0]} must be at least 1; got {devices_per_process}.")
+        if devices_per_process > 1 and self.option_group is None and options.get("static_graph"):
             raise ConfigError(
                 f"ddp: static_graph=true can't be recorded with devices_per_process={devices_per_process}, whose "
                 "replicas have a backward pass of their own. Set static_graph=false, or devices_per_process=1."
@@ -87,7 +103,7 @@ class DDPStrategy(MultiProcessStrategy):
         self.structures = RunStructures(self._batch_dims)
         self.batch_size_is: BatchSizeIs = batch_size_is
         self.devices_per_process = devices_per_process
-        self._replicas: RankReplicas | None = None
+        self._layout: Layout | None = None
         self._loaders: RankLoaders | None = None
         self._sums: SideGroup | None = None
         self._manages_samples = True
@@ -95,7 +111,7 @@ class DDPStrategy(MultiProcessStrategy):
         self._weighs = False
         self._scale: Tensor | float = 1.0
         self._weighs_in_loop = False
-        self._returned: list[Tensor] = []
+        self._without_gradient: list[nn.Parameter] = []
         self.weighed_losses: list[WeighedLoss] = []
         """The losses of the batch for which the module returned a `loss_weight`; several if a closure ran again."""
         self._parts: set[float] = set()
@@ -108,12 +124,12 @@ class DDPStrategy(MultiProcessStrategy):
 
     @classmethod
     def count_processes(cls, num_devices: int, **options: Any) -> int:
-        """Count the processes of a node: `num_devices / devices_per_process`.
+        """Count the processes of a node: its devices by those of a process.
 
         Raises:
             ConfigError: the devices don't divide into processes.
         """
-        return num_processes(num_devices, options.get("devices_per_process", 1))
+        return num_processes(num_devices, options.get(*cls.size_option))
 
     @property
     @override
@@ -124,7 +140,7 @@ class DDPStrategy(MultiProcessStrategy):
     @override
     def process_devices(self) -> list[torch.device]:
         """The devices of this process, the root device first."""
-        assert self.parallel_devices is not None
+        assert self.parallel_devices is not None, "the trainer sets the devices"
         return own_devices(self.parallel_devices, self.local_rank, self.devices_per_process)
 
     @property
@@ -133,9 +149,29 @@ class DDPStrategy(MultiProcessStrategy):
         return self.process_devices[0]
 
     @property
+    def layout(self) -> Layout:
+        """How this process uses its devices."""
+        if self._layout is None or self._layout.devices != self.process_devices:
+            self._layout = self._new_layout()
+        return self._layout
+
+    def _new_layout(self) -> Layout:
+        devices, name = self.process_devices, self.strategy_name
+        if self.stage_options is not None:
+            return StageLayout(devices, self.stage_options, name)
+        if len(devices) > 1:
+            return ReplicaLayout(devices, ReplicaOptions(name, "strategy.devices_per_process=1"))
+        return SingleLayout(devices)
+
+    @property
     def policy(self) -> Policy:
         """The policy that divides a global batch among the ranks."""
-        return Even()
+        return Even() if self.balance is None else self.balance.policy
+
+    @property
+    def controller(self) -> BalanceController | None:
+        """What measures and decides the shares of the ranks; None if nothing is measured."""
+        return None if self.balance is None else self.balance.kept.controller
 
     @property
     def share(self) -> Share | None:
@@ -144,25 +180,46 @@ class DDPStrategy(MultiProcessStrategy):
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
-        if self.devices_per_process > 1:
-            self.verify_batchnorm(trainer, f"devices_per_process={self.devices_per_process}", "devices_per_process=1")
+        self._verify_options(trainer)
+        self.layout.verify(trainer)
         self._verify_end_of_step(trainer.lightning_module)
         self._verify_metrics(trainer.lightning_module)
+        if self.balance is not None:
+            self.balance.begin(self.world_size)
         connector = trainer._accelerator_connector
         if self._trainer is not trainer:
             self._manages_samples = connector.use_distributed_sampler
             connector.use_distributed_sampler = False  # Lightning's sampler pads; `process_dataloader` cuts instead
-        self.structures = self._new_structures()
+        self.structures = RunStructures(self._batch_dims)
         self._loaders, self._sums = None, self.new_small_group()  # on all ranks: one alone may request loaders
         super().setup(trainer)
+        for optimizer in self.optimizers:
+            state_to_parameters(optimizer)
         self._metrics = MetricSync(self.root_device)
         self._metrics.start()
-        self.metric_steps = MetricSteps(whole=self.calls_metrics_once)
+        self.metric_steps = MetricSteps(whole=not self.layout.cut_by)
         self.metric_steps.start()
-        if self.devices_per_process > 1:
-            assert self.lightning_module is not None
-            self._replicas = RankReplicas(self.process_devices, self.precision_plugin, self._reduce_finished)
-            self._replicas.attach(trainer, self.lightning_module)
+        self.layout.begin(trainer, self.structures)
+        self.verify_threads()
+
+    def _verify_options(self, trainer: pl.Trainer) -> None:
+        """Refuse what torch's DDP can't do with the devices of a process."""
+        if self.stage_options is not None and len({device.type for device in self.process_devices}) > 1:
+            raise ConfigError(
+                f"{self.strategy_name}: the stages of a process are on {', '.join(map(str, self.process_devices))}, "
+                "but DDP averages gradients on devices of one type only. Give each process GPUs or CPUs alone, or "
+                "choose strategy=model_parallel."
+            )
+        if cut := self.layout.cut_by:
+            self.verify_batchnorm(trainer, cut, f"{cut.partition('=')[0]}=1")
+
+    def verify_threads(self) -> None:
+        """Refuse an option of DDP that micro-batches in threads can't honour."""
+        if self.layout.finishes_later and self._ddp_kwargs.get("static_graph"):
+            raise ConfigError(
+                f"{self.strategy_name}: static_graph=True needs one backward pass per step, but micro-batches in "
+                "threads have one each. Set static_graph=false, or deterministic=true."
+            )
 
     def _verify_end_of_step(self, module: pl.LightningModule) -> None:
         if end_of_step(module) is not None:
@@ -181,13 +238,25 @@ class DDPStrategy(MultiProcessStrategy):
                     "samples of a batch."
                 )
 
-    @property
-    def calls_metrics_once(self) -> bool:
-        """Whether a step calls a metric once, with all samples of this rank."""
-        return self.devices_per_process == 1
+    @override
+    def model_to_device(self) -> None:
+        assert self.lightning_module is not None
+        self.layout.place(self.lightning_module)
 
-    def _new_structures(self) -> RunStructures:
-        return RunStructures(self._batch_dims)
+    @override
+    def determine_ddp_device_ids(self) -> list[int] | None:
+        # with ids DDP would move the module's inputs to one device
+        return super().determine_ddp_device_ids() if len(self.process_devices) == 1 else None
+
+    @override
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None]:
+        with super().tensor_init_context(empty_init), self.layout.creating():
+            yield
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        load_states(self.optimizers, checkpoint)
 
     @property
     def loaders(self) -> RankLoaders:
@@ -212,10 +281,6 @@ class DDPStrategy(MultiProcessStrategy):
             )
         return self._loaders
 
-    def _reduce_finished(self) -> None:
-        assert isinstance(self.model, DistributedDataParallel)
-        reduce_finished(self.model)
-
     @override
     def process_dataloader(self, dataloader: object) -> object:
         assert self._trainer is not None
@@ -230,7 +295,7 @@ class DDPStrategy(MultiProcessStrategy):
         assert self.lightning_module is not None
         self._metrics.watch(self.lightning_module)
 
-    def _begin_batch(self) -> None:
+    def _tell_metrics(self) -> None:
         """Tell metrics to which global batch the next step belongs."""
         trainer = self._trainer
         assert trainer is not None
@@ -258,6 +323,8 @@ class DDPStrategy(MultiProcessStrategy):
         self._begin_pass()
         self._knows_parts = False
         self._verify_evaluation(self._trainer.fit_loop.epoch_loop.val_loop)
+        self.layout.verify_loaders()
+        self.layout.weights_changed()
         self._tell_batch_size(self._trainer)
         if not self._trainer.fit_loop.restarting:  # a resumed run restores its saved streams
             seed_rank(self.global_rank)
@@ -279,13 +346,17 @@ class DDPStrategy(MultiProcessStrategy):
             sizes = self.policy.sizes(size, self.world_size)
         rank_zero_info(f"global batch {sum(sizes)} = {_sum_of(sizes)}")
 
-    @override
-    @adds(first="take_share")
-    def batch_to_device(self, batch: Batch, device: torch.device | None = None, dataloader_idx: int = 0) -> Batch:
-        self.take_share(dataloader_idx)
-        return super().batch_to_device(batch, device, dataloader_idx)
+    @property
+    def meeting_device(self) -> torch.device:
+        """The device that batches are moved to."""
+        return self.layout.meeting_device
 
-    def take_share(self, dataloader_idx: int = 0) -> None:
+    @override
+    def batch_to_device(self, batch: Batch, device: torch.device | None = None, dataloader_idx: int = 0) -> Batch:
+        self.begin_batch(dataloader_idx)
+        return super().batch_to_device(batch, device or self.meeting_device, dataloader_idx)
+
+    def begin_batch(self, dataloader_idx: int) -> None:
         """Read this rank's share of the global batch from its next batch."""
         assert self._trainer is not None
         self._share = None
@@ -314,7 +385,9 @@ class DDPStrategy(MultiProcessStrategy):
         assert self.lightning_module is not None
         assert self._trainer is not None
         counts = self._share is None or self._share.num > 0
-        self._begin_batch()
+        self._tell_metrics()
+        if self.balance is not None:
+            self.balance.begin_step(self.lightning_module, self.root_device, self.loaders.divides)
         if not self.lightning_module.automatic_optimization:
             self._verify_parts()  # the step itself steps the optimizer
         with nullcontext() if counts else zero_weight_step(self.lightning_module):
@@ -326,7 +399,7 @@ class DDPStrategy(MultiProcessStrategy):
             own = loss_weight(output, args[0])
             total = self.total_loss_weight(own)
             scale = torch.where(total > 0, own / total, 0.0)
-            self.weighed_losses.append(WeighedLoss(self._step_losses(), scale))
+            self.weighed_losses.append(WeighedLoss(self.layout.losses, scale))
             self._scale = scale
         self._weighs_in_loop = weighs_in_loop(self._trainer)
         if not module_weighs:
@@ -347,94 +420,62 @@ class DDPStrategy(MultiProcessStrategy):
             )
 
     def _own_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        """Run this rank's own step: on one device, or on replicas."""
-        if self._replicas is None:
-            return self._wrapped_step(*args, **kwargs)
-        self._sync_buffers()
-        return self._replicas.training_step(*args, **kwargs)
-
-    def _wrapped_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        """Run this rank's own step, through DDP's wrapper if that is to reduce gradients in the backward pass."""
         module, model = self.lightning_module, self.model
         assert module is not None
-        if not isinstance(model, DistributedDataParallel) or not module.automatic_optimization:
-            return super().training_step(*args, **kwargs)
         with self.precision_plugin.train_step_context():
-            return forward_through(model, module, partial(self._noted, module.training_step), *args, **kwargs)
+            if isinstance(model, DistributedDataParallel) and not self.layout.finishes_later:
+                return forward_through(model, module, self._step_in_layout, *args, **kwargs)
+            self._sync_buffers()
+            return self._step_in_layout(*args, **kwargs)
 
-    def _noted(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run a step, and keep the loss as the module returned it; DDP may pass on a copy."""
-        output = step(*args, **kwargs)
-        loss = output.get("loss") if isinstance(output, dict) else output
-        self._returned = [loss.detach()] if isinstance(loss, Tensor) else []
-        return output
-
-    def _step_losses(self) -> list[Tensor]:
-        """The tensors that the module, or a replay for it, has logged as the loss of this step."""
-        returned, self._returned = self._returned, []
-        replicas = self._replicas
-        return returned if replicas is None or replicas.layout is None else replicas.layout.logs.losses
+    def _step_in_layout(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        with nullcontext() if self.balance is None else self.balance.forward():
+            return self.layout.step("training_step", *args, **kwargs)
 
     def _sync_buffers(self) -> None:
         if isinstance(self.model, DistributedDataParallel) and self.model.will_sync_module_buffers():
             self.model._sync_buffers()
 
     @override
-    @adds(first="scale_loss", then="sum_replicas")
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        closure_loss = self.scale_loss(closure_loss)
-        if self._replicas is not None:
-            result = self._replicas.backward(closure_loss, optimizer, *args, **kwargs)
-        else:
-            with self._without_gradients():
-                result = super().backward(closure_loss, optimizer, *args, **kwargs)
-        self._verify_reduced()
-        return result
-
-    @contextmanager
-    def _without_gradients(self) -> Generator[None]:
-        """Leave parameters that were frozen since the forward (`toggle_optimizer`) without gradients.
-
-        The wrapper gives them zeros; hooks would see those, and optimizers would step with them.
-        """
-        assert self._trained is not None
-        frozen = [p for p in self._trained.frozen() if p.grad is None]
-        if not frozen:
-            yield
-            return
-        plugin = self.precision_plugin
-        then: Any = plugin.post_backward  # runs `on_after_backward`
-
-        def take_away(*args: Any) -> Any:
-            for parameter in frozen:
-                parameter.grad = None
-            return then(*args)
-
-        with replaced(plugin, "post_backward", take_away):
-            yield
+        return run_backward(self, closure_loss, optimizer, *args, **kwargs)
 
     def scale_loss(self, loss: Tensor) -> Tensor:
         """Weight this rank's loss, so that the mean of all ranks' gradients is the gradient of the global batch."""
         self.verify_trained()
+        assert self.lightning_module is not None
+        if not self.lightning_module.automatic_optimization and self._trained is not None:
+            # frozen since the forward (`toggle_optimizer`): the wrapper will give them zeros
+            self._without_gradient = [p for p in self._trained.frozen() if p.grad is None]
+        if self.balance is not None:
+            self.balance.begin_backward()
         # DDP's mean is then the sum, which the loop divides by the sum of all weights
         return _scaled(loss, float(self.world_size) if self._weighs_in_loop else self._scale)
 
-    def sum_replicas(self) -> None:
-        """Sum the gradients of this rank's replicas, and average them over the ranks."""
-        if self._replicas is not None:
-            self._replicas.finish_backward()
-        self._verify_reduced()
-
-    def _verify_reduced(self) -> None:
+    def finish_backward(self) -> None:
+        """Complete the gradients of this process, and average them over the ranks if the wrapper has not."""
+        if self.layout.finishes_later:
+            self.layout.finish_backward()
+            if isinstance(self.model, DistributedDataParallel):
+                reduce_finished(self.model)
+        while self._without_gradient:  # hooks would see the zeros, and optimizers would step with them
+            self._without_gradient.pop().grad = None
+        if self.balance is not None:
+            num = 0.0 if self._share is None else self._share.num
+            loaders = self.loaders
+            self.balance.finish_backward(
+                num, self.global_rank, self.world_size, loaders.divides, loaders.sum_over_ranks
+            )
         if isinstance(self.model, DistributedDataParallel):
             verify_reduced(self.model)
 
     @override
-    @adds(then="tell_replicas")
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
         if self.agrees_on_loss(optimizer):
             closure = partial(self._agreed_loss, closure)
         result = super().optimizer_step(optimizer, closure, *args, **kwargs)
-        self.tell_replicas()
+        self.finish_step()
         return result
 
     def agrees_on_loss(self, optimizer: Optimizer) -> bool:
@@ -445,10 +486,9 @@ class DDPStrategy(MultiProcessStrategy):
         loss = closure()
         return self.reduce(_scaled(loss.detach().clone(), self._scale), reduce_op="mean") if loss is not None else None
 
-    def tell_replicas(self) -> None:
-        """Notify this rank's replicas that the optimizer has stepped."""
-        if self._replicas is not None:
-            self._replicas.finish_step()
+    def finish_step(self) -> None:
+        """Have the layout learn that the optimizer has stepped."""
+        self.layout.finish_step()
 
     @contextmanager
     def weighing_logged(self) -> Generator[None]:
@@ -480,11 +520,9 @@ class DDPStrategy(MultiProcessStrategy):
 
     def _evaluate(self, step: str, context: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
         if step != "predict_step":
-            self._begin_batch()
-        if self._replicas is not None:
-            return getattr(self._replicas, step)(*args, **kwargs)
+            self._tell_metrics()
         with context():
-            return getattr(self.lightning_module, step)(*args, **kwargs)
+            return self.layout.step(step, *args, **kwargs)
 
     @override
     def on_test_start(self) -> None:
@@ -498,8 +536,7 @@ class DDPStrategy(MultiProcessStrategy):
         # evaluation bypasses the wrapper, which broadcasts rank 0's buffers in forward, because ranks may have unequal
         # numbers of batches
         self._sync_buffers()
-        if self._replicas is not None:
-            self._replicas.weights_changed()
+        self.layout.weights_changed()
 
     @override
     def on_validation_end(self) -> None:
@@ -518,10 +555,22 @@ class DDPStrategy(MultiProcessStrategy):
             predictions[:] = merged if self.is_global_zero else predictions
 
     @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        if self.balance is not None:
+            self.balance.kept.save(checkpoint)
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    @override
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
+        if self.balance is not None:
+            self.balance.kept.load(checkpoint)
+        return checkpoint
+
+    @override
     def teardown(self) -> None:
-        if self._replicas is not None and self._replicas.layout is not None:
-            self._replicas.layout.close()
-        self._replicas = None
+        if self._layout is not None:
+            self._layout.close()
         if self._metrics is not None:
             self._metrics.end()
             self._metrics = None
@@ -540,39 +589,3 @@ def _sum_of(sizes: list[int]) -> str:
     if len(set(sizes)) == 1:
         return f"{len(sizes)} ranks × {sizes[0]} samples"
     return f"{' + '.join(map(str, sizes))} samples on {len(sizes)} ranks"
-
-
-class RankReplicas(DataParallelStrategy):
-    """`DataParallelStrategy` for the devices of one rank; `DDPStrategy` uses it instead of its own step.
-
-    Args:
-        devices: devices of this rank, the root device first.
-        precision_plugin: precision plugin of this rank.
-        reduce: averages the root's gradients over all ranks; called after the replicas' gradients are summed.
-    """
-
-    strategy_name = "ddp"
-    _without_replicas = "strategy.devices_per_process=1"
-
-    def __init__(
-        self, devices: Sequence[torch.device], precision_plugin: Precision, reduce: Callable[[], None]
-    ) -> None:
-        super().__init__(devices=devices)
-        self.precision_plugin = precision_plugin
-        self._reduce_gradients = reduce
-
-    def attach(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        """Make the replicas of a module that is on the root device."""
-        self._lightning_module = module
-        self.structures = run_structures(trainer)
-        self._verify(trainer, module)
-        self.replicate(module)
-
-    @override
-    def finish_backward(self) -> None:
-        super().finish_backward()
-        self._reduce_gradients()
-
-    def weights_changed(self) -> None:
-        """Make the next step copy the root's parameters, after a callback may have written to them."""
-        self._mark_changed()

@@ -3,20 +3,17 @@
 from collections.abc import Sequence
 from typing import Literal
 
-import torch
 from typing_extensions import override
 
 from .batch.losses import LossReduction
 from .batch.structure import BatchDims
-from .core.errors import ConfigError
-from .core.rng import seed_devices
 from .core.types import Device
-from .pipeline.base import PipelineStrategy
+from .one_process import OneProcessStrategy
+from .pipeline.layout import StageLayout
 from .pipeline.options import Partition, StageOptions
-from .single_device import OneProcessStrategy
 
 
-class ModelParallelStrategy(PipelineStrategy, OneProcessStrategy):
+class ModelParallelStrategy(OneProcessStrategy):
     """Train a module that is too large for one device: each device holds one stage of it.
 
     Args:
@@ -50,29 +47,18 @@ class ModelParallelStrategy(PipelineStrategy, OneProcessStrategy):
         deterministic: bool | None = None,
         batch_dims: BatchDims | None = None,
     ) -> None:
-        super().__init__(
-            StageOptions(
-                partition=partition,
-                num_microbatches=num_microbatches,
-                output_device=output_device,
-                optimizer_copies=optimizer_copies,
-                profile_activations=profile_activations,
-                loss_reduction=loss_reduction,
-                deterministic=deterministic,
-                batch_dims=batch_dims,
-            )
+        super().__init__(devices, batch_dims)
+        self.stage_options = StageOptions(
+            partition=partition,
+            num_microbatches=num_microbatches,
+            output_device=output_device,
+            optimizer_copies=optimizer_copies,
+            profile_activations=profile_activations,
+            loss_reduction=loss_reduction,
+            deterministic=deterministic,
         )
-        self.parallel_devices = [torch.device(device) for device in devices or ()]
 
     @override
-    def on_train_start(self) -> None:
-        assert self.lightning_module is not None
-        if not self.lightning_module.trainer.fit_loop.restarting:  # a resumed run restores its saved streams
-            seed_devices(self.process_devices)
-
-    @property
-    @override
-    def process_devices(self) -> list[torch.device]:
-        if not self.parallel_devices:
-            raise ConfigError("model_parallel: the strategy has no devices yet. Give devices=..., or use a Trainer.")
-        return list(self.parallel_devices)
+    def new_layout(self) -> StageLayout:
+        assert self.stage_options is not None
+        return StageLayout(self.process_devices, self.stage_options, self.strategy_name)

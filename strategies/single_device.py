@@ -14,22 +14,6 @@ from .core.module_checks import end_of_step
 from .core.types import Device
 
 
-class OneProcessStrategy(pl_strategies.SingleDeviceStrategy):
-    """Base of single-process strategies: nothing to reduce, gather or wait for. The first device is the root device."""
-
-    @property
-    def _layer_sync(self) -> None:
-        """The layer plugin that Lightning sets for `sync_batchnorm=True`."""
-
-    @_layer_sync.setter
-    def _layer_sync(self, layer_sync: object) -> None:
-        if layer_sync is not None:
-            raise ConfigError(
-                f"{self.strategy_name}: sync_batchnorm=True synchronizes processes, but there is only one. Set "
-                "sync_batchnorm=False, or choose strategy=ddp."
-            )
-
-
 class SingleDeviceStrategy(pl_strategies.SingleDeviceStrategy):
     """Train on one device in one process.
 

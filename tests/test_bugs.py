@@ -176,13 +176,13 @@ def test_batches_of_several_loaders_that_ranks_share_in_unequal_parts_are_refuse
     strategy._trainer = trainer
     first.rank_batches.shares += [Share(2, 4), Share(2, 4)]
     second.rank_batches.shares += [Share(4, 8), Share(1, 1), Share(1, 3)]
-    strategy.take_share()
+    strategy.begin_batch(0)
     assert strategy.share == Share(2, 4)
     assert strategy._parts == {0.5}
-    strategy.take_share()
+    strategy.begin_batch(0)
     assert strategy._parts == {0.5, 1.0}
     strategy._knows_parts = True  # what could be known before the first step
     with pytest.raises(ConfigError, match=r"this rank has 0\.5 and 1 of the batches of the loaders"):
         strategy._verify_parts()
-    strategy.take_share()
+    strategy.begin_batch(0)
     assert strategy.share == Share(1, 3)

@@ -21,6 +21,7 @@ from typing_extensions import override
 from ..strategies import STRATEGIES
 from ..strategies.core.device_names import are_names, give_devices
 from ..strategies.core.lightning_names import verify_family
+from ..strategies.facts import ranks_of, stop_signal_of
 from .callbacks.nonfinite import DetectNonFinite
 from .checkpoint import Checkpoint, distinguish
 from .checkpoint.file_io import VerifiedCheckpointIO
@@ -182,7 +183,7 @@ class Trainer(pl.Trainer):
             with lean_logging(self), explained_out_of_memory(self), self._more_signals():
                 return super()._run_stage()
         except SIGTERMException as exc:
-            told: int | None = getattr(self.strategy, "stop_signal", None) or self._signal
+            told = stop_signal_of(self.strategy) or self._signal
             exc.code = exc.code or 128 + (told or signal.SIGTERM)  # with Lightning's a script would exit with status 0
             raise
 
@@ -232,7 +233,7 @@ class Trainer(pl.Trainer):
         """
         if self.validating and self.state.fn == TrainerFn.FITTING:
             return False
-        if self.training and hasattr(self.strategy, "agree_to_stop"):
+        if self.training and ranks_of(self.strategy) is not None:
             return self.agreed_to_stop
         return super().received_sigterm
 

@@ -3,9 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-import pytorch_lightning.strategies as pl_strategies
 from pytorch_lightning.utilities.rank_zero import rank_zero_info
-from typing_extensions import override
 
 from .controller import BalanceController
 
@@ -13,45 +11,44 @@ CHECKPOINT_KEY = "balance"
 """Checkpoint key of the measurements."""
 
 
-class CheckpointedBalance(pl_strategies.Strategy):
-    """Mixin for a balanced strategy that keeps its controller; the strategy itself measures.
+class KeptController:
+    """Keeps the controller of a balanced strategy, which itself measures.
+
+    Args:
+        strategy: name of the strategy, which begins messages.
+        part: what is balanced, `devices` or `ranks`.
 
     Attributes:
         controller: holds measurements and shares; None if nothing is measured.
     """
 
-    strategy_name: str
-    controller: BalanceController | None = None
-    _restored: dict[str, Any] | None = None
+    def __init__(self, strategy: str, part: str) -> None:
+        self._strategy = strategy
+        self._part = part
+        self._restored: dict[str, Any] | None = None
+        self.controller: BalanceController | None = None
 
-    def keep_controller(self, num_parts: int, make: Callable[[], BalanceController], part: str) -> BalanceController:
+    def begin(self, num_parts: int, make: Callable[[], BalanceController]) -> BalanceController:
         """Continue with the controller of an earlier run or of a checkpoint, or make one.
 
         Args:
             num_parts: current number of devices or ranks.
             make: makes a controller without measurements.
-            part: `devices` or `ranks`, for the message.
-
-        Returns:
-            The controller, which is also `self.controller`.
         """
         if self.controller is None or len(self.controller.shares) != num_parts:
             self.controller = make()
         if self._restored is not None and not self.controller.load_state_dict(self._restored):
             rank_zero_info(
-                f"{self.strategy_name}: the checkpoint was balanced for another number of {part}; measuring again."
+                f"{self._strategy}: the checkpoint was balanced for another number of {self._part}; measuring again."
             )
         self._restored = None
         return self.controller
 
-    @override
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+    def save(self, checkpoint: dict[str, Any]) -> None:
+        """Add the measurements to a checkpoint that is about to be written."""
         if self.controller is not None:
             checkpoint[CHECKPOINT_KEY] = self.controller.state_dict()
-        super().save_checkpoint(checkpoint, filepath, storage_options)
 
-    @override
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
+    def load(self, checkpoint: dict[str, Any]) -> None:
+        """Keep the measurements of a checkpoint for the next run."""
         self._restored = checkpoint.get(CHECKPOINT_KEY)
-        return checkpoint

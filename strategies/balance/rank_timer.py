@@ -1,21 +1,21 @@
 """Time one rank's own work in a step: forward and backward, without the wait for other ranks."""
 
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import contextmanager
 
 import pytorch_lightning as pl
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from ..core.devices import current_stream, is_accelerator
-from ..core.patching import replaced
 
 
 class RankTimer:
     """Measures one step.
 
-    The forward pass is timed within the module's own `training_step`, inside DDP's wrapper; the backward pass until its
-    last gradient is ready, before DDP waits for the gradients of other ranks.
+    The forward pass is timed inside DDP's wrapper; the backward pass until its last gradient is ready, before DDP waits
+    for the gradients of other ranks.
 
     Args:
         module: the module to time.
@@ -27,32 +27,25 @@ class RankTimer:
         self._device = device
         self._marks: list[float | torch.Event] = []
         self._last: float | torch.Event | None = None
+        self._hooks: list[RemovableHandle] = []
 
     @contextmanager
     def forward(self) -> Generator[None]:
-        """Measure the module's `training_step` inside the block."""
-        step = self._module.training_step
-
-        def timed(*args: object, **kwargs: object) -> object:
-            self._marks.append(self._now())
-            output = step(*args, **kwargs)
-            self._marks.append(self._now())
-            return output
-
-        with replaced(self._module, "training_step", timed):
-            yield
-
-    @contextmanager
-    def backward(self) -> Generator[None]:
-        """Measure the block until the last gradient is ready."""
-        parameters = [parameter for parameter in self._module.parameters() if parameter.requires_grad]
-        hooks = [parameter.register_post_accumulate_grad_hook(self._ready()) for parameter in parameters]
+        """Measure the block, which runs the module's training step."""
         self._marks.append(self._now())
-        try:
-            yield
-        finally:
-            for hook in hooks:
-                hook.remove()
+        yield
+        self._marks.append(self._now())
+
+    def begin_backward(self) -> None:
+        """Measure from here until the last gradient is ready."""
+        parameters = [parameter for parameter in self._module.parameters() if parameter.requires_grad]
+        self._hooks = [parameter.register_post_accumulate_grad_hook(self._note_ready) for parameter in parameters]
+        self._marks.append(self._now())
+
+    def finish_backward(self) -> None:
+        """End the measurement."""
+        for hook in self._hooks:
+            hook.remove()
         self._marks.append(self._last if self._last is not None else self._now())
 
     def seconds(self) -> float:
@@ -67,11 +60,8 @@ class RankTimer:
         event.record(current_stream(self._device))
         return event
 
-    def _ready(self) -> Callable[[torch.Tensor], None]:
-        def ready(parameter: torch.Tensor) -> None:
-            self._last = self._now()
-
-        return ready
+    def _note_ready(self, parameter: torch.Tensor) -> None:
+        self._last = self._now()
 
 
 def _elapsed(start: float | torch.Event, end: float | torch.Event) -> float:

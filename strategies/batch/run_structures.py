@@ -26,7 +26,7 @@ class RunStructures:
     """
 
     def __init__(self, options: Mapping[str, str] | None = None) -> None:
-        self._options = dict(options or {})
+        self.options = dict(options or {})
         self._batches: dict[tuple[str, int], BatchStructure] = {}
         self._results: dict[tuple[str, int], BatchStructure] = {}
 
@@ -40,23 +40,23 @@ class RunStructures:
         if key not in self._batches:
             evidence = _evidence(trainer, dataloader_idx)
             self.verify_combined(evidence.loader, trainer.num_training_batches if trainer.training else math.inf)
-            self._batches[key] = _of_stream(evidence) or BatchStructure(self._options, evidence)
+            self._batches[key] = _of_stream(evidence) or BatchStructure(self.options, evidence)
         return self._batches[key]
 
     def of_stream(self, loader: Any) -> BatchStructure:
         """The structure of a loader's batches before any hook has seen them."""
-        return BatchStructure(self._options, LoaderEvidence(loader))
+        return BatchStructure(self.options, LoaderEvidence(loader))
 
     def of_inputs(self, name: str) -> BatchStructure:
         """The structure of the inputs of a part of the module, `(args, kwargs)`."""
         evidence = Inputs(((), (0,)))
-        return BatchStructure(self._options, evidence, root=f"inputs of {name}", prefix=("submodule",))
+        return BatchStructure(self.options, evidence, root=f"inputs of {name}", prefix=("submodule",))
 
     def of_results(self, step: str, dataloader_idx: int = 0) -> BatchStructure:
         """The structure of what a step returns; errors call it by the step's name."""
         key = (step, dataloader_idx)
         if key not in self._results:
-            self._results[key] = BatchStructure(self._options, root=step, prefix=(step,))
+            self._results[key] = BatchStructure(self.options, root=step, prefix=(step,))
         return self._results[key]
 
     def verify_combined(self, combined: Any, limit: float = math.inf) -> None:
@@ -72,7 +72,7 @@ class RunStructures:
         loaders = [
             (path, sizes)
             for path, loader in LoaderEvidence(combined).loaders()
-            if self._options.get(option_key(path)) != "shared" and (sizes := _sizes(loader))
+            if self.options.get(option_key(path)) != "shared" and (sizes := _sizes(loader))
         ]
         if len(loaders) < 2 or not isinstance(combined, CombinedLoader) or combined._mode == "sequential":
             return

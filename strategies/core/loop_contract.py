@@ -1,57 +1,70 @@
-"""Declare what a strategy adds to Lightning's methods, so that a loop can do Lightning's part itself.
+"""The contract between the loops and this project's strategies: what a step does beside Lightning's part.
 
-A strategy that overrides `backward` only to scale the loss first need not send the loop through Lightning's whole
-chain of calls. It marks its method with what it adds:
+Lightning's `backward` and `optimizer_step` pass through five calls each. A strategy that only scales the loss before,
+or sums gradients after, need not send the loop through them: its `backward` is `run_backward`, and a loop that does
+Lightning's part itself calls the three methods below in its place.
 
-    @adds(first="scale_loss")
-    def backward(self, closure_loss, optimizer, *args, **kwargs):
-        return super().backward(self.scale_loss(closure_loss), optimizer, *args, **kwargs)
+    scale_loss → on_before_backward → the backward pass → finish_backward → on_after_backward
+    on_before_optimizer_step → clipping → the optimizer's update → finish_step
 
-A loop that implements Lightning's part calls `scale_loss` and does that part its own way; any other loop calls
-`backward`. A subclass that overrides `backward` again, without a mark, is called as is.
+A strategy of another project, or a subclass that overrides `backward` again, is called as Lightning calls it.
 """
 
-from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Protocol
 
-Method = TypeVar("Method", bound=Callable[..., Any])
-
-
-class Additions(NamedTuple):
-    """Names of the strategy's methods that are called before and after Lightning's part; empty for none."""
-
-    first: str = ""
-    then: str = ""
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
 
 
-def adds(first: str = "", then: str = "") -> Callable[[Method], Method]:
-    """Mark a method that does what Lightning's does, and calls `first` before it and `then` after it.
+class StepContract(Protocol):
+    """What a strategy does in a step; every method does nothing by default."""
+
+    @property
+    def meeting_device(self) -> torch.device | None:
+        """The device that batches are moved to; None for the root device."""
+
+    def begin_batch(self, dataloader_idx: int) -> None:
+        """Learn that the next batch of a loader was fetched and will be moved to a device."""
+
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        """Weight the loss before its backward pass."""
+        return loss
+
+    def finish_backward(self) -> None:
+        """Complete the gradients after the backward pass of the loss, before `on_after_backward`."""
+
+    def finish_step(self) -> None:
+        """Learn that the optimizer has stepped."""
+
+    def agrees_on_loss(self, optimizer: Optimizer) -> bool:
+        """Whether an optimizer gets another loss from its closure than the module's."""
+        return False
+
+
+class NothingToDo(StepContract):
+    """The contract of a strategy that adds nothing to Lightning's part."""
+
+
+def run_backward(strategy: Any, loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+    """Run the backward pass as Lightning's `Strategy.backward` does, with what the contract adds.
 
     Args:
-        first: for `backward` a function of the loss that returns the loss, for `batch_to_device` a function of the
-            loader's index, otherwise one without arguments.
-        then: a function without arguments. For `backward` it runs before the hook `on_after_backward`.
-    """
-
-    def mark(method: Method) -> Method:
-        vars(method)["additions"] = Additions(first, then)
-        return method
-
-    return mark
-
-
-def additions(strategy: object, name: str, lightnings: Any) -> Additions | None:
-    """Look up what a strategy's method adds to Lightning's.
-
-    Args:
-        strategy: the strategy.
-        name: name of the method.
-        lightnings: Lightning's own method.
+        strategy: a `Strategy` that is also a `StepContract`.
+        loss: the loss, on the root device.
+        optimizer: passed to the precision plugin, as are further arguments.
+        *args: arguments of `Tensor.backward`.
+        **kwargs: keyword arguments of `Tensor.backward`.
 
     Returns:
-        The additions, or None if the method may do anything.
+        The loss that was given backward.
     """
-    method = getattr(type(strategy), name)
-    if name in vars(strategy):
-        return None
-    return Additions() if method is lightnings else getattr(method, "additions", None)
+    module, plugin = strategy.lightning_module, strategy.precision_plugin
+    loss = strategy.scale_loss(loss)
+    strategy.pre_backward(loss)
+    loss = plugin.pre_backward(loss, module)
+    plugin.backward(loss, module, optimizer, *args, **kwargs)
+    strategy.finish_backward()  # before `on_after_backward`, which may read the gradients
+    loss = plugin.post_backward(loss, module)
+    strategy.post_backward(loss)
+    return loss

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from pytorch_lightning import LightningModule
 from pytorch_lightning.overrides.distributed import prepare_for_backward
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -72,7 +73,9 @@ def verify_reduced(model: DistributedDataParallel) -> None:
 _NOTHING = object()
 
 
-def forward_through(wrapper: nn.Module, module: nn.Module, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def forward_through(
+    wrapper: DistributedDataParallel, module: LightningModule, step: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
     """Call a step of a module through the wrapper's forward; the step itself may call the real `forward`.
 
     Args:
@@ -86,7 +89,7 @@ def forward_through(wrapper: nn.Module, module: nn.Module, step: Callable[..., A
         What the wrapper's forward returned.
     """
     # nn.Module.__setattr__ would first check for a parameter, a buffer or a child
-    state = vars(module)
+    state, manual = vars(module), not module.automatic_optimization
     before = state.get("forward", _NOTHING)
 
     def put_back() -> None:
@@ -97,13 +100,18 @@ def forward_through(wrapper: nn.Module, module: nn.Module, step: Callable[..., A
 
     def step_instead(*inner: Any, **named: Any) -> Any:
         put_back()
-        return step(*inner, **named)
+        output = step(*inner, **named)
+        if manual:
+            wrapper.require_backward_grad_sync = False  # each `manual_backward` prepares a reduction of its own
+        return output
 
     state["forward"] = step_instead
     try:
         return wrapper(*args, **kwargs)
     finally:
         put_back()
+        if manual:
+            wrapper.require_backward_grad_sync = True
 
 
 class ReducedParameters:

@@ -1,5 +1,5 @@
 """Cut one copy of a module into stages, and a batch into micro-batches.
 
-Exports: base, layout, options, module_parts, placement_check.
+Exports: layout, stages, options, module_parts, placement_check.
 May import: core, batch.
 """

@@ -20,7 +20,7 @@ from ._losses_last import LossesLast
 from ._metric_values import MetricValues
 from ._turns import Ticket, Turns
 from ._whole_batch_metrics import WholeBatchMetrics
-from .layout import StageLayout
+from .stages import Stages
 
 
 class _Pending(NamedTuple):
@@ -47,7 +47,7 @@ class MicroBatches:
         module: the placed module, whose steps are watched; None trusts it to keep no state.
     """
 
-    def __init__(self, layout: StageLayout, module: nn.Module | None = None) -> None:
+    def __init__(self, layout: Stages, module: nn.Module | None = None) -> None:
         self._layout = layout
         self._kept_state = None if module is None else KeptState(module, layout.hook_numbers)
         self._in_order = Executor(threads=False)

@@ -1,313 +1,192 @@
-"""Place one copy of a module across the devices of a process."""
+"""Lay a module out as stages: one copy, cut across the devices of the process; a batch may be cut in time."""
 
-import threading
-import weakref
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import pytorch_lightning as pl
 import torch
-from pytorch_lightning import LightningModule
-from pytorch_lightning.utilities.rank_zero import rank_zero_warn
+from lightning_fabric.utilities.apply_func import move_data_to_device
+from pytorch_lightning.trainer.states import TrainerFn
+from pytorch_lightning.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
-from torch.utils.hooks import RemovableHandle
+from typing_extensions import override
 
+from ..batch.layout import Layout, losses_in
+from ..batch.outputs import LEFT_OUT, combine_outputs, losses_of
+from ..batch.policies import Even, without_single_samples
+from ..batch.run_structures import RunStructures
+from ..batch.structure import BatchStructure
 from ..core.errors import ConfigError
-from ..core.side_streams import cross, is_plain, work_so_far
+from ..core.module_checks import end_of_step, has_batchnorm, verify_takes_batches
 from ..core.types import Batch
-from ._activation_memory import profile_activations
-from ._plan import StagePlan, auto_plan, found_plan, named_plan, plan_table, verify_manual
-from ._turns import Ticket
-from .module_parts import find_parts, place_parts
+from ._microbatches import MicroBatches, MicroBatchLogs
 from .options import StageOptions
+from .stages import Stages
 
 
-class Route:
-    """Records the path of one batch through the stages."""
-
-    def __init__(self) -> None:
-        self._stage = 0
-        self._crossings = 0
-        self._back: list[str] = []
-        self._bytes_back = 0
-
-    def enter(self, stage: int, name: str, inputs: Sequence[Any]) -> None:
-        """Record the call of a part."""
-        if stage < self._stage:
-            self._back.append(f"{name} (stage {stage}) after stage {self._stage}")
-            self._bytes_back += sum(value.nbytes for value in inputs if isinstance(value, Tensor))
-        self._crossings += stage != self._stage
-        self._stage = stage
-
-    def warn(self, num_stages: int) -> None:
-        """Warn if the batch went back to an earlier stage, with the cost."""
-        if self._back:
-            rank_zero_warn(
-                f"A stage is used before the previous one is done: {', '.join(self._back)}. Each step changes devices "
-                f"{self._crossings} times instead of {num_stages - 1}, moves {self._bytes_back:,} bytes back, and "
-                "stages wait for each other. Register modules in the order of their use, or name the cut: "
-                "partition=[first module of each later stage]."
-            )
-
-
-def is_on_gpu(tensor: Tensor) -> bool:
-    """Whether a tensor can be copied beside the work of its device."""
-    return tensor.device.type == "cuda" and is_plain(tensor)
-
-
-class BatchTensors:
-    """The tensors of a batch as they were handed to a step.
+@dataclass
+class StageLayout(Layout):
+    """Runs every step through the stages, a training step in micro-batches.
 
     Args:
-        batch: the batch, on one device; None for nothing.
-
-    Attributes:
-        ready: the event after which they hold their values; None where nothing is queued.
+        devices: one per stage, the root device first; they may repeat and mix.
+        options: how the module is cut into stages, and a batch into micro-batches.
+        strategy: name that begins messages.
     """
 
-    def __init__(self, batch: Batch) -> None:
-        tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and is_on_gpu(leaf)]
-        tensors = [tensor for tensor in tensors if tensor.device == tensors[0].device]  # `ready` says nothing of others
-        self._versions = {tensor.untyped_storage().data_ptr(): tensor._version for tensor in tensors}
-        self.ready = work_so_far(tensors[0].device) if tensors else None
+    devices: list[torch.device]
+    options: StageOptions = field(default_factory=StageOptions)
+    strategy: str = "model_parallel"
 
-    def holds(self, tensor: Tensor) -> bool:
-        """Whether a tensor is one of the batch, or a view, and was not written to since."""
-        if not self._versions or tensor.requires_grad or tensor.layout is not torch.strided:
-            return False
-        return self._versions.get(tensor.untyped_storage().data_ptr()) == tensor._version
-
-
-def example_inputs(module: LightningModule) -> tuple[Any, ...]:
-    """Return the module's `example_input_array` as arguments of `forward`.
-
-    Raises:
-        ConfigError: the module has none.
-    """
-    inputs = module.example_input_array
-    if inputs is None:
-        raise ConfigError(
-            f"profile_activations needs inputs, but {type(module).__name__} has no example_input_array. Set it in "
-            "__init__ to what forward takes, as large as one batch, or set profile_activations=false."
-        )
-    return tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)
-
-
-class StageLayout:
-    """Runs one module in stages, one per device of a process.
-
-    Args:
-        devices: one per stage; devices may repeat.
-        options: how to cut the module.
-    """
-
-    def __init__(self, devices: Sequence[torch.device], options: StageOptions) -> None:
-        self.devices = list(devices)
-        self.options = options
-        self.plan: StagePlan | None = None
-        """The assignment of parts to stages; None before placement and under `partition=manual`."""
-        self._hooks: list[RemovableHandle] = []
-        self._on_thread = threading.local()
-        self._batch = BatchTensors(None)
-        self._is_watched = False
-        self._manual: dict[str, torch.device] = {}
-        self._placed: weakref.ref[nn.Module] | None = None
+    def __post_init__(self) -> None:
+        self.stages = Stages(self.devices, self.options)
+        self.losses: list[Tensor] = []
+        self.structures = RunStructures()
+        self._microbatches = MicroBatches(self.stages)
+        self._logs: MicroBatchLogs | None = None
+        self._module: pl.LightningModule | None = None
+        self._has_batchnorm = False
+        self._told: set[str] = set()
 
     @property
-    def num_stages(self) -> int:
-        """Number of stages."""
-        return len(self.devices)
-
-    @property
-    def hook_numbers(self) -> list[int]:
-        """The numbers that torch gave to the hooks that move inputs."""
-        return [hook.id for hook in self._hooks]
-
-    @property
-    def meeting_stage(self) -> int:
-        """The stage that holds the batch, the outputs and the loss."""
-        if self.options.output_device == "first":
-            return 0
-        return list(self.plan.stage_of.values())[-1] if self.plan and self.plan.stage_of else self.num_stages - 1
-
-    @property
+    @override
     def meeting_device(self) -> torch.device:
-        """The device that holds the batch, the outputs and the loss."""
-        return self.devices[self.meeting_stage]
+        return self.stages.meeting_device
 
-    def place(self, module: LightningModule) -> None:
-        """Move each part of the module to its stage's device, and add hooks that move its inputs there.
+    @property
+    @override
+    def finishes_later(self) -> bool:
+        return self._microbatches.uses_threads
 
-        Raises:
-            ConfigError: the module can't be cut by the options.
-        """
-        self.remove()
-        if self.options.partition == "manual":
-            self._place_again(module)
-            verify_manual(module, self.devices)
-            module._device = self.meeting_device
+    @property
+    @override
+    def cut_by(self) -> str:
+        num = self.options.num_microbatches
+        return f"num_microbatches={num}" if num > 1 else ""
+
+    @override
+    def verify(self, trainer: pl.Trainer) -> None:
+        module = trainer.lightning_module
+        if not self.cut_by or trainer.state.fn != TrainerFn.FITTING:
             return
-        self.plan = self._make_plan(module)
-        devices = {name: self.devices[stage] for name, stage in self.plan.stage_of.items()}
-        place_parts(module, devices, self.meeting_device)
-        module._device = self.meeting_device
-        self._add_hooks(module)
+        if not module.automatic_optimization:
+            raise ConfigError(
+                f"{self.cut_by} needs automatic optimization, but {type(module).__name__} optimizes manually. "
+                "Set num_microbatches=1."
+            )
+        verify_takes_batches(module, self.cut_by, "set num_microbatches=1")
 
-    def table(self, module: nn.Module) -> str:
-        """Draw the plan as text; under `partition=manual` the found placement, where a repeated device is one stage."""
-        if self.plan is not None:
-            return plan_table(module, self.plan, self.devices)
-        devices = list(dict.fromkeys(self.devices))
-        return plan_table(module, found_plan(module, devices), devices)
+    @override
+    def creating(self) -> AbstractContextManager[Any]:
+        return torch.device("cpu")  # a module that needs several devices must not be created on one of them
 
-    def tensors(self, module: nn.Module) -> Iterator[tuple[str, Tensor, int]]:
-        """Yield name, tensor and stage of each parameter and buffer; a tied tensor once."""
-        assert self.plan is not None, "call place first"
-        parts = find_parts(module, list(self.plan.stage_of))
-        stage_of = {id(tensor): self.plan.stage_of[part.name] for part in reversed(parts) for tensor in part.tensors}
-        for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-            yield name, tensor, stage_of[id(tensor)]
+    @override
+    def place(self, module: pl.LightningModule) -> None:
+        self.stages.place(module)
 
-    @contextmanager
-    def on_devices(self, devices: Sequence[torch.device]) -> Generator[None]:
-        """Move inputs to other devices inside the block; the module stays where it is."""
-        own, self.devices = self.devices, list(devices)
-        try:
-            yield
-        finally:
-            self.devices = own
+    @override
+    def begin(self, trainer: pl.Trainer, structures: RunStructures) -> None:
+        self._module = module = trainer.lightning_module
+        self.structures = structures
+        self._has_batchnorm = has_batchnorm(module)
+        self._microbatches = MicroBatches(self.stages, module)
+        if self.finishes_later and end_of_step(module) is not None:
+            raise ConfigError(
+                f"{self.cut_by}: {type(module).__name__}.training_step_end joins the outputs of "
+                "micro-batches, whose backward passes run in threads of their own. Set strategy.deterministic=true, or "
+                "num_microbatches=1."
+            )
+        self._logs = MicroBatchLogs(module, self.options.num_microbatches, self.meeting_device)
+        plan = f"{type(module).__name__} in {self.stages.num_stages} stages:\n{self.describe(module)}"
+        self._info_once(plan, plan)
 
-    def remove(self) -> None:
-        """Remove the hooks from the module, which stays on its devices."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
+    @override
+    def step(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        step = getattr(self._module, name)
+        if name != "training_step":
+            return step(*args, **kwargs)
+        if self.cut_by:
+            output = self._step_in_microbatches(step, *args, **kwargs)
+        else:
+            output = self._ended(self._watched(partial(step, *args, **kwargs)))
+            self.losses = losses_in(output)
+        # Lightning, the gradient scaler and DDP expect the loss on the root device
+        if not isinstance(output, dict):
+            return move_data_to_device(output, self.devices[0])
+        scalars = {key: output[key] for key in ("loss", "loss_weight") if key in output}  # larger values stay
+        return {**output, **move_data_to_device(scalars, self.devices[0])}
 
-    def _place_again(self, module: nn.Module) -> None:
-        """Record where the user placed each tensor; in a later run move it back, because Lightning moved it away."""
-        tensors = dict((*module.named_parameters(), *module.named_buffers()))
-        if self._placed is not None and self._placed() is module and self._manual.keys() == tensors.keys():
-            for name, tensor in tensors.items():
-                tensor.data = tensor.data.to(self._manual[name])
-        self._placed = weakref.ref(module)
-        self._manual = {name: tensor.device for name, tensor in tensors.items()}
+    @override
+    def finish_backward(self) -> None:
+        self._microbatches.finish_backward()
 
-    def _make_plan(self, module: LightningModule) -> StagePlan:
-        if not isinstance(self.options.partition, str):
-            return named_plan(module, self.num_stages, self.options.partition)
-        kept = None
-        if self.options.profile_activations:
-            kept = profile_activations(module, find_parts(module), example_inputs(module))
-        return auto_plan(module, self.num_stages, self.options.optimizer_copies, kept)
+    @override
+    def describe(self, module: nn.Module) -> str:
+        return self.stages.table(module)
 
-    def _add_hooks(self, module: nn.Module) -> None:
-        assert self.plan is not None
-        if self.num_stages == 1:
-            return
-        placed = {part.name for part in find_parts(module, list(self.plan.stage_of)) if not part.loose}
-        parts = {name: module.get_submodule(name) for name in self.plan.stage_of if name in placed}
-        for name, part in parts.items():
-            enter = traced_around(module, partial(self._enter, self.plan.stage_of[name], name))
-            self._hooks.append(part.register_forward_pre_hook(enter, with_kwargs=True))
-        for last in list(parts.values())[-1:]:
-            self._hooks.append(last.register_forward_hook(traced_around(module, self._meet)))
-        self._hooks.append(module.register_forward_hook(traced_around(module, self._meet_but_scalars)))
+    @override
+    def close(self) -> None:
+        self._microbatches.shutdown()
+        self.stages.remove()
 
-    def _enter(self, stage: int, name: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Move the inputs of a part to its stage."""
-        route: Route | None = getattr(self._on_thread, "route", None)
-        if route is not None:
-            route.enter(stage, name, tree_leaves((args, kwargs)))
-        return self._bring(stage, (args, kwargs))
+    def _step_in_microbatches(self, step: Callable[..., Any], batch: Batch, *args: Any, **kwargs: Any) -> Any:
+        logs, sizes, end = self._logs, self._sizes(batch), end_of_step(self._module)
+        assert logs is not None
+        results, reduction = self.structures.of_results("training_step"), self.options.loss_reduction
+        if end is not None:
+            sizes = [size for size in results.unequal(sizes) if size]
+        if len(sizes) == 1:
+            with logs.recording():
+                output = self._watched(partial(logs.run, 0, partial(step, batch, *args, **kwargs)))
+            output = self._ended(output)
+            logs.replay(sizes, None if output is None else losses_of([output], sizes, reduction, self.strategy))
+            self.losses = logs.losses
+            return output
+        names = [
+            f"micro-batch {i + 1} of {len(sizes)}, {size} of {sum(sizes)} samples," for i, size in enumerate(sizes)
+        ]
+        steps = [partial(step, chunk, *args, **kwargs) for chunk in self._batch_structure.split(batch, sizes)]
+        steps[0] = partial(self._watched, steps[0])
+        with logs.recording(), self.stages.reading(batch):
+            outputs = self._microbatches.forward(names, [partial(logs.run, i, s) for i, s in enumerate(steps)])
+        if end is not None:
+            logs.replay(sizes)
+            return end(results.join(outputs, sizes, self.meeting_device))
+        result, left_out = combine_outputs(outputs, sizes, logs, reduction, self.strategy, self.devices[0], results)
+        self.losses = logs.losses
+        for key in left_out:
+            self._info_once(key, f"{self.strategy}: {LEFT_OUT.format(key=key)}")
+        return result
 
-    @contextmanager
-    def watched(self) -> Generator[None]:
-        """Warn, in the first training step, if the batch goes back to an earlier stage."""
-        if self._is_watched:
-            yield
-            return
-        self._is_watched = True
-        self._on_thread.route = Route()
-        try:
-            yield
-            self._on_thread.route.warn(self.num_stages)
-        finally:
-            self._on_thread.route = None
+    def _ended(self, output: Any) -> Any:
+        end = end_of_step(self._module)
+        return output if end is None else end(output)
 
-    def _meet(self, _: nn.Module, __: tuple[Any, ...], output: Any) -> Any:
-        """Move an output to the meeting device."""
-        pause: Callable[[], None] | None = getattr(self._on_thread, "pause", None)
-        if pause is not None:
-            pause()
-        return self._bring(self.meeting_stage, output)
+    @property
+    def _batch_structure(self) -> BatchStructure:
+        assert self._module is not None, "the run has not begun"
+        return self.structures.of_batch(self._module.trainer)
 
-    def _meet_but_scalars(self, _: nn.Module, __: tuple[Any, ...], output: Any) -> Any:
-        """As above for the root module, through which DDP also calls `training_step`; scalars (losses) stay."""
-        return self._bring(self.meeting_stage, output, min_dim=1)
+    def _info_once(self, key: str, message: str) -> None:
+        if key not in self._told:
+            self._told.add(key)
+            rank_zero_info(message)
 
-    def _bring(self, stage: int, value: Any, min_dim: int = 0) -> Any:
-        leaves, spec = tree_flatten(value)
-        where = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.dim() >= min_dim]
-        tensors = self._move(stage, [leaves[index] for index in where])
-        for index, tensor in zip(where, tensors, strict=True):
-            leaves[index] = tensor
-        return tree_unflatten(leaves, spec)
+    def _watched(self, call: Callable[[], Any]) -> Any:
+        with self.stages.watched():
+            return call()
 
-    def _move(self, stage: int, tensors: list[Tensor]) -> list[Tensor]:
-        move = partial(self._cross, self.devices[stage])
-        ticket: Ticket | None = getattr(self._on_thread, "ticket", None)
-        if ticket is None or ticket.stage == stage:
-            return move(tensors)
-        return ticket.move_on(stage, tensors, move)
-
-    def _cross(self, device: torch.device, tensors: list[Tensor]) -> list[Tensor]:
-        """Move tensors, together those that come from one device and are ready at the same time."""
-        groups: dict[tuple[torch.device, bool], list[int]] = {}
-        for i, tensor in enumerate(tensors):
-            groups.setdefault((tensor.device, self._batch.holds(tensor)), []).append(i)
-        found = list(tensors)
-        for (_, is_input), places in groups.items():
-            ready = self._batch.ready if is_input else None
-            for i, moved in zip(places, cross([tensors[i] for i in places], device, ready), strict=True):
-                found[i] = moved
-        return found
-
-    @contextmanager
-    def reading(self, batch: Batch) -> Generator[None]:
-        """Move tensors of a batch, inside the block, without waiting for what is computed there.
-
-        Stages of other micro-batches may be queued on the device that holds the batch; its tensors are ready already.
-        """
-        self._batch = BatchTensors(batch)
-        try:
-            yield
-        finally:
-            self._batch = BatchTensors(None)
-
-    @contextmanager
-    def pausing(self, pause: Callable[[], None]) -> Generator[None]:
-        """Call a function of this thread's micro-batch where its output meets, before it is moved."""
-        self._on_thread.pause = pause
-        try:
-            yield
-        finally:
-            self._on_thread.pause = None
-
-    @contextmanager
-    def ticketed(self, ticket: Ticket) -> Generator[None]:
-        """Make the modules that this thread calls take turns with those of other threads."""
-        self._on_thread.ticket = ticket
-        try:
-            yield
-        finally:
-            self._on_thread.ticket = None
-
-
-def traced_around(module: nn.Module, hook: Callable[..., Any]) -> Callable[..., Any]:
-    """Exclude a hook from `torch.compile`: it waits for turns, which can't be traced."""
-    compiled = any(
-        part._compiled_call_impl is not None or type(part).__name__ == "OptimizedModule" for part in module.modules()
-    )
-    return torch.compiler.disable(hook) if compiled else hook
+    def _sizes(self, batch: Batch) -> list[int]:
+        num = self._batch_structure.num_samples(batch)
+        if num is None:
+            raise ConfigError(
+                f"{self.cut_by}: the batch of type {type(batch).__name__} holds nothing to count samples by. "
+                "Set num_microbatches=1, or give the batch a method split(sizes)."
+            )
+        sizes = Even().sizes(num, self.options.num_microbatches)
+        if self._has_batchnorm:
+            sizes = without_single_samples(sizes)
+        return [size for size in sizes if size] or [num]

@@ -1,11 +1,12 @@
 """Define and validate the options of model parallelism."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal, TypeAlias
 
+from typing_extensions import Self
+
 from ..batch.losses import LossReduction
-from ..batch.structure import BatchDims, verify_batch_dims
 from ..core.errors import ConfigError
 
 Partition: TypeAlias = Literal["auto", "manual"] | Sequence[str]
@@ -29,8 +30,6 @@ class StageOptions:
         loss_reduction: reduction of the module's loss: `mean` over samples (or `loss_weight`), or `sum`.
         deterministic: whether one thread runs the micro-batches in order. None follows
             `torch.use_deterministic_algorithms` (`Trainer(deterministic=True)`).
-        batch_dims: which dimensions of the batch are samples, where that can't be found out, by path: `list`, 0, `none`
-            (see `DataParallelStrategy`).
 
     Raises:
         ConfigError: an option has an invalid value.
@@ -43,7 +42,6 @@ class StageOptions:
     profile_activations: bool = False
     loss_reduction: LossReduction = "mean"
     deterministic: bool | None = None
-    batch_dims: BatchDims | None = None
 
     def __post_init__(self) -> None:
         named: Any = self.partition  # a configuration may hold anything
@@ -60,4 +58,8 @@ class StageOptions:
             raise ConfigError(f"loss_reduction={self.loss_reduction} is unknown; choose one of mean, sum.")
         if not self.optimizer_copies >= 0:
             raise ConfigError(f"optimizer_copies must be >= 0 (Adam: 2); got {self.optimizer_copies}.")
-        verify_batch_dims(self.batch_dims, "model_parallel")
+
+    @classmethod
+    def taken_from(cls, options: dict[str, Any]) -> Self:
+        """Take these options out of a dict of several kinds of options."""
+        return cls(**{field.name: options.pop(field.name) for field in fields(cls) if field.name in options})

@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
 from ..core.errors import ConfigError
-from .layout import StageLayout
+from .stages import Stages
 
 
 class FakeDevices:
@@ -132,7 +132,7 @@ class _Path:
         self._running.pop()
 
 
-def prove_placement(module: nn.Module, layout: StageLayout, args: Sequence[Any]) -> Any:
+def prove_placement(module: nn.Module, layout: Stages, args: Sequence[Any]) -> Any:
     """Run a placed module's forward pass on one fake device per stage; the module itself is not touched.
 
     Args:

@@ -1,138 +1,256 @@
-"""Run a module on replicas, one per device of the process: refresh, run, merge metrics, sum gradients."""
+"""Lay a module out as replicas: a copy per device of the process, every batch cut among them."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from functools import partial
-from typing import Any, TypeAlias
+from dataclasses import dataclass, field
+from typing import Any, get_args
 
+import pytorch_lightning as pl
 import torch
-from lightning_fabric.utilities import move_data_to_device
-from torch import nn
+from pytorch_lightning.trainer.states import TrainerFn
+from pytorch_lightning.utilities.rank_zero import rank_zero_info
+from torch import Tensor
+from typing_extensions import override
 
-from ..batch.log_recorder import LogRecorder
-from ..core.executor import Executor, Piece
-from ._attribute_watch import AttributeWatch
-from ._collected import CollectedLists
-from ._compiled import allow_recompiling, is_compiled
-from ._gradient_sum import GradientSum
-from ._metric_merge import MetricMerger
-from .measurement import Measurement, Reading
-from .replicas import Replicas
+from ..batch.layout import Layout
+from ..batch.losses import LossReduction
+from ..batch.outputs import LEFT_OUT, combine_outputs, losses_of
+from ..batch.policies import Even, Policy, without_single_samples
+from ..batch.run_structures import RunStructures, dataloader_index
+from ..batch.structure import BatchStructure
+from ..core.errors import ConfigError
+from ..core.module_checks import end_of_step, has_batchnorm, verify_takes_batches
+from ..core.types import Batch
+from .runner import ReplicaRunner
+from .submodule import ParallelForward, find_submodule
 
-Arguments: TypeAlias = tuple[Sequence[Any], dict[str, Any]]
-"""Positional and keyword arguments of one call."""
 
-
-class ReplicaLayout:
-    """Runs a method of a module on all devices of a process, and collects state and gradients on the root.
+@dataclass(frozen=True)
+class ReplicaOptions:
+    """How a process uses its replicas; `DataParallelStrategy` describes the options.
 
     Args:
-        root: the module, on `devices[0]`.
-        devices: one per replica; they may repeat and mix.
-        threads: run the replicas in threads; None decides by the devices.
         strategy: name that begins messages.
-        root_call: called on the root instead of its method; None calls the method.
-        batch_dims: the strategy's option, which also tells what steps collect in lists of the module.
+        instead: what to set to have no replicas, for messages.
+        loss_reduction: reduction of the module's loss.
+        submodule: dotted name of the submodule to replicate; None replicates the whole module.
+        copy_frozen: copy parameters without gradients after every optimizer step.
+        threads: run replicas in threads; None decides by the devices.
+
+    Raises:
+        ConfigError: `loss_reduction` is not `mean` or `sum`.
     """
 
-    def __init__(
-        self,
-        root: nn.Module,
-        devices: Sequence[torch.device],
-        threads: bool | None = None,
-        strategy: str = "dp",
-        root_call: Callable[..., Any] | None = None,
-        batch_dims: Mapping[str, str] | None = None,
-    ) -> None:
-        self.devices = list(devices)
-        self.replicas = Replicas(root, devices)
-        self._executor = Executor(threads)
-        self._strategy = strategy
-        self._root_call = root_call
-        self._measurement: Measurement | None = None
-        self._collected = CollectedLists(root, batch_dims or {}, strategy)
-        self._attach()
+    strategy: str = "dp"
+    instead: str = "strategy=ddp"
+    loss_reduction: LossReduction = "mean"
+    submodule: str | None = None
+    copy_frozen: bool = False
+    threads: bool | None = None
 
-    def measure(self, memory: bool) -> Measurement:
-        """Measure the next run.
+    def __post_init__(self) -> None:
+        if self.loss_reduction not in get_args(LossReduction):
+            raise ConfigError(
+                f"{self.strategy}: loss_reduction={self.loss_reduction} is unknown; choose one of mean, sum."
+            )
 
-        Args:
-            memory: also count bytes.
 
-        Returns:
-            The measurement, which is filled when the devices have finished the run.
-        """
-        self._measurement = Measurement(memory)
-        return self._measurement
+@dataclass
+class ReplicaLayout(Layout):
+    """Runs every step on all replicas and combines what they return to the whole batch's result.
 
-    def run(self, method: str, arguments: Sequence[Arguments], sizes: Sequence[int]) -> list[Any]:
-        """Call a method on every replica that has samples.
+    Args:
+        devices: one per replica, the root device first; they may repeat and mix.
+        options: how replicas run.
+        policy: computes the samples per device.
+    """
 
-        Args:
-            method: name of the method, `training_step` for example.
-            arguments: positional and keyword arguments per replica; tensors are moved to its device.
-            sizes: samples per replica; a replica without samples is not called.
+    devices: list[torch.device]
+    options: ReplicaOptions = field(default_factory=ReplicaOptions)
+    policy: Policy = field(default_factory=Even)
 
-        Returns:
-            The results of the replicas that were called, in order, each on its own device.
-        """
-        if self.replicas.refresh():
-            self._attach()
-        used = [i for i, size in enumerate(sizes) if size > 0]
-        self.replicas.before_step(used)
-        pieces = [self._piece(i, method, arguments[i], sizes) for i in used]
-        if self._measurement is not None:
-            pieces = self._measured(self._measurement, pieces, used, sizes)
-            self._measurement = None
-        self._collected.before_step()
-        try:
-            with self._attributes.watching(method), self.logs.recording(), self._metrics.standing_in():
-                outputs = self._executor.run(pieces)
-            self._collected.after_step(method, [sizes[i] for i in used])
-        except BaseException:
-            self._metrics.discard()
-            raise
-        self.replicas.after_step()
-        self._metrics.merge(used, [sizes[i] for i in used])
-        return outputs
+    def __post_init__(self) -> None:
+        self.losses: list[Tensor] = []
+        self.structures = RunStructures()
+        self._has_batchnorm = False
+        self._told: set[str] = set()
+        self._open_batch: Batch = None
+        self._module: pl.LightningModule | None = None
+        self._forward: ParallelForward | None = None
+        self._runner: ReplicaRunner | None = None
 
-    def sum_gradients(self) -> None:
-        """Add the gradients of all replicas to the root's parameters."""
-        self._gradients.collect()
+    @property
+    def runner(self) -> ReplicaRunner:
+        """Runs calls on the replicas of this run."""
+        assert self._runner is not None, "the run has not begun"
+        return self._runner
 
+    @property
+    @override
+    def finishes_later(self) -> bool:
+        return True
+
+    @property
+    @override
+    def cut_by(self) -> str:
+        return f"devices_per_process={len(self.devices)}"
+
+    @override
+    def verify(self, trainer: pl.Trainer) -> None:
+        module, options = trainer.lightning_module, self.options
+        if trainer.state.fn != TrainerFn.FITTING:
+            return
+        if not module.automatic_optimization:
+            raise ConfigError(
+                f"{options.strategy}: manual optimization would step the optimizer once per replica. Use "
+                f"{options.instead}, or strategy=single_device, or set automatic_optimization=True."
+            )
+        verify_takes_batches(module, options.strategy, options.instead)
+
+    @override
+    def begin(self, trainer: pl.Trainer, structures: RunStructures) -> None:
+        module, options = trainer.lightning_module, self.options
+        self._module, self.structures = module, structures
+        self._has_batchnorm = has_batchnorm(module)
+        part = module if options.submodule is None else find_submodule(module, options.submodule, options.strategy)
+        root_call = None if part is module else part.forward
+        self._runner = ReplicaRunner(
+            part, self.devices, options.threads, options.strategy, root_call, structures.options
+        )
+        if part is not module:
+            self._forward = ParallelForward(part, self._runner, self._sizes, options.strategy, structures)
+
+    @override
+    def verify_loaders(self) -> None:
+        loop = self._trainer.fit_loop
+        if self._forward is None:
+            self.structures.verify_combined(loop._combined_loader, self._trainer.num_training_batches)
+            self.structures.verify_combined(loop.epoch_loop.val_loop._combined_loader)
+
+    @override
+    def step(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        if name == "training_step":
+            self._mark_written_in_closure(args[0])
+        if self._forward is not None:
+            output = getattr(self._module, name)(*args, **kwargs)
+            return self._ended(output) if name == "training_step" else output
+        return self._training_step(*args) if name == "training_step" else self._evaluation_step(name, *args)
+
+    @override
+    def finish_backward(self) -> None:
+        self.runner.sum_gradients()
+
+    @override
+    def weights_changed(self) -> None:
+        self._open_batch = None
+        self.runner.replicas.mark_changed()
+
+    @override
+    def finish_step(self) -> None:
+        self._open_batch = None
+        self.runner.replicas.mark_changed(frozen=self.options.copy_frozen)
+
+    @override
     def close(self) -> None:
-        """Stop the threads and remove the hooks; the root keeps its state."""
-        self._executor.shutdown()
-        self._gradients.remove_hooks()
-        self.replicas.close()
+        if self._forward is not None:
+            self._forward.close()
+        if self._runner is not None:
+            self._runner.close()
+        self._runner = self._forward = None
 
-    def _attach(self) -> None:
-        """Set up metrics, logs and gradient sums for new replicas."""
-        if any(map(is_compiled, self.replicas.root.modules())):
-            allow_recompiling(len(set(self.devices)))
-        root, *others = self.replicas.parameters()
-        self._gradients = GradientSum(root, others)
-        self._metrics = MetricMerger(self.replicas, self._strategy)
-        self.logs = LogRecorder(self.replicas.modules(), self.devices[0], self._metrics.original)
-        self._attributes = AttributeWatch(self.replicas, self._strategy)
+    def _mark_written_in_closure(self, batch: Batch) -> None:
+        """See what an optimizer wrote to the weights before it called its closure, perhaps again (SAM).
 
-    def _measured(
-        self, measurement: Measurement, pieces: list[Piece], used: list[int], sizes: Sequence[int]
-    ) -> list[Piece]:
-        measurement.sizes = list(sizes)
-        measurement.readings = [Reading() for _ in sizes]
-        parameters = self.replicas.parameters()
-        measured: list[Piece] = []
-        for i, piece in zip(used, pieces, strict=True):
-            own = parameters[i] if measurement.memory else None
-            call = partial(measurement.readings[i].of, piece.call, piece.device, own)
-            measured.append(replace(piece, call=call))
-        return measured
+        The same batch before the step has ended means a further call. Other optimizers than torch's may write before
+        the first, too, which matters where earlier batches of an accumulated step have brought the weights over.
+        """
+        trainer = self._trainer
+        foreign = trainer.accumulate_grad_batches > 1 and any(
+            not type(o).__module__.startswith("torch.optim") for o in trainer.optimizers
+        )
+        if foreign or batch is self._open_batch:
+            self.weights_changed()
+        elif trainer.accumulate_grad_batches > 1 and self.options.copy_frozen:
+            self.runner.replicas.mark_frozen_changed()  # a moving average may be written between optimizer steps
+        self._open_batch = batch
 
-    def _piece(self, i: int, method: str, arguments: Arguments, sizes: Sequence[int]) -> Piece:
-        device = self.devices[i]
-        if device != self.devices[0]:
-            arguments = move_data_to_device(arguments, device)
-        call = self._root_call if i == 0 and self._root_call is not None else getattr(self.replicas[i], method)
-        name = f"chunk {i + 1} of {len(sizes)}, {sizes[i]} of {sum(sizes)} samples,"
-        return Piece(device, name, partial(call, *arguments[0], **arguments[1]))
+    def _training_step(self, batch: Batch, *rest: Any) -> Any:
+        structure = self._batch_structure(rest)
+        sizes = self._sizes(self._num_samples(batch, structure))
+        if end_of_step(self._module) is not None:
+            sizes = self.structures.of_results("training_step").unequal(sizes)
+        chunks = structure.split(batch, sizes)
+        outputs = self.runner.run("training_step", [((chunk, *rest), {}) for chunk in chunks], sizes)
+        return self._combined(outputs, sizes)
+
+    def _combined(self, outputs: list[Any], sizes: list[int]) -> Any:
+        """Combine the outputs of chunks into one result for the whole batch, of the same kind."""
+        structure, logs, root = self.structures.of_results("training_step"), self.runner.logs, self.devices[0]
+        if end_of_step(self._module) is not None:
+            logs.replay(sizes)
+            return self._ended(structure.join(outputs, [size for size in sizes if size > 0], root))
+        result, left_out = combine_outputs(
+            outputs, sizes, logs, self.options.loss_reduction, self.options.strategy, root, structure
+        )
+        self.losses = logs.losses
+        for key in left_out:
+            self._info_once(LEFT_OUT.format(key=key))
+        return result
+
+    def _ended(self, output: Any) -> Any:
+        end = end_of_step(self._module)
+        return output if end is None else end(output)
+
+    def _evaluation_step(self, name: str, batch: Batch, *rest: Any) -> Any:
+        structure = self._batch_structure(rest)
+        results = self.structures.of_results(name, dataloader_index(self._trainer, rest))
+        sizes = results.unequal(self._sizes(self._num_samples(batch, structure)))
+        chunks = structure.split(batch, sizes)
+        outputs = self.runner.run(name, [((chunk, *rest), {}) for chunk in chunks], sizes)
+        losses = None
+        if name != "predict_step" and all(_has_loss(output) for output in outputs):
+            losses = losses_of(outputs, sizes, self.options.loss_reduction, self.options.strategy)
+        self.runner.logs.replay(sizes, losses)
+        joined = results.join(outputs, [size for size in sizes if size > 0], self.devices[0])
+        return joined if losses is None else _with_loss(joined, losses.combine(self.devices[0]))
+
+    @property
+    def _trainer(self) -> pl.Trainer:
+        assert self._module is not None, "the run has not begun"
+        return self._module.trainer
+
+    def _batch_structure(self, rest: tuple[Any, ...]) -> BatchStructure:
+        return self.structures.of_batch(self._trainer, dataloader_index(self._trainer, rest))
+
+    def _num_samples(self, batch: Batch, structure: BatchStructure) -> int:
+        num = structure.num_samples(batch)
+        if not num:
+            raise ConfigError(
+                f"{self.options.strategy}: a batch of type {type(batch).__name__} has no samples to split: it holds no "
+                "tensor with rows and no list. Give tensors of shape (samples, ...), or define split(sizes)."
+            )
+        return num
+
+    def _sizes(self, num: int) -> list[int]:
+        """Compute the samples per device of a batch of `num`, by the policy."""
+        assert self._module is not None
+        sizes = self.policy.sizes(num, len(self.devices))
+        if not (self._has_batchnorm and self._module.training and 1 in sizes):
+            return sizes
+        self._info_once(
+            "BatchNorm can't normalise a single sample in training, so chunks of one sample are merged into others."
+        )
+        return without_single_samples(sizes)
+
+    def _info_once(self, message: str) -> None:
+        if message not in self._told:
+            self._told.add(message)
+            rank_zero_info(f"{self.options.strategy}: {message}")
+
+
+def _has_loss(output: Any) -> bool:
+    """Whether an evaluation step returned a loss: a scalar, or a mapping with one."""
+    loss = output.get("loss") if isinstance(output, dict) else output
+    return isinstance(loss, Tensor) and not loss.dim()
+
+
+def _with_loss(output: Any, loss: Tensor) -> Any:
+    return {**output, "loss": loss} if isinstance(output, dict) else loss

@@ -8,7 +8,7 @@ from torch import nn
 from ..batch.run_structures import RunStructures
 from ..core.errors import ConfigError
 from ._module_copy import StaysOnRoot
-from .layout import ReplicaLayout
+from .runner import ReplicaRunner
 
 
 def find_submodule(root: nn.Module, name: str, strategy: str) -> nn.Module:
@@ -29,7 +29,7 @@ class ParallelForward(StaysOnRoot):
 
     Args:
         module: the submodule.
-        new_layout: makes its replicas, given the function to call on the root.
+        runner: runs its replicas.
         sizes: maps the number of samples to samples per replica.
         strategy: name that begins error messages.
     """
@@ -37,7 +37,7 @@ class ParallelForward(StaysOnRoot):
     def __init__(
         self,
         module: nn.Module,
-        new_layout: Callable[[nn.Module, Callable[..., Any]], ReplicaLayout],
+        runner: ReplicaRunner,
         sizes: Callable[[int], list[int]],
         strategy: str,
         structures: RunStructures,
@@ -48,7 +48,7 @@ class ParallelForward(StaysOnRoot):
         self._strategy = strategy
         self._inputs = structures.of_inputs(type(module).__name__)
         self._outputs = structures.of_results("submodule")
-        self.layout = new_layout(module, module.forward)
+        self._runner = runner
         module.__dict__["forward"] = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -60,12 +60,11 @@ class ParallelForward(StaysOnRoot):
                 "they can't be split. Choose a submodule that takes the batch."
             )
         sizes = self._outputs.unequal(self._sizes(num))
-        outputs = self.layout.run("forward", self._inputs.split((args, kwargs), sizes), sizes)
-        return self._outputs.join(outputs, [size for size in sizes if size > 0], self.layout.devices[0])
+        outputs = self._runner.run("forward", self._inputs.split((args, kwargs), sizes), sizes)
+        return self._outputs.join(outputs, [size for size in sizes if size > 0], self._runner.devices[0])
 
     def close(self) -> None:
         """Restore the submodule's own `forward`."""
-        self.layout.close()
         del self._module.__dict__["forward"]
         if self._before is not None:
             self._module.__dict__["forward"] = self._before

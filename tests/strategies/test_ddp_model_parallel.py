@@ -19,7 +19,6 @@ from evener.strategies import (
     DDPModelParallelStrategy,
     DDPStrategy,
 )
-from evener.strategies.pipeline._microbatches import MicroBatches
 from evener.trainer import Trainer, compose, train
 
 CPU = torch.device("cpu")
@@ -219,7 +218,6 @@ def test_the_static_graph_is_refused_where_micro_batches_have_threads() -> None:
     strategy = Local(num_microbatches=2, deterministic=False, static_graph=True)
     strategy.parallel_devices = [CPU, CPU]
     strategy.layout.place(Net())
-    strategy._microbatches = MicroBatches(strategy.layout)
     with pytest.raises(ConfigError, match="ddp_model_parallel: static_graph=True needs one backward pass per step"):
         strategy.verify_threads()
 

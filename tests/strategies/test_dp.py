@@ -11,7 +11,6 @@ import pytorch_lightning as pl
 import torch
 import torchmetrics
 from parity import CASES, CLASSES, FEATURES, Case, Net, TokenNet, assert_equal, baseline, make_module, make_trainer, run
-from pytorch_lightning.plugins.precision import Precision
 from pytorch_lightning.trainer.states import TrainerFn
 from torch import Tensor, nn
 
@@ -26,8 +25,8 @@ from evener.strategies import (
 )
 from evener.strategies.batch.losses import chunk_losses
 from evener.strategies.batch.policies import Even, FirstChunk, Policy, Weighted
-from evener.strategies.ddp import RankReplicas
 from evener.strategies.replicas.layout import ReplicaLayout
+from evener.strategies.replicas.runner import ReplicaRunner
 from evener.trainer import Trainer
 
 CPU = torch.device("cpu")
@@ -47,7 +46,7 @@ def test_gradients_of_every_plan_equal_the_whole_batch() -> None:
     torch.manual_seed(0)
     module, whole = Step(), torch.randn(64, 3, dtype=torch.float64)
     for num_devices in range(1, 5):
-        layout = ReplicaLayout(module, [CPU] * num_devices)
+        layout = ReplicaRunner(module, [CPU] * num_devices)
         policies: list[Policy] = [Even(), FirstChunk(0), FirstChunk(1), FirstChunk(5)]
         policies += [Weighted((1, 7, 2, 1)[:num_devices]), Weighted((0, 4, 4, 0.5)[-num_devices:])]
         for num in range(1, 65):
@@ -308,8 +307,8 @@ def test_parameters_are_copied_once_per_optimizer_step() -> None:
     class Counter(pl.Callback):
         def count(self, trainer: pl.Trainer, *_: Any) -> None:
             assert isinstance(trainer.strategy, DataParallelStrategy)
-            assert trainer.strategy.layout is not None
-            counts.append(trainer.strategy.layout.replicas.num_copied_parameters)
+            assert isinstance(trainer.strategy.layout, ReplicaLayout)
+            counts.append(trainer.strategy.layout.runner.replicas.num_copied_parameters)
 
         on_train_batch_end = on_validation_batch_end = count
 
@@ -555,11 +554,13 @@ def test_what_cannot_be_honoured_is_refused(module: Any, strategy: Any, options:
 
 
 def test_replicas_in_a_rank_point_to_ranks_of_one_device() -> None:
-    replicas = RankReplicas([torch.device("cpu")] * 2, Precision(), lambda: None)
+    strategy = DDPStrategy(devices_per_process=2)
+    strategy.parallel_devices = [CPU] * 2
     trainer = make_trainer(CASES["ragged"], "auto", devices=1)
     trainer.state.fn = TrainerFn.FITTING
+    trainer.strategy._lightning_module = Manual()
     with pytest.raises(ConfigError, match=r"ddp: manual optimization .* Use strategy.devices_per_process=1"):
-        replicas._verify(trainer, Manual())
+        strategy.layout.verify(trainer)
 
 
 def test_sync_batchnorm_is_refused() -> None:
@@ -587,7 +588,7 @@ class Compiled(nn.Module):
 
 @pytest.mark.parametrize("way", ["plain", "torch.compile", "module.compile", "closure"])
 def test_a_replica_uses_its_own_parameters_however_it_is_wrapped(way: str) -> None:
-    layout = ReplicaLayout(Compiled(way), [CPU] * 2)
+    layout = ReplicaRunner(Compiled(way), [CPU] * 2)
     outputs = layout.run("step", [((torch.ones(2, 3),), {})] * 2, [2, 2])
     torch.stack(outputs).sum().backward()
     assert [[p.grad is not None for p in own] for own in layout.replicas.parameters()] == [[True, True]] * 2

@@ -16,7 +16,7 @@ from evener.strategies import BalancedDataParallelStrategy, DataParallelStrategy
 from evener.strategies.batch.chunks import join, split
 from evener.strategies.core import executor
 from evener.strategies.pipeline.placement_check import FakeDevices
-from evener.strategies.replicas.layout import ReplicaLayout
+from evener.strategies.replicas.runner import ReplicaRunner
 
 
 class Everything(pl.LightningModule):
@@ -48,7 +48,7 @@ def test_replicas_use_their_own_device_only(monkeypatch: pytest.MonkeyPatch, sec
     with FakeDevices(2) as fake:
         module = Everything().to(devices[0]).eval()
         module.plain = torch.ones(3).to(devices[0])
-        layout = ReplicaLayout(module, devices, threads=False)
+        layout = ReplicaRunner(module, devices, threads=False)
         with fake._fake:
             batch = (fake.to_fake(torch.randn(5, 4), devices[0]), list("abcde"))
             for _ in range(2):  # the second time with tensors that were refreshed

@@ -4,9 +4,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytorch_lightning as pl
-from pytorch_lightning.strategies import ParallelStrategy, Strategy
 
-from ...strategies.batch.policies import Even
+from ...strategies.facts import layout_of, ranks_of
+from ...strategies.pipeline.layout import StageLayout
+from ...strategies.replicas.layout import ReplicaLayout
 
 
 def loader_batch_size(trainer: pl.Trainer) -> int | None:
@@ -31,25 +32,18 @@ def global_sizes(trainer: pl.Trainer) -> tuple[list[int], str]:
         Samples per part, and the kind of part: `rank`, `replica`, or `device` if the batch is not cut. No sizes if the
         loader's batch size is unknown.
     """
-    strategy: Any = trainer.strategy
-    batch_size, world = loader_batch_size(trainer), trainer.world_size
+    strategy, batch_size, world = trainer.strategy, loader_batch_size(trainer), trainer.world_size
     if batch_size is None:
         return [], "device"
-    policy = getattr(strategy, "policy", None) or Even()
     if world > 1:
-        per_device = getattr(strategy, "batch_size_is", "per_device") == "per_device"
-        return ([batch_size] * world if per_device else policy.sizes(batch_size, world)), "rank"
-    num_replicas = len(process_devices(strategy)) if hasattr(strategy, "policy") and not is_staged(strategy) else 1
-    if num_replicas > 1:
-        # the policy applies to ranks even if there is only one; its replicas take even chunks
-        policy = Even() if isinstance(strategy, ParallelStrategy) else policy
-        return policy.sizes(batch_size, num_replicas), "replica"
+        ranks = ranks_of(strategy)
+        if ranks is None or ranks.batch_size_is == "per_device":
+            return [batch_size] * world, "rank"
+        return ranks.policy.sizes(batch_size, world), "rank"
+    layout = layout_of(strategy)
+    if isinstance(layout, ReplicaLayout):
+        return layout.policy.sizes(batch_size, len(layout.devices)), "replica"
     return [batch_size], "device"
-
-
-def is_staged(strategy: Strategy) -> bool:
-    """Whether the process's devices hold stages instead of replicas."""
-    return hasattr(strategy, "stage_options")
 
 
 def batch_line(trainer: pl.Trainer) -> str:
@@ -58,9 +52,9 @@ def batch_line(trainer: pl.Trainer) -> str:
     if not sizes:
         return ""
     line = cut_line(sizes, part)
-    options = getattr(trainer.strategy, "stage_options", None)
-    if options is not None and options.num_microbatches > 1:
-        line += f", in {options.num_microbatches} micro-batches"
+    layout = layout_of(trainer.strategy)
+    if isinstance(layout, StageLayout) and layout.options.num_microbatches > 1:
+        line += f", in {layout.options.num_microbatches} micro-batches"
     if (steps := trainer.accumulate_grad_batches) > 1:
         line += f"; an optimizer step takes {steps} of them, {steps * sum(sizes):,} samples"
     return line
@@ -81,11 +75,3 @@ def cut_line(sizes: Sequence[int], part: str) -> str:
     if len(set(sizes)) == 1:
         return f"{sum(sizes):,} = {len(sizes)} {part}s × {sizes[0]:,} samples"
     return f"{sum(sizes):,} = {' + '.join(f'{size:,}' for size in sizes)} samples on {len(sizes)} {part}s"
-
-
-def process_devices(strategy: Strategy) -> list[Any]:
-    """The devices of this process, the root device first."""
-    devices = getattr(strategy, "process_devices", None)
-    if devices is None and not isinstance(strategy, ParallelStrategy):
-        devices = getattr(strategy, "parallel_devices", None)
-    return list(devices or [strategy.root_device])

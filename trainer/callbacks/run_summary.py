@@ -10,6 +10,7 @@ from typing_extensions import override
 
 from ...strategies.batch.chunks import num_samples
 from ...strategies.core.module_checks import has_nan
+from ...strategies.facts import ranks_of
 from .device_monitor import gather_peak_memory_mib, reset_peak_memory
 from .step_times import DDPTimes, StepClock
 
@@ -57,7 +58,8 @@ class RunSummary(pl.Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        share = getattr(trainer.strategy, "share", None)
+        ranks = ranks_of(trainer.strategy)
+        share = None if ranks is None else ranks.share
         own, total = (int(share.num), int(share.total)) if share else _counts(trainer, batch)
         self._clock.end_batch(total)
         self._own_samples += own

@@ -14,7 +14,8 @@ from typing_extensions import override
 
 from ...strategies.core.devices import device_name
 from ...strategies.core.text_table import draw_table
-from .batch_layout import batch_line, global_sizes, process_devices
+from ...strategies.facts import layout_of, name_of, process_devices
+from .batch_layout import batch_line, global_sizes
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +55,7 @@ def start_up_rows(trainer: pl.Trainer, devices: list[str], run_dir: str) -> list
     total, trained = sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)
     frozen = f", {total - trained:,} of them frozen" if trained < total else ""
     return [
-        ("strategy", getattr(strategy, "strategy_name", type(strategy).__name__)),
+        ("strategy", name_of(strategy)),
         ("devices", ", ".join(f"{count} × {name}" if count > 1 else name for name, count in counts.items())),
         ("processes", f"{trainer.world_size}" + (f" on {machines} machines" if machines > 1 else "")),
         ("global batch", batch_line(trainer)),
@@ -102,11 +103,11 @@ def all_devices(trainer: pl.Trainer) -> list[str]:
 
 def partition_plan(trainer: pl.Trainer, devices: list[str]) -> str:
     """Draw what each device does: the stages of the module, or the device's chunk of the batch."""
-    strategy: Any = trainer.strategy
+    layout, module = layout_of(trainer.strategy), trainer.lightning_module
     sizes, _ = global_sizes(trainer)
     lines = [f"global batch {batch_line(trainer)}"] if sizes else []
-    if hasattr(strategy, "stage_options"):
-        return "\n".join([*lines, "", strategy.layout.table(trainer.lightning_module)])
+    if layout is not None and (drawn := layout.describe(module)):
+        return "\n".join([*lines, "", drawn])
     parts = sizes if len(sizes) == len(devices) else [None] * len(devices)
     rows = [("device", "", "samples")]
     for i, (name, size) in enumerate(zip(devices, parts, strict=True)):

@@ -21,6 +21,7 @@ from torchmetrics import Metric
 
 from ...strategies.core import rng
 from ...strategies.distributed.objects import gather_on_first
+from ...strategies.facts import process_devices
 from . import _logged_values
 from ._loader_state import ResumableLoader, is_resumable
 
@@ -40,7 +41,7 @@ def capture(trainer: pl.Trainer, accumulating: bool) -> list[dict[str, Any]] | N
     loader = trainer.fit_loop._combined_loader
     module = trainer.lightning_module
     state = {
-        "random": rng.capture(process_devices(trainer)),
+        "random": rng.capture(devices_in_use(trainer)),
         "loaders": [] if loader is None else _positions(trainer, loader),
         "gradients": _gradients(module) if accumulating else None,
         "weights": _on_cpu(_weights(trainer).total) if accumulating else 0.0,
@@ -68,7 +69,7 @@ def restore(trainer: pl.Trainer, state: dict[str, Any]) -> None:
     for name, parameter in module.named_parameters():
         if state["gradients"] is not None and name in state["gradients"]:
             parameter.grad = state["gradients"][name].to(parameter)
-    rng.restore(state["random"], process_devices(trainer))
+    rng.restore(state["random"], devices_in_use(trainer))
 
 
 def restore_generators(loader: CombinedLoader, states: list[dict[str, Any]]) -> None:
@@ -97,13 +98,12 @@ def restore_metrics(module: torch.nn.Module, states: dict[str, Any]) -> None:
         metric._update_count = count
 
 
-def process_devices(trainer: pl.Trainer) -> list[torch.device]:
+def devices_in_use(trainer: pl.Trainer) -> list[torch.device]:
     """The devices of this process's parameters, root device first."""
     root = trainer.strategy.root_device
     devices = {parameter.device: None for parameter in trainer.lightning_module.parameters()}
     devices.pop(root, None)
-    replicas = getattr(trainer.strategy, "process_devices", [])
-    return list(dict.fromkeys([root, *devices, *replicas]))
+    return list(dict.fromkeys([root, *devices, *process_devices(trainer.strategy)]))
 
 
 def _positions(trainer: pl.Trainer, loader: CombinedLoader) -> list[dict[str, Any]]:

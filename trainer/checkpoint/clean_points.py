@@ -8,7 +8,7 @@ These classes are mixed into Lightning's private loops in `loops/loops.py`, the 
 """
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,7 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
 from ...strategies.core import rng
+from ...strategies.facts import ranks_of
 from . import _logged_rows, _logged_values, _run_state
 from ._callback import Checkpoint
 from ._loader_state import is_resumable, make_resumable
@@ -122,8 +123,10 @@ class ResumingFitLoop(FitLoop):
     def stops_validation(self, number: int, num_batches: int, ended: bool) -> bool:
         """Whether to stop within a validation; several processes agree, and wait for each other at its end."""
         received = self.trainer._signal_connector.received_sigterm
-        agree = getattr(self.trainer.strategy, "agree_to_stop_validation", None)
-        return received and not ended if agree is None else agree(received, number, num_batches, ended)
+        ranks = ranks_of(self.trainer.strategy)
+        if ranks is None:
+            return received and not ended
+        return ranks.agree_to_stop_validation(received, number, num_batches, ended)
 
     @override
     def on_advance_end(self) -> None:
@@ -138,14 +141,10 @@ class ResumingFitLoop(FitLoop):
             self._save_and_stop(AFTER_EPOCH)
 
     def _stops(self) -> bool:
-        """Whether to stop at this step; ranks decide together.
-
-        A strategy of several processes defines `agree_to_stop(received: bool) -> bool`, which every rank calls between
-        two batches and which becomes true on all of them at the same step.
-        """
+        """Whether to stop at this step; ranks decide together, between two batches."""
         received = self.trainer._signal_connector.received_sigterm
-        agree: Callable[[bool], bool] | None = getattr(self.trainer.strategy, "agree_to_stop", None)
-        return received if agree is None else agree(received)
+        ranks = ranks_of(self.trainer.strategy)
+        return received if ranks is None else ranks.agree_to_stop(received)
 
     def _save_and_stop(self, point: str) -> None:
         self.trainer.agreed_to_stop = True  # pyright: ignore[reportAttributeAccessIssue]  # an attribute of our Trainer
@@ -327,7 +326,7 @@ class SeparateEvaluation(EvaluationLoop):
         trainer = self.trainer
         if trainer.state.fn != TrainerFn.FITTING:
             return super().run()
-        devices = _run_state.process_devices(trainer)
+        devices = _run_state.devices_in_use(trainer)
         with rng.isolated(devices):
             rng.seed_all(torch.initial_seed(), trainer.current_epoch, trainer.global_rank, devices=devices)
             return super().run() if trainer.sanity_checking else self._run_within_fit()

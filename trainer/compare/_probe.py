@@ -11,7 +11,6 @@ from typing import Any
 
 import pytorch_lightning as pl
 import torch
-from pytorch_lightning.strategies import ParallelStrategy, Strategy
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
@@ -21,6 +20,7 @@ from ...strategies.batch.chunks import num_samples
 from ...strategies.batch.loss_weight import loss_weight
 from ...strategies.core.devices import is_accelerator, peak_memory_bytes
 from ...strategies.distributed.sync_batchnorm import SyncedBatchNorm
+from ...strategies.facts import process_devices
 
 WINDOW = 3
 """Number of batches between two readings of the clock."""
@@ -84,13 +84,13 @@ class Probe(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         if self._num_batches == 0:
-            self._streams = random_streams(own_devices(trainer.strategy))
+            self._streams = random_streams(process_devices(trainer.strategy))
 
     @override
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        devices = own_devices(trainer.strategy)
+        devices = process_devices(trainer.strategy)
         weight = loss_weight(outputs, batch)
         count = 0 if isinstance(weight, float) and not weight else num_samples(batch) or 0
         if self._num_batches == 0:
@@ -121,7 +121,7 @@ class Probe(pl.Callback):
         record = self._record
         record.losses = [float(loss) for loss, _ in self._kept]
         record.weights = [float(weight) for _, weight in self._kept]
-        record.memory = peak_memory(own_devices(trainer.strategy), trainer.global_rank)
+        record.memory = peak_memory(process_devices(trainer.strategy), trainer.global_rank)
         (self._folder / f"rank{trainer.global_rank}.json").write_text(json.dumps(asdict(record)), encoding="utf-8")
 
 
@@ -129,14 +129,6 @@ def read_records(folder: Path) -> list[RankRecord]:
     """Read the records of a run's processes, by rank."""
     files = sorted(folder.glob("rank*.json"), key=lambda file: int(file.stem.removeprefix("rank")))
     return [RankRecord(**json.loads(file.read_text(encoding="utf-8"))) for file in files]
-
-
-def own_devices(strategy: Strategy) -> list[torch.device]:
-    """The devices of this process, the root device first."""
-    owned = getattr(strategy, "process_devices", None)
-    if owned is None and not isinstance(strategy, ParallelStrategy):
-        owned = getattr(strategy, "parallel_devices", None)
-    return list(owned or [strategy.root_device])
 
 
 def is_synced(module: nn.Module) -> bool:

@@ -3,7 +3,6 @@
 import inspect
 import types
 from collections.abc import Iterator, Mapping
-from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -162,7 +161,8 @@ def annotations(cls: type) -> dict[str, tuple[Any, Any]]:
                 hint = hints.get(name, parameter.annotation)
                 if hint is not parameter.empty and not isinstance(hint, str):
                     found.setdefault(name, (hint, parameter.default))
-            for grouped in filter(is_dataclass, hints.values()):  # options that the class groups itself
+            grouped: type | None = vars(owner).get("option_group")
+            if grouped is not None:  # options that the class takes one by one for a dataclass
                 found |= {name: (hint, ...) for name, hint in get_type_hints(grouped).items() if name not in found}
         if all(parameter.kind is not parameter.VAR_KEYWORD for parameter in parameters.values()):
             break

@@ -15,6 +15,7 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_info
 from rich.console import Console
 
 from ...strategies import ConfigError
+from ...strategies.facts import name_of, stop_signal_of
 from ..callbacks import EpochLines, LogEveryEpoch, RunSummary, StartUp
 from ..checkpoint.find import find_newest, good_or_newest
 from ..config.instantiate import instantiate
@@ -210,7 +211,7 @@ def fit(parts: Parts, cfg: DictConfig, checkpoint: str | None) -> dict[str, floa
             "Nothing was trained: training_step returned None for every batch, so no optimizer step was taken. Return "
             "the loss; if training_step steps the optimizers itself, set automatic_optimization=False in the module."
         )
-    if trainer._signal_connector.received_sigterm or getattr(trainer.strategy, "stop_signal", None) is not None:
+    if trainer._signal_connector.received_sigterm or stop_signal_of(trainer.strategy) is not None:
         raise SIGTERMException  # received after the last step: training is complete, and nothing follows it
     metrics = final_metrics(trainer)
     tested = is_overridden("test_step", module) and is_overridden("test_dataloader", data or module)
@@ -241,7 +242,7 @@ def collect(parts: Parts, cfg: DictConfig, metrics: dict[str, float], prediction
     devices = getattr(strategy, "parallel_devices", None) or [strategy.root_device]
     return Result(
         mode=cfg.mode,
-        strategy=getattr(strategy, "strategy_name", type(strategy).__name__),
+        strategy=name_of(strategy),
         devices=[str(device) for device in devices],
         num_processes=trainer.world_size,
         run_dir=cfg.run_dir,

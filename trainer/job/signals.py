@@ -9,6 +9,7 @@ from types import FrameType
 import pytorch_lightning as pl
 from pytorch_lightning.utilities.exceptions import SIGTERMException
 
+from ...strategies.facts import stop_signal_of
 from ..checkpoint.find import find_newest
 
 ASKS_TO_STOP = (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
@@ -50,8 +51,7 @@ def graceful_stop(trainer: pl.Trainer) -> Generator[None]:
     try:
         yield
     except SIGTERMException as exc:
-        told: int | None = getattr(trainer.strategy, "stop_signal", None)
-        raise Interrupted((received or [told or signal.SIGTERM])[0]) from exc
+        raise Interrupted((received or [stop_signal_of(trainer.strategy) or signal.SIGTERM])[0]) from exc
     finally:
         for signum, handler in before.items():
             signal.signal(signum, handler)

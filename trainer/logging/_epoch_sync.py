@@ -19,6 +19,7 @@ from pytorch_lightning.trainer.connectors.logger_connector.result import (
 from torchmetrics import Metric
 
 from ...strategies.distributed.store import RankError
+from ...strategies.facts import ranks_of
 from ._eval_step_sync import Step
 from ._hook_values import verify_hook_values
 from ._rank_log import GIVEN, GivenSizes, are_constants
@@ -31,7 +32,7 @@ _META = (
 
 def is_shared_by(trainer: pl.Trainer) -> bool:
     """Whether this module exchanges an epoch's values; with Lightning's own strategies, Lightning does."""
-    return trainer.world_size > 1 and hasattr(trainer.strategy, "gather_objects")
+    return trainer.world_size > 1 and ranks_of(trainer.strategy) is not None
 
 
 @contextmanager
@@ -82,11 +83,11 @@ def share(trainer: pl.Trainer, results: _ResultCollection, steps: list[Step]) ->
         RankError: ranks logged different keys with `sync_dist=True`; the message names rank and key.
         ConfigError: the sanity check shows that ranks disagree on a value of an epoch's hook; the message names it.
     """
-    if not is_shared_by(trainer):
+    ranks = ranks_of(trainer.strategy)
+    if ranks is None or ranks.world_size == 1:
         return [steps]
-    gather: Any = getattr(trainer.strategy, "gather_objects")  # noqa: B009  # not of Lightning's strategies
     own = {key: metric for key, metric in results.items() if _is_shared(metric, results)}
-    gathered: list[Any] = gather(({key: _tell(metric) for key, metric in own.items()}, steps))
+    gathered = ranks.gather_objects(({key: _tell(metric) for key, metric in own.items()}, steps))
     told: list[dict[str, dict[str, Any]]] = [keys for keys, _ in gathered]
     _verify_keys(told)
     verify_hook_values(trainer, told)

@@ -17,7 +17,7 @@ from ...strategies.batch.given_sizes import constant_of
 from ...strategies.data.loaders import positions
 from ...strategies.data.sampling import Share
 from ...strategies.distributed.metrics.steps import MetricSteps, Sent
-from ._metric_values import has_step_value
+from ._metric_values import has_step_value, metric_steps_of
 
 NUM_SAMPLES = "num_samples"
 """Attribute of a result entry that holds the number of samples of its last value."""
@@ -69,7 +69,7 @@ class EvalStepSync:
         count = len(self._steps)
         index = count if places is None else places[count] // trainer.world_size
         share: Share | None = getattr(results, "share", None)
-        steps: MetricSteps | None = getattr(trainer.strategy, "metric_steps", None)
+        steps = metric_steps_of(trainer.strategy)
         logged = {
             results._forked_name(metric, True)[1]: _kept(metric, share, steps)
             for _, metric in results.valid_items()

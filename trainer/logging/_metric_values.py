@@ -3,27 +3,36 @@
 from collections.abc import Sequence
 from typing import Any
 
+from pytorch_lightning.strategies import Strategy
 from pytorch_lightning.trainer.connectors.logger_connector.result import _ResultMetric
 
+from ...strategies import DDPStrategy
 from ...strategies.distributed.metrics.steps import MetricSteps
+from ...strategies.facts import ranks_of
 from ._rank_log import Logged
 
 
-def share_step_values(strategy: Any, tracked: Sequence[Logged]) -> None:
+def metric_steps_of(strategy: Strategy) -> MetricSteps | None:
+    """What computes the values of metrics for one global batch; None if ranks do not share batches."""
+    ranks = ranks_of(strategy)
+    return None if ranks is None else ranks.metric_steps
+
+
+def share_step_values(ranks: DDPStrategy, tracked: Sequence[Logged]) -> None:
     """Replace the values that metrics have for this rank's part of the batch; all ranks must call it.
 
     Args:
-        strategy: its `metric_steps` has recorded the step, and its `gather_objects` exchanges the states.
+        ranks: the strategy; its `metric_steps` has recorded the step, and its `gather_objects` exchanges the states.
         tracked: what was logged in the batch.
     """
-    steps: MetricSteps | None = getattr(strategy, "metric_steps", None)
+    steps = ranks.metric_steps
     entries = {id(logged.metric): logged.metric for logged in tracked if has_step_value(logged.metric, steps)}
     if steps is None or not entries:
         return
     asked: list[Any] = list(entries.values())
-    ranks = strategy.gather_objects([steps.states(entry.value) for entry in asked])
+    gathered = ranks.gather_objects([steps.states(entry.value) for entry in asked])
     for i, entry in enumerate(asked):
-        vars(entry)["_forward_cache"] = steps.value(entry.value, [states[i] for states in ranks])
+        vars(entry)["_forward_cache"] = steps.value(entry.value, [states[i] for states in gathered])
 
 
 def has_step_value(entry: _ResultMetric, steps: MetricSteps | None) -> bool:

@@ -16,15 +16,14 @@ from torch import Tensor
 from torchmetrics import Metric
 from typing_extensions import override
 
-from ...strategies.batch.loss_weight import WeighedLoss
 from ...strategies.core.errors import ConfigError
 from ...strategies.core.types import Batch
 from ...strategies.data.sampling import Share
-from ...strategies.distributed.metrics.steps import MetricSteps
+from ...strategies.facts import ranks_of
 from ._empty_ranks import fill_empty
 from ._epoch_sync import is_shared_by, own_values, share
 from ._eval_step_sync import NUM_SAMPLES, EvalStepSync, Step, combine
-from ._metric_values import share_step_values
+from ._metric_values import metric_steps_of, share_step_values
 from ._rank_log import GIVEN, GivenSizes, Logged, reweigh_losses
 from .slots import Slot
 from .step_sync import StepSync
@@ -59,7 +58,7 @@ class LeanResults(_ResultCollection):
             kwargs["sync_dist_fn"] = through if self.training else self._reduce_evaluated
             self.deferred.waits = self.defers
             if kwargs.get("on_step") and isinstance(value, Metric) and self.connector is not None:
-                steps: MetricSteps | None = getattr(self.connector.trainer.strategy, "metric_steps", None)
+                steps = metric_steps_of(self.connector.trainer.strategy)
                 if steps is not None and value._forward_cache is not None:
                     steps.verify_whole(name)
                 self.waits_for_epoch |= steps is not None and not self.training
@@ -172,30 +171,27 @@ class LeanLoggerConnector(_LoggerConnector):
             results.dataloader_idx = dataloader_idx
         results.connector = self
         results.deferred.clear()
-        strategy = self.trainer.strategy
-        shares = self.trainer.world_size > 1 and hasattr(strategy, "share")
-        results.share = getattr(strategy, "share") if shares else None  # noqa: B009  # not of Lightning's strategies
-        results.tracked = [] if shares else None
+        ranks = ranks_of(self.trainer.strategy) if self.trainer.world_size > 1 else None
+        results.share = None if ranks is None else ranks.share
+        results.tracked = None if ranks is None else []
         self.batch_results = results
         results.batch = batch
         results.batch_size = None
 
     def exchange(self, results: LeanResults) -> None:
         """Bring the values that this rank logged in the batch to what they are for the global batch."""
-        strategy: Any = self.trainer.strategy
-        if results.tracked and results.training:
-            weighed: list[WeighedLoss] = getattr(strategy, "weighed_losses", [])
-            if weighed:
-                reweigh_losses(results.tracked, weighed, results.share, self.trainer.world_size)
+        ranks = ranks_of(self.trainer.strategy)
+        if results.tracked and results.training and ranks is not None and ranks.weighed_losses:
+            reweigh_losses(results.tracked, ranks.weighed_losses, results.share, ranks.world_size)
         if results.deferred:
-            with getattr(strategy, "weighing_logged", nullcontext)():
+            with nullcontext() if ranks is None else ranks.weighing_logged():
                 results.deferred.flush()
         if results.training and results.share is not None and results.share.some_empty:
             results.settle()
-            fill_empty(strategy, results, results.share.num)
+            fill_empty(self.trainer.strategy, results, results.share.num)
         if results.tracked:
-            if results.training:
-                share_step_values(strategy, results.tracked)
+            if results.training and ranks is not None:
+                share_step_values(ranks, results.tracked)
             results.tracked.clear()
 
     def finish_batch(self, results: LeanResults) -> None:
@@ -296,8 +292,7 @@ class LeanLoggerConnector(_LoggerConnector):
 
     def _combined(self, ranks: list[list[Step]]) -> list[tuple[int, dict[str, Tensor]]]:
         """Combine what the ranks have logged by step in evaluation."""
-        steps = getattr(self.trainer.strategy, "metric_steps", None)
-        return combine(ranks, self.trainer.lightning_module, steps)
+        return combine(ranks, self.trainer.lightning_module, metric_steps_of(self.trainer.strategy))
 
     @override
     def reset_results(self) -> None:

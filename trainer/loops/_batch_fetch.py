@@ -9,9 +9,9 @@ from pytorch_lightning.loops.fetchers import _DataFetcher, _PrefetchDataFetcher
 from pytorch_lightning.utilities.combined_loader import CombinedLoader, _MaxSizeCycle
 from torch import Tensor
 
-from ...strategies.core.loop_contract import additions
+from ...strategies.core.loop_contract import NothingToDo
 from ...strategies.core.types import Batch
-from ._hook_plan import DATA_MODULE, MODULE, PRECISION, STRATEGY, HookPlan, any_overridden, overridden
+from ._hook_plan import DATA_MODULE, MODULE, PRECISION, HookPlan, any_overridden, overridden
 
 _TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
@@ -71,17 +71,18 @@ def batch_mover(plan: HookPlan) -> Callable[[Batch, int], Batch]:
     """
     module, data = plan.module, plan.trainer.datamodule
     names = (*_TRANSFER_HOOKS, "_on_before_batch_transfer", "_apply_batch_transfer_handler", "_call_batch_hook")
-    adds = additions(plan.strategy, "batch_to_device", STRATEGY["batch_to_device"])
     plain = (
-        not any_overridden(module, names, MODULE)
+        plan.keeps_contract("batch_to_device")
+        and not any_overridden(module, names, MODULE)
         and (data is None or not any_overridden(data, _TRANSFER_HOOKS, DATA_MODULE))
         and not overridden(plan.precision, "convert_input", PRECISION)
     )
-    if not plain or adds is None:
+    if not plain:
         return _with_hooks(plan)
-    device = plan.strategy.root_device
+    contract = plan.contract
+    device = contract.meeting_device or plan.strategy.root_device
     move = _to_cpu if device.type == "cpu" else _to(device)
-    return _after(getattr(plan.strategy, adds.first), move) if adds.first else move
+    return move if isinstance(contract, NothingToDo) else _after(contract.begin_batch, move)
 
 
 def _after(first: Callable[[int], None], move: Callable[[Batch, int], Batch]) -> Callable[[Batch, int], Batch]:

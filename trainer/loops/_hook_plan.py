@@ -17,6 +17,9 @@ from pytorch_lightning.profilers import PassThroughProfiler
 from pytorch_lightning.strategies import Strategy
 from pytorch_lightning.trainer import call
 
+from ...strategies import DDPStrategy, SingleDeviceStrategy
+from ...strategies.core.loop_contract import NothingToDo, StepContract
+from ...strategies.one_process import OneProcessStrategy
 from .progress_bar import TimedBar
 
 Base = Mapping[str, Any]
@@ -35,6 +38,8 @@ DATA_MODULE = public_and_private(pl.LightningDataModule)
 STRATEGY = public_and_private(Strategy)
 PRECISION = public_and_private(FabricPrecision, Precision)
 PROFILER = public_and_private(PassThroughProfiler)
+OWN = {cls: public_and_private(cls) for cls in (SingleDeviceStrategy, OneProcessStrategy, DDPStrategy)}
+"""The strategies whose methods the loops know; any other strategy is called as Lightning calls it."""
 
 
 def overridden(obj: object, name: str, base: Base) -> bool:
@@ -92,6 +97,17 @@ class HookPlan:
         self._spaces = list(self._namespaces())
         self._size = sum(map(len, self._spaces))
         self._watch_hooks()
+
+    @property
+    def contract(self) -> StepContract:
+        """What the strategy does in a step beside Lightning's part."""
+        strategy = self.strategy
+        return strategy if isinstance(strategy, (OneProcessStrategy, DDPStrategy)) else NothingToDo()
+
+    def keeps_contract(self, *names: str) -> bool:
+        """Whether methods of the strategy do Lightning's part and the contract's, and nothing else."""
+        known = next((base for cls, base in OWN.items() if isinstance(self.strategy, cls)), None)
+        return known is not None and not any_overridden(self.strategy, names, known)
 
     def _watch_hooks(self) -> None:
         """Remember which hooks exist, for `stale`: one may be set while another attribute is removed."""

@@ -17,18 +17,17 @@ from lightning_fabric.utilities.types import Optimizable
 from pytorch_lightning.core.optimizer import LightningOptimizer
 from pytorch_lightning.loops.optimization.automatic import Closure, ClosureResult, _AutomaticOptimization
 from pytorch_lightning.plugins.precision import MixedPrecision
-from pytorch_lightning.strategies import DDPStrategy, ParallelStrategy
+from pytorch_lightning.strategies import ParallelStrategy
 from pytorch_lightning.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
 
-from ...strategies.core.loop_contract import Additions, additions
+from ...strategies.core.loop_contract import NothingToDo
 from ...strategies.core.types import Batch
 from ._hook_plan import MODULE, PRECISION, STRATEGY, HookPlan, any_overridden, overridden
 from ._torch_fast_path import PlainOptimizer, backward_of
 from .accumulation import Accumulation
 
 _OPTIMIZER_STEP = LightningOptimizer.step
-_DDP = {name: getattr(DDPStrategy, name) for name in ("pre_backward", "post_backward", "optimizer_step")}
 _MIXED = {name: getattr(MixedPrecision, name) for name in ("pre_backward", "optimizer_step")}
 
 
@@ -52,14 +51,13 @@ class TrainStep:
         """Update the choices after the plan was resolved again."""
         plan, module, strategy = self.plan, self.plan.module, self.plan.strategy
         self.plain_forward = plan.step_is_the_modules("training_step")
-        self.backward_adds = _backward_adds(plan)
-        self.step_adds = _optimizer_step_adds(plan)
+        self.contract = plan.contract
+        self.knows_backward = _knows_backward(plan)
         self.module_backward = overridden(module, "backward", MODULE)
-        self.hooks_only = self.step_adds is not None and not overridden(module, "optimizer_step", MODULE)
+        self.hooks_only = _knows_optimizer_step(plan) and not overridden(module, "optimizer_step", MODULE)
         # with no optimizer, or several, no lean step is taken
         self.optimizer: Any = PlainOptimizer(strategy.optimizers[0]) if strategy.optimizers else None
-        agrees = getattr(strategy, "agrees_on_loss", None)
-        if agrees is not None and self.optimizer is not None and agrees(self.optimizer.optimizer):
+        if self.optimizer is not None and self.contract.agrees_on_loss(self.optimizer.optimizer):
             self.hooks_only = False
         self.plain_optimizer_step = self.hooks_only and self.optimizer is not None and self.optimizer.steps_plainly
         self.bring_back = backward_of()
@@ -70,7 +68,7 @@ class TrainStep:
         self.post_training_step = overridden(strategy, "post_training_step", STRATEGY)
         self.blocks_sync = isinstance(strategy, ParallelStrategy)
         self.reads_outputs = plan.reads_outputs()
-        self.hooked_backward = self.module_backward or self.backward_adds != Additions()
+        self.hooked_backward = self.module_backward or not isinstance(self.contract, NothingToDo)
         self.hooked_backward |= "on_before_backward" in plan.work or "on_after_backward" in plan.work
         self.hooked_update = self.clips_itself or "on_before_optimizer_step" in plan.work
 
@@ -98,7 +96,7 @@ class TrainStep:
             if self.hooked_update or self.trainer.gradient_clip_val:
                 self._before_update(self.optimizer.optimizer)
             self.optimizer.step()
-            self._after_update()
+            self.contract.finish_step()
         else:
             reported = self._step_with_closure(batch, batch_idx)
         step.total.completed += 1
@@ -131,7 +129,7 @@ class TrainStep:
                 return loss
 
             raw.step(closure=closure_then_hooks)
-            self._after_update()
+            self.contract.finish_step()
         else:
             plan.call_as("optimizer_step", plan.module.optimizer_step, epoch, batch_idx, optimizer, closure)
         closure.consume_result()  # raises if the closure was never called
@@ -161,7 +159,7 @@ class TrainStep:
         if first:
             self._zero_grad(batch_idx)
         state["_current_fx_name"] = "backward"
-        if self.backward_adds is None:
+        if not self.knows_backward:
             plan.strategy.backward(loss, self.optimizer.optimizer)
         elif self.hooked_backward:
             self._backward(loss)
@@ -233,24 +231,17 @@ class TrainStep:
         current.completed += 1
 
     def _backward(self, loss: Tensor) -> None:
-        plan, adds = self.plan, self.backward_adds
-        assert adds is not None
-        if adds.first:
-            loss = getattr(plan.strategy, adds.first)(loss)
+        plan = self.plan
+        loss = self.contract.scale_loss(loss)
         if "on_before_backward" in plan.work:
             plan.call("on_before_backward", loss)
         if self.module_backward:
             plan.module.backward(loss)
         else:
             self.bring_back(loss)
-        if adds.then:
-            getattr(plan.strategy, adds.then)()
+        self.contract.finish_backward()
         if "on_after_backward" in plan.work:
             plan.call("on_after_backward")
-
-    def _after_update(self) -> None:
-        if self.step_adds:
-            getattr(self.plan.strategy, self.step_adds)()
 
     def _before_update(self, optimizer: Optimizable) -> None:
         """Call the hooks between backward and the optimizer's update, and clip."""
@@ -264,34 +255,24 @@ class TrainStep:
             plan.precision._clip_gradients(plan.module, optimizer, value, gradient_clip_algorithm=algorithm)
 
 
-def _adds(strategy: object, name: str) -> Additions | None:
-    """The additions of a strategy's method to Lightning's method, or to that of Lightning's DDP."""
-    found = additions(strategy, name, STRATEGY[name])
-    return found if found is not None or name not in _DDP else additions(strategy, name, _DDP[name])
-
-
-def _backward_adds(plan: HookPlan) -> Additions | None:
-    """What the strategy's backward adds to the hooks and the module's backward; None if that is unknown."""
-    strategy, precision = plan.strategy, plan.precision
-    # DDP's own hooks act in manual optimization only
-    if any(_adds(strategy, name) != Additions() for name in ("pre_backward", "post_backward")):
-        return None
+def _knows_backward(plan: HookPlan) -> bool:
+    """Whether the strategy's backward is hooks, the module's backward and the contract's methods."""
+    precision = plan.precision
     scaled = overridden(precision, "pre_backward", PRECISION) and not _mixes_without_scaler(plan, "pre_backward")
     own = any_overridden(precision, ("backward", "post_backward"), PRECISION)
-    return None if scaled or own else _adds(strategy, "backward")
+    return plan.keeps_contract("backward", "pre_backward", "post_backward") and not (scaled or own)
 
 
-def _optimizer_step_adds(plan: HookPlan) -> str | None:
-    """What the strategy calls after the optimizer's step and its hooks; None if that is unknown."""
+def _knows_optimizer_step(plan: HookPlan) -> bool:
+    """Whether the strategy's optimizer step is the optimizer's own, hooks, and the contract's `finish_step`."""
     strategy: Any = plan.strategy
-    adds = _adds(strategy, "optimizer_step")
     averages = getattr(strategy, "_model_averager", None) is not None
     scaled = overridden(plan.precision, "optimizer_step", PRECISION) and not _mixes_without_scaler(
         plan, "optimizer_step"
     )
     wrapped = any_overridden(plan.precision, ("_wrap_closure", "_after_closure"), PRECISION)
     patched = any(type(optimizer).step is not _OPTIMIZER_STEP for optimizer in strategy._lightning_optimizers)
-    return None if adds is None or adds.first or averages or scaled or wrapped or patched else adds.then
+    return plan.keeps_contract("optimizer_step") and not (averages or scaled or wrapped or patched)
 
 
 def _mixes_without_scaler(plan: HookPlan, name: str) -> bool:

@@ -16,6 +16,7 @@ from ...strategies.batch.loss_weight import loss_weight, weighs_in_loop
 from ...strategies.batch.run_structures import batch_structure
 from ...strategies.core.errors import ConfigError
 from ...strategies.core.types import Batch
+from ...strategies.facts import ranks_of
 
 _FUSED = (torch.float32, torch.float64)
 """Types in which a sum of weights is exact, so that one operation divides all gradients of a device."""
@@ -83,10 +84,9 @@ class Accumulation:
 
     def divide_gradients(self) -> None:
         """Divide the gradients of the weighted sum by the sum of weights; call it once, after the last backward."""
-        strategy: Any = self.trainer.strategy
-        shared = getattr(strategy, "total_loss_weight", None)
+        ranks = ranks_of(self.trainer.strategy)
         # ranks' gradients are summed here, so that hooks see one device's
-        divisor = _not_zero(self.total if shared is None else shared(self.total) * self.trainer.world_size)
+        divisor = _not_zero(self.total if ranks is None else ranks.total_loss_weight(self.total) * ranks.world_size)
         groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
         for parameter in self._parameters():
             gradient = parameter.grad

@@ -11,6 +11,7 @@ from pytorch_lightning.utilities.signature_utils import is_param_in_hook_signatu
 from torch import Tensor
 
 from ...strategies.distributed.zero_weight_step import neutral
+from ...strategies.facts import ranks_of
 from ..logging.connector import LeanLoggerConnector, LeanResults
 from ..logging.slots import Slot
 from ._hook_plan import MODULE
@@ -90,8 +91,8 @@ class LeanLog:
         )  # fmt: skip
         given = dict(zip(names, options, strict=True))
         # a value reduced immediately is a mean over ranks, which may have chunks of unequal size
-        weighing = getattr(self.trainer.strategy, "weighing_logged", nullcontext)
-        with weighing():
+        ranks = ranks_of(self.trainer.strategy)
+        with nullcontext() if ranks is None else ranks.weighing_logged():
             self.full(name, value, batch_size=batch_size, **given)
         if results is not None and not given["enable_graph"]:
             index = results.dataloader_idx

@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from ...strategies.core.types import Batch
+from ...strategies.facts import ranks_of
 from ..checkpoint.clean_points import ExactCheckpoints, ResumingEpochLoop, ResumingFitLoop, SeparateEvaluation
 from ..logging.connector import LeanLoggerConnector, LeanResults
 from ._batch_fetch import OneLoader, batch_mover
@@ -116,7 +117,7 @@ class LeanTrainingEpochLoop(ResumingEpochLoop, _TrainingEpochLoop):
     def _make_plan(self, data_fetcher: _DataFetcher) -> None:
         self.accumulation.verify()
         self._forget()
-        self._agrees = hasattr(self.trainer.strategy, "agree_to_stop")
+        self._agrees = ranks_of(self.trainer.strategy) is not None
         if not profiles_nothing(self.trainer):
             return
         data_fetcher._start_profiler = data_fetcher._stop_profiler = _profile_nothing

@@ -20,8 +20,8 @@ from typing_extensions import override
 from ...strategies import ConfigError, SingleDeviceStrategy
 from ...strategies.batch.chunks import num_samples
 from ...strategies.core.types import Batch
-from ...strategies.pipeline.layout import StageLayout
 from ...strategies.pipeline.options import StageOptions
+from ...strategies.pipeline.stages import Stages
 from ._fake_tensors import Repeated, make_fake, resized, silence
 from ._memory_tracker import Cross, MemoryTracker
 
@@ -57,7 +57,7 @@ Questions = Generator[int, list[StageMemory], Answer]
 """A generator that yields numbers of samples, is sent the memory of such a step per stage, and returns its result."""
 
 
-class SimulatedStages(StageLayout):
+class SimulatedStages(Stages):
     """Stages without devices: modules stay in place, and tensors that pass from stage to stage are copied.
 
     Args:

@@ -12,7 +12,8 @@ from ...strategies.core.device_names import ALLOWED, accelerator_type, num_avail
 from ...strategies.ddp import DDPStrategy
 from ...strategies.distributed.device_blocks import num_processes
 from ...strategies.dp import DataParallelStrategy
-from ...strategies.pipeline.base import PipelineStrategy
+from ...strategies.facts import name_of
+from ...strategies.model_parallel import ModelParallelStrategy
 from ..config.checks import plain
 
 
@@ -66,23 +67,22 @@ def topology_of(strategy: Strategy, num_devices: int, num_nodes: int) -> Topolog
     Raises:
         ConfigError: the strategy is not one of this project's, or does not fit the devices.
     """
-    name = getattr(strategy, "strategy_name", type(strategy).__name__)
+    name = name_of(strategy)
     if isinstance(strategy, SingleDeviceStrategy):
         strategy.parallel_devices = [strategy.root_device] * num_devices
         return Topology(name, 1)
     if isinstance(strategy, DataParallelStrategy):
-        if strategy._submodule is not None:
+        if strategy.replica_options.submodule is not None:
             raise ConfigError(f"mode=plan does not support {name}.submodule. Use mode=compare, which measures.")
         strategy.parallel_devices = [strategy.root_device] * num_devices
-        policy = strategy._make_policy() if isinstance(strategy, BalancedDataParallelStrategy) else strategy.policy
+        policy = strategy.make_policy() if isinstance(strategy, BalancedDataParallelStrategy) else strategy.policy
         policy.verify(num_devices, name)
         return Topology(name, num_devices, is_replicated=True, policy=policy)
-    staged = isinstance(strategy, PipelineStrategy)
+    if isinstance(strategy, ModelParallelStrategy):
+        return Topology(name, num_devices, num_stages=num_devices)
     if not isinstance(strategy, DDPStrategy):
-        if staged:
-            return Topology(name, num_devices, num_stages=num_devices)
         raise ConfigError(f"mode=plan does not support the strategy {name}. Choose one of this project's, such as ddp.")
-    num_stages: int = getattr(strategy, "model_parallel_size", 1)
+    num_stages = 1 if strategy.stage_options is None else strategy.devices_per_process
     num_ranks = num_processes(num_devices, num_stages) * num_nodes
     buckets = 0 if strategy._ddp_kwargs.get("gradient_as_bucket_view") else 1
     per_rank = strategy.batch_size_is == "per_device"

@@ -18,7 +18,8 @@ from torch._subclasses.fake_tensor import (
 from ...strategies import ConfigError
 from ...strategies.core.device_names import resolve_devices
 from ...strategies.core.devices import is_accelerator
-from ...strategies.pipeline.base import PipelineStrategy
+from ...strategies.ddp import DDPStrategy
+from ...strategies.model_parallel import ModelParallelStrategy
 from ..compare.compare import short_config
 from ..compare.trial import Trial, run_trial
 from ..config.checks import plain
@@ -117,7 +118,7 @@ def interview(cfg: DictConfig, strategy: Strategy, topology: Topology, ask: Ask)
     Returns:
         The result of the questions.
     """
-    options = strategy.stage_options if isinstance(strategy, PipelineStrategy) else None
+    options = strategy.stage_options if isinstance(strategy, (ModelParallelStrategy, DDPStrategy)) else None
     pl.seed_everything(cfg.seed or 0, workers=True, verbose=False)  # the first batch is the same as in a run
     simulated = SimulatedStrategy(topology.num_stages, options, is_for_accelerator(cfg))
     module: pl.LightningModule = instantiate("module", cfg.module)

@@ -1,53 +1,58 @@
-"""What a strategy adds to Lightning's methods reaches the loop, and a subclass's own methods are called as they are."""
+"""The loop calls the contract in place of a strategy's methods; overridden methods are called as they are."""
 
-from typing import Any
+from typing import Any, cast
 
 import pytest
+import pytorch_lightning.strategies as pl_strategies
 import torch
 from recording import SmallModule, loader
 from torch import nn
 
-from evener.strategies import SingleDeviceStrategy
-from evener.strategies.core.loop_contract import Additions, additions, adds
+from evener.strategies import DataParallelStrategy
 from evener.strategies.distributed.wrapper import forward_through
 from evener.trainer import Trainer
 
 
-class Doubling(SingleDeviceStrategy):
+class Doubling(DataParallelStrategy):
     """Doubles the loss, and tells what is called."""
 
     def __init__(self) -> None:
-        super().__init__(device="cpu")
+        super().__init__(devices=["cpu"])
         self.calls: list[str] = []
 
-    @adds(first="double", then="finish")
-    def backward(self, closure_loss: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        self.calls.append("backward")
-        loss = super().backward(self.double(closure_loss), *args, **kwargs)
-        self.finish()
-        return loss
-
-    def double(self, loss: torch.Tensor) -> torch.Tensor:
+    def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
         self.calls.append("double")
         return 2 * loss
 
-    def finish(self) -> None:
+    def finish_backward(self) -> None:
         self.calls.append("finish")
 
 
 class Again(Doubling):
     def backward(self, closure_loss: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        self.calls.append("backward")
         return super().backward(closure_loss, *args, **kwargs)
 
 
-def calls_of(strategy: Doubling) -> list[str]:
+class Lightnings(pl_strategies.SingleDeviceStrategy):
+    """A strategy of Lightning's, which does not know the contract."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[str] = []
+
+    def post_backward(self, closure_loss: torch.Tensor) -> None:
+        self.calls.append("post_backward")
+
+
+def calls_of(strategy: Any) -> list[str]:
     options: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     trainer = Trainer(strategy=strategy, max_steps=2, max_epochs=1, enable_model_summary=False, **options)
     trainer.fit(SmallModule(), loader(), loader())
     return strategy.calls
 
 
-def test_the_loop_calls_what_was_added_only() -> None:
+def test_the_loop_calls_the_contract_only() -> None:
     assert calls_of(Doubling()) == ["double", "finish"] * 2
 
 
@@ -55,12 +60,15 @@ def test_a_method_overridden_again_is_called() -> None:
     assert calls_of(Again()) == ["backward", "double", "finish"] * 2
 
 
-def test_a_method_patched_on_the_object_may_do_anything() -> None:
-    strategy, lightnings = Doubling(), SingleDeviceStrategy.backward
-    assert additions(strategy, "backward", lightnings) == Additions("double", "finish")
-    assert additions(strategy, "optimizer_step", SingleDeviceStrategy.optimizer_step) == Additions()
-    strategy.backward = lambda *_: None  # type: ignore[method-assign, assignment]
-    assert additions(strategy, "backward", lightnings) is None
+def test_a_method_patched_on_the_object_is_called() -> None:
+    strategy = Doubling()
+    own = strategy.backward
+    strategy.backward = lambda *args, **kwargs: (strategy.calls.append("patched"), own(*args, **kwargs))[1]  # type: ignore[method-assign]
+    assert calls_of(strategy) == ["patched", "double", "finish"] * 2
+
+
+def test_another_strategy_is_called_as_lightning_calls_it() -> None:
+    assert calls_of(Lightnings()) == ["post_backward"] * 2
 
 
 class Counting(nn.Module):
@@ -78,6 +86,8 @@ class Counting(nn.Module):
 
 
 class Inner(nn.Module):
+    automatic_optimization = True
+
     def forward(self, x: int) -> int:
         return 10 * x
 
@@ -88,9 +98,10 @@ class Inner(nn.Module):
 def test_a_step_runs_inside_the_wrappers_forward_and_may_call_its_own() -> None:
     inner = Inner()
     wrapper = Counting(inner)
-    assert forward_through(wrapper, inner, inner.step, 3) == 31
+    wrapper_, inner_ = cast("Any", wrapper), cast("Any", inner)  # DDP and a LightningModule
+    assert forward_through(wrapper_, inner_, inner.step, 3) == 31
     assert wrapper.num == 1
     with pytest.raises(ValueError, match="-1"):
-        forward_through(wrapper, inner, inner.step, -1)
+        forward_through(wrapper_, inner_, inner.step, -1)
     assert inner(2) == 20
     assert "forward" not in vars(inner)

@@ -113,7 +113,7 @@ def test_a_module_that_keeps_nothing_uses_threads_from_the_second_step_on() -> N
 
     class Plain(Net):
         def on_train_end(self) -> None:
-            microbatches: Any = self.trainer.strategy._microbatches  # type: ignore[attr-defined]
+            microbatches: Any = self.trainer.strategy.layout._microbatches  # type: ignore[attr-defined]
             found.append((microbatches._kept_state.must_watch(), microbatches._kept_state.keeps_state))
 
     run(Case(Plain), Threads(num_microbatches=2), devices=2)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from evener.strategies import ModelParallelStrategy
 from evener.strategies.core.executor import Executor, Piece
-from evener.strategies.pipeline import _microbatches, layout
+from evener.strategies.pipeline import _microbatches, stages
 from evener.strategies.pipeline._losses_last import LossesLast
 
 First = partial(ModelParallelStrategy, output_device="first", deterministic=False)
@@ -103,10 +103,10 @@ def test_stages_are_launched_before_losses_only_where_they_meet_on_the_first(out
 
 def test_tensors_of_the_batch_are_known_until_they_are_written_to(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only they may be moved without waiting for what is queued on their device."""
-    monkeypatch.setattr(layout, "is_on_gpu", lambda _: True)
-    monkeypatch.setattr(layout, "work_so_far", lambda device: "event")
+    monkeypatch.setattr(stages, "is_on_gpu", lambda _: True)
+    monkeypatch.setattr(stages, "work_so_far", lambda device: "event")
     x, other = torch.ones(4, 2), torch.ones(4, 2)
-    batch = layout.BatchTensors({"x": x, "name": "a"})
+    batch = stages.BatchTensors({"x": x, "name": "a"})
     assert batch.ready == "event"  # type: ignore[comparison-overlap]
     assert batch.holds(x)
     assert batch.holds(x[1:3].flatten())
@@ -115,4 +115,4 @@ def test_tensors_of_the_batch_are_known_until_they_are_written_to(monkeypatch: p
     assert not batch.holds((x * 2).requires_grad_())
     x[0] = 5
     assert not batch.holds(x)
-    assert not layout.BatchTensors(None).holds(x)
+    assert not stages.BatchTensors(None).holds(x)

@@ -7,9 +7,9 @@ from torch import Tensor, nn
 
 from evener.examples.char_lm import CharLM
 from evener.strategies import ConfigError
-from evener.strategies.pipeline.layout import StageLayout
 from evener.strategies.pipeline.options import Partition, StageOptions
 from evener.strategies.pipeline.placement_check import FakeDevices, prove_placement
+from evener.strategies.pipeline.stages import Stages
 
 CPU = torch.device("cpu")
 
@@ -70,7 +70,7 @@ class Norms(pl.LightningModule):
 
 
 def proved(module: pl.LightningModule, num_stages: int, partition: Partition, *args: Tensor, **options: str) -> Tensor:
-    layout = StageLayout([CPU] * num_stages, StageOptions(partition=partition, **options))  # pyright: ignore[reportArgumentType]
+    layout = Stages([CPU] * num_stages, StageOptions(partition=partition, **options))  # pyright: ignore[reportArgumentType]
     layout.place(module)
     return prove_placement(module, layout, args)
 

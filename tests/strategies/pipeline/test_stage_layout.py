@@ -10,18 +10,19 @@ from torch import nn
 from torchmetrics import MeanMetric
 
 from evener.strategies import ModelParallelStrategy
+from evener.strategies.core.optimizer_states import state_to_parameters
 from evener.strategies.core.patching import replaced
-from evener.strategies.pipeline.base import state_to_parameters
 from evener.strategies.pipeline.layout import StageLayout
 from evener.strategies.pipeline.options import StageOptions
+from evener.strategies.pipeline.stages import Stages
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 
 
-def placed(devices: list[torch.device], **options: Any) -> tuple[DeepNet, StageLayout]:
+def placed(devices: list[torch.device], **options: Any) -> tuple[DeepNet, Stages]:
     module = DeepNet()
     module.metric = MeanMetric()
-    layout = StageLayout(devices, StageOptions(**options))
+    layout = Stages(devices, StageOptions(**options))
     layout.place(module)
     return module, layout
 
@@ -51,7 +52,7 @@ def test_activations_are_profiled_on_the_modules_example() -> None:
             self.example_input_array = torch.zeros(1000, 4)
 
     def cut(**options: bool) -> list[int]:
-        layout = StageLayout([CPU, CPU], StageOptions(**options))
+        layout = Stages([CPU, CPU], StageOptions(**options))
         layout.place(Example())
         assert layout.plan is not None
         return list(layout.plan.stage_of.values())
@@ -94,15 +95,16 @@ def test_a_loss_that_ddp_gets_by_calling_the_module_stays_on_the_root_device() -
         output = module()
     assert (output["loss"].device, output["logits"].device) == (CPU, META)
     # inside `training_step` it is brought there
-    strategy = ModelParallelStrategy([CPU, META])
-    strategy.layout.place(module)
-    output = strategy._training_step(lambda: {"loss": torch.ones((), device=CPU), "loss_weight": torch.ones(())})
+    layout = StageLayout([CPU, META])
+    layout._module = module
+    with replaced(module, "training_step", lambda: {"loss": torch.ones((), device=CPU), "loss_weight": torch.ones(())}):
+        output = layout.step("training_step")
     assert (output["loss"].device, output["loss_weight"].device) == (CPU, CPU)
 
 
 def test_a_placement_by_hand_is_brought_back_in_the_next_run() -> None:
     module, other = (nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)) for _ in range(2))
-    layout = StageLayout([CPU, CPU], StageOptions(partition="manual"))
+    layout = Stages([CPU, CPU], StageOptions(partition="manual"))
     layout._place_again(module)
     assert layout._manual == dict.fromkeys(module.state_dict(), CPU)
     layout._manual = dict.fromkeys(layout._manual, META)  # as if the user had put it there, and Lightning moved it away

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from evener.strategies.pipeline._microbatches import MicroBatches
 from evener.strategies.pipeline._schedule import schedule
 from evener.strategies.pipeline._turns import Turns
-from evener.strategies.pipeline.layout import StageLayout
 from evener.strategies.pipeline.options import StageOptions
+from evener.strategies.pipeline.stages import Stages
 
 CPU = torch.device("cpu")
 WAIT_S = 120.0
@@ -59,7 +59,7 @@ def step(num_stages: int, num_microbatches: int, tell: Any) -> Told:
     """One training step in threads."""
     module = Told(num_stages, tell)
     options = StageOptions(num_microbatches=num_microbatches, deterministic=False)
-    layout = StageLayout([CPU] * num_stages, options)
+    layout = Stages([CPU] * num_stages, options)
     layout.place(module)
     runner = MicroBatches(layout)
     calls = [partial(module.training_step, torch.full((1,), float(i)), 0) for i in range(num_microbatches)]

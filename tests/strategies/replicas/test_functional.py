@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from evener.strategies import ConfigError, data_parallel, gather, parallel_apply, replicate, scatter
 from evener.strategies.replicas._compiled import allow_recompiling, is_compiled
-from evener.strategies.replicas.layout import ReplicaLayout
+from evener.strategies.replicas.runner import ReplicaRunner
 
 
 class Tied(nn.Module):
@@ -121,7 +121,7 @@ def test_a_compiled_module_may_be_compiled_for_every_device() -> None:
 
     with config.patch(recompile_limit=8):  # pytest's monkeypatch would leave it deleted
         plain = nn.Sequential(nn.Linear(2, 2))
-        ReplicaLayout(plain, [torch.device("cpu")] * 2).close()
+        ReplicaRunner(plain, [torch.device("cpu")] * 2).close()
         assert config.recompile_limit == 8
         allow_recompiling(4)
         assert config.recompile_limit == 32

@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 
-from evener.strategies import ConfigError
+from evener.strategies import ConfigError, DDPStrategy
 from evener.trainer import Trainer
 from evener.trainer.loops.accumulation import Accumulation
 
@@ -207,7 +207,8 @@ def test_gradients_of_one_device_and_type_are_divided_by_one_operation(divisor: 
     module[3].data = torch.ones(2, dtype=torch.bfloat16)
     for parameter in module:
         parameter.grad = torch.full_like(parameter, 8.0)
-    strategy = SimpleNamespace(total_loss_weight=lambda _: divisor)
+    strategy = DDPStrategy()
+    strategy.total_loss_weight = lambda local: divisor  # type: ignore[method-assign]
     trainer = SimpleNamespace(strategy=strategy, lightning_module=module, optimizers=[], world_size=1)
     accumulation = Accumulation(cast(Any, trainer))
     with Operators():

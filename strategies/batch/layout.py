@@ -1,0 +1,120 @@
+"""Define what a layout is: how one process uses its devices. Strategies, loops and callbacks know nothing else of them.
+
+layout          one process holds                    where
+SingleLayout    the module on one device             here
+ReplicaLayout   a copy per device, the batch is cut  strategies/replicas/layout.py
+StageLayout     one copy, cut across its devices     strategies/pipeline/layout.py
+"""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
+
+import pytorch_lightning as pl
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
+
+from ..core.module_checks import end_of_step
+from .run_structures import RunStructures
+
+
+class Layout(Protocol):
+    """Places a module on the devices of a process and runs its steps there; what a layout has no need of does nothing.
+
+    Attributes:
+        devices: the devices of the process, the root device first.
+        losses: what the last training step logged, or returned, as its loss.
+    """
+
+    devices: list[torch.device]
+    losses: list[Tensor]
+
+    @property
+    def meeting_device(self) -> torch.device:
+        """The device that holds the batch and the outputs."""
+        return self.devices[0]
+
+    @property
+    def finishes_later(self) -> bool:
+        """Whether gradients are complete only after `finish_backward`."""
+        return False
+
+    @property
+    def cut_by(self) -> str:
+        """The option that cuts a process's batch into parts, as `name=value`; empty if a step sees it whole."""
+        return ""
+
+    def verify(self, trainer: pl.Trainer) -> None:
+        """Refuse, before anything is placed, a module or options that can't be honoured."""
+
+    def creating(self) -> AbstractContextManager[Any]:
+        """Create a module inside the block, on a device that has room for it."""
+        return nullcontext()
+
+    def place(self, module: pl.LightningModule) -> None:
+        """Move the module to its devices."""
+        module.to(self.devices[0])
+
+    def begin(self, trainer: pl.Trainer, structures: RunStructures) -> None:
+        """Begin a run with the placed module; `structures` tells how its batches are cut."""
+
+    def verify_loaders(self) -> None:
+        """Refuse, before the first step, loaders whose batches can't be cut."""
+
+    def step(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        """Run a step of the module (`training_step`, ...) on a batch.
+
+        Returns:
+            What the module would return for the whole batch on one device, the loss on the root device.
+        """
+        ...
+
+    def finish_backward(self) -> None:
+        """Complete the gradients of the module's parameters after the backward pass of the loss."""
+
+    def weights_changed(self) -> None:
+        """Learn that somebody may have written to parameters."""
+
+    def finish_step(self) -> None:
+        """Learn that the optimizer has stepped."""
+
+    def describe(self, module: nn.Module) -> str:
+        """Draw what each device holds, as text; empty if there is nothing to draw."""
+        return ""
+
+    def close(self) -> None:
+        """End the run: stop threads, remove hooks. The module keeps its state."""
+
+
+class SingleLayout(Layout):
+    """The module on one device.
+
+    Args:
+        devices: the device, as a list of one.
+    """
+
+    def __init__(self, devices: Sequence[torch.device]) -> None:
+        self.devices = list(devices)
+        self.losses = []
+        self._module: pl.LightningModule | None = None
+
+    @override
+    def begin(self, trainer: pl.Trainer, structures: RunStructures) -> None:
+        self._module = trainer.lightning_module
+
+    @override
+    def step(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        output = getattr(self._module, name)(*args, **kwargs)
+        if name != "training_step":
+            return output
+        end = end_of_step(self._module)
+        output = output if end is None else end(output)
+        self.losses = losses_in(output)
+        return output
+
+
+def losses_in(output: Any) -> list[Tensor]:
+    """The loss that a training step has returned, as a list of at most one; wrappers may pass on a copy of it."""
+    loss = output.get("loss") if isinstance(output, dict) else output
+    return [loss.detach()] if isinstance(loss, Tensor) else []

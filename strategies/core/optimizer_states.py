@@ -1,0 +1,22 @@
+"""Keep the state of optimizers beside the parameters that it belongs to."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+
+def load_states(optimizers: Iterable[Optimizer], checkpoint: Mapping[str, Any]) -> None:
+    """Load states from a checkpoint, each to the device of its parameter; Lightning moves all to the root device."""
+    for optimizer, state in zip(optimizers, checkpoint["optimizer_states"], strict=True):
+        optimizer.load_state_dict(state)
+        state_to_parameters(optimizer)
+
+
+def state_to_parameters(optimizer: Optimizer) -> None:
+    """Move each tensor of an optimizer's state to the device of its parameter; scalars stay where they are."""
+    for parameter, state in optimizer.state.items():
+        for key, value in state.items():
+            if isinstance(value, Tensor) and value.dim():
+                state[key] = value.to(parameter.device)

@@ -1,0 +1,198 @@
+"""The process side of strategies that train in one process: a layout does the work, and there is nobody to wait for."""
+
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytorch_lightning as pl
+import pytorch_lightning.strategies as pl_strategies
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from .batch.layout import Layout
+from .batch.run_structures import RunStructures
+from .batch.structure import BatchDims, verify_batch_dims
+from .core.errors import ConfigError
+from .core.loop_contract import run_backward
+from .core.optimizer_states import load_states, state_to_parameters
+from .core.rng import seed_devices
+from .core.types import Batch, Device
+from .pipeline.options import StageOptions
+
+
+class OneProcessStrategy(pl_strategies.SingleDeviceStrategy):
+    """Runs every step through a layout. A strategy derives from it, and says which layout.
+
+    Args:
+        devices: the devices; None takes the trainer's.
+        batch_dims: which dimensions of the batch are samples, by path, where that can't be found out.
+    """
+
+    stage_options: StageOptions | None = None
+
+    def __init__(self, devices: Sequence[Device] | None, batch_dims: BatchDims | None) -> None:
+        self._batch_dims = verify_batch_dims(batch_dims, self.strategy_name)
+        self.structures = RunStructures(self._batch_dims)
+        super().__init__(device="cpu")
+        self._parallel_devices = [torch.device(device) for device in devices or ()]
+        self._layout: Layout | None = None
+
+    def new_layout(self) -> Layout:
+        """Make the layout of `process_devices`."""
+        raise NotImplementedError
+
+    @property
+    def layout(self) -> Layout:
+        """How this process uses its devices."""
+        if self._layout is None or self._layout.devices != self.process_devices:
+            self._layout = self.new_layout()
+        return self._layout
+
+    @property
+    def parallel_devices(self) -> list[torch.device]:
+        """The devices; empty until the trainer has chosen them."""
+        return self._parallel_devices
+
+    @parallel_devices.setter
+    def parallel_devices(self, devices: Sequence[torch.device]) -> None:
+        self._parallel_devices = list(devices)
+
+    @property
+    def process_devices(self) -> list[torch.device]:
+        """The devices of this process, the root device first."""
+        if not self._parallel_devices:
+            raise ConfigError(
+                f"{self.strategy_name}: the strategy has no devices yet. Give devices=..., or use a Trainer."
+            )
+        return list(self._parallel_devices)
+
+    @property
+    @override
+    def root_device(self) -> torch.device:
+        return self.process_devices[0]
+
+    @property
+    def _layer_sync(self) -> None:
+        """The layer plugin that Lightning sets for `sync_batchnorm=True`."""
+
+    @_layer_sync.setter
+    def _layer_sync(self, layer_sync: object) -> None:
+        if layer_sync is not None:
+            raise ConfigError(
+                f"{self.strategy_name}: sync_batchnorm=True synchronizes processes, but there is only one. Set "
+                "sync_batchnorm=False, or choose strategy=ddp."
+            )
+
+    @override
+    def setup(self, trainer: pl.Trainer) -> None:
+        self.layout.verify(trainer)
+        self.structures = RunStructures(self._batch_dims)
+        super().setup(trainer)
+        for optimizer in self.optimizers:
+            state_to_parameters(optimizer)
+        self.layout.begin(trainer, self.structures)
+
+    @override
+    def model_to_device(self) -> None:
+        assert self.lightning_module is not None
+        self.layout.place(self.lightning_module)
+
+    @override
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None]:
+        with super().tensor_init_context(empty_init), self.layout.creating():
+            yield
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        load_states(self.optimizers, checkpoint)
+
+    def begin_batch(self, dataloader_idx: int) -> None:
+        """See `StepContract.begin_batch`: nothing to learn."""
+
+    @property
+    def meeting_device(self) -> torch.device:
+        """The device that batches are moved to."""
+        return self.layout.meeting_device
+
+    @override
+    def batch_to_device(self, batch: Batch, device: torch.device | None = None, dataloader_idx: int = 0) -> Batch:
+        return super().batch_to_device(batch, device or self.meeting_device, dataloader_idx)
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.train_step_context():
+            return self.layout.step("training_step", *args, **kwargs)
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.val_step_context():
+            return self.layout.step("validation_step", *args, **kwargs)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.test_step_context():
+            return self.layout.step("test_step", *args, **kwargs)
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.predict_step_context():
+            return self.layout.step("predict_step", *args, **kwargs)
+
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        """See `StepContract.scale_loss`: the loss is the whole batch's."""
+        return loss
+
+    @override
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        return run_backward(self, closure_loss, optimizer, *args, **kwargs)
+
+    def finish_backward(self) -> None:
+        """Complete the gradients of the root's parameters."""
+        self.layout.finish_backward()
+
+    def agrees_on_loss(self, optimizer: Optimizer) -> bool:
+        """See `StepContract.agrees_on_loss`: there are no other ranks."""
+        return False
+
+    @override
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
+        result = super().optimizer_step(optimizer, closure, *args, **kwargs)
+        self.finish_step()
+        return result
+
+    def finish_step(self) -> None:
+        """Have the layout learn that the optimizer has stepped."""
+        self.layout.finish_step()
+
+    @override
+    def on_train_start(self) -> None:
+        assert self.lightning_module is not None
+        self.layout.verify_loaders()
+        self.layout.weights_changed()
+        if not self.lightning_module.trainer.fit_loop.restarting:  # a resumed run restores its saved streams
+            seed_devices(self.process_devices)
+
+    @override
+    def on_validation_start(self) -> None:
+        self.layout.weights_changed()
+
+    @override
+    def on_validation_end(self) -> None:
+        self.layout.weights_changed()
+
+    @override
+    def on_test_start(self) -> None:
+        self.layout.weights_changed()
+
+    @override
+    def on_predict_start(self) -> None:
+        self.layout.weights_changed()
+
+    @override
+    def teardown(self) -> None:
+        if self._layout is not None:
+            self._layout.close()
+        super().teardown()

@@ -1,0 +1,138 @@
+"""Run a module on replicas, one per device of the process: refresh, run, merge metrics, sum gradients."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, TypeAlias
+
+import torch
+from lightning_fabric.utilities import move_data_to_device
+from torch import nn
+
+from ..batch.log_recorder import LogRecorder
+from ..core.executor import Executor, Piece
+from ._attribute_watch import AttributeWatch
+from ._collected import CollectedLists
+from ._compiled import allow_recompiling, is_compiled
+from ._gradient_sum import GradientSum
+from ._metric_merge import MetricMerger
+from .measurement import Measurement, Reading
+from .replicas import Replicas
+
+Arguments: TypeAlias = tuple[Sequence[Any], dict[str, Any]]
+"""Positional and keyword arguments of one call."""
+
+
+class ReplicaRunner:
+    """Runs a method of a module on all devices of a process, and collects state and gradients on the root.
+
+    Args:
+        root: the module, on `devices[0]`.
+        devices: one per replica; they may repeat and mix.
+        threads: run the replicas in threads; None decides by the devices.
+        strategy: name that begins messages.
+        root_call: called on the root instead of its method; None calls the method.
+        batch_dims: the strategy's option, which also tells what steps collect in lists of the module.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        devices: Sequence[torch.device],
+        threads: bool | None = None,
+        strategy: str = "dp",
+        root_call: Callable[..., Any] | None = None,
+        batch_dims: Mapping[str, str] | None = None,
+    ) -> None:
+        self.devices = list(devices)
+        self.replicas = Replicas(root, devices)
+        self._executor = Executor(threads)
+        self._strategy = strategy
+        self._root_call = root_call
+        self._measurement: Measurement | None = None
+        self._collected = CollectedLists(root, batch_dims or {}, strategy)
+        self._attach()
+
+    def measure(self, memory: bool) -> Measurement:
+        """Measure the next run.
+
+        Args:
+            memory: also count bytes.
+
+        Returns:
+            The measurement, which is filled when the devices have finished the run.
+        """
+        self._measurement = Measurement(memory)
+        return self._measurement
+
+    def run(self, method: str, arguments: Sequence[Arguments], sizes: Sequence[int]) -> list[Any]:
+        """Call a method on every replica that has samples.
+
+        Args:
+            method: name of the method, `training_step` for example.
+            arguments: positional and keyword arguments per replica; tensors are moved to its device.
+            sizes: samples per replica; a replica without samples is not called.
+
+        Returns:
+            The results of the replicas that were called, in order, each on its own device.
+        """
+        if self.replicas.refresh():
+            self._attach()
+        used = [i for i, size in enumerate(sizes) if size > 0]
+        self.replicas.before_step(used)
+        pieces = [self._piece(i, method, arguments[i], sizes) for i in used]
+        if self._measurement is not None:
+            pieces = self._measured(self._measurement, pieces, used, sizes)
+            self._measurement = None
+        self._collected.before_step()
+        try:
+            with self._attributes.watching(method), self.logs.recording(), self._metrics.standing_in():
+                outputs = self._executor.run(pieces)
+            self._collected.after_step(method, [sizes[i] for i in used])
+        except BaseException:
+            self._metrics.discard()
+            raise
+        self.replicas.after_step()
+        self._metrics.merge(used, [sizes[i] for i in used])
+        return outputs
+
+    def sum_gradients(self) -> None:
+        """Add the gradients of all replicas to the root's parameters."""
+        self._gradients.collect()
+
+    def close(self) -> None:
+        """Stop the threads and remove the hooks; the root keeps its state."""
+        self._executor.shutdown()
+        self._gradients.remove_hooks()
+        self.replicas.close()
+
+    def _attach(self) -> None:
+        """Set up metrics, logs and gradient sums for new replicas."""
+        if any(map(is_compiled, self.replicas.root.modules())):
+            allow_recompiling(len(set(self.devices)))
+        root, *others = self.replicas.parameters()
+        self._gradients = GradientSum(root, others)
+        self._metrics = MetricMerger(self.replicas, self._strategy)
+        self.logs = LogRecorder(self.replicas.modules(), self.devices[0], self._metrics.original)
+        self._attributes = AttributeWatch(self.replicas, self._strategy)
+
+    def _measured(
+        self, measurement: Measurement, pieces: list[Piece], used: list[int], sizes: Sequence[int]
+    ) -> list[Piece]:
+        measurement.sizes = list(sizes)
+        measurement.readings = [Reading() for _ in sizes]
+        parameters = self.replicas.parameters()
+        measured: list[Piece] = []
+        for i, piece in zip(used, pieces, strict=True):
+            own = parameters[i] if measurement.memory else None
+            call = partial(measurement.readings[i].of, piece.call, piece.device, own)
+            measured.append(replace(piece, call=call))
+        return measured
+
+    def _piece(self, i: int, method: str, arguments: Arguments, sizes: Sequence[int]) -> Piece:
+        device = self.devices[i]
+        if device != self.devices[0]:
+            arguments = move_data_to_device(arguments, device)
+        call = self._root_call if i == 0 and self._root_call is not None else getattr(self.replicas[i], method)
+        name = f"chunk {i + 1} of {len(sizes)}, {sizes[i]} of {sum(sizes)} samples,"
+        return Piece(device, name, partial(call, *arguments[0], **arguments[1]))
