@@ -8,7 +8,5 @@ from setuptools import find_namespace_packages, setup
 
 FOLDERS = ("trainer", "strategies", "conf", "examples")
 found = [name for folder in FOLDERS for name in (folder, *(f"{folder}.{p}" for p in find_namespace_packages(folder)))]
-# a project of a user's own, shown in the checkout only
-packages = [f"evener.{name}" for name in found if not name.startswith("examples.user_project")]
 
-setup(packages=packages, package_dir={f"evener.{folder}": folder for folder in FOLDERS})
+setup(packages=[f"evener.{name}" for name in found], package_dir={f"evener.{folder}": folder for folder in FOLDERS})

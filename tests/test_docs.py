@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from evener.strategies import STRATEGIES, ConfigError
 from evener.strategies.batch.policies import Even, FirstChunk, Weighted
 from evener.trainer import Trainer
+from evener.trainer.config.descriptions import Option, options, summary
 
 DOCS = Path(__file__).parents[1] / "docs"
 
@@ -77,12 +78,10 @@ def test_the_configuration_reference_is_current() -> None:
     assert written == reference().page(), "run `python docs/reference.py`"
 
 
-def test_the_reference_reads_comments_above_and_beside(tmp_path: Path) -> None:
-    file = tmp_path / "group.yaml"
-    file.write_text("# What it is.\n_target_: a.B\n\n# Seconds to wait.\ntimeout_s: 3\nnested:\n  key: x # beside\n")
-    module = reference()
-    assert module.summary(file) == "What it is."
-    assert module.options(file) == [("timeout_s", "3", "Seconds to wait."), ("nested.key", "x", "beside")]
+def test_the_reference_reads_comments_above_and_beside() -> None:
+    text = "# What it is.\n_target_: a.B\n\n# Seconds to wait.\ntimeout_s: 3\nnested:\n  key: x # beside\n"
+    assert summary(text) == "What it is."
+    assert options(text) == [Option("timeout_s", "3", "Seconds to wait."), Option("nested.key", "x", "beside")]
 
 
 LINK = re.compile(r"\]\((?!https?:)([^)#]+)")

@@ -67,7 +67,7 @@ def resolve_devices(devices: int | str | Sequence[int | str], accelerator: str =
         devices = [int(part) if part.isdigit() else part for part in devices.split(",")]
         devices = devices[0] if len(devices) == 1 and isinstance(devices[0], int) else devices
     if isinstance(devices, Sequence) and not isinstance(devices, str) and any(isinstance(d, str) for d in devices):
-        return [_named_device(str(name)) for name in devices]
+        return _named_devices([str(name) for name in devices])
     kind = accelerator_type(accelerator)
     available = num_available(kind)
     if devices in ("auto", "-1", -1):
@@ -94,6 +94,14 @@ def resolve_devices(devices: int | str | Sequence[int | str], accelerator: str =
 
 def _indexed(kind: str, indices: Sequence[int]) -> list[torch.device]:
     return [torch.device("cpu") if kind == "cpu" else torch.device(kind, index) for index in indices]
+
+
+def _named_devices(names: list[str]) -> list[torch.device]:
+    indices = [name for name in names if name.isdigit()]
+    named = [_named_device(name) for name in names if name not in indices]  # first: it says which one is not a device
+    if indices:
+        raise ConfigError(f"devices=[{','.join(names)}] has indices and names. Give names only, such as cuda:0.")
+    return named
 
 
 def _named_device(name: str) -> torch.device:

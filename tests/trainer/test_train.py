@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import pytorch_lightning as pl
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams import plugin_data_pb2
 
-from evener.trainer import Result, compose, train
+from evener.trainer import ConfigError, Result, compose, train
 from evener.trainer.cli.job import run_job
 from evener.trainer.cli.main import main
 
@@ -147,6 +148,13 @@ def command(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> str:
     return ""
 
 
+class Theirs(pl.LightningDataModule):
+    """Data of a user, without annotations."""
+
+    def __init__(self, batch_size) -> None:  # type: ignore[no-untyped-def]
+        super().__init__()
+
+
 class FromTheOtherNamespace:
     """Stands for a module of the `lightning` package."""
 
@@ -156,8 +164,19 @@ FromTheOtherNamespace.__module__ = "lightning.pytorch.core.module"
 MISTAKES = [
     (["strategy=dpp"], r"strategy=dpp is unknown\. Choose one of: .*ddp.*single_device"),
     (["checkpoint=bset"], r"checkpoint=bset is unknown\. Choose one of: best, every_n_epochs"),
-    (["stratgy=ddp"], r"stratgy is unknown: neither a key nor a group"),
-    (["module.lrr=1"], r"module\.lrr is unknown: neither a key nor a group"),
+    (["stratgy=ddp"], r"stratgy is unknown\. Did you mean strategy\?$"),
+    (["module.lrr=1"], r"module\.lrr is unknown\. Did you mean module\.lr\?$"),
+    (["trainer.max_epoch=3"], r"trainer\.max_epoch is unknown\. Did you mean trainer\.max_epochs\?$"),
+    (["max_epochs=3"], r"max_epochs is unknown\. Did you mean trainer\.max_epochs\?$"),
+    (["zzz=3"], r"zzz is unknown: neither a key nor a group"),
+    (
+        ["strategy=ddp", "strategy.gpu0_chunk=2"],
+        r"strategy\.gpu0_chunk is not an option of strategy=ddp, but of strategy=balanced_dp\.$",
+    ),
+    (["strategy=dp", "devices=[0,1,foo]"], r"devices: 'foo' is not a device"),
+    (["strategy=dp", "devices=[0,cpu]"], r"devices=\[0,cpu\] has indices and names\. Give names only"),
+    (["resume=null", "config=run"], r"config=run takes .* Name it with resume=last"),
+    (["config=runn"], r"config=runn is not allowed\. Give run or null"),
     (
         ["mode=tset"],
         r"mode=tset is unknown\. Choose one of fit, validate, test, predict, compare, plan\. Did you mean mode=test",
@@ -177,7 +196,22 @@ MISTAKES = [
         ["module._target_=test_train.FromTheOtherNamespace"],
         r"derives from lightning's .* Evener runs pytorch_lightning here, which is a different package",
     ),
-    (["+module.nonsense=1"], r"module: .*DigitsClassifier refused its options: .*nonsense"),
+    (["+module.nonsense=1"], r"module\.nonsense is not an option of .*DigitsClassifier\. It takes lr, weight_decay"),
+    (
+        ["+module.chanels=1"],
+        r"module\.chanels is not an option of .*DigitsClassifier\. Did you mean module\.channels\?",
+    ),
+    (["data=custom", "data._target_=test_train.Theirs", "+data.batch_size=0"], r"data\.batch_size=0 is too small\."),
+    (["data=custom", "data._target_=test_train.Theirs"], r"data: .*Theirs needs batch_size\. Give \+data\.batch_size="),
+    (
+        ["module._target_=evener.examples.digits.DigitsClasifier"],
+        r"the module evener\.examples\.digits was found, but has no DigitsClasifier; it has DigitsClassifier\. "
+        r"Did you mean evener\.examples\.digits\.DigitsClassifier\?$",
+    ),
+    (
+        ["module._target_=evener.examples.digit.X"],
+        r"found, but has no digit\.X; .*Did you mean evener\.examples\.digits\?$",
+    ),
     (["resume=missing.ckpt"], r"resume=missing\.ckpt does not exist"),
     (["resume=last"], r"resume=last: no checkpoint found under"),
     (["trainer.gradient_clip_algorithm=nrom"], r"trainer: .*gradient_clip_algorithm"),
@@ -214,6 +248,45 @@ def test_a_mistake_is_told_in_one_sentence(
     assert re.search(sentence, told), told
     assert "\n" not in told
     assert {path.name for path in tmp_path.iterdir()} <= {"logs"}
+
+
+def test_a_mistake_found_after_composing_leaves_no_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert "at least one device" in command(monkeypatch, "devices=0")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.long
+def test_an_earlier_runs_module_is_offered_and_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert command(monkeypatch, "accelerator=cpu", "module.hidden=8", *SHORT) == ""
+    evaluate = ("mode=test", "resume=last", "accelerator=cpu", *SHORT)
+    told = command(monkeypatch, *evaluate)
+    assert re.search(
+        r"does not fit the module: \S+ has shape \[8, \d+\] in the checkpoint and \[64, \d+\] in the module\. "
+        r"module\.hidden is 64 here, 8 there\. Add config=run to take",
+        told,
+    ), told
+    told = command(monkeypatch, *evaluate, "config=run", "module.hidden=64")
+    assert "config=run takes module.hidden=8 from the run, but module.hidden=64 was given as well" in told
+    assert command(monkeypatch, *evaluate, "config=run") == ""
+    assert "last.ckpt" in capsys.readouterr().out
+    assert command(monkeypatch, "mode=test", "accelerator=cpu", *SHORT) == ""
+    assert "untrained" in capsys.readouterr().out
+
+
+def test_python_composes_a_project_and_is_told_mistakes(tmp_path: Path) -> None:
+    project = Path(__file__).parents[2] / "examples" / "user_project" / "conf"
+    cfg = compose(["strategy=dp"], config_name="project", config_dir=project)
+    assert cfg.strategy._target_.endswith("DataParallelStrategy")
+    with pytest.raises(ConfigError, match=r"^trainer\.max_epoch is unknown\. Did you mean trainer\.max_epochs\?$"):
+        compose(["trainer.max_epoch=3"], config_name="project", config_dir=project)
+    with pytest.raises(ConfigError, match=r"^strategy=dpp is unknown"):
+        compose(["strategy=dpp"])
+    with pytest.raises(ConfigError, match=r"has no train\.yaml\. Give the root configuration's name"):
+        compose(config_dir=tmp_path)
 
 
 def test_an_unwritable_log_directory_is_told_in_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,6 +24,7 @@ def summary_rows(result: Result) -> list[tuple[str, str]]:
         ("shares", shares_text(result.metrics)),
         ("speed", "" if result.samples_per_s is None else f"{result.samples_per_s:,.0f} samples/s"),
         ("peak memory", memory_text(result.peak_memory_mib)),
+        ("weights", weights_text(result)),
         ("best checkpoint", short_path(result.best_checkpoint)),
         ("nan", ", ".join(what_is_nan(result))),
         ("predictions", short_path(result.predictions)),
@@ -31,6 +32,13 @@ def summary_rows(result: Result) -> list[tuple[str, str]]:
         ("run directory", short_path(result.run_dir)),
     ]
     return [(label, value) for label, value in rows if value]
+
+
+def weights_text(result: Result) -> str:
+    """Which weights an evaluation is of; empty after training."""
+    if result.mode == "fit":
+        return ""
+    return short_path(result.started_from) or "untrained: as the module makes them; resume=last takes trained ones"
 
 
 def what_is_nan(result: Result) -> list[str]:

@@ -1,9 +1,11 @@
 """Run the jobs of a command: this process's own, or those that rank 0 publishes under a launcher."""
 
+import shutil
 import sys
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
@@ -18,7 +20,7 @@ from ..launch import cluster
 from ..launch.environment import WorkerError
 from ..launch.launcher import run_rank
 from ._summary import show_summary
-from .train import ADVISORY_MODES, prepare, train
+from .train import ADVISORY_MODES, check, prepare, train
 
 
 def run_under(started_by: ClusterEnvironment, run_hydra: Callable[[], None]) -> None:
@@ -52,9 +54,25 @@ def run_reported(cfg: DictConfig, wants_traceback: bool) -> float | None:
     try:
         return run_job(cfg)
     except (ConfigError, WorkerError, MisconfigurationException) as exc:
+        if not in_sweep():
+            discard_empty(Path(str(cfg.get("run_dir"))), Path(str(cfg.get("log_dir"))))
         if wants_traceback or in_sweep():
             raise
         sys.exit(f"Error: {job_sentence(exc)}")
+
+
+def check_reported(cfg: DictConfig) -> None:
+    """Check a configuration without running it, and report the result in one sentence.
+
+    Raises:
+        SystemExit: it has a mistake.
+    """
+    try:
+        checked = check(cfg)
+    except ConfigError as exc:
+        sys.exit(f"Error: {exc}")
+    named = [f"{key}={checked[key].get('_target_')}" for key in ("module", "data", "strategy") if checked.get(key)]
+    sys.stdout.write(f"The configuration is valid: {', '.join(named)}, devices={checked.devices}.\n")
 
 
 def run_job(cfg: DictConfig) -> float | None:
@@ -76,6 +94,17 @@ def run_job(cfg: DictConfig) -> float | None:
             "trainer.gradient_clip_val; trainer.detect_nonfinite=raise stops at the first such step."
         )
     return result.monitored
+
+
+def discard_empty(run_dir: Path, log_dir: Path) -> None:
+    """Remove the directory of a run that never started, which holds only what Hydra wrote, and its empty parents."""
+    if [path.name for path in run_dir.glob("*")] != [".hydra"]:
+        return
+    shutil.rmtree(run_dir / ".hydra")
+    above = [run_dir, *run_dir.parents]
+    for folder in above[: above.index(log_dir.absolute()) + 1 if log_dir.absolute() in above else 1]:
+        with suppress(OSError):  # not empty
+            folder.rmdir()
 
 
 def in_sweep() -> bool:

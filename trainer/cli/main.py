@@ -4,21 +4,28 @@ torch and Lightning take seconds to import, and composing needs neither: `--help
 misspelt key are answered without them.
 """
 
+import argparse
 import os
 import signal
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import hydra
 from omegaconf import DictConfig
 
+from ..config.group_files import PACKAGE, Source
 from ..launch.environment import WorkerError, environment
 from ._composition import composition_sentence
+from ._help import show_help
 from .sweep_table import show_unfinished
 
 if TYPE_CHECKING:
     from pytorch_lightning.plugins.environments import ClusterEnvironment
+
+only_check = False
+"""Whether to check the configuration without running it: `evener config validate`."""
 
 CONFIG_PACKAGE = "pkg://evener.conf"
 FULL_ERROR = "HYDRA_FULL_ERROR"
@@ -39,22 +46,30 @@ def main(config_dir: str | Path | None = None, config_name: str = "train") -> No
         config_name: the root configuration.
     """
     script_dir = Path(getattr(sys.modules["__main__"], "__file__", None) or ".").absolute().parent
-    config_path = CONFIG_PACKAGE if config_dir is None else str(script_dir / config_dir)
+    source = Source(None if config_dir is None else str(script_dir / config_dir), config_name, added_folders())
     wants_traceback = os.environ.get(FULL_ERROR, "0") == "1"
 
     def job(cfg: DictConfig) -> float | None:
-        from .job import run_reported
+        from .job import check_reported, run_reported
 
+        if only_check:
+            return check_reported(cfg)
         return run_reported(cfg, wants_traceback)
 
     def run_hydra() -> None:
         with environment({FULL_ERROR: "1"}):  # Hydra re-raises exceptions, which are reported in one sentence here
-            hydra.main(version_base="1.3", config_path=config_path, config_name=config_name)(job)()
+            hydra.main(version_base="1.3", config_path=source.config_dir or CONFIG_PACKAGE, config_name=config_name)(
+                job
+            )()
 
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # a `_target_` next to the configuration is importable, however we were started
     try:
-        if (started_by := launcher()) is None:
+        if {"--help", "-h"} & set(sys.argv[1:]):
+            show_help(source, overrides())
+        elif "--version" in sys.argv[1:]:
+            sys.stdout.write(f"evener {version('evener')}\n")
+        elif (started_by := launcher()) is None:
             run_hydra()
         else:
             from .job import run_under
@@ -66,7 +81,7 @@ def main(config_dir: str | Path | None = None, config_name: str = "train") -> No
             if isinstance(exc, WorkerError):
                 sys.stderr.write(exc.trace)
             raise
-        sys.exit(explain(exc))
+        sys.exit(explain(exc, source))
     except KeyboardInterrupt:  # a second Ctrl-C, while the first one ends the run
         if wants_traceback:
             raise
@@ -82,9 +97,22 @@ def launcher() -> "ClusterEnvironment | None":
     return cluster.detect()
 
 
-def explain(exc: Exception) -> str:
+def overrides() -> list[str]:
+    """The words of the command line that are overrides, not flags."""
+    return [word for word in sys.argv[1:] if "=" in word and not word.startswith("--")]
+
+
+def added_folders() -> tuple[str, ...]:
+    """The directory that `--config-dir` names, which Hydra adds to its search path."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--config-dir", "-cd")
+    given: str | None = parser.parse_known_args()[0].config_dir
+    return () if given is None else (str(Path(given).absolute()),)
+
+
+def explain(exc: Exception, source: Source = PACKAGE) -> str:
     """Describe a user error in one sentence, and any other exception by the user's frames."""
-    if sentence := composition_sentence(exc):
+    if sentence := composition_sentence(exc, source, overrides()):
         return f"Error: {sentence}"
     from .job import job_sentence
 

@@ -5,17 +5,18 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from hydra import compose as hydra_compose
-from hydra import initialize_config_module
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 from pytorch_lightning.strategies import Strategy
 
 from ...strategies import ConfigError
 from ..config.checks import verify_config, verify_target
+from ..config.group_files import CONFIG_MODULE, Source
 from ..config.missing_values import incomplete
+from ..job.earlier_run import module_of_run
 from ..job.result import Result
 from ..launch.launcher import launch
+from ._composition import composition_sentence
 
 ADVISORY_MODES = ("compare", "plan")
 """The modes that only advise and return no result."""
@@ -52,6 +53,27 @@ def prepare(cfg: DictConfig) -> DictConfig:
     Raises:
         ConfigError: the first mistake found, or a run directory that can't be written.
     """
+    cfg = check(cfg)
+    cfg.run_dir = str(Path(cfg.run_dir).absolute())
+    try:
+        Path(cfg.run_dir).mkdir(parents=True, exist_ok=True)
+        (Path(cfg.run_dir) / "train.log").touch()
+    except OSError as exc:
+        raise ConfigError(
+            f"run_dir={cfg.run_dir} can't be written ({exc.strerror}). Set log_dir to a writable directory."
+        ) from exc
+    return cfg
+
+
+def check(cfg: DictConfig) -> DictConfig:
+    """Check a configuration and resolve its interpolations.
+
+    Returns:
+        A resolved copy.
+
+    Raises:
+        ConfigError: the first mistake found.
+    """
     cfg = cfg.copy()
     if not inside_hydra(cfg):
         with open_dict(cfg):
@@ -61,6 +83,8 @@ def prepare(cfg: DictConfig) -> DictConfig:
             cfg[key] = str(cfg[key])
     if str(cfg.devices) == "-1":  # the strategies take it on any device; Lightning on accelerators only
         cfg.devices = "auto"
+    if cfg.get("config") == "run":
+        cfg.module = module_of_run(cfg)
     try:
         resolved = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as exc:
@@ -68,14 +92,6 @@ def prepare(cfg: DictConfig) -> DictConfig:
     assert isinstance(resolved, dict)
     cfg = OmegaConf.create({str(key): value for key, value in resolved.items()})
     verify_config(cfg)
-    cfg.run_dir = str(Path(cfg.run_dir).absolute())
-    try:
-        Path(cfg.run_dir).mkdir(parents=True, exist_ok=True)
-        (Path(cfg.run_dir) / "train.log").touch()
-    except OSError as exc:
-        raise ConfigError(
-            f"run_dir={cfg.run_dir} can't be written ({exc.strerror}). Set log_dir to a writable directory."
-        ) from exc
     return cfg
 
 
@@ -94,20 +110,35 @@ def default_run_dir(cfg: DictConfig) -> Path:
     return Path(str(cfg.log_dir)) / str(cfg.name) / strategy / datetime.now().strftime("%Y-%m-%d_%H-%M-%S-%f")
 
 
-def compose(overrides: Sequence[str] = (), config_name: str = "train") -> DictConfig:
-    """Compose `conf/train.yaml` in Python, like the command line.
+def compose(
+    overrides: Sequence[str] = (), config_name: str = "train", config_dir: str | Path | None = None
+) -> DictConfig:
+    """Compose a configuration in Python, like the command line.
 
     Args:
         overrides: such as `["strategy=ddp", "devices=2"]`.
         config_name: the root configuration.
+        config_dir: a project's own configuration directory, as for `main`, but relative to the current directory; None
+            uses the configuration of this package.
 
     Returns:
         The configuration for `train`.
 
     Raises:
-        ConfigError: `overrides` is a string, not a list.
+        ConfigError: `overrides` is a string, not a list; the directory has no such root; or the configuration can't be
+            composed.
     """
     if isinstance(overrides, str):
         raise ConfigError(f"compose: overrides must be a list; got {overrides!r}. Use compose([{overrides!r}]).")
-    with initialize_config_module("evener.conf", version_base="1.3"):
-        return hydra_compose(config_name, overrides=list(overrides))
+    source = Source(None if config_dir is None else str(Path(config_dir).absolute()), config_name)
+    if not source.text(config_name):
+        raise ConfigError(
+            f"compose: {config_dir or CONFIG_MODULE} has no {config_name}.yaml. Give the root configuration's name in "
+            "config_name and its directory in config_dir."
+        )
+    try:
+        return source.compose(overrides)
+    except Exception as exc:
+        if sentence := composition_sentence(exc, source, overrides):
+            raise ConfigError(sentence) from exc
+        raise

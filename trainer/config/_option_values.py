@@ -9,6 +9,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 import pytorch_lightning as pl
 
 from ...strategies import ConfigError
+from .nearest import did_you_mean
 
 ROOT: dict[str, Any] = {
     "name": str,
@@ -18,6 +19,7 @@ ROOT: dict[str, Any] = {
     "precision": get_type_hints(inspect.unwrap(pl.Trainer.__init__))["precision"],
     "seed": int | None,
     "resume": str | None,
+    "config": Literal["run"] | None,
     "compile": bool,
     "test_after_fit": bool,
     "monitor": str | None,
@@ -51,6 +53,9 @@ AT_LEAST: dict[str, int] = {
     "module.lr": 0,
 }
 
+LIMITED_EVERYWHERE = ("data.batch_size", "data.num_workers")
+"""Options whose limits also hold for whole numbers given to users' own classes."""
+
 MORE_THAN: dict[str, int] = {
     "device_memory_gb": 0,
     "compare.timeout_s": 0,
@@ -63,6 +68,9 @@ LARGEST_SEED = 2**32 - 1  # numpy's
 
 SEARCHED = {"data.batch_size": "auto"}
 """Keywords that are replaced before the class is constructed."""
+
+WIDER: dict[str, Any] = {"trainer.devices": int | str | list[int | str]}
+"""Options that take more than Lightning's annotation says."""
 
 MADE_ELSEWHERE = {
     "strategy": "strategy=<name>",
@@ -121,11 +129,47 @@ def verify_options(key: str, options: Mapping[str, Any], cls: type) -> None:
             raise ConfigError(
                 f"{key}.{name} would be ignored: it has its own config group. Use {MADE_ELSEWHERE[name]}."
             )
+    verify_names(key, options, cls)
     parameters = annotations(cls)
     for name, value in options.items():
+        if f"{key}.{name}" in LIMITED_EVERYWHERE and type(value) is int:
+            verify_value(f"{key}.{name}", value, int)
         if name in parameters and SEARCHED.get(f"{key}.{name}", ...) != value:
             hint, default = parameters[name]
+            hint = WIDER.get(f"{key}.{name}", hint)
             verify_value(f"{key}.{name}", value, Any if value is default or value == default else hint)
+
+
+def verify_names(key: str, options: Mapping[str, Any], cls: type) -> None:
+    """Check that a class's constructor takes the options, and gets those that have no default.
+
+    Args:
+        key: the config group.
+        options: its options.
+        cls: the class that takes them.
+
+    Raises:
+        ConfigError: an option that the constructor does not take, or one that it needs is missing.
+    """
+    try:
+        parameters = inspect.signature(cls).parameters
+    except (TypeError, ValueError):  # a class that does not tell
+        return
+    kinds = {parameter.kind for parameter in parameters.values()}
+    given = [name for name in options if not (name.startswith("_") and name.endswith("_"))]
+    named = f"{cls.__module__}.{cls.__qualname__}"
+    unknown = [name for name in given if name not in parameters]
+    if unknown and inspect.Parameter.VAR_KEYWORD not in kinds:
+        takes = f" It takes {', '.join(parameters)}." if parameters else " It takes no options."
+        suggestion = did_you_mean(unknown[0], parameters, f"{key}.")
+        raise ConfigError(f"{key}.{unknown[0]} is not an option of {named}.{suggestion or takes}")
+    variable = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+    needed = [name for name, p in parameters.items() if p.default is p.empty and p.kind not in variable]
+    missing = [name for name in needed if name not in given]
+    if missing and "_args_" not in options:
+        raise ConfigError(
+            f"{key}: {named} needs {', '.join(missing)}. Give {' '.join(f'+{key}.{name}=<value>' for name in missing)}."
+        )
 
 
 def verify_value(key: str, value: Any, hint: Any) -> None:

@@ -1,11 +1,9 @@
 """Check a configuration before training; each error says what was given, what is allowed and what to do."""
 
-import difflib
 import sys
 from pathlib import Path
 from typing import Any
 
-import hydra.utils
 import pytorch_lightning as pl
 from omegaconf import DictConfig, OmegaConf
 from pytorch_lightning.loggers import Logger
@@ -15,6 +13,8 @@ from ...strategies import ConfigError
 from ...strategies.core.device_names import resolve_devices
 from ...strategies.core.lightning_names import verify_family
 from ._option_values import verify_options, verify_root
+from ._targets import find_object, why_not_found
+from .nearest import did_you_mean
 
 KINDS: dict[str, type] = {
     "strategy": Strategy,
@@ -59,9 +59,8 @@ def verify_config(cfg: DictConfig) -> None:
 def verify_mode(cfg: DictConfig) -> None:
     """Check `mode` and `monitor_mode`."""
     if cfg.mode not in MODES:
-        near = difflib.get_close_matches(str(cfg.mode), MODES, n=1)
-        hint = f" Did you mean mode={near[0]}?" if near else ""
-        raise ConfigError(f"mode={cfg.mode} is unknown. Choose one of {', '.join(MODES)}.{hint}")
+        suggestion = did_you_mean(str(cfg.mode), MODES, "mode=")
+        raise ConfigError(f"mode={cfg.mode} is unknown. Choose one of {', '.join(MODES)}.{suggestion}")
     if cfg.monitor_mode not in ("min", "max"):
         raise ConfigError(f"monitor_mode={cfg.monitor_mode} is unknown. Choose min or max.")
 
@@ -97,11 +96,12 @@ def verify_target(key: str, options: Any, kind: type) -> type:
             f"{key}._target_={target} can't be imported by workers. Move the class from __main__ to a module."
         )
     try:
-        found = hydra.utils.get_object(target)
+        found = find_object(target)
     except Exception as exc:
-        reason = str(exc.__cause__ or exc).splitlines()[-1]
+        reason, suggestion = why_not_found(target, kind, exc)
         raise ConfigError(
-            f"{key}._target_={target} can't be imported: {reason}. Give the import path of {expected}."
+            f"{key}._target_={target} can't be imported: {reason}. "
+            f"{suggestion or f'Give the import path of {expected}.'}"
         ) from exc
     if isinstance(found, type) and issubclass(found, kind):
         return found
@@ -131,7 +131,7 @@ def verify_nested(key: str, options: Any) -> None:
         return
     target = str(options["_target_"])
     try:
-        found = hydra.utils.get_object(target)
+        found = find_object(target)
     except Exception as exc:
         raise ConfigError(f"{key}._target_={target} can't be imported. Give the import path of a class.") from exc
     if not isinstance(found, type) or found.__module__.partition(".")[0] in sys.stdlib_module_names:

@@ -5,7 +5,8 @@ import re
 from omegaconf import DictConfig
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-from .group_files import file_names, file_options
+from .descriptions import choices_with
+from .group_files import PACKAGE
 
 _MISSING = re.compile(r"Interpolation key '(\w+)\.(\w+)' not found")
 
@@ -28,12 +29,9 @@ def incomplete(cfg: DictConfig, exc: OmegaConfBaseException) -> str:
         return f"The configuration is incomplete: {reason}. Set that key."
     group, option = missing.groups()
     given = str(cfg[group].get("_target_", group)).rpartition(".")[2]
-    choices = " or ".join(f"{group}={name}" for name in choices_with(group, option)) or f"a {group} that has it"
+    choices = (
+        " or ".join(f"{group}={name}" for name in choices_with(PACKAGE, group, option)) or f"a {group} that has it"
+    )
     return (
         f"{exc.full_key} reads {group}.{option}, which {given} does not have. Choose {choices}, or set {exc.full_key}."
     )
-
-
-def choices_with(group: str, option: str) -> list[str]:
-    """Names of the files of a group, in this package's configuration, that have an option; sorted."""
-    return [name for name in file_names(group) if option in file_options(group, name)]

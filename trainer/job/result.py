@@ -29,6 +29,7 @@ class Result:
         num_steps: optimizer steps taken.
         best_checkpoint: path of the best checkpoint; None if none was kept.
         last_checkpoint: path of the newest checkpoint; None if none was kept.
+        started_from: path of the checkpoint that the run started from; None if the module's weights are its own.
         predictions: path of the predictions (`torch.load` with `weights_only=True`) after mode=predict.
         peak_memory_mib: peak training memory in MiB of every device of all processes; on the CPU of the process.
         status: `finished`; `diverged` if all steps were taken, but the weights contain nan; or `failed`. Of a failed
@@ -52,6 +53,7 @@ class Result:
     num_steps: int = 0
     best_checkpoint: str | None = None
     last_checkpoint: str | None = None
+    started_from: str | None = None
     predictions: str | None = None
     peak_memory_mib: list[float] = field(default_factory=list[float])
     status: str = FINISHED

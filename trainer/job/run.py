@@ -1,7 +1,7 @@
 """Run a job in one process: configuration → objects → fit, validate, test or predict → result."""
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -23,6 +23,7 @@ from ..loggers.custom_scalars import OUR_OWN
 from ..loggers.hparams import hyperparameters, in_order, overridden
 from ..loggers.tensorboard import TensorBoardLogger
 from .batch_size_search import find_batch_size
+from .earlier_run import newest_of_name, weights_that_fit
 from .result import DIVERGED, FINISHED, Result
 from .signals import graceful_stop
 
@@ -65,9 +66,9 @@ def run(cfg: DictConfig) -> Result:
     checkpoint = starting_checkpoint(cfg)
     parts = build(cfg)
     log_config(parts.trainer, cfg)
-    with graceful_stop(parts.trainer):
+    with graceful_stop(parts.trainer), weights_that_fit(cfg, checkpoint):
         metrics, predictions = work(parts, cfg, checkpoint)
-    result = collect(parts, cfg, metrics, predictions)
+    result = replace(collect(parts, cfg, metrics, predictions), started_from=checkpoint)
     if parts.trainer.is_global_zero:
         finish_loggers(parts.trainer.loggers, result)
         result.write()
@@ -115,11 +116,7 @@ def starting_checkpoint(cfg: DictConfig) -> str | None:
         return str(good_or_newest(cfg.resume))
     if cfg.resume != "last":
         return cfg.resume
-    home = Path(cfg.log_dir) / cfg.name
-    newest = find_newest(home)
-    if newest is None:
-        raise ConfigError(f"resume=last: no checkpoint found under {home}. Train first, or give resume=<path>.")
-    return str(newest)
+    return str(newest_of_name(cfg))
 
 
 def build(cfg: DictConfig) -> Parts:

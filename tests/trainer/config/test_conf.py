@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from hydra import initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
-from hydra.core.object_type import ObjectType
 from hydra.errors import MissingConfigException
 from omegaconf import DictConfig, OmegaConf
 
@@ -16,7 +15,7 @@ import evener.conf
 from evener.strategies import STRATEGIES
 from evener.trainer import compose, main
 from evener.trainer.cli.train import prepare
-from evener.trainer.config.group_files import file_names, file_options
+from evener.trainer.config.group_files import PACKAGE, file_names, file_options
 from evener.trainer.job.run import build
 
 CONF = Path(next(iter(evener.conf.__path__)))
@@ -83,7 +82,7 @@ def unexplained(file: Path) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("files", ["_*", "checkpoint/*", "launcher/*", "logger/*", "strategy/*", "trainer/*"])
+@pytest.mark.parametrize("files", ["_shared/*", "checkpoint/*", "launcher/*", "logger/*", "strategy/*", "trainer/*"])
 def test_every_option_is_explained(files: str) -> None:
     assert [line for file in sorted(CONF.glob(f"{files}.yaml")) for line in unexplained(file)] == []
 
@@ -96,7 +95,7 @@ def explanations(file: Path) -> set[str]:
 @pytest.mark.parametrize("group", ["checkpoint", "strategy"])
 def test_what_files_of_a_group_share_is_written_once(group: str) -> None:
     """A single option of two files may stand in both; more of them, or more files, call for a file to inherit."""
-    written = {file.stem: explanations(file) for file in (*CONF.glob("_*.yaml"), *(CONF / group).glob("*.yaml"))}
+    written = {file.stem: explanations(file) for file in (*CONF.glob("_shared/*.yaml"), *(CONF / group).glob("*.yaml"))}
     shared = {(a, b): written[a] & written[b] for a, b in combinations(written, 2)}
     assert {pair: options for pair, options in shared.items() if len(options) > 1} == {}
     repeated = Counter(option for options in written.values() for option in options)
@@ -131,12 +130,13 @@ def test_what_files_inherit_is_no_choice(monkeypatch: pytest.MonkeyPatch, capsys
     with pytest.raises(SystemExit):
         main()
     groups = capsys.readouterr().out.partition("== Groups ==")[2].partition("== Keys ==")[0]
-    assert "strategy: balanced_ddp, " in groups
+    assert re.findall(r"^[* ] (\w+)", groups.partition("strategy: ")[2].partition("\ntrainer")[0], re.MULTILINE) == (
+        file_names("strategy")
+    )
     assert [word for word in re.findall(r"[\w/]+", groups) if word.startswith("_")] == []
     with initialize_config_module("evener.conf", version_base="1.3"):
-        loader = GlobalHydra.instance().config_loader()
-        assert loader.get_group_options("strategy") == file_names("strategy")
-        assert loader.get_group_options("", ObjectType.GROUP) == GROUPS
+        assert GlobalHydra.instance().config_loader().get_group_options("strategy") == file_names("strategy")
+    assert PACKAGE.groups() == GROUPS
 
 
 def test_resolved_config_has_no_interpolation_left(tmp_path: Path) -> None:

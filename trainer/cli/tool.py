@@ -1,0 +1,159 @@
+"""Run the command `evener`: its first word says what to do, and `train` is `train.py`.
+
+Nothing here needs torch or Lightning before a run does.
+"""
+
+import argparse
+import os
+import platform
+import re
+import runpy
+import shutil
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from ..config.descriptions import first_sentence
+from . import main as command
+from ._help import entry
+
+PACKAGES = ("evener", "torch", "pytorch-lightning", "lightning", "torchmetrics", "hydra-core", "omegaconf", "numpy")
+
+VARIABLES = (*command.LAUNCHER_VARIABLES, "CUDA_", "NCCL_", "GLOO_", "OMP_", "TORCH_", "EVENER_", "HYDRA_")
+"""How the names of environment variables begin that `evener env` shows."""
+
+SECRET = re.compile(r"KEY|TOKEN|SECRET|PASS", re.IGNORECASE)
+
+WORDS = {
+    "train": "train, validate, test, predict, compare or plan: the options of `python train.py`",
+    "new": "make a project of your own: evener new my_project",
+    "strategies": "list the strategies",
+    "env": "show versions, devices and cluster variables, for a bug report",
+    "config": "evener config validate [options]: check a configuration without running it",
+}
+
+
+def main() -> None:
+    """Run the command `evener`."""
+    words = sys.argv[1:]
+    if words and words[0] not in WORDS and ("=" in words[0] or words[0] in ("-m", "--multirun", "--cfg", "-c")):
+        words = ["train", *words]  # `evener strategy=ddp`
+    parser = argparse.ArgumentParser(
+        prog="evener", description="Train any LightningModule on any set of devices; the strategy is one word."
+    )
+    parser.add_argument("--version", action="version", version=f"evener {version('evener')}")
+    commands = parser.add_subparsers(dest="word", metavar="COMMAND", title="commands")
+    for word, meaning in WORDS.items():
+        added = commands.add_parser(word, help=meaning, description=meaning, add_help=word not in ("train", "config"))
+        if word == "new":
+            added.add_argument("folder", help="the project's folder, which must not exist; its name is the project's")
+    if words[:1] in (["train"], ["config"]):  # the rest is Hydra's
+        return train(words[1:]) if words[0] == "train" else config(words[1:])
+    given = parser.parse_args(words)
+    if given.word is None:
+        parser.print_help()
+    elif given.word == "new":
+        new(Path(given.folder))
+    else:
+        {"strategies": strategies, "env": env}[given.word]()
+    return None
+
+
+def train(words: list[str]) -> None:
+    """Run `train.py` of the current folder if it is this package's, otherwise the package's own configuration.
+
+    Args:
+        words: the rest of the command line.
+    """
+    script = Path("train.py").absolute()
+    if script.is_file() and "evener" in script.read_text(encoding="utf-8"):
+        sys.argv = [str(script), *words]
+        sys.path.insert(0, str(script.parent))
+        runpy.run_path(str(script), run_name="__main__")
+    else:
+        sys.argv = ["evener train", *words]
+        command.main()
+
+
+def config(words: list[str]) -> None:
+    """Run `evener config validate`."""
+    if words[:1] != ["validate"] or {"--help", "-h"} & set(words):
+        told = "Usage: evener config validate [group=file ...] [key=value ...]\n\n" + (
+            "Compose the configuration of `evener train`, import the classes that it names and check every value; "
+            "nothing is run.\n"
+        )
+        sys.stdout.write(told)
+        sys.exit(0 if {"--help", "-h"} & set(words) else 2)
+    command.only_check = True
+    train([*words[1:], "hydra.run.dir=.", "hydra.output_subdir=null"])
+
+
+def new(folder: Path) -> None:
+    """Copy the template of a project.
+
+    Args:
+        folder: where to; its name becomes the name of the project's runs.
+    """
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        sys.exit(f"Error: {folder} exists already. Give the name of a new folder, such as evener new {folder}_2.")
+    name = folder.absolute().name
+    template = Path(__file__).parents[2] / "examples" / "user_project"
+    try:
+        shutil.copytree(template, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__", "logs"))
+    except OSError as exc:
+        sys.exit(f"Error: {folder} can't be written ({exc.strerror}). Give a folder in a writable directory.")
+    for file in (folder / "README.md", folder / "conf" / "project.yaml"):
+        file.write_text(file.read_text(encoding="utf-8").replace("my_project", name), encoding="utf-8")
+    sys.stdout.write(
+        f"{folder} is ready. Next:\n"
+        f"  cd {folder}\n"
+        "  python train.py                                          # about 20 s on a CPU\n"
+        "  python train.py strategy=ddp devices=2 accelerator=cpu   # the same in two processes\n"
+        "  python train.py --help\n"
+    )
+
+
+def strategies() -> None:
+    """Print the table of strategies, those of a project in the current folder included."""
+    source = command.Source(str(Path("conf").absolute()), "project") if Path("conf/strategy").is_dir() else None
+    sources = [command.PACKAGE, *([source] if source else [])]
+    table = Table("strategy=", "what it does", title="Strategies", title_justify="left")
+    for found in sources:
+        for name in found.files("strategy"):
+            table.add_row(name, first_sentence(found.text(f"strategy/{name}")))
+    Console(width=None if sys.stdout.isatty() else 120).print(table)
+    sys.stdout.write("The options of one: evener train --help strategy=ddp. Which one? evener train mode=compare\n")
+
+
+def env() -> None:
+    """Print what a bug report needs."""
+    lines = [("python", platform.python_version()), ("platform", platform.platform())]
+    lines += [(name, found) for name in PACKAGES if (found := version_of(name))]
+    lines += [("cpus", str(os.cpu_count())), *devices()]
+    shown = sorted((name, value) for name, value in os.environ.items() if name.startswith(VARIABLES))
+    lines += [(name, "(hidden)" if SECRET.search(name) else value) for name, value in shown]
+    sys.stdout.write("\n".join(line for name, value in lines for line in entry(name, value)) + "\n")
+
+
+def version_of(package: str) -> str:
+    """The version of an installed package; empty if it is not installed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
+
+
+def devices() -> list[tuple[str, str]]:
+    """The accelerators of this machine, as (device, name and memory)."""
+    import torch  # slow to import
+
+    if torch.backends.mps.is_available():
+        return [("mps", "available")]
+    found: list[tuple[str, str]] = []
+    for i in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(i)
+        found.append((f"cuda:{i}", f"{properties.name}, {properties.total_memory / 2**30:.1f} GiB"))
+    return [("cuda", f"{torch.version.cuda or 'not in this build of torch'}"), *found]
