@@ -67,7 +67,9 @@ def _worth_comparing(case: Case, spread: Spread) -> Case:
     """One device is compared with Lightning, the others with one device."""
     if spread.kind == "single_device":  # without what is Evener's own
         options = replace(case.options, exact_accumulation=False, detect_nonfinite="off")
-        return replace(case, options=options, resume_after=0)
+        # a validation leaves our training's random streams as they were (docs/migrating.md)
+        kind = "generator" if case.loading.kind == "shuffle" else case.loading.kind
+        return replace(case, options=options, loading=replace(case.loading, kind=kind), resume_after=0)
     if case.optimization.optimizer == "odd_closure":  # Lightning refuses it
         case = replace(case, optimization=replace(case.optimization, optimizer="sgd"))
     if spread.kind == "model_parallel" and spread.devices > 2 and case.net.kind == "mlp":  # it has two parts
