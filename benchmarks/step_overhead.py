@@ -1,239 +1,160 @@
-"""Measure the overhead of trainers on a tiny step, as a multiple of a hand-written PyTorch loop.
+"""Measure the overhead of trainers on a tiny step, as a multiple of a loop written by hand that does the same work.
 
-    python benchmarks/step_overhead.py [--cases bare typical validate test predict ddp] [--rounds 9] [--steps 600]
+    python benchmarks/step_overhead.py [--cases bare typical rich validate_loss validate test predict]
+        [--strategies single_device dp model_parallel ddp] [--rounds 7] [--steps 600]
 
-In every round each trainer runs right after the hand-written loop; the table shows the median ratio of the two. Times
-are processor time of the process, which other load does not affect (wall time for `ddp`, where waiting counts).
-Accelerate and Ignite are measured if they are installed.
+`dp` and `model_parallel` run on two CPU devices of one process, `ddp` on two ranks. In every round each trainer runs
+right after the hand-written loop; the table shows the median ratios, of processor time of the process (rank 0 for
+`ddp`), which other load does not affect, and of wall time. Accelerate and Ignite are measured if they are installed
+(the extra `benchmarks`).
+
+    bare           forward, backward, optimizer step
+    typical        three logged values (one in the bar, one an epoch mean), TensorBoard, progress bar, a list of
+                   callbacks: an own one, LearningRateMonitor, ModelCheckpoint
+    rich           typical, three torchmetrics, a scheduler per step, clipping, accumulation by 4, two loggers
+    validate_loss  the mean loss, validated
+    validate, test the mean loss and three torchmetrics
+    predict        the outputs, kept
 """
 
 import argparse
 import contextlib
-import importlib.util
 import io
 import logging
 import os
 import statistics
 import sys
 import tempfile
-import time
 import warnings
 from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytorch_lightning as pl
+import pytorch_lightning.strategies as pl_strategies
+import steps_by_hand
+import steps_elsewhere
 import torch
-from tiny_step import BATCH, Module, Net, RankTimer, make_loader, make_shared_loader
-from torch import nn
-from torch.utils.data import DataLoader, DistributedSampler
-from torch.utils.tensorboard import SummaryWriter
+from pytorch_lightning.callbacks import LearningRateMonitor, ModelCheckpoint
+from pytorch_lightning.loggers import CSVLogger, TensorBoardLogger
+from tiny_step import ACCUMULATE, CLIP, Module, SampleCount, Seconds, StepTimer, make_loader, make_shared_loader
+from torch.utils.data import DataLoader
 
+from evener.strategies import DataParallelStrategy, DDPStrategy, ModelParallelStrategy
 from evener.trainer import Trainer
 
-# --------------------------------------------------------------------------------------------------------- training
+Contender = Callable[[StepTimer, DataLoader[Any]], None]
+
+STRATEGIES: dict[str, dict[str, Callable[[], dict[str, Any]]]] = {
+    "single_device": {"evener": dict, "lightning": dict},
+    "dp": {"evener": lambda: {"strategy": DataParallelStrategy(devices=["cpu", "cpu"])}},
+    "model_parallel": {
+        "evener": lambda: {"strategy": ModelParallelStrategy(["cpu", "cpu"], partition=["net.layers.2"])}
+    },
+    "ddp": {
+        "evener": lambda: {"strategy": DDPStrategy(), "devices": 2},
+        "lightning": lambda: {"strategy": pl_strategies.DDPStrategy(), "devices": 2},
+    },
+}
 
 
-def hand_written(watch: RankTimer, loader: DataLoader[Any], model: nn.Module | None = None) -> None:
-    net = Net() if model is None else model
-    optimizer = torch.optim.SGD(net.parameters(), lr=1e-2)
-    for inputs, targets in loader:
-        watch.tick()
-        loss = nn.functional.cross_entropy(net(inputs), targets)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+def fit(trainer: type[pl.Trainer], case: str, options: dict[str, Any], timer: StepTimer, loader: Any) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        given: dict[str, Any] = {"max_epochs": 1, "accelerator": "cpu", "enable_model_summary": False, **options}
+        if case == "bare":
+            given |= {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False}
+        else:
+            given["callbacks"] = [SampleCount(), LearningRateMonitor(), ModelCheckpoint()]
+            given["logger"] = [TensorBoardLogger(folder)]
+        if case == "rich":
+            given |= {"gradient_clip_val": CLIP, "accumulate_grad_batches": ACCUMULATE}
+            given["logger"] += [CSVLogger(folder, name="csv")]
+        trainer(default_root_dir=folder, **given).fit(Module(timer, case), loader)
 
 
-def lightning(cls: type[pl.Trainer], typical: bool, **options: Any) -> Callable[[RankTimer, DataLoader[Any]], None]:
-    def run(watch: RankTimer, loader: DataLoader[Any]) -> None:
-        with tempfile.TemporaryDirectory() as folder:
-            given: dict[str, Any] = {"max_epochs": 1, "accelerator": "cpu", "enable_model_summary": False, **options}
-            if not typical:
-                given |= {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False}
-            trainer = cls(default_root_dir=folder, **given)
-            trainer.fit(Module(watch, 3 if typical else 0), loader)
-
-    return run
+def evaluate(trainer: type[pl.Trainer], case: str, options: dict[str, Any], timer: StepTimer, loader: Any) -> None:
+    made = trainer(
+        accelerator="cpu", logger=False, enable_progress_bar=False, enable_checkpointing=False,
+        enable_model_summary=False, **options,
+    )  # fmt: skip
+    stage = case.removesuffix("_loss")
+    silent = {} if stage == "predict" else {"verbose": False}
+    getattr(made, stage)(Module(timer, "bare" if case == "validate_loss" else case), loader, **silent)
 
 
-def accelerate(typical: bool) -> Callable[[RankTimer, DataLoader[Any]], None]:
-    from accelerate import Accelerator
-    from tqdm import tqdm
+def contenders(case: str, strategy: str) -> dict[str, Contender]:
+    """Each trainer's run of a case."""
+    found: dict[str, Contender] = {}
+    for name, options in STRATEGIES[strategy].items():
+        run = fit if case in ("bare", "typical", "rich") else evaluate
+        trainer = Trainer if name == "evener" else pl.Trainer
 
-    def run(watch: RankTimer, loader: DataLoader[Any]) -> None:
-        with tempfile.TemporaryDirectory() as folder:
-            accelerator = Accelerator(cpu=True, log_with="tensorboard" if typical else None, project_dir=folder)
-            if typical:
-                accelerator.init_trackers("run")
-            net: Any = Net()
-            net, optimizer, batches = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=1e-2), loader)
-            for index, (inputs, targets) in enumerate(tqdm(batches) if typical else batches):
-                watch.tick()
-                loss = nn.functional.cross_entropy(net(inputs), targets)
-                optimizer.zero_grad()
-                accelerator.backward(loss)
-                optimizer.step()
-                if typical and (index + 1) % 50 == 0:
-                    shown = {"loss": loss.item(), "scaled": loss.item() * 2, "index": index}
-                    accelerator.log(shown, step=index)
-            if typical:
-                accelerator.save_state(folder + "/state")
-                accelerator.end_training()
+        def contend(
+            timer: StepTimer, loader: Any, run: Any = run, trainer: Any = trainer, options: Any = options
+        ) -> None:
+            run(trainer, case, options(), timer, loader)
 
-    return run
+        found[name] = contend
+    if strategy == "single_device" and case in steps_elsewhere.CASES:
+        found |= {name: partial(run, case) for name, run in steps_elsewhere.INSTALLED.items()}
+    return found
 
 
-def ignite(typical: bool) -> Callable[[RankTimer, DataLoader[Any]], None]:
-    from ignite.contrib.handlers import ProgressBar
-    from ignite.engine import Engine, Events
-    from ignite.handlers import Checkpoint, DiskSaver
-
-    def run(watch: RankTimer, loader: DataLoader[Any]) -> None:
-        net = Net()
-        optimizer = torch.optim.SGD(net.parameters(), lr=1e-2)
-
-        def step(engine: Any, batch: Any) -> Any:
-            watch.tick()
-            loss = nn.functional.cross_entropy(net(batch[0]), batch[1])
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            return loss
-
-        engine = Engine(step)
-        with tempfile.TemporaryDirectory() as folder:
-            if typical:
-                ProgressBar().attach(engine)
-                saver: Any = DiskSaver(folder, require_empty=False)
-                engine.add_event_handler(Events.EPOCH_COMPLETED, Checkpoint({"net": net}, saver))
-                writer = SummaryWriter(folder)
-
-                @engine.on(Events.ITERATION_COMPLETED(every=50))
-                def log(engine: Any) -> None:
-                    at = engine.state.iteration
-                    writer.add_scalar("loss", engine.state.output.item(), at)
-                    writer.add_scalar("scaled", engine.state.output.item() * 2, at)
-                    writer.add_scalar("index", at, at)
-
-            engine.run(loader, max_epochs=1)
-            if typical:
-                writer.close()  # its thread still writes to the folder
+def by_hand(case: str, strategy: str) -> Contender:
+    def run(timer: StepTimer, loader: Any) -> None:
+        steps_by_hand.CASES[case](steps_by_hand.PLACEMENTS[strategy](), timer, loader)
 
     return run
 
 
-# ------------------------------------------------------------------------------------------------------- evaluation
-
-
-def hand_written_evaluation(watch: RankTimer, loader: DataLoader[Any]) -> None:
-    net, total = Net().eval(), torch.zeros(())
-    with torch.inference_mode():
-        for inputs, targets in loader:
-            watch.tick()
-            total += nn.functional.cross_entropy(net(inputs), targets) * len(inputs)
-
-
-def hand_written_prediction(watch: RankTimer, loader: DataLoader[Any]) -> None:
-    net, predictions = Net().eval(), []
-    with torch.inference_mode():
-        for inputs, _ in loader:
-            watch.tick()
-            predictions.append(net(inputs))
-
-
-def lightning_evaluation(cls: type[pl.Trainer], stage: str) -> Callable[[RankTimer, DataLoader[Any]], None]:
-    def run(watch: RankTimer, loader: DataLoader[Any]) -> None:
-        trainer = cls(
-            accelerator="cpu", logger=False, enable_progress_bar=False, enable_checkpointing=False,
-            enable_model_summary=False,
-        )  # fmt: skip
-        silent = {} if stage == "predict" else {"verbose": False}
-        getattr(trainer, stage)(Module(watch, 0), loader, **silent)
-
-    return run
-
-
-# ------------------------------------------------------------------------------------------------------------ cases
-
-Contender = Callable[[RankTimer, DataLoader[Any]], None]
-MakeLoader = Callable[[int], DataLoader[Any]]
-
-
-def contenders(case: str) -> tuple[Contender, dict[str, Contender]]:
-    if case in ("bare", "typical"):
-        typical = case == "typical"
-        found = {"evener": lightning(Trainer, typical), "lightning": lightning(pl.Trainer, typical)}
-        for name, make in (("accelerate", accelerate), ("ignite", ignite)):
-            if importlib.util.find_spec(name):
-                found[name] = make(typical)
-            else:
-                print(f"{name} is not installed: not measured")
-        return hand_written, found
-    bare = hand_written_prediction if case == "predict" else hand_written_evaluation
-    return bare, {"evener": lightning_evaluation(Trainer, case), "lightning": lightning_evaluation(pl.Trainer, case)}
-
-
-def measure(contender: Contender, steps: int, clock: Callable[[], float], make: MakeLoader) -> float:
-    watch = RankTimer(clock, steps)
+def measure(contender: Contender, steps: int, make: Callable[[int], DataLoader[Any]]) -> Seconds:
+    timer = StepTimer(steps)
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        contender(watch, make(steps))
-    return watch.seconds()
+        contender(timer, make(steps))
+    return timer.seconds()
 
 
-def compare(
-    bare: Contender,
-    found: dict[str, Contender],
-    rounds: int,
-    steps: int,
-    clock: Callable[[], float],
-    make: MakeLoader = make_loader,
-) -> list[tuple[str, float, float]]:
-    """Return name, seconds per step and ratio of each, the hand-written loop first."""
-    times: dict[str, list[float]] = {name: [] for name in ("hand-written", *found)}
-    ratios: dict[str, list[float]] = {name: [] for name in found}
+def compare(case: str, strategy: str, rounds: int, steps: int) -> list[str]:
+    """Run a case under a strategy and return the lines of the table, the hand-written loop first."""
+    make = make_shared_loader if strategy == "ddp" else make_loader
+    hand, found = by_hand(case, strategy), contenders(case, strategy)
+    base: list[Seconds] = []
+    times: dict[str, list[Seconds]] = {name: [] for name in found}
+    ratios: dict[str, list[Seconds]] = {name: [] for name in found}
     for number in range(rounds + 1):
         for name, contender in found.items():
-            base, mine = measure(bare, steps, clock, make), measure(contender, steps, clock, make)
+            before, mine = measure(hand, steps, make), measure(contender, steps, make)
             if number:  # the first round warms up imports and caches
-                times["hand-written"].append(base)
+                base.append(before)
                 times[name].append(mine)
-                ratios[name].append(mine / base)
-    rows = [("hand-written", statistics.median(times["hand-written"]), 1.0)]
-    return rows + [(name, statistics.median(times[name]), statistics.median(ratios[name])) for name in found]
+                ratios[name].append(Seconds(mine.processor / before.processor, mine.wall / before.wall))
+    lines = [line(case, strategy, "by hand", base, [Seconds(1.0, 1.0)])]
+    return lines + [line(case, strategy, name, times[name], ratios[name]) for name in found]
 
 
-def show(case: str, rows: list[tuple[str, float, float]]) -> None:
-    for name, seconds, ratio in rows:
-        print(f"{case:10s} {name:14s} {seconds * 1e6:8.1f} us/step {ratio:7.2f} x", flush=True)
+def line(case: str, strategy: str, name: str, times: list[Seconds], ratios: list[Seconds]) -> str:
+    def median(values: list[Seconds], clock: str) -> float:
+        return statistics.median(getattr(value, clock) for value in values)
+
+    cells = [f"{case:13s} {strategy:14s} {name:10s}"]
+    for clock in ("processor", "wall"):
+        cells.append(f"{clock} {median(times, clock) * 1e6:7.1f} us/step {median(ratios, clock):6.2f} x")
+    return "   ".join(cells)
 
 
-def run_ddp(rank: int, port: int, rounds: int, steps: int) -> None:
-    from datetime import timedelta
-
-    import pytorch_lightning.strategies as pl_strategies
-
-    from evener.strategies import DDPStrategy
-
+def run_ddp(rank: int, port: int, cases: list[str], rounds: int, steps: int) -> None:
     os.environ |= {
         "RANK": str(rank), "LOCAL_RANK": str(rank), "GROUP_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2",
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": "benchmark",
     }  # fmt: skip
     quiet()
     torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=300))
-
-    def bare(watch: RankTimer, loader: DataLoader[Any]) -> None:
-        sampler: Any = DistributedSampler(loader.dataset, shuffle=False)  # type: ignore[arg-type]
-        own = DataLoader(loader.dataset, batch_size=BATCH, sampler=sampler, collate_fn=loader.collate_fn)
-        hand_written(watch, own, nn.parallel.DistributedDataParallel(Net()))
-
-    def ddp(cls: type[pl.Trainer], make: Callable[[], Any]) -> Contender:
-        return lambda watch, loader: lightning(cls, False, strategy=make(), devices=2)(watch, loader)
-
-    found = {"evener": ddp(Trainer, DDPStrategy), "lightning": ddp(pl.Trainer, pl_strategies.DDPStrategy)}
-    rows = compare(bare, found, rounds, steps, time.perf_counter, make_shared_loader)
-    if rank == 0:
-        show("ddp", rows)
+    for case in cases:
+        lines = compare(case, "ddp", rounds, steps)
+        if rank == 0:
+            print("\n".join(lines), flush=True)
 
 
 def quiet() -> None:
@@ -245,19 +166,23 @@ def quiet() -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    cases = ["bare", "typical", "validate", "test", "predict", "ddp"]
+    cases = list(steps_by_hand.CASES)
     parser.add_argument("--cases", nargs="+", default=cases, choices=cases)
-    parser.add_argument("--rounds", type=int, default=9, help="pairs per trainer")
+    parser.add_argument("--strategies", nargs="+", default=list(STRATEGIES), choices=list(STRATEGIES))
+    parser.add_argument("--rounds", type=int, default=7, help="pairs per trainer")
     parser.add_argument("--steps", type=int, default=600, help="steps per measurement, warm-up included")
     options = parser.parse_args()
     quiet()
-    print(f"python {sys.version.split()[0]}, torch {torch.__version__}, lightning {pl.__version__}")
-    for case in options.cases:
-        if case == "ddp":
-            port = 29500 + os.getpid() % 2000
-            torch.multiprocessing.spawn(run_ddp, (port, options.rounds, options.steps), nprocs=2)  # type: ignore[attr-defined]
-        else:
-            show(case, compare(*contenders(case), options.rounds, options.steps, time.process_time))
+    print(f"python {sys.version.split()[0]}, torch {torch.__version__}, lightning {pl.__version__}", flush=True)
+    for name in sorted({"accelerate", "ignite"} - set(steps_elsewhere.INSTALLED)):
+        print(f"{name} is not installed: not measured")
+    for strategy in options.strategies:
+        if strategy == "ddp":
+            given = (29500 + os.getpid() % 2000, options.cases, options.rounds, options.steps)
+            torch.multiprocessing.spawn(run_ddp, given, nprocs=2)  # type: ignore[attr-defined]
+            continue
+        for case in options.cases:
+            print("\n".join(compare(case, strategy, options.rounds, options.steps)), flush=True)
 
 
 if __name__ == "__main__":

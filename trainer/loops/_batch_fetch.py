@@ -1,15 +1,16 @@
 """Fetch a batch and move it to the device, in the common case at the cost of a hand-written loop."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from lightning_fabric.utilities import move_data_to_device
 from pytorch_lightning.loops.fetchers import _DataFetcher, _PrefetchDataFetcher
-from pytorch_lightning.utilities.combined_loader import CombinedLoader, _MaxSizeCycle
+from pytorch_lightning.utilities.combined_loader import CombinedLoader, _MaxSizeCycle, _Sequential
 from torch import Tensor
 
 from ...strategies.core.loop_contract import NothingToDo
+from ...strategies.core.torch_loader import next_of
 from ...strategies.core.types import Batch
 from ._hook_plan import DATA_MODULE, MODULE, PRECISION, HookPlan, any_overridden, overridden
 
@@ -28,20 +29,27 @@ class OneLoader:
     def __init__(self, fetcher: _DataFetcher) -> None:
         assert self.fits(fetcher)
         self.fetcher = fetcher
-        self.cycle: Any = fetcher.combined_loader._iterator
+        self.combined: Any = fetcher.combined_loader._iterator
+        self._iterator: Any = None
+        self._next: Callable[[], Batch] = self.__next__
 
     @staticmethod
     def fits(fetcher: _DataFetcher) -> bool:
         """Whether the fetcher reads one loader of known length."""
-        combined = fetcher._combined_loader
+        combined: Any = fetcher._combined_loader
         return (
             type(fetcher) is _PrefetchDataFetcher
             and fetcher.length is not None
             and type(combined) is CombinedLoader
-            and type(combined._iterator) is _MaxSizeCycle
-            and len(combined._iterator.iterators) == 1
+            and type(iterator := cast(Any, combined._iterator)) in (_MaxSizeCycle, _Sequential)
+            and len(iterator.iterables) == len(iterator.iterators) == 1
             and combined._iterables is combined._flattened[0]
         )
+
+    @property
+    def num_read(self) -> int:
+        """Number of batches read so far."""
+        return self.combined._idx
 
     def __next__(self) -> Batch:
         """Return the next batch.
@@ -49,14 +57,18 @@ class OneLoader:
         Raises:
             StopIteration: the loader is exhausted.
         """
-        cycle, fetcher = self.cycle, self.fetcher
+        combined, fetcher = self.combined, self.fetcher
+        iterator = combined.iterators[0]
+        if iterator is not self._iterator:
+            self._iterator, self._next = iterator, next_of(iterator)
         try:
-            batch = next(cycle.iterators[0])
+            batch = self._next()
         except StopIteration:
-            cycle._consumed[0] = True
+            if type(combined) is _MaxSizeCycle:
+                combined._consumed[0] = True
             fetcher.done = True
             raise
-        cycle._idx += 1
+        combined._idx += 1
         fetcher.fetched += 1
         assert fetcher.length is not None
         fetcher.done = fetcher.fetched >= fetcher.length
@@ -81,7 +93,7 @@ def batch_mover(plan: HookPlan) -> Callable[[Batch, int], Batch]:
         return _with_hooks(plan)
     contract = plan.contract
     device = contract.meeting_device or plan.strategy.root_device
-    move = _to_cpu if device.type == "cpu" else _to(device)
+    move = to_cpu if device.type == "cpu" else _to(device)
     return move if isinstance(contract, NothingToDo) else _after(contract.begin_batch, move)
 
 
@@ -102,7 +114,8 @@ def _with_hooks(plan: HookPlan) -> Callable[[Batch, int], Batch]:
     return move
 
 
-def _to_cpu(batch: Batch, dataloader_idx: int) -> Batch:
+def to_cpu(batch: Batch, dataloader_idx: int = 0) -> Batch:
+    """Move a batch, or predictions, to the CPU."""
     kind = type(batch)
     if kind is Tensor and batch.is_cpu:
         return batch

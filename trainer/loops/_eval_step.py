@@ -2,8 +2,7 @@
 
 from typing import Any
 
-import torch
-from lightning_fabric.utilities import move_data_to_device
+from pytorch_lightning.callbacks import BasePredictionWriter
 from pytorch_lightning.loops.evaluation_loop import _EvaluationLoop
 from pytorch_lightning.loops.fetchers import _DataLoaderIterDataFetcher, _profile_nothing
 from pytorch_lightning.loops.prediction_loop import _PredictionLoop
@@ -13,7 +12,7 @@ from pytorch_lightning.utilities.signature_utils import is_param_in_hook_signatu
 
 from ...strategies.core.types import Batch
 from ..logging.connector import LeanLoggerConnector
-from ._batch_fetch import batch_mover
+from ._batch_fetch import OneLoader, batch_mover, to_cpu
 from ._hook_plan import HookPlan, profiles_nothing
 
 
@@ -32,6 +31,8 @@ class StepPlan:
         self.hooks = HookPlan(trainer, (self.start_name, self.end_name), getattr(trainer, "timed_bar", None))
         combined = loop._combined_loader
         assert combined is not None
+        fetcher = loop._data_fetcher
+        self.loader = OneLoader(fetcher) if fetcher is not None and OneLoader.fits(fetcher) else None
         self.sanity_checks = trainer.sanity_checking
         self.names_loader = combined._mode == "sequential" and loop.num_dataloaders > 1
         self.resolve()
@@ -42,6 +43,7 @@ class StepPlan:
         hooks.resolve()
         self.move = batch_mover(hooks)
         self.plain = hooks.step_is_the_modules(self.step_name)
+        self.writes = any(isinstance(callback, BasePredictionWriter) for callback in hooks.callbacks)
         step = getattr(hooks.module, self.step_name)
         self.takes_index = is_param_in_hook_signature(step, "batch_idx", min_args=2)
 
@@ -107,7 +109,7 @@ def predict(loop: _PredictionLoop, plan: StepPlan, batch: Batch, batch_idx: int,
     progress, hooks = loop.batch_progress, plan.hooks
     args = plan.begin(batch, batch_idx, dataloader_idx)
     progress.increment_ready()
-    writes_at_end = loop._store_data_for_prediction_writer(batch_idx, dataloader_idx)
+    writes_at_end = plan.writes and loop._store_data_for_prediction_writer(batch_idx, dataloader_idx)
     hooks.call(plan.start_name, *args)
     progress.increment_started()
     predictions = plan.step(args)
@@ -117,7 +119,7 @@ def predict(loop: _PredictionLoop, plan: StepPlan, batch: Batch, batch_idx: int,
     hooks.call(plan.end_name, predictions, *args)
     progress.increment_completed()
     if loop.return_predictions or writes_at_end:
-        loop._predictions[dataloader_idx].append(move_data_to_device(predictions, torch.device("cpu")))
+        loop._predictions[dataloader_idx].append(to_cpu(predictions))
 
 
 def validation_may_be_due(loop: _TrainingEpochLoop) -> bool:

@@ -1,4 +1,4 @@
-"""Speed up `self.log`: Lightning's own method for the first value of a key, a slot for all further values."""
+"""Speed up `self.log` and `self.log_dict`: Lightning's own method for a key's first value, a slot for all others."""
 
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, nullcontext
@@ -9,6 +9,7 @@ import torch
 from pytorch_lightning.utilities.data import extract_batch_size
 from pytorch_lightning.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
+from torchmetrics import MetricCollection
 
 from ...strategies.distributed.zero_weight_step import neutral
 from ...strategies.facts import ranks_of
@@ -119,6 +120,48 @@ class LeanLog:
         return size
 
 
+class LeanLogDict:
+    """Replaces a module's `log_dict` while its trainer runs: metrics of a collection are not linked anew by each call.
+
+    Args:
+        module: the module.
+    """
+
+    def __init__(self, module: pl.LightningModule) -> None:
+        self.module = module
+        self.full: Callable[..., None] = MODULE["log_dict"].__get__(module)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copied or pickled with its module, it becomes the copy's own `log_dict`."""
+        return getattr, (self.module, "log_dict")
+
+    def __call__(self, dictionary: Any, *args: Any, **kwargs: Any) -> None:
+        """Log values; see `LightningModule.log_dict`."""
+        if type(dictionary) is MetricCollection and shares_states(dictionary):
+            dictionary = dictionary._to_renamed_dict()
+        self.full(dictionary, *args, **kwargs)
+
+
+def shares_states(collection: MetricCollection) -> bool:
+    """Whether the metrics of each group have the states of its first, as `update` leaves them.
+
+    `collection.items()`, which `log_dict` calls, sets them all again through `nn.Module.__setattr__`, at the cost of
+    an update. All names read here are torchmetrics' own.
+    """
+    if not collection._groups_checked or collection._state_is_copy:
+        return False
+    metrics: Any = collection._modules
+    for first, *others in collection._groups.values():
+        states = metrics[first].__dict__
+        for own in (metrics[name].__dict__ for name in others):
+            if own["_update_count"] != states["_update_count"]:
+                return False
+            for name in states["_defaults"]:
+                if own[name] is not states[name]:
+                    return False
+    return True
+
+
 def _counts_samples(metric: Any) -> bool:
     return metric.is_tensor and metric.meta.on_epoch and metric.meta.is_mean_reduction
 
@@ -150,6 +193,9 @@ def lean_logging(trainer: Any) -> Generator[None]:
     log = LeanLog(trainer)
     through = [callback for callback in trainer.callbacks if getattr(callback, "log", None) == module.log]
     module.__dict__["log"] = log
+    own_dict = type(module).log_dict is not MODULE["log_dict"] or "log_dict" in module.__dict__
+    if not own_dict:
+        module.__dict__["log_dict"] = LeanLogDict(module)
     for callback in through:
         callback.log = log
     try:
@@ -157,6 +203,8 @@ def lean_logging(trainer: Any) -> Generator[None]:
     finally:
         if module.__dict__.get("log") is log:
             del module.__dict__["log"]
+        if not own_dict and isinstance(module.__dict__.get("log_dict"), LeanLogDict):
+            del module.__dict__["log_dict"]
         for callback in through:
             if getattr(callback, "log", None) is log:
                 callback.log = module.log

@@ -318,6 +318,16 @@ class LeanEvaluationLoop(SeparateEvaluation, _EvaluationLoop):
         else:
             evaluate(self, self._plan, batch, batch_idx, dataloader_idx)
         self.after_batch()
+        if self._plan is not None and self._plan.loader is not None and not self._restarting:
+            self._evaluate_rest(self._plan, self._plan.loader)
+
+    def _evaluate_rest(self, plan: StepPlan, loader: OneLoader) -> None:
+        """Run the other batches of a single loader without Lightning's loop around each."""
+        while not loader.fetcher.done:
+            batch = next(loader)
+            self.batch_progress.is_last_batch = loader.fetcher.done
+            evaluate(self, plan, batch, loader.num_read - 1, 0)
+            self.after_batch()
 
     @override
     def _store_dataloader_outputs(self) -> None:
@@ -371,6 +381,15 @@ class LeanPredictionLoop(_PredictionLoop):
             super()._predict_step(batch, batch_idx, dataloader_idx, dataloader_iter)
         else:
             predict(self, self._plan, batch, batch_idx, dataloader_idx)
+        if self._plan is not None and self._plan.loader is not None and not self._restarting:
+            self._predict_rest(self._plan, self._plan.loader)
+
+    def _predict_rest(self, plan: StepPlan, loader: OneLoader) -> None:
+        """Run the other batches of a single loader without Lightning's loop around each."""
+        while not loader.fetcher.done:
+            batch = next(loader)
+            self.batch_progress.is_last_batch = loader.fetcher.done
+            predict(self, plan, batch, loader.num_read - 1, 0)
 
     @override
     def teardown(self) -> None:
