@@ -80,5 +80,7 @@ def ignite(case: str, timer: StepTimer, loader: DataLoader[Any]) -> None:
         writer.close()  # its thread still writes to the folder
 
 
-INSTALLED = {name: run for name, run in {"accelerate": accelerate, "ignite": ignite}.items() if importlib.util.find_spec(name)}
+INSTALLED = {
+    name: run for name, run in {"accelerate": accelerate, "ignite": ignite}.items() if importlib.util.find_spec(name)
+}
 CASES = ("bare", "typical")

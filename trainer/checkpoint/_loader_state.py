@@ -27,6 +27,7 @@ from torch.utils.data._utils import worker
 from typing_extensions import override
 
 from ...strategies.core import rng
+from ...strategies.core.torch_loader import next_of
 from ...strategies.data.sampling import RankBatches
 from ...strategies.data.streams import Stream
 
@@ -154,7 +155,12 @@ class ResumableLoader(DataLoader[Any]):
         return _Indices(self, super()._index_sampler)
 
     def _count(self, batches: Iterator[Any]) -> Iterator[Any]:
-        for batch in batches:
+        fetch = next_of(batches)
+        while True:
+            try:
+                batch = fetch()
+            except StopIteration:
+                return
             self._position += 1
             yield batch
 

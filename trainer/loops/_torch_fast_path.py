@@ -1,4 +1,4 @@
-"""Call torch's backward, optimizer and loader without their wrappers where the wrappers have no effect.
+"""Call torch's backward, `zero_grad` and optimizer step without their wrappers where the wrappers have no effect.
 
 On a tiny model the wrappers cost more than the work: they record profiler events without a profiler, look for hooks
 that are not registered, and guard against a compiler that does not run. Each function here does the same as torch's
@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.autograd.graph import _engine_run_backward
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
-from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
 
 _OPTIMIZERS = [
     kind
@@ -24,7 +23,6 @@ _OPTIMIZERS = [
 _INNERMOST: dict[type, Any] = {kind: inspect.unwrap(kind.step) for kind in _OPTIMIZERS}
 _ZERO_GRAD = Optimizer.zero_grad
 _BACKWARD = (Tensor.backward, torch.autograd.backward)
-_NEXT = _BaseDataLoaderIter.__next__
 
 
 def backward_of() -> Callable[[Tensor], None]:
@@ -39,22 +37,6 @@ def _backward(loss: Tensor) -> None:
     _engine_run_backward(
         (loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True
     )
-
-
-def next_of(iterator: Any) -> Callable[[], Any]:
-    """Choose how to read an iterator's next batch: `next(iterator)`, without the profiler's record of a DataLoader."""
-    recorded: Callable[[], Any] = iterator.__next__
-    if type(iterator).__next__ is not _NEXT or iterator._dataset_kind == _DatasetKind.Iterable:
-        return recorded  # a loader of unknown length also counts what it yields
-
-    def fetch() -> Any:
-        if iterator._sampler_iter is None or torch.autograd._profiler_enabled():
-            return recorded()
-        batch = iterator._next_data()
-        iterator._num_yielded += 1
-        return batch
-
-    return fetch
 
 
 class PlainOptimizer:

@@ -1,5 +1,7 @@
 """Speed up `self.log` and `self.log_dict`: Lightning's own method for a key's first value, a slot for all others."""
 
+import inspect
+from collections import OrderedDict
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -16,6 +18,15 @@ from ...strategies.facts import ranks_of
 from ..logging.connector import LeanLoggerConnector, LeanResults
 from ..logging.slots import Slot
 from ._hook_plan import MODULE
+
+_OPTIONS = (
+    "prog_bar", "logger", "on_step", "on_epoch", "reduce_fx", "enable_graph", "sync_dist", "sync_dist_group",
+    "add_dataloader_idx", "metric_attribute", "rank_zero_only",
+)  # fmt: skip
+"""The options of a slot: the arguments of `log` besides name, value and batch size."""
+_REDUCE_FX = _OPTIONS.index("reduce_fx")
+_DEFAULTS = {name: inspect.signature(pl.LightningModule.log).parameters[name].default for name in _OPTIONS}
+_DICT_OPTIONS = inspect.signature(pl.LightningModule.log_dict).parameters.keys() - {"self", "dictionary"}
 
 
 class LeanLog:
@@ -59,38 +70,52 @@ class LeanLog:
             prog_bar, logger, on_step, on_epoch, reduce_fx, enable_graph, sync_dist, sync_dist_group,
             add_dataloader_idx, metric_attribute, rank_zero_only,
         )  # fmt: skip
+        if not self.add(name, value, options, batch_size):
+            self._log_first(name, value, options, batch_size)
+
+    def add(self, name: str, value: Any, options: tuple[Any, ...], batch_size: int | None) -> bool:
+        """Add a value to the slot of its key.
+
+        Args:
+            name: the key.
+            value: its value.
+            options: the other arguments of `log`, in its order and without `batch_size`.
+            batch_size: as given to `log`.
+
+        Returns:
+            Whether there is a slot for it; if not, Lightning's own method must log it.
+        """
         fx: str = self.state["_current_fx_name"]
         connector = self.connector
         results = connector.batch_results
-        if results is not None and results.share is not None and not results.share.num:
-            value, batch_size = neutral(value, reduce_fx), 0
-        if results is not None and not torch.compiler.is_compiling():
-            slot = results.slots.get((fx, name, results.dataloader_idx))
-            if (
-                slot is not None
-                and slot.options == options
-                # only if Lightning would neither reset the hook's values nor warn
-                and (connector._first_loop_iter is False or connector._current_fx == fx)
-                and (not slot.needs_logger or self.trainer.loggers)
-            ):
-                size = self._batch_size(results, batch_size) if slot.counts_samples else 1
-                if slot.add(value, size):
-                    connector._current_fx = fx
-                    if results.tracked is not None:
-                        results.track(slot.metric, value, slot.last, size, batch_size is not None)
-                    return
-            if slot is not None:
-                slot.settle()
-        self._log_first(results, fx, name, value, options, batch_size)
+        if results is None or torch.compiler.is_compiling():
+            return False
+        if results.share is not None and not results.share.num:
+            value, batch_size = neutral(value, options[_REDUCE_FX]), 0
+        slot = results.slots.get((fx, name, results.dataloader_idx))
+        if slot is None:
+            return False
+        if (
+            slot.options == options
+            # only if Lightning would neither reset the hook's values nor warn
+            and (connector._first_loop_iter is False or connector._current_fx == fx)
+            and (not slot.needs_logger or self.trainer.loggers)
+        ):
+            size = self._batch_size(results, batch_size) if slot.counts_samples else 1
+            if slot.add(value, size):
+                connector._current_fx = fx
+                if results.tracked is not None:
+                    results.track(slot.metric, value, slot.last, size, batch_size is not None)
+                return True
+        slot.settle()
+        return False
 
-    def _log_first(
-        self, results: LeanResults | None, fx: str, name: str, value: Any, options: tuple[Any, ...], batch_size: Any
-    ) -> None:
-        names = (
-            "prog_bar", "logger", "on_step", "on_epoch", "reduce_fx", "enable_graph", "sync_dist", "sync_dist_group",
-            "add_dataloader_idx", "metric_attribute", "rank_zero_only",
-        )  # fmt: skip
-        given = dict(zip(names, options, strict=True))
+    def _log_first(self, name: str, value: Any, options: tuple[Any, ...], batch_size: Any) -> None:
+        fx: str = self.state["_current_fx_name"]
+        results = self.connector.batch_results
+        given = dict(zip(_OPTIONS, options, strict=True))
+        if results is not None and results.share is not None and not results.share.num:
+            value, batch_size = neutral(value, given["reduce_fx"]), 0
         # a value reduced immediately is a mean over ranks, which may have chunks of unequal size
         ranks = ranks_of(self.trainer.strategy)
         with nullcontext() if ranks is None else ranks.weighing_logged():
@@ -124,12 +149,12 @@ class LeanLogDict:
     """Replaces a module's `log_dict` while its trainer runs: metrics of a collection are not linked anew by each call.
 
     Args:
-        module: the module.
+        log: the module's `log`.
     """
 
-    def __init__(self, module: pl.LightningModule) -> None:
-        self.module = module
-        self.full: Callable[..., None] = MODULE["log_dict"].__get__(module)
+    def __init__(self, log: LeanLog) -> None:
+        self.log, self.module = log, log.module
+        self.full: Callable[..., None] = MODULE["log_dict"].__get__(log.module)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copied or pickled with its module, it becomes the copy's own `log_dict`."""
@@ -139,7 +164,17 @@ class LeanLogDict:
         """Log values; see `LightningModule.log_dict`."""
         if type(dictionary) is MetricCollection and shares_states(dictionary):
             dictionary = dictionary._to_renamed_dict()
+        by_name = not args and kwargs.keys() <= _DICT_OPTIONS
+        if type(dictionary) in (dict, OrderedDict) and by_name and self.module.__dict__.get("log") is self.log:
+            dictionary = self._without_slot(dictionary, **kwargs)
+            if not dictionary:
+                return
         self.full(dictionary, *args, **kwargs)
+
+    def _without_slot(self, values: dict[str, Any], batch_size: Any = None, **given: Any) -> dict[str, Any]:
+        """Add all values that have slots to them, and return the others."""
+        add, options = self.log.add, tuple([given.get(name, default) for name, default in _DEFAULTS.items()])
+        return {name: value for name, value in values.items() if not add(name, value, options, batch_size)}
 
 
 def shares_states(collection: MetricCollection) -> bool:
@@ -195,7 +230,7 @@ def lean_logging(trainer: Any) -> Generator[None]:
     module.__dict__["log"] = log
     own_dict = type(module).log_dict is not MODULE["log_dict"] or "log_dict" in module.__dict__
     if not own_dict:
-        module.__dict__["log_dict"] = LeanLogDict(module)
+        module.__dict__["log_dict"] = LeanLogDict(log)
     for callback in through:
         callback.log = log
     try:

@@ -223,7 +223,7 @@ class LeanTrainingEpochLoop(ResumingEpochLoop, _TrainingEpochLoop):
         total.processed += 1
         current.processed += 1
 
-        if plan.strategy.lr_scheduler_configs:
+        if plan.strategy.lr_scheduler_configs and self._stepping():
             self.update_lr_schedulers("step", update_plateau_schedulers=False)
             if self._num_ready_batches_reached():
                 self.update_lr_schedulers("epoch", update_plateau_schedulers=False)
@@ -272,9 +272,9 @@ class LeanTrainingEpochLoop(ResumingEpochLoop, _TrainingEpochLoop):
             self._show_everything()
             super().on_advance_end(data_fetcher)
             return
-        if self._plan.strategy.lr_scheduler_configs:
-            self.update_lr_schedulers("step", update_plateau_schedulers=True)
         if self._stepping():
+            if self._plan.strategy.lr_scheduler_configs:
+                self.update_lr_schedulers("step", update_plateau_schedulers=True)
             self._batches_that_stepped += 1
         fit_loop: Any = self.trainer.fit_loop
         if fit_loop._savers:
