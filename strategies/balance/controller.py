@@ -6,13 +6,14 @@ Both are pure functions of numbers, without devices, clocks or processes, so rep
 import heapq
 import math
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias, get_args
+from statistics import median
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 from ..batch.policies import Even, Weighted
 from ..core.errors import ConfigError
-from ._estimates import fitted_times, relative_error
+from ._estimates import common_level, fitted_times, relative_error
 
 Objective: TypeAlias = Literal["time", "memory"]
 """Quantity to equalize: the time that devices take, or the fraction of their memory that they fill."""
@@ -20,11 +21,11 @@ Objective: TypeAlias = Literal["time", "memory"]
 LARGEST_CUT = 0.5
 """Minimum fraction of its samples that a device keeps in one change: far from measured sizes, costs are guesses."""
 
-MIN_MEASUREMENTS = 3
+MIN_MEASUREMENTS = 6
 """Measurements of every device at its current size before shares change: the median of fewer may be noise."""
 
-NOISE_FACTOR = 2.0
-"""Standard errors of the times that a gain must exceed: a smaller gain may be noise."""
+SHARED_CHANGE = 1.25
+"""Ratio of the devices' common time per sample, then and now, from which old times are scaled to now's."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,15 @@ class DeviceCost:
     def fits(self, num_samples: int) -> bool:
         """Whether the device has the memory for a chunk."""
         return self.fixed_bytes + num_samples * self.bytes_per_sample <= self.limit_bytes
+
+
+class Timed(NamedTuple):
+    """A measured chunk: samples, seconds, the devices' common seconds per sample, and which devices had samples."""
+
+    size: int
+    seconds: float
+    level: float
+    together: tuple[int, ...]
 
 
 def solve(num_samples: int, costs: Sequence[DeviceCost], objective: Objective = "time") -> list[int]:
@@ -108,11 +118,14 @@ class BalanceController:
     measured at two clearly different sizes, its seconds are assumed proportional to its samples; then a fitted line
     gives the fixed time per chunk. Without it, a device would look slower the fewer samples it has, and lose them all.
 
+    Other programs may slow all devices at once, and each at random. Devices are therefore compared within each step,
+    by their time relative to the common one: shares change only if what they gain exceeds the scatter of these ratios.
+
     Args:
         num_devices: number of devices or ranks.
         objective: quantity to equalize.
-        hysteresis: fraction of the largest time or memory that new shares must save to be adopted; if times are
-            noisy, they must save more than the noise explains.
+        hysteresis: fraction of the largest time or memory that new shares must save to be adopted; if the devices'
+            times scatter relative to each other, they must save more than that explains.
         warmup: number of first measurements to discard, because first steps are slow.
         window: number of measurements of one size that count; of all sizes, three times as many.
         only_first: only find the first device's share; the others share the rest evenly.
@@ -144,7 +157,7 @@ class BalanceController:
         self._only_first = only_first
         self._fixed_bytes = [0.0] * num_devices
         self._limit_bytes = list(limit_bytes or [math.inf] * num_devices)
-        self._seconds: list[deque[tuple[int, float]]] = [deque(maxlen=3 * window) for _ in range(num_devices)]
+        self._seconds: list[deque[Timed]] = [deque(maxlen=3 * window) for _ in range(num_devices)]
         self._bytes: list[deque[float]] = [deque(maxlen=window) for _ in range(num_devices)]
         self._last_seconds = [0.0] * num_devices
         self._num_observed = 0
@@ -195,9 +208,11 @@ class BalanceController:
         self._full_batch = sum(sizes)
         self._fixed_bytes = list(fixed_bytes or self._fixed_bytes)
         self._last_seconds = [float(value) for value in seconds]
+        together = tuple(i for i, size in enumerate(sizes) if size > 0)
+        level = common_level(sizes, seconds)
         for i, size in enumerate(sizes):
             if size > 0:
-                self._seconds[i].append((size, float(seconds[i])))
+                self._seconds[i].append(Timed(size, float(seconds[i]), level, together))
                 if used_bytes is not None:
                     self._bytes[i].append(used_bytes[i] / size)
         return self._resolve()
@@ -214,7 +229,7 @@ class BalanceController:
     def state_dict(self) -> dict[str, Any]:
         """Return measurements and shares in plain lists."""
         return {
-            "seconds": [[list(pair) for pair in values] for values in self._seconds],
+            "seconds": [[[*t[:3], list(t.together)] for t in values] for values in self._seconds],
             "bytes": [list(values) for values in self._bytes],
             "fixed_bytes": self._fixed_bytes,
             "num_observed": self._num_observed,
@@ -231,7 +246,11 @@ class BalanceController:
         """
         if len(state["seconds"]) != self._num_devices:
             return False
-        self._seconds = [deque(map(tuple, values), maxlen=3 * self._window) for values in state["seconds"]]
+        self._seconds = [
+            # a checkpoint of an older version has samples and seconds only, which can't be compared within steps
+            deque((Timed(*t[:3], tuple(t[3])) for t in values if len(t) == len(Timed._fields)), 3 * self._window)
+            for values in state["seconds"]
+        ]
         self._bytes = [deque(values, maxlen=self._window) for values in state["bytes"]]
         self._fixed_bytes = state["fixed_bytes"]
         self._num_observed = state["num_observed"]
@@ -242,7 +261,7 @@ class BalanceController:
 
     def costs(self) -> list[DeviceCost]:
         """Estimate the cost of samples on each device from the measurements so far."""
-        times = [fitted_times(pairs, self._window) for pairs in self._seconds]
+        times = [fitted_times(_as_now(values, self._window), self._window) for values in self._seconds]
         costs = [
             DeviceCost(
                 fixed_seconds=times[i][0],
@@ -257,8 +276,9 @@ class BalanceController:
 
     def _resolve(self) -> bool:
         costs, num_samples = self.costs(), self._full_batch
-        measured = self._measured_now() if self._objective == "time" else self._bytes
-        if any(len(values) < self._needed for values in measured) or not num_samples:
+        measured = self._measured_now()
+        counted = measured if self._objective == "time" else self._bytes
+        if any(len(values) < self._needed for values in counted) or not num_samples:
             return False
         solved = solve(num_samples, costs, self._objective)
         now = largest_load(self.propose(num_samples), costs, self._objective)
@@ -270,19 +290,44 @@ class BalanceController:
         self._needed = min(2 * self._needed, self._window)
         return True
 
-    def _measured_now(self) -> list[list[float]]:
-        """Seconds of each device's last chunks of its current size; of all sizes for a device without samples."""
+    def _measured_now(self) -> list[list[Timed]]:
+        """Each device's last chunks of its current size; of all sizes for a device without samples."""
         sizes = self.propose(self._full_batch)
         return [
-            [seconds for measured, seconds in pairs if measured == size or not size][-self._window :]
-            for size, pairs in zip(sizes, self._seconds, strict=True)
+            [timed for timed in values if timed.size == size or not size][-self._window :]
+            for size, values in zip(sizes, self._seconds, strict=True)
         ]
 
-    def _least_gain(self, measured: Iterable[Sequence[float]]) -> float:
+    def _least_gain(self, measured: Sequence[Sequence[Timed]]) -> float:
         """Fraction of the largest load that new shares must save."""
         if self._objective == "memory":
             return self._hysteresis
-        return max(self._hysteresis, *(NOISE_FACTOR * relative_error(values) for values in measured))
+        ratios = [[timed.seconds / timed.size / timed.level for timed in values] for values in measured]
+        return max(self._hysteresis, *map(relative_error, ratios))
+
+
+def _as_now(values: Sequence[Timed], window: int) -> list[tuple[int, float]]:
+    """Samples and seconds of a device's chunks, without what all devices shared in a step.
+
+    A chunk's time relative to the common one is multiplied by the median of the common times while chunks had its size;
+    if that has clearly changed since, by the present one. (Fixed times change it, too, but by less.)
+    """
+    if not values:
+        return []
+    together = values[-1].together
+    same = [timed for timed in values if timed.together == together]
+    levels = {
+        size: median([timed.level for timed in same if timed.size == size][-window:])
+        for size in {timed.size for timed in same}
+    }
+    now = levels[values[-1].size]
+    for size, level in levels.items():
+        if max(now / level, level / now) > SHARED_CHANGE:
+            levels[size] = now
+    return [
+        (timed.size, timed.seconds / timed.level * levels[timed.size] if timed.together == together else timed.seconds)
+        for timed in values
+    ]
 
 
 def cautious(now: Sequence[int], solved: Sequence[int]) -> list[float]:

@@ -105,13 +105,59 @@ def test_a_ragged_batch_is_not_measured() -> None:
 
 
 def test_times_that_scatter_change_nothing_by_accident() -> None:
-    # five medians of a device look a third slower than the other's, and may be off by more than that
-    assert relative_error([1.0, 2.0, 3.0, 4.0, 5.0]) == pytest.approx(1.2533 * 1.4826 / 5**0.5 / 3)
+    # relative to the first's, the other's times are 1/2, 3/4, 3/4, 3/4 and 4/5
     controller = BalanceController(2, warmup=0)
     for slow, fast in [(1.0, 0.5), (2.0, 1.5), (3.0, 2.25), (4.0, 3.0), (5.0, 4.0)]:
         assert not controller.observe([50, 50], [slow, fast])
     steady = BalanceController(2, warmup=0)
     assert [steady.observe([50, 50], [3.0, 2.25]) for _ in range(3)] == [False, False, True]
+
+
+def test_the_error_of_a_median_is_read_off_the_ordered_values() -> None:
+    # 10 values, k = 1: no head in 10 tosses has 1/1024, at most one 11/1024. Median 5.5; from 1 to 11
+    assert relative_error([1, 2, 3, 4, 5, 6, 7, 8, 9, 11]) == pytest.approx(5.5 / 5.5)
+    # 16 values, k = 2 (17/65536; 137/65536 for k = 3): the outliers do not count; median 8.5, from 2 to 15
+    assert relative_error([0.1, *range(2, 16), 1000]) == pytest.approx(6.5 / 8.5)
+    # 4 values: 10/4 times the width to the farther end; median 2, from 1 to 4
+    assert relative_error([1, 2, 2, 4]) == pytest.approx(2.5 * 2 / 2)
+    assert relative_error([3.0, 3.0, 3.0]) == 0
+
+
+def test_what_all_devices_share_changes_nothing() -> None:
+    """Other programs make every step of both devices up to ten times as slow."""
+    noise = random.Random(0)
+    controller, unequal = BalanceController(2), BalanceController(2)
+    for _ in range(100):
+        load = noise.uniform(1, 10)
+        assert not controller.observe([32, 32], [32 * load, 32 * load])
+        sizes = unequal.propose(64)
+        unequal.observe(sizes, [3 * sizes[0] * load, sizes[1] * load])
+    assert unequal.propose(64) == [16, 48]  # a difference is found all the same
+
+
+def test_a_load_that_comes_between_two_sizes_is_no_fixed_time() -> None:
+    # 3 and 1 s per sample; the first gets 16 of 64 by and by. From its second size on everything takes five times
+    # as long, which by a line through both sizes would mean that all its time is fixed
+    controller = BalanceController(2, warmup=0)
+    for _ in range(40):
+        sizes = controller.propose(64)
+        load = 1 if sizes == [32, 32] else 5
+        controller.observe(sizes, [load * 3.0 * sizes[0], load * 1.0 * sizes[1]])
+    assert controller.propose(64) == [16, 48]
+
+
+def test_equal_devices_under_bursts_keep_equal_shares() -> None:
+    """Other programs take turns of 4 ms: a chunk of 5 ms is interrupted by up to seven of them, or not at all."""
+    worst = 0.0
+    for seed in range(20):
+        noise = random.Random(seed)
+        controller = BalanceController(2)
+        for _ in range(200):
+            sizes = controller.propose(64)
+            bursts = [0.004 * sum(noise.random() < 0.3 for _ in range(7)) for _ in sizes]
+            controller.observe(sizes, [size * 0.00016 + burst for size, burst in zip(sizes, bursts, strict=True)])
+            worst = max(worst, abs(controller.shares[0] - 0.5))
+    assert worst <= 0.05
 
 
 def test_equal_devices_on_a_busy_machine_keep_their_shares() -> None:
