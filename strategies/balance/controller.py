@@ -21,7 +21,7 @@ Objective: TypeAlias = Literal["time", "memory"]
 LARGEST_CUT = 0.5
 """Minimum fraction of its samples that a device keeps in one change: far from measured sizes, costs are guesses."""
 
-MIN_MEASUREMENTS = 6
+MIN_MEASUREMENTS: dict[Objective, int] = {"time": 6, "memory": 3}
 """Measurements of every device at its current size before shares change: the median of fewer may be noise."""
 
 SHARED_CHANGE = 1.25
@@ -163,7 +163,7 @@ class BalanceController:
         self._num_observed = 0
         self._full_batch = 0
         self._shares: list[float] | None = None
-        self._needed = MIN_MEASUREMENTS
+        self._needed = MIN_MEASUREMENTS[objective]
 
     @property
     def shares(self) -> list[float]:
@@ -256,7 +256,7 @@ class BalanceController:
         self._num_observed = state["num_observed"]
         self._full_batch = state["full_batch"]
         self._shares = state["shares"]
-        self._needed = state.get("needed", MIN_MEASUREMENTS)
+        self._needed = state.get("needed", self._needed)
         return True
 
     def costs(self) -> list[DeviceCost]:

@@ -194,8 +194,10 @@ def fit_as_users_do(trainer: type[pl.Trainer], folder: Path, rich: bool) -> Call
         options: dict[str, Any] = {"gradient_clip_val": 1.0, "accumulate_grad_batches": 4} if rich else {}
         loggers = [TensorBoardLogger(home), *([CSVLogger(home, name="csv")] if rich else [])]
         callbacks = [Counts(), LearningRateMonitor(), ModelCheckpoint()]
-        given = {**QUIET, "enable_progress_bar": True, "log_every_n_steps": 10**6, **options}
-        trainer(default_root_dir=home, logger=loggers, callbacks=callbacks, **given).fit(Rich(rich), loader(num_batches))
+        given: dict[str, Any] = {**QUIET, "enable_progress_bar": True, "log_every_n_steps": 10**6, **options}
+        trainer(default_root_dir=home, logger=loggers, callbacks=callbacks, **given).fit(
+            Rich(rich), loader(num_batches)
+        )
 
     return run
 
@@ -234,7 +236,6 @@ BOUNDS = {
 def test_a_step_costs_little_more_than_one_written_by_hand(case: str, tmp_path: Path) -> None:  # pain 15
     by_hand_alone = calls_per_batch(BY_HAND.get(case, by_hand))
     ours, lightning = (calls_per_batch(CASES[case](trainer, tmp_path)) for trainer in (Trainer, pl.Trainer))
-    print(case, ours, by_hand_alone, lightning)
     assert ours - by_hand_alone <= BOUNDS[case]
     assert ours < lightning / 7
 
