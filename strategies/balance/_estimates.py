@@ -41,9 +41,9 @@ def fitted_times(pairs: Sequence[tuple[int, float]], window: int) -> tuple[float
 def relative_error(values: Sequence[float]) -> float:
     """Estimate how far the median of some measurements may be off, relative to it.
 
-    Work of other programs comes in bursts, so that nothing is assumed of the distribution: with at least 99.8%
+    Work of other programs comes in bursts, so that nothing is assumed of the distribution: with at least 99.5%
     probability its median lies between the k-th smallest and the k-th largest of n values, where less than k of n
-    tosses of a coin are heads with at most 0.1%. Fewer than ten values are too few for k = 1, and the width between
+    tosses of a coin are heads with at most 0.25%. Fewer than nine values are too few for k = 1, and the width between
     smallest and largest is extended in proportion.
 
     Args:
@@ -58,9 +58,9 @@ def relative_error(values: Sequence[float]) -> float:
     return width * max(1.0, _FEWEST / num) / middle if middle > 0 else 0.0
 
 
-_TAIL = 0.001
-_FEWEST = 10
-"""Fewest values of which smallest and largest enclose the median with 99.8% probability."""
+_TAIL = 0.0025
+_FEWEST = 9
+"""Fewest values of which smallest and largest enclose the median with 99.5% probability."""
 
 
 def common_level(sizes: Sequence[int], seconds: Sequence[float]) -> float:

@@ -248,7 +248,9 @@ class BalanceController:
             return False
         self._seconds = [
             # a checkpoint of an older version has samples and seconds only, which can't be compared within steps
-            deque((Timed(*t[:3], tuple(t[3])) for t in values if len(t) == len(Timed._fields)), 3 * self._window)
+            deque(
+                (Timed(t[0], t[1], t[2], tuple(t[3])) for t in values if len(t) == len(Timed._fields)), 3 * self._window
+            )
             for values in state["seconds"]
         ]
         self._bytes = [deque(values, maxlen=self._window) for values in state["bytes"]]
@@ -287,7 +289,7 @@ class BalanceController:
         if self._objective == "time":
             solved = cautious(self.propose(num_samples), solved)
         self._shares = [size / num_samples for size in solved]
-        self._needed = min(2 * self._needed, self._window)
+        self._needed = min(self._needed + 2, self._window)
         return True
 
     def _measured_now(self) -> list[list[Timed]]:

@@ -162,14 +162,15 @@ class LeanLogDict:
 
     def __call__(self, dictionary: Any, *args: Any, **kwargs: Any) -> None:
         """Log values; see `LightningModule.log_dict`."""
+        values: Any = dictionary
         if type(dictionary) is MetricCollection and shares_states(dictionary):
-            dictionary = dictionary._to_renamed_dict()
+            values = dictionary._to_renamed_dict()
         by_name = not args and kwargs.keys() <= _DICT_OPTIONS
-        if type(dictionary) in (dict, OrderedDict) and by_name and self.module.__dict__.get("log") is self.log:
-            dictionary = self._without_slot(dictionary, **kwargs)
-            if not dictionary:
+        if type(values) in (dict, OrderedDict) and by_name and self.module.__dict__.get("log") is self.log:
+            values = self._without_slot(values, **kwargs)
+            if not values:
                 return
-        self.full(dictionary, *args, **kwargs)
+        self.full(values, *args, **kwargs)
 
     def _without_slot(self, values: dict[str, Any], batch_size: Any = None, **given: Any) -> dict[str, Any]:
         """Add all values that have slots to them, and return the others."""

@@ -386,9 +386,10 @@ class LeanPredictionLoop(_PredictionLoop):
 
     def _predict_rest(self, plan: StepPlan, loader: OneLoader) -> None:
         """Run the other batches of a single loader without Lightning's loop around each."""
+        progress: Any = self.batch_progress
         while not loader.fetcher.done:
             batch = next(loader)
-            self.batch_progress.is_last_batch = loader.fetcher.done
+            progress.is_last_batch = loader.fetcher.done
             predict(self, plan, batch, loader.num_read - 1, 0)
 
     @override

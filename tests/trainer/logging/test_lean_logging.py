@@ -12,9 +12,12 @@ from recording import SmallModule, loader
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
-from torchmetrics import MeanMetric
+from torchmetrics import MeanMetric, MetricCollection
+from torchmetrics.classification import MulticlassAccuracy, MulticlassCohenKappa, MulticlassF1Score
 
+from evener.strategies import DataParallelStrategy
 from evener.trainer import Trainer
+from evener.trainer.loops.log_method import shares_states
 
 TRAINERS = (Trainer, pl.Trainer)
 QUIET: dict[str, Any] = {
@@ -254,3 +257,57 @@ def test_what_is_attached_and_patched_during_fit_counts() -> None:
         "object", "class", "object", "class", "late", "class", "late", "class", "class"
     ]  # fmt: skip
     assert runs[0] == runs[1]
+
+
+class LogsCollection(pl.LightningModule):
+    """Logs a collection, of which two metrics share their states, in one call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 2)
+        self.metrics = MetricCollection(
+            {"accuracy": MulticlassAccuracy(2), "f1": MulticlassF1Score(2), "kappa": MulticlassCohenKappa(2)},
+            prefix="train/",
+        )
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        logits = self.layer(batch[0])
+        self.metrics.update(logits.detach(), batch[1])
+        self.log_dict(self.metrics, on_step=False, on_epoch=True)  # type: ignore[arg-type]
+        self.log_dict({"a": logits.mean(), "b": 2.0}, on_step=False, on_epoch=True)
+        return logits.square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def collection_values(trainer_class: type[pl.Trainer], strategy: Any) -> dict[str, float]:
+    pl.seed_everything(0, verbose=False)
+    data = torch.utils.data.TensorDataset(torch.randn(20, 2), torch.randint(2, (20,)))
+    trainer = trainer_class(
+        strategy=strategy, accelerator="cpu", max_epochs=2, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(LogsCollection(), torch.utils.data.DataLoader(data, batch_size=4))
+    return {name: value.item() for name, value in trainer.callback_metrics.items()}
+
+
+@pytest.mark.parametrize("strategy", ["auto", DataParallelStrategy(["cpu", "cpu"])])
+def test_a_collection_logged_at_once_is_as_lightnings(strategy: Any) -> None:
+    lightnings = collection_values(pl.Trainer, "auto")
+    assert set(lightnings) == {"train/accuracy", "train/f1", "train/kappa", "a", "b"}
+    assert collection_values(Trainer, strategy) == pytest.approx(lightnings, abs=1e-6)
+
+
+def test_states_of_a_collection_are_linked_until_one_is_replaced() -> None:
+    metrics = LogsCollection().metrics
+    assert not shares_states(metrics)  # its groups are not known before the first update
+    for _ in range(2):
+        metrics.update(torch.randn(4, 2), torch.randint(2, (4,)))
+    assert shares_states(metrics)
+    metrics._modules["f1"].tp = torch.zeros(2)
+    assert not shares_states(metrics)
+    metrics.update(torch.randn(4, 2), torch.randint(2, (4,)))
+    assert shares_states(metrics)
+    metrics["train/f1"]  # to read one gives each its own copies
+    assert not shares_states(metrics)
