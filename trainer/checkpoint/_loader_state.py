@@ -7,6 +7,7 @@ loaded with its own seed, derived from the epoch's seed, the rank and the batch'
 on the batches a worker loaded before nor on the number of workers.
 """
 
+import multiprocessing
 import os
 import signal
 import sys
@@ -16,6 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache, partial
 from itertools import islice
+from multiprocessing import forkserver
 from multiprocessing.queues import Queue
 from types import FrameType
 from typing import Any
@@ -212,6 +214,8 @@ class ResumableLoader(DataLoader[Any]):
     def _get_iterator(self) -> Any:
         given = self.worker_init_fn
         self.worker_init_fn = _WorkerStart(os.getpid(), given)
+        if self.num_workers and (self.multiprocessing_context or multiprocessing).get_start_method() == "forkserver":
+            forkserver.ensure_running()  # with signals as they are: whatever it starts inherits them
         try:
             with _signals_blocked():  # until a worker has handlers of its own
                 iterator: Any = super()._get_iterator()
@@ -301,11 +305,19 @@ class _WorkerStart:
 
 
 class _Watchdog(worker.ManagerWatchdog):
-    """Torch's, which takes who adopted the worker for its parent if the rank was killed while the worker started."""
+    """Torch's, which takes who adopted the worker for its parent if the rank was killed while the worker started.
+
+    A worker that is not the rank's child, as a fork server's, ends when the pipe from the rank is closed.
+    """
 
     def __init__(self, parent: int) -> None:
         super().__init__()
-        self.manager_pid = parent
+        self._is_child = os.getppid() == parent
+
+    @override
+    def is_alive(self) -> bool:
+        rank = multiprocessing.parent_process()
+        return super().is_alive() if self._is_child or rank is None else rank.is_alive()
 
 
 def _go_on(signum: int, frame: FrameType | None) -> None:

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -225,35 +226,64 @@ def test_data_workers_outlive_a_signal_to_all_processes(signum: signal.Signals, 
     assert multiprocessing.active_children() == []
 
 
-def orphan(worker_pid: Path) -> None:
+def orphan(worker_pid: Path, method: str) -> None:
     """Be a rank that is killed while its data worker starts."""
     loader = DataLoader(
-        Slow(), 1, num_workers=1, multiprocessing_context="fork", worker_init_fn=partial(late, worker_pid)
+        Slow(), 1, num_workers=1, multiprocessing_context=method, worker_init_fn=partial(late, worker_pid)
     )
     make_resumable(loader, 0)
-    iter(loader)
-    time.sleep(60)
+    batches = iter(loader)
+    time.sleep(300)
+    next(batches)
 
 
 def late(worker_pid: Path, worker_id: int) -> None:
-    rank = os.getppid()
+    rank = multiprocessing.parent_process()  # a fork server, which starts workers too, lives on for them
+    assert rank is not None
+    assert rank.pid is not None
     worker_pid.write_text(str(os.getpid()))
-    os.kill(rank, signal.SIGKILL)
-    while os.getppid() == rank:
+    os.kill(rank.pid, signal.SIGKILL)
+    while os.getppid() == rank.pid or rank.is_alive():
         time.sleep(0.01)
 
 
 @pytest.mark.long
-def test_a_data_worker_ends_with_a_rank_that_is_killed_while_it_starts(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("rank_method", "method"), [("fork", "fork"), ("spawn", "forkserver")])
+def test_a_data_worker_ends_with_a_rank_that_is_killed_while_it_starts(
+    rank_method: str, method: str, tmp_path: Path
+) -> None:
     """Found by `benchmarks/survival.py`: torch's worker took the process that adopted it for its parent."""
-    rank = multiprocessing.get_context("fork").Process(target=orphan, args=(tmp_path / "pid",))
+    rank = multiprocessing.get_context(rank_method).Process(target=orphan, args=(tmp_path / "pid", method))
     rank.start()
-    rank.join(timeout=60)
+    rank.join(timeout=300)
     pid = int((tmp_path / "pid").read_text())
     deadline = time.monotonic() + 60
     while is_alive(pid) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not is_alive(pid)
+
+
+FORK_SERVER = """
+import multiprocessing, time, torch
+from torch.utils.data import DataLoader, TensorDataset
+from evener.trainer.checkpoint._loader_state import make_resumable
+loader = DataLoader(TensorDataset(torch.arange(6.0)), 2, num_workers=1, multiprocessing_context="forkserver")
+make_resumable(loader, 0)
+print([batch[0].tolist() for batch in loader])
+other = multiprocessing.get_context("forkserver").Process(target=time.sleep, args=(1000,))
+other.start()
+other.terminate()
+other.join(timeout=100)
+print("ended by", -(other.exitcode or 0))
+other.kill()
+"""
+
+
+@pytest.mark.long
+def test_data_workers_of_a_fork_server_read_and_leave_it_as_it_was() -> None:
+    """Such a worker took the server for a process that had adopted it, and ended; the server blocked signals since."""
+    done = subprocess.run([sys.executable, "-c", FORK_SERVER], capture_output=True, text=True, timeout=300, check=False)
+    assert done.stdout == f"[[0.0, 1.0], [2.0, 3.0], [4.0, 5.0]]\nended by {int(signal.SIGTERM)}\n", done.stderr
 
 
 class Stuck(Slow):
