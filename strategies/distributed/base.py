@@ -21,6 +21,7 @@ from ..core.devices import is_accelerator, precise_dtype, scalar
 from ..core.errors import ConfigError
 from ..core.module_checks import hooked
 from ._coordinator import RankCoordinator
+from ._same_weights import give_same_weights
 from .environment import kubeflow
 from .objects import backend_for, gather_objects
 from .options import Compression, compression_hook, name_unused_parameters, verified_options
@@ -157,6 +158,12 @@ class MultiProcessStrategy(pl_strategies.DDPStrategy):
                 device_id=self._only_device(),
             )
             leave_group_at_exit()
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        assert self.lightning_module is not None
+        give_same_weights(self.lightning_module, self.root_device)
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torchmetrics import Metric
+from torchmetrics import Metric, PearsonCorrCoef
 from torchmetrics.utilities import dim_zero_cat, dim_zero_max, dim_zero_min, dim_zero_sum
 from torchmetrics.utilities.distributed import gather_all_tensors
 from torchmetrics.wrappers import Running
@@ -112,12 +112,31 @@ class MetricSync:
         reductions: dict[str, Any] = metric._reductions
         for name, reduction in reductions.items():
             setattr(metric, name, combined(metric, name, reduction, ranks))
+        if isinstance(metric, PearsonCorrCoef):
+            widen_deviations(metric)
 
     def _parts(self, metric: Metric, window: Running | None) -> list[Part]:
         if window is not None:
             return list(_window_parts(window, self._marks.get(id(window), [])))
         marks = self._marks.get(id(metric), [])
         return [part for name in metric._reductions for part in _cut(metric, name, marks)]
+
+
+def widen_deviations(metric: PearsonCorrCoef) -> None:
+    """Measure the largest deviations from the mean of all ranks, by which torchmetrics scales the statistics.
+
+    It takes each rank's from the rank's own mean. That is 0 where a rank has equal values only, and the result NaN.
+
+    Args:
+        metric: its states are stacked, of shape (ranks, ...).
+    """
+    num: Any = metric.n_total
+    total = num.sum(0).clamp_min(1)
+    for axis in "xy":
+        means: Any = getattr(metric, f"mean_{axis}")
+        own: Any = getattr(metric, f"max_abs_dev_{axis}")
+        offsets = (means - (num * means).sum(0) / total).abs()
+        setattr(metric, f"max_abs_dev_{axis}", torch.where(num > 0, own + offsets, own))
 
 
 def _growing(metric: Metric) -> list[str]:

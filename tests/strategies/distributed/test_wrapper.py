@@ -1,7 +1,10 @@
 """DDP reduces what is trained: layers that are frozen, unfrozen, or added while training."""
 
+import os
 from typing import Any
 
+import pytest
+import pytorch_lightning as pl
 import torch
 from distributed import run_ranks
 from regression import Net, Numbered, quiet_trainer
@@ -157,3 +160,38 @@ def test_ranks_reduce_what_is_frozen_unfrozen_and_added_as_one_device_trains_it(
         assert "took no part in the loss: net.2.weight, net.2.bias." in found.pop("Toggling")
         for (case, way), weights in found.items():
             torch.testing.assert_close(weights, single[case], rtol=0, atol=1e-10, msg=f"{case}, {way}")
+
+
+class Initial(pl.Callback):
+    """Copies the weights that a module has when a run is set up, as a lottery ticket does."""
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self.weights = nn.utils.parameters_to_vector(pl_module.parameters()).detach().clone()
+
+
+class Unseeded(Net):
+    """Has other weights on each rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(int(os.environ.get("RANK", 0)))
+        self.net[0].reset_parameters()
+
+
+def _set_up_unseeded() -> tuple[Tensor, float]:
+    initial, module = Initial(), Unseeded()
+    strategy = DDPStrategy(batch_size_is="global", timeout_s=60)
+    trainer = quiet_trainer(strategy, 2, callbacks=[initial])
+    value = trainer.validate(module, DataLoader(Numbered(), 6), verbose=False)[0]["val"]
+    return initial.weights, value
+
+
+def test_hooks_of_setup_and_evaluations_see_the_weights_of_rank_0() -> None:
+    """`ModelPruning` reset weights to each rank's own; an evaluation was the mean over different modules."""
+    trainer = quiet_trainer(SingleDeviceStrategy(), 1)
+    module = Unseeded()
+    weights = nn.utils.parameters_to_vector(module.parameters()).detach()
+    expected = trainer.validate(module, DataLoader(Numbered(), 6), verbose=False)[0]["val"]
+    for found, value in run_ranks(_set_up_unseeded, 2):
+        torch.testing.assert_close(found, weights, rtol=0, atol=0)
+        assert value == pytest.approx(expected, rel=1e-6)

@@ -1,5 +1,6 @@
 """Metrics of torchmetrics under ranks: states of unequal length, the order of samples, running windows."""
 
+import os
 from datetime import timedelta
 from typing import Any
 
@@ -181,3 +182,34 @@ def test_a_state_of_one_element_is_sent_whatever_its_stride() -> None:
     one = torch.arange(12, dtype=torch.float64).reshape(2, 6)[1:, 2]
     assert one.stride() == (6,)
     assert as_bytes(one).tolist() == list(torch.tensor([8.0], dtype=torch.float64).numpy().tobytes())
+
+
+def _correlations(num_outputs: int) -> list[Tensor]:
+    """Pearson's and the concordance coefficient of four samples, of which each rank has two with one target."""
+    rank = int(os.environ["RANK"])
+    x = torch.tensor([1.0, 2.0, 4.0, 3.0], dtype=torch.float64)[2 * rank : 2 * rank + 2]
+    y = torch.full((2,), float(rank), dtype=torch.float64)
+    if num_outputs > 1:
+        x, y = x[:, None].repeat(1, num_outputs), y[:, None].repeat(1, num_outputs)
+    torch.distributed.init_process_group("gloo", init_method="env://", timeout=timedelta(seconds=20))
+    sync = MetricSync(torch.device("cpu"))
+    sync.start()
+    try:
+        metrics = [cls(num_outputs) for cls in (torchmetrics.PearsonCorrCoef, torchmetrics.ConcordanceCorrCoef)]
+        for metric in metrics:
+            metric.set_dtype(torch.float64).update(x, y)
+        return [metric.compute() for metric in metrics]
+    finally:
+        sync.end()
+        torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("num_outputs", [1, 2])
+def test_correlations_of_ranks_with_equal_targets_are_one_devices(num_outputs: int) -> None:
+    """torchmetrics divides by the largest deviation from the rank's own mean, which is 0 on both ranks: NaN."""
+    # x - mean = -1.5, -0.5, 1.5, 0.5; y - mean = -0.5, -0.5, 0.5, 0.5: covariance 2/3, variances 5/3 and 1/3
+    pearson = 2 / 5**0.5
+    concordance = 2 * (2 / 3) / (5 / 3 + 1 / 3 + 4)
+    for found in run_ranks(_correlations, 2, num_outputs):
+        for value, expected in zip(found, (pearson, concordance), strict=True):
+            torch.testing.assert_close(value.double(), torch.full_like(value, expected).double(), rtol=0, atol=1e-6)
