@@ -10,12 +10,12 @@ import pytest
 import pytorch_lightning as pl
 import torch
 from parity import CASES, assert_equal, baseline, run
+from placement_check import FakeDevices
 from torch import Tensor, nn
 
 from evener.strategies import BalancedDataParallelStrategy, DataParallelStrategy
 from evener.strategies.batch.chunks import join, split
 from evener.strategies.core import executor
-from evener.strategies.pipeline.placement_check import FakeDevices
 from evener.strategies.replicas.runner import ReplicaRunner
 
 
