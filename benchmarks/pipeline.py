@@ -26,7 +26,6 @@ import torch
 from torch import Tensor, nn
 
 from evener.strategies import ModelParallelStrategy
-from evener.strategies.pipeline._schedule import ideal_speedup
 
 WAIT_S = 20e-6
 """Seconds per sample and stage that `--wait` takes, in each direction."""
@@ -99,6 +98,17 @@ class StepTimes(pl.Callback):
     def on_train_batch_end(self, *_: Any) -> None:
         """Stop the clock."""
         self.seconds.append(self._now() - self._start)
+
+
+def ideal_speedup(num_microbatches: int, num_stages: int) -> float:
+    """Speedup of the schedule over one micro-batch, if stages are equal and nothing else takes time.
+
+    One after the other, m micro-batches on k stages take m·k ticks in each direction; the schedule takes m + k − 1.
+
+    Returns:
+        m·k / (m + k − 1): 1.0 for one micro-batch or one stage, towards k for many micro-batches.
+    """
+    return num_microbatches * num_stages / (num_microbatches + num_stages - 1)
 
 
 def step_seconds(devices: list[torch.device], num_microbatches: int, args: argparse.Namespace) -> float:

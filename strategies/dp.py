@@ -3,14 +3,18 @@
 from collections.abc import Sequence
 
 import pytorch_lightning as pl
+import torch
 from typing_extensions import override
 
 from .batch.layout import Layout, SingleLayout
 from .batch.losses import LossReduction
 from .batch.policies import Even, Policy
 from .batch.structure import BatchDims
+from .core.errors import ConfigError
 from .core.types import Device
 from .one_process import OneProcessStrategy
+from .pipeline.options import StageOptions
+from .pipeline.stages import Stages
 from .replicas.layout import ReplicaLayout, ReplicaOptions
 from .replicas.submodule import find_submodule
 
@@ -33,9 +37,11 @@ class DataParallelStrategy(OneProcessStrategy):
         copy_frozen: copy parameters without gradients after every optimizer step, even if nothing is known to have
             written to them; needed only for code that writes to their memory beside torch.
         threads: run replicas in threads; None does so if a device is an accelerator.
+        batch_dims: which dimensions of the batch are samples, by path, where that can't be found out.
+        model_parallel_size: number of devices of each replica, which is cut across them into stages.
 
     Raises:
-        ConfigError: `loss_reduction` is not `mean` or `sum`.
+        ConfigError: an option has an invalid value.
     """
 
     strategy_name = "dp"
@@ -48,23 +54,44 @@ class DataParallelStrategy(OneProcessStrategy):
         copy_frozen: bool = False,
         threads: bool | None = None,
         batch_dims: BatchDims | None = None,
+        model_parallel_size: int = 1,
     ) -> None:
         super().__init__(devices, batch_dims)
         self.replica_options = ReplicaOptions(
             self.strategy_name, "strategy=ddp", loss_reduction, submodule, copy_frozen, threads
         )
         self.policy: Policy = Even()
+        self.model_parallel_size = model_parallel_size
 
     @override
     def new_layout(self) -> Layout:
-        if len(self.process_devices) == 1:
-            return SingleLayout(self.process_devices)
-        return ReplicaLayout(self.process_devices, self.replica_options, self.policy)
+        devices, size = self.process_devices, self.model_parallel_size
+        if size > 1:
+            stages = Stages(devices[:size], StageOptions(output_device="first"))
+            return ReplicaLayout(devices, self.replica_options, self.policy, size, stages)
+        return SingleLayout(devices) if len(devices) == 1 else ReplicaLayout(devices, self.replica_options, self.policy)
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
-        self.policy.verify(len(self.process_devices), self.strategy_name)
+        verify_blocks(self.process_devices, self.model_parallel_size)
+        self.policy.verify(len(self.process_devices) // self.model_parallel_size, self.strategy_name)
         if self.replica_options.submodule is not None:
             find_submodule(trainer.lightning_module, self.replica_options.submodule, self.strategy_name)
         self._layout = None  # the policy may be another one than in an earlier run
         super().setup(trainer)
+
+
+def verify_blocks(devices: list[torch.device], size: int) -> None:
+    """Refuse devices that don't divide into replicas of stages."""
+    if size < 1 or len(devices) % size:
+        raise ConfigError(
+            f"dp: {len(devices)} devices don't divide into replicas of model_parallel_size={size} devices. Give a "
+            "multiple of it."
+        )
+    first, *others = (devices[i : i + size] for i in range(0, len(devices), size))
+    for block in others:
+        if len(set(zip(first, block, strict=True))) > len(set(first)):
+            raise ConfigError(
+                f"dp: the first replica repeats a device where another has two: {', '.join(map(str, devices))}. Give "
+                "every replica different devices, or repeat one in all of them."
+            )

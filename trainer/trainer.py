@@ -27,6 +27,7 @@ from .checkpoint import Checkpoint, distinguish
 from .checkpoint.file_io import VerifiedCheckpointIO
 from .loggers.csv import open_files, refresh_files
 from .logging.connector import LeanLoggerConnector
+from .loops.lean import is_lean
 from .loops.log_method import lean_logging
 from .loops.loops import (
     ExactCheckpointConnector,
@@ -83,6 +84,8 @@ class Trainer(pl.Trainer):
             by `accumulate_grad_batches`.
         detect_nonfinite: what to do if gradients are inf or nan: `raise` stops training, `skip_step` skips the
             optimizer step, `off` (or False, as YAML reads off) does not check. See `DetectNonFinite`.
+        lean: whether common steps take this project's lean path. None does so unless `EVENER_LEAN=0` is set, or torch
+            or Lightning has a version that it was not tested with; then Lightning's own loops run.
         **kwargs: every argument of `pytorch_lightning.Trainer`, with the same meaning and default; `devices` may also
             be a list of names (`["cuda:0", "cpu"]`) for a strategy of one process.
     """
@@ -93,6 +96,7 @@ class Trainer(pl.Trainer):
         strategy: str | Strategy = "auto",
         exact_accumulation: bool = False,
         detect_nonfinite: Literal["raise", "skip_step", "off", False] = "off",
+        lean: bool | None = None,
         **kwargs: Any,
     ) -> None:
         if isinstance(strategy, str) and strategy in STRATEGIES:
@@ -106,6 +110,7 @@ class Trainer(pl.Trainer):
         if strategy == "auto":
             self._choose_own_strategy()
         self.exact_accumulation = exact_accumulation
+        self.lean = is_lean(lean)
         self.agreed_to_stop = False
         self._signal: int | None = None
         self._agreed_log_dir: tuple[str | None] | None = None
@@ -243,7 +248,7 @@ def _signature() -> inspect.Signature:
     lightnings = inspect.signature(pl.Trainer.__init__)
     ours = inspect.signature(Trainer.__init__).parameters
     parameters = {name: ours.get(name, parameter) for name, parameter in lightnings.parameters.items()}
-    parameters |= {name: ours[name] for name in ("exact_accumulation", "detect_nonfinite")}
+    parameters |= {name: ours[name] for name in ("exact_accumulation", "detect_nonfinite", "lean")}
     return lightnings.replace(parameters=list(parameters.values()))
 
 

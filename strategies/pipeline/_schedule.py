@@ -42,14 +42,3 @@ def schedule(num_microbatches: int, num_stages: int) -> Iterator[list[Task]]:
     yield from forward
     for tasks in reversed(forward):
         yield [Task("B", task.microbatch, task.stage) for task in tasks]
-
-
-def ideal_speedup(num_microbatches: int, num_stages: int) -> float:
-    """Speedup of the schedule over one micro-batch, if stages are equal and nothing else takes time.
-
-    One after the other, m micro-batches on k stages take m·k ticks in each direction; the schedule takes m + k − 1.
-
-    Returns:
-        m·k / (m + k − 1): 1.0 for one micro-batch or one stage, towards k for many micro-batches.
-    """
-    return num_microbatches * num_stages / (num_microbatches + num_stages - 1)

@@ -172,12 +172,12 @@ class Stages:
 
     @contextmanager
     def on_devices(self, devices: Sequence[torch.device]) -> Generator[None]:
-        """Move inputs to other devices inside the block; the module stays where it is."""
-        own, self.devices = self.devices, list(devices)
+        """Move inputs of this thread to other devices inside the block, on which a copy of the module may be."""
+        self._on_thread.devices = list(devices)
         try:
             yield
         finally:
-            self.devices = own
+            self._on_thread.devices = None
 
     def remove(self) -> None:
         """Remove the hooks from the module, which stays on its devices."""
@@ -256,7 +256,8 @@ class Stages:
         return tree_unflatten(leaves, spec)
 
     def _move(self, stage: int, tensors: list[Tensor]) -> list[Tensor]:
-        move = partial(self._cross, self.devices[stage])
+        devices: list[torch.device] = getattr(self._on_thread, "devices", None) or self.devices
+        move = partial(self._cross, devices[stage])
         ticket: Ticket | None = getattr(self._on_thread, "ticket", None)
         if ticket is None or ticket.stage == stage:
             return move(tensors)

@@ -9,7 +9,7 @@ import functools
 import types
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -35,6 +35,7 @@ class ModuleCopy:
         root_device: where it lives.
         device: where the copy lives.
         new_parameter: makes the copy of a parameter; None makes a parameter with the same values.
+        places: devices of the copy by the root's, where the root is on several.
 
     Attributes:
         module: the copy.
@@ -49,10 +50,11 @@ class ModuleCopy:
         root_device: torch.device,
         device: torch.device,
         new_parameter: Callable[[Tensor], Tensor] | None = None,
+        places: Mapping[torch.device, torch.device] | None = None,
     ) -> None:
         self.device = device
+        self._places = dict(places or {root_device: device})
         self._new_parameter = new_parameter or self._independent_parameter
-        self._root_device = root_device
         self.pairs: list[tuple[nn.Module, nn.Module]] = []
         self.metrics: list[tuple[nn.Module, nn.Module]] = []
         self._copies: dict[int, tuple[Any, Any]] = {}  # keeps the originals alive, so that no id is reused
@@ -123,7 +125,7 @@ class ModuleCopy:
     def returned(self, value: Any) -> Any:
         """Replace references to the copy in a value by references to the root: the way back of `set_attribute`."""
         back = object.__new__(ModuleCopy)
-        back.device, back._root_device, back._open = self._root_device, self.device, set()
+        back._places, back._open = {there: here for here, there in self._places.items()}, set()
         back._copies = {id(made): (made, original) for original, made in self._copies.values()}
         return back._translated(value)
 
@@ -131,12 +133,14 @@ class ModuleCopy:
         """Copy a parameter or buffer to the device; the same tensor always gets the same copy."""
         if id(original) not in self._copies:
             is_parameter = isinstance(original, nn.Parameter)
-            made = self._new_parameter(original) if is_parameter else original.detach().to(self.device, copy=True)
+            place = self._places.get(original.device, self.device)
+            made = self._new_parameter(original) if is_parameter else original.detach().to(place, copy=True)
             self._copies[id(original)] = (original, made)
         return self._copies[id(original)][1]
 
     def _independent_parameter(self, original: Tensor) -> Tensor:
-        made: Any = nn.Parameter(original.detach().to(self.device, copy=True), requires_grad=original.requires_grad)
+        copied = original.detach().to(self._places.get(original.device, self.device), copy=True)
+        made: Any = nn.Parameter(copied, requires_grad=original.requires_grad)
         if type(original) is nn.Parameter:  # a tensor subclass keeps its own state there (its device, for example)
             made.__dict__.update(original.__dict__)
         return made
@@ -179,7 +183,8 @@ class ModuleCopy:
         if id(value) in self._copies:
             return self._copies[id(value)][1]
         if isinstance(value, Tensor):
-            return value.detach().to(self.device) if value.device == self._root_device != self.device else value
+            place = self._places.get(value.device, value.device)
+            return value if place == value.device else value.detach().to(place)
         translate = _TRANSLATORS.get(type(value))
         if translate is None or id(value) in self._open:
             return value

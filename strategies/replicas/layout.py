@@ -1,5 +1,6 @@
 """Lay a module out as replicas: a copy per device of the process, every batch cut among them."""
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
@@ -19,7 +20,7 @@ from ..batch.structure import BatchStructure
 from ..core.errors import ConfigError
 from ..core.module_checks import end_of_step, has_batchnorm, verify_takes_batches
 from ..core.types import Batch
-from .runner import ReplicaRunner
+from .runner import CutsReplicas, ReplicaRunner
 from .submodule import ParallelForward, find_submodule
 
 
@@ -60,14 +61,19 @@ class ReplicaLayout(Layout):
     Args:
         devices: one per replica, the root device first; they may repeat and mix.
         options: how replicas run.
-        policy: computes the samples per device.
+        policy: computes the samples per replica.
+        size: number of devices of a replica.
+        stages: cuts a replica across its devices; None for one device.
     """
 
     devices: list[torch.device]
     options: ReplicaOptions = field(default_factory=ReplicaOptions)
     policy: Policy = field(default_factory=Even)
+    size: int = 1
+    stages: CutsReplicas | None = None
 
     def __post_init__(self) -> None:
+        self.blocks = [self.devices[i : i + self.size] for i in range(0, len(self.devices), self.size)]
         self.losses: list[Tensor] = []
         self.structures = RunStructures()
         self._has_batchnorm = False
@@ -106,6 +112,14 @@ class ReplicaLayout(Layout):
         verify_takes_batches(module, options.strategy, options.instead)
 
     @override
+    def creating(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self.stages is None else torch.device("cpu")
+
+    @override
+    def place(self, module: pl.LightningModule) -> None:
+        super().place(module) if self.stages is None else self.stages.place(module)
+
+    @override
     def begin(self, trainer: pl.Trainer, structures: RunStructures) -> None:
         module, options = trainer.lightning_module, self.options
         self._module, self.structures = module, structures
@@ -113,8 +127,9 @@ class ReplicaLayout(Layout):
         part = module if options.submodule is None else find_submodule(module, options.submodule, options.strategy)
         root_call = None if part is module else part.forward
         self._runner = ReplicaRunner(
-            part, self.devices, options.threads, options.strategy, root_call, structures.options
-        )
+            part, [block[0] for block in self.blocks], options.threads, options.strategy, root_call, structures.options,
+            self.blocks if self.size > 1 else (), self.stages,
+        )  # fmt: skip
         if part is not module:
             self._forward = ParallelForward(part, self._runner, self._sizes, options.strategy, structures)
 
@@ -154,6 +169,8 @@ class ReplicaLayout(Layout):
             self._forward.close()
         if self._runner is not None:
             self._runner.close()
+        if self.stages is not None:
+            self.stages.remove()
         self._runner = self._forward = None
 
     def _mark_written_in_closure(self, batch: Batch) -> None:
@@ -232,7 +249,7 @@ class ReplicaLayout(Layout):
     def _sizes(self, num: int) -> list[int]:
         """Compute the samples per device of a batch of `num`, by the policy."""
         assert self._module is not None
-        sizes = self.policy.sizes(num, len(self.devices))
+        sizes = self.policy.sizes(num, len(self.blocks))
         if not (self._has_batchnorm and self._module.training and 1 in sizes):
             return sizes
         self._info_once(

@@ -76,14 +76,18 @@ class Replicas:
     Args:
         root: the module, on `devices[0]`.
         devices: one per replica; they may repeat and mix.
+        blocks: the devices of each replica, where the root's tensors are on several.
 
     Attributes:
         num_copied_parameters: parameters copied since the replicas were made, each counted once per device.
     """
 
-    def __init__(self, root: nn.Module, devices: Sequence[torch.device]) -> None:
+    def __init__(
+        self, root: nn.Module, devices: Sequence[torch.device], blocks: Sequence[Sequence[torch.device]] = ()
+    ) -> None:
         self.root = root
         self.devices = list(devices)
+        self._places = [dict(zip(blocks[0], block, strict=True)) for block in blocks[1:]] or [None] * len(devices[1:])
         self.num_copied_parameters = 0
         self._hidden_writes = HiddenWrites(())
         self._make()
@@ -155,7 +159,7 @@ class Replicas:
         """
         if self._leader and self.root.training:
             with torch.inference_mode(False), torch.no_grad():
-                broadcast_coalesced(self._buffers(self._used[0]), [self._buffers(0)])
+                _broadcast(self._buffers(self._used[0]), [self._buffers(0)])
         if RemovableHandle.next_id > self._next_hook:
             self._verify_hooks()
         if self._leader and RemovableHandle.next_id > self._next_hook and self._keeps_handle():
@@ -243,7 +247,10 @@ class Replicas:
                 module.__dict__[key].pop(number, None)
 
     def _make(self) -> None:
-        self._copies = [ModuleCopy(self.root, self.devices[0], device) for device in self.devices[1:]]
+        self._copies = [
+            ModuleCopy(self.root, self.devices[0], device, places=places)
+            for device, places in zip(self.devices[1:], self._places, strict=True)
+        ]
         self._modules = _plain_modules(self.root)
         self._changed: set[int] = set()
         self._slots = list(_parameter_slots(self._modules))
@@ -272,7 +279,7 @@ class Replicas:
         marked = self._changed | self._hidden_writes.take() | self._shared()
         changed = [i for i, version in enumerate(versions) if version != self._versions[i] or i in marked]
         sources = [self._parameters[i] for i in changed]
-        broadcast_coalesced(sources, [[copies[i] for i in changed] for copies in self._parameter_copies])
+        _broadcast(sources, [[copies[i] for i in changed] for copies in self._parameter_copies])
         for copies in self._parameter_copies:
             for parameter, replica in zip(self._parameters, copies, strict=True):
                 if parameter.requires_grad != replica.requires_grad:
@@ -298,8 +305,11 @@ class Replicas:
             return
         buffers = self._buffers(0)
         # new tensors, because a graph may still need the old values
-        copies = [[torch.empty_like(buffer, device=device) for buffer in buffers] for device in self.devices[1:]]
-        broadcast_coalesced(buffers, copies)
+        copies = [
+            [torch.empty_like(buffer, device=old.device) for buffer, old in zip(buffers, self._buffers(i), strict=True)]
+            for i in range(1, len(self))
+        ]
+        _broadcast(buffers, copies)
         for i, own in enumerate(copies, start=1):
             for (module, name), copy in zip(self._buffer_slots, own, strict=True):
                 self.counterpart(i, module)._buffers[name] = copy
@@ -313,6 +323,20 @@ class Replicas:
                 copy.update(module, seen.changed(module, own_step=i not in self._idle), seen.hooks(i in self._idle))
             seen.refresh(module)
         self._idle.clear()
+
+
+def _broadcast(sources: Sequence[Tensor], targets: Sequence[Sequence[Tensor]]) -> None:
+    """Copy tensors to the replicas, those of one device together."""
+    for group in by_device(sources):
+        broadcast_coalesced([sources[i] for i in group], [[target[i] for i in group] for target in targets])
+
+
+def by_device(tensors: Sequence[Tensor]) -> list[list[int]]:
+    """Group tensors by their device; a module that is not cut into stages is one group."""
+    groups: dict[torch.device, list[int]] = {}
+    for i, tensor in enumerate(tensors):
+        groups.setdefault(tensor.device, []).append(i)
+    return list(groups.values())
 
 
 class _Seen:

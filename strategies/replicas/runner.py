@@ -1,12 +1,14 @@
 """Run a module on replicas, one per device of the process: refresh, run, merge metrics, sum gradients."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from lightning_fabric.utilities import move_data_to_device
+from pytorch_lightning import LightningModule
 from torch import nn
 
 from ..batch.log_recorder import LogRecorder
@@ -17,10 +19,26 @@ from ._compiled import allow_recompiling, is_compiled
 from ._gradient_sum import GradientSum
 from ._metric_merge import MetricMerger
 from .measurement import Measurement, Reading
-from .replicas import Replicas
+from .replicas import Replicas, by_device
 
 Arguments: TypeAlias = tuple[Sequence[Any], dict[str, Any]]
 """Positional and keyword arguments of one call."""
+
+
+class CutsReplicas(Protocol):
+    """Cuts replicas into stages (`strategies/pipeline/stages.py`)."""
+
+    def place(self, module: LightningModule) -> None:
+        """Place the root on its devices, with hooks that move inputs from stage to stage."""
+        ...
+
+    def on_devices(self, devices: Sequence[torch.device]) -> AbstractContextManager[None]:
+        """Have the calling thread run the stages on the devices of another replica, inside the block."""
+        ...
+
+    def remove(self) -> None:
+        """Remove the hooks."""
+        ...
 
 
 class ReplicaRunner:
@@ -33,6 +51,8 @@ class ReplicaRunner:
         strategy: name that begins messages.
         root_call: called on the root instead of its method; None calls the method.
         batch_dims: the strategy's option, which also tells what steps collect in lists of the module.
+        blocks: the devices of each replica, where the module is cut into stages; `devices` are the first of each.
+        stages: cuts each replica across its block.
     """
 
     def __init__(
@@ -43,9 +63,13 @@ class ReplicaRunner:
         strategy: str = "dp",
         root_call: Callable[..., Any] | None = None,
         batch_dims: Mapping[str, str] | None = None,
+        blocks: Sequence[Sequence[torch.device]] = (),
+        stages: CutsReplicas | None = None,
     ) -> None:
         self.devices = list(devices)
-        self.replicas = Replicas(root, devices)
+        self.replicas = Replicas(root, devices, blocks)
+        self._blocks = blocks
+        self._stages = stages
         self._executor = Executor(threads)
         self._strategy = strategy
         self._root_call = root_call
@@ -98,12 +122,14 @@ class ReplicaRunner:
 
     def sum_gradients(self) -> None:
         """Add the gradients of all replicas to the root's parameters."""
-        self._gradients.collect()
+        for gradients in self._gradients:
+            gradients.collect()
 
     def close(self) -> None:
         """Stop the threads and remove the hooks; the root keeps its state."""
         self._executor.shutdown()
-        self._gradients.remove_hooks()
+        for gradients in self._gradients:
+            gradients.remove_hooks()
         self.replicas.close()
 
     def _attach(self) -> None:
@@ -111,7 +137,10 @@ class ReplicaRunner:
         if any(map(is_compiled, self.replicas.root.modules())):
             allow_recompiling(len(set(self.devices)))
         root, *others = self.replicas.parameters()
-        self._gradients = GradientSum(root, others)
+        self._gradients = [
+            GradientSum([root[i] for i in group], [[other[i] for i in group] for other in others])
+            for group in by_device(root)
+        ]
         self._metrics = MetricMerger(self.replicas, self._strategy)
         self.logs = LogRecorder(self.replicas.modules(), self.devices[0], self._metrics.original)
         self._attributes = AttributeWatch(self.replicas, self._strategy)
@@ -135,4 +164,10 @@ class ReplicaRunner:
             arguments = move_data_to_device(arguments, device)
         call = self._root_call if i == 0 and self._root_call is not None else getattr(self.replicas[i], method)
         name = f"chunk {i + 1} of {len(sizes)}, {sizes[i]} of {sum(sizes)} samples,"
-        return Piece(device, name, partial(call, *arguments[0], **arguments[1]))
+        call = partial(call, *arguments[0], **arguments[1])
+        return Piece(device, name, call if self._stages is None else partial(self._call_on_block, i, call))
+
+    def _call_on_block(self, i: int, call: Callable[[], Any]) -> Any:
+        assert self._stages is not None
+        with self._stages.on_devices(self._blocks[i]):
+            return call()

@@ -25,6 +25,7 @@ from evener.strategies import (
 )
 from evener.strategies.batch.losses import chunk_losses
 from evener.strategies.batch.policies import Even, FirstChunk, Policy, Weighted
+from evener.strategies.dp import verify_blocks
 from evener.strategies.replicas.layout import ReplicaLayout
 from evener.strategies.replicas.runner import ReplicaRunner
 from evener.trainer import Trainer
@@ -537,6 +538,8 @@ class Manual(Net):
         (VectorLoss, DataParallelStrategy, {}, r"returned a loss of shape \(2,\) for a chunk of 2 samples"),
         (Manual, DataParallelStrategy, {}, "dp: manual optimization .* Use strategy=ddp"),
         (Net, DataParallelStrategy, {"loss_reduction": "max"}, "loss_reduction=max is unknown"),
+        (Net, DataParallelStrategy, {"model_parallel_size": 3}, "dp: 2 devices don't divide into replicas of model"),
+        (Net, BalancedDataParallelStrategy, {"model_parallel_size": 2}, "only dp cuts its replicas into stages"),
         (Net, BalancedDataParallelStrategy, {"gpu0_chunk": 3}, "gpu0_chunk=3 is larger than an even share: 4 samples"),
         (Net, BalancedDataParallelStrategy, {"gpu0_chunk": -1}, "balanced_dp: gpu0_chunk=-1 is not a number of"),
         (Net, BalancedDataParallelStrategy, {"gpu0_chunk": "half"}, "gpu0_chunk='half' is not a number of samples"),
@@ -561,6 +564,13 @@ def test_replicas_in_a_rank_point_to_ranks_of_one_device() -> None:
     trainer.strategy._lightning_module = Manual()
     with pytest.raises(ConfigError, match=r"ddp: manual optimization .* Use strategy.devices_per_process=1"):
         strategy.layout.verify(trainer)
+
+
+def test_a_first_replica_that_repeats_a_device_of_its_own_is_refused() -> None:
+    devices = [torch.device("cuda", i) for i in (0, 0, 1, 2)]
+    with pytest.raises(ConfigError, match="dp: the first replica repeats a device where another has two: cuda:0"):
+        verify_blocks(devices, 2)
+    verify_blocks([CPU] * 4, 2)
 
 
 def test_sync_batchnorm_is_refused() -> None:

@@ -10,12 +10,14 @@ import pytest
 import pytorch_lightning as pl
 import torch
 from parity import CASES, assert_equal, baseline, run
+from placement_check import FakeDevices
 from torch import Tensor, nn
 
 from evener.strategies import BalancedDataParallelStrategy, DataParallelStrategy
 from evener.strategies.batch.chunks import join, split
 from evener.strategies.core import executor
-from evener.strategies.pipeline.placement_check import FakeDevices
+from evener.strategies.pipeline.options import StageOptions
+from evener.strategies.pipeline.stages import Stages
 from evener.strategies.replicas.runner import ReplicaRunner
 
 
@@ -62,6 +64,39 @@ def test_replicas_use_their_own_device_only(monkeypatch: pytest.MonkeyPatch, sec
         joined = join(outputs, sizes, devices[0])
     assert (joined["out"].device, joined["out"].shape, joined["names"]) == (devices[0], (5, 3), list("abcde"))
     assert joined["mean"].device == devices[0]
+
+
+class Halves(pl.LightningModule):
+    """Two parts, each with a parameter and a buffer, and a buffer of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+        self.second = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+
+    def step(self, x: Tensor) -> Tensor:
+        assert x.device == self.device
+        return self.second(self.first(x))
+
+
+def test_stages_of_a_replica_use_its_own_devices_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(executor, "on_device", lambda *_: nullcontext())
+    with FakeDevices(4) as fake:
+        module, devices = Halves().eval(), fake.devices
+        blocks = [devices[:2], devices[2:]]
+        stages = Stages(devices[:2], StageOptions(partition=["second"], output_device="first"))
+        stages.place(module)
+        runner = ReplicaRunner(module, [devices[0], devices[2]], threads=False, blocks=blocks, stages=stages)
+        with fake._fake:
+            chunks = [fake.to_fake(torch.randn(size, 4), device) for size, device in ((2, devices[0]), (3, devices[0]))]
+            for _ in range(2):
+                outputs = runner.run("step", [((chunk,), {}) for chunk in chunks], [2, 3])
+                runner.replicas.mark_changed()
+                module.second[1].running_mean.add_(1)  # pyright: ignore[reportCallIssue]  # a buffer
+        assert [output.device for output in outputs] == [devices[0], devices[2]]
+        for replica, block in zip((runner.replicas[0], runner.replicas[1]), blocks, strict=True):
+            for part, device in zip((replica.first, replica.second), block, strict=True):
+                assert {tensor.device for tensor in (*part.parameters(), *part.buffers())} == {device}
 
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: this machine has none")

@@ -6,11 +6,11 @@ from typing import cast
 import pytest
 import pytorch_lightning as pl
 import torch
+from placement_check import FakeDevices
 
 from evener.examples.digits import DigitsClassifier, DigitsDataModule
 from evener.examples.two_devices import TwoDeviceDigitsClassifier
 from evener.strategies import ConfigError, ModelParallelStrategy
-from evener.strategies.pipeline.placement_check import FakeDevices
 from evener.trainer import Trainer
 
 

@@ -42,7 +42,7 @@ def global_sizes(trainer: pl.Trainer) -> tuple[list[int], str]:
         return ranks.policy.sizes(batch_size, world), "rank"
     layout = layout_of(strategy)
     if isinstance(layout, ReplicaLayout):
-        return layout.policy.sizes(batch_size, len(layout.devices)), "replica"
+        return layout.policy.sizes(batch_size, len(layout.blocks)), "replica"
     return [batch_size], "device"
 
 

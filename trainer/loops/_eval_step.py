@@ -13,7 +13,7 @@ from pytorch_lightning.utilities.signature_utils import is_param_in_hook_signatu
 from ...strategies.core.types import Batch
 from ..logging.connector import LeanLoggerConnector
 from ._batch_fetch import OneLoader, batch_mover, to_cpu
-from ._hook_plan import HookPlan, profiles_nothing
+from ._hook_plan import HookPlan, may_be_lean
 
 
 class StepPlan:
@@ -74,7 +74,7 @@ def step_plan(loop: _EvaluationLoop | _PredictionLoop, stage: str) -> StepPlan |
     """Plan the lean steps of a loop that was just reset; None if Lightning's own steps must run."""
     fetcher = loop._data_fetcher
     assert fetcher is not None
-    if not profiles_nothing(loop.trainer):
+    if not may_be_lean(loop.trainer):
         return None
     fetcher._start_profiler = fetcher._stop_profiler = _profile_nothing
     return None if isinstance(fetcher, _DataLoaderIterDataFetcher) else StepPlan(loop, stage)

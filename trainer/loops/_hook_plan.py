@@ -52,8 +52,10 @@ def any_overridden(obj: object, names: Iterable[str], base: Base) -> bool:
     return any(overridden(obj, name, base) for name in names)
 
 
-def profiles_nothing(trainer: Any) -> bool:
-    """Whether no profiler and no debug log would record the hooks that are not called."""
+def may_be_lean(trainer: Any) -> bool:
+    """Whether steps may be lean, and no profiler and no debug log would record the hooks that are not called."""
+    if not trainer.lean:
+        return False
     profiler = trainer.profiler
     silent = not any_overridden(profiler, ("start", "stop", "profile"), PROFILER)
     return silent and not call.log.isEnabledFor(10)

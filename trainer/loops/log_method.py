@@ -38,7 +38,7 @@ class LeanLog:
 
     def __init__(self, trainer: pl.Trainer) -> None:
         connector: Any = trainer._logger_connector
-        self.trainer = trainer
+        self.trainer: Any = trainer
         self.connector: LeanLoggerConnector = connector
         self.module = trainer.lightning_module
         self.state: dict[str, Any] = self.module.__dict__
@@ -130,7 +130,7 @@ class LeanLog:
                 results.track(metric, value, copy, size, batch_size is not None)
             if metric is not None:
                 shared = metric.is_tensor and metric.meta.on_step and metric.meta.sync.should
-                if not shared or results.defers:
+                if self.trainer.lean and (not shared or results.defers):
                     defer = results.deferred if shared else None
                     results.slots[fx, name, index] = Slot(metric, options, bool(given["logger"]), defer)
 

@@ -30,7 +30,7 @@ from ..checkpoint.clean_points import ExactCheckpoints, ResumingEpochLoop, Resum
 from ..logging.connector import LeanLoggerConnector, LeanResults
 from ._batch_fetch import OneLoader, batch_mover
 from ._eval_step import StepPlan, evaluate, predict, step_plan, validation_may_be_due
-from ._hook_plan import STRATEGY, HookPlan, overridden, profiles_nothing
+from ._hook_plan import STRATEGY, HookPlan, may_be_lean, overridden
 from ._train_step import TrainStep
 from .accumulation import Accumulation
 
@@ -118,7 +118,7 @@ class LeanTrainingEpochLoop(ResumingEpochLoop, _TrainingEpochLoop):
         self.accumulation.verify()
         self._forget()
         self._agrees = ranks_of(self.trainer.strategy) is not None
-        if not profiles_nothing(self.trainer):
+        if not may_be_lean(self.trainer):
             return
         data_fetcher._start_profiler = data_fetcher._stop_profiler = _profile_nothing
         if not isinstance(data_fetcher, _DataLoaderIterDataFetcher):
@@ -184,7 +184,7 @@ class LeanTrainingEpochLoop(ResumingEpochLoop, _TrainingEpochLoop):
             super().advance(data_fetcher)
             return
         if plan.stale():
-            if not profiles_nothing(self.trainer):
+            if not may_be_lean(self.trainer):
                 self._forget()
                 super().advance(data_fetcher)
                 return

@@ -3,12 +3,12 @@
 import pytest
 import pytorch_lightning as pl
 import torch
+from placement_check import FakeDevices, prove_placement
 from torch import Tensor, nn
 
 from evener.examples.char_lm import CharLM
 from evener.strategies import ConfigError
 from evener.strategies.pipeline.options import Partition, StageOptions
-from evener.strategies.pipeline.placement_check import FakeDevices, prove_placement
 from evener.strategies.pipeline.stages import Stages
 
 CPU = torch.device("cpu")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from evener.strategies.pipeline._schedule import Task, ideal_speedup, schedule
+from evener.strategies.pipeline._schedule import Task, schedule
 
 
 def drawn(num_microbatches: int, num_stages: int) -> list[str]:
@@ -60,10 +60,3 @@ def test_a_task_runs_after_what_it_needs_and_no_stage_does_two(num_microbatches:
             assert here == tick_of[Task("B", microbatch, stage + 1)] + 1
         if phase == "B":
             assert here > tick_of[Task("F", microbatch, stage)]
-
-
-def test_ideal_speedup_by_hand() -> None:
-    assert ideal_speedup(1, 4) == 1.0
-    assert ideal_speedup(5, 1) == 1.0
-    assert ideal_speedup(4, 2) == 1.6
-    assert ideal_speedup(6, 3) == 2.25

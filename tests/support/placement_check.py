@@ -19,8 +19,8 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
-from ..core.errors import ConfigError
-from .stages import Stages
+from evener.strategies.core.errors import ConfigError
+from evener.strategies.pipeline.stages import Stages
 
 
 class FakeDevices:

@@ -1,0 +1,53 @@
+"""Without lean steps Lightning's own loops run, and every strategy still trains as one device does."""
+
+from typing import Any
+
+import pytest
+import torch
+from parity import CASES, assert_equal, baseline, fit, make_module, run
+from plans import PLANS
+
+from evener.trainer import Trainer
+from evener.trainer.loops import lean
+from evener.trainer.loops._train_step import TrainStep
+
+FAST = ("ragged", "accumulation_with_a_short_tail")
+
+
+@pytest.fixture(autouse=True)
+def refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test of this file may take a lean step."""
+
+    def fail(*args: Any) -> None:
+        raise AssertionError("a lean step was taken")
+
+    monkeypatch.setattr(TrainStep, "run", fail)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize(
+    "name", [*FAST, *(pytest.param(name, marks=pytest.mark.slow) for name in CASES if name not in FAST)]
+)
+def test_training_without_lean_steps_equals_one_device(name: str, plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(lean.SWITCH, "0")
+    case, (num_devices, strategy) = CASES[name], PLANS[plan]
+    assert_equal(run(case, strategy(**case.strategy), devices=num_devices), baseline(case), case.tolerance)
+
+
+def test_the_argument_has_precedence_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(lean.SWITCH, "0")
+    assert not Trainer(logger=False).lean
+    assert Trainer(logger=False, lean=True).lean
+    monkeypatch.delenv(lean.SWITCH)
+    assert Trainer(logger=False).lean
+    case = CASES["ragged"]
+    fit(case, make_module(case), "auto", devices=1, lean=False)
+
+
+@pytest.mark.parametrize(("library", "name"), [(torch, "torch"), (lean.pl, "Lightning")])
+def test_an_untested_version_is_told_once(library: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "__version__", "2.99.1")
+    with pytest.warns(UserWarning, match=rf"not tested with {name} 2\.99\.1 \(tested: 2\."):
+        assert not lean.is_lean(None)
+    assert not lean.is_lean(None)  # a second warning would be an error here
+    assert lean.is_lean(True)

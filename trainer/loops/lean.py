@@ -1,0 +1,42 @@
+"""Decide whether a trainer takes lean steps, which repeat some of Lightning's and torch's own code."""
+
+import os
+from functools import cache
+
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.utilities.rank_zero import rank_zero_warn
+
+SWITCH = "EVENER_LEAN"
+"""Environment variable: `0` has every step taken by Lightning's own loops and torch's own optimizer step."""
+
+TESTED = {"torch": ("2.11", "2.12", "2.13"), "Lightning": ("2.6",)}
+"""Minor versions that the lean steps were tested with."""
+
+
+def is_lean(asked: bool | None) -> bool:
+    """Whether to take lean steps.
+
+    Args:
+        asked: the trainer's argument; None decides by `EVENER_LEAN` and by the installed versions.
+    """
+    if asked is not None:
+        return asked
+    return os.environ.get(SWITCH) != "0" and _is_tested(torch.__version__, pl.__version__)
+
+
+@cache
+def _is_tested(torchs: str, lightnings: str) -> bool:
+    """Whether both versions were tested; the warning appears once."""
+    installed = {"torch": torchs, "Lightning": lightnings}
+    untested = [
+        f"{name} {version} (tested: {', '.join(TESTED[name])})"
+        for name, version in installed.items()
+        if ".".join(version.split(".")[:2]) not in TESTED[name]
+    ]
+    if untested:
+        rank_zero_warn(
+            f"Evener's lean steps were not tested with {' and '.join(untested)}. Lightning's own loops run instead, "
+            "which are slower; Trainer(lean=True) takes the lean steps."
+        )
+    return not untested
