@@ -18,6 +18,7 @@ from ...strategies import ConfigError
 from ...strategies.facts import name_of, stop_signal_of
 from ..callbacks import EpochLines, LogEveryEpoch, RunSummary, StartUp
 from ..checkpoint.find import find_newest, good_or_newest
+from ..config.checks import AUTO
 from ..config.instantiate import instantiate
 from ..loggers.custom_scalars import OUR_OWN
 from ..loggers.hparams import hyperparameters, in_order, overridden
@@ -102,16 +103,19 @@ def with_batch_size(cfg: DictConfig) -> DictConfig:
 
 
 def starting_checkpoint(cfg: DictConfig) -> str | None:
-    """Find the checkpoint to start from: after a restart the run's newest, otherwise the one that `resume` gives.
+    """Find the checkpoint to start from: the run's own newest after a restart, otherwise the one that `resume` gives.
 
     Raises:
         ConfigError: `resume=last`, but no checkpoint of this name exists.
     """
-    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0:
+    restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+    if restarted or cfg.resume == AUTO:
         newest = find_newest(cfg.run_dir)
         if newest is not None:
             rank_zero_info(f"Restarted: continuing from {newest}")
             return str(newest)
+    if cfg.resume == AUTO:
+        return None
     if cfg.resume is not None and cfg.resume != "last" and cfg.mode == "fit":
         return str(good_or_newest(cfg.resume))
     if cfg.resume != "last":
