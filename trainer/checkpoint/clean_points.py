@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from lightning_fabric.utilities.data import _set_sampler_epoch
 from lightning_fabric.utilities.types import _PATH
+from pytorch_lightning import Trainer
 from pytorch_lightning.callbacks import Timer
 from pytorch_lightning.loops.fetchers import _DataFetcher
 from pytorch_lightning.trainer.states import TrainerFn
@@ -85,8 +86,11 @@ class ResumingFitLoop(FitLoop):
     def between_batches(self) -> None:
         """Write a checkpoint if due, after a batch and its logging, validation and schedulers."""
         for saver in self._savers:
-            if saver.due and not self.epoch_loop.batch_progress.is_last_batch:
+            within = not self.epoch_loop.batch_progress.is_last_batch
+            if saver.due and within:
                 self._save(saver, BETWEEN_BATCHES)
+            elif saver.snapshots is not None and saver.snapshots.due and within:
+                self._at(BETWEEN_BATCHES, saver.take_snapshot)
 
     def stop_between_batches(self) -> None:
         """Save and stop if a signal was received; with several processes, once all of them stop at this step.
@@ -149,9 +153,12 @@ class ResumingFitLoop(FitLoop):
         raise SIGTERMException
 
     def _save(self, saver: Checkpoint, point: Place) -> None:
+        self._at(point, saver.save)
+
+    def _at(self, point: Place, save: Callable[[Trainer], None]) -> None:
         self._point = point
         try:
-            saver.save(self.trainer)
+            save(self.trainer)
         finally:
             self._point = None
 
