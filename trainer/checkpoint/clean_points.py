@@ -8,6 +8,7 @@ These classes are mixed into Lightning's private loops in `loops/loops.py`, the 
 """
 
 import copy
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
