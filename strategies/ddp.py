@@ -116,7 +116,7 @@ class DDPStrategy(MultiProcessStrategy):
         """The losses of the batch for which the module returned a `loss_weight`; several if a closure ran again."""
         self._parts: set[float] = set()
         self._knows_parts = False
-        self._metrics: MetricSync | None = None
+        self.metric_sync: MetricSync | None = None
         self.metric_steps: MetricSteps | None = None
         """Computes the values that metrics have for one global batch; None before the run."""
         self._num_passes = 0
@@ -195,8 +195,8 @@ class DDPStrategy(MultiProcessStrategy):
         super().setup(trainer)
         for optimizer in self.optimizers:
             state_to_parameters(optimizer)
-        self._metrics = MetricSync(self.root_device)
-        self._metrics.start()
+        self.metric_sync = MetricSync(self.root_device)
+        self.metric_sync.start()
         self.metric_steps = MetricSteps(whole=not self.layout.cut_by)
         self.metric_steps.start()
         self.layout.begin(trainer, self.structures)
@@ -291,15 +291,15 @@ class DDPStrategy(MultiProcessStrategy):
         """Prepare for the batches of another pass over loaders."""
         self._num_passes += 1
         self._num_evaluated.clear()
-        assert self._metrics is not None
+        assert self.metric_sync is not None
         assert self.lightning_module is not None
-        self._metrics.watch(self.lightning_module)
+        self.metric_sync.watch(self.lightning_module)
 
     def _tell_metrics(self) -> None:
         """Tell metrics to which global batch the next step belongs."""
         trainer = self._trainer
         assert trainer is not None
-        assert self._metrics is not None
+        assert self.metric_sync is not None
         assert self.metric_steps is not None
         share = self._share
         self.metric_steps.begin_batch(
@@ -307,7 +307,7 @@ class DDPStrategy(MultiProcessStrategy):
         )
         num_trained = trainer.fit_loop.epoch_loop.batch_progress.total.ready
         if trainer.training:
-            self._metrics.begin_batch((self._num_passes, num_trained, 0, 0))
+            self.metric_sync.begin_batch((self._num_passes, num_trained, 0, 0))
             return
         loop: Any = trainer._evaluation_loop
         index = loop._results.dataloader_idx or 0
@@ -315,7 +315,7 @@ class DDPStrategy(MultiProcessStrategy):
         number = self._num_evaluated[index]
         self._num_evaluated[index] += 1
         step = -1 if places is None else places[number] // self.world_size
-        self._metrics.begin_batch((self._num_passes, num_trained, index, step))
+        self.metric_sync.begin_batch((self._num_passes, num_trained, index, step))
 
     @override
     def on_train_start(self) -> None:
@@ -571,9 +571,9 @@ class DDPStrategy(MultiProcessStrategy):
     def teardown(self) -> None:
         if self._layout is not None:
             self._layout.close()
-        if self._metrics is not None:
-            self._metrics.end()
-            self._metrics = None
+        if self.metric_sync is not None:
+            self.metric_sync.end()
+            self.metric_sync = None
         if self.metric_steps is not None:
             self.metric_steps.end()
             self.metric_steps = None

@@ -1,5 +1,6 @@
 """Read, set and isolate random states: Python's, NumPy's, torch's, and those of a process's devices."""
 
+import hashlib
 import random
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
@@ -106,6 +107,19 @@ def seed_all(*entropy: int, devices: Sequence[torch.device] = ()) -> None:
     seed = (int(seeds[2]) << 31) ^ int(seeds[3])
     torch.default_generator.manual_seed(seed)
     _seed_each(devices, seed, first=0)
+
+
+def seed_sample(seed: int, place: int) -> None:
+    """Seed Python, numpy and torch of a data worker for one sample; takes some 30 µs.
+
+    Args:
+        seed: of the epoch.
+        place: the sample's, in the order of the epoch.
+    """
+    digest = hashlib.blake2b(f"{seed}/{place}".encode(), digest_size=20).digest()
+    random.seed(int.from_bytes(digest[:8], "little"))
+    np.random.seed(int.from_bytes(digest[8:12], "little"))
+    torch.default_generator.manual_seed(int.from_bytes(digest[12:], "little") >> 1)
 
 
 def seed_devices(devices: Sequence[torch.device]) -> None:

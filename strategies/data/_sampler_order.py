@@ -30,8 +30,8 @@ def in_one_order(units: Iterable[Unit], rank: int, agree: Agree) -> Iterator[Uni
     if type(sampler) is SequentialSampler:
         yield from units
         return
-    iterator = iter(units)
     stream = _Stream(agree((random_state(), _generator_state(sampler))), sampler)
+    iterator = iter(units) if rank == 0 else stream.start(units)  # a loader draws the seed of its workers here
     first = next(iterator, None) if rank == 0 else stream.next(iterator)
     if first is None:
         return
@@ -55,6 +55,12 @@ class _Stream:
         self.state, generator_state = agreed
         if generator_state is not None:
             sampler.generator.set_state(generator_state)
+
+    def start(self, units: Iterable[Unit]) -> Iterator[Unit]:
+        with swapped_random_state(self.state):
+            iterator = iter(units)
+            self.state = random_state()
+        return iterator
 
     def next(self, iterator: Iterator[Unit]) -> Unit | None:
         with swapped_random_state(self.state):

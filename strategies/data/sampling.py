@@ -127,8 +127,8 @@ def _spread(units: Sequence[Unit], num_ranks: int, smallest: int) -> list[Unit]:
     """Split the largest units, in place, until there is one per rank or none can be split."""
     units = list(units)
     while len(units) < num_ranks:
-        largest = max(range(len(units)), key=lambda i: _num(units[i]))
-        if _num(units[largest]) < 2 * smallest:
+        largest = max(range(len(units)), key=lambda i: num_samples(units[i]))
+        if num_samples(units[largest]) < 2 * smallest:
             break
         unit = units[largest]
         half = (len(unit) + 1) // 2
@@ -136,8 +136,8 @@ def _spread(units: Sequence[Unit], num_ranks: int, smallest: int) -> list[Unit]:
     return units
 
 
-def _num(unit: Unit) -> int:
-    """Number of samples in a unit; a key that is not a list counts as one."""
+def num_samples(unit: Unit) -> int:
+    """Return the number of samples in a unit; a key that is not a list counts as one."""
     return len(unit) if isinstance(unit, (list, tuple)) else 1
 
 
@@ -155,6 +155,7 @@ class RankBatches(Sampler[Any]):
     Attributes:
         shares: one entry per batch yielded since the last `__iter__`; the consumer takes them from the left.
         positions: position of each batch yielded since the last `__iter__` among all ranks' parts.
+        first_samples: place of each of these batches' first sample in the order of all samples.
     """
 
     def __init__(
@@ -168,19 +169,24 @@ class RankBatches(Sampler[Any]):
         self.agree = agree
         self.shares: deque[Share] = deque()
         self.positions: list[int] = []
+        self.first_samples: list[int] = []
 
     @override
     def __iter__(self) -> Iterator[Unit]:
         self.shares.clear()
         self.positions.clear()
+        self.first_samples.clear()
+        num_before = 0
         units = in_one_order(self.units, self.rank, self.agree)
         for step, parts in enumerate(self.cut.parts(units, self.num_ranks)):
-            mine, total = parts[self.rank], sum(_num(part) for part in parts)
-            num = _num(mine)
+            nums = [num_samples(part) for part in parts]
+            mine, num, total = parts[self.rank], nums[self.rank], sum(nums)
+            first, num_before = num_before + sum(nums[: self.rank]), num_before + total
             if not num and not self.training:
                 continue
-            self.shares.append(Share(num, total, not all(map(_num, parts))))
+            self.shares.append(Share(num, total, not all(nums)))
             self.positions.append(step * self.num_ranks + self.rank)
+            self.first_samples.append(first)
             yield mine if num else _stand_in(parts)
 
     def forget(self, num: int) -> None:
@@ -208,7 +214,7 @@ class RankBatches(Sampler[Any]):
 
 def _stand_in(parts: list[Unit]) -> Unit:
     """Take samples of other ranks for a zero-weight batch: two if possible, because BatchNorm can't train on one."""
-    taken = [part for part in parts if _num(part)]
+    taken = [part for part in parts if num_samples(part)]
     if not isinstance(taken[0], (list, tuple)):
         return taken[0]
     return [index for part in taken for index in part][:2]

@@ -21,13 +21,19 @@ import torch
 from torch.distributed import Store
 
 from ..core.user_code import is_library
-from ._stop import StopAgreement
+from ._stop import NEWS, StopAgreement
 from ._store_watch import RANK_FAILED
 from .process_exit import nccl
 from .store import is_hosted_by_agent, silence
 
 BEAT_S = 0.2
-"""Seconds between two heartbeats."""
+"""Seconds between two heartbeats of few ranks."""
+
+BEATS_PER_S = 256
+"""Heartbeats per second of all ranks together, at most: they go to one store."""
+
+_SILENT_BEATS = 4
+"""Heartbeats without which a rank counts as gone."""
 
 _FAILED = "failed"
 
@@ -78,6 +84,7 @@ class HeartbeatMonitor:
         self.num_ranks = num_ranks
         self.stop_agreement = stop_agreement
         self.timeout_s = timeout_s
+        self.beat_s = max(BEAT_S, num_ranks / BEATS_PER_S)
         self.beat = Heartbeat()
         self.count_steps: Callable[[], int] = lambda: 0
         self._failed_at = ""
@@ -101,17 +108,18 @@ class HeartbeatMonitor:
 
     def _run(self, store: Store) -> None:
         try:
-            while not self._ended.wait(BEAT_S):
-                self.stop_agreement.listen(store)
-                if not RANK_FAILED.is_set() and store.check([_FAILED]):
-                    RANK_FAILED.set()
+            while not self._ended.wait(self.beat_s):
+                if self.stop_agreement.has_news or store.check([NEWS]):
+                    self.stop_agreement.listen(store)
+                    if not RANK_FAILED.is_set() and store.check([_FAILED]):
+                        RANK_FAILED.set()
                 self.beat.count += 1
                 before = (self.beat.step, self.beat.place)
                 self.beat.step = self.count_steps()
                 self.beat.place = self._failed_at or self._place()
                 self._num_beats_here = self._num_beats_here + 1 if before == (self.beat.step, self.beat.place) else 0
                 store.set(f"beat/{self.rank}", json.dumps(asdict(self.beat)))
-                if RANK_FAILED.is_set() or self._num_beats_here * BEAT_S > _STUCK * self.timeout_s:
+                if RANK_FAILED.is_set() or self._num_beats_here * self.beat_s > _STUCK * self.timeout_s:
                     self._abort_waiting()
         except Exception:  # noqa: BLE001  # the store ended with its host; the main thread fails by itself
             RANK_FAILED.set()
@@ -127,7 +135,7 @@ class HeartbeatMonitor:
 
     def _name_and_abort(self, backend: Any) -> None:
         store = _own_connection(self.store)  # the main thread may be waiting on its own
-        self._ended.wait(4 * BEAT_S)  # until the one that failed has published its error
+        self._ended.wait(_SILENT_BEATS * self.beat_s)  # until the one that failed has published its error
         _log.error("rank %d ends its communication: %s", self.rank, self.culprits(store) or "it waits too long.")
         backend.abort()
 
@@ -145,6 +153,7 @@ class HeartbeatMonitor:
         RANK_FAILED.set()
         with suppress(RuntimeError):  # the store ended with its host: the others know
             self.store.set(_FAILED, "")
+            self.store.set(NEWS, "")
 
     def tell(self, exc: BaseException) -> None:
         """Publish the error that this rank failed with."""
@@ -186,7 +195,7 @@ class HeartbeatMonitor:
             texts = [f"rank {rank} failed with {store.get(f'failed/{rank}').decode()}" for rank in failed]
             return "; ".join(texts) + "."
         first = self._beats(store)
-        self._ended.wait(4 * BEAT_S)
+        self._ended.wait(_SILENT_BEATS * self.beat_s)
         second = self._beats(store)
         silent = [rank for rank in others if second[rank].count == first[rank].count]
         if silent:
@@ -197,6 +206,8 @@ class HeartbeatMonitor:
 
     def _beats(self, store: Store) -> list[Heartbeat]:
         keys = [f"beat/{rank}" for rank in range(self.num_ranks)]
+        if store.check(keys):
+            return [Heartbeat(**json.loads(beat)) for beat in store.multi_get(keys)]
         return [Heartbeat(**json.loads(store.get(key))) if store.check([key]) else Heartbeat() for key in keys]
 
 

@@ -20,6 +20,9 @@ from torch.distributed import Store
 from ..core.devices import is_accelerator
 from .store import POLL_S, RankError
 
+NEWS = "news"
+"""Set in the store along with a request to stop or a failure, so that ranks need ask for one thing only."""
+
 REQUEST = "stop/requested"
 TRAINING = "training"
 """The stretch of all optimizer steps."""
@@ -52,14 +55,20 @@ class StopAgreement:
         self.signal = signum
         self.armed = True
 
+    @property
+    def has_news(self) -> bool:
+        """Whether this rank has a request that the others don't know of."""
+        return self.armed and not self._told
+
     def listen(self, store: Store) -> None:
         """Publish this rank's request and read those of others; called regularly by a thread.
 
         Args:
             store: the thread's own connection.
         """
-        if self.armed and not self._told and self.signal is not None:
+        if self.has_news and self.signal is not None:
             store.set(REQUEST, str(self.signal))
+            store.set(NEWS, "")
             self._told = True
         elif not self.armed and store.check([REQUEST]):
             self.signal = int(store.get(REQUEST))
@@ -109,10 +118,15 @@ class StopAgreement:
             return stopped
         place = f"stop/{stretch}/ended"
         self.store.set(f"{place}/{self.rank}", str(int(stopped)))
+        answer = f"{place}/any"
         deadline, pause_s = time.monotonic() + timeout_s, POLL_S[0]
-        while not self._all_set(self.store, place):
+        while not self.store.check([answer]):
+            if self.rank == 0 and self._all_set(self.store, place):  # it asks for all of them, and tells the others
+                ended = self.store.multi_get([f"{place}/{rank}" for rank in range(self.num_ranks)])
+                self.store.set(answer, str(int(b"1" in ended)))
+                continue
             if time.monotonic() > deadline:
-                missing = [rank for rank in range(self.num_ranks) if not self.store.check([f"{place}/{rank}"])]
+                missing = [rank for rank in range(self.num_ranks) if not self.store.check([f"{place}/{rank}"])] or [0]
                 raise RankError(
                     f"rank {self.rank} waited {timeout_s:g} s at the end of a validation for rank "
                     f"{', '.join(map(str, missing))}."
@@ -121,7 +135,7 @@ class StopAgreement:
                 self.due(num_batches, stretch=stretch)
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, POLL_S[1])
-        return any(self.store.get(f"{place}/{rank}") == b"1" for rank in range(self.num_ranks))
+        return self.store.get(answer) == b"1"
 
     def _all_set(self, store: Store, place: str) -> bool:
         return store.check([f"{place}/{rank}" for rank in range(self.num_ranks)])

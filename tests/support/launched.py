@@ -1,5 +1,6 @@
 """What launched runs train in tests: a tiny module that tells what it does, and misbehaves where it is told to."""
 
+import json
 import os
 import signal
 import time
@@ -96,3 +97,44 @@ class Silent(Told):
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         super().training_step(batch, batch_idx)
+
+
+class Numbered(pl.LightningModule):
+    """Trains on numbered samples in a drawn order, and appends `<attempt> <pid> <epoch> <batch> <samples>` to a file.
+
+    Args:
+        record: the file; the weights are saved beside it at the end.
+        pause_s: seconds that a step takes.
+    """
+
+    NUM_SAMPLES = 18 * 9 + 3
+
+    def __init__(self, record: str, pause_s: float = 0.0, **_: Any) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 1, dtype=torch.float64)
+        self.record = record
+        self.pause_s = pause_s
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        share = getattr(self.trainer.strategy, "share", None)
+        x, ids = batch
+        own = ids.tolist() if share is None or share.num else []
+        with open(self.record, "a") as file:
+            attempt = os.environ.get("MASTER_PORT", "0")  # of each attempt's own store
+            file.write(f"{attempt} {os.getpid()} {self.current_epoch} {batch_idx} {json.dumps(own)}\n")
+        time.sleep(self.pause_s)
+        loss = (self.layer(x) - ids[:, None] / 100).square().mean()
+        self.log("val/loss", loss.detach())
+        return loss
+
+    def on_train_end(self) -> None:
+        if self.global_rank == 0:
+            torch.save(self.layer.state_dict(), self.record + ".weights")
+
+    def train_dataloader(self) -> Any:
+        numbers = torch.arange(self.NUM_SAMPLES)
+        x = torch.stack([numbers.double().sin(), numbers.double().cos()], 1)
+        return DataLoader(TensorDataset(x, numbers), 18, shuffle=True)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=0.05)

@@ -1,6 +1,6 @@
 """Write, find and verify checkpoint files, and restore a run exactly.
 
-Exports: Checkpoint, distinguish; find, file_io, clean_points.
+Exports: Checkpoint, distinguish; find, file_io, snapshots, clean_points.
 May import: logging.
 """
 

@@ -22,6 +22,7 @@ from ...strategies.core.module_checks import has_nan
 from ._interval import Interval
 from .file_io import VerifiedCheckpointIO, remove_leftovers
 from .find import find_newest, good_or_newest
+from .snapshots import MemorySnapshots, snapshots_of
 
 log = logging.getLogger(__name__)
 
@@ -51,6 +52,8 @@ class Checkpoint(ModelCheckpoint):
         every_n_steps: number of optimizer steps between checkpoints.
         every_n_epochs: number of epochs between checkpoints.
         interval_s: seconds of training between checkpoints.
+        snapshot_every_n_steps: number of optimizer steps between snapshots in memory, from which a run on one machine
+            goes on that is restarted, if they are newer than its files.
         on_error: what to do if a file can't be written (a full disk): `raise` stops training, `warn` continues.
         save_weights_only: omit the state that is only needed to resume.
         verbose: log a line for each checkpoint that is compared.
@@ -73,6 +76,7 @@ class Checkpoint(ModelCheckpoint):
         every_n_steps: int | None = None,
         every_n_epochs: int | None = None,
         interval_s: float | None = None,
+        snapshot_every_n_steps: int | None = None,
         on_error: Literal["raise", "warn"] = "raise",
         save_weights_only: bool = False,
         verbose: bool = False,
@@ -80,6 +84,10 @@ class Checkpoint(ModelCheckpoint):
     ) -> None:
         triggers = {"every_n_steps": every_n_steps, "every_n_epochs": every_n_epochs, "interval_s": interval_s}
         _verify_options(triggers, on_error, options)
+        if snapshot_every_n_steps is not None and snapshot_every_n_steps < 1:
+            raise ConfigError(
+                f"checkpoint: snapshot_every_n_steps={snapshot_every_n_steps} is too small. Give at least 1, or null."
+            )
         self._triggers = {name: value for name, value in triggers.items() if value is not None}
         self._key_triggers: dict[str, float] = {}
         super().__init__(
@@ -109,6 +117,9 @@ class Checkpoint(ModelCheckpoint):
         self._saved_now = ""
         self._last_batch_saved = -1
         self._scores: dict[str, Tensor] = {}
+        self._snapshot_every_n_steps = snapshot_every_n_steps
+        self.snapshots: MemorySnapshots | None = None
+        """Takes snapshots in memory; None if none are taken."""
         self._told_of_nan = False
 
     # When to save
@@ -124,6 +135,7 @@ class Checkpoint(ModelCheckpoint):
         if type(trainer.strategy.checkpoint_io) in (TorchCheckpointIO, VerifiedCheckpointIO):
             self._io = VerifiedCheckpointIO(self._background, self._on_error)
             trainer.strategy.checkpoint_io = self._io
+        self.snapshots = snapshots_of(trainer, self._snapshot_every_n_steps, self.dirpath)
         if trainer.is_global_zero and self.dirpath is not None:
             remove_leftovers(Path(self.dirpath))
 
@@ -141,6 +153,8 @@ class Checkpoint(ModelCheckpoint):
             super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
             return
         step = trainer.global_step
+        if self.snapshots is not None:
+            self.snapshots.mark(trainer)
         by_step = self._every_n_train_steps > 0 and step % self._every_n_train_steps == 0
         ends = self.save_last and step == trainer.max_steps  # possibly within an epoch
         by_time = self._interval is not None and self._interval.is_over(trainer)
@@ -181,6 +195,8 @@ class Checkpoint(ModelCheckpoint):
         if self._io is not None:
             self._io.wait()
         self._settle(trainer)
+        if self.snapshots is not None and self.save_last:
+            self.snapshots.end()
 
     def lacks(self, trainer: pl.Trainer) -> bool:
         """Whether `last.ckpt` is requested and older than the weights and the gradients accumulated so far."""
@@ -194,6 +210,12 @@ class Checkpoint(ModelCheckpoint):
         return self._every_n_epochs > 0 and (trainer.current_epoch + 1) % self._every_n_epochs == 0
 
     # Saving
+
+    def take_snapshot(self, trainer: pl.Trainer) -> None:
+        """Take the snapshot that is due."""
+        assert self.snapshots is not None
+        _flush_logs(trainer)
+        self.snapshots.take(trainer)
 
     def save(self, trainer: pl.Trainer) -> None:
         """Write the best checkpoint, if the monitored metric belongs to the current weights, and the last one.

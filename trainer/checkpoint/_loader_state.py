@@ -2,9 +2,10 @@
 
 The samples of an epoch depend on the order in which the sampler yields indices, the number of batches taken, and the
 random numbers of augmentation. The order is reproduced from the random state in which the sampler started; batches
-already taken are skipped without loading them (an `IterableDataset` must be read again). In workers every batch is
-loaded with its own seed, derived from the epoch's seed, the rank and the batch's index, so that results depend neither
-on the batches a worker loaded before nor on the number of workers.
+already taken are skipped without loading them (an `IterableDataset` must be read again). In workers every sample is
+loaded with its own seed, derived from the epoch's seed and the sample's place in the order of the epoch, so that what
+is drawn depends neither on the number of workers nor on the number of ranks. A stream's batches have seeds of their
+own, derived from the epoch's seed, the rank and the batch's index.
 """
 
 import multiprocessing
@@ -30,8 +31,8 @@ from typing_extensions import override
 
 from ...strategies.core import rng
 from ...strategies.core.torch_loader import next_of
-from ...strategies.data.sampling import RankBatches
-from ...strategies.data.streams import Stream
+from ...strategies.data.sampling import RankBatches, in_one_order, num_samples
+from ...strategies.data.streams import Divided, Stream
 
 ASK_TO_STOP = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 """Signals that end a run after its current step."""
@@ -44,6 +45,8 @@ def make_resumable(loader: Any, rank: int) -> None:
     """
     if isinstance(loader, Stream) and not isinstance(loader, ResumableStream):
         loader.__class__ = _subclass(ResumableStream, type(loader))
+        if isinstance(loader, Divided):  # all ranks read the same stream, as one device does: its workers' seeds too
+            make_resumable(loader.loader, rank=0)
     elif isinstance(loader, ResumableLoader):
         loader.rank = rank
     elif isinstance(loader, DataLoader) and not hasattr(loader, "state_dict"):
@@ -82,8 +85,10 @@ class ResumableStream(Stream):
     _pending: dict[str, Any] | None = None
 
     def state_dict(self) -> dict[str, Any]:
-        """The number of batches taken, and the random state at the start."""
-        return {"position": self._position, "start": self._start}
+        """As that of a `ResumableLoader`, which goes on from here on one device."""
+        start = None if self._start is None else {"random": self._start, "generators": []}
+        seed = getattr(self.loader, "_seed", 0)
+        return {"position": self._position, "seed": seed, "start": start, "generators": []}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Start the next iteration at the saved position."""
@@ -99,9 +104,9 @@ class ResumableStream(Stream):
         if resumed is None or resumed["start"] is None:
             self._start = rng.capture()
         else:
-            self._start = resumed["start"]
+            self._start = resumed["start"]["random"]
             with rng.isolated():
-                rng.restore(resumed["start"])
+                rng.restore(resumed["start"]["random"])
                 for _ in range(self._position):
                     next(batches)
                     self.shares.popleft()
@@ -141,7 +146,7 @@ class ResumableLoader(DataLoader[Any]):
     def __iter__(self) -> Any:
         self._resumed, self._pending = self._pending, None
         self._position = 0 if self._resumed is None else self._resumed["position"]
-        self._seed = self._peek_seed() if self._resumed is None else self._resumed["seed"]
+        self._seed = self._agreed_seed() if self._resumed is None else self._resumed["seed"]
         if self.persistent_workers and self._iterator is not None:
             self._draw_seed()  # as an iterator that is new does: what follows is the same after a restart
         if not isinstance(self.dataset, IterableDataset):
@@ -174,22 +179,23 @@ class ResumableLoader(DataLoader[Any]):
                 next(batches)
         return batches
 
-    def begin(self, base: Any) -> Iterator[Any]:
-        """Start the sampler, and skip the batches already taken."""
+    def begin(self, base: Any) -> Iterator[tuple[int, Any]]:
+        """Start the sampler, skip the batches already taken, and number the others' first samples."""
         if isinstance(self.dataset, IterableDataset):
-            return iter(base)
+            return enumerate(base)
+        ordered = base if isinstance(base, RankBatches) else in_one_order(base, 0, _alone)
         if self._resumed is None or self._resumed["start"] is None:  # The order was not drawn yet.
             self._resumed = None
             self._start = self._capture()
-            return iter(base)
+            return _numbered(base, iter(ordered))
         with rng.isolated():
             self._return_to_start()
-            indices = iter(base)
+            numbered = _numbered(base, iter(ordered))
             # Take one more, so that a sampler which draws its order at the first index has done so.
-            head = list(islice(indices, self._position, self._position + 1))
+            head = list(islice(numbered, self._position, self._position + 1))
             if isinstance(base, RankBatches):
                 base.forget(self._position)
-        return _chain(head, indices)
+        return _chain(head, numbered)
 
     def _return_to_start(self) -> None:
         assert self._resumed is not None
@@ -225,6 +231,12 @@ class ResumableLoader(DataLoader[Any]):
             process._popen.terminate = process._popen.kill  # how torch and Python end one that hangs
         return iterator
 
+    def _agreed_seed(self) -> int:
+        """The seed of this epoch's samples, the same on all ranks that share the loader."""
+        batches: RankBatches | None = getattr(self, "rank_batches", None)
+        seed = self._peek_seed()
+        return seed if batches is None or not self.num_workers else batches.agree(seed)
+
     def _peek_seed(self) -> int:
         """The seed that torch's iterator will draw for its workers."""
         generator = self.generator or torch.default_generator
@@ -236,9 +248,13 @@ class ResumableLoader(DataLoader[Any]):
     def _draw_seed(self) -> int:
         return int(torch.empty((), dtype=torch.int64).random_(generator=self.generator))
 
-    def seeded(self, indices: Any, position: int) -> Any:
-        """Attach to a batch's indices the seed with which a worker must load it."""
-        return _Seeded((self._seed, self.rank, position), indices) if self.num_workers else indices
+    def seeded(self, indices: Any, position: int, first_sample: int) -> Any:
+        """Attach to a batch's indices the seeds with which a worker must load it."""
+        if not self.num_workers:
+            return indices
+        if isinstance(self.dataset, IterableDataset):
+            return _Seeded((self._seed, self.rank, position), indices)
+        return _Seeded((self._seed, first_sample), indices, each=type(indices) is list)
 
 
 class _Indices:
@@ -254,21 +270,46 @@ class _Indices:
     def __iter__(self) -> Iterator[Any]:
         loader = self._loader
         first = 0 if isinstance(loader.dataset, IterableDataset) else loader._position
-        for position, indices in enumerate(loader.begin(self._base), first):
-            yield loader.seeded(indices, position)
+        for position, (first_sample, indices) in enumerate(loader.begin(self._base), first):
+            yield loader.seeded(indices, position, first_sample)
+
+
+def _alone(value: Any) -> Any:
+    return value
+
+
+def _numbered(base: Any, units: Iterator[Any]) -> Iterator[tuple[int, Any]]:
+    """Give each batch the place of its first sample in the order of the epoch."""
+    num_before = 0
+    for number, unit in enumerate(units):
+        yield base.first_samples[number] if isinstance(base, RankBatches) else num_before, unit
+        num_before += num_samples(unit)
+
+
+class _SeededList(list[Any]):
+    """A batch's indices, before each of which the random streams are seeded for its sample."""
+
+    entropy: tuple[int, ...]
+
+    def __iter__(self) -> Iterator[Any]:
+        seed, first = self.entropy
+        for place, index in enumerate(super().__iter__(), first):
+            rng.seed_sample(seed, place)
+            yield index
 
 
 class _Seeded:
-    """Indices sent to a worker: unpickling them seeds the worker and returns the plain indices."""
+    """Indices sent to a worker: unpickling them seeds the worker for the batch, or for each of its samples."""
 
-    __slots__ = ("entropy", "indices")
+    __slots__ = ("each", "entropy", "indices")
 
-    def __init__(self, entropy: tuple[int, ...], indices: Any) -> None:
+    def __init__(self, entropy: tuple[int, ...], indices: Any, each: bool = False) -> None:
         self.entropy = entropy
         self.indices = indices
+        self.each = each
 
     def __reduce__(self) -> Any:
-        return _arrive, (self.entropy, self.indices)
+        return _arrive, (self.entropy, self.indices, self.each)
 
 
 @contextmanager
@@ -324,8 +365,11 @@ def _go_on(signum: int, frame: FrameType | None) -> None:
     pass
 
 
-def _arrive(entropy: tuple[int, ...], indices: Any) -> Any:
+def _arrive(entropy: tuple[int, ...], indices: Any, each: bool) -> Any:
     rng.seed_all(*entropy)
+    if each:
+        indices = _SeededList(indices)
+        indices.entropy = entropy
     feeder: Any = Queue
     feeder._on_queue_feeder_error = staticmethod(_end_worker)  # in this worker, before its first put
     return indices

@@ -1,7 +1,9 @@
 """Save and restore the values that `self.log` has accumulated in an unfinished epoch, and withdraw outdated points."""
 
+from collections.abc import Sequence
+from math import inf
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import pytorch_lightning as pl
 import torch
@@ -23,6 +25,11 @@ _META = (
     *("enable_graph", "add_dataloader_idx", "dataloader_idx", "metric_attribute"),
 )
 _STATE = ("value", "cumulated_batch_size", "_forward_cache")
+
+Entry: TypeAlias = dict[str, Any]
+"""A logged value that `capture` read."""
+
+_REDUCTIONS: dict[str, Any] = {"mean": sum, "sum": sum, "max": max, "min": min}
 
 
 def capture(results: _ResultCollection) -> dict[str, Any]:
@@ -62,6 +69,69 @@ def restore(trainer: pl.Trainer, results: _ResultCollection, saved: dict[str, An
         metric.has_reset = entry["has_reset"]
         metric._update_count = entry["num_updates"]
         results[key] = metric.to(device)
+        restored: dict[str, Any] = getattr(results, "restored", {})
+        restored[key] = results[key]
+
+
+def on_one_device(ranks: Sequence[dict[str, Entry]]) -> dict[str, Entry]:
+    """Combine what several ranks have captured to what one device would have."""
+    keys = dict.fromkeys(key for results in ranks for key in results)
+    return {key: _combined([results[key] for results in ranks if key in results]) for key in keys}
+
+
+def part_of(whole: dict[str, Entry], num_ranks: int) -> dict[str, Entry]:
+    """Return what each of several ranks has to hold for all of them to have accumulated what one device has."""
+    return {key: _part(entry, num_ranks) for key, entry in whole.items()}
+
+
+def _combined(entries: Sequence[Entry]) -> Entry:
+    counted = [entry for entry in entries if not entry["has_reset"]]
+    first = entries[0]
+    if not counted or not first["meta"]["on_epoch"] or first["sync"]["rank_zero_only"]:
+        return first
+    values = [entry["state"]["value"] for entry in counted]
+    counts = [entry["state"]["cumulated_batch_size"] for entry in counted if "cumulated_batch_size" in entry["state"]]
+    state = {**first["state"], "value": _REDUCTIONS[first["reduce_fx"]](values)}
+    num_updates = max(entry["num_updates"] for entry in counted)
+    given = [entry["given"] for entry in counted if entry["given"] is not None]
+    whole = len(given) == len(counted) and all(entry["given"]["num"] == entry["num_updates"] for entry in counted)
+    merged = None
+    if given:
+        merged = {
+            "value": sum(one["value"] for one in given),
+            "weight": sum(one["weight"] for one in given),
+            "smallest": min(one["smallest"] for one in given),
+            "largest": max(one["largest"] for one in given),
+            "own": all(one["own"] for one in given),
+            "num": num_updates if whole else -1,
+        }
+    if counts:
+        state["cumulated_batch_size"] = sum(counts)
+    return {**first, "state": state, "given": merged, "num_updates": num_updates, "has_reset": False}
+
+
+def _part(entry: Entry, num_ranks: int) -> Entry:
+    state, given = dict(entry["state"]), entry["given"]
+    if entry["has_reset"] or not entry["meta"]["on_epoch"] or entry["sync"]["rank_zero_only"]:
+        return entry
+    if given is not None and num_ranks == 1:  # one device counts by what was given, if that was for the whole batch
+        if given["num"] == entry["num_updates"] and given["smallest"] == given["largest"] and not given["own"]:
+            like: Any = state["value"]
+            state["value"] = torch.as_tensor(given["value"], dtype=like.dtype)
+            state["cumulated_batch_size"] = torch.as_tensor(given["weight"])
+        return {**entry, "state": state, "given": None}
+    if entry["reduce_fx"] == "mean" and given is None:
+        # whether `batch_size` was given is not known of one device: what the ranks give from here on decides
+        weight = state["cumulated_batch_size"]
+        given = {"value": state["value"], "weight": weight, "smallest": inf, "largest": -inf, "own": True}
+        given["num"] = entry["num_updates"]
+    if entry["reduce_fx"] in ("mean", "sum"):
+        state["value"] = state["value"] / num_ranks
+    if "cumulated_batch_size" in state:
+        state["cumulated_batch_size"] = state["cumulated_batch_size"] / num_ranks
+    if given is not None:
+        given = {**given, "value": given["value"] / num_ranks, "weight": given["weight"] / num_ranks}
+    return {**entry, "state": state, "given": given}
 
 
 def withdraw_later_points(trainer: pl.Trainer) -> None:

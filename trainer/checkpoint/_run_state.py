@@ -1,5 +1,7 @@
 """Capture and restore the state that exact resuming needs beyond Lightning's checkpoints.
 
+`_other_ranks.py` carries it over to another number of ranks.
+
 | state | kept per rank |
 |---|---|
 | random states of python, numpy, torch and the process's devices | yes |
@@ -20,8 +22,11 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from ...strategies.core import rng
+from ...strategies.distributed.metrics.saved import SavedMetric
+from ...strategies.distributed.metrics.states import Mark
+from ...strategies.distributed.metrics.sync import MetricSync
 from ...strategies.distributed.objects import gather_on_first
-from ...strategies.facts import process_devices
+from ...strategies.facts import process_devices, ranks_of
 from . import _logged_values
 from ._loader_state import ResumableLoader, is_resumable
 
@@ -45,8 +50,7 @@ def capture(trainer: pl.Trainer, accumulating: bool) -> list[dict[str, Any]] | N
         "loaders": [] if loader is None else _positions(trainer, loader),
         "gradients": _gradients(module) if accumulating else None,
         "weights": _on_cpu(_weights(trainer).total) if accumulating else 0.0,
-        "metrics": {name: _on_cpu(metric.metric_state) for name, metric in _metrics(module)},
-        "metric_counts": {name: metric._update_count for name, metric in _metrics(module)},
+        "metrics": {name: _saved(metric, _metric_sync(trainer)) for name, metric in _metrics(module)},
         "results": _logged_values.capture(trainer.fit_loop.epoch_loop._results),
         "logged": _on_cpu(dict(trainer.callback_metrics)),
     }
@@ -60,16 +64,22 @@ def restore(trainer: pl.Trainer, state: dict[str, Any]) -> None:
     module = trainer.lightning_module
     trainer._logger_connector._callback_metrics.update(state["logged"])
     _logged_values.restore(trainer, trainer.fit_loop.epoch_loop._results, state["results"])
+    sync = _metric_sync(trainer)
     for name, metric in _metrics(module):
         if name in state["metrics"]:
-            for key, value in state["metrics"][name].items():
-                setattr(metric, key, _to(value, metric.device))
-            metric._update_count = state["metric_counts"][name]
+            saved = SavedMetric.read(state["metrics"][name])
+            saved.give(metric)
+            if sync is not None:
+                sync.restore_marks(metric, [Mark((0, *mark.place), mark.sizes) for mark in saved.marks])
     _weights(trainer).total = _to(state["weights"], trainer.strategy.root_device)
     for name, parameter in module.named_parameters():
         if state["gradients"] is not None and name in state["gradients"]:
             parameter.grad = state["gradients"][name].to(parameter)
-    rng.restore(state["random"], devices_in_use(trainer))
+    if state["random"] is None:  # a rank that was not there before
+        devices = devices_in_use(trainer)
+        rng.seed_all(torch.initial_seed() % 2**63, trainer.global_rank, trainer.global_step, devices=devices)
+    else:
+        rng.restore(state["random"], devices_in_use(trainer))
 
 
 def restore_generators(loader: CombinedLoader, states: list[dict[str, Any]]) -> None:
@@ -120,6 +130,17 @@ def _weights(trainer: pl.Trainer) -> Any:
     """The loss weights of the accumulated step, in `loops.accumulation.Accumulation`."""
     epoch_loop: Any = trainer.fit_loop.epoch_loop
     return epoch_loop.accumulation
+
+
+def _metric_sync(trainer: Any) -> MetricSync | None:
+    """The strategy's exchange of metrics between ranks; it knows which batches their states come from."""
+    ranks = ranks_of(trainer.strategy)
+    return None if ranks is None else ranks.metric_sync
+
+
+def _saved(metric: Metric, sync: MetricSync | None) -> dict[str, Any]:
+    marks = [] if sync is None else sync.marks_of(metric)
+    return SavedMetric.of(metric, marks).to_dict()
 
 
 def _gradients(module: torch.nn.Module) -> dict[str, Tensor]:

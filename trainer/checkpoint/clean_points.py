@@ -8,18 +8,19 @@ These classes are mixed into Lightning's private loops in `loops/loops.py`, the 
 """
 
 import copy
-from collections.abc import Mapping
-from types import MappingProxyType
+from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning_fabric.utilities.data import _set_sampler_epoch
 from lightning_fabric.utilities.types import _PATH
+from pytorch_lightning import Trainer
 from pytorch_lightning.callbacks import Timer
 from pytorch_lightning.loops.fetchers import _DataFetcher
 from pytorch_lightning.trainer.states import TrainerFn
 from pytorch_lightning.utilities.exceptions import SIGTERMException
-from pytorch_lightning.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from pytorch_lightning.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
 
 from ...strategies.core import rng
@@ -27,6 +28,7 @@ from ...strategies.facts import ranks_of
 from . import _logged_rows, _logged_values, _run_state
 from ._callback import Checkpoint
 from ._loader_state import is_resumable, make_resumable
+from ._resume_point import AFTER_EPOCH, BEFORE_VALIDATION, BETWEEN_BATCHES, Place, ResumePoint, counts_global_batches
 from .file_io import CheckpointError
 
 if TYPE_CHECKING:
@@ -38,9 +40,6 @@ else:
     FitLoop = EpochLoop = EvaluationLoop = CheckpointConnector = object
 
 
-BETWEEN_BATCHES = "between_batches"
-BEFORE_VALIDATION = "before_validation"
-AFTER_EPOCH = "after_epoch"
 EXACT = "exact_resume"
 """The checkpoint key of the state that Lightning's checkpoints do not contain."""
 
@@ -70,28 +69,17 @@ class ExactCheckpoints(CheckpointConnector):
                 "checkpoint, or load plain weights with module.load_state_dict."
             ) from exc
         fit_loop: Any = self.trainer.fit_loop
-        fit_loop.saved_state = self._loaded_checkpoint.pop(EXACT, {})
+        fit_loop.resumed = ResumePoint.read(self._loaded_checkpoint.pop(EXACT, {}))
 
 
 class ResumingFitLoop(FitLoop):
     """Loop over epochs that saves and resumes at clean points."""
 
-    _point: str | None = None
+    _point: Place | None = None
     """The clean point of the checkpoint being written."""
-    _resumed_point: str | None = None
-    """The clean point of the checkpoint being resumed."""
-    resumes_between_batches = False
-    """Whether the next batch is the first one after the resumed checkpoint."""
-    resumes_before_validation = False
-    """Whether the resumed checkpoint was written in place of a validation, which is still to come."""
-    resumes_stopping = False
-    """Whether the resumed run was about to stop (`trainer.should_stop`)."""
-    _resumed_state: dict[str, Any] | None = None
-    _resumed_rows: Mapping[str, int] = MappingProxyType({})
-    """Rows in the loggers' files when the checkpoint being resumed was written."""
+    resumed = ResumePoint()
+    """The point at which this run goes on, until it has."""
     _savers: tuple[Checkpoint, ...] = ()
-    saved_state: Mapping[str, Any] = MappingProxyType({})
-    """The `EXACT` entry of the checkpoint being loaded."""
     has_clean_points = True
     takes_steps = False
     """Whether the run has begun to train, so that a stop between two steps has something to save."""
@@ -99,8 +87,11 @@ class ResumingFitLoop(FitLoop):
     def between_batches(self) -> None:
         """Write a checkpoint if due, after a batch and its logging, validation and schedulers."""
         for saver in self._savers:
-            if saver.due and not self.epoch_loop.batch_progress.is_last_batch:
+            within = not self.epoch_loop.batch_progress.is_last_batch
+            if saver.due and within:
                 self._save(saver, BETWEEN_BATCHES)
+            elif saver.snapshots is not None and saver.snapshots.due and within:
+                self._at(BETWEEN_BATCHES, saver.take_snapshot)
 
     def stop_between_batches(self) -> None:
         """Save and stop if a signal was received; with several processes, once all of them stop at this step.
@@ -146,7 +137,7 @@ class ResumingFitLoop(FitLoop):
         ranks = ranks_of(self.trainer.strategy)
         return received if ranks is None else ranks.agree_to_stop(received)
 
-    def _save_and_stop(self, point: str) -> None:
+    def _save_and_stop(self, point: Place) -> None:
         self.trainer.agreed_to_stop = True  # pyright: ignore[reportAttributeAccessIssue]  # an attribute of our Trainer
         for saver in self._savers:
             if saver.due or saver.lacks(self.trainer):
@@ -162,10 +153,13 @@ class ResumingFitLoop(FitLoop):
         )
         raise SIGTERMException
 
-    def _save(self, saver: Checkpoint, point: str) -> None:
+    def _save(self, saver: Checkpoint, point: Place) -> None:
+        self._at(point, saver.save)
+
+    def _at(self, point: Place, save: Callable[[Trainer], None]) -> None:
         self._point = point
         try:
-            saver.save(self.trainer)
+            save(self.trainer)
         finally:
             self._point = None
 
@@ -180,12 +174,13 @@ class ResumingFitLoop(FitLoop):
     def resume_state(self) -> dict[str, Any]:
         """Capture the `EXACT` entry of a checkpoint; every rank must call it."""
         accumulating = self._point != AFTER_EPOCH and self.epoch_loop._should_accumulate()
-        return {
-            "point": self._point,
-            "should_stop": self.trainer.should_stop and not _is_time_over(self.trainer),
-            "ranks": _run_state.capture(self.trainer, accumulating),
-            "rows": _logged_rows.count(self.trainer),
-        }
+        return ResumePoint(
+            self._point,
+            self.trainer.should_stop and not _is_time_over(self.trainer),
+            _logged_rows.count(self.trainer),
+            counts_global_batches(self.trainer),
+            _run_state.capture(self.trainer, accumulating),
+        ).to_dict()
 
     @override
     def on_save_checkpoint(self) -> dict[str, Any]:
@@ -201,42 +196,26 @@ class ResumingFitLoop(FitLoop):
     @override
     def load_state_dict(self, state_dict: dict[str, Any], prefix: str = "") -> None:
         super().load_state_dict(state_dict, prefix)
-        saved, self.saved_state = self.saved_state, {}
-        self._resume(saved)
-        if self._resumed_point == AFTER_EPOCH:  # Lightning considers a run bounded by steps unfinished.
+        self.resumed = self.resumed.for_rank(self.trainer)
+        if self.resumed.own is not None:
+            self._combined_loader_states_to_load = self.resumed.own["loaders"]
+        if self.resumed.point == AFTER_EPOCH:  # Lightning considers a run bounded by steps unfinished.
             self._restarting = self.epoch_loop._restarting = self.epoch_loop.val_loop._restarting = False
-            self.trainer.should_stop = self.resumes_stopping
+            self.trainer.should_stop = self.resumed.should_stop
 
     @property
     @override
     def skip(self) -> bool:
         skips = super().skip
-        if skips and self._resumed_point is not None:
+        if skips and self.resumed.point is not None:
             why = "it was stopped early" if self.trainer.should_stop else "max_epochs or max_steps is reached"
             rank_zero_info(
                 f"The checkpoint is of a run that has finished, at step {self.epoch_loop.global_step} ({why}): nothing "
                 "is left to train."
             )
-            if self._resumed_state is not None:
-                self.trainer._logger_connector._callback_metrics.update(self._resumed_state["logged"])
+            if self.resumed.own is not None:
+                self.trainer._logger_connector._callback_metrics.update(self.resumed.own["logged"])
         return skips
-
-    def _resume(self, saved: Mapping[str, Any]) -> None:
-        ranks = saved.get("ranks") or []
-        self._resumed_point = saved.get("point")
-        self.resumes_stopping = saved.get("should_stop", False)
-        self._resumed_rows = saved.get("rows", {})
-        self._resumed_state = None
-        same = len(ranks) == self.trainer.world_size
-        if same:
-            self._resumed_state = ranks[self.trainer.global_rank]
-        elif ranks:
-            rank_zero_warn(
-                f"The checkpoint was written by {len(ranks)} ranks and is resumed by {self.trainer.world_size}: random "
-                "states are reset, and the remaining samples of this epoch follow the new distribution."
-            )
-        if ranks:
-            self._combined_loader_states_to_load = ranks[self.trainer.global_rank if same else 0]["loaders"]
 
     @override
     def _load_combined_loader_states(self) -> None:
@@ -254,18 +233,17 @@ class ResumingFitLoop(FitLoop):
         self.takes_steps = False
         self._savers = tuple(cb for cb in self.trainer.checkpoint_callbacks if isinstance(cb, Checkpoint))
         super().on_run_start()
-        self.resumes_before_validation = self._resumed_point == BEFORE_VALIDATION
-        self.resumes_between_batches = self._resumed_point in (BETWEEN_BATCHES, BEFORE_VALIDATION)
-        if self._resumed_state is not None:
-            _run_state.restore(self.trainer, self._resumed_state)
+        own = self.resumed.own
+        if own is not None:
+            _run_state.restore(self.trainer, own)
         _logged_values.withdraw_later_points(self.trainer)
-        _logged_rows.withdraw(self.trainer, self._resumed_rows)
-        if self._resumed_point == AFTER_EPOCH:
+        _logged_rows.withdraw(self.trainer, self.resumed.rows)
+        if self.resumed.point == AFTER_EPOCH:
             # Replace the iterator from the loop's setup, at the point where a running epoch creates it.
             self._resuming_from_checkpoint = False
-            if self._resumed_state is not None and self._combined_loader is not None:
-                _run_state.restore_generators(self._combined_loader, self._resumed_state["loaders"])
-        self._resumed_point = self._resumed_state = None
+            if own is not None and self._combined_loader is not None:
+                _run_state.restore_generators(self._combined_loader, own["loaders"])
+        self.resumed = replace(self.resumed, ranks=None) if self.resumed.is_between_batches else ResumePoint()
         self.takes_steps = True
 
 
@@ -283,16 +261,16 @@ class ResumingEpochLoop(EpochLoop):
         super().reset()
         fit_loop = self.trainer.fit_loop
         assert isinstance(fit_loop, ResumingFitLoop)
-        if fit_loop.resumes_between_batches:  # Nothing is half done, and no validation is pending.
-            self._restarting = self.val_loop._restarting = fit_loop.resumes_between_batches = False
-            self.trainer.should_stop = fit_loop.resumes_stopping  # the rest of the epoch's end is still to come
+        if fit_loop.resumed.is_between_batches:  # Nothing is half done, and no validation is pending.
+            self._restarting = self.val_loop._restarting = False
+            self.trainer.should_stop = fit_loop.resumed.should_stop  # the rest of the epoch's end is still to come
 
     def finish_validation(self, data_fetcher: _DataFetcher) -> None:
         """Do, at the start of a resumed epoch, what comes after the batch at which its validation was stopped."""
         fit_loop = self.trainer.fit_loop
         assert isinstance(fit_loop, ResumingFitLoop)
-        if fit_loop.resumes_before_validation:
-            fit_loop.resumes_before_validation = False
+        resumed, fit_loop.resumed = fit_loop.resumed, ResumePoint()
+        if resumed.point == BEFORE_VALIDATION:
             vars(self.trainer)["_last_val_time"] = float("-inf")  # due, also where time decides
             self.on_advance_end(data_fetcher)
 

@@ -16,17 +16,21 @@ def newest_first(directory: str | Path, within: str = "**/") -> Iterator[Path]:
     return (path for _, path in sorted(found, reverse=True))
 
 
-def find_newest(directory: str | Path) -> Path | None:
+def find_newest(directory: str | Path, beside: Path | None = None) -> Path | None:
     """Find the newest valid checkpoint of an experiment.
 
     Args:
         directory: searched with all its subdirectories, so it may hold several runs.
+        beside: a checkpoint elsewhere, which is taken if it is newer.
 
     Returns:
         The newest checkpoint that can be loaded, or None if there is none. An incomplete or corrupted file is skipped
         with a warning.
     """
-    return next((path for path in newest_first(directory) if is_good(path)), None)
+    found = next((path for path in newest_first(directory) if is_good(path)), None)
+    if beside is None or not is_good(beside):
+        return found
+    return beside if found is None or beside.stat().st_mtime_ns > found.stat().st_mtime_ns else found
 
 
 def good_or_newest(path: str | Path) -> Path:

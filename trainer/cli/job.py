@@ -10,13 +10,14 @@ from pathlib import Path
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
-from pytorch_lightning.plugins.environments import ClusterEnvironment
+from pytorch_lightning.plugins.environments import ClusterEnvironment, TorchElasticEnvironment
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 
 from ...strategies import ConfigError
+from ...strategies.distributed.process_exit import die_with_parent
 from ..job.failure import sentence_of, users_frames
 from ..job.result import DIVERGED
-from ..launch import cluster
+from ..launch import cluster, membership
 from ..launch.environment import WorkerError
 from ..launch.launcher import run_rank
 from ._summary import show_summary
@@ -25,9 +26,12 @@ from .train import ADVISORY_MODES, check, prepare, train
 
 def run_under(started_by: ClusterEnvironment, run_hydra: Callable[[], None]) -> None:
     """Run the command in a rank of a launcher: Hydra on rank 0, and the jobs that it publishes on every other."""
+    if isinstance(started_by, TorchElasticEnvironment):
+        die_with_parent()  # torch's agent leaves its workers behind when it is killed
     if started_by.global_rank() > 0:
         return follow(started_by)
     try:
+        sys.argv[1:] = membership.resolved_words(sys.argv[1:], started_by)
         if run_dir := cluster.earlier_run_dir(started_by):
             sys.argv.append(f"hydra.run.dir={run_dir}")
         run_hydra()

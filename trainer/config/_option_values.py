@@ -30,6 +30,7 @@ ROOT: dict[str, Any] = {
     "compare.timeout_s": float,
     "compare.options": dict[str, Any],
     "launcher.max_restarts": int,
+    "launcher.min_processes": int | None,
     "launcher.monitor_interval_s": float,
     "launcher.shutdown_timeout_s": float,
 }
@@ -39,6 +40,7 @@ AT_LEAST: dict[str, int] = {
     "num_nodes": 1,
     "seed": 0,
     "launcher.max_restarts": 0,
+    "launcher.min_processes": 1,
     "launcher.shutdown_timeout_s": 0,
     "trainer.max_epochs": -1,
     "trainer.max_steps": -1,

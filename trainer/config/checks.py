@@ -28,6 +28,9 @@ KINDS: dict[str, type] = {
 
 NEEDED = ("strategy", "trainer", "module")
 
+AUTO = "auto"
+"""The value of `resume` for a run that goes on in its own directory."""
+
 MODES = ("fit", "validate", "test", "predict", "compare", "plan")
 
 
@@ -43,7 +46,7 @@ def verify_config(cfg: DictConfig) -> None:
     verify_mode(cfg)
     options = plain(cfg)
     verify_root(options)
-    if cfg.resume not in (None, "last"):
+    if cfg.resume not in (None, "last", AUTO):
         verify_checkpoint_path(Path(cfg.resume))
     if cfg.mode != "plan":  # mode=plan does not need the devices to exist
         resolve_devices(plain(cfg.devices), cfg.accelerator)

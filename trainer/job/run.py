@@ -18,6 +18,8 @@ from ...strategies import ConfigError
 from ...strategies.facts import name_of, stop_signal_of
 from ..callbacks import EpochLines, LogEveryEpoch, RunSummary, StartUp
 from ..checkpoint.find import find_newest, good_or_newest
+from ..checkpoint.snapshots import move_to_disk, saved_in_memory
+from ..config.checks import AUTO
 from ..config.instantiate import instantiate
 from ..loggers.custom_scalars import OUR_OWN
 from ..loggers.hparams import hyperparameters, in_order, overridden
@@ -102,21 +104,37 @@ def with_batch_size(cfg: DictConfig) -> DictConfig:
 
 
 def starting_checkpoint(cfg: DictConfig) -> str | None:
-    """Find the checkpoint to start from: after a restart the run's newest, otherwise the one that `resume` gives.
+    """Find the checkpoint to start from: the run's own newest after a restart, otherwise the one that `resume` gives.
 
     Raises:
         ConfigError: `resume=last`, but no checkpoint of this name exists.
     """
-    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0:
-        newest = find_newest(cfg.run_dir)
+    restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+    if restarted or cfg.resume == AUTO:
+        newest = find_newest(cfg.run_dir, in_memory(cfg))
         if newest is not None:
             rank_zero_info(f"Restarted: continuing from {newest}")
             return str(newest)
+    if cfg.resume == AUTO:
+        return None
     if cfg.resume is not None and cfg.resume != "last" and cfg.mode == "fit":
         return str(good_or_newest(cfg.resume))
     if cfg.resume != "last":
         return cfg.resume
     return str(newest_of_name(cfg))
+
+
+def in_memory(cfg: DictConfig) -> Path | None:
+    """The snapshot of a run on one machine, if it has one."""
+    dirpath = (cfg.get("checkpoint") or {}).get("dirpath")
+    return saved_in_memory(dirpath) if cfg.num_nodes == 1 else None
+
+
+def keep_snapshot(cfg: DictConfig) -> None:
+    """Move what a run that has failed has left in memory to the disk."""
+    dirpath = (cfg.get("checkpoint") or {}).get("dirpath")
+    if dirpath is not None:
+        move_to_disk(dirpath)
 
 
 def build(cfg: DictConfig) -> Parts:

@@ -24,20 +24,58 @@ from ...strategies.core.patching import replaced
 from ...strategies.core.scratch import scratch_directory
 from ...strategies.distributed.process_exit import is_frozen, release_openmp
 from ...strategies.distributed.store import loopback_device
-from ..config.checks import plain
+from ..config.checks import AUTO, plain
 from ..job.failure import Failure, report_killed
 from ..job.result import Result
+from ..job.run import keep_snapshot
 from ..job.signals import ASKS_TO_STOP, Interrupted, loss
 from . import worker
 from ._rendezvous import options as rendezvous
 from .environment import AGENT, FAILURE_FILE, STOPPED_FILE, WorkerError, environment
 from .worker import run_forked
 
+logger = logging.getLogger(__name__)
+
 AGENT_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
 """Signals that stop a run gracefully."""
 
 
 def launch_workers(cfg: DictConfig, num_processes: int) -> Result:
+    """Start one worker per process, and wait for the result; without a device that fails for good, if that is allowed.
+
+    Raises:
+        WorkerError: a worker failed, `launcher.max_restarts` times more than allowed, and none can be left out.
+    """
+    while True:
+        try:
+            return _launch(cfg, num_processes)
+        except WorkerError as exc:
+            least = cfg.launcher.min_processes
+            if exc.rank is None or least is None or num_processes <= least:
+                raise
+            cfg = without_rank(cfg, exc.rank, num_processes)
+            num_processes -= 1
+            logger.warning(
+                "rank %d failed for good (%s): going on with %d processes, devices=%s.",
+                exc.rank, exc, num_processes, cfg.devices,
+            )  # fmt: skip
+        finally:
+            keep_snapshot(cfg)
+
+
+def without_rank(cfg: DictConfig, rank: int, num_processes: int) -> DictConfig:
+    """Return the configuration with which the other ranks go on, from the run's newest checkpoint."""
+    devices = resolve_devices(plain(cfg.devices), cfg.accelerator)
+    each = len(devices) // num_processes
+    left = devices[: rank * each] + devices[(rank + 1) * each :]
+    given = len(left) if all(device.type == "cpu" for device in left) else [device.index for device in left]
+    changes = OmegaConf.create({"devices": given, "resume": AUTO})
+    merged = OmegaConf.merge(cfg, changes, {"trainer": {"devices": given}} if "devices" in cfg.trainer else {})
+    assert isinstance(merged, DictConfig)
+    return merged
+
+
+def _launch(cfg: DictConfig, num_processes: int) -> Result:
     """Start one worker per process with torch's elastic agent, and wait for the result."""
     with scratch_directory() as scratch, environment(worker_environment(num_processes)):
         config_file = scratch / "config.yaml"
@@ -164,11 +202,11 @@ def explain(cfg: DictConfig, exc: ChildFailedError, num_processes: int, scratch:
     if told is None:
         killed = Failure(rank, how_it_ended(failure))
         report_killed(cfg, killed, num_processes)
-        return WorkerError(f"rank {rank} failed: {killed.reason}")
+        return WorkerError(f"rank {rank} failed: {killed.reason}", rank=rank)
     if told.pop("refused"):
         return ConfigError(told["reason"])
     first = Failure(**told)
-    return WorkerError(f"rank {first.rank} failed: {first.short}", first.trace)
+    return WorkerError(f"rank {first.rank} failed: {first.short}", first.trace, first.rank)
 
 
 def told_failure(scratch: Path) -> dict[str, Any] | None:

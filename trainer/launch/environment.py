@@ -21,11 +21,13 @@ class WorkerError(RuntimeError):
     Args:
         message: rank, frames of the user's code, and reason.
         trace: the worker's whole traceback; empty if it left none.
+        rank: the worker's; None if no worker is at fault.
     """
 
-    def __init__(self, message: str, trace: str = "") -> None:
+    def __init__(self, message: str, trace: str = "", rank: int | None = None) -> None:
         super().__init__(message)
         self.trace = trace
+        self.rank = rank
 
 
 @contextmanager

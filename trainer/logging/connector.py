@@ -47,6 +47,8 @@ class LeanResults(_ResultCollection):
         """This rank's part of the batch in process; None if all ranks count the same."""
         self.tracked: list[Logged] | None = None
         """What this rank logged in the batch in process; None if the strategy does not share batches among ranks."""
+        self.restored: dict[str, Any] = {}
+        """Entries that a checkpoint had, by key, until they are logged again."""
         self.deferred = StepSync()
         self.defers = False
         """Whether the loop reduces values logged by step at the end of the step."""
@@ -62,10 +64,20 @@ class LeanResults(_ResultCollection):
                 if steps is not None and value._forward_cache is not None:
                     steps.verify_whole(name)
                 self.waits_for_epoch |= steps is not None and not self.training
+        if self.restored:
+            self._renew_sync(fx, name, kwargs)
         # pyright can't resolve Lightning's `torch.compiler.disable`
         super().log(fx, name, value, *args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
         self.deferred.waits = False
         self.logs_steps = self.logs_steps or bool(kwargs.get("on_step"))
+
+    def _renew_sync(self, fx: str, name: str, options: dict[str, Any]) -> None:
+        """Let an entry that a checkpoint had be reduced as this run does; one process, which saved, reduces nothing."""
+        indexed = options.get("add_dataloader_idx", True) and self.dataloader_idx is not None
+        metric = self.restored.pop(f"{fx}.{name}.{self.dataloader_idx}" if indexed else f"{fx}.{name}", None)
+        if metric is not None:
+            sync = metric.meta.sync
+            sync.fn, sync.should, sync.group = options["sync_dist_fn"], options["sync_dist"], options["sync_dist_group"]
 
     def _reduce_evaluated(self, value: Tensor, group: Any = None, reduce_op: str | None = "mean") -> Tensor:
         """Defer a value of an evaluation step to the end of the epoch; reduce at once if Lightning does the sharing."""

@@ -39,6 +39,44 @@ class Sent(NamedTuple):
     parts: list[Part]
 
 
+class Mark(NamedTuple):
+    """Sizes of a metric's growing states before a batch."""
+
+    place: Place
+    sizes: dict[str, int]
+
+
+def growing(metric: Metric) -> list[str]:
+    """Names of the states that grow with every batch."""
+    names = metric._defaults
+    return [name for name in names if isinstance(names[name], list) or metric._reductions[name] is dim_zero_cat]
+
+
+def parts_by_batch(metric: Metric, marks: Sequence[Mark]) -> list[Part]:
+    """Cut a metric's states into the parts of each batch."""
+    return [part for name in metric._reductions for part in _cut(metric, name, marks)]
+
+
+def _cut(metric: Metric, name: str, marks: Sequence[Mark]) -> Iterator[Part]:
+    state = getattr(metric, name)
+    if name not in growing(metric) or (isinstance(state, Tensor) and not state.dim()):
+        yield Part(name, BEFORE, state)
+        return
+    for place, start, end in ranges(marks, name, len(state)):
+        if isinstance(state, Tensor):
+            yield Part(name, place, state[start:end])
+        else:
+            yield from (Part(name, place, element) for element in state[start:end])
+
+
+def ranges(marks: Sequence[Mark], name: str, size: int) -> Iterator[tuple[Place, int, int]]:
+    """Yield the place, start and end of what each batch added to a state of a given size."""
+    if any(mark.sizes[name] > size for mark in marks):
+        marks = []  # reset after its last batch
+    starts = [0, *(mark.sizes[name] for mark in marks)]
+    yield from zip([BEFORE, *(mark.place for mark in marks)], starts, [*starts[1:], size], strict=True)
+
+
 def metric_classes(kind: type[Metric] = Metric) -> Iterator[type[Metric]]:
     """Yield a class of metrics and all classes derived from it."""
     yield kind

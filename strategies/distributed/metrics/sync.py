@@ -9,8 +9,7 @@ once, each part with the batch it belongs to:
 """
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +23,7 @@ from torchmetrics.wrappers import Running
 from ...core.errors import ConfigError
 from ..objects import exchange_bytes, sends_cpu_tensors
 from ..store import RankError
-from .states import BEFORE, Part, Place, Sent, combined, metric_classes
+from .states import BEFORE, Mark, Part, Place, Sent, combined, growing, metric_classes, parts_by_batch, ranges
 
 
 class _Content(NamedTuple):
@@ -32,14 +31,6 @@ class _Content(NamedTuple):
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-
-
-@dataclass
-class _Mark:
-    """Sizes of a metric's states before a batch."""
-
-    place: Place
-    sizes: dict[str, int]
 
 
 class MetricSync:
@@ -51,7 +42,7 @@ class MetricSync:
 
     def __init__(self, root_device: torch.device) -> None:
         self._device = torch.device("cpu") if sends_cpu_tensors() else root_device
-        self._marks: dict[int, list[_Mark]] = {}
+        self._marks: dict[int, list[Mark]] = {}
         self._metrics: list[Metric] = []
         self._windows: dict[int, Running] = {}
         self._replaced: list[tuple[type[Metric], Any]] = []
@@ -82,7 +73,7 @@ class MetricSync:
         """Record from now on in which batch the states of the module's metrics grow."""
         metrics = [metric for metric in module.modules() if isinstance(metric, Metric)]
         self._windows = {id(metric.base_metric): metric for metric in metrics if isinstance(metric, Running)}
-        self._metrics = [metric for metric in metrics if isinstance(metric, Running) or _growing(metric)]
+        self._metrics = [metric for metric in metrics if isinstance(metric, Running) or growing(metric)]
         known = {id(metric) for metric in self._metrics}
         self._marks = {key: marks for key, marks in self._marks.items() if key in known}
 
@@ -95,7 +86,7 @@ class MetricSync:
                 marks.clear()  # the metric was reset
             if marks and sizes == marks[-1].sizes:
                 marks.pop()  # nothing came from the last batch
-            marks.append(_Mark(place, sizes))
+            marks.append(Mark(place, sizes))
 
     def combine(self, metric: Metric, group: Any = None) -> None:
         """Replace a metric's states by those of all ranks; every rank must call it.
@@ -117,9 +108,17 @@ class MetricSync:
 
     def _parts(self, metric: Metric, window: Running | None) -> list[Part]:
         if window is not None:
-            return list(_window_parts(window, self._marks.get(id(window), [])))
-        marks = self._marks.get(id(metric), [])
-        return [part for name in metric._reductions for part in _cut(metric, name, marks)]
+            return list(_window_parts(window, self.marks_of(window)))
+        return parts_by_batch(metric, self.marks_of(metric))
+
+    def marks_of(self, metric: Metric) -> list[Mark]:
+        """The batches from which a metric's growing states come."""
+        return self._marks.get(id(metric), [])
+
+    def restore_marks(self, metric: Metric, marks: Sequence[Mark]) -> None:
+        """Restore what `marks_of` returned when the states were saved."""
+        if marks:
+            self._marks[id(metric)] = list(marks)
 
 
 def widen_deviations(metric: PearsonCorrCoef) -> None:
@@ -139,47 +138,20 @@ def widen_deviations(metric: PearsonCorrCoef) -> None:
         setattr(metric, f"max_abs_dev_{axis}", torch.where(num > 0, own + offsets, own))
 
 
-def _growing(metric: Metric) -> list[str]:
-    """Names of the states that grow with every batch."""
-    names = metric._defaults
-    return [name for name in names if isinstance(names[name], list) or metric._reductions[name] is dim_zero_cat]
-
-
 def _sizes(metric: Metric) -> dict[str, int]:
     if isinstance(metric, Running):
         return {"": metric._num_vals_seen}
-    return {name: _size(getattr(metric, name)) for name in _growing(metric)}
+    return {name: _size(getattr(metric, name)) for name in growing(metric)}
 
 
 def _size(state: Any) -> int:
     return len(state) if not isinstance(state, Tensor) or state.dim() else 1
 
 
-def _cut(metric: Metric, name: str, marks: list[_Mark]) -> Iterator[Part]:
-    """Cut a state into the parts of each batch."""
-    state = getattr(metric, name)
-    if name not in _growing(metric) or (isinstance(state, Tensor) and not state.dim()):
-        yield Part(name, BEFORE, state)
-        return
-    for place, start, end in _ranges(marks, name, len(state)):
-        if isinstance(state, Tensor):
-            yield Part(name, place, state[start:end])
-        else:
-            yield from (Part(name, place, element) for element in state[start:end])
-
-
-def _ranges(marks: list[_Mark], name: str, size: int) -> Iterator[tuple[Place, int, int]]:
-    """Yield the place, start and end of what each batch added to a state of a given size."""
-    if any(mark.sizes[name] > size for mark in marks):
-        marks = []  # reset after its last batch
-    starts = [0, *(mark.sizes[name] for mark in marks)]
-    yield from zip([BEFORE, *(mark.place for mark in marks)], starts, [*starts[1:], size], strict=True)
-
-
-def _window_parts(window: Running, marks: list[_Mark]) -> Iterator[Part]:
+def _window_parts(window: Running, marks: list[Mark]) -> Iterator[Part]:
     """Yield the states of the last updates that a running window holds, each with its batch."""
     seen = window._num_vals_seen
-    for place, start, end in _ranges(marks, "", seen):
+    for place, start, end in ranges(marks, "", seen):
         for number in range(max(start, seen - window.window), end):
             if place == BEFORE or place[-1] < 0:
                 raise ConfigError(

@@ -49,8 +49,14 @@ CANNOT_RUN = {
     "python src/eval.py": "is lightning-hydra-template's",
     "python train.py strategy=fsdp devices=8 accelerator=cuda": "needs GPUs",
     "srun --ntasks-per-node=4 --nodes=2 python train.py strategy=ddp devices=4 num_nodes=2": "needs SLURM",
-    'srun python train.py strategy=ddp devices=4 resume=$([ "$SLURM_RESTART_COUNT" ] && echo last || echo null)': (
+    "srun python train.py strategy=ddp devices=4 hydra.run.dir=logs/digits/ddp/$SLURM_JOB_ID resume=auto": (
         "needs SLURM"
+    ),
+    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --nnodes=1:4 --nproc-per-node=1 --max-restarts=100 "
+    "--rdzv-backend=c10d --rdzv-id=my_run --rdzv-endpoint=10.0.0.1:29400 "
+    "--rdzv-conf=last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=3 train.py strategy=ddp "
+    "strategy.batch_size_is=global num_nodes=1:4 devices=1 checkpoint=interval": (
+        "needs several machines; tests/trainer/launch/test_membership.py has agents that stand for them"
     ),
     '[ $? -eq 138 ] && scontrol requeue "$SLURM_JOB_ID"': "needs SLURM",
     "python train.py -m hydra/launcher=submitit_slurm hydra.launcher.nodes=2 hydra.launcher.tasks_per_node=4 "

@@ -1,0 +1,117 @@
+"""The state of the last steps in memory: a killed process costs no more than the steps since the last snapshot."""
+
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytorch_lightning as pl
+import torch
+from launching import running
+from torch import Tensor
+from torch.utils.data import DataLoader, TensorDataset
+
+from evener.strategies import ConfigError
+from evener.trainer import Trainer
+from evener.trainer.checkpoint import Checkpoint, snapshots
+from evener.trainer.checkpoint.find import find_newest
+from evener.trainer.checkpoint.snapshots import directory_in_memory, discard, move_to_disk, saved_in_memory
+
+pytestmark = pytest.mark.skipif(not snapshots.MEMORY.is_dir(), reason="this system has no /dev/shm")
+
+
+class Fails(pl.LightningModule):
+    """Fails at a step, if one is given, and remembers the steps that it began."""
+
+    def __init__(self, at: int | None = None) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.layer = torch.nn.Linear(2, 1).double()
+        self.at = at
+        self.begun: list[int] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if self.global_step == self.at:
+            raise KeyError("enough")
+        self.begun.append(self.global_step)
+        return self.layer(batch[0]).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=0.1)
+
+
+def fit(folder: Path, module: Fails, checkpoint: Path | None = None, **options: Any) -> None:
+    pl.seed_everything(3, verbose=False)
+    trainer = Trainer(
+        accelerator="cpu", max_epochs=2, logger=False, enable_progress_bar=False, enable_model_summary=False,
+        callbacks=[Checkpoint(folder, every_n_epochs=1, **options)],
+    )  # fmt: skip
+    data = TensorDataset(torch.arange(20.0, dtype=torch.float64).reshape(10, 2) / 20)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*does not have many workers")
+        trainer.fit(
+            module, DataLoader(data, 1, shuffle=True), ckpt_path=None if checkpoint is None else str(checkpoint)
+        )
+
+
+def test_a_run_goes_on_from_the_snapshot_where_that_is_newer(tmp_path: Path) -> None:
+    fit(tmp_path / "whole", whole := Fails())
+    with pytest.raises(KeyError):
+        fit(tmp_path / "parts", Fails(at=17), snapshot_every_n_steps=3)
+    on_disk = find_newest(tmp_path / "parts")
+    found = find_newest(tmp_path / "parts", saved_in_memory(tmp_path / "parts"))
+    assert on_disk is not None
+    assert torch.load(on_disk, weights_only=True)["global_step"] == 10
+    assert found == directory_in_memory(tmp_path / "parts") / "snapshot.ckpt"
+    fit(tmp_path / "parts", resumed := Fails(), found, snapshot_every_n_steps=3)
+    assert resumed.begun == [15, 16, 17, 18, 19]
+    assert torch.equal(resumed.layer.weight, whole.layer.weight)
+    assert saved_in_memory(tmp_path / "parts") is None, "the memory is given back at the end"
+
+
+def test_a_snapshot_that_is_older_or_damaged_is_not_taken(tmp_path: Path) -> None:
+    with pytest.raises(KeyError):
+        fit(tmp_path, Fails(at=9), snapshot_every_n_steps=2)
+    memory = saved_in_memory(tmp_path)
+    assert memory is not None
+    with pytest.raises(KeyError):
+        fit(tmp_path, Fails(at=12))
+    assert find_newest(tmp_path, memory) == tmp_path / "last.ckpt"
+    os.utime(memory)
+    assert find_newest(tmp_path, memory) == memory
+    memory.write_bytes(memory.read_bytes()[:-100])
+    assert find_newest(tmp_path, memory) == tmp_path / "last.ckpt"
+    discard(tmp_path)
+
+
+def test_the_snapshot_of_a_run_that_failed_for_good_moves_to_the_disk(tmp_path: Path) -> None:
+    with pytest.raises(KeyError):
+        fit(tmp_path, Fails(at=9), snapshot_every_n_steps=2)
+    assert move_to_disk(tmp_path) == tmp_path / "snapshot.ckpt" == find_newest(tmp_path)
+    assert saved_in_memory(tmp_path) is None
+    assert move_to_disk(tmp_path) is None
+
+
+def test_a_place_in_memory_that_others_can_write_to_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(snapshots, "MEMORY", tmp_path)
+    fit(tmp_path / "own", Fails(), snapshot_every_n_steps=2)
+    (tmp_path / f"evener-{os.getuid()}").chmod(0o777)
+    with pytest.raises(ConfigError, match=r"belongs to another user, or others may write to it\. Remove it, or set"):
+        fit(tmp_path / "own", Fails(), snapshot_every_n_steps=2)
+    monkeypatch.setattr(snapshots, "MEMORY", tmp_path / "none")
+    with pytest.raises(ConfigError, match=r"snapshot_every_n_steps=2 needs .*, which this system does not have"):
+        fit(tmp_path / "own", Fails(), snapshot_every_n_steps=2)
+    with pytest.raises(ConfigError, match=r"snapshot_every_n_steps=0 is too small\. Give at least 1, or null"):
+        Checkpoint(snapshot_every_n_steps=0)
+
+
+@pytest.mark.long
+def test_a_killed_rank_costs_the_steps_since_the_last_snapshot(tmp_path: Path) -> None:
+    words = ["+module.fault=kill", f"+module.once={tmp_path}/once", "checkpoint=last", "launcher.max_restarts=1"]
+    with running(tmp_path, *words, "checkpoint.snapshot_every_n_steps=2", "trainer.max_epochs=1") as run:
+        assert run.wait(200) == 0, run.output.read_text()
+        steps = [step for rank, _, step in run.lines() if rank == 0]
+    assert steps[:4] == [0, 1, 2, 3]
+    assert steps[4:] == list(range(2, 64)), "nothing was saved on the disk before the end of the epoch"
+    assert not list(snapshots.MEMORY.glob(f"evener-{os.getuid()}/*/snapshot.ckpt"))

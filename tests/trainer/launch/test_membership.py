@@ -1,0 +1,193 @@
+"""Machines join and leave a run of torchrun, which ends as the run of one machine that was left alone."""
+
+import json
+import os
+import random
+import signal
+import sys
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from launching import Run, running
+from pytorch_lightning.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
+from torch.distributed import TCPStore
+
+from evener.strategies import ConfigError
+from evener.trainer.launch.membership import resolved_words
+
+NUM_EPOCHS, BATCHES_PER_EPOCH = 3, 10
+WORDS = [
+    "module._target_=launched.Numbered", f"trainer.max_epochs={NUM_EPOCHS}", "devices=1", "checkpoint=interval",
+    "checkpoint.interval_s=0", "logger=tensorboard",
+]  # fmt: skip
+
+
+def machine(stack: ExitStack, folder: Path, name: str, port: int) -> Run:
+    """Start an agent, as on another machine of the same file system."""
+    (own := folder / name).mkdir()
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--nnodes=1:4", "--nproc-per-node=1", "--rdzv-backend=c10d",
+        f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=job", "--max-restarts=100", "--monitor-interval=0.3",
+        "--rdzv-conf=is_host=0,last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3",
+    ]  # fmt: skip
+    words = [
+        *WORDS, "strategy.batch_size_is=global", "strategy.timeout_s=60", "num_nodes=1:4", f"log_dir={folder}/logs",
+        f"module.record={folder}/samples", "+module.pause_s=0.4",
+    ]  # fmt: skip
+    env = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
+    return stack.enter_context(running(own, *words, command=command, env=env))
+
+
+def trained(record: Path) -> list[tuple[int, int, int, int, list[int]]]:
+    """(attempt, pid, epoch, batch, samples) of every step begun so far."""
+    lines = [line.split(maxsplit=4) for line in record.read_text().splitlines()] if record.exists() else []
+    return [(int(a), int(b), int(c), int(d), json.loads(e)) for a, b, c, d, e in lines]
+
+
+def wait_until(record: Path, condition: Any, machines: list[Run], timeout_s: float = 200) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition(trained(record)):
+        outputs = "\n".join(run.output.read_text()[-3000:] for run in machines)
+        assert all(run.process.poll() is None for run in machines), outputs
+        assert time.monotonic() < deadline, outputs
+        time.sleep(0.1)
+
+
+def kill(run: Run) -> None:
+    """Kill an agent; its worker must die with it."""
+    workers = psutil.Process(run.process.pid).children(recursive=True)
+    os.kill(run.process.pid, signal.SIGKILL)
+    run.process.wait()
+    _, alive = psutil.wait_procs(workers, timeout=10)
+    assert not alive, "an agent's worker outlived it"
+
+
+def undisturbed(folder: Path) -> tuple[dict[tuple[int, int], list[int]], dict[str, torch.Tensor]]:
+    folder.mkdir()
+    words = [f"module.record={folder}/samples", f"log_dir={folder}/logs", "strategy=single_device", *WORDS]
+    with running(folder, *words) as run:
+        assert run.wait(200) == 0, run.output.read_text()
+    samples = {(epoch, batch): ids for _, _, epoch, batch, ids in trained(folder / "samples")}
+    return samples, torch.load(folder / "samples.weights", weights_only=True)
+
+
+def prove(folder: Path, events: list[str]) -> None:
+    """Let machines join and die, and compare the run with one that was left alone."""
+    expected, weights = undisturbed(folder / "alone")
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # outlives every machine, as etcd would
+    record = folder / "samples"
+    total = NUM_EPOCHS * BATCHES_PER_EPOCH
+    with ExitStack() as stack:
+        machines = [machine(stack, folder, "first", store.port)]
+        for number, event in enumerate(events):
+            due = total * (number + 1) // (len(events) + 2)
+            wait_until(record, lambda lines, due=due: reached(lines) >= due, machines)
+            if event == "join":
+                machines.append(machine(stack, folder, f"{event}{number}", store.port))
+            else:
+                kill(machines.pop(int(event)))
+            wait_until(record, came_after(record, len(machines)), machines)
+        for run in machines:
+            assert run.wait(300) == 0, run.output.read_text()
+    lines = trained(record)
+    assert samples_of(lines) == {place: sorted(ids) for place, ids in expected.items()}
+    found = torch.load(folder / "samples.weights", weights_only=True)
+    for name, value in weights.items():
+        torch.testing.assert_close(found[name], value, rtol=0, atol=1e-10)
+    assert len(list((folder / "logs").glob("*/*/*"))) == 1
+
+
+def reached(lines: list[Any]) -> int:
+    """Number of the last global batch begun."""
+    return max((epoch * BATCHES_PER_EPOCH + batch for _, _, epoch, batch, _ in lines), default=-1)
+
+
+def present(lines: list[Any]) -> int:
+    """Number of ranks that began the last batch."""
+    if not lines:
+        return 0
+    last = lines[-1][2:4]
+    return len({pid for _, pid, epoch, batch, _ in lines if (epoch, batch) == last})
+
+
+def came_after(record: Path, num: int) -> Any:
+    """A condition: that many ranks have begun a batch after now."""
+    since = len(trained(record))
+    return lambda lines: present(lines[since:]) == num
+
+
+def samples_of(lines: list[Any]) -> dict[tuple[int, int], list[int]]:
+    """The samples of every batch, in the last attempt that has trained on it."""
+    found: dict[tuple[int, int], dict[int, list[int]]] = {}
+    for attempt, _, epoch, batch, ids in lines:
+        attempts = found.setdefault((epoch, batch), {})
+        attempts.setdefault(attempt, []).extend(ids)
+    return {place: sorted(list(attempts.values())[-1]) for place, attempts in found.items()}
+
+
+def num_repeated(lines: list[Any]) -> int:
+    """Number of global batches that were begun again."""
+    begun = {(attempt, epoch, batch) for attempt, _, epoch, batch, _ in lines}
+    return len(begun) - len({place[1:] for place in begun})
+
+
+def drawn(seed: int, num: int) -> list[str]:
+    """A schedule of machines that join, or die, such that one to four are there."""
+    draw, present, events = random.Random(seed), 1, []
+    for _ in range(num):
+        joins = present == 1 or (present < 4 and draw.random() < 0.5)
+        events.append("join" if joins else str(draw.randrange(present)))
+        present += 1 if joins else -1
+    return events
+
+
+@pytest.mark.long
+def test_a_machine_that_joins_and_one_that_dies_leave_no_trace(tmp_path: Path) -> None:
+    prove(tmp_path, ["join", "0"])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("seed", range(3))
+def test_six_joins_and_losses_leave_no_trace(seed: int, tmp_path: Path) -> None:
+    prove(tmp_path, drawn(seed, 6))
+
+
+def test_a_range_of_machines_becomes_their_number_and_one_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GROUP_WORLD_SIZE", "3")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "my job")
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "False")
+    words = ["strategy=ddp", "num_nodes=1:4", "devices=2"]
+    directory = "hydra.run.dir=${log_dir}/${name}/${hydra:runtime.choices.strategy}/my_job"
+    expected = ["strategy=ddp", "num_nodes=3", "devices=2", directory, "resume=auto"]
+    assert resolved_words(words, TorchElasticEnvironment()) == expected
+    assert resolved_words(["num_nodes=2"], TorchElasticEnvironment()) == ["num_nodes=2"]
+    with pytest.raises(ConfigError, match=r"num_nodes=1:2 allows 1 to 2 machines; torchrun has started 3"):
+        resolved_words(["num_nodes=1:2"], TorchElasticEnvironment())
+    with pytest.raises(ConfigError, match=r"so it can't start from resume=last"):
+        resolved_words([*words, "resume=last"], TorchElasticEnvironment())
+    with pytest.raises(ConfigError, match=r"num_nodes=1:4 needs torchrun"):
+        resolved_words(words, SLURMEnvironment(auto_requeue=False))
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    with pytest.raises(ConfigError, match=r"needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"):
+        resolved_words(words, TorchElasticEnvironment())
+
+
+@pytest.mark.long
+def test_a_device_that_fails_for_good_is_left_out(tmp_path: Path) -> None:
+    words = [
+        "+module.fault=kill", "strategy.batch_size_is=global", "launcher.min_processes=1", "trainer.max_epochs=1",
+        "checkpoint=every_n_steps", "checkpoint.every_n_steps=1",
+    ]  # fmt: skip
+    with running(tmp_path, *words) as run:
+        assert run.wait(200) == 0, run.output.read_text()
+        steps = [(rank, step) for rank, _, step in run.lines()]
+    assert "rank 1 failed for good" in run.output.read_text()
+    assert "going on with 1 processes, devices=1" in run.output.read_text()
+    assert [step for rank, step in steps if rank == 1] == list(range(4))
+    assert [step for rank, step in steps if rank == 0] == [*range(4), *range(3, 128)]

@@ -1,0 +1,128 @@
+"""Keep the state of the last steps in memory that outlives the processes of a run: a file in /dev/shm.
+
+A rank that is killed then costs at most the steps since the last snapshot, without a disk that is written every few
+steps. The memory is given back when the run ends; if it ends by a failure, its launcher moves the snapshot to the disk.
+"""
+
+import hashlib
+import os
+import shutil
+import stat
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytorch_lightning as pl
+from pytorch_lightning.utilities.rank_zero import rank_zero_warn
+
+from ...strategies.core.errors import ConfigError
+from .file_io import VerifiedCheckpointIO, link
+
+MEMORY = Path("/dev/shm")
+NAME = "snapshot.ckpt"
+
+
+def directory_in_memory(dirpath: str | Path) -> Path:
+    """The directory in memory that belongs to a directory of checkpoints."""
+    digest = hashlib.sha256(os.path.abspath(dirpath).encode()).hexdigest()[:16]
+    return MEMORY / f"evener-{os.getuid()}" / digest
+
+
+def saved_in_memory(dirpath: str | Path | None) -> Path | None:
+    """The snapshot that belongs to a directory of checkpoints, if there is one and nobody else could have put it."""
+    if dirpath is None or not MEMORY.is_dir():
+        return None
+    path = directory_in_memory(dirpath) / NAME
+    return path if path.is_file() and _is_own(path.parent.parent) else None
+
+
+def move_to_disk(dirpath: str | Path) -> Path | None:
+    """Move the snapshot, where there is one, beside the checkpoints; return its new path."""
+    path = saved_in_memory(dirpath)
+    if path is None:
+        return None
+    on_disk = Path(dirpath) / NAME
+    on_disk.parent.mkdir(parents=True, exist_ok=True)
+    times = path.stat().st_mtime_ns
+    link(path, on_disk)  # a copy, on another file system
+    os.utime(on_disk, ns=(times, times))  # the newest checkpoint is the one that was saved last
+    discard(dirpath)
+    return on_disk
+
+
+def discard(dirpath: str | Path) -> None:
+    """Give the memory back."""
+    shutil.rmtree(directory_in_memory(dirpath), ignore_errors=True)
+
+
+class MemorySnapshots:
+    """Takes snapshots of a run on one machine.
+
+    Args:
+        every_n_steps: number of optimizer steps between two.
+        dirpath: the directory of the run's checkpoints.
+
+    Raises:
+        ConfigError: this machine has no such memory, or another user has taken the place.
+    """
+
+    def __init__(self, every_n_steps: int, dirpath: str | Path) -> None:
+        self.every_n_steps = every_n_steps
+        self.dirpath = dirpath
+        self.due = False
+        self._last_step = -1
+        self._io = VerifiedCheckpointIO(background=True, on_error="warn")
+        directory = directory_in_memory(dirpath)
+        if not MEMORY.is_dir():
+            raise ConfigError(
+                f"checkpoint: snapshot_every_n_steps={every_n_steps} needs {MEMORY}, which this system does not have. "
+                "Set it to null, and save more often (every_n_steps)."
+            )
+        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if not _is_own(directory.parent):
+            raise ConfigError(
+                f"checkpoint: {directory.parent} belongs to another user, or others may write to it. Remove it, or set "
+                "snapshot_every_n_steps to null."
+            )
+
+    def mark(self, trainer: pl.Trainer) -> None:
+        """Note, after a step, whether a snapshot is due between this batch and the next."""
+        step = trainer.global_step
+        self.due = step % self.every_n_steps == 0 and step != self._last_step
+
+    def take(self, trainer: pl.Trainer) -> None:
+        """Copy the state of the run; a thread writes it to memory. Every rank must call it."""
+        self.due, self._last_step = False, trainer.global_step
+        with self._writing(trainer):
+            trainer.save_checkpoint(directory_in_memory(self.dirpath) / NAME)
+
+    @contextmanager
+    def _writing(self, trainer: pl.Trainer) -> Generator[None]:
+        before, trainer.strategy.checkpoint_io = trainer.strategy.checkpoint_io, self._io
+        try:
+            yield
+        finally:
+            trainer.strategy.checkpoint_io = before
+
+    def end(self) -> None:
+        """Give the memory back after the run, whose last state is on the disk."""
+        self._io.teardown()
+        discard(self.dirpath)
+
+
+def snapshots_of(trainer: pl.Trainer, every_n_steps: int | None, dirpath: str | Path | None) -> MemorySnapshots | None:
+    """Make what takes the snapshots of a run; None if none are to be taken."""
+    if every_n_steps is None or dirpath is None:
+        return None
+    if trainer.num_nodes > 1:
+        rank_zero_warn(
+            f"checkpoint: snapshot_every_n_steps={every_n_steps} has no effect on {trainer.num_nodes} machines: a "
+            "machine that is lost takes its memory along. Save more often to the disk that they share (every_n_steps)."
+        )
+        return None
+    return MemorySnapshots(every_n_steps, dirpath)
+
+
+def _is_own(directory: Path) -> bool:
+    status = directory.stat()
+    return status.st_uid == os.getuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
