@@ -11,6 +11,7 @@ from .learning_rate import LearningRate
 from .log_interval import LogEveryEpoch
 from .nonfinite import DetectNonFinite
 from .run_summary import RunSummary
+from .slow_rank import SlowRank
 from .start_up import StartUp
 
 __all__ = [
@@ -21,5 +22,6 @@ __all__ = [
     "LearningRate",
     "LogEveryEpoch",
     "RunSummary",
+    "SlowRank",
     "StartUp",
 ]
