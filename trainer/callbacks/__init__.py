@@ -1,6 +1,6 @@
 """Provide callbacks for every run, and the measurements behind them.
 
-Exports: the callbacks below; batch_layout, peak_memory, step_times.
+Exports: the callbacks below; batch_layout, flops, peak_memory, step_times.
 May import: nothing else in the trainer.
 """
 
@@ -13,6 +13,7 @@ from .nonfinite import DetectNonFinite
 from .run_summary import RunSummary
 from .slow_rank import SlowRank
 from .start_up import StartUp
+from .utilization import Utilization
 
 __all__ = [
     "DetectNonFinite",
@@ -24,4 +25,5 @@ __all__ = [
     "RunSummary",
     "SlowRank",
     "StartUp",
+    "Utilization",
 ]
