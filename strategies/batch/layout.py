@@ -32,7 +32,7 @@ class Layout(Protocol):
 
     @property
     def meeting_device(self) -> torch.device:
-        """The device that holds the batch and the outputs."""
+        """The device that batches are moved to."""
         return self.devices[0]
 
     @property

@@ -32,7 +32,12 @@ def reset_peak_memory_bytes(device: torch.device) -> None:
 
 def device_name(device: torch.device) -> str:
     """Describe a device for messages: `cpu`, or `cuda:1 (NVIDIA H200)`."""
-    return f"{device} ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else str(device)
+    return f"{device} ({device_model(device)})" if device.type == "cuda" else str(device)
+
+
+def device_model(device: torch.device) -> str:
+    """Name the model of a device: `NVIDIA H200`; its type where that is not known."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def precise_dtype(device: torch.device) -> torch.dtype:

@@ -14,10 +14,13 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+from lightning_fabric.utilities import move_data_to_device
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.nn import Parameter
 
 from .devices import to_device
+from .types import Batch
 
 _STREAMS: dict[tuple[torch.device, str], torch.cuda.Stream] = {}
 
@@ -64,6 +67,31 @@ def start_copy(tensors: Sequence[Tensor], device: torch.device, ready: torch.cud
     for tensor in tensors:
         tensor.record_stream(outgoing)  # its memory is not used again before the copy has been made
     return copies
+
+
+def from_host(batch: Batch, device: torch.device) -> Batch:
+    """Move a batch to a device; tensors on the host are pinned and copied beside the device's work.
+
+    Args:
+        batch: nested tensors, on the host or any device.
+        device: where they are moved to.
+    """
+    if device.type != "cuda" or not torch.cuda.is_available():  # without one, in tests, it is a fake
+        return move_data_to_device(batch, device)
+    current, incoming = torch.cuda.current_stream(device), _stream(device, "incoming")
+
+    def copied(tensor: Tensor) -> Tensor:
+        if not is_plain(tensor) or not tensor.is_cpu or tensor.layout is not torch.strided:
+            return tensor
+        pinned = tensor if tensor.is_pinned() else tensor.pin_memory()
+        with torch.cuda.stream(incoming):
+            copy = pinned.to(device, non_blocking=True)
+        copy.record_stream(current)  # it was allocated on the incoming stream
+        return copy
+
+    batch = apply_to_collection(batch, Tensor, copied)
+    current.wait_stream(incoming)
+    return move_data_to_device(batch, device)
 
 
 def on_incoming(source: torch.device, target: torch.device) -> AbstractContextManager[Any]:

@@ -17,6 +17,8 @@ from ..batch.outputs import LEFT_OUT, combine_outputs, losses_of
 from ..batch.policies import Even, Policy, without_single_samples
 from ..batch.run_structures import RunStructures, dataloader_index
 from ..batch.structure import BatchStructure
+from ..core.batch_readers import batch_reader
+from ..core.devices import is_accelerator
 from ..core.errors import ConfigError
 from ..core.module_checks import end_of_step, has_batchnorm, verify_takes_batches
 from ..core.types import Batch
@@ -88,6 +90,23 @@ class ReplicaLayout(Layout):
         """Runs calls on the replicas of this run."""
         assert self._runner is not None, "the run has not begun"
         return self._runner
+
+    @property
+    @override
+    def meeting_device(self) -> torch.device:
+        """The host, from where each chunk is copied straight to its device, so that no other holds more than its own.
+
+        It is the root device where a hook of the user's receives the batch and may use it there, where only a submodule
+        is replicated, and where there is no other device.
+        """
+        root = self.devices[0]
+        if not is_accelerator(root) or len(set(self.devices)) == 1 or self._runner is None or self._forward is not None:
+            return root
+        reader = batch_reader(self._trainer)
+        if reader is None:
+            return torch.device("cpu")
+        self._info_once(f"{reader} receives the batch, so all of it is copied to {root} before it is cut.")
+        return root
 
     @property
     @override

@@ -7,12 +7,13 @@ from functools import partial
 from typing import Any, Protocol, TypeAlias
 
 import torch
-from lightning_fabric.utilities import move_data_to_device
 from pytorch_lightning import LightningModule
 from torch import nn
 
 from ..batch.log_recorder import LogRecorder
+from ..core.devices import is_accelerator
 from ..core.executor import Executor, Piece
+from ..core.side_streams import from_host
 from ._attribute_watch import AttributeWatch
 from ._collected import CollectedLists
 from ._compiled import allow_recompiling, is_compiled
@@ -160,8 +161,8 @@ class ReplicaRunner:
 
     def _piece(self, i: int, method: str, arguments: Arguments, sizes: Sequence[int]) -> Piece:
         device = self.devices[i]
-        if device != self.devices[0]:
-            arguments = move_data_to_device(arguments, device)
+        if device != self.devices[0] or is_accelerator(device):  # a batch may be on the host
+            arguments = from_host(arguments, device)
         call = self._root_call if i == 0 and self._root_call is not None else getattr(self.replicas[i], method)
         name = f"chunk {i + 1} of {len(sizes)}, {sizes[i]} of {sum(sizes)} samples,"
         call = partial(call, *arguments[0], **arguments[1])

@@ -4,20 +4,25 @@ What real accelerators add (streams, threads, transfers that do not wait) runs i
 """
 
 from contextlib import nullcontext
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar, cast
 
 import pytest
 import pytorch_lightning as pl
 import torch
+from lightning_fabric.utilities import move_data_to_device
 from parity import CASES, assert_equal, baseline, run
 from placement_check import FakeDevices
+from pytorch_lightning.callbacks import ModelCheckpoint, TQDMProgressBar
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from evener.strategies import BalancedDataParallelStrategy, DataParallelStrategy
 from evener.strategies.batch.chunks import join, split
-from evener.strategies.core import executor
+from evener.strategies.core import executor, side_streams
 from evener.strategies.pipeline.options import StageOptions
 from evener.strategies.pipeline.stages import Stages
+from evener.strategies.replicas.layout import ReplicaLayout
 from evener.strategies.replicas.runner import ReplicaRunner
 
 
@@ -97,6 +102,68 @@ def test_stages_of_a_replica_use_its_own_devices_only(monkeypatch: pytest.Monkey
         for replica, block in zip((runner.replicas[0], runner.replicas[1]), blocks, strict=True):
             for part, device in zip((replica.first, replica.second), block, strict=True):
                 assert {tensor.device for tensor in (*part.parameters(), *part.buffers())} == {device}
+
+
+class Holds(pl.LightningModule):
+    """Notes the bytes of what a step has of the batch, by device."""
+
+    held: ClassVar[dict[str, int]] = {}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def step(self, batch: Any) -> Tensor:
+        x, y = batch
+        Holds.held[str(x.device)] = x.nbytes + y.nbytes
+        return self.layer(x).sum()
+
+
+@pytest.mark.parametrize("sizes", [[2, 3], [0, 5]])  # the second as under gpu0_chunk=0
+def test_each_device_gets_its_chunk_from_the_host_and_no_more(
+    monkeypatch: pytest.MonkeyPatch, sizes: list[int]
+) -> None:
+    monkeypatch.setattr(executor, "on_device", lambda *_: nullcontext())
+    moved: dict[str, int] = {}
+
+    def move(value: Any, device: torch.device) -> Any:
+        moved[str(device)] = moved.get(str(device), 0) + sum(
+            t.nbytes for t in tree_leaves(value) if isinstance(t, Tensor)
+        )
+        return move_data_to_device(value, device)
+
+    monkeypatch.setattr(side_streams, "move_data_to_device", move)
+    with FakeDevices(2) as fake:
+        runner = ReplicaRunner(Holds().to(fake.devices[0]).eval(), fake.devices, threads=False)
+        batch = (torch.randn(5, 4), torch.zeros(5, dtype=torch.int64))
+        Holds.held.clear()
+        with fake._fake:
+            runner.run("step", [((chunk,), {}) for chunk in split(batch, sizes)], sizes)
+    # a sample has 4 float32 and 1 int64
+    expected = {f"cuda:{i}": size * 24 for i, size in enumerate(sizes) if size}
+    assert Holds.held == expected
+    assert moved == expected
+
+
+class SeesBatch(pl.Callback):
+    """Receives every batch."""
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """May use it on the root device."""
+
+
+@pytest.mark.parametrize("callbacks", [[], [ModelCheckpoint(), TQDMProgressBar()], [ModelCheckpoint(), SeesBatch()]])
+def test_a_batch_waits_on_the_host_unless_a_hook_receives_it(callbacks: list[pl.Callback]) -> None:
+    devices = [torch.device("cuda", 0), torch.device("cuda", 1)]
+    module: Any = Holds()
+    module.trainer = SimpleNamespace(lightning_module=module, callbacks=callbacks, datamodule=None)
+    layout = ReplicaLayout(devices)
+    layout._module = module
+    layout._runner = cast(ReplicaRunner, object())
+    sees = any(isinstance(callback, SeesBatch) for callback in callbacks)
+    assert layout.meeting_device == (devices[0] if sees else torch.device("cpu"))
+    layout.devices = [devices[0]] * 2
+    assert layout.meeting_device == devices[0]
 
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: this machine has none")

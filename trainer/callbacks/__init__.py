@@ -1,6 +1,6 @@
 """Provide callbacks for every run, and the measurements behind them.
 
-Exports: the callbacks below; batch_layout, peak_memory, step_times.
+Exports: the callbacks below; batch_layout, flops, peak_memory, step_times.
 May import: nothing else in the trainer.
 """
 
@@ -11,7 +11,9 @@ from .learning_rate import LearningRate
 from .log_interval import LogEveryEpoch
 from .nonfinite import DetectNonFinite
 from .run_summary import RunSummary
+from .slow_rank import SlowRank
 from .start_up import StartUp
+from .utilization import Utilization
 
 __all__ = [
     "DetectNonFinite",
@@ -21,5 +23,7 @@ __all__ = [
     "LearningRate",
     "LogEveryEpoch",
     "RunSummary",
+    "SlowRank",
     "StartUp",
+    "Utilization",
 ]

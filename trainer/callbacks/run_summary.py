@@ -12,7 +12,7 @@ from ...strategies.batch.chunks import num_samples
 from ...strategies.core.module_checks import has_nan
 from ...strategies.facts import ranks_of
 from .device_monitor import gather_peak_memory_mib, reset_peak_memory
-from .step_times import DDPTimes, StepClock
+from .step_times import DDPTimes, StepClock, StepTimes
 
 
 class RunSummary(pl.Callback):
@@ -31,6 +31,8 @@ class RunSummary(pl.Callback):
         self.global_batch: int | None = None
         self.peak_memory_mib: list[float] = []
         self.diverged = False
+        self.times: StepTimes | None = None
+        """What was logged at the last log point."""
         self._clock = StepClock()
         self._own_samples = 0
         self._first_batch = 0
@@ -101,6 +103,7 @@ class RunSummary(pl.Callback):
         self._last_step = step
         if times is None:
             return
+        self.times = times
         values = {f"speed/{name}": value for name, value in asdict(times).items()}
         if not wait_s:  # not measured in Lightning's own loop, which runs with a profiler or `dataloader_iter`
             del values["speed/data_wait_ms"]

@@ -16,6 +16,7 @@ from ...strategies.core.devices import device_name
 from ...strategies.core.text_table import draw_table
 from ...strategies.facts import layout_of, name_of, process_devices
 from .batch_layout import batch_line, global_sizes
+from .unequal_devices import all_device_facts, hint
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +34,8 @@ class StartUp(pl.Callback):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         devices = all_devices(trainer)
-        rows = [(label, value) for label, value in start_up_rows(trainer, devices, self.run_dir) if value]
+        rows = [*start_up_rows(trainer, devices, self.run_dir), ("hint", hint(trainer, all_device_facts(trainer)))]
+        rows = [(label, value) for label, value in rows if value]
         width = max(len(label) for label, _ in rows)
         log.info("\n%s", "\n".join(f"  {label:<{width}}  {value}" for label, value in rows))
         for logger in trainer.loggers:

@@ -13,6 +13,9 @@ from ...strategies.core.devices import current_stream, is_accelerator
 
 NS_PER_MS = 1e6
 
+SAMPLES_PER_POINT = 10
+"""Steps between two log points whose times torch's DDP records."""
+
 
 class DDPTimes:
     """Reads the times of the last step that torch sampled.
@@ -26,16 +29,17 @@ class DDPTimes:
 
     def __init__(self, model: DistributedDataParallel, every: int) -> None:
         self._model = model
+        self.every = every
         model._set_ddp_runtime_logging_sample_rate(every)
 
     @classmethod
     def of(cls, trainer: pl.Trainer) -> "DDPTimes | None":
-        """The times of a trainer's DDP wrapper, sampled once per log point; None without a DDP wrapper."""
+        """The times of a trainer's DDP wrapper, sampled a few times per log point; None without a DDP wrapper."""
         model = trainer.strategy.model
         every: int = getattr(trainer, "log_every_n_steps")  # noqa: B009  # Lightning sets it undeclared
         if not isinstance(model, DistributedDataParallel) or not every:
             return None
-        return cls(model, every * trainer.accumulate_grad_batches)
+        return cls(model, max(1, every * trainer.accumulate_grad_batches // SAMPLES_PER_POINT))
 
     def exposed_communication_ms(self) -> float | None:
         """Milliseconds of gradient communication that did not overlap with backward, including waits for other ranks.

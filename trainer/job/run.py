@@ -16,7 +16,7 @@ from rich.console import Console
 
 from ...strategies import ConfigError
 from ...strategies.facts import name_of, stop_signal_of
-from ..callbacks import EpochLines, LogEveryEpoch, RunSummary, StartUp
+from ..callbacks import EpochLines, LogEveryEpoch, RunSummary, SlowRank, StartUp
 from ..checkpoint.find import find_newest, good_or_newest
 from ..checkpoint.snapshots import move_to_disk, saved_in_memory
 from ..config.checks import AUTO
@@ -148,6 +148,7 @@ def build(cfg: DictConfig) -> Parts:
         *([instantiate("checkpoint", cfg.checkpoint)] if cfg.get("checkpoint") else []),
         LogEveryEpoch(),
         summary,
+        SlowRank(),
         StartUp(cfg.run_dir),
     ]
     if cfg.trainer.get("enable_progress_bar", True) and not can_draw():

@@ -3,12 +3,10 @@
 from collections.abc import Iterator
 from typing import Any
 
-import pytorch_lightning as pl
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torchmetrics import Metric
 
 from ...strategies import ConfigError
 from ...strategies.core.types import Batch
@@ -47,22 +45,6 @@ def make_fake(module: nn.Module, mode: FakeTensorMode) -> None:
             for name, tensor in tensors.items():
                 if tensor is not None:
                     tensors[name] = fakes.setdefault(id(tensor), mode.from_tensor(tensor))
-
-
-def silence(module: pl.LightningModule) -> None:
-    """Disable `self.log` and metrics: they read values, and need almost no memory."""
-    vars(module)["log"] = _nothing
-    for part in module.modules():
-        if isinstance(part, Metric):
-            vars(part).update(forward=_zero, update=_nothing)
-
-
-def _nothing(*_: Any, **__: Any) -> None:
-    """Replaces a function that has no effect on memory."""
-
-
-def _zero(*_: Any, **__: Any) -> Tensor:
-    return torch.zeros(())
 
 
 def resized(batch: Batch, num: int, samples: int, mode: FakeTensorMode) -> Batch:

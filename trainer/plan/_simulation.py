@@ -22,7 +22,8 @@ from ...strategies.batch.chunks import num_samples
 from ...strategies.core.types import Batch
 from ...strategies.pipeline.options import StageOptions
 from ...strategies.pipeline.stages import Stages
-from ._fake_tensors import Repeated, make_fake, resized, silence
+from ..callbacks.flops import silence
+from ._fake_tensors import Repeated, make_fake, resized
 from ._memory_tracker import Cross, MemoryTracker
 
 Answer = TypeVar("Answer")

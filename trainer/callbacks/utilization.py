@@ -1,0 +1,103 @@
+"""Log how many floating-point operations per second a run computes, and which fraction of the devices' peak that is."""
+
+import logging
+import time
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+from typing_extensions import override
+
+from ...strategies.batch.chunks import num_samples
+from ...strategies.core.devices import device_model
+from ...strategies.facts import process_devices
+from .flops import count_flops
+from .run_summary import RunSummary
+
+log = logging.getLogger(__name__)
+
+HALF_PEAKS: dict[str, float] = {
+    "B200": 2250e12, "H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "A100": 312e12,
+    "A10G": 70e12, "A10": 125e12, "L40S": 362e12, "L4": 121e12, "V100": 125e12, "T4": 65e12,
+}  # fmt: skip
+"""Operations per second in 16 bits on dense matrices, by a part of the device's name, as NVIDIA's data sheets say."""
+
+MATMUL_SIZE = 1024
+
+
+class Utilization(pl.Callback):
+    """Log `speed/tflops` and `speed/utilization` (model FLOPs utilization, MFU) at every log point.
+
+    The operations of a training step are counted once, on fake tensors, from the first batch: `training_step` is called
+    once more, on a copy of the module that computes nothing. The rate is that of `speed/samples_per_s`, which
+    `RunSummary` measures; both are of all processes. Precision other than 16 bits, and devices that are not known, are
+    compared with a matrix product measured at the start.
+
+    Args:
+        peak_tflops: peak of one device in TFLOP/s; None looks it up or measures it.
+    """
+
+    def __init__(self, peak_tflops: float | None = None) -> None:
+        self.peak_tflops = peak_tflops
+        self.flops_per_sample: float | None = None
+        self._counted = False
+        self._seen: Any = None
+
+    @override
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        if self._counted:
+            return
+        self._counted = True
+        try:
+            self.flops_per_sample = count_flops(pl_module, batch) / (num_samples(batch) or 1)
+        except Exception as exc:  # noqa: BLE001  # a step may do anything; the run goes on without this figure
+            reason = (str(exc).strip() or type(exc).__name__).splitlines()[0]
+            log.info("The operations of a step can't be counted without values: %s", reason)
+        if self.flops_per_sample and self.peak_tflops is None:
+            self.peak_tflops = peak_flops(trainer.strategy.root_device, str(trainer.precision)) / 1e12
+
+    @override
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        times = next((c.times for c in _callbacks(trainer) if isinstance(c, RunSummary)), None)
+        if times is None or times is self._seen or not self.flops_per_sample or not self.peak_tflops:
+            return
+        self._seen = times
+        tflops = self.flops_per_sample * times.samples_per_s / 1e12
+        num_devices = trainer.world_size * len(process_devices(trainer.strategy))
+        values = {"speed/tflops": tflops, "speed/utilization": tflops / num_devices / self.peak_tflops}
+        for logger in trainer.loggers:
+            logger.log_metrics(values, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
+
+
+def _callbacks(trainer: pl.Trainer) -> list[pl.Callback]:
+    return trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]  # a list, untyped
+
+
+def peak_flops(device: torch.device, precision: str) -> float:
+    """Operations per second that a device reaches at most.
+
+    Args:
+        device: the device.
+        precision: the trainer's, `bf16-mixed` for example.
+    """
+    half = "16" in precision
+    known = [peak for part, peak in HALF_PEAKS.items() if part in device_model(device)]
+    if half and known:
+        return known[0]
+    dtype = (torch.bfloat16 if "bf16" in precision else torch.float16) if half else torch.float32
+    return measured_peak(device, torch.float64 if "64" in precision else dtype)
+
+
+def measured_peak(device: torch.device, dtype: torch.dtype, num_tries: int = 5) -> float:
+    """The best of a few products of square matrices, in operations per second; it waits for the device."""
+    matrix = torch.ones(MATMUL_SIZE, MATMUL_SIZE, device=device, dtype=dtype)
+    best_s = float("inf")
+    for _ in range(num_tries):
+        start = time.perf_counter()
+        (matrix @ matrix)[0, 0].item()
+        best_s = min(best_s, time.perf_counter() - start)
+    return 2 * MATMUL_SIZE**3 / best_s
