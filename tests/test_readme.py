@@ -3,6 +3,10 @@
 import re
 from pathlib import Path
 
+import pytest
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
@@ -33,3 +37,30 @@ def test_the_chinese_readme_has_the_same_commands() -> None:
 def test_the_readmes_link_to_each_other() -> None:
     assert "](README.zh.md)" in README
     assert "](README.md)" in (ROOT / "README.zh.md").read_text(encoding="utf-8")
+
+
+PYPROJECT = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+PYTHONS = SpecifierSet(re.findall(r'^requires-python = "(.*?)"', PYPROJECT, flags=re.MULTILINE)[0])
+MINORS = [f"3.{minor}" for minor in range(7, 30) if f"3.{minor}" in PYTHONS]
+
+
+@pytest.mark.parametrize("python", MINORS)
+def test_every_requirement_is_pinned_once_for_each_python(python: str) -> None:
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    pins = [Requirement(line) for line in lines if not line.startswith("#")]
+    machine = {"python_version": python, "python_full_version": f"{python}.9", "sys_platform": "linux"}
+    applying = [pin.name for pin in pins if pin.marker is None or pin.marker.evaluate(machine)]
+    assert len(applying) == len(set(applying))
+    required = re.findall(
+        r'^    "([\w-]+)(?:\[\w+\])?[><=]', PYPROJECT.partition("third_party = [")[0], flags=re.MULTILINE
+    )
+    assert {"torch", "pytorch-lightning", "import-linter"} < set(required)
+    assert set(required) <= set(applying)
+
+
+def test_the_table_of_versions_has_what_pyproject_allows() -> None:
+    rows = re.findall(r"^\| (3\.\d+)\.\d+ \| (2\.\d+)\.", README, flags=re.MULTILINE)
+    assert sorted({python for python, _ in rows}) == sorted(MINORS)
+    allowed = Requirement(re.findall(r'"(torch[><=].*?)"', PYPROJECT)[0]).specifier
+    torches = [f"2.{minor}" for minor in range(40) if f"2.{minor}" in allowed]
+    assert sorted({torch for _, torch in rows}) == torches

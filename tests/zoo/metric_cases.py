@@ -349,7 +349,7 @@ def classes() -> dict[str, type[torchmetrics.Metric]]:
         module = importlib.import_module(f"torchmetrics.{module_name}")
         for name in sorted(getattr(module, "__all__", dir(module))):
             item = getattr(module, name)
-            if inspect.isclass(item) and issubclass(item, torchmetrics.Metric):
+            if issubclass(type(item), type) and issubclass(item, torchmetrics.Metric):  # isclass: aliases on 3.10
                 found[f"{module_name}.{name}"] = item
     return found
 

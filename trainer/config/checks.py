@@ -13,7 +13,7 @@ from ...strategies import ConfigError
 from ...strategies.core.device_names import resolve_devices
 from ...strategies.core.lightning_names import verify_family
 from ._option_values import verify_options, verify_root
-from ._targets import find_object, why_not_found
+from ._targets import find_object, is_class, why_not_found
 from .nearest import did_you_mean
 
 KINDS: dict[str, type] = {
@@ -106,12 +106,10 @@ def verify_target(key: str, options: Any, kind: type) -> type:
             f"{key}._target_={target} can't be imported: {reason}. "
             f"{suggestion or f'Give the import path of {expected}.'}"
         ) from exc
-    if isinstance(found, type) and issubclass(found, kind):
+    if is_class(found) and issubclass(found, kind):
         return found
     verify_family(found)
-    given = (
-        f"the class {found.__module__}.{found.__qualname__}" if isinstance(found, type) else f"a {type(found).__name__}"
-    )
+    given = f"the class {found.__module__}.{found.__qualname__}" if is_class(found) else f"a {type(found).__name__}"
     raise ConfigError(f"{key}._target_={target} must be {expected}; got {given}. Give the import path of a subclass.")
 
 
@@ -137,7 +135,7 @@ def verify_nested(key: str, options: Any) -> None:
         found = find_object(target)
     except Exception as exc:
         raise ConfigError(f"{key}._target_={target} can't be imported. Give the import path of a class.") from exc
-    if not isinstance(found, type) or found.__module__.partition(".")[0] in sys.stdlib_module_names:
+    if not is_class(found) or found.__module__.partition(".")[0] in sys.stdlib_module_names:
         raise ConfigError(
             f"{key}._target_={target} is refused: it must be a class of an installed package or of your project. "
             "Give a class (a module, optimizer, dataset, callback, logger, ...), not a function."

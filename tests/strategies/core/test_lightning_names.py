@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -93,11 +94,12 @@ print("resumed at", trainer.current_epoch, width)
 """
 
 
-def python(folder: Path, script: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def python(folder: Path, *command: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run Python on a script, or with several words, in a folder that has the module `written`."""
     (folder / "written.py").write_text(MODULE)
     variables = {**os.environ, "PYTHONPATH": str(folder), "PYTHONWARNINGS": "ignore", **environment}
     return subprocess.run(
-        [sys.executable, "-c", script],
+        [sys.executable, *(("-c",) if len(command) == 1 else ()), *command],
         cwd=folder,
         env=variables,
         capture_output=True,
@@ -194,4 +196,125 @@ else:
 
 @pytest.mark.long
 def test_the_version_is_verified_on_import() -> None:
-    subprocess.run([sys.executable, "-c", OLD], check=True, timeout=100)
+    subprocess.run([sys.executable, "-c", OLD], check=True, timeout=300)
+
+
+CLI = """
+from evener.trainer import Trainer
+from lightning.pytorch.cli import LightningCLI
+import pytorch_lightning.cli
+import written
+
+if __name__ == "__main__":
+    assert LightningCLI is pytorch_lightning.cli.LightningCLI
+    cli = LightningCLI(written.Net, written.Data, trainer_class=Trainer)
+    callbacks = cli.trainer.callbacks[:3]
+    print(type(cli.trainer).__module__, [type(callback).__name__ for callback in callbacks], callbacks[2].batches)
+"""
+
+
+@pytest.mark.long
+@pytest.mark.skipif(find_spec("jsonargparse") is None, reason="needs jsonargparse, which LightningCLI asks for")
+def test_lightning_cli_takes_classes_of_both_names(tmp_path: Path) -> None:
+    (tmp_path / "cli.py").write_text(CLI)
+    options = {"accelerator": "cpu", "devices": 2, "max_epochs": 1, "logger": "false", "enable_checkpointing": "false"}
+    callbacks = (
+        "lightning.pytorch.callbacks.ModelSummary",
+        "pytorch_lightning.callbacks.LambdaCallback",
+        "written.Count",
+    )
+    words = [
+        *(f"--trainer.{name}={value}" for name, value in options.items()),
+        *(f"--trainer.callbacks+={callback}" for callback in callbacks),
+    ]
+    ended = python(tmp_path, "cli.py", "fit", "--trainer.strategy=dp", "--seed_everything=1", *words)
+    assert "evener.trainer.trainer ['ModelSummary', 'LambdaCallback', 'Count'] 4\n" in ended.stdout, ended.stderr
+
+
+SPREAD = """
+import multiprocessing, os, sys
+from evener.trainer import Trainer
+from evener.strategies import DDPStrategy
+from evener.strategies.distributed.scripts import launcher
+import torch, written
+import lightning as L
+import pytorch_lightning as pl
+from torch.utils.data import DataLoader, Dataset
+
+
+class Looks(Dataset):
+    def __init__(self):
+        self.net, self.owner = written.Net(), os.getpid()
+
+    def __len__(self):
+        return 6
+
+    def __getitem__(self, index):
+        assert os.getpid() != self.owner
+        assert isinstance(self.net, L.LightningModule) and isinstance(self.net, pl.LightningModule)
+        return torch.full((4,), index / 6)
+
+
+class Ranked(written.Net):
+    def on_train_start(self):
+        assert isinstance(self, L.LightningModule) and isinstance(self, pl.LightningModule)
+        assert multiprocessing.parent_process() is not None
+
+
+if __name__ == "__main__":
+    what, method = sys.argv[1:]
+    quiet = dict(accelerator="cpu", logger=False, enable_progress_bar=False, enable_checkpointing=False, max_epochs=1)
+    if what == "workers":
+        trainer = Trainer(**quiet)
+        trainer.fit(written.Net(), DataLoader(Looks(), 3, num_workers=1, multiprocessing_context=method))
+    else:
+        launcher.start_method = lambda device: method
+        trainer = Trainer(strategy=DDPStrategy(timeout_s=250), devices=2, **quiet)
+        trainer.fit(Ranked(), written.Data())
+    print("steps", trainer.global_step)
+"""
+
+
+@pytest.mark.parametrize(
+    ("what", "method", "steps"),
+    [
+        pytest.param("workers", "fork", 2, marks=pytest.mark.long),
+        pytest.param("workers", "spawn", 2, marks=pytest.mark.slow),
+        pytest.param("workers", "forkserver", 2, marks=pytest.mark.long),
+        pytest.param("ranks", "fork", 2, marks=pytest.mark.slow),
+        pytest.param("ranks", "spawn", 2, marks=pytest.mark.slow),
+    ],
+)
+def test_both_names_are_one_in_processes_that_import_the_script(
+    what: str, method: str, steps: int, tmp_path: Path
+) -> None:
+    (tmp_path / "spread.py").write_text(SPREAD)
+    ended = python(tmp_path, "spread.py", what, method)
+    assert f"steps {steps}\n" in ended.stdout, ended.stderr
+
+
+PLUGIN_TEST = """
+import written
+from evener.trainer import Trainer
+
+
+def test_fit(tmp_path):
+    Trainer(max_epochs=1, accelerator="cpu", default_root_dir=tmp_path, logger=False).fit(written.Net(), written.Data())
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("plugin", "expected"),
+    [
+        ("import lightning", "1 passed"),
+        ("import pytorch_lightning, lightning", "Import evener before either of them"),
+        ("import evener.strategies, pytorch_lightning, lightning", "1 passed"),
+    ],
+    ids=["lightning", "both", "evener first"],
+)
+def test_pytest_plugins_may_import_either_name_before(plugin: str, expected: str, tmp_path: Path) -> None:
+    (tmp_path / "plugin.py").write_text(plugin)
+    (tmp_path / "test_fit.py").write_text(PLUGIN_TEST)
+    ended = python(tmp_path, "-m", "pytest", "-p", "plugin", "-p", "no:cacheprovider", "test_fit.py")
+    assert expected in ended.stdout, ended.stdout

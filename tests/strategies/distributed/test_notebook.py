@@ -15,20 +15,22 @@ CELL_S = 300
 IMPORTS = """
 import warnings
 warnings.simplefilter("ignore")
-import pytorch_lightning as pl
+import lightning as L  # the other name, before evener: forked ranks know the module under both
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 from evener.trainer import Trainer
+import pytorch_lightning
 """
 
 MODULE = """
-class Line(pl.LightningModule):
+class Line(L.LightningModule):
     def __init__(self, fails=False):
         super().__init__()
         self.layer = torch.nn.Linear(1, 1)
         self.fails = fails
 
     def training_step(self, batch, batch_idx):
+        assert isinstance(self, pytorch_lightning.LightningModule)
         if self.fails and self.global_rank == 1:
             raise KeyError("rank 1 of a cell")
         return (self.layer(batch[0]) - 3 * batch[0]).square().mean()

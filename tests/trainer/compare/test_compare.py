@@ -181,7 +181,7 @@ def test_the_command_compares_in_processes_of_their_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = ["mode=compare", "devices=2", "accelerator=cpu", "compare.strategies=[ddp]", "data.batch_size=32"]
-    short = ["compare.steps=6", "compare.warmup_steps=2", "compare.timeout_s=100"]
+    short = ["compare.steps=6", "compare.warmup_steps=2", "compare.timeout_s=250"]
     monkeypatch.setattr(sys, "argv", ["train.py", *options, *short, f"log_dir={tmp_path}"])
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     main()

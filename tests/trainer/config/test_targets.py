@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+import pytorch_lightning as pl
 
 from evener.strategies import ConfigError
 from evener.trainer.cli.train import compose
@@ -39,4 +40,20 @@ def test_a_name_that_does_not_import_is_told() -> None:
 def test_another_kind_is_refused_with_the_kind_expected(override: str, kind: str) -> None:
     cfg: Any = compose([override, "run_dir=unused"])
     with pytest.raises(ConfigError, match=f"must be an? pytorch_lightning {kind}"):
+        verify_config(cfg)
+
+
+class Near(pl.LightningModule):
+    """Stands beside a type alias, which Python 3.10 takes for a class: looking for a close name ended in TypeError."""
+
+
+Batch = list[int]
+
+
+def test_type_aliases_are_no_classes() -> None:
+    cfg: Any = compose(["module._target_=test_targets.Neat", "run_dir=unused"])
+    with pytest.raises(ConfigError, match=r"Did you mean test_targets\.Near\?"):
+        verify_config(cfg)
+    cfg = compose(["module._target_=test_targets.Batch", "run_dir=unused"])
+    with pytest.raises(ConfigError, match="must be a pytorch_lightning LightningModule; got a GenericAlias"):
         verify_config(cfg)

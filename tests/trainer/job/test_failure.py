@@ -155,7 +155,7 @@ def test_the_command_shows_the_users_frames_and_the_rest_on_request(tmp_path: Pa
     env = {**os.environ, "PYTHONPATH": str(SUPPORT), "HYDRA_FULL_ERROR": full, "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(
         [sys.executable, str(ROOT / "train.py"), *words],
-        capture_output=True, text=True, timeout=120, env=env, cwd=tmp_path, check=False,
+        capture_output=True, text=True, timeout=300, env=env, cwd=tmp_path, check=False,
     )  # fmt: skip
     assert done.returncode == 1
     assert done.stderr.count("KeyError: 'rank 0 had enough'") == 1
