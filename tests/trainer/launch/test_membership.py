@@ -36,8 +36,8 @@ def machine(stack: ExitStack, folder: Path, name: str, port: int) -> Run:
         "--rdzv-conf=is_host=0,last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3",
     ]  # fmt: skip
     words = [
-        *WORDS, "strategy.batch_size_is=global", "strategy.timeout_s=60", "num_nodes=1:4", f"log_dir={folder}/logs",
-        f"module.record={folder}/samples", "+module.pause_s=0.4",
+        *WORDS, "strategy.batch_size_is=global", "strategy.timeout_s=300", "num_nodes=1:4", f"log_dir={folder}/logs",
+        f"module.record={folder}/samples", f"+module.slow={folder}/slow",
     ]  # fmt: skip
     env = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
     return stack.enter_context(running(own, *words, command=command, env=env))
@@ -49,7 +49,7 @@ def trained(record: Path) -> list[tuple[int, int, int, int, list[int]]]:
     return [(int(a), int(b), int(c), int(d), json.loads(e)) for a, b, c, d, e in lines]
 
 
-def wait_until(record: Path, condition: Any, machines: list[Run], timeout_s: float = 200) -> None:
+def wait_until(record: Path, condition: Any, machines: list[Run], timeout_s: float = 400) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition(trained(record)):
         outputs = "\n".join(run.output.read_text()[-3000:] for run in machines)
@@ -81,17 +81,19 @@ def prove(folder: Path, events: list[str]) -> None:
     expected, weights = undisturbed(folder / "alone")
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # outlives every machine, as etcd would
     record = folder / "samples"
-    total = NUM_EPOCHS * BATCHES_PER_EPOCH
+    (folder / "slow").touch()  # until all events have happened, however slowly machines start
     with ExitStack() as stack:
         machines = [machine(stack, folder, "first", store.port)]
         for number, event in enumerate(events):
-            due = total * (number + 1) // (len(events) + 2)
+            due = number + 2
             wait_until(record, lambda lines, due=due: reached(lines) >= due, machines)
             if event == "join":
                 machines.append(machine(stack, folder, f"{event}{number}", store.port))
             else:
                 kill(machines.pop(int(event)))
             wait_until(record, came_after(record, len(machines)), machines)
+            assert reached(trained(record)) < NUM_EPOCHS * BATCHES_PER_EPOCH - 1, "the run ended before its events"
+        (folder / "slow").unlink()
         for run in machines:
             assert run.wait(300) == 0, run.output.read_text()
     lines = trained(record)
