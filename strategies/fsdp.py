@@ -280,6 +280,18 @@ class FSDPStrategy(DDPStrategy):
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Tensor]:
         return gather_tree(super().optimizer_state(optimizer), keep=self.is_global_zero)
 
+    @override
+    def teardown(self) -> None:
+        shards, self._shards = self._shards, None
+        if shards is None:
+            super().teardown()
+            return
+        if self._failed:
+            shards.recover()  # it may have failed within a step
+        # shards belong to their devices: `test` after `fit` goes on with them
+        with replaced(shards.module, "cpu", lambda: shards.module):
+            super().teardown()
+
     def whole_gradients(self) -> dict[str, Tensor]:
         """The gradients of an unfinished step, averaged over the ranks so far, by name of the parameter."""
         assert self._shards is not None
@@ -338,8 +350,8 @@ def _verify_plain(output: Any) -> None:
 
 
 _OUTSIDE = (
-    "fsdp: training_step uses a parameter of a part outside of the part's forward, where only this rank's shard of it "
-    "is there. Leave the part out of strategy.shard, so that it is gathered for the whole step, or set "
+    "fsdp: a step uses a parameter of a part outside of the part's forward, where only this rank's shard of it is "
+    "there. Leave the part out of strategy.shard, so that it is gathered for the whole step, or set "
     "strategy.shard=[] to gather all."
 )
 

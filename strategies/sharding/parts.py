@@ -16,7 +16,8 @@ SMALLEST = 0.01
 def automatic_parts(module: nn.Module, candidates: Sequence[str]) -> list[str]:
     """Choose among the parts that a module's forward calls one by one.
 
-    A part stays with the root if it shares a parameter with another, is a BatchNorm layer, or is small.
+    A part stays with the root if it has no forward (`nn.ParameterList`), shares a parameter with another, is a
+    BatchNorm layer, or is small.
 
     Args:
         module: the module.
@@ -32,6 +33,7 @@ def automatic_parts(module: nn.Module, candidates: Sequence[str]) -> list[str]:
         name
         for name, parameters in owned
         if parameters
+        and type(module.get_submodule(name)).forward is not nn.Module.forward
         and not isinstance(module.get_submodule(name), _BatchNorm)
         and not any(id(p) in tied for p in parameters)
         and sum(p.nbytes for p in parameters) >= SMALLEST * total

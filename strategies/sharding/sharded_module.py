@@ -144,6 +144,10 @@ class ShardedModule:
         finally:
             root.set_requires_gradient_sync(True)
 
+    def recover(self) -> None:
+        """Release everything after a failure within a step."""
+        cast(FSDPModule, self.module).reset_iter_state()
+
     def reduce_accumulated(self) -> None:
         """Reduce the gradients that were accumulated without; gradients that are added later do not change these."""
         self._state.finish_backward()

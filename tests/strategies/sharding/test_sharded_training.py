@@ -11,7 +11,7 @@ from regression import Net, Numbered, quiet_trainer, weights
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from evener.strategies import FSDPStrategy, SingleDeviceStrategy
+from evener.strategies import ConfigError, FSDPStrategy, SingleDeviceStrategy
 
 
 class Generative(Net):
@@ -114,3 +114,51 @@ def test_modules_and_callbacks_train_as_on_one_device(num_ranks: int) -> None:
         for rank in by_rank:
             torch.testing.assert_close(rank[name][0], single, rtol=0, atol=1e-10, msg=lambda text: f"{name}: {text}")  # noqa: B023
         assert by_rank[0][name][1] == pytest.approx(metrics, abs=1e-12), name
+
+
+class Penalized(Net):
+    """A penalty on a weight outside of its layer's forward."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y, _ = batch
+        return (self.net(x) - y).square().mean() + self.net[0].weight.square().sum()
+
+
+class Mixed(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(2, dtype=torch.float64))
+        self.shift = nn.Parameter(torch.ones(2, dtype=torch.float32))
+
+
+def _refusals(num_ranks: int) -> list[str]:
+    told = []
+    for module in (Sometimes(), Penalized(), Mixed()):
+        trainer = quiet_trainer(FSDPStrategy(batch_size_is="global", timeout_s=60), num_ranks)
+        try:
+            trainer.fit(module, DataLoader(Numbered(), 6))
+        except (ConfigError, RuntimeError) as exc:
+            told.append(f"{trainer.global_step}: {exc}")
+    return told
+
+
+def test_what_cannot_be_trained_exactly_is_refused_before_the_first_step() -> None:
+    for unused, outside, dtypes in run_ranks(_refusals, 2, 2):
+        assert unused.startswith("0: fsdp: parameters took no part in the loss: extra.weight, extra.bias. Set ")
+        assert outside.startswith("0: fsdp: a step uses a parameter of a part outside of the part's forward")
+        assert dtypes.startswith("0: fsdp: the parameters of Mixed have several dtypes")
+
+
+def _uneven(num_ranks: int) -> Tensor:
+    module = Net()
+    strategy = FSDPStrategy(batch_size_is="global", weights=[3, 1])
+    quiet_trainer(strategy, num_ranks).fit(module, DataLoader(Numbered(), 6))
+    assert [len(step) for step in module.trained][:3] == ([5, 5, 5] if strategy.global_rank == 0 else [1, 1, 1])
+    return weights(module)
+
+
+def test_ranks_of_unequal_shares_train_as_one_device() -> None:
+    single = Net()
+    quiet_trainer(SingleDeviceStrategy()).fit(single, DataLoader(Numbered(), 6))
+    for rank in run_ranks(_uneven, 2, 2):
+        torch.testing.assert_close(rank, weights(single), rtol=0, atol=1e-10)
