@@ -26,6 +26,7 @@ from .data.loaders import BatchSizeIs
 from .ddp import DDPStrategy
 from .distributed.zero_weight_step import silent_step
 from .pipeline.module_parts import find_parts
+from .sharding.deferred import DeferredTensors
 from .sharding.parts import automatic_parts, named_parts
 from .sharding.sharded_module import ShardedModule, Sharding, broadcast_states, sharded, sync_buffers
 from .sharding.whole import gather_tree, holds_shards, shard_like, shard_optimizer_state
@@ -102,6 +103,7 @@ class FSDPStrategy(DDPStrategy):
         self.find_unused_parameters = find_unused_parameters
         self.weights = weights
         self._shards: ShardedModule | None = None
+        self._deferred: DeferredTensors | None = None
         self._reduces = True
         self._without_gradient: set[int] = set()
 
@@ -120,6 +122,16 @@ class FSDPStrategy(DDPStrategy):
         """Whether this rank has no samples of the batch that is evaluated, so that nothing of its step may count."""
         assert self._trainer is not None
         return not self._trainer.training and self._share is not None and self._share.num == 0
+
+    @override
+    @contextmanager
+    def model_sharded_context(self) -> Generator[None]:
+        """Build the layers of `configure_model` without memory; `place` fills them shard by shard."""
+        assert self.lightning_module is not None
+        self._deferred = DeferredTensors()
+        with self._deferred:
+            yield
+        self._deferred.to_meta(self.lightning_module)
 
     @property
     @override
@@ -155,9 +167,31 @@ class FSDPStrategy(DDPStrategy):
             names = automatic_parts(module, candidates)
         else:
             names = named_parts(module, self.shard)
+        waiting = {name: tensor for name, tensor in _tensors(module) if tensor.is_meta}
         broadcast_states(module, self.root_device)
         mesh = init_device_mesh(self.root_device.type, self._mesh_shape(), mesh_dim_names=self._mesh_names())
-        return ShardedModule(module, Sharding(tuple(names), mesh, self.reshard_after_forward, self.cpu_offload))
+        shards = ShardedModule(module, Sharding(tuple(names), mesh, self.reshard_after_forward, self.cpu_offload))
+        if waiting:
+            self._fill(shards, waiting)
+        shards.prime()
+        return shards
+
+    def _fill(self, shards: ShardedModule, waiting: Mapping[str, Tensor]) -> None:
+        """Compute the tensors that `configure_model` has only announced, one by one, and keep this rank's shards."""
+        if self._deferred is None:
+            name = next(iter(waiting))
+            raise ConfigError(
+                f"fsdp: {name} is on the meta device, so that it has no values. Build the layers in configure_model, "
+                "without torch.device('meta'): they take no memory there before they are cut."
+            )
+        shards.allocate(self.root_device)
+        for name, tensor in _tensors(shards.module):
+            if name in waiting:
+                value = self._deferred.value(waiting[name]).to(self.root_device)
+                dist.broadcast(value, 0)
+                with torch.no_grad():
+                    tensor.copy_(shard_like(value, tensor))
+        self._deferred = None
 
     def _mesh_shape(self) -> tuple[int, ...]:
         if self.world_size % self.replicas:
@@ -336,6 +370,10 @@ def _copies(trainer: pl.Trainer, module: pl.LightningModule) -> list[nn.Module]:
     kept = [value for callback in callbacks for value in vars(callback).values() if isinstance(value, nn.Module)]
     modules = [value.module if isinstance(value, AveragedModel) else value for value in kept]
     return [copy for copy in modules if copy is not module and _shapes(copy) == _shapes(module)]
+
+
+def _tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
+    return [*module.named_parameters(), *module.named_buffers()]
 
 
 def _shapes(module: nn.Module) -> dict[str, torch.Size]:

@@ -67,8 +67,11 @@ class RootState:
         self._state: Any = cast(FSDPModule, root)._get_fsdp_state()
         self._state._pre_forward_hook_handle.remove()
         self._state._post_forward_hook_handle.remove()
-        self._state._lazy_init()
         self.groups = [ParameterGroup(group) for group in _groups(root)]
+
+    def prime(self) -> None:
+        """Find out which group each parameter is in; from then on they must have memory."""
+        self._state._lazy_init()
 
     def begin_forward(self) -> None:
         """Gather the root's own parameters, and announce that its parts are called."""

@@ -62,10 +62,18 @@ class ShardedModule:
         root.set_reduce_scatter_unused_params(True)
         self._state = RootState(module)
         self._handles = self._call_alone()
-        self._prime()
 
-    def _prime(self) -> None:
+    def allocate(self, device: torch.device) -> None:
+        """Give what is on the meta device memory without values."""
+
+        def allocated(tensor: Tensor) -> Tensor:
+            return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor
+
+        self.module._apply(allocated)
+
+    def prime(self) -> None:
         """Gather each part once: memory that is first allocated in inference mode could not be trained with."""
+        self._state.prime()
         with torch.inference_mode(False):
             for module in self.module.modules():
                 if isinstance(module, FSDPModule):
