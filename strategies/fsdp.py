@@ -19,7 +19,6 @@ from typing_extensions import override
 from .batch.policies import Policy, Weighted
 from .batch.structure import BatchDims
 from .core.errors import ConfigError
-from .core.loop_contract import adds
 from .core.module_checks import hooked
 from .core.patching import replaced
 from .data.loaders import BatchSizeIs
@@ -105,7 +104,7 @@ class FSDPStrategy(DDPStrategy):
         self._shards: ShardedModule | None = None
         self._deferred: DeferredTensors | None = None
         self._reduces = True
-        self._without_gradient: set[int] = set()
+        self._had_none: set[int] = set()
 
     @property
     @override
@@ -214,7 +213,7 @@ class FSDPStrategy(DDPStrategy):
         automatic = module.automatic_optimization
         toggles = nullcontext() if automatic else _followed(module, shards.follow_flags)
         with _named_errors(), shards.step(backward_follows=automatic), context(), toggles:
-            output = self._noted(module.training_step, *args, **kwargs)
+            output = self._step_in_layout(*args, **kwargs)
         _verify_plain(output)
         return output
 
@@ -240,35 +239,22 @@ class FSDPStrategy(DDPStrategy):
             self._reduces = True
 
     @override
-    @adds(first="scale_loss", then="sum_replicas")
-    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        closure_loss = self.scale_loss(closure_loss)
-        plugin = self.precision_plugin
-        then: Any = plugin.post_backward  # runs `on_after_backward`
-
-        def reduced_first(*given: Any) -> Any:
-            self.sum_replicas()
-            return then(*given)
-
-        with replaced(plugin, "post_backward", reduced_first):
-            return super(DDPStrategy, self).backward(closure_loss, optimizer, *args, **kwargs)
-
-    @override
     def scale_loss(self, loss: Tensor) -> Tensor:
         assert self._shards is not None
         loss = super().scale_loss(loss)
-        self._without_gradient = {id(p) for p in self._shards.parameters if p.grad is None}
+        self._had_none = {id(p) for p in self._shards.parameters if p.grad is None}
         self._shards.begin_backward(loss)
         return loss
 
     @override
-    def sum_replicas(self) -> None:
+    def finish_backward(self) -> None:
         """Refuse, or find, parameters that took no part in the loss; those of other ranks' parts are reduced as zeros.
 
         A step of manual optimization often trains some parameters only, the same on all ranks or not.
         """
         assert self._shards is not None
         assert self.lightning_module is not None
+        super().finish_backward()
         if not self._reduces:
             return
         if self.find_unused_parameters or not self.lightning_module.automatic_optimization:
@@ -287,12 +273,13 @@ class FSDPStrategy(DDPStrategy):
         used = used.to(self.root_device)
         dist.all_reduce(used, op=dist.ReduceOp.MAX)
         for parameter, by_any in zip(trained, used.tolist(), strict=True):
-            if not by_any and id(parameter) in self._without_gradient:
+            if not by_any and id(parameter) in self._had_none:
                 parameter.grad = None
 
     @override
-    def tell_replicas(self) -> None:
+    def finish_step(self) -> None:
         assert self._shards is not None
+        super().finish_step()
         self._shards.refresh()
 
     @override
