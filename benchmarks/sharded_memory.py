@@ -1,15 +1,17 @@
 """Peak memory of each process for a module of equal layers, under one device, ddp and fsdp, on the CPU.
 
     python benchmarks/sharded_memory.py --strategies single_device ddp fsdp --ranks 1 2 3
-    (ulimit -v 3500000; python benchmarks/sharded_memory.py --strategies single_device fsdp --ranks 1 2 3)
+    python benchmarks/sharded_memory.py --strategies single_device fsdp --ranks 1 2 3 --limit_mib 740
 
 The table has mebibytes above what the process had before training, and the ideal: weights, gradients and AdamW's state
-over the number of ranks, and one layer with its gradient. A process that may not have the memory is a row, too.
+over the number of ranks, and one layer with its gradient. With `--limit_mib` a process may map no more than that
+(`ulimit -v`, counted from the start of training), and one that needs more is a row, too.
 """
 
 import argparse
 import multiprocessing
 import os
+import resource
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -64,6 +66,9 @@ def train(name: str, rank: int, num_ranks: int, port: int, args: argparse.Namesp
     torch.set_num_threads(1)
     quiet: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     before = memory_mib("VmRSS")
+    if args.limit_mib is not None:
+        limit = int((memory_mib("VmSize") + args.limit_mib) * MIB)
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     try:
         pl.seed_everything(0, verbose=False)
         strategy = STRATEGIES[name](**NAMES[name])
@@ -106,8 +111,11 @@ def main() -> None:
     parser.add_argument("--ranks", nargs="+", type=int, default=[1, 2, 3], help="numbers of ranks; 1 for one device")
     parser.add_argument("--width", type=int, default=1024, help="features of each layer")
     parser.add_argument("--depth", type=int, default=48, help="number of layers")
+    parser.add_argument("--limit_mib", type=float, help="mebibytes that each process may map from then on")
     parser.add_argument("--timeout_s", type=float, default=300)
     args = parser.parse_args()
+    # freed tensors go back to the system at once, so that the peak is that of tensors in use
+    os.environ.update(MALLOC_MMAP_THRESHOLD_=str(MIB), MALLOC_ARENA_MAX="1")
     print("| strategy | ranks | ideal MiB | peak of each process |\n|---|---|---|---|")
     for name in args.strategies:
         for num_ranks in args.ranks:
