@@ -156,7 +156,7 @@ class RankBatches(Sampler[Any]):
     Attributes:
         shares: one entry per batch yielded since the last `__iter__`; the consumer takes them from the left.
         positions: position of each batch with samples yielded since the last `__iter__` among all ranks' parts.
-        first_samples: place of each of these batches' first sample in the order of all samples.
+        first_samples: place of the first sample of each batch yielded in the order of all samples.
     """
 
     def __init__(self, units: Iterable[Unit], cut: Cut, rank: int, num_ranks: int, joins: bool, agree: Agree) -> None:
@@ -186,7 +186,7 @@ class RankBatches(Sampler[Any]):
             self.shares.append(Share(num, total, not all(nums)))
             if num:
                 self.positions.append(step * self.num_ranks + self.rank)
-                self.first_samples.append(first)
+            self.first_samples.append(first)
             yield mine if num else _stand_in(parts)
 
     def forget(self, num: int) -> None:
