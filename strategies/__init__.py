@@ -12,6 +12,7 @@ from .core.errors import ConfigError
 from .ddp import DDPStrategy
 from .ddp_model_parallel import DDPModelParallelStrategy
 from .dp import DataParallelStrategy
+from .fsdp import FSDPStrategy
 from .model_parallel import ModelParallelStrategy
 from .registry import STRATEGIES
 from .replicas.functional import data_parallel, gather, parallel_apply, replicate, scatter
@@ -26,6 +27,7 @@ __all__ = [
     "DDPModelParallelStrategy",
     "DDPStrategy",
     "DataParallelStrategy",
+    "FSDPStrategy",
     "ModelParallelStrategy",
     "SingleDeviceStrategy",
     "data_parallel",

@@ -174,6 +174,11 @@ class DDPStrategy(MultiProcessStrategy):
         return None if self.balance is None else self.balance.kept.controller
 
     @property
+    def evaluates_in_step(self) -> bool:
+        """Whether a rank without samples runs evaluation steps, too, because the others' need it."""
+        return False
+
+    @property
     def share(self) -> Share | None:
         """This rank's share of the current batch; None if all ranks have the same weight."""
         return self._share
@@ -278,6 +283,7 @@ class DDPStrategy(MultiProcessStrategy):
                 self.policy,
                 smallest,
                 structure_of=self.structures.of_stream,
+                in_step=self.evaluates_in_step,
             )
         return self._loaders
 
@@ -361,7 +367,7 @@ class DDPStrategy(MultiProcessStrategy):
         assert self._trainer is not None
         self._share = None
         self.weighed_losses.clear()
-        if self._trainer.evaluating:
+        if self._trainer.evaluating or (self.evaluates_in_step and self._trainer.predicting):
             self._share = self._evaluated_share(dataloader_idx)
         loader = self._trainer.fit_loop._combined_loader
         if self._trainer.training and loader is not None:
@@ -372,7 +378,9 @@ class DDPStrategy(MultiProcessStrategy):
 
     def _evaluated_share(self, dataloader_idx: int) -> Share | None:
         """This rank's part of the batch that an evaluation loop has fetched."""
-        loop: Any = getattr(self._trainer, "_evaluation_loop")  # noqa: B009  # Lightning's own name
+        assert self._trainer is not None
+        predicts = self._trainer.predicting
+        loop: Any = self._trainer.predict_loop if predicts else getattr(self._trainer, "_evaluation_loop")  # noqa: B009  # Lightning's own name
         combined = loop._combined_loader
         if combined is None:
             return None

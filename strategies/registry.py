@@ -8,6 +8,7 @@ from .balanced_dp import BalancedDataParallelStrategy
 from .ddp import DDPStrategy
 from .ddp_model_parallel import DDPModelParallelStrategy
 from .dp import DataParallelStrategy
+from .fsdp import FSDPStrategy
 from .model_parallel import ModelParallelStrategy
 from .single_device import SingleDeviceStrategy
 
@@ -22,6 +23,7 @@ STRATEGIES: dict[str, type[Strategy]] = {
         BalancedDDPStrategy,
         DDPModelParallelStrategy,
         BalancedDDPModelParallelStrategy,
+        FSDPStrategy,
     )
 }
 """Strategies of this project by the name that `strategy=` takes."""

@@ -201,6 +201,7 @@ CUTS = {
     "model_parallel": [Even().sizes(10, 4)],
     "ddp_model_parallel": FIVE_EACH,
     "balanced_ddp_model_parallel": [Weighted((3, 1)).sizes(10, 2), Even().sizes(8, 2), Even().sizes(2, 2)],
+    "fsdp": [Even().sizes(10, 2)],
 }
 
 

@@ -122,6 +122,14 @@ torch.optim.optimizer _global_optimizer_post_hooks
 torch.optim.optimizer _global_optimizer_pre_hooks
 torch.optim SGD.step.__wrapped__
 pytorch_lightning.trainer.connectors.logger_connector.logger_connector _LoggerConnector.should_update_logs
+torch.distributed.fsdp FSDPModule._get_fsdp_state
+torch.distributed.fsdp._fully_shard._fsdp_common TrainingState.IDLE
+torch.distributed.fsdp._fully_shard._fsdp_param_group FSDPParamGroup.post_backward
+torch.distributed.fsdp._fully_shard._fsdp_state FSDPState._lazy_init
+torch.distributed.fsdp._fully_shard._fsdp_state FSDPState._pre_forward
+torch.distributed.fsdp._fully_shard._fsdp_state FSDPState._post_forward
+torch.distributed.fsdp._fully_shard._fsdp_state FSDPState._pre_backward
+torch.distributed.fsdp._fully_shard._fsdp_state FSDPState._root_post_backward_final_callback
 torchmetrics Metric._reduce_states
 torchmetrics Metric.merge_state
 """

@@ -40,6 +40,7 @@ class RankLoaders:
         sum_over_ranks: starts an in-place sum of a small CPU tensor over all ranks.
         policy: divides a global batch in training; evaluation divides evenly.
         smallest: minimum samples of a rank in training, if it has any.
+        in_step: whether ranks run as many evaluation steps as training steps, those without samples with weight zero.
         divides: the cuts made for training; their policy may change during training.
     """
 
@@ -51,6 +52,7 @@ class RankLoaders:
     policy: Policy = field(default_factory=Even)
     smallest: int = 1
     structure_of: Callable[[Any], BatchStructure] = lambda loader: BatchStructure()
+    in_step: bool = False
     divides: list[Divide] = field(default_factory=list)
 
     def process(self, loader: Any, role: LoaderRole, managed: bool = True) -> Any:
@@ -83,7 +85,11 @@ class RankLoaders:
             return self._stream(loader, role)
         if loader.batch_sampler is None and not isinstance(loader.sampler, BatchSampler):
             return self._keyed(loader, role)
-        return self._cut(loader, self._way(role), role == "train")
+        return self._cut(loader, self._way(role), self._joins(role))
+
+    def _joins(self, role: LoaderRole) -> bool:
+        """Whether a rank joins a step for which it has no samples."""
+        return role == "train" or self.in_step
 
     def _way(self, role: LoaderRole) -> Cut:
         if self.batch_size_is == "global":
@@ -96,12 +102,12 @@ class RankLoaders:
         self.divides.append(Divide(self.policy, smallest=self.smallest))
         return self.divides[-1]
 
-    def _cut(self, loader: DataLoader[Any], cut: Cut, training: bool) -> DataLoader[Any]:
+    def _cut(self, loader: DataLoader[Any], cut: Cut, joins: bool) -> DataLoader[Any]:
         name = "sampler" if loader.batch_sampler is None else "batch_sampler"
         units = getattr(loader, name)
         tracks_indices = isinstance(units, _IndexBatchSamplerWrapper)  # Lightning's, for prediction writers
         batches = RankBatches(
-            units._batch_sampler if tracks_indices else units, cut, self.rank, self.num_ranks, training, self.agree
+            units._batch_sampler if tracks_indices else units, cut, self.rank, self.num_ranks, joins, self.agree
         )
         clone = self._seeded(loader)
         # DataLoader refuses such an assignment on a loader in use; this one is new
@@ -112,7 +118,7 @@ class RankLoaders:
     def _keyed(self, loader: DataLoader[Any], role: LoaderRole) -> Any:
         if self.batch_size_is == "global":
             return self._stream(loader, role)
-        dealt = self._cut(loader, Deal(spread=False), training=False)
+        dealt = self._cut(loader, Deal(spread=False), joins=self.in_step and role != "train")
         return (
             Lockstep(dealt, self.num_ranks, self.sum_over_ranks, self.structure_of(loader))
             if role == "train"
@@ -123,11 +129,11 @@ class RankLoaders:
         if self.batch_size_is == "global":
             structure = self.structure_of(loader)
             return Divided(
-                loader, self._divide(role), self.rank, self.num_ranks, role == "train", self.agree, structure
+                loader, self._divide(role), self.rank, self.num_ranks, self._joins(role), self.agree, structure
             )
         structure = self.structure_of(loader)
         loader = self._seeded(loader) if isinstance(loader, DataLoader) else loader
-        return Lockstep(loader, self.num_ranks, self.sum_over_ranks, structure) if role == "train" else loader
+        return Lockstep(loader, self.num_ranks, self.sum_over_ranks, structure) if self._joins(role) else loader
 
     def _seeded(self, loader: DataLoader[Any]) -> DataLoader[Any]:
         clone = copy.copy(loader)

@@ -10,7 +10,8 @@ depends on the meaning of the loader's batch:
                                     rank 1   4..7          12..15     19..20
 
 Where a global batch has fewer samples than there are ranks, a training rank without samples joins with a
-zero-weight batch (all ranks must reduce gradients), and an evaluating rank skips the step.
+zero-weight batch (all ranks must reduce gradients), and an evaluating rank skips the step, unless its forward needs
+the shards of all ranks.
 """
 
 from collections import deque
@@ -149,23 +150,21 @@ class RankBatches(Sampler[Any]):
         cut: cuts units into global batches.
         rank: this rank.
         num_ranks: number of ranks.
-        training: whether a rank without samples joins with a zero-weight batch; otherwise it skips the step.
+        joins: whether a rank without samples joins with a zero-weight batch; otherwise it skips the step.
         agree: returns rank 0's random state on all ranks, so that all use the same order.
 
     Attributes:
         shares: one entry per batch yielded since the last `__iter__`; the consumer takes them from the left.
-        positions: position of each batch yielded since the last `__iter__` among all ranks' parts.
-        first_samples: place of each of these batches' first sample in the order of all samples.
+        positions: position of each batch with samples yielded since the last `__iter__` among all ranks' parts.
+        first_samples: place of the first sample of each batch yielded in the order of all samples.
     """
 
-    def __init__(
-        self, units: Iterable[Unit], cut: Cut, rank: int, num_ranks: int, training: bool, agree: Agree
-    ) -> None:
+    def __init__(self, units: Iterable[Unit], cut: Cut, rank: int, num_ranks: int, joins: bool, agree: Agree) -> None:
         self.units = units
         self.cut = cut
         self.rank = rank
         self.num_ranks = num_ranks
-        self.training = training
+        self.joins = joins
         self.agree = agree
         self.shares: deque[Share] = deque()
         self.positions: list[int] = []
@@ -182,10 +181,11 @@ class RankBatches(Sampler[Any]):
             nums = [num_samples(part) for part in parts]
             mine, num, total = parts[self.rank], nums[self.rank], sum(nums)
             first, num_before = num_before + sum(nums[: self.rank]), num_before + total
-            if not num and not self.training:
+            if not num and not self.joins:
                 continue
             self.shares.append(Share(num, total, not all(nums)))
-            self.positions.append(step * self.num_ranks + self.rank)
+            if num:
+                self.positions.append(step * self.num_ranks + self.rank)
             self.first_samples.append(first)
             yield mine if num else _stand_in(parts)
 

@@ -38,7 +38,7 @@ class Stream:
 
 
 class Lockstep(Stream):
-    """Trains every rank on its own stream; all end at the same step, when the longest stream ends.
+    """Gives every rank its own stream; all end at the same step, when the longest stream ends.
 
     A rank with an exhausted stream repeats its last batch with weight zero. This takes one all-reduce of two numbers
     per batch, which overlaps with the previous step.
@@ -100,7 +100,7 @@ class Divided(Stream):
         divide: divides a batch.
         rank: this rank.
         num_ranks: number of ranks.
-        training: whether a rank without samples joins with a zero-weight batch; otherwise it skips the step.
+        joins: whether a rank without samples joins with a zero-weight batch; otherwise it skips the step.
         agree: returns rank 0's random state on all ranks.
         structure: counts and cuts batches; None knows nothing but the batches.
     """
@@ -111,7 +111,7 @@ class Divided(Stream):
         divide: Divide,
         rank: int,
         num_ranks: int,
-        training: bool,
+        joins: bool,
         agree: Agree,
         structure: BatchStructure | None = None,
     ) -> None:
@@ -120,7 +120,7 @@ class Divided(Stream):
         self.divide = divide
         self.rank = rank
         self.num_ranks = num_ranks
-        self.training = training
+        self.joins = joins
         self.agree = agree
         self.positions: list[int] = []
 
@@ -135,10 +135,11 @@ class Divided(Stream):
                     "count samples by. Put tensors into it, or set batch_size_is=per_device."
                 )
             sizes = self.divide.sizes(total, self.num_ranks)
-            if not sizes[self.rank] and not self.training:
+            if not sizes[self.rank] and not self.joins:
                 continue
             self.shares.append(Share(sizes[self.rank], total, 0 in sizes))
-            self.positions.append(step * self.num_ranks + self.rank)
+            if sizes[self.rank]:
+                self.positions.append(step * self.num_ranks + self.rank)
             stand_in = min(2, total)
             split = self.structure.split
             yield split(batch, sizes)[self.rank] if sizes[self.rank] else split(batch, [stand_in, total - stand_in])[0]

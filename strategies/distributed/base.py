@@ -173,6 +173,10 @@ class MultiProcessStrategy(pl_strategies.DDPStrategy):
             trainer._signal_connector._sigterm_notifier_fn = self._on_signal
         if self.coordinator is not None:
             self.coordinator.heartbeat.count_steps = lambda: trainer.global_step
+        self.place(trainer)
+
+    def place(self, trainer: pl.Trainer) -> None:
+        """Put the module on this process's devices, wrap it, and make the optimizers."""
         super().setup(trainer)
 
     @override

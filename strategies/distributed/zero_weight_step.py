@@ -46,6 +46,17 @@ def zero_weight_step(module: pl.LightningModule) -> Generator[None]:
             vars(metric).update(state)
 
 
+@contextmanager
+def silent_step(module: pl.LightningModule) -> Generator[None]:
+    """Run a step with weight zero that logs nothing: in an evaluation ranks may log different names."""
+    with zero_weight_step(module), replaced(module, "log", _log_nothing):
+        yield
+
+
+def _log_nothing(*args: Any, **options: Any) -> None:
+    """Take the place of `self.log`."""
+
+
 def recompute_weights(module: nn.Module) -> None:
     """Compute the weights that torch's hooks set before each forward, on a rank that has run none.
 

@@ -127,8 +127,12 @@ class Spread:
     options: tuple[tuple[str, Any], ...] = ()
 
     @property
+    def is_of_ranks(self) -> bool:
+        return "ddp" in self.kind or self.kind == "fsdp"
+
+    @property
     def num_processes(self) -> int:
-        if self.kind in ("ddp", "balanced_ddp"):
+        if self.kind in ("ddp", "balanced_ddp", "fsdp"):
             return self.devices // dict(self.options).get("devices_per_process", 1)
         return self.devices // 2 if "ddp" in self.kind else 1
 

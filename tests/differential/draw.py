@@ -159,6 +159,11 @@ SPREADS: dict[str, st.SearchStrategy[Spread]] = {
         lambda weights: Spread("balanced_ddp", 2, (("timeout_s", 6), ("weights", weights))),
         st.sampled_from([(1, 3), (2, 1)]),
     ),
+    "fsdp": st.builds(
+        lambda devices, more: Spread("fsdp", devices, (*RANKS, *more)),
+        st.sampled_from([2, 3]),
+        options((("shard", ()),), (("find_unused_parameters", True),), (), (("reshard_after_forward", False),)),
+    ),
     "ddp_model_parallel": st.just(
         Spread("ddp_model_parallel", 4, (*RANKS, ("model_parallel_size", 2), ("num_microbatches", 2)))
     ),

@@ -27,7 +27,7 @@ KINDS = {
     "balanced_dp": S.BalancedDataParallelStrategy,
     "model_parallel": S.ModelParallelStrategy, "ddp": S.DDPStrategy, "balanced_ddp": S.BalancedDDPStrategy,
     "ddp_model_parallel": S.DDPModelParallelStrategy,
-    "balanced_ddp_model_parallel": S.BalancedDDPModelParallelStrategy,
+    "balanced_ddp_model_parallel": S.BalancedDDPModelParallelStrategy, "fsdp": S.FSDPStrategy,
 }  # fmt: skip
 OWN_OPTIONS = ("exact_accumulation", "detect_nonfinite")
 

@@ -50,7 +50,7 @@ def _as_the_law_says(case: Case, spread: Spread) -> Case:
     case = replace(case, returns=replace(case.returns, train="tensor")) if unweighted else case
     if dict(spread.options).get("submodule") and net.hooks in WHOLE_BATCHES:
         net = replace(net, hooks="none")
-    if "ddp" not in spread.kind:
+    if not spread.is_of_ranks:
         return replace(case, net=net)
     # what ranks collect in lists of their own is not summed when the epoch ends; a batch that is skipped is an error
     net = _without(net, "skips_a_batch", *(name for name in net.peculiar if "collects" in name))

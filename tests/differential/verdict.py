@@ -87,12 +87,12 @@ def _judge_failing_reference(pool: Pool, case: Case, spread: Spread, expected: O
 
 
 def _compare(case: Case, spread: Spread, expected: Observed, found: list[Observed], tolerance: float) -> Verdict:
-    local = _local_names(case) if "ddp" in spread.kind else ()
+    local = _local_names(case) if spread.is_of_ranks else ()
     local += ("balance/",) * spread.kind.startswith("balanced")  # what devices were measured to do
     wanted = dict(expected.seen)
     if any(float(weight.abs().max()) > DIVERGED for weight in wanted["weights"].values() if weight.numel()):
         return Verdict("discarded", "the training diverges, and differences in the last bit grow with it")
-    hidden = (*OWN_PART, *UNSUMMED * _accumulates(case)) if "ddp" in spread.kind else ()
+    hidden = (*OWN_PART, *UNSUMMED * _accumulates(case)) if spread.is_of_ranks else ()
     names = [name for name in wanted if name not in hidden]
     for name in names:
         mine, theirs = wanted[name], found[0].seen.get(name)
@@ -101,7 +101,7 @@ def _compare(case: Case, spread: Spread, expected: Observed, found: list[Observe
         if name == "checkpoint" and spread.kind != "single_device":
             mine, theirs = _without_counts(mine), _without_counts(theirs)
         predicted = name == "predict" or (name == "before" and case.before == "predict")
-        if predicted and "ddp" in spread.kind:
+        if predicted and spread.is_of_ranks:
             mine, theirs = (_joined(one, case) for one in (mine, theirs))
         if local:
             mine, theirs = _without(mine, local), _without(theirs, local)

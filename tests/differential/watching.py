@@ -6,10 +6,13 @@ from typing import Any
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.loggers import Logger
+from torch.distributed.tensor import DTensor
 
 
 def kept(value: Any) -> Any:
-    """A copy of a value that can travel between processes."""
+    """A copy of a value that can travel between processes; of shards all ranks must take one, and get the whole."""
+    if isinstance(value, DTensor):
+        return value.detach().full_tensor().cpu()
     if isinstance(value, torch.Tensor):
         return value.detach().to_dense().cpu().clone() if value.is_sparse else value.detach().cpu().clone()
     if isinstance(value, Mapping):

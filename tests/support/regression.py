@@ -6,6 +6,7 @@ from typing import Any
 import pytorch_lightning as pl
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, Dataset
 
 from evener.trainer import Trainer
@@ -82,10 +83,20 @@ def fit(strategy: pl.strategies.Strategy, devices: int, batch_size: int, case: d
     return module, trainer
 
 
+def weights(module: nn.Module) -> Tensor:
+    """All parameters as one vector, whole where they are sharded."""
+    return torch.cat([whole(p.detach()).flatten() for p in module.parameters()])
+
+
+def whole(tensor: Any) -> Tensor:
+    """A tensor that may be sharded, with the values of all ranks."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
 def outcome(module: Net, trainer: Trainer) -> dict[str, Any]:
     """What a training left, as plain values that travel between processes."""
     return {
-        "weights": nn.utils.parameters_to_vector(module.parameters()).detach(),
+        "weights": weights(module),
         "metrics": {name: value.item() for name, value in trainer.callback_metrics.items()},
         "trained": module.trained,
         "validated": module.validated,

@@ -48,7 +48,7 @@ def capture(trainer: pl.Trainer, accumulating: bool) -> list[dict[str, Any]] | N
     state = {
         "random": rng.capture(devices_in_use(trainer)),
         "loaders": [] if loader is None else _positions(trainer, loader),
-        "gradients": _gradients(module) if accumulating else None,
+        "gradients": _gradients(trainer) if accumulating else None,
         "weights": _on_cpu(_weights(trainer).total) if accumulating else 0.0,
         "metrics": {name: _saved(metric, _metric_sync(trainer)) for name, metric in _metrics(module)},
         "results": _logged_values.capture(trainer.fit_loop.epoch_loop._results),
@@ -72,9 +72,8 @@ def restore(trainer: pl.Trainer, state: dict[str, Any]) -> None:
             if sync is not None:
                 sync.restore_marks(metric, [Mark((0, *mark.place), mark.sizes) for mark in saved.marks])
     _weights(trainer).total = _to(state["weights"], trainer.strategy.root_device)
-    for name, parameter in module.named_parameters():
-        if state["gradients"] is not None and name in state["gradients"]:
-            parameter.grad = state["gradients"][name].to(parameter)
+    if state["gradients"] is not None:
+        _restore_gradients(trainer, state["gradients"])
     if state["random"] is None:  # a rank that was not there before
         devices = devices_in_use(trainer)
         rng.seed_all(torch.initial_seed() % 2**63, trainer.global_rank, trainer.global_step, devices=devices)
@@ -143,8 +142,22 @@ def _saved(metric: Metric, sync: MetricSync | None) -> dict[str, Any]:
     return SavedMetric.of(metric, marks).to_dict()
 
 
-def _gradients(module: torch.nn.Module) -> dict[str, Tensor]:
-    return {name: p.grad.detach().cpu() for name, p in module.named_parameters() if p.grad is not None}
+def _gradients(trainer: pl.Trainer) -> dict[str, Tensor]:
+    whole = getattr(trainer.strategy, "whole_gradients", None)  # a strategy of shards has not all in `grad`
+    if whole is not None:
+        return whole()
+    named = trainer.lightning_module.named_parameters()
+    return {name: p.grad.detach().cpu() for name, p in named if p.grad is not None}
+
+
+def _restore_gradients(trainer: pl.Trainer, gradients: dict[str, Tensor]) -> None:
+    restore = getattr(trainer.strategy, "restore_gradients", None)
+    if restore is not None:
+        restore(gradients)
+        return
+    for name, parameter in trainer.lightning_module.named_parameters():
+        if name in gradients:
+            parameter.grad = gradients[name].to(parameter)
 
 
 def _metrics(module: torch.nn.Module) -> list[tuple[str, Metric]]:

@@ -58,6 +58,10 @@ class StepPlan:
         batch = self.move(batch, dataloader_idx)
         return (batch, batch_idx, dataloader_idx) if self.names_loader else (batch, batch_idx)
 
+    def stands_in(self) -> bool:
+        """Whether the step only takes part in what other ranks' steps need, and leaves no trace."""
+        return getattr(self.hooks.strategy, "stands_in", False)
+
     def step(self, args: tuple[Any, ...]) -> Any:
         """Call the module's step, through the strategy if the strategy overrides it."""
         hooks, state = self.hooks, self.hooks.state
@@ -86,6 +90,9 @@ def evaluate(loop: _EvaluationLoop, plan: StepPlan, batch: Batch, batch_idx: int
     connector: LeanLoggerConnector = trainer._logger_connector  # type: ignore[assignment]
     results: Any = loop._results
     args = plan.begin(batch, batch_idx, dataloader_idx)
+    if plan.stands_in():
+        plan.step(args)
+        return
     progress.increment_ready()
     connector.start_batch(results, args[0], dataloader_idx if plan.names_loader else None)
     hooks.call(plan.start_name, *args)
@@ -108,6 +115,9 @@ def predict(loop: _PredictionLoop, plan: StepPlan, batch: Batch, batch_idx: int,
     """Run one step of prediction, with Lightning's hooks and counters in Lightning's order."""
     progress, hooks = loop.batch_progress, plan.hooks
     args = plan.begin(batch, batch_idx, dataloader_idx)
+    if plan.stands_in():
+        plan.step(args)
+        return
     progress.increment_ready()
     writes_at_end = plan.writes and loop._store_data_for_prediction_writer(batch_idx, dataloader_idx)
     hooks.call(plan.start_name, *args)

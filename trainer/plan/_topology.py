@@ -13,6 +13,7 @@ from ...strategies.ddp import DDPStrategy
 from ...strategies.distributed.device_blocks import num_processes
 from ...strategies.dp import DataParallelStrategy
 from ...strategies.facts import name_of
+from ...strategies.fsdp import FSDPStrategy
 from ...strategies.model_parallel import ModelParallelStrategy
 from ..config.checks import plain
 
@@ -83,6 +84,8 @@ def topology_of(strategy: Strategy, num_devices: int, num_nodes: int) -> Topolog
         return Topology(name, num_devices, num_stages=num_devices)
     if not isinstance(strategy, DDPStrategy):
         raise ConfigError(f"mode=plan does not support the strategy {name}. Choose one of this project's, such as ddp.")
+    if isinstance(strategy, FSDPStrategy):
+        raise ConfigError("mode=plan does not support the strategy fsdp yet. Use mode=compare, which measures.")
     num_stages = 1 if strategy.stage_options is None else strategy.devices_per_process
     num_ranks = num_processes(num_devices, num_stages) * num_nodes
     buckets = 0 if strategy._ddp_kwargs.get("gradient_as_bucket_view") else 1

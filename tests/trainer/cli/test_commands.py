@@ -47,7 +47,7 @@ CANNOT_RUN = {
     "pip install --no-deps torchvision==0.28.0 && tests/zoo/torchvision_on_cpu.sh": "needs a network",
     "pytest -m slow tests/zoo": "runs tests, as this does",
     "python src/eval.py": "is lightning-hydra-template's",
-    "python train.py strategy=fsdp devices=8 accelerator=cuda": "needs GPUs",
+    "python train.py strategy=lightning_fsdp devices=8 accelerator=cuda": "needs GPUs",
     "srun --ntasks-per-node=4 --nodes=2 python train.py strategy=ddp devices=4 num_nodes=2": "needs SLURM",
     "srun python train.py strategy=ddp devices=4 hydra.run.dir=logs/digits/ddp/$SLURM_JOB_ID resume=auto": (
         "needs SLURM"

@@ -232,10 +232,17 @@ def test_what_cannot_be_planned_is_refused(overrides: list[str], sentence: str, 
         plan_memory(small(tmp_path, *overrides))
 
 
-def test_a_foreign_strategy_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("target", "name"),
+    [
+        ("pytorch_lightning.strategies.FSDPStrategy", "FSDPStrategy|fsdp"),
+        ("evener.strategies.FSDPStrategy", "fsdp yet. Use mode=compare"),
+    ],
+)
+def test_a_strategy_that_cannot_be_planned_is_refused(target: str, name: str, tmp_path: Path) -> None:
     cfg = small(tmp_path)
-    cfg.strategy = {"_target_": "pytorch_lightning.strategies.FSDPStrategy"}
-    with pytest.raises(ConfigError, match=r"mode=plan does not support the strategy fsdp"):
+    cfg.strategy = {"_target_": target}
+    with pytest.raises(ConfigError, match=rf"mode=plan does not support the strategy ({name})"):
         plan_memory(cfg)
 
 

@@ -1,0 +1,407 @@
+"""Train with one process per device, cutting parameters, gradients and optimizer state over the ranks (FSDP2)."""
+
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any, Literal
+
+import pytorch_lightning as pl
+import torch
+import torch.distributed as dist
+from pytorch_lightning.trainer.states import TrainerFn
+from pytorch_lightning.utilities.types import STEP_OUTPUT
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.optim.swa_utils import AveragedModel
+from typing_extensions import override
+
+from .batch.policies import Policy, Weighted
+from .batch.structure import BatchDims
+from .core.errors import ConfigError
+from .core.module_checks import hooked
+from .core.patching import replaced
+from .data.loaders import BatchSizeIs
+from .ddp import DDPStrategy
+from .distributed.zero_weight_step import silent_step
+from .pipeline.module_parts import find_parts
+from .sharding.deferred import DeferredTensors
+from .sharding.parts import automatic_parts, named_parts
+from .sharding.sharded_module import ShardedModule, Sharding, broadcast_states, sharded, sync_buffers
+from .sharding.whole import gather_tree, holds_shards, shard_like, shard_optimizer_state
+
+Shard = Literal["auto"] | Sequence[str]
+"""Which parts of a module are gathered one by one: chosen by the strategy, or names of submodules."""
+
+_MIXED = "mixed torch.Tensor and DTensor"
+
+
+class FSDPStrategy(DDPStrategy):
+    """Train a module that is too large for one device, one process per device: each rank holds a part of everything.
+
+    Every parameter, its gradient and its optimizer state are cut over the ranks, with torch's `fully_shard`. A part of
+    the module is gathered when its forward runs, and released after it. Batches are divided as by `DDPStrategy`, and
+    training equals one device's.
+
+    Args:
+        shard: the parts that are gathered one by one: `auto`, or names of submodules. The parameters that are in none
+            of them are gathered for the whole step; with an empty list all are.
+        reshard_after_forward: release a part after its forward and gather it again for its backward pass. Without it
+            there is less to communicate, and the whole module is gathered between forward and backward.
+        cpu_offload: keep shards, and so the optimizer's state, in host memory.
+        replicas: number of groups of ranks that hold the whole module each; gradients are averaged over them.
+        find_unused_parameters: allow parameters that take no part in the loss, which costs one small all-reduce per
+            step.
+        weights: share of each rank of a global batch, in any unit; None divides evenly.
+        batch_size_is: as in `DDPStrategy`.
+        batch_dims: as in `DDPStrategy`.
+        timeout_s: as in `DDPStrategy`.
+        backend: as in `DDPStrategy`.
+        sync_batchnorm: as in `DDPStrategy`.
+
+    Raises:
+        ConfigError: an option has an invalid value.
+    """
+
+    strategy_name = "fsdp"
+
+    def __init__(
+        self,
+        shard: Shard = "auto",
+        reshard_after_forward: bool = True,
+        cpu_offload: bool = False,
+        replicas: int = 1,
+        find_unused_parameters: bool = False,
+        weights: Sequence[float] | None = None,
+        batch_size_is: BatchSizeIs = "per_device",
+        batch_dims: BatchDims | None = None,
+        timeout_s: float = 1800.0,
+        backend: str | None = None,
+        sync_batchnorm: bool = False,
+    ) -> None:
+        if isinstance(shard, str) and shard != "auto":
+            raise ConfigError(f"fsdp: shard={shard} is unknown. Give auto, or a list of names of submodules.")
+        if replicas < 1:
+            raise ConfigError(f"fsdp: replicas must be at least 1; got {replicas}.")
+        if weights is not None and batch_size_is != "global":
+            raise ConfigError(
+                "fsdp: weights divide a global batch, but batch_size_is=per_device gives each rank a batch of its own. "
+                "Set batch_size_is=global, or weights=null."
+            )
+        super().__init__(
+            batch_size_is=batch_size_is,
+            batch_dims=batch_dims,
+            timeout_s=timeout_s,
+            backend=backend,
+            sync_batchnorm=sync_batchnorm,
+        )
+        self.shard: Shard = shard
+        self.reshard_after_forward = reshard_after_forward
+        self.cpu_offload = cpu_offload
+        self.replicas = replicas
+        self.find_unused_parameters = find_unused_parameters
+        self.weights = weights
+        self._shards: ShardedModule | None = None
+        self._deferred: DeferredTensors | None = None
+        self._reduces = True
+        self._had_none: set[int] = set()
+
+    @property
+    @override
+    def policy(self) -> Policy:
+        return super().policy if self.weights is None else Weighted(tuple(self.weights))
+
+    @property
+    @override
+    def evaluates_in_step(self) -> bool:
+        return True  # each rank's forward needs the shards of all
+
+    @property
+    def stands_in(self) -> bool:
+        """Whether this rank has no samples of the batch that is evaluated, so that nothing of its step may count."""
+        assert self._trainer is not None
+        return not self._trainer.training and self._share is not None and self._share.num == 0
+
+    @override
+    @contextmanager
+    def model_sharded_context(self) -> Generator[None]:
+        """Build the layers of `configure_model` without memory; `place` fills them shard by shard."""
+        assert self.lightning_module is not None
+        self._deferred = DeferredTensors()
+        with self._deferred:
+            yield
+        self._deferred.to_meta(self.lightning_module)
+
+    @property
+    @override
+    def restore_checkpoint_after_setup(self) -> bool:
+        assert self.lightning_module is not None
+        return any(tensor.is_meta for tensor in self.lightning_module.parameters())
+
+    @override
+    def place(self, trainer: pl.Trainer) -> None:
+        module, accelerator = self.lightning_module, self.accelerator
+        assert module is not None
+        assert accelerator is not None
+        accelerator.setup(trainer)
+        fits = trainer.state.fn == TrainerFn.FITTING
+        if fits and self._layer_sync is not None:
+            self.model = self._layer_sync.apply(module)
+        self.precision_plugin.convert_module(module)
+        self._shards = self._shard(module)
+        for copy in _copies(trainer, module):
+            self._shard(copy)
+        if fits:
+            self._shards.keep_root(not module.automatic_optimization)
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+
+    def _shard(self, module: nn.Module) -> ShardedModule:
+        """Cut a module over the ranks, unless an earlier run of this process has done so."""
+        found = sharded(module)
+        if found is not None:
+            return found
+        if isinstance(self.shard, str):
+            candidates = [part.name for part in find_parts(module) if not part.loose]
+            names = automatic_parts(module, candidates)
+        else:
+            names = named_parts(module, self.shard)
+        waiting = {name: tensor for name, tensor in _tensors(module) if tensor.is_meta}
+        broadcast_states(module, self.root_device)
+        mesh = init_device_mesh(self.root_device.type, self._mesh_shape(), mesh_dim_names=self._mesh_names())
+        shards = ShardedModule(module, Sharding(tuple(names), mesh, self.reshard_after_forward, self.cpu_offload))
+        if waiting:
+            self._fill(shards, waiting)
+        shards.prime()
+        return shards
+
+    def _fill(self, shards: ShardedModule, waiting: Mapping[str, Tensor]) -> None:
+        """Compute the tensors that `configure_model` has only announced, one by one, and keep this rank's shards."""
+        if self._deferred is None:
+            name = next(iter(waiting))
+            raise ConfigError(
+                f"fsdp: {name} is on the meta device, so that it has no values. Build the layers in configure_model, "
+                "without torch.device('meta'): they take no memory there before they are cut."
+            )
+        shards.allocate(self.root_device)
+        for name, tensor in _tensors(shards.module):
+            if name in waiting:
+                value = self._deferred.value(waiting[name]).to(self.root_device)
+                dist.broadcast(value, 0)
+                with torch.no_grad():
+                    tensor.copy_(shard_like(value, tensor))
+        self._deferred = None
+
+    def _mesh_shape(self) -> tuple[int, ...]:
+        if self.world_size % self.replicas:
+            raise ConfigError(
+                f"fsdp: {self.world_size} ranks don't divide into replicas={self.replicas} groups. Give a divisor of "
+                "the number of ranks."
+            )
+        return (self.world_size,) if self.replicas == 1 else (self.replicas, self.world_size // self.replicas)
+
+    def _mesh_names(self) -> tuple[str, ...]:
+        return ("shard",) if self.replicas == 1 else ("replicate", "shard")
+
+    @override
+    def _own_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        module, shards = self.lightning_module, self._shards
+        assert module is not None
+        assert shards is not None
+        self._sync_buffers()
+        context = self.precision_plugin.train_step_context
+        automatic = module.automatic_optimization
+        toggles = nullcontext() if automatic else _followed(module, shards.follow_flags)
+        with _named_errors(), shards.step(backward_follows=automatic), context(), toggles:
+            output = self._step_in_layout(*args, **kwargs)
+        _verify_plain(output)
+        return output
+
+    @override
+    def _sync_buffers(self) -> None:
+        assert self.lightning_module is not None
+        sync_buffers(self.lightning_module)
+
+    @override
+    @contextmanager
+    def block_backward_sync(self) -> Generator[None]:
+        """Accumulate whole gradients on each rank without reducing them, where nobody sees the difference."""
+        assert self._trainer is not None
+        assert self._shards is not None
+        if hooked("on_after_backward", self._trainer):
+            yield
+            return
+        self._reduces = False
+        try:
+            with self._shards.without_reduction():
+                yield
+        finally:
+            self._reduces = True
+
+    @override
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        assert self._shards is not None
+        loss = super().scale_loss(loss)
+        self._had_none = {id(p) for p in self._shards.parameters if p.grad is None}
+        self._shards.begin_backward(loss)
+        return loss
+
+    @override
+    def finish_backward(self) -> None:
+        """Refuse, or find, parameters that took no part in the loss; those of other ranks' parts are reduced as zeros.
+
+        A step of manual optimization often trains some parameters only, the same on all ranks or not.
+        """
+        assert self._shards is not None
+        assert self.lightning_module is not None
+        super().finish_backward()
+        if not self._reduces:
+            return
+        if self.find_unused_parameters or not self.lightning_module.automatic_optimization:
+            self._take_away_zeros(self._shards)
+        elif unused := self._shards.unused():
+            raise RuntimeError(
+                f"fsdp: parameters took no part in the loss: {', '.join(unused)}. "
+                "Set strategy.find_unused_parameters=true, or freeze them with requires_grad_(False)."
+            )
+
+    def _take_away_zeros(self, shards: ShardedModule) -> None:
+        """Leave parameters without a gradient that no rank has used, as on one device."""
+        trained = [p for p in shards.parameters if p.requires_grad]
+        unused = {id(parameter) for parameter in shards.unused().values()}
+        used = torch.tensor([id(parameter) not in unused for parameter in trained], dtype=torch.uint8)
+        used = used.to(self.root_device)
+        dist.all_reduce(used, op=dist.ReduceOp.MAX)
+        for parameter, by_any in zip(trained, used.tolist(), strict=True):
+            if not by_any and id(parameter) in self._had_none:
+                parameter.grad = None
+
+    @override
+    def finish_step(self) -> None:
+        assert self._shards is not None
+        super().finish_step()
+        self._shards.refresh()
+
+    @override
+    def _evaluate(self, step: str, context: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
+        assert self._shards is not None
+        assert self.lightning_module is not None
+        with _named_errors(), self._shards.step(backward_follows=False):
+            if not self.stands_in:
+                return super()._evaluate(step, context, *args, **kwargs)
+            with silent_step(self.lightning_module), context():
+                getattr(self.lightning_module, step)(*args, **kwargs)
+            return None
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        return gather_tree(super().lightning_module_state_dict(), keep=self.is_global_zero)
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Tensor]:
+        return gather_tree(super().optimizer_state(optimizer), keep=self.is_global_zero)
+
+    @override
+    def teardown(self) -> None:
+        shards, self._shards = self._shards, None
+        if shards is None:
+            super().teardown()
+            return
+        if self._failed:
+            shards.recover()  # it may have failed within a step
+        # shards belong to their devices: `test` after `fit` goes on with them
+        with replaced(shards.module, "cpu", lambda: shards.module):
+            super().teardown()
+
+    def whole_gradients(self) -> dict[str, Tensor]:
+        """The gradients of an unfinished step, averaged over the ranks so far, by name of the parameter."""
+        assert self._shards is not None
+        self._shards.reduce_accumulated()
+        named = {name: p.grad.detach() for name, p in self._shards.module.named_parameters() if p.grad is not None}
+        return gather_tree(named, keep=True)
+
+    def restore_gradients(self, gradients: Mapping[str, Tensor]) -> None:
+        """Set the gradients of an unfinished step; those of ranks that were not averaged are averaged now."""
+        assert self._shards is not None
+        for name, parameter in self._shards.module.named_parameters():
+            if name in gradients:
+                mean = self.reduce(gradients[name].to(self.root_device, copy=True), reduce_op="mean")
+                parameter.grad = shard_like(mean, parameter)
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        if holds_shards(checkpoint):  # of a callback, such as the weights of a moving average
+            checkpoint = gather_tree(checkpoint, keep=self.is_global_zero)
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        module = self.lightning_module
+        assert module is not None
+        own = module.state_dict()
+        state = {name: shard_like(value, own.get(name)) for name, value in checkpoint["state_dict"].items()}
+        super().load_model_state_dict({**checkpoint, "state_dict": state}, strict)
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        states = [
+            shard_optimizer_state(state, [p for group in optimizer.param_groups for p in group["params"]])
+            for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True)
+        ]
+        super().load_optimizer_state_dict({**checkpoint, "optimizer_states": states})
+
+
+def _copies(trainer: pl.Trainer, module: pl.LightningModule) -> list[nn.Module]:
+    """The copies of the module that callbacks keep, such as those of a moving average."""
+    callbacks: list[Any] = getattr(trainer, "callbacks")  # noqa: B009  # not annotated by Lightning
+    kept = [value for callback in callbacks for value in vars(callback).values() if isinstance(value, nn.Module)]
+    modules = [value.module if isinstance(value, AveragedModel) else value for value in kept]
+    return [copy for copy in modules if copy is not module and _shapes(copy) == _shapes(module)]
+
+
+def _tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
+    return [*module.named_parameters(), *module.named_buffers()]
+
+
+def _shapes(module: nn.Module) -> dict[str, torch.Size]:
+    return {name: parameter.shape for name, parameter in module.named_parameters()}
+
+
+def _verify_plain(output: Any) -> None:
+    """Refuse a loss that was computed of shards: its gradient would not be averaged over the ranks."""
+    loss = output.get("loss") if isinstance(output, dict) else output
+    if isinstance(loss, DTensor):
+        raise ConfigError(_OUTSIDE)
+
+
+_OUTSIDE = (
+    "fsdp: a step uses a parameter of a part outside of the part's forward, where only this rank's shard of it is "
+    "there. Leave the part out of strategy.shard, so that it is gathered for the whole step, or set "
+    "strategy.shard=[] to gather all."
+)
+
+
+@contextmanager
+def _followed(module: pl.LightningModule, then: Callable[[], None]) -> Generator[None]:
+    """Run a function after each call of `toggle_optimizer` and `untoggle_optimizer` in the block."""
+
+    def following(method: Callable[..., None]) -> Callable[..., None]:
+        def call(*args: Any, **kwargs: Any) -> None:
+            method(*args, **kwargs)
+            then()
+
+        return call
+
+    toggle, untoggle = following(module.toggle_optimizer), following(module.untoggle_optimizer)
+    with replaced(module, "toggle_optimizer", toggle), replaced(module, "untoggle_optimizer", untoggle):
+        yield
+
+
+@contextmanager
+def _named_errors() -> Generator[None]:
+    try:
+        yield
+    except RuntimeError as exc:
+        if _MIXED in str(exc):
+            raise ConfigError(_OUTSIDE) from exc
+        raise

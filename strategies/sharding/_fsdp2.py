@@ -1,0 +1,121 @@
+"""Every private name of torch's FSDP2 that this project uses.
+
+FSDP2 gathers a module's parameters in hooks around its forward. A LightningModule is not called as a whole: a step
+calls its parts, in any way it likes. So here the root's own parameters are gathered when a step begins and released
+when it, or its backward pass, has ended; the parts keep torch's hooks.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any, cast
+
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+
+class ParameterGroup:
+    """Parameters that are gathered together, and their gradients reduced together.
+
+    Args:
+        group: torch's group.
+    """
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+        self.used: set[int] = set()
+        """Indices of the parameters that had a gradient in the last backward pass."""
+        self._after_backward: Callable[..., Any] = group.post_backward
+        group.post_backward = self._post_backward
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The shards, as the module and its optimizers have them."""
+        return [parameter.sharded_param for parameter in self._group.fsdp_params]
+
+    @property
+    def names(self) -> list[str]:
+        """The parameters' names in the root."""
+        return [parameter._param_fqn or "" for parameter in self._group.fsdp_params]
+
+    def follow_flags(self) -> None:
+        """Give gathered parameters the `requires_grad` of their shards, as torch does when they are gathered."""
+        for parameter in self._group.fsdp_params:
+            gathered = getattr(parameter, "_unsharded_param", None)
+            if gathered is not None and gathered.requires_grad != parameter.sharded_param.requires_grad:
+                gathered.requires_grad_(parameter.sharded_param.requires_grad)
+
+    def forget_forward(self) -> None:
+        """Forget the order of the last forward passes, which no backward pass follows."""
+        self._group._post_forward_indices.clear()
+
+    def _post_backward(self, *args: Any) -> None:
+        for i, parameter in enumerate(self._group.fsdp_params):
+            gathered = getattr(parameter, "_unsharded_param", None)
+            if parameter.unsharded_accumulated_grad is not None or getattr(gathered, "grad", None) is not None:
+                self.used.add(i)
+        self._after_backward(*args)
+
+
+class RootState:
+    """Gathers and releases the parameters that the root of a sharded module holds itself.
+
+    Args:
+        root: a module that `fully_shard` was applied to, after its parts.
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        self._root = root
+        self._state: Any = cast(FSDPModule, root)._get_fsdp_state()
+        self._state._pre_forward_hook_handle.remove()
+        self._state._post_forward_hook_handle.remove()
+        self.groups = [ParameterGroup(group) for group in _groups(root)]
+
+    def prime(self) -> None:
+        """Find out which group each parameter is in; from then on they must have memory."""
+        self._state._lazy_init()
+
+    def begin_forward(self) -> None:
+        """Gather the root's own parameters, and announce that its parts are called."""
+        cast(FSDPModule, self._root).reshard()
+        self._state._state_ctx.iter_forward_root = None
+        self._state._training_state = _idle()
+        for group in self._state._fsdp_param_groups:
+            group._training_state = _idle()
+        self._state._pre_forward(self._root, (), {})
+
+    def end_forward(self, output: Any) -> None:
+        """Announce that no more parts are called. The root's own parameters stay for a backward pass from the output.
+
+        Args:
+            output: what the backward pass will begin at, if that is known already.
+        """
+        self._state._post_forward(self._root, None, output)
+
+    def forget_forward(self) -> None:
+        """Forget the forward passes so far, if no backward pass follows."""
+        self._state._comm_ctx.post_forward_order.clear()
+        for group in self.groups:
+            group.forget_forward()
+
+    def begin_backward(self, gradient: Tensor) -> Tensor:
+        """Announce a backward pass, at whose end all gradients that are left are reduced: a hook for the loss."""
+        return self._state._pre_backward(gradient)
+
+    def finish_backward(self) -> None:
+        """Reduce the gradients that are left."""
+        self._state._root_post_backward_final_callback()
+
+
+def _groups(root: nn.Module) -> Iterator[Any]:
+    seen: set[int] = set()
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            state: Any = module._get_fsdp_state()
+            if id(state) not in seen:
+                seen.add(id(state))
+                yield from state._fsdp_param_groups
+
+
+def _idle() -> Any:
+    from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+
+    return TrainingState.IDLE

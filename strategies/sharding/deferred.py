@@ -1,0 +1,261 @@
+"""Build a module without its large tensors, and compute these one by one afterwards, with the same values.
+
+Within `DeferredTensors` large tensors are torch's fake ones, without memory, and what is done to them is recorded. (On
+the meta device `torch.nn.init` would leave out what it does.) A random operation keeps the generator's state before it,
+and draws once, into a temporary tensor, so that the random stream goes on as if the tensor had been there. `value`
+repeats the operations that one tensor depends on.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedFakeTensorException,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map_only
+
+from ..core.errors import ConfigError
+
+LARGE = 4096
+"""Number of elements from which a tensor is deferred; smaller ones are made at once."""
+
+
+@dataclass
+class _View:
+    """A deferred tensor, without keeping the object."""
+
+    storage: torch.UntypedStorage
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+    @property
+    def key(self) -> int:
+        return self.storage._cdata
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is all that its memory holds."""
+        return self.size.numel() * self.dtype.itemsize == self.storage.nbytes()
+
+
+@dataclass
+class _Operation:
+    """An operation on deferred tensors, with the state of the generator that it draws from."""
+
+    function: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    outputs: list[_View]
+    device: torch.device
+    random: Tensor | None
+
+
+class DeferredTensors(TorchDispatchMode):
+    """Records the operations on large tensors inside the block.
+
+    Raises:
+        ConfigError: the shape of a tensor depends on the values of a deferred one.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self._operations: list[_Operation] = []
+        self._fakes: dict[int, tuple[Tensor, Tensor]] = {}
+        self._metas: dict[int, Tensor] = {}
+        self._devices: dict[int, torch.device] = {}
+
+    def __enter__(self) -> "DeferredTensors":
+        self._own_apply = nn.Module._apply
+        setattr(nn.Module, "_apply", _apply_anew)  # noqa: B010
+        return super().__enter__()
+
+    def __exit__(self, *exc: Any) -> None:
+        setattr(nn.Module, "_apply", self._own_apply)  # noqa: B010
+        super().__exit__(*exc)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        given = list(_tensors((args, kwargs)))
+        deferred = [tensor for tensor in given if isinstance(tensor, FakeTensor)]
+        if deferred:
+            device = self._devices[_view(deferred[0]).key]
+        elif not given and "device" in {argument.name for argument in func._schema.arguments}:
+            device = torch.device(kwargs.get("device") or "cpu")
+            if device.type == "meta" or _numel(func, args, kwargs) < LARGE:
+                return func(*args, **kwargs)
+        else:
+            return func(*args, **kwargs)
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return func(self.value(args[0]))  # the number decides what the module does next
+        return self._record(func, args, kwargs, device, given)
+
+    def _record(self, func: Any, args: Any, kwargs: Any, device: torch.device, given: list[Tensor]) -> Any:
+        draws = torch.Tag.nondeterministic_seeded in func.tags
+        random = _generator_state(device) if draws else None
+        if draws:
+            func(*tree_map_only(Tensor, _like, args), **kwargs)
+        try:
+            with self._fake:
+                output = func(*args, **kwargs)
+        except (UnsupportedFakeTensorException, DynamicOutputShapeException, DataDependentOutputException) as exc:
+            raise ConfigError(
+                f"fsdp: the shape of what configure_model computes ({func}) depends on values of its layers, which "
+                "are not there yet. Build the layers only, or build them in __init__, where every process holds all."
+            ) from exc
+        outputs = [_view(tensor) for tensor in _tensors(output)]
+        new = [view for view in outputs if view.key not in self._devices]
+        if new or func._schema.is_mutable:
+            self._operations.append(_Operation(func, _kept(args), _kept(kwargs), outputs, device, random))
+        self._devices.update({view.key: device for view in new})
+        return output
+
+    def value(self, tensor: Tensor) -> Tensor:
+        """Compute a deferred tensor, on the device where it would have been.
+
+        Args:
+            tensor: one that was made inside the block, or that `to_meta` has put in its place.
+
+        Raises:
+            ConfigError: it was not recorded.
+        """
+        tensor = self._fakes.get(id(tensor), (tensor, tensor))[1]
+        if not isinstance(tensor, FakeTensor) or _view(tensor).key not in self._devices:
+            raise ConfigError(
+                "fsdp: a parameter is on the meta device without values. Build the layers in configure_model without "
+                "torch.device('meta'), so that their values are known."
+            )
+        memory: dict[int, Tensor] = {}
+        for operation in self._needed(_view(tensor).key):
+            _run(operation, memory)
+        return _real(_view(tensor), memory)
+
+    def to_meta(self, module: nn.Module) -> None:
+        """Replace the deferred parameters and buffers of a module by tensors on the meta device."""
+        for part in module.modules():
+            for kind in (part._parameters, part._buffers):
+                for name, tensor in kind.items():
+                    if isinstance(tensor, FakeTensor):
+                        kind[name] = self._meta_of(tensor)
+
+    def _meta_of(self, fake: Tensor) -> Any:
+        if id(fake) in self._metas:
+            return self._metas[id(fake)]
+        meta = torch.empty_strided(fake.size(), fake.stride(), dtype=fake.dtype, device="meta")
+        if isinstance(fake, nn.Parameter):
+            meta = nn.Parameter(meta, fake.requires_grad)
+        self._metas[id(fake)] = meta
+        self._fakes[id(meta)] = (meta, fake)
+        return meta
+
+    def _needed(self, key: int) -> list[_Operation]:
+        """The operations that the values in a storage depend on, in order."""
+        wanted, needed = {key}, list[_Operation]()
+        for operation in reversed(self._operations):
+            written = {view.key for view in operation.outputs}
+            if written & wanted:
+                needed.append(operation)
+                if _overwrites(operation):
+                    wanted -= written
+                wanted |= {view.key for view in _views((operation.args, operation.kwargs))} - _overwritten(operation)
+        return needed[::-1]
+
+
+def _apply_anew(module: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+    """Convert a module by new parameters, tied ones once: torch can't exchange what a fake tensor is."""
+    changed: dict[int, Any] = {}
+    for part in module.modules() if recurse else [module]:
+        for kind in (part._parameters, part._buffers):
+            for name, tensor in kind.items():
+                if tensor is None:
+                    continue
+                if id(tensor) not in changed:
+                    with torch.no_grad():
+                        new = function(tensor)
+                    is_parameter = isinstance(tensor, nn.Parameter)
+                    changed[id(tensor)] = nn.Parameter(new, tensor.requires_grad) if is_parameter else new
+                kind[name] = changed[id(tensor)]
+    return module
+
+
+def _run(operation: _Operation, memory: dict[int, Tensor]) -> None:
+    args, kwargs = tree_map_only(_View, lambda view: _real(view, memory), (operation.args, operation.kwargs))
+    before = None
+    if operation.random is not None:
+        before = _generator_state(operation.device)
+        _set_generator_state(operation.device, operation.random)
+    output = operation.function(*args, **kwargs)
+    if before is not None:
+        _set_generator_state(operation.device, before)
+    for view, real in zip(operation.outputs, _tensors(output), strict=True):
+        memory.setdefault(view.key, real)
+
+
+def _real(view: _View, memory: dict[int, Tensor]) -> Tensor:
+    if view.key not in memory:  # overwritten by what follows
+        memory[view.key] = torch.empty(view.storage.nbytes() // view.dtype.itemsize, dtype=view.dtype)
+    return memory[view.key].as_strided(view.size, view.stride, view.offset)
+
+
+_WHOLE = ("uniform_", "normal_", "zero_", "fill_", "copy_", "bernoulli_", "exponential_")
+
+
+def _overwrites(operation: _Operation) -> bool:
+    """Whether nothing remains of what its outputs held before."""
+    if not operation.function._schema.is_mutable:
+        return True
+    name = operation.function._schema.name.rpartition("::")[2]
+    return name in _WHOLE and operation.outputs[0].is_whole
+
+
+def _overwritten(operation: _Operation) -> set[int]:
+    """The storages that an operation is given, but does not read."""
+    in_place = operation.function._schema.is_mutable and _overwrites(operation)
+    return {view.key for view in operation.outputs} if in_place else set()
+
+
+def _view(tensor: Tensor) -> _View:
+    return _View(tensor.untyped_storage(), tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+
+
+def _kept(tree: Any) -> Any:
+    return tree_map_only(Tensor, lambda t: _view(t) if isinstance(t, FakeTensor) else t.detach().clone(), tree)
+
+
+def _views(tree: Any) -> Iterator[_View]:
+    return (value for value in tree_flatten(tree)[0] if isinstance(value, _View))
+
+
+def _numel(func: Any, args: Any, kwargs: Any) -> int:
+    output = func(*args, **{**kwargs, "device": torch.device("meta")})
+    return sum(tensor.numel() for tensor in _tensors(output))
+
+
+def _like(tensor: Tensor) -> Tensor:
+    """Memory without values, as a tensor would have."""
+    return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+
+
+def _tensors(tree: Any) -> Iterator[Tensor]:
+    return (value for value in tree_flatten(tree)[0] if isinstance(value, Tensor))
+
+
+def _generator_state(device: torch.device) -> Tensor:
+    return torch.get_rng_state() if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
+
+
+def _set_generator_state(device: torch.device, state: Tensor) -> None:
+    setter: Callable[..., None] = (
+        torch.set_rng_state if device.type == "cpu" else torch.get_device_module(device).set_rng_state
+    )
+    setter(state, *([] if device.type == "cpu" else [device]))

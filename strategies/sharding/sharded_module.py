@@ -1,0 +1,221 @@
+"""A module whose parameters are cut over the ranks, and gathered part by part when they are used."""
+
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
+from torch.utils.hooks import RemovableHandle
+
+from ..core.errors import ConfigError
+from ._fsdp2 import RootState
+
+_KEY = "evener_shards"
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """How a module is cut.
+
+    Args:
+        names: parts that are gathered one by one, each after the parts within it.
+        mesh: the ranks; two dimensions replicate over the first.
+        reshard_after_forward: release a part after its forward, and gather it again for its backward pass.
+        cpu_offload: keep shards in host memory.
+    """
+
+    names: tuple[str, ...]
+    mesh: DeviceMesh
+    reshard_after_forward: bool = True
+    cpu_offload: bool = False
+
+
+class ShardedModule:
+    """Cuts the parameters of a module in place.
+
+    Args:
+        module: the module, with the same values on all ranks.
+        sharding: how it is cut.
+    """
+
+    def __init__(self, module: nn.Module, sharding: Sharding) -> None:
+        self.module = module
+        self.sharding = sharding
+        self.in_step = False
+        _verify_dtypes(module, sharding.names)
+        options: dict[str, Any] = {
+            "mesh": sharding.mesh,
+            "offload_policy": CPUOffloadPolicy() if sharding.cpu_offload else OffloadPolicy(),
+        }
+        for name in sharding.names:
+            fully_shard(module.get_submodule(name), reshard_after_forward=sharding.reshard_after_forward, **options)
+        fully_shard(module, **options)
+        vars(module)[_KEY] = self
+        root = cast(FSDPModule, module)
+        # gloo has no mean; a group must take part with the same parameters on all ranks
+        root.set_force_sum_reduction_for_comms(sharding.mesh.device_type == "cpu")
+        root.set_reduce_scatter_unused_params(True)
+        self._state = RootState(module)
+        self._handles = self._call_alone()
+
+    def allocate(self, device: torch.device) -> None:
+        """Give what is on the meta device memory without values."""
+
+        def allocated(tensor: Tensor) -> Tensor:
+            return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor
+
+        self.module._apply(allocated)
+
+    def prime(self) -> None:
+        """Gather each part once: memory that is first allocated in inference mode could not be trained with."""
+        self._state.prime()
+        with torch.inference_mode(False):
+            for module in self.module.modules():
+                if isinstance(module, FSDPModule):
+                    module.unshard()
+                    module.reshard()
+
+    def _call_alone(self) -> list[RemovableHandle]:
+        """Gather the root's parameters when the module itself is called outside of a step, in a hook of a callback."""
+
+        def before(module: nn.Module, args: Any) -> None:
+            if not self.in_step:
+                self._state.begin_forward()
+
+        def after(module: nn.Module, args: Any, output: Any) -> None:
+            if not self.in_step:
+                self._state.end_forward(output)
+                if not torch.is_grad_enabled():
+                    self.release()
+
+        return [
+            self.module.register_forward_pre_hook(before, prepend=True),
+            self.module.register_forward_hook(after, always_call=True),
+        ]
+
+    @contextmanager
+    def step(self, backward_follows: bool) -> Generator[None]:
+        """Gather the root's own parameters for a step.
+
+        Args:
+            backward_follows: keep them for a backward pass after the step, at whose end they are released.
+        """
+        self.in_step = True
+        self._state.begin_forward()
+        try:
+            yield
+        finally:
+            self.in_step = False
+        self._state.end_forward(None)
+        if not backward_follows:
+            self.release()
+
+    def release(self) -> None:
+        """Release the root's own parameters."""
+        cast(FSDPModule, self.module).reshard()
+        self._state.forget_forward()
+
+    def begin_backward(self, loss: Tensor) -> None:
+        """Have the gradients that are left at the end of the loss's backward pass reduced."""
+        for group in self._state.groups:
+            group.used.clear()
+        if loss.requires_grad:
+            loss.register_hook(self._state.begin_backward)
+
+    def keep_root(self, keep: bool) -> None:
+        """Keep the root's own parameters after a backward pass: a step with several goes on with them."""
+        cast(FSDPModule, self.module).set_reshard_after_backward(not keep, recurse=False)
+
+    def follow_flags(self) -> None:
+        """Freeze and unfreeze what is gathered as its shards are."""
+        for group in self._state.groups:
+            group.follow_flags()
+
+    def refresh(self) -> None:
+        """Gather the root's own parameters again, if an optimizer has changed them within a step."""
+        if self.in_step:
+            cast(FSDPModule, self.module).reshard()
+            cast(FSDPModule, self.module).unshard()
+
+    @contextmanager
+    def without_reduction(self) -> Generator[None]:
+        """Accumulate gradients on each rank inside the block."""
+        root = cast(FSDPModule, self.module)
+        root.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            root.set_requires_gradient_sync(True)
+
+    def recover(self) -> None:
+        """Release everything after a failure within a step."""
+        cast(FSDPModule, self.module).reset_iter_state()
+
+    def reduce_accumulated(self) -> None:
+        """Reduce the gradients that were accumulated without; gradients that are added later do not change these."""
+        self._state.finish_backward()
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The shards, also while the module has gathered parameters in their places; group by group."""
+        return [parameter for group in self._state.groups for parameter in group.parameters]
+
+    def unused(self) -> dict[str, nn.Parameter]:
+        """The trained parameters, by name, that had no gradient on this rank in the last backward pass."""
+        return {
+            name: parameter
+            for group in self._state.groups
+            for i, (name, parameter) in enumerate(zip(group.names, group.parameters, strict=True))
+            if parameter.requires_grad and i not in group.used
+        }
+
+
+def sharded(module: nn.Module) -> ShardedModule | None:
+    """What has cut a module, or None."""
+    return vars(module).get(_KEY)
+
+
+def _verify_dtypes(module: nn.Module, names: Sequence[str]) -> None:
+    """Refuse parameters of several dtypes that would be reduced together."""
+    taken: set[int] = set()
+    for name in (*names, ""):
+        part = module.get_submodule(name)
+        trained = [(key, p) for key, p in part.named_parameters() if p.requires_grad and id(p) not in taken]
+        taken |= {id(p) for p in part.parameters()}
+        dtypes = {p.dtype: key for key, p in trained}
+        if len(dtypes) > 1:
+            shown = ", ".join(f"{key} is {dtype}" for dtype, key in dtypes.items())
+            raise ConfigError(
+                f"fsdp: the parameters of {name or type(module).__name__} have several dtypes ({shown}), but those "
+                "that are gathered together must have one. Name the modules of one dtype in strategy.shard, or choose "
+                "strategy=ddp."
+            )
+
+
+@torch.no_grad()
+def broadcast_states(module: nn.Module, root_device: torch.device) -> None:
+    """Give all ranks rank 0's parameters and buffers, tensor by tensor."""
+    for tensor in (*module.parameters(), *module.buffers()):
+        if tensor.device.type == "meta" or not tensor.numel():
+            continue
+        moved = tensor.detach().to(root_device)
+        dist.broadcast(moved, 0)
+        tensor.copy_(moved)
+
+
+@torch.no_grad()
+def sync_buffers(module: nn.Module) -> None:
+    """Give all ranks rank 0's buffers, in one transfer per dtype, as DistributedDataParallel does."""
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for buffer in module.buffers():
+        by_dtype.setdefault(buffer.dtype, []).append(buffer)
+    for buffers in by_dtype.values():
+        flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
+        dist.broadcast(flat, 0)
+        for buffer, part in zip(buffers, flat.split([buffer.numel() for buffer in buffers]), strict=True):
+            buffer.copy_(part.view_as(buffer))

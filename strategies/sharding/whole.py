@@ -1,0 +1,78 @@
+"""Put sharded tensors together on rank 0, and cut whole tensors into shards."""
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+
+
+def gather_tree(tree: Any, keep: bool) -> Any:
+    """Replace the sharded tensors in nested dicts, lists and tuples by whole ones, one after the other.
+
+    All ranks must call this with the same structure.
+
+    Args:
+        tree: the structure; it is not changed.
+        keep: whether this rank needs the values: they are copied to host memory. Elsewhere they are on the meta device.
+    """
+    return _map_tensors(tree, lambda tensor: _gathered(tensor, keep) if isinstance(tensor, DTensor) else tensor)
+
+
+def _gathered(tensor: DTensor, keep: bool) -> Tensor:
+    whole = cast(DTensor, tensor.detach()).full_tensor()
+    return whole.cpu() if keep else torch.empty_like(whole, device="meta")
+
+
+def holds_shards(tree: Any) -> bool:
+    """Whether any tensor in nested dicts, lists and tuples is sharded."""
+    found: list[bool] = []
+    _map_tensors(tree, lambda tensor: found.append(isinstance(tensor, DTensor)) or tensor)
+    return any(found)
+
+
+def shard_like(whole: Tensor, shard: Any) -> Tensor:
+    """Cut a whole tensor, the same on all ranks, as another one is; nothing is communicated.
+
+    Args:
+        whole: the tensor, in any memory.
+        shard: a tensor that may be sharded. One of another shape says only on which ranks.
+
+    Returns:
+        The part of this rank, on the device of `shard`.
+    """
+    if not isinstance(shard, DTensor) or isinstance(whole, DTensor):
+        return whole
+    as_cut = whole.shape == shard.shape
+    placements = shard.placements if as_cut else [Replicate() for _ in shard.placements]
+    return distribute_tensor(whole.to(shard.device), shard.device_mesh, placements, src_data_rank=None)
+
+
+def shard_optimizer_state(state: Mapping[str, Any], parameters: list[Tensor]) -> dict[str, Any]:
+    """Cut the tensors of an optimizer's state as its parameters are.
+
+    Args:
+        state: of `Optimizer.state_dict()`, whole.
+        parameters: of all groups, in order.
+    """
+    entries = {
+        index: {
+            name: shard_like(value, parameters[index]) if isinstance(value, Tensor) and value.dim() else value
+            for name, value in entry.items()
+        }
+        for index, entry in state["state"].items()
+    }
+    return {**state, "state": entries}
+
+
+def _map_tensors(tree: Any, function: Callable[[Tensor], Any]) -> Any:
+    if isinstance(tree, Tensor):
+        return function(tree)
+    if isinstance(tree, dict):
+        mapped = {key: _map_tensors(value, function) for key, value in cast("dict[Any, Any]", tree).items()}
+        return OrderedDict(mapped) if isinstance(tree, OrderedDict) else mapped
+    if type(tree) in (list, tuple):
+        return type(tree)(_map_tensors(value, function) for value in tree)
+    return tree

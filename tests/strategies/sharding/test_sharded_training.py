@@ -1,0 +1,164 @@
+"""What modules and callbacks do with parameters that are sharded: it is what one device does."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from distributed import run_ranks
+from pytorch_lightning.callbacks import EMAWeightAveraging, StochasticWeightAveraging
+from regression import Net, Numbered, quiet_trainer, weights
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from evener.strategies import ConfigError, FSDPStrategy, SingleDeviceStrategy
+
+
+class Generative(Net):
+    """Two optimizers, each with its own loss; a scale that the module holds itself belongs to the second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.judge = nn.Sequential(nn.Linear(1, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+        self.scale = nn.Parameter(torch.ones(3, dtype=torch.float64))
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        x, y, _ = batch
+        first, second = self.optimizers()  # type: ignore[misc]
+        self.toggle_optimizer(first)
+        loss = self.judge(self.net(x)).square().mean()
+        first.zero_grad()
+        self.manual_backward(loss)
+        first.step()
+        self.untoggle_optimizer(first)
+        self.toggle_optimizer(second)
+        loss = (self.judge(self.net(x).detach()) - y * self.scale.sum()).square().mean()
+        second.zero_grad()
+        self.manual_backward(loss)
+        second.step()
+        self.untoggle_optimizer(second)
+        self.log("loss", loss, on_step=False, on_epoch=True, batch_size=len(x))
+
+    def configure_optimizers(self) -> Any:
+        judging = [*self.judge.parameters(), self.scale]
+        return torch.optim.AdamW(self.net.parameters(), lr=0.05), torch.optim.Adam(judging, lr=0.02)
+
+
+class Loose(Net):
+    """Parameters of the module's own, tied weights, a frozen layer that thaws, and one that is left out at times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, 3).double()
+        self.second = nn.Linear(3, 3).double()
+        self.second.weight = self.first.weight
+        self.frozen = nn.Linear(3, 3).double().requires_grad_(False)
+        self.scale = nn.Parameter(torch.ones(3, dtype=torch.float64))
+
+    def on_train_epoch_start(self) -> None:
+        self.frozen.requires_grad_(self.current_epoch > 0)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y, _ = batch
+        x = self.second(self.first(x)) * self.scale + self.frozen(x)
+        loss = (self.net(x) - y).square().mean() + 0.1 * self.scale.square().sum()
+        self.log("loss", loss, on_step=False, on_epoch=True, batch_size=len(x))
+        return loss
+
+
+class Sometimes(Net):
+    """A layer that takes part in every second step only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.extra = nn.Linear(3, 1).double()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y, _ = batch
+        out = self.net(x) + (self.extra(x) if batch_idx % 2 else 0)
+        return (out - y).square().mean()
+
+
+MAKERS: dict[str, Callable[[], tuple[Net, dict[str, Any], dict[str, Any]]]] = {
+    "two optimizers": lambda: (Generative(), {}, {}),
+    "loose, tied, frozen": lambda: (Loose(), {}, {}),
+    "gathered for the whole step": lambda: (Loose(), {"shard": []}, {}),
+    "not released after forward": lambda: (Net(), {"reshard_after_forward": False}, {}),
+    "unused": lambda: (Sometimes(), {"find_unused_parameters": True}, {}),
+    "moving average": lambda: (Net(), {}, {"callbacks": [EMAWeightAveraging(decay=0.7)]}),
+    "stochastic average": lambda: (Net(), {}, {"callbacks": [StochasticWeightAveraging(0.1, 0.5)], "max_epochs": 4}),
+    "groups of ranks": lambda: (Net(), {"replicas": 2}, {}),
+}
+
+
+def _trained(name: str, num_ranks: int, **options: Any) -> tuple[Tensor, dict[str, float]]:
+    module, given, settings = MAKERS[name]()
+    if num_ranks % given.get("replicas", 1):
+        given = {}
+    strategy = SingleDeviceStrategy() if num_ranks == 1 else FSDPStrategy(batch_size_is="global", **given)
+    trainer = quiet_trainer(strategy, num_ranks, **settings, **options)
+    trainer.fit(module, DataLoader(Numbered(), 6), DataLoader(Numbered(11), 4))
+    return weights(module), {key: float(value) for key, value in trainer.callback_metrics.items()}
+
+
+def _all_trained(num_ranks: int) -> dict[str, Any]:
+    return {name: _trained(name, num_ranks) for name in MAKERS}
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_modules_and_callbacks_train_as_on_one_device(num_ranks: int) -> None:
+    by_rank = run_ranks(_all_trained, num_ranks, num_ranks, timeout_s=400)
+    for name in MAKERS:
+        single, metrics = _trained(name, 1)
+        for rank in by_rank:
+            torch.testing.assert_close(rank[name][0], single, rtol=0, atol=1e-10, msg=lambda text: f"{name}: {text}")  # noqa: B023
+        assert by_rank[0][name][1] == pytest.approx(metrics, abs=1e-12), name
+
+
+class Penalized(Net):
+    """A penalty on a weight outside of its layer's forward."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y, _ = batch
+        return (self.net(x) - y).square().mean() + self.net[0].weight.square().sum()
+
+
+class Mixed(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(2, dtype=torch.float64))
+        self.shift = nn.Parameter(torch.ones(2, dtype=torch.float32))
+
+
+def _refusals(num_ranks: int) -> list[str]:
+    told = []
+    for module in (Sometimes(), Penalized(), Mixed()):
+        trainer = quiet_trainer(FSDPStrategy(batch_size_is="global", timeout_s=60), num_ranks)
+        try:
+            trainer.fit(module, DataLoader(Numbered(), 6))
+        except (ConfigError, RuntimeError) as exc:
+            told.append(f"{trainer.global_step}: {exc}")
+    return told
+
+
+def test_what_cannot_be_trained_exactly_is_refused_before_the_first_step() -> None:
+    for unused, outside, dtypes in run_ranks(_refusals, 2, 2):
+        assert unused.startswith("0: fsdp: parameters took no part in the loss: extra.weight, extra.bias. Set ")
+        assert outside.startswith("0: fsdp: a step uses a parameter of a part outside of the part's forward")
+        assert dtypes.startswith("0: fsdp: the parameters of Mixed have several dtypes")
+
+
+def _uneven(num_ranks: int) -> Tensor:
+    module = Net()
+    strategy = FSDPStrategy(batch_size_is="global", weights=[3, 1])
+    quiet_trainer(strategy, num_ranks).fit(module, DataLoader(Numbered(), 6))
+    assert [len(step) for step in module.trained][:3] == ([5, 5, 5] if strategy.global_rank == 0 else [1, 1, 1])
+    return weights(module)
+
+
+def test_ranks_of_unequal_shares_train_as_one_device() -> None:
+    single = Net()
+    quiet_trainer(SingleDeviceStrategy()).fit(single, DataLoader(Numbered(), 6))
+    for rank in run_ranks(_uneven, 2, 2):
+        torch.testing.assert_close(rank, weights(single), rtol=0, atol=1e-10)
