@@ -1,6 +1,7 @@
 """Provide callbacks for every run, and the measurements behind them.
 
-Exports: the callbacks below; batch_layout, flops, peak_memory, step_times, unequal_devices.
+Exports: the callbacks below; batch_layout, flops, peak_memory, step_times,
+    unequal_devices.
 May import: nothing else in the trainer.
 """
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torchmetrics import MetricCollection
 
 from ...strategies.distributed.zero_weight_step import neutral
-from ...strategies.facts import ranks_of
+from ...strategies.facts import process_devices, ranks_of
 from ..logging.connector import LeanLoggerConnector, LeanResults
 from ..logging.slots import Slot
 from ._hook_plan import MODULE
@@ -148,6 +148,8 @@ class LeanLog:
 class LeanLogDict:
     """Replaces a module's `log_dict` while its trainer runs: metrics of a collection are not linked anew by each call.
 
+    Only on one device: what is set on a module is set on its replicas, too, and would log on the root.
+
     Args:
         log: the module's `log`.
     """
@@ -229,7 +231,9 @@ def lean_logging(trainer: Any) -> Generator[None]:
     log = LeanLog(trainer)
     through = [callback for callback in trainer.callbacks if getattr(callback, "log", None) == module.log]
     module.__dict__["log"] = log
-    own_dict = type(module).log_dict is not MODULE["log_dict"] or "log_dict" in module.__dict__
+    # a replica would get the root's
+    has_copies = len(process_devices(trainer.strategy)) > 1
+    own_dict = has_copies or type(module).log_dict is not MODULE["log_dict"] or "log_dict" in module.__dict__
     if not own_dict:
         module.__dict__["log_dict"] = LeanLogDict(log)
     for callback in through:
