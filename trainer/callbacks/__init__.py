@@ -9,6 +9,7 @@ from .epoch_lines import EpochLines
 from .gradient_norm import GradientNorm
 from .learning_rate import LearningRate
 from .log_interval import LogEveryEpoch
+from .module_summary import ModuleSummary
 from .nonfinite import DetectNonFinite
 from .run_summary import RunSummary
 from .start_up import StartUp
@@ -20,6 +21,7 @@ __all__ = [
     "GradientNorm",
     "LearningRate",
     "LogEveryEpoch",
+    "ModuleSummary",
     "RunSummary",
     "StartUp",
 ]
