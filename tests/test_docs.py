@@ -95,7 +95,14 @@ def test_links_lead_to_files(page: Path) -> None:
 
 PROSE = [*DOCS.glob("*.md"), *(DOCS.parent / "examples").rglob("*.md"), *DOCS.parent.glob("[!C]*.md")]
 PATH = re.compile(r"(?<![\w./-])(?:trainer|strategies|conf|examples|tests|benchmarks|docs)/[\w./*<>-]*\w")
-NOT_OURS = {"conf/module/mine.yaml", "tests/tests_pytorch", "docs/gpu_table.md"}
+NOT_OURS = {
+    "conf/module/mine.yaml",
+    "conf/project.yaml",
+    "conf/module/spirals.yaml",
+    "conf/data/spirals.yaml",
+    "tests/tests_pytorch",
+    "docs/gpu_table.md",
+}
 """A user's own file, Lightning's tests, and what is written on a machine with a GPU."""
 
 

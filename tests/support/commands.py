@@ -17,7 +17,7 @@ PAGES = [
     *sorted((ROOT / "docs").glob("*.md")),
 ]
 
-_PROGRAM = r"(?:python3?|pip|pytest|torchrun|srun|tensorboard|ruff|basedpyright)"
+_PROGRAM = r"(?:python3?|pip|pytest|torchrun|srun|tensorboard|ruff|basedpyright|evener)"
 _SHELL = re.compile(r"^```(?:bash|sh|console)\n(.*?)^```", flags=re.MULTILINE | re.DOTALL)
 _INDENTED = re.compile(rf"^ {{4}}({_PROGRAM} .*)$", flags=re.MULTILINE)
 _INLINE = re.compile(rf"`({_PROGRAM} [^`]+)`")

@@ -327,7 +327,8 @@ def test_help_lists_the_groups_and_examples(
 
 
 def test_cfg_job_prints_the_config(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    assert command(monkeypatch, "--cfg", "job", "module.lr=0.25") == ""
+    # --local-rank: what `python -m torch.distributed.launch` adds
+    assert command(monkeypatch, "--local-rank=0", "--cfg", "job", "module.lr=0.25") == ""
     assert "lr: 0.25" in capsys.readouterr().out
 
 

@@ -10,6 +10,7 @@ from .epoch_lines import EpochLines
 from .gradient_norm import GradientNorm
 from .learning_rate import LearningRate
 from .log_interval import LogEveryEpoch
+from .module_summary import ModuleSummary
 from .nonfinite import DetectNonFinite
 from .run_summary import RunSummary
 from .slow_rank import SlowRank
@@ -23,6 +24,7 @@ __all__ = [
     "GradientNorm",
     "LearningRate",
     "LogEveryEpoch",
+    "ModuleSummary",
     "RunSummary",
     "SlowRank",
     "StartUp",

@@ -1,4 +1,4 @@
-"""Log one line per epoch where no progress bar can be shown."""
+"""Log one line per epoch; on a terminal it stays above the progress bar."""
 
 import logging
 import time
@@ -10,7 +10,10 @@ log = logging.getLogger(__name__)
 
 
 class EpochLines(pl.Callback):
-    """Log a line after every epoch: its seconds, the steps so far, and the progress bar's metrics."""
+    """Log a line after every epoch: its seconds, the steps so far, and the progress bar's metrics.
+
+    Epochs count from 0, as in the progress bar, the names of checkpoints and the metric `epoch`.
+    """
 
     def __init__(self) -> None:
         self._since = 0.0
@@ -39,5 +42,5 @@ class EpochLines(pl.Callback):
             name: value.item() for name, value in trainer.callback_metrics.items() if value.numel() == 1
         }
         shown = [f"{name} {value:.4g}" for name, value in metrics.items()]
-        of = f"/{trainer.max_epochs}" if trainer.max_epochs and trainer.max_epochs > 0 else ""
-        log.info(" · ".join([f"epoch {epoch + 1}{of}", f"step {trainer.global_step}", f"{seconds:.1f} s", *shown]))
+        of = f"/{trainer.max_epochs - 1}" if trainer.max_epochs and trainer.max_epochs > 0 else ""
+        log.info(" · ".join([f"epoch {epoch}{of}", f"step {trainer.global_step}", f"{seconds:.1f} s", *shown]))

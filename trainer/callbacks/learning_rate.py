@@ -10,9 +10,7 @@ from typing_extensions import override
 class LearningRate(LearningRateMonitor):
     """Lightning's `LearningRateMonitor`, except that it does nothing, instead of raising, without a logger.
 
-    Args:
-        logging_interval: `step` or `epoch`.
-        **kwargs: further arguments of `LearningRateMonitor`.
+    `logging_interval` is `step` or `epoch`; the other arguments are Lightning's, too.
     """
 
     @override

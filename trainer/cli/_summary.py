@@ -9,9 +9,12 @@ from rich.text import Text
 
 from ..job.result import DIVERGED, Result, short_path
 
+MEASURED = ("balance/", "device/", "lr-", "speed/")
+"""How the names of metrics begin that the module did not log."""
+
 
 def summary_rows(result: Result) -> list[tuple[str, str]]:
-    """List the rows of the summary table as (label, value).
+    """List the rows of the summary table as (label, value); paths are below it.
 
     Args:
         result: the run's outcome.
@@ -25,20 +28,27 @@ def summary_rows(result: Result) -> list[tuple[str, str]]:
         ("speed", "" if result.samples_per_s is None else f"{result.samples_per_s:,.0f} samples/s"),
         ("peak memory", memory_text(result.peak_memory_mib)),
         ("weights", weights_text(result)),
-        ("best checkpoint", short_path(result.best_checkpoint)),
         ("nan", ", ".join(what_is_nan(result))),
-        ("predictions", short_path(result.predictions)),
         *((name, f"{value:.4f}") for name, value in sorted(result.metrics.items()) if is_shown(name, result)),
-        ("run directory", short_path(result.run_dir)),
     ]
     return [(label, value) for label, value in rows if value]
 
 
+def path_rows(result: Result) -> list[tuple[str, str]]:
+    """List the paths of a run as (label, path)."""
+    rows = [
+        ("started from", short_path(result.started_from)),
+        ("best checkpoint", short_path(result.best_checkpoint)),
+        ("predictions", short_path(result.predictions)),
+        ("run directory", short_path(result.run_dir)),
+    ]
+    return [(label, path) for label, path in rows if path]
+
+
 def weights_text(result: Result) -> str:
-    """Which weights an evaluation is of; empty after training."""
-    if result.mode == "fit":
-        return ""
-    return short_path(result.started_from) or "untrained: as the module makes them; resume=last takes trained ones"
+    """Warn of an evaluation without a checkpoint; empty otherwise."""
+    without = result.mode != "fit" and result.started_from is None
+    return "untrained: the module's own; resume=last takes trained ones" if without else ""
 
 
 def what_is_nan(result: Result) -> list[str]:
@@ -62,21 +72,26 @@ def memory_text(peaks_mib: list[float]) -> str:
 
 
 def is_shown(name: str, result: Result) -> bool:
-    """Whether to show a metric: after `fit` training, test and monitored metrics; in other modes all of them."""
-    own = name.startswith(("train", "test")) and not name.endswith("_step")
-    return result.mode != "fit" or own or name == result.monitor
+    """Whether to show a metric: not a step's value, nor what callbacks measured, nor an epoch's value twice."""
+    repeated = name.endswith("_epoch") and name.removesuffix("_epoch") in result.metrics
+    return not (name.endswith("_step") or name.startswith(MEASURED) or repeated)
 
 
 def show_summary(result: Result, log_dir: str = "logs") -> None:
-    """Print the summary table and the command that opens TensorBoard."""
-    rows = summary_rows(result)
+    """Print the summary table, the paths of the run, and the command that opens TensorBoard."""
     ended = "diverged: its weights contain nan" if result.status == DIVERGED else "finished"
     table = Table(title=f"{result.mode} {ended}", show_header=False, title_justify="left")
-    for label, value in rows:
-        table.add_row(label, Text(value, no_wrap=True))
-    # wide enough for whole paths: a truncated path can't be pasted
-    width = max(len(value) for _, value in rows) + max(len(label) for label, _ in rows) + 7
-    console = Console(width=width)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for label, value in summary_rows(result):
+        table.add_row(label, Text(value))
+    console = Console()
+    if not (console.is_terminal or console.is_jupyter):
+        console = Console(width=80)
     console.print(table)
+    paths = path_rows(result)
+    width = max(len(label) for label, _ in paths)
+    for label, path in paths:  # a path that is cut can't be pasted
+        console.print(Text(f"{label:<{width}}  {path}"), soft_wrap=True)
     if any(Path(result.run_dir).glob("events.out.tfevents.*")):
         console.print(Text(f"tensorboard --logdir {log_dir}"), soft_wrap=True)

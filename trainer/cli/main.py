@@ -45,6 +45,8 @@ def main(config_dir: str | Path | None = None, config_name: str = "train") -> No
             None uses the configuration of this package.
         config_name: the root configuration.
     """
+    # of `python -m torch.distributed.launch`, which also sets LOCAL_RANK
+    sys.argv[1:] = [word for word in sys.argv[1:] if not word.startswith(("--local-rank=", "--local_rank="))]
     script_dir = Path(getattr(sys.modules["__main__"], "__file__", None) or ".").absolute().parent
     source = Source(None if config_dir is None else str(script_dir / config_dir), config_name, added_folders())
     wants_traceback = os.environ.get(FULL_ERROR, "0") == "1"

@@ -1,7 +1,7 @@
 """Train a few steps with every strategy on the user's module and data, and recommend one (`mode=compare`)."""
 
-import difflib
 import logging
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +10,12 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from ...strategies import STRATEGIES, ConfigError
 from ..config.checks import plain
 from ..config.group_files import file_names, file_options
+from ..config.nearest import did_you_mean
 from ..job.log_file import run_log
 from ._judge import REFERENCE, Comparison, judge, tolerance_of
 from ._probe import WINDOW, Probe
-from .trial import Trial, run_trial
+from .table import memory
+from .trial import OK, Trial, run_trial
 
 log = logging.getLogger(__name__)
 
@@ -33,15 +35,31 @@ def compare_strategies(cfg: DictConfig) -> Comparison:
     names = chosen_strategies(cfg)
     verify_lengths(cfg)
     trials: list[Trial] = []
+    began_s = time.monotonic()
     with run_log(cfg.run_dir):
-        for number, name in enumerate(names, start=1):
-            log.info("compare: %s (%d of %d)", name, number, len(names))
+        log.info("compare: %d strategies: %s", len(names), ", ".join(names))
+        for name in names:
             folder = Path(cfg.run_dir) / "compare" / name
             trials.append(run_trial(trial_config(cfg, name, folder), name, cfg.compare.timeout_s))
+            log.info(progress_line(trials, len(names), time.monotonic() - began_s))
     limit = cfg.get("device_memory_gb")
     comparison = judge(trials, tolerance_of(str(cfg.precision)), None if limit is None else limit * 1e9)
     comparison.write(cfg.run_dir)
     return comparison
+
+
+def progress_line(trials: list[Trial], num_all: int, seconds: float) -> str:
+    """One row of the table as it grows: the newest trial's result, how many are done, and the time that is left.
+
+    Args:
+        trials: those that are done.
+        num_all: number of strategies to try.
+        seconds: since the first one began.
+    """
+    trial, rest = trials[-1], num_all - len(trials)
+    found = f"{trial.samples_per_s:,.0f} samples/s, {memory(trial)} MiB" if trial.status == OK else trial.status
+    left = f", about {seconds / len(trials) * rest:.0f} s left" if rest else ""
+    return f"{len(trials)} of {num_all}  {trial.strategy:<28} {found}{left}"
 
 
 def chosen_strategies(cfg: DictConfig) -> list[str]:
@@ -54,9 +72,10 @@ def chosen_strategies(cfg: DictConfig) -> list[str]:
     names: list[str] = list(STRATEGIES) if given is None else [str(name) for name in given]
     for name in names:
         if name not in STRATEGIES:
-            near = difflib.get_close_matches(name, STRATEGIES, n=1)
-            hint = f" Did you mean {near[0]}?" if near else ""
-            raise ConfigError(f"compare.strategies: {name} is unknown. Choose from {', '.join(STRATEGIES)}.{hint}")
+            suggestion = did_you_mean(name, STRATEGIES)
+            raise ConfigError(
+                f"compare.strategies: {name} is unknown. Choose from {', '.join(STRATEGIES)}.{suggestion}"
+            )
     return [REFERENCE, *(name for name in dict.fromkeys(names) if name != REFERENCE)]
 
 

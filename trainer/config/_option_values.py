@@ -15,6 +15,8 @@ ROOT: dict[str, Any] = {
     "name": str,
     "log_dir": str,
     "run_dir": str,
+    "tags": list[str],
+    "notes": str | None,
     "num_nodes": int,
     "precision": get_type_hints(inspect.unwrap(pl.Trainer.__init__))["precision"],
     "seed": int | None,
@@ -63,7 +65,7 @@ MORE_THAN: dict[str, int] = {
     "compare.timeout_s": 0,
     "launcher.monitor_interval_s": 0,
     "trainer.val_check_interval": 0,
-    "logger.flush_secs": 0,
+    "logger.tensorboard.flush_secs": 0,
 }
 
 LARGEST_SEED = 2**32 - 1  # numpy's

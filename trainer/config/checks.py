@@ -21,7 +21,6 @@ KINDS: dict[str, type] = {
     "trainer": pl.Trainer,
     "module": pl.LightningModule,
     "data": pl.LightningDataModule,
-    "logger": Logger,
     "checkpoint": pl.Callback,
 }
 """Base class of each group's target."""
@@ -53,10 +52,24 @@ def verify_config(cfg: DictConfig) -> None:
     for key, kind in KINDS.items():
         if options.get(key) or key in NEEDED:
             verify_options(key, options[key], verify_target(key, options[key], kind))
-    for name, callback in (options.get("callbacks") or {}).items():
-        key = f"callbacks.{name}"
-        verify_options(key, callback, verify_target(key, callback, pl.Callback))
+    for group, kind in (("callbacks", pl.Callback), ("logger", Logger)):
+        for key, entry in entries(group, options.get(group)):
+            verify_options(key, entry, verify_target(key, entry, kind))
     verify_nested("", options)
+
+
+def entries(group: str, options: Any) -> list[tuple[str, Any]]:
+    """List a group's objects as (key, options): several by name, or the single one that a `_target_` makes.
+
+    Args:
+        group: `callbacks` or `logger`.
+        options: that part of the configuration; None if it is empty.
+    """
+    if not options:
+        return []
+    if "_target_" in options:
+        return [(group, options)]
+    return [(f"{group}.{name}", entry) for name, entry in options.items() if entry is not None]
 
 
 def verify_mode(cfg: DictConfig) -> None:

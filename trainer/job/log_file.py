@@ -6,10 +6,26 @@ import warnings
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+
+from pytorch_lightning.utilities.rank_zero import rank_zero_only
+from typing_extensions import override
 
 LOG_FILE = "train.log"
 FORMAT = "[%(asctime)s][%(name)s][%(levelname)s] - %(message)s"
 LIGHTNING_LOGGERS = ("pytorch_lightning", "lightning_fabric", "lightning.pytorch", "lightning.fabric", "lightning")
+
+
+class ConsoleHandler(logging.StreamHandler[Any]):
+    """Write to the `sys.stdout` of the moment: a progress bar replaces it, to keep lines above itself."""
+
+    def __init__(self) -> None:
+        super().__init__(sys.stdout)
+
+    @override
+    def emit(self, record: logging.LogRecord) -> None:
+        self.stream = sys.stdout
+        super().emit(record)
 
 
 @contextmanager
@@ -22,11 +38,15 @@ def run_log(run_dir: str | Path, rank: int = 0) -> Generator[None]:
 
     Lightning's loggers, which have their own handlers, are redirected the same way.
     """
+    setattr(rank_zero_only, "rank", rank)  # noqa: B010  # Lightning's own, undeclared; before loggers are made: a forked worker has the parent's
     root = logging.getLogger()
     level, root.level = root.level, logging.INFO
     added: list[logging.Handler] = []
-    if not root.handlers:
-        added.append(logging.StreamHandler(sys.stdout))
+    hydras = [handler for handler in root.handlers if getattr(handler, "stream", None) is sys.stdout]
+    for handler in hydras:
+        root.removeHandler(handler)
+    if hydras or not root.handlers:
+        added.append(ConsoleHandler())
     if rank == 0:
         added.append(logging.FileHandler(Path(run_dir) / LOG_FILE, encoding="utf-8"))
     else:
@@ -58,6 +78,8 @@ def run_log(run_dir: str | Path, rank: int = 0) -> Generator[None]:
         for handler in added:
             root.removeHandler(handler)
             handler.close()
+        for handler in hydras:
+            root.addHandler(handler)
 
 
 REDUNDANT = (

@@ -8,6 +8,7 @@ from typing import Any, cast
 import pytorch_lightning as pl
 import torch
 from omegaconf import DictConfig, OmegaConf
+from pytorch_lightning.callbacks import ModelSummary, ProgressBar
 from pytorch_lightning.loggers import Logger
 from pytorch_lightning.utilities.exceptions import MisconfigurationException, SIGTERMException
 from pytorch_lightning.utilities.model_helpers import is_overridden
@@ -16,10 +17,10 @@ from rich.console import Console
 
 from ...strategies import ConfigError
 from ...strategies.facts import name_of, stop_signal_of
-from ..callbacks import EpochLines, LogEveryEpoch, RunSummary, SlowRank, StartUp
+from ..callbacks import EpochLines, LogEveryEpoch, ModuleSummary, RunSummary, SlowRank, StartUp
 from ..checkpoint.find import find_newest, good_or_newest
 from ..checkpoint.snapshots import move_to_disk, saved_in_memory
-from ..config.checks import AUTO
+from ..config.checks import AUTO, entries
 from ..config.instantiate import instantiate
 from ..loggers.custom_scalars import OUR_OWN
 from ..loggers.hparams import hyperparameters, in_order, overridden
@@ -144,25 +145,31 @@ def build(cfg: DictConfig) -> Parts:
     data: pl.LightningDataModule | None = instantiate("data", cfg.data) if cfg.get("data") else None
     summary = RunSummary()
     callbacks: list[pl.Callback] = [
-        *(instantiate(f"callbacks.{name}", options) for name, options in (cfg.get("callbacks") or {}).items()),
+        *(instantiate(key, options) for key, options in entries("callbacks", cfg.get("callbacks"))),
         *([instantiate("checkpoint", cfg.checkpoint)] if cfg.get("checkpoint") else []),
         LogEveryEpoch(),
         summary,
         SlowRank(),
         StartUp(cfg.run_dir),
     ]
-    if cfg.trainer.get("enable_progress_bar", True) and not can_draw():
+    if cfg.trainer.get("enable_progress_bar", True):
         callbacks.append(EpochLines())
+    summarized = any(isinstance(callback, ModelSummary) for callback in callbacks)
+    if cfg.trainer.get("enable_model_summary", True) and not summarized:
+        callbacks.append(ModuleSummary())
     if cfg.compile:
         module.compile()
-    options = {} if can_draw() else {"enable_progress_bar": False}
+    options = {"enable_model_summary": False}
+    if not can_draw():
+        callbacks = [callback for callback in callbacks if not isinstance(callback, ProgressBar)]
+        options["enable_progress_bar"] = False
     make_trainer = instantiate("trainer", cfg.trainer, _partial_=True, **options)
-    logger: Logger | bool = instantiate("logger", cfg.logger) if cfg.get("logger") else False
+    loggers: list[Logger] = [instantiate(key, options) for key, options in entries("logger", cfg.get("logger"))]
     try:
         trainer: pl.Trainer = make_trainer(
             strategy=strategy,
             callbacks=callbacks,
-            logger=logger,
+            logger=loggers or False,
             enable_checkpointing=bool(cfg.get("checkpoint")),
         )
     except (TypeError, ValueError, MisconfigurationException) as exc:
@@ -183,6 +190,8 @@ def log_config(trainer: pl.Trainer, cfg: DictConfig) -> None:
         if isinstance(logger, TensorBoardLogger):
             logger.log_config(OmegaConf.to_yaml(cfg))
             logger.log_layout(cfg.monitor)
+            if told := [*cfg.tags, *([cfg.notes] if cfg.notes else [])]:
+                logger.log_text("notes", "\n".join(told))
             logger.differing = overridden(cfg)
 
 

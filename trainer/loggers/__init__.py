@@ -1,10 +1,11 @@
 """Provide the loggers that write a run's files, and the contents of TensorBoard's tabs.
 
-Exports: CSVLogger, TensorBoardLogger; csv, hparams, custom_scalars.
+Exports: CSVLogger, TensorBoardLogger, WandbLogger, MLFlowLogger, CometLogger; csv, hparams, custom_scalars.
 May import: nothing else in the trainer.
 """
 
 from .csv import CSVLogger
 from .tensorboard import TensorBoardLogger
+from .trackers import CometLogger, MLFlowLogger, WandbLogger
 
-__all__ = ["CSVLogger", "TensorBoardLogger"]
+__all__ = ["CSVLogger", "CometLogger", "MLFlowLogger", "TensorBoardLogger", "WandbLogger"]

@@ -7,7 +7,11 @@ from typing import Any, cast
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
+from ...strategies import STRATEGIES
+
 GROUPS = ("strategy", "module", "data")
+
+_WORDS = {cls.__name__: word for word, cls in STRATEGIES.items()}
 
 
 def hyperparameters(cfg: DictConfig) -> dict[str, Any]:
@@ -20,7 +24,8 @@ def hyperparameters(cfg: DictConfig) -> dict[str, Any]:
     values: dict[str, Any] = {key: str(cfg[key]) for key in ("devices", "precision", "seed")}
     for group in GROUPS:
         options = cast("dict[str, Any]", OmegaConf.to_container(cfg[group])) if cfg.get(group) else {}
-        values[group] = str(options.pop("_target_", None)).rpartition(".")[2]
+        name = str(options.pop("_target_", None)).rpartition(".")[2]
+        values[f"{group}/_target_"] = _WORDS.get(name, name)  # not `module`: MLflow's files can't have `module/lr` then
         values |= {f"{group}/{key}": _plain(value) for key, value in options.items()}
     for name in overridden(cfg):
         given = OmegaConf.select(cfg, name.replace("/", "."))
@@ -39,7 +44,7 @@ def overridden(cfg: DictConfig) -> list[str]:
     of_all = parser.parse_overrides(_listed(run_dir.parent / "multirun.yaml", "hydra.overrides.task"))
     fixed = {override.key_or_group for override in of_all if not override.is_sweep_override()}
     own = [override.key_or_group for override in parser.parse_overrides(_listed(run_dir / ".hydra" / "overrides.yaml"))]
-    return [key.replace(".", "/") for key in own if key not in fixed]
+    return [f"{key}/_target_" if key in GROUPS else key.replace(".", "/") for key in own if key not in fixed]
 
 
 def _listed(file: Path, key: str | None = None) -> list[str]:
@@ -71,4 +76,6 @@ def in_order(metrics: Mapping[str, float], first: str | None, own: Iterable[str]
 
 
 def _plain(value: Any) -> int | float | str:
+    if isinstance(value, bool):
+        return str(value).lower()  # TensorBoard shows a check mark, which is hard to read
     return value if isinstance(value, (int, float, str)) else str(value)

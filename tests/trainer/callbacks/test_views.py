@@ -1,8 +1,10 @@
 """What people see: the dashboard's data, the start-up block, the lines of epochs."""
 
+import io
 import json
 import logging
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +21,15 @@ from torch.utils.tensorboard import SummaryWriter
 from evener.strategies import DataParallelStrategy, DDPStrategy
 from evener.strategies.batch.policies import FirstChunk
 from evener.trainer import Result, Trainer, compose, train
-from evener.trainer.callbacks import EpochLines, GradientNorm
+from evener.trainer.callbacks import EpochLines, GradientNorm, ModuleSummary
 from evener.trainer.callbacks.batch_layout import batch_line, cut_line
 from evener.trainer.callbacks.start_up import checkpoint_policy
 from evener.trainer.callbacks.step_times import DDPTimes
 from evener.trainer.checkpoint._callback import Checkpoint
 from evener.trainer.cli._summary import memory_text, shares_text, show_summary
 from evener.trainer.job import run as run_module
+from evener.trainer.job.log_file import run_log
+from evener.trainer.job.result import short_path
 from evener.trainer.loggers.custom_scalars import layout
 
 
@@ -172,16 +176,17 @@ def test_without_a_terminal_an_epoch_is_one_line(digits: Result) -> None:
     assert len(lines) == 2
     (value,) = re.findall(r"val/loss ([\d.]+)", lines[1])
     assert float(value) == pytest.approx(digits.metrics["val/loss"], rel=1e-3)
-    assert lines[0].startswith("epoch 1/2 · step 6 · ")
+    assert lines[0].startswith("epoch 0/1 · step 6 · ")  # counted as in the names of checkpoints
 
 
-def test_a_bar_is_drawn_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    cfg = compose(["accelerator=cpu", f"run_dir={tmp_path}"])
+@pytest.mark.parametrize("own", [[], ["+callbacks.bar._target_=pytorch_lightning.callbacks.TQDMProgressBar"]])
+def test_a_bar_is_drawn_on_a_terminal_only(own: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    cfg = compose(["accelerator=cpu", f"run_dir={tmp_path}", *own])
     for terminal in (True, False):
         monkeypatch.setattr(run_module, "can_draw", lambda terminal=terminal: terminal)
         trainer = run_module.build(OmegaConf.create(OmegaConf.to_container(cfg, resolve=True))).trainer
         assert (trainer.progress_bar_callback is not None) is terminal
-        assert any(isinstance(callback, EpochLines) for callback in trainer.callbacks) is not terminal
+        assert any(isinstance(callback, EpochLines) for callback in trainer.callbacks)
 
 
 def test_an_epoch_line_shows_the_means_of_its_own_epoch(caplog: pytest.LogCaptureFixture) -> None:
@@ -276,12 +281,40 @@ def test_tensorboard_is_named_where_it_has_something_to_show(
     result = Result("fit", "dp", ["cpu"], 1, str(tmp_path), {"train/loss": 0.5, "val/acc": 0.25})
     show_summary(result)
     told = capsys.readouterr().out
-    assert "train/loss" in told
-    assert "val/acc" not in told
     assert "tensorboard --logdir" not in told
     SummaryWriter(str(tmp_path)).close()
     show_summary(result)
     assert "tensorboard --logdir logs" in capsys.readouterr().out
+
+
+def test_the_closing_table_is_whole_at_80_columns_and_shows_what_was_logged_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = tmp_path / ("long" * 20)
+    metrics = {"train/loss": 0.5, "train/loss_epoch": 0.5, "train/loss_step": 0.4, "val/acc": 0.25, "lr-Adam": 0.1}
+    show_summary(Result("fit", "dp", [f"cuda:{i}" for i in range(10)], 1, str(run_dir), metrics))
+    told = capsys.readouterr().out.splitlines()
+    table = [line for line in told if line.startswith("│")]
+    assert {len(line) for line in table} == {80}
+    assert [line.split()[1] for line in table] == ["strategy", "devices", "│", "train/loss", "val/acc"]
+    assert told[-1] == f"run directory  {short_path(str(run_dir))}", "a path that is cut can't be pasted"
+
+
+def test_a_line_goes_to_the_output_that_a_bar_has_put_in_place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    with run_log(tmp_path):
+        monkeypatch.setattr(sys, "stdout", above := io.StringIO())
+        logging.getLogger("evener").info("epoch 0")
+    assert above.getvalue() == "epoch 0\n"
+
+
+def test_the_table_of_layers_leaves_out_what_was_not_counted(caplog: pytest.LogCaptureFixture) -> None:
+    columns = [("Name", ["net"]), ("Params", ["8"]), ("FLOPs", ["0"])]
+    with caplog.at_level("INFO"):
+        ModuleSummary.summarize(columns, 8, 8, 0.0, {}, total_flops=0)
+        assert caplog.messages[-1].split() == ["Name", "Params", "net", "8"]
+        ModuleSummary.summarize(columns, 8, 8, 0.0, {}, total_flops=4)
+        assert "FLOPs" in caplog.messages[-1]
 
 
 def test_pictures_of_the_docs_are_there_and_small() -> None:

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from evener.trainer.cli.main import main
 from evener.trainer.cli.train import prepare
 from evener.trainer.compare._judge import judge, largest_difference, tolerance_of
 from evener.trainer.compare._probe import RankRecord, is_synced
-from evener.trainer.compare.compare import chosen_strategies, trial_config
+from evener.trainer.compare.compare import chosen_strategies, progress_line, trial_config
 from evener.trainer.compare.table import memory, notes, reasons, recommendation, verdict
 from evener.trainer.compare.trial import (
     CONFIG_FILE,
@@ -221,6 +222,19 @@ def test_a_loss_that_is_no_number_is_not_equal() -> None:
 
 def measured(strategy: str, speed: float, size: int, losses: tuple[float, ...] = (2.0, 1.0)) -> Trial:
     return Trial(strategy, losses=list(losses), samples_per_s=speed, memory={"cuda:0": size, "cuda:1": size // 2})
+
+
+def test_the_table_grows_with_an_estimate_of_the_rest() -> None:
+    first = Trial("single_device", samples_per_s=1234.5, memory={"cpu": 100 * 2**20})
+    line = progress_line([first, replace(first, strategy="dp")], 5, 20.0)
+    assert line.split() == ["2", "of", "5", "dp", "1,234", "samples/s,", "100", "MiB,", "about", "30", "s", "left"]
+    assert progress_line([replace(first, status="refused")], 1, 3.0).split() == [
+        "1",
+        "of",
+        "1",
+        "single_device",
+        "refused",
+    ]
 
 
 def test_the_fastest_is_recommended() -> None:

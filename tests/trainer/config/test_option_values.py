@@ -54,7 +54,7 @@ MISTAKES = [
     ("data.num_workers=-1", r"data\.num_workers=-1 is too small\. Give 0 or more\."),
     ("module.lr=fast", r"module\.lr=fast is not allowed\. Give a number\."),
     ("checkpoint.save_last=x", r"checkpoint\.save_last=x is not allowed\. Give true or false\."),
-    ("logger.flush_secs=x", r"logger\.flush_secs=x is not allowed\. Give a whole number\."),
+    ("logger.tensorboard.flush_secs=x", r"logger\.tensorboard\.flush_secs=x is not allowed\. Give a whole number\."),
 ]
 
 

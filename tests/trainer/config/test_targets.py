@@ -33,7 +33,7 @@ def test_a_name_that_does_not_import_is_told() -> None:
         ("module._target_=torch.nn.Linear", "LightningModule"),
         ("data._target_=evener.trainer.checkpoint.Checkpoint", "LightningDataModule"),
         ("checkpoint._target_=torch.nn.Linear", "Callback"),
-        ("logger._target_=torch.nn.Linear", "Logger"),
+        ("logger.tensorboard._target_=torch.nn.Linear", "Logger"),
         ("strategy._target_=torch.nn.Linear", "Strategy"),
     ],
 )

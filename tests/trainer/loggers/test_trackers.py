@@ -1,0 +1,162 @@
+"""Trackers: one run of the tracker per training, under ddp and after a restart; hyper-parameters that suit all."""
+
+import importlib
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+from evener.strategies import ConfigError
+from evener.trainer import compose
+from evener.trainer.cli.train import prepare
+from evener.trainer.config.checks import entries
+from evener.trainer.job.run import build
+from evener.trainer.loggers.hparams import hyperparameters
+from evener.trainer.loggers.trackers import run_key, run_name
+
+ROOT = Path(__file__).parents[3]
+
+
+def has(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
+
+
+def needs(package: str) -> Any:
+    return pytest.mark.skipif(not has(package), reason=f"{package} is not installed; pip install evener[{package}]")
+
+
+def prepared(tmp_path: Path, *overrides: str) -> Any:
+    return prepare(
+        compose([f"run_dir={tmp_path / 'dp' / 'now'}", f"log_dir={tmp_path}", "accelerator=cpu", *overrides])
+    )
+
+
+def test_several_loggers_at_once(tmp_path: Path) -> None:
+    parts = build(prepared(tmp_path, "logger=[tensorboard,csv]", "logger.csv.flush_logs_every_n_steps=3"))
+    assert [type(logger).__name__ for logger in parts.trainer.loggers] == ["TensorBoardLogger", "CSVLogger"]
+
+
+def test_a_logger_of_ones_own(tmp_path: Path) -> None:
+    own = "logger.custom._target_=pytorch_lightning.loggers.CSVLogger"
+    parts = build(prepared(tmp_path, "logger=custom", own, f"+logger.custom.save_dir={tmp_path}"))
+    assert [type(logger).__name__ for logger in parts.trainer.loggers] == ["CSVLogger"]
+
+
+def test_a_group_of_one_object_or_of_several() -> None:
+    assert entries("logger", {"_target_": "a.B"}) == [("logger", {"_target_": "a.B"})]
+    assert entries("logger", {"x": {"_target_": "a.B"}, "y": None}) == [("logger.x", {"_target_": "a.B"})]
+    assert entries("logger", None) == []
+
+
+@pytest.mark.parametrize(("word", "package"), [("wandb", "wandb"), ("mlflow", "mlflow"), ("comet", "comet_ml")])
+def test_a_tracker_that_is_not_installed_is_refused_with_what_to_install(
+    word: str, package: str, tmp_path: Path
+) -> None:
+    if has(package):
+        pytest.skip(f"{package} is installed")
+    with pytest.raises(ConfigError, match=rf"logger={word} needs .* Run pip install 'evener\[{word}\]', or choose"):
+        build(prepared(tmp_path, f"logger={word}"))
+
+
+def test_hyperparameters_name_the_strategy_and_no_folder_is_a_file(tmp_path: Path) -> None:
+    values = hyperparameters(prepared(tmp_path, "strategy=dp", "devices=2"))
+    assert (values["strategy/_target_"], values["module/_target_"]) == ("dp", "DigitsClassifier")
+    assert values["strategy/copy_frozen"] == "false"
+    folders = {name.rpartition("/")[0] for name in values}
+    assert folders & values.keys() == set()
+
+
+def test_a_run_keeps_its_key_and_others_have_others() -> None:
+    assert run_key("logs/a/dp/1") == run_key("logs/a/dp/1") != run_key("logs/a/dp/2")
+    assert run_name("logs/a/dp/1") == "dp/1"
+    assert run_key("x").isalnum()
+    assert len(run_key("x")) == 32
+
+
+def project(tmp_path: Path) -> Path:
+    new = [sys.executable, "-c", "from evener.trainer.cli.tool import main; main()", "new", "mine"]
+    subprocess.run(new, cwd=tmp_path, timeout=300, check=True, capture_output=True)
+    return tmp_path / "mine"
+
+
+def ran(home: Path, *words: str, status: int = 0) -> str:
+    done = subprocess.run(
+        [sys.executable, "train.py", "accelerator=cpu", "trainer.max_epochs=2", "tags=[a,b]", "notes=first", *words],
+        cwd=home, env={**os.environ, "MPLBACKEND": "agg", "PYTHONPATH": str(home)}, capture_output=True, text=True,
+        timeout=400, check=False,
+    )  # fmt: skip
+    assert done.returncode == status, done.stdout + done.stderr
+    return done.stdout
+
+
+CRASH = """
+import os
+from pathlib import Path
+
+import pytorch_lightning as pl
+
+
+class Crash(pl.Callback):
+    \"\"\"End the process in the second epoch of the first start.\"\"\"
+
+    def on_train_epoch_start(self, trainer, module):
+        first = os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0"
+        if first and trainer.current_epoch == 1 and trainer.global_rank == 1:
+            os._exit(3)
+"""
+RANKS = ["strategy=ddp", "devices=2"]
+RESTARTED = [*RANKS, "launcher.max_restarts=1", "+callbacks.crash._target_=crash.Crash"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@needs("mlflow")
+@pytest.mark.parametrize("store", ["sqlite:///runs.db", "file:runs"])
+@pytest.mark.parametrize("how", [RANKS, RESTARTED], ids=["ddp", "restarted"])
+def test_mlflow_has_one_run_per_training(
+    store: str, how: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mlflow = importlib.import_module("mlflow")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # MLflow 3 asks for it
+    home = project(tmp_path)
+    (home / "crash.py").write_text(CRASH, encoding="utf-8")
+    ran(home, "logger=mlflow", f"logger.mlflow.tracking_uri={store}", *how)
+    monkeypatch.chdir(home)
+    client = mlflow.tracking.MlflowClient(store)
+    (experiment,) = client.search_experiments(filter_string="name = 'mine'")
+    (run,) = client.search_runs([experiment.experiment_id])
+    assert run.info.run_name.startswith("ddp/")
+    assert run.info.status == "FINISHED"
+    assert {name: run.data.tags.get(name) for name in ("a", "b", "mlflow.note.content")} == {
+        "a": "true", "b": "true", "mlflow.note.content": "first",
+    }  # fmt: skip
+    assert (run.data.params["strategy/_target_"], run.data.params["module/lr"]) == ("ddp", "0.01")
+    history = client.get_metric_history(run.info.run_id, "val/loss")
+    assert len({point.step for point in history}) == 2
+    assert run.data.metrics["test/acc"] > 0.9
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@needs("wandb")
+@pytest.mark.parametrize("how", [RANKS, RESTARTED], ids=["ddp", "restarted"])
+def test_wandb_has_one_run_per_training(how: list[str], tmp_path: Path) -> None:
+    home = project(tmp_path)
+    (home / "crash.py").write_text(CRASH, encoding="utf-8")
+    ran(home, "logger=wandb", "logger.wandb.offline=true", *how)
+    (run_dir,) = (home / "logs" / "mine" / "ddp").iterdir()
+    ids = {path.name.rpartition("-")[2] for path in (run_dir / "wandb").glob("offline-run-*")}
+    assert ids == {run_key(run_dir)}
+
+
+def test_tags_and_notes_are_checked(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"tags=a is not allowed\. Give a list \(each text\)"):
+        prepared(tmp_path, "tags=a")
+    cfg = prepared(tmp_path, "tags=[a,b]", "notes=first try", "logger=mlflow")
+    assert (OmegaConf.to_container(cfg.logger.mlflow.tags), cfg.logger.mlflow.notes) == (["a", "b"], "first try")
+    assert cfg.logger.mlflow.tracking_uri == f"sqlite:///{tmp_path}/mlflow.db"

@@ -1,0 +1,25 @@
+"""Log a table of the module's layers before training."""
+
+import logging
+from typing import Any
+
+from pytorch_lightning.callbacks import ModelSummary
+from typing_extensions import override
+
+from ...strategies.core.text_table import draw_table
+
+log = logging.getLogger(__name__)
+
+
+class ModuleSummary(ModelSummary):
+    """Lightning's `ModelSummary` as one table, in the log too; FLOPs only where they were counted.
+
+    The numbers of parameters are in the block that `StartUp` logs. The arguments are Lightning's.
+    """
+
+    @staticmethod
+    @override
+    def summarize(summary_data: list[tuple[str, list[str]]], *args: Any, total_flops: int = 0, **kwargs: Any) -> None:
+        columns = [(name, values) for name, values in summary_data if name != "FLOPs" or total_flops]
+        rows = zip(*(values for _, values in columns), strict=True)
+        log.info("\n%s", draw_table([tuple(name for name, _ in columns), *rows]))
