@@ -116,6 +116,8 @@ RESTARTED = [*RANKS, "launcher.max_restarts=1", "+callbacks.crash._target_=crash
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @needs("mlflow")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # MLflow's own use of SQLAlchemy
+@pytest.mark.filterwarnings("ignore:.*noload.*")
 @pytest.mark.parametrize("store", ["sqlite:///runs.db", "file:runs"])
 @pytest.mark.parametrize("how", [RANKS, RESTARTED], ids=["ddp", "restarted"])
 def test_mlflow_has_one_run_per_training(
