@@ -327,7 +327,7 @@ def test_the_same_batch_once_more_shows_nothing() -> None:
 def test_a_rank_knows_of_its_part_what_the_whole_batch_of_a_stream_has_shown() -> None:
     """Replicas of a rank refused its part of one sample, late: nothing was known but this part."""
     whole = [([[torch.randn(2, 3)]], {"y": torch.zeros(2)})]
-    stream = Divided(whole, Even(), 1, 2, training=True, agree=lambda state: state)  # type: ignore[arg-type]
+    stream = Divided(whole, Even(), 1, 2, joins=True, agree=lambda state: state)  # type: ignore[arg-type]
     (part,) = stream
     loader = CombinedLoader(stream, "max_size_cycle")  # type: ignore[arg-type]
     trainer: Any = SimpleNamespace(
