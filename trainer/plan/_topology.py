@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+import torch
 from omegaconf import DictConfig
 from pytorch_lightning.strategies import Strategy
 
@@ -76,7 +77,7 @@ def topology_of(strategy: Strategy, num_devices: int, num_nodes: int) -> Topolog
         if strategy.replica_options.submodule is not None or strategy.model_parallel_size > 1:
             option = "submodule" if strategy.model_parallel_size == 1 else "model_parallel_size"
             raise ConfigError(f"mode=plan does not support {name}.{option}. Use mode=compare, which measures.")
-        strategy.parallel_devices = [strategy.root_device] * num_devices
+        strategy.parallel_devices = [torch.device("cpu")] * num_devices
         policy = strategy.make_policy() if isinstance(strategy, BalancedDataParallelStrategy) else strategy.policy
         policy.verify(num_devices, name)
         return Topology(name, num_devices, is_replicated=True, policy=policy)
