@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from evener.trainer.cli.main import LAUNCHER_VARIABLES
+
 ROOT = Path(__file__).parents[3]
 SCRIPT = """
 import runpy, sys
@@ -19,8 +21,10 @@ print("imported:", sorted({"torch", "pytorch_lightning", "lightning", "scipy"} &
 
 
 def answer(*words: str, **env: str) -> str:
+    # what torch leaves behind where it has trained in this process, such as MASTER_PORT, says that a launcher is there
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHER_VARIABLES)}
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, *words], cwd=ROOT, env={**os.environ, **env}, timeout=300, capture_output=True,
+        [sys.executable, "-c", SCRIPT, *words], cwd=ROOT, env={**clean, **env}, timeout=300, capture_output=True,
         text=True, check=True,
     )  # fmt: skip
     return done.stdout + done.stderr
