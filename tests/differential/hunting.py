@@ -2,12 +2,21 @@
 
 import time
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from .cases import Case, Spread, brief, contains, simpler, without
 from .pool import Pool
 from .settled import settled
 from .verdict import Verdict, judge
+
+
+def _that_fit(cases: list[Case], spread: Spread) -> Iterator[Case]:
+    """The cases as they may be drawn; a tuple that has lost a field it needs is left out."""
+    for case in cases:
+        with suppress(IndexError, ValueError):
+            yield settled(case, spread)
 
 
 @dataclass
@@ -39,7 +48,7 @@ class Hunt:
         improved = True
         while improved:
             improved = False
-            for plainer in (settled(one, spread) for one in simpler(case)):
+            for plainer in _that_fit(simpler(case), spread):
                 if plainer == case or plainer in tried or time.monotonic() > deadline:
                     continue
                 tried.add(plainer)

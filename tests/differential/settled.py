@@ -58,6 +58,10 @@ def _as_the_law_says(case: Case, spread: Spread) -> Case:
     logs = tuple(replace(log, sync_dist=log.sync_dist or "collection" in log.value) for log in case.logs)
     # the bar shows rank 0's own value of an evaluation step, unless it is asked for the global batch's
     logs = tuple(replace(log, prog_bar=log.prog_bar and (log.where != "eval" or log.sync_dist)) for log in logs)
+    # of these losses each has a part that is the batch's, so that the largest is no sample's
+    if any(log.value in ("max", "min") for log in logs):
+        extras = tuple(name for name in case.batches.extras if name != "unlabelled")
+        case = replace(case, batches=replace(case.batches, extras=extras))
     sums = case.returns.train == "sum"  # `loss_reduction` is an option of one process
     returns = replace(case.returns, train="tensor") if sums else case.returns
     return replace(case, net=net, returns=returns, logs=logs)
