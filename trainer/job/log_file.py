@@ -38,7 +38,9 @@ def run_log(run_dir: str | Path, rank: int = 0) -> Generator[None]:
 
     Lightning's loggers, which have their own handlers, are redirected the same way.
     """
-    setattr(rank_zero_only, "rank", rank)  # noqa: B010  # Lightning's own, undeclared; before loggers are made: a forked worker has the parent's
+    # Lightning's own, which it has not declared; set before loggers are made, since a forked worker has the parent's
+    before = getattr(rank_zero_only, "rank", 0)
+    setattr(rank_zero_only, "rank", rank)  # noqa: B010
     root = logging.getLogger()
     level, root.level = root.level, logging.INFO
     added: list[logging.Handler] = []
@@ -71,6 +73,7 @@ def run_log(run_dir: str | Path, rank: int = 0) -> Generator[None]:
     try:
         yield
     finally:
+        setattr(rank_zero_only, "rank", before)  # noqa: B010
         for logger in talkative:
             logger.removeFilter(is_no_advertisement)
         root.level = level
