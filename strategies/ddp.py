@@ -215,6 +215,11 @@ class DDPStrategy(MultiProcessStrategy):
                 "but DDP averages gradients on devices of one type only. Give each process GPUs or CPUs alone, or "
                 "choose strategy=model_parallel."
             )
+        if self._ddp_kwargs.get("static_graph") and not trainer.lightning_module.automatic_optimization:
+            raise ConfigError(
+                f"{self.strategy_name}: static_graph=true can't be recorded in manual optimization: the module runs "
+                "the backward passes. Set static_graph=false, or automatic_optimization=True."
+            )
         if cut := self.layout.cut_by:
             self.verify_batchnorm(trainer, cut, f"{cut.partition('=')[0]}=1")
 
@@ -461,6 +466,17 @@ class DDPStrategy(MultiProcessStrategy):
         # DDP's mean is then the sum, which the loop divides by the sum of all weights
         return _scaled(loss, float(self.world_size) if self._weighs_in_loop else self._scale)
 
+    def _separate_from_buckets(self) -> None:
+        """Give parameters tensors of their own for gradients that are views of the wrapper's buckets.
+
+        The wrapper keeps its views: what a hook writes by `p.grad.data = ...` would take them out of the buckets.
+        """
+        if isinstance(self.model, DistributedDataParallel) and self.model.gradient_as_bucket_view:
+            assert self._trained is not None
+            for _, parameter in self._trained.reduced:
+                if parameter.grad is not None:
+                    parameter.grad = parameter.grad.detach()
+
     def finish_backward(self) -> None:
         """Complete the gradients of this process, and average them over the ranks if the wrapper has not."""
         if self.layout.finishes_later:
@@ -477,6 +493,7 @@ class DDPStrategy(MultiProcessStrategy):
             )
         if isinstance(self.model, DistributedDataParallel):
             verify_reduced(self.model)
+        self._separate_from_buckets()  # last: the wrapper has new buckets after its first backward
 
     @override
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:

@@ -11,7 +11,13 @@ from regression import Net, Numbered, quiet_trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from evener.strategies import BalancedDDPStrategy, DDPModelParallelStrategy, DDPStrategy, SingleDeviceStrategy
+from evener.strategies import (
+    BalancedDDPStrategy,
+    ConfigError,
+    DDPModelParallelStrategy,
+    DDPStrategy,
+    SingleDeviceStrategy,
+)
 
 
 class Thawing(Net):
@@ -112,12 +118,22 @@ class Searching(Net):
         return torch.optim.LBFGS(self.parameters(), lr=1.0, max_iter=4, line_search_fn="strong_wolfe")
 
 
+class Editing(Net):
+    """Replaces the content of its gradients."""
+
+    def on_after_backward(self) -> None:
+        for parameter in self.parameters():
+            assert parameter.grad is not None
+            parameter.grad.data = parameter.grad.data / (1 + parameter.grad.data.norm())
+
+
 CASES: dict[str, tuple[type[Net], dict[str, Any]]] = {
     "thawing": (Thawing, {}),
     "thawing, accumulated": (Thawing, {"accumulate_grad_batches": 2}),
     "growing": (Growing, {}),
     "scheduled": (Scheduled, {}),
     "toggling late": (TogglingLate, {}),
+    "editing": (Editing, {}),
     "searching, accumulated": (
         Searching,
         {"accumulate_grad_batches": 3, "exact_accumulation": True, "limit_train_batches": 1},
@@ -143,6 +159,9 @@ def _train_all() -> dict[Any, Any]:
     found["thawing", "two devices each"] = trained("thawing", two_each, 4)
     stages = DDPModelParallelStrategy(batch_size_is="global", num_microbatches=2, timeout_s=120)
     found["thawing", "two stages each"] = trained("thawing", stages, 4)
+    # torch's wrapper lost the gradients that a hook had replaced in its buckets
+    views = DDPStrategy(batch_size_is="global", gradient_as_bucket_view=True, timeout_s=120)
+    found["editing", "views of buckets"] = trained("editing", views, 2)
     for module in (Late(), Toggling()):
         try:
             quiet_trainer(DDPStrategy(timeout_s=120), 2).fit(module, DataLoader(Numbered(), 3))
@@ -195,3 +214,15 @@ def test_hooks_of_setup_and_evaluations_see_the_weights_of_rank_0() -> None:
     for found, value in run_ranks(_set_up_unseeded, 2):
         torch.testing.assert_close(found, weights, rtol=0, atol=0)
         assert value == pytest.approx(expected, rel=1e-6)
+
+
+def _record_manual() -> str:
+    strategy = DDPStrategy(batch_size_is="global", static_graph=True, timeout_s=60)
+    with pytest.raises(ConfigError, match="static_graph=true can't be recorded in manual optimization") as raised:
+        quiet_trainer(strategy, 2).fit(TogglingLate(), DataLoader(Numbered(), 6))
+    return str(raised.value)
+
+
+def test_a_static_graph_of_manual_optimization_is_refused() -> None:
+    """The first backward pass was not reduced, and with toggled optimizers the weights were wrong."""
+    assert len(run_ranks(_record_manual, 2)) == 2
