@@ -471,11 +471,10 @@ class DDPStrategy(MultiProcessStrategy):
 
         The wrapper keeps its views: what a hook writes by `p.grad.data = ...` would take them out of the buckets.
         """
-        if isinstance(self.model, DistributedDataParallel) and self.model.gradient_as_bucket_view:
-            assert self._trained is not None
-            for _, parameter in self._trained.reduced:
-                if parameter.grad is not None:
-                    parameter.grad = parameter.grad.detach()
+        assert self._trained is not None
+        for _, parameter in self._trained.reduced:
+            if parameter.grad is not None:
+                parameter.grad = parameter.grad.detach()
 
     def finish_backward(self) -> None:
         """Complete the gradients of this process, and average them over the ranks if the wrapper has not."""
@@ -493,7 +492,8 @@ class DDPStrategy(MultiProcessStrategy):
             )
         if isinstance(self.model, DistributedDataParallel):
             verify_reduced(self.model)
-        self._separate_from_buckets()  # last: the wrapper has new buckets after its first backward
+            if self.model.gradient_as_bucket_view:  # last: the wrapper has new buckets after its first backward
+                self._separate_from_buckets()
 
     @override
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
