@@ -31,6 +31,7 @@ COMMANDS = commands()
 CANNOT_RUN = {
     "python3 -m venv .venv": "makes an environment; .ci/run runs it",
     ". .venv/bin/activate": "belongs to the line before",
+    "cd my_project": "belongs to the line before",
     'pip install -c constraints.txt torch -e ".[examples]"': "needs a network",
     'pip install -c constraints.txt torch -e ".[test]"': "needs a network; .ci/run runs it",
     'pip install -e ".[examples]"': "needs a network",
