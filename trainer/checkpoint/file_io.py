@@ -22,6 +22,7 @@ import re
 import shutil
 import socket
 import struct
+import time
 import warnings
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -100,6 +101,7 @@ def write(checkpoint: dict[str, Any], path: str | Path) -> None:
             file.write(hashed.trailer())
             file.flush()
             os.fsync(file.fileno())
+        _stamp(temporary)
         _move(temporary, path)
     except BaseException:
         with suppress(OSError):
@@ -232,6 +234,12 @@ def _copy(source: str | Path, path: Path) -> None:
         shutil.copyfileobj(original, file, _BLOCK)
         file.flush()
         os.fsync(file.fileno())
+
+
+def _stamp(path: Path) -> None:
+    """Date a file by this machine's clock: two file systems may each have a clock of their own, and the newest is sought."""
+    now = time.time_ns()
+    os.utime(path, ns=(now, now))
 
 
 def _move(temporary: Path, path: Path) -> None:

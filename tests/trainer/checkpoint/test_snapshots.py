@@ -2,6 +2,7 @@
 
 import os
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,14 @@ from evener.trainer.checkpoint.find import find_newest
 from evener.trainer.checkpoint.snapshots import directory_in_memory, discard, move_to_disk, saved_in_memory
 
 pytestmark = pytest.mark.skipif(not snapshots.MEMORY.is_dir(), reason="this system has no /dev/shm")
+
+
+@pytest.fixture(autouse=True)
+def memory_is_given_back(tmp_path: Path) -> Iterator[None]:
+    """Leave nothing behind for other tests, whether a test passes or fails."""
+    yield
+    for directory in (tmp_path, tmp_path / "parts"):
+        discard(directory)
 
 
 class Fails(pl.LightningModule):
@@ -78,11 +87,11 @@ def test_a_snapshot_that_is_older_or_damaged_is_not_taken(tmp_path: Path) -> Non
     with pytest.raises(KeyError):
         fit(tmp_path, Fails(at=12))
     assert find_newest(tmp_path, memory) == tmp_path / "last.ckpt"
-    os.utime(memory)
+    later = (tmp_path / "last.ckpt").stat().st_mtime_ns + 1
+    os.utime(memory, ns=(later, later))
     assert find_newest(tmp_path, memory) == memory
     memory.write_bytes(memory.read_bytes()[:-100])
     assert find_newest(tmp_path, memory) == tmp_path / "last.ckpt"
-    discard(tmp_path)
 
 
 def test_the_snapshot_of_a_run_that_failed_for_good_moves_to_the_disk(tmp_path: Path) -> None:
@@ -114,4 +123,6 @@ def test_a_killed_rank_costs_the_steps_since_the_last_snapshot(tmp_path: Path) -
         steps = [step for rank, _, step in run.lines() if rank == 0]
     assert steps[:4] == [0, 1, 2, 3]
     assert steps[4:] == list(range(2, 64)), "nothing was saved on the disk before the end of the epoch"
-    assert not list(snapshots.MEMORY.glob(f"evener-{os.getuid()}/*/snapshot.ckpt"))
+    directories = list(tmp_path.rglob("checkpoints"))
+    assert directories
+    assert not [path for path in directories if directory_in_memory(path).exists()]
