@@ -19,7 +19,7 @@ class GivenSize(int):
     """A weight of a whole batch, for `self.log(batch_size=...)`, which remembers what its parts gave.
 
     Attributes:
-        each: what every part gave; None if they gave different numbers.
+        each: what every part gave; None if they gave different numbers, or if these are known to be sizes.
     """
 
     each: int | None
@@ -105,7 +105,8 @@ class GivenSizes:
         """
         known = self._keys.setdefault(key, _Key(sizes[0], given[0], len(sizes)))
         known.learn(sizes, given)
-        each = given[0] if all(number == given[0] for number in given) else None
+        is_one = known.constant is not False and all(number == given[0] for number in given)
+        each = given[0] if is_one else None
         if known.constant is None and len(given) != known.parts:
             known.warn(name)
         if not any(given):  # nothing is counted: no token, say

@@ -22,6 +22,7 @@ from evener.strategies import (
 )
 from evener.strategies.batch.given_sizes import GivenSizes
 from evener.trainer import Trainer
+from evener.trainer.logging._rank_log import are_constants
 
 
 class Logs(pl.LightningModule):
@@ -43,6 +44,7 @@ class Logs(pl.LightningModule):
         self.log(f"{prefix}_one", errors.sqrt().mean(), batch_size=1, **options)
         self.log(f"{prefix}_own", errors.exp().mean(), batch_size=len(errors), **options)
         self.log(f"{prefix}_number", errors.detach().exp().mean().item(), batch_size=4, **options)
+        self.log(f"{prefix}_twice", errors.sin().mean(), batch_size=2 * len(errors), on_epoch=True, on_step=False)
         self.log(f"{prefix}_tokens", by_tokens, batch_size=int(tokens.sum()), on_epoch=True, on_step=False)
         return loss
 
@@ -112,7 +114,8 @@ def test_constants_and_sizes_by_hand() -> None:
     # tokens that are equal by chance, after it was seen that they are counted
     assert sizes.weigh("tokens", "loss", [2, 2], [7, 5]) == ([7, 5], 12)
     assert sizes.weigh("tokens", "loss", [2, 1], [6, 6]) == ([6, 6], 12)
-    assert [sizes.weigh("tokens", "loss", [2, 1], given)[1].each for given in ([6, 6], [7, 5])] == [6, None]
+    # sizes that are equal in a whole epoch are no constant of the ranks either
+    assert [sizes.weigh("tokens", "loss", [2, 1], given)[1].each for given in ([6, 6], [7, 5])] == [None, None]
 
 
 def test_a_mean_that_depends_on_what_a_batch_size_means_is_told_once() -> None:
@@ -125,6 +128,20 @@ def test_a_mean_that_depends_on_what_a_batch_size_means_is_told_once() -> None:
     assert sizes.weigh("own", "acc", [1, 1, 1, 1], [1, 1, 1, 1]) == ([1, 1, 1, 1], 4)
     with pytest.warns(UserWarning, match=r"self\.log\('acc', batch_size=1\).*taken for the size"):
         assert sizes.weigh("own", "acc", [1, 1, 1], [1, 1, 1]) == ([1, 1, 1], 3)
+
+
+def test_a_mean_over_ranks_that_depends_on_what_a_batch_size_means_is_told() -> None:
+    # Batches of 2, 2 and 1 samples on two ranks, each part given 2: a constant of 2, or 2 rows per sample.
+    told: list[Any] = [
+        {"smallest": 2, "largest": 2, "own": False, "whole": True, "shares": [1], "totals": totals}
+        for totals in ([2, 1], [2, 1])
+    ]
+    with pytest.warns(UserWarning, match=r"self\.log\('acc', batch_size=2\).*every rank that had samples.*had 1"):
+        assert are_constants("acc", told)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert are_constants("acc", [{**one, "totals": [2]} for one in told]), "both readings give one mean"
+        assert are_constants("acc", [{**told[0], "shares": [2, 1]}, told[1]]), "2 and 1 samples, given 2: a constant"
 
 
 def _fit_ranks(num: int, batch_size: int, plan: str) -> Any:

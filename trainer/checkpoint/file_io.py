@@ -237,7 +237,7 @@ def _copy(source: str | Path, path: Path) -> None:
 
 
 def _stamp(path: Path) -> None:
-    """Date a file by this machine's clock: two file systems may each have a clock of their own, and the newest is sought."""
+    """Date a file by one clock: file systems may each have their own, and the newest file is looked for."""
     now = time.time_ns()
     os.utime(path, ns=(now, now))
 

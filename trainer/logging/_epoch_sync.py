@@ -146,7 +146,7 @@ def _combine(entries: list[dict[str, Any]]) -> float:
     kind = entries[0]["kind"]
     if kind == "mean":
         counted = [entry["given"] for entry in entries if entry["count"]]
-        if are_constants(counted):
+        if are_constants(entries[0]["meta"]["name"], counted):
             return sum(given["value"] for given in counted) / sum(given["weight"] for given in counted)
         count = sum(entry["count"] for entry in entries)
         return sum(values) / count if count else float("nan")

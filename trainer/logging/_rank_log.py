@@ -9,10 +9,11 @@ A rank sees its own part of the global batch. A value that it logs counts by sam
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from math import inf
 from typing import Any
 
+from lightning_fabric.utilities.rank_zero import rank_zero_warn
 from pytorch_lightning.trainer.connectors.logger_connector.result import _ResultMetric
 from torch import Tensor
 
@@ -35,6 +36,8 @@ class GivenSizes:
         largest: the largest one.
         own: whether each was the number of samples of this rank.
         num: number of values.
+        shares: numbers of samples that this rank had, where it had any.
+        totals: numbers of samples of the global batches.
     """
 
     value: Any = 0.0
@@ -43,12 +46,16 @@ class GivenSizes:
     largest: float = -inf
     own: bool = True
     num: int = 0
+    shares: list[float] = field(default_factory=list[float])
+    totals: list[float] = field(default_factory=list[float])
 
     def add(self, value: Any, given: Any, share: Share) -> None:
         """Add a value that was logged with `batch_size=given`."""
         self.num += 1
+        self._note(self.totals, share.total)
         if not share.num:
             return
+        self._note(self.shares, share.num)
         constant = constant_of(given)
         if constant is None:  # counted, perhaps on the device, where reading it would wait
             self.smallest = -inf
@@ -59,6 +66,11 @@ class GivenSizes:
         self.value = self.value + value * weight
         self.weight += weight
 
+    @staticmethod
+    def _note(numbers: list[float], number: float) -> None:
+        if number not in numbers:
+            numbers.append(number)
+
     def tell(self, metric: _ResultMetric) -> dict[str, Any]:
         """Return it as plain data for the other ranks."""
         value = self.value.item() if isinstance(self.value, Tensor) else self.value
@@ -66,17 +78,28 @@ class GivenSizes:
         return {**asdict(self), "value": value, "weight": weight, "whole": self.num == metric._update_count}
 
 
-def are_constants(told: Sequence[Mapping[str, Any] | None]) -> bool:
+def are_constants(name: str, told: Sequence[Mapping[str, Any] | None]) -> bool:
     """Whether the ranks gave a constant for the whole batch, by all that they gave in the epoch.
 
     Args:
+        name: what was logged.
         told: by rank that logged with weight, from `GivenSizes.tell`; None for one that gave no `batch_size`.
     """
     if not told or not all(one is not None and one["whole"] for one in told):
         return False
     known = [one for one in told if one is not None]
     one_number = min(one["smallest"] for one in known) == max(one["largest"] for one in known)
-    return one_number and not all(one["own"] for one in known)
+    if not one_number or all(one["own"] for one in known):
+        return False
+    shares, totals = ({number for one in known for number in one[name]} for name in ("shares", "totals"))
+    if len(shares) == 1 < len(totals):
+        rank_zero_warn(
+            f"self.log({name!r}, batch_size={known[0]['smallest']}): in this epoch every rank that had samples of a "
+            f"batch had {shares.pop()}, and ranks had none of some batches, so that a constant for the whole batch "
+            "can't be told from the size of a rank's part, and the epoch's mean depends on it. It is taken for a "
+            "constant. If it is not, leave batch_size out."
+        )
+    return True
 
 
 @dataclass
