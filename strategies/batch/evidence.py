@@ -18,7 +18,13 @@ LOOKS = (2, 3)
 
 
 class Evidence(Protocol):
-    """What is known of batches before one of them is cut."""
+    """What is known of batches before one of them is cut.
+
+    Attributes:
+        asks: whether a list that is as long as the batch, of which nothing else is known, is asked for by name.
+    """
+
+    asks: bool
 
     def is_stacked(self, path: Path) -> bool:
         """Whether torch's own collate function made the value at a path."""
@@ -38,7 +44,9 @@ class Evidence(Protocol):
 
 
 class NoEvidence:
-    """Nothing is known but the batch itself."""
+    """Nothing is known but the batch itself: a list as long as the batch is its samples."""
+
+    asks: bool = False
 
     def is_stacked(self, path: Path) -> bool:
         """See `Evidence`."""
@@ -63,9 +71,11 @@ class Inputs(NoEvidence):
 
     Args:
         paths: of the structures.
+        asks: see `Evidence`.
     """
 
     paths: tuple[Path, ...]
+    asks: bool = True
 
     def is_structure(self, path: Path) -> bool:
         """See `Evidence`."""
@@ -86,6 +96,7 @@ class LoaderEvidence:
 
     loader: Any
     transform: Callable[[Batch], Batch] | None = None
+    asks: bool = field(default=True, init=False)
     _batches: list[tuple[int, Batch]] | None = field(default=None, repr=False)
 
     def is_stacked(self, path: Path) -> bool:

@@ -2,7 +2,7 @@
 
 a value of a batch of N samples       is                           decided by
 tensor or array                       rows, or shared              evidence; else it has one row per sample
-list or tuple                         list, structure, or shared   evidence; else its length, where that says enough
+list or tuple                         list, structure, or shared   evidence; else asked for, if as long as the batch
 mapping, namedtuple, dataclass        structure
 object with `split(sizes)`            cut by itself
 number, string, tensor of shape ()    shared
@@ -90,6 +90,7 @@ class BatchStructure:
         self._evidence = NoEvidence() if evidence is None else evidence
         self._root = root
         self._roles: dict[tuple[Path, bool], str] = {}
+        self._asks = False
         self._assumed: dict[Path, Any] | None = {}
         self.is_settled = False
         """Whether results were seen whose structure is certain; see `unequal`."""
@@ -176,7 +177,9 @@ class BatchStructure:
         if self._knows(batch, ()):
             return
         counts = [count for _, count in self._counts(batch, ())]
-        num = counts[0] if counts else self._usual_count(batch)
+        outside = [count for path, count in row_counts(batch) if not self._lists_around(batch, path)]
+        self._asks = self._evidence.asks and bool(counts or outside)
+        num = counts[0] if counts else outside[0] if outside else self._usual_count(batch)
         if num is not None:
             self._settle(batch, (), num)
 
@@ -271,7 +274,8 @@ class BatchStructure:
         """What a value is where nothing but the batch is known.
 
         Tensors have one row per sample (one that has not is refused when it is cut). A list as long as the batch whose
-        tensors all have as many rows could be either.
+        tensors all have as many rows could be either. So could, in a run, any whose elements do not differ in rows,
+        unless the samples are counted in lists.
         """
         if is_array(value):
             if self._assumed is not None:
@@ -284,15 +288,21 @@ class BatchStructure:
             if path == () and any(is_array(element) for element in value):
                 return "structure"  # of `x, y` one has another number of rows, which is refused
             self._verify_alike(value, path)
+            if self._asks and len(set(inside)) < 2:
+                raise ConfigError(self._question(value, path, f"{num} {_plural(value[0])}"))
             return "list"
         if len({_kind(element) for element in value}) > 1:
             return "structure"  # samples are all of one kind
+        raise ConfigError(self._question(value, path, f"{num} {_plural(value[0])} of {num} rows each"))
+
+    def _question(self, value: Any, path: Path, elements: str) -> str:
+        """Ask what the elements of a list as long as the batch are."""
         name, key = called(path, self._root), self._key(path)
-        raise ConfigError(
-            f"{name} is a {type(value).__name__} of {num} {_plural(value[0])} of {num} rows each in a batch of {num} "
-            f"samples: its elements may be samples, or its rows. Set strategy.batch_dims={{{key}: list}} for one "
-            f"element per sample, {{{key}: 0}} for one row per sample, or {{{key}: none}} where it is the same for all "
-            "samples."
+        return (
+            f"{name} is a {type(value).__name__} of {elements} in a batch of {len(value)} samples: its elements may be "
+            f"samples, or a structure. Set strategy.batch_dims={{{key}: list}} for one element per sample, "
+            f"{{{key}: 0}} for a structure whose tensors have one row per sample, or {{{key}: none}} where it is the "
+            "same for all samples."
         )
 
     def _verify_alike(self, value: Any, path: Path) -> None:
@@ -303,13 +313,8 @@ class BatchStructure:
         """
         kinds = sorted({_family(element) for element in value if element is not None})
         if len(kinds) > 1:
-            name, key, num = called(path, self._root), self._key(path), len(value)
-            raise ConfigError(
-                f"{name} is a {type(value).__name__} of {num} values of several kinds ({', '.join(kinds)}) in a batch "
-                f"of {num} samples: its elements may be samples, or a structure. Set strategy.batch_dims={{{key}: "
-                f"list}} for one element per sample, {{{key}: 0}} for a structure whose tensors have one row per "
-                f"sample, or {{{key}: none}} where it is the same for all samples."
-            )
+            kinds_of = f"{len(value)} values of several kinds ({', '.join(kinds)})"
+            raise ConfigError(self._question(value, path, kinds_of))
 
     def _verify_assumed(self, batch: Batch) -> None:
         """Compare the tensors of the first two batches that were taken for rows without evidence.
@@ -335,10 +340,7 @@ class BatchStructure:
                 )
 
     def _usual_count(self, batch: Batch) -> int | None:
-        """N where nothing is certain: the rows of tensors outside lists, else those on which all tensors agree."""
-        outside = [count for path, count in row_counts(batch) if not self._lists_around(batch, path)]
-        if outside:
-            return outside[0]
+        """N where nothing is certain and no tensor is outside lists: the rows on which all tensors agree."""
         inside = {count for _, count in row_counts(batch)}
         if len(inside) > 1:
             raise ConfigError(

@@ -61,7 +61,7 @@ def scatter(
     """
     _verify_dim(dim)
     devices = [torch.device(device) for device in target_gpus]
-    structure = BatchStructure(evidence=Inputs(((), (0,))))
+    structure = BatchStructure(evidence=Inputs(((), (0,)), asks=False))
     num = structure.num_samples(inputs)
     if num is None:
         raise ConfigError(f"scatter: a value of type {type(inputs).__name__} has no samples to split. Give a tensor.")

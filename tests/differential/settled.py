@@ -18,6 +18,11 @@ SEVERAL = ("two", "sequential")
 WHOLE_BATCHES = ("init_features", "each_step", "first_step", "removed_later", "on_submodule_of_children")
 """Hooks in a submodule that see chunks, where the step that reads what they kept has the whole batch."""
 
+READY = ("iterable", "iterable_unsized", "batches", "no_batching")
+"""Loaders that show nothing of their second batch before the first step."""
+ROWS = {"one": 1, "row": 1, "vector2": 2, "vector3": 3, "class_weights": 3, "time_first": 3, "vector4": 4, "matrix4": 4}
+"""Constants that a stream's first batch of so many samples makes look like samples."""
+
 
 def settled(case: Case, spread: Spread) -> Case:
     """A case that is likely to run on one device, and that must be equal or refused under a strategy."""
@@ -48,6 +53,10 @@ def _as_the_law_says(case: Case, spread: Spread) -> Case:
     net = case.net
     unweighted = "weight" in case.returns.train and is_paired(case.loading, True)  # the weight is one loader's
     case = replace(case, returns=replace(case.returns, train="tensor")) if unweighted else case
+    if case.loading.kind in READY:
+        num = min(case.loading.batch_size, case.loading.num)
+        extras = tuple(name for name in case.batches.extras if ROWS.get(name) != num)
+        case = replace(case, batches=replace(case.batches, extras=extras))
     if dict(spread.options).get("submodule") and net.hooks in WHOLE_BATCHES:
         net = replace(net, hooks="none")
     if not spread.is_of_ranks:
@@ -59,7 +68,8 @@ def _as_the_law_says(case: Case, spread: Spread) -> Case:
     # the bar shows rank 0's own value of an evaluation step, unless it is asked for the global batch's
     logs = tuple(replace(log, prog_bar=log.prog_bar and (log.where != "eval" or log.sync_dist)) for log in logs)
     # of these losses each has a part that is the batch's, so that the largest is no sample's
-    if any(log.value in ("max", "min") for log in logs):
+    # and with weights of samples a term that is the batch's has no share of its own
+    if any(log.value in ("max", "min") for log in logs) or "weight" in case.returns.train:
         extras = tuple(name for name in case.batches.extras if name != "unlabelled")
         case = replace(case, batches=replace(case.batches, extras=extras))
     sums = case.returns.train == "sum"  # `loss_reduction` is an option of one process

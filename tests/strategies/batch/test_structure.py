@@ -336,7 +336,7 @@ def test_a_rank_knows_of_its_part_what_the_whole_batch_of_a_stream_has_shown() -
     )  # fmt: skip
     structure = RunStructures().of_batch(trainer)
     assert [len(chunk[0][0][0]) for chunk in structure.split(part, [1, 0])] == [1, 0]
-    with pytest.raises(ConfigError, match="its elements may be samples, or its rows"):
+    with pytest.raises(ConfigError, match="1 rows each in a batch of 1 samples: its elements may be"):
         BatchStructure().split(part, [1, 0])
 
 
@@ -351,6 +351,26 @@ def test_a_name_and_its_value_may_be_two_samples(pair: Any) -> None:
         assert [chunk[2] for chunk in chunks] == [pair, pair]
     chunks = BatchStructure({"2": "list"}).split((x, y, pair), [1, 1])
     assert [chunk[2] for chunk in chunks] == [pair[:1], pair[1:]]
+
+
+CONSTANTS: list[Any] = [
+    (torch.tensor(0.5), torch.tensor(2.0)), [2, 3], ["cat", "dog"], [torch.ones(3), torch.zeros(3)], [None, None],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("value", CONSTANTS)
+def test_a_list_as_long_as_a_batch_of_a_stream_is_asked_for(value: Any) -> None:
+    """Two constants of a batch of two samples were cut: each chunk had one of them."""
+    evidence = LoaderEvidence(DataLoader(Endless(), batch_size=2, collate_fn=list))
+    batch = {"x": torch.randn(2, 4), "value": value}
+    with pytest.raises(
+        ConfigError, match=r"batch\['value'\] is a .* of 2 .*: its elements may be samples, or a struct"
+    ):
+        BatchStructure(evidence=evidence).split(batch, [1, 1])
+    chunks = BatchStructure({"value": "shared"}, evidence).split(batch, [1, 1])
+    assert [len(chunk["value"]) for chunk in chunks] == [2, 2]
+    chunks = BatchStructure({"value": "list"}, evidence).split(batch, [1, 1])
+    assert [len(chunk["value"]) for chunk in chunks] == [1, 1]
 
 
 def test_a_name_and_a_tensor_may_be_two_samples() -> None:
