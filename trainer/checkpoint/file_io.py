@@ -237,7 +237,7 @@ def _copy(source: str | Path, path: Path) -> None:
 
 
 def _stamp(path: Path) -> None:
-    """Date a file by one clock: file systems may each have their own, and the newest file is looked for."""
+    """Date a file to the nanosecond: files of one tick of the kernel (4 ms) are equally new, and the newest is looked for."""
     now = time.time_ns()
     os.utime(path, ns=(now, now))
 

@@ -115,11 +115,11 @@ def test_the_newest_good_file_is_found_and_the_torn_one_named(tmp_path: Path, ca
     assert "new.ckpt is incomplete" in caplog.text
 
 
-def test_a_file_is_dated_by_one_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # The file systems of a directory and of /dev/shm each had their own clock, and the older file was the newest.
-    monkeypatch.setattr(checkpoint_io.time, "time_ns", lambda: 5_000_000_000)
+def test_a_file_is_dated_to_the_nanosecond(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Of a snapshot and a checkpoint that were written within one tick of the kernel, neither was the newer.
+    monkeypatch.setattr(checkpoint_io.time, "time_ns", lambda: 5_000_000_100)
     checkpoint_io.write({"state": 1}, tmp_path / "a.ckpt")
-    assert (tmp_path / "a.ckpt").stat().st_mtime == 5.0
+    assert (tmp_path / "a.ckpt").stat().st_mtime_ns == 5_000_000_100
 
 
 @pytest.mark.parametrize("zipped", [False, True])
