@@ -237,7 +237,7 @@ def _copy(source: str | Path, path: Path) -> None:
 
 
 def _stamp(path: Path) -> None:
-    """Date a file to the nanosecond: files of one tick of the kernel (4 ms) are equally new, and the newest is looked for."""
+    """Date a file to the nanosecond: two files of one tick of the kernel (4 ms) would be equally new."""
     now = time.time_ns()
     os.utime(path, ns=(now, now))
 
