@@ -1,7 +1,7 @@
 """Split the time of training steps into its parts, using the host's clock, and events for what a device computes."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -143,6 +143,44 @@ class DeviceSpans:
         return event
 
 
+def _spans_on(device: torch.device, now: Callable[[], float]) -> HostSpans | DeviceSpans:
+    return DeviceSpans(device) if is_accelerator(device) else HostSpans(now)
+
+
+class StepPhases:
+    """Splits the time of training steps between phases that follow each other.
+
+    Args:
+        names: of the phases.
+        now: reads a monotonic clock, in seconds.
+    """
+
+    def __init__(self, names: Sequence[str], now: Callable[[], float] = time.perf_counter) -> None:
+        self._now = now
+        self._spans: dict[str, HostSpans | DeviceSpans] = {name: HostSpans(now) for name in names}
+        self._read = dict.fromkeys(names, 0.0)
+        self._current: str | None = None
+
+    def measure_on(self, device: torch.device) -> None:
+        """Measure from now on what a device computes; by the host's clock if it is a CPU."""
+        self._spans = {name: _spans_on(device, self._now) for name in self._spans}
+        self._read, self._current = dict.fromkeys(self._spans, 0.0), None
+
+    def enter(self, name: str | None) -> None:
+        """Begin a phase, which ends the current one; None only ends it."""
+        if self._current is not None:
+            self._spans[self._current].stop()
+        self._current = name
+        if name is not None:
+            self._spans[name].start()
+
+    def read_ms(self, num_steps: int) -> dict[str, float]:
+        """Milliseconds per step of each phase since the last reading."""
+        seconds = {name: spans.seconds() for name, spans in self._spans.items()}
+        before, self._read = self._read, seconds
+        return {name: (seconds[name] - before[name]) * 1000 / num_steps for name in seconds}
+
+
 class StepClock:
     """Adds up the seconds of batches until they are read.
 
@@ -164,7 +202,7 @@ class StepClock:
 
     def measure_on(self, device: torch.device) -> None:
         """Measure from now on what a device computes; by the host's clock if it is a CPU."""
-        self._spans = DeviceSpans(device) if is_accelerator(device) else HostSpans(self.now)
+        self._spans = _spans_on(device, self.now)
         seconds, _, wait, samples = self._last
         self._last = (seconds, 0.0, wait, samples)
 

@@ -1,4 +1,4 @@
-"""Log how many floating-point operations per second a run computes, and which fraction of the devices' peak that is."""
+"""Log where a step's time goes, how many operations per second it computes, and which part of the peak that is."""
 
 import logging
 import time
@@ -6,6 +6,7 @@ from typing import Any
 
 import pytorch_lightning as pl
 import torch
+from torch import Tensor
 from typing_extensions import override
 
 from ...strategies.batch.chunks import num_samples
@@ -13,6 +14,7 @@ from ...strategies.core.devices import device_model
 from ...strategies.facts import process_devices
 from .flops import count_flops
 from .run_summary import RunSummary
+from .step_times import StepPhases
 
 log = logging.getLogger(__name__)
 
@@ -28,6 +30,10 @@ MATMUL_SIZE = 1024
 class Utilization(pl.Callback):
     """Log `speed/tflops` and `speed/utilization` (model FLOPs utilization, MFU) at every log point.
 
+    So are `speed/forward_ms`, `speed/backward_ms` and `speed/optimizer_ms`, means per optimizer step of rank 0 on its
+    root device: up to the loss, the backward pass with the communication in it, and the rest (clipping, the update,
+    logging and callbacks). In manual optimization a forward pass that follows a backward pass counts for the optimizer.
+
     The operations of a training step are counted once, on fake tensors, from the first batch: `training_step` is called
     once more, on a copy of the module that computes nothing. The rate is that of `speed/samples_per_s`, which
     `RunSummary` measures; both are of all processes. Precision other than 16 bits, and devices that are not known, are
@@ -42,35 +48,60 @@ class Utilization(pl.Callback):
         self.flops_per_sample: float | None = None
         self._counted = False
         self._seen: Any = None
+        self._phases = StepPhases(("forward", "backward", "optimizer"))
+        self._last_step = 0
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._phases.measure_on(trainer.strategy.root_device)
+        self._last_step = trainer.fit_loop.epoch_loop._batches_that_stepped
 
     @override
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        if self._counted:
-            return
-        self._counted = True
-        try:
-            self.flops_per_sample = count_flops(pl_module, batch) / (num_samples(batch) or 1)
-        except Exception as exc:  # noqa: BLE001  # a step may do anything; the run goes on without this figure
-            reason = (str(exc).strip() or type(exc).__name__).splitlines()[0]
-            log.info("The operations of a step can't be counted without values: %s", reason)
-        if self.flops_per_sample and self.peak_tflops is None:
-            self.peak_tflops = peak_flops(trainer.strategy.root_device, str(trainer.precision)) / 1e12
+        if not self._counted:
+            self._counted = True
+            self._count(trainer, pl_module, batch)
+        self._phases.enter("forward")
+
+    @override
+    def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
+        self._phases.enter("backward")
+
+    @override
+    def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._phases.enter("optimizer")
 
     @override
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
+        self._phases.enter(None)
         times = next((c.times for c in _callbacks(trainer) if isinstance(c, RunSummary)), None)
-        if times is None or times is self._seen or not self.flops_per_sample or not self.peak_tflops:
+        if times is None or times is self._seen:
             return
         self._seen = times
-        tflops = self.flops_per_sample * times.samples_per_s / 1e12
-        num_devices = trainer.world_size * len(process_devices(trainer.strategy))
-        values = {"speed/tflops": tflops, "speed/utilization": tflops / num_devices / self.peak_tflops}
+        step = trainer.fit_loop.epoch_loop._batches_that_stepped
+        phases = self._phases.read_ms(max(1, step + 1 - self._last_step))
+        self._last_step = step + 1
+        values = {f"speed/{name}_ms": value for name, value in phases.items()}
+        if self.flops_per_sample and self.peak_tflops:
+            tflops = self.flops_per_sample * times.samples_per_s / 1e12
+            num_devices = trainer.world_size * len(process_devices(trainer.strategy))
+            values |= {"speed/tflops": tflops, "speed/utilization": tflops / num_devices / self.peak_tflops}
         for logger in trainer.loggers:
-            logger.log_metrics(values, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
+            logger.log_metrics(values, step=step)
+
+    def _count(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any) -> None:
+        """Count the operations of a training step, and find the peak to compare them with."""
+        try:
+            self.flops_per_sample = count_flops(module, batch) / (num_samples(batch) or 1)
+        except Exception as exc:  # noqa: BLE001  # a step may do anything; the run goes on without this figure
+            reason = (str(exc).strip() or type(exc).__name__).splitlines()[0]
+            log.info("The operations of a step can't be counted without values: %s", reason)
+        if self.flops_per_sample and self.peak_tflops is None:
+            self.peak_tflops = peak_flops(trainer.strategy.root_device, str(trainer.precision)) / 1e12
 
 
 def _callbacks(trainer: pl.Trainer) -> list[pl.Callback]:

@@ -15,6 +15,7 @@ from evener.examples.stdlib_text import VOCABULARY_SIZE
 from evener.trainer import Trainer
 from evener.trainer.callbacks import RunSummary, Utilization
 from evener.trainer.callbacks.flops import count_flops
+from evener.trainer.callbacks.step_times import StepPhases
 from evener.trainer.callbacks.utilization import peak_flops
 
 
@@ -76,6 +77,43 @@ def fit(module: pl.LightningModule) -> tuple[Utilization, dict[str, float]]:
     )  # fmt: skip
     trainer.fit(module, DataLoader(TensorDataset(torch.ones(24, 8)), batch_size=4))
     return utilization, values.seen
+
+
+class Takes(Linear):
+    """By its own clock a step takes 1 s forward, 2 s backward, and 4 s for the update."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now_s = 0.0
+        self.layer.weight.register_hook(lambda _: self.wait(2.0))
+
+    def wait(self, seconds: float) -> None:
+        self.now_s += seconds
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.wait(1.0)
+        return super().training_step(batch, batch_idx)
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        self.wait(8.0)  # within forward, as Lightning calls it after the step has returned the loss
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.wait(4.0)
+
+
+def test_a_step_is_split_into_forward_backward_and_update() -> None:
+    module, seen = Takes(), Values()
+    utilization = Utilization(peak_tflops=2.0)
+    utilization._phases = StepPhases(("forward", "backward", "optimizer"), lambda: module.now_s)
+    trainer = Trainer(
+        strategy="single_device", accelerator="cpu", max_epochs=1, log_every_n_steps=2, logger=seen,
+        callbacks=[RunSummary(), utilization], enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, accumulate_grad_batches=2,
+    )  # fmt: skip
+    trainer.fit(module, DataLoader(TensorDataset(torch.ones(32, 8)), batch_size=4))
+    # two batches per optimizer step; Lightning zeroes the gradients at the first, and the update comes at the last
+    parts = [seen.seen[f"speed/{name}_ms"] for name in ("forward", "backward", "optimizer")]
+    assert parts == pytest.approx([1000 * (1 + 8 + 1), 1000 * 4, 1000 * 4])
 
 
 def test_utilization_is_operations_per_second_over_the_peak() -> None:
