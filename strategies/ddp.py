@@ -344,7 +344,7 @@ class DDPStrategy(MultiProcessStrategy):
     def _verify_evaluation(self, loop: Any) -> None:
         """Refuse combined loaders whose batches ranks would not read side by side."""
         if loop is not None:
-            verify_side_by_side(getattr(loop, "_combined_loader", None), self.world_size, self.strategy_name)
+            verify_side_by_side(getattr(loop, "_combined_loader", None), self.strategy_name)
 
     def _tell_batch_size(self, trainer: pl.Trainer) -> None:
         loader = trainer.fit_loop._combined_loader
@@ -424,7 +424,7 @@ class DDPStrategy(MultiProcessStrategy):
         assert self._trainer is not None
         loop = self._trainer.fit_loop
         if not self._knows_parts:
-            verify_side_by_side(loop._combined_loader, self.world_size, self.strategy_name, TRAINED, loop.max_batches)
+            verify_side_by_side(loop._combined_loader, self.strategy_name, TRAINED, loop.max_batches)
             self._knows_parts = True
         if len(self._parts) > 1:
             raise ConfigError(

@@ -87,8 +87,9 @@ class RunStructures:
             ]
             for path, size in now:
                 if size != now[0][1]:
+                    first = option_key(now[0][0])
                     raise ConfigError(
-                        f"The combined loaders give {now[0][1]} samples for {option_key(now[0][0])!r} and {size} for "
+                        f"The combined loaders give {_sum(now[0][1])} samples for {first!r} and {_sum(size)} for "
                         f"{option_key(path)!r} in step {step + 1}, and a batch is cut by one number of samples. Give "
                         "them one batch size and drop_last=True, or set strategy.batch_dims="
                         f"{{{option_key(path)}: none}} to give every device all of it."
@@ -151,8 +152,10 @@ def _of_stream(evidence: LoaderEvidence) -> BatchStructure | None:
     return getattr(loader, "structure", None) if not (path or others or evidence.transform) else None
 
 
-def _sizes(loader: Any) -> list[int] | None:
-    """Samples of each batch of a loader, where its batches are cut evenly from a sampler's indices."""
+def _sizes(loader: Any) -> list[Any] | None:
+    """Samples of each batch of a loader, by rank if ranks read parts of it; None if they are not known before."""
+    if (of_ranks := getattr(loader, "rank_batches", None)) is not None:
+        return of_ranks.part_sizes()
     sampler: Any = getattr(loader, "batch_sampler", None)
     if type(sampler).__name__ != "BatchSampler":
         return None
@@ -162,3 +165,7 @@ def _sizes(loader: Any) -> list[int] | None:
         return None
     full, rest = divmod(num, size)
     return [size] * full + ([rest] if rest and not sampler.drop_last else [])
+
+
+def _sum(samples: int | list[int]) -> int:
+    return samples if isinstance(samples, int) else sum(samples)

@@ -1,12 +1,9 @@
 """Refuse loaders that are read side by side and that ranks would cut in unequal parts."""
 
-import copy
-from collections.abc import Iterator
 from math import inf
 from typing import Any
 
 from pytorch_lightning.utilities.combined_loader import CombinedLoader
-from torch.utils.data import BatchSampler
 
 from ..core.errors import ConfigError
 from .sampling import RankBatches
@@ -21,7 +18,7 @@ TRAINED = (
 )
 
 
-def verify_side_by_side(combined: Any, num_ranks: int, strategy: str, why: str = EVALUATED, most: float = inf) -> None:
+def verify_side_by_side(combined: Any, strategy: str, why: str = EVALUATED, most: float = inf) -> None:
     """Refuse loaders of which a rank has unequal parts in one step.
 
     In evaluation a rank skips a batch of which it has no samples. If it skips that of one loader only, its batches no
@@ -29,7 +26,6 @@ def verify_side_by_side(combined: Any, num_ranks: int, strategy: str, why: str =
 
     Args:
         combined: the loop's loader, made for this rank.
-        num_ranks: number of ranks.
         strategy: name that begins the message.
         why: end of the message: `EVALUATED` or `TRAINED`.
         most: number of steps after which the loop ends.
@@ -39,8 +35,8 @@ def verify_side_by_side(combined: Any, num_ranks: int, strategy: str, why: str =
     """
     if not isinstance(combined, CombinedLoader) or combined._mode == "sequential" or len(combined.flattened) < 2:
         return
-    cuts = [_cuts(getattr(loader, "rank_batches", None), num_ranks) for loader in combined.flattened]
-    steps = [list(cut) for cut in cuts if cut is not None]
+    read: list[RankBatches | None] = [getattr(loader, "rank_batches", None) for loader in combined.flattened]
+    steps = [sizes for one in read if one is not None and (sizes := one.part_sizes()) is not None]
     for step in range(int(min(max(map(len, steps), default=0), most))):
         if combined._mode == "min_size" and step >= min(map(len, steps)):
             return
@@ -56,18 +52,3 @@ def verify_side_by_side(combined: Any, num_ranks: int, strategy: str, why: str =
 
 def _listed(sizes: list[int]) -> str:
     return " + ".join(map(str, sizes))
-
-
-def _cuts(batches: RankBatches | None, num_ranks: int) -> Iterator[list[int]] | None:
-    """Samples per rank of each step; None if they are not known before the loader is read."""
-    units: Any = getattr(batches, "units", None)
-    if batches is None or type(units) is not BatchSampler:
-        return None
-    try:
-        num, size = len(units.sampler), int(units.batch_size)  # pyright: ignore[reportArgumentType]  # TypeError if it has none
-    except TypeError:
-        return None
-    full, rest = divmod(num, size)
-    sizes = [size] * full + ([rest] if rest and not units.drop_last else [])
-    parts = copy.copy(batches.cut).parts(([0] * size for size in sizes), num_ranks)
-    return ([len(part) for part in step] for step in parts)

@@ -14,13 +14,14 @@ zero-weight batch (all ranks must reduce gradients), and an evaluating rank skip
 the shards of all ranks.
 """
 
+import copy
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, islice
 from typing import Any, Protocol
 
-from torch.utils.data import Sampler
+from torch.utils.data import BatchSampler, Sampler
 from typing_extensions import override
 
 from ..batch.policies import Even, Policy, without_single_samples
@@ -197,6 +198,20 @@ class RankBatches(Sampler[Any]):
     def __len__(self) -> int:
         """Number of steps, the same on every rank."""
         return self.cut.count(len(self.units), self.num_ranks)  # pyright: ignore[reportArgumentType]  # TypeError if it has none
+
+    def part_sizes(self) -> list[list[int]] | None:
+        """Samples of every rank in each step; None if they are not known before the loader is read."""
+        units: Any = self.units
+        if type(units) is not BatchSampler:
+            return None
+        try:
+            num, size = len(units.sampler), int(units.batch_size)  # pyright: ignore[reportArgumentType]  # TypeError if it has none
+        except TypeError:
+            return None
+        full, rest = divmod(num, size)
+        sizes = [size] * full + ([rest] if rest and not units.drop_last else [])
+        parts = copy.copy(self.cut).parts(([0] * size for size in sizes), self.num_ranks)
+        return [[len(part) for part in step] for step in parts]
 
     @property
     def sampler(self) -> Any:

@@ -29,6 +29,7 @@ from evener.strategies.batch.evidence import LoaderEvidence
 from evener.strategies.batch.policies import Even
 from evener.strategies.batch.run_structures import RunStructures
 from evener.strategies.batch.structure import BatchStructure, verify_batch_dims
+from evener.strategies.data.loaders import RankLoaders
 from evener.strategies.data.streams import Divided
 
 pytestmark = pytest.mark.filterwarnings("ignore:A stage is used before")
@@ -312,6 +313,16 @@ def test_a_combined_loader_without_batches_is_not_compared() -> None:
     full = DataLoader(Samples(*CLASSIFIED.samples[:8]), 4)
     for mode in ("max_size_cycle", "max_size", "min_size"):
         RunStructures().verify_combined(CombinedLoader([full, empty], mode))  # type: ignore[arg-type]
+
+
+def test_ranks_whose_parts_are_cut_again_need_loaders_of_equal_batches() -> None:
+    """Loaders of 6 and 9 samples gave a rank 1 and 2 samples in the second step, which was refused after the first."""
+    ranks = RankLoaders(1, 2, "global", lambda state: state, lambda tensor: None)  # type: ignore[arg-type, return-value]
+    samples = {"a": CLASSIFIED.samples[:6], "b": CLASSIFIED.samples[:8]}
+    loaders = {name: ranks.process(DataLoader(Samples(*some), 4), "train") for name, some in samples.items()}
+    with pytest.raises(ConfigError, match=r"2 samples for 'a' and 4 for 'b' in step 2"):
+        RunStructures().verify_combined(CombinedLoader(loaders, "max_size"))
+    RunStructures().verify_combined(CombinedLoader(loaders, "max_size"), limit=1)
 
 
 def test_the_same_batch_once_more_shows_nothing() -> None:
