@@ -178,7 +178,7 @@ def checkpoint(devices: list[str]) -> str:
     """A checkpoint that is written while training goes on holds the weights of its step."""
     kept = KeepsWeights()
     with tempfile.TemporaryDirectory() as folder:
-        saving = Checkpoint(dirpath=folder, every_n_steps=5, save_top_k=-1, **{"async": True})
+        saving = Checkpoint(dirpath=folder, every_n_steps=5, save_top_k=-1, background=True)
         fit(SingleDeviceStrategy(devices[0]), devices[:1], callbacks=[saving, kept], enable_checkpointing=True)
         files = sorted(Path(folder).glob("epoch*.ckpt"))
         for file in files:

@@ -51,7 +51,7 @@ VAL_LOADERS: list[dict[str, Any]] = [{}, {"num_workers": 1}, {"num_workers": 1, 
 SAVES: list[tuple[str, dict[str, Any]]] = [  # group of conf/checkpoint, options
     ("every_n_steps", {"every_n_steps": 1}),
     ("every_n_steps", {"every_n_steps": 3}),
-    ("every_n_steps", {"every_n_steps": 2, "async": True}),
+    ("every_n_steps", {"every_n_steps": 2, "background": True}),
     ("last", {"every_n_epochs": 1}),
     ("best", {"every_n_epochs": 1, "monitor": "val/loss", "save_top_k": 2}),
     ("interval", {"interval_s": 0.0}),
@@ -243,7 +243,7 @@ def saved_batches(run: Run, num_done: int, per_epoch: int) -> int:
         return max(num_done, 0)
     every = trigger["every_n_steps"]
     step = (epoch * steps_per_epoch + in_epoch // per_step) // every * every
-    if trigger.get("async"):  # the newest may still be on its way
+    if trigger.get("background"):  # the newest may still be on its way
         step = max(step - every, 0)
     epoch, in_epoch = divmod(step, steps_per_epoch)
     return epoch * per_epoch + in_epoch * per_step

@@ -1,6 +1,5 @@
 """Train with one process per device, averaging gradients by torch's DistributedDataParallel, weighted by samples."""
 
-from collections import Counter
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -29,14 +28,13 @@ from .core.module_checks import end_of_step, why_whole
 from .core.optimizer_states import load_states, state_to_parameters
 from .core.rng import seed_devices, seed_rank
 from .core.types import Batch
-from .data.combined import TRAINED, verify_side_by_side
-from .data.loaders import BatchSizeIs, LoaderRole, RankLoaders, next_share, positions
+from .data.loaders import BatchSizeIs, LoaderRole, RankLoaders, positions
 from .data.predictions import in_loader_order
 from .data.sampling import Share
+from .data.shares import RankShares
 from .distributed.base import MultiProcessStrategy, SideGroup
 from .distributed.device_blocks import num_processes, own_devices
-from .distributed.metrics.steps import MetricSteps
-from .distributed.metrics.sync import MetricSync
+from .distributed.metrics.run import RunMetrics
 from .distributed.objects import gather_on_first
 from .distributed.options import verify_backend
 from .distributed.sync_batchnorm import SyncedBatchNorm
@@ -107,20 +105,15 @@ class DDPStrategy(MultiProcessStrategy):
         self._loaders: RankLoaders | None = None
         self._sums: SideGroup | None = None
         self._manages_samples = True
-        self._share: Share | None = None
+        self._shares = RankShares(1, self.strategy_name)
         self._weighs = False
         self._scale: Tensor | float = 1.0
         self._weighs_in_loop = False
         self._without_gradient: list[nn.Parameter] = []
         self.weighed_losses: list[WeighedLoss] = []
         """The losses of the batch for which the module returned a `loss_weight`; several if a closure ran again."""
-        self._parts: set[float] = set()
-        self._knows_parts = False
-        self.metric_sync: MetricSync | None = None
-        self.metric_steps: MetricSteps | None = None
-        """Computes the values that metrics have for one global batch; None before the run."""
-        self._num_passes = 0
-        self._num_evaluated: Counter[int] = Counter()
+        self.metrics: RunMetrics | None = None
+        """Computes the values of metrics over all ranks; None outside a run."""
 
     @classmethod
     def count_processes(cls, num_devices: int, **options: Any) -> int:
@@ -151,9 +144,15 @@ class DDPStrategy(MultiProcessStrategy):
     @property
     def layout(self) -> Layout:
         """How this process uses its devices."""
-        if self._layout is None or self._layout.devices != self.process_devices:
+        if self._layout is None:
             self._layout = self._new_layout()
         return self._layout
+
+    @override
+    def set_world_ranks(self) -> None:
+        super().set_world_ranks()
+        if self._layout is not None and self._layout.devices != self.process_devices:
+            self._layout = None
 
     def _new_layout(self) -> Layout:
         devices, name = self.process_devices, self.strategy_name
@@ -181,7 +180,7 @@ class DDPStrategy(MultiProcessStrategy):
     @property
     def share(self) -> Share | None:
         """This rank's share of the current batch; None if all ranks have the same weight."""
-        return self._share
+        return self._shares.current
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
@@ -200,10 +199,8 @@ class DDPStrategy(MultiProcessStrategy):
         super().setup(trainer)
         for optimizer in self.optimizers:
             state_to_parameters(optimizer)
-        self.metric_sync = MetricSync(self.root_device)
-        self.metric_sync.start()
-        self.metric_steps = MetricSteps(whole=not self.layout.cut_by)
-        self.metric_steps.start()
+        self._shares = RankShares(self.world_size, self.strategy_name)
+        self.metrics = RunMetrics(self.root_device, whole=not self.layout.cut_by)
         self.layout.begin(trainer, self.structures)
         self.verify_threads()
 
@@ -298,53 +295,43 @@ class DDPStrategy(MultiProcessStrategy):
         role: LoaderRole = "train" if self._trainer.training else "predict" if self._trainer.predicting else "evaluate"
         return self.loaders.process(dataloader, role, self._manages_samples)
 
-    def _begin_pass(self) -> None:
-        """Prepare for the batches of another pass over loaders."""
-        self._num_passes += 1
-        self._num_evaluated.clear()
-        assert self.metric_sync is not None
+    def _begin_pass(self, evaluation: Any) -> None:
+        """Begin a pass over loaders, refusing an evaluation that ranks would not read side by side."""
+        assert self.metrics is not None
         assert self.lightning_module is not None
-        self.metric_sync.watch(self.lightning_module)
+        self.metrics.begin_pass(self.lightning_module)
+        self._shares.verify_evaluation(getattr(evaluation, "_combined_loader", None))
+
+    @property
+    def _evaluation_loop(self) -> Any:
+        return getattr(self._trainer, "_evaluation_loop")  # noqa: B009  # Lightning's own name
 
     def _tell_metrics(self) -> None:
         """Tell metrics to which global batch the next step belongs."""
-        trainer = self._trainer
+        trainer, metrics, share = self._trainer, self.metrics, self.share
         assert trainer is not None
-        assert self.metric_sync is not None
-        assert self.metric_steps is not None
-        share = self._share
-        self.metric_steps.begin_batch(
-            is_part=share is None or share.num < share.total, counts=share is None or share.num > 0
-        )
+        assert metrics is not None
+        metrics.steps.begin_batch(is_part=share is None or share.num < share.total, counts=self._shares.counts)
         num_trained = trainer.fit_loop.epoch_loop.batch_progress.total.ready
         if trainer.training:
-            self.metric_sync.begin_batch((self._num_passes, num_trained, 0, 0))
+            metrics.begin_training_batch(num_trained)
             return
-        loop: Any = trainer._evaluation_loop
+        loop = self._evaluation_loop
         index = loop._results.dataloader_idx or 0
         places = positions(loop._combined_loader.flattened[index])
-        number = self._num_evaluated[index]
-        self._num_evaluated[index] += 1
-        step = -1 if places is None else places[number] // self.world_size
-        self.metric_sync.begin_batch((self._num_passes, num_trained, index, step))
+        metrics.begin_evaluated_batch(num_trained, index, places, self.world_size)
 
     @override
     def on_train_start(self) -> None:
         assert self._trainer is not None
-        self._begin_pass()
-        self._knows_parts = False
-        self._verify_evaluation(self._trainer.fit_loop.epoch_loop.val_loop)
+        self._begin_pass(self._trainer.fit_loop.epoch_loop.val_loop)
+        self._shares.begin_training()
         self.layout.verify_loaders()
         self.layout.weights_changed()
         self._tell_batch_size(self._trainer)
         if not self._trainer.fit_loop.restarting:  # a resumed run restores its saved streams
             seed_rank(self.global_rank)
             seed_devices(self.process_devices)
-
-    def _verify_evaluation(self, loop: Any) -> None:
-        """Refuse combined loaders whose batches ranks would not read side by side."""
-        if loop is not None:
-            verify_side_by_side(getattr(loop, "_combined_loader", None), self.strategy_name)
 
     def _tell_batch_size(self, trainer: pl.Trainer) -> None:
         loader = trainer.fit_loop._combined_loader
@@ -369,35 +356,30 @@ class DDPStrategy(MultiProcessStrategy):
 
     def begin_batch(self, dataloader_idx: int) -> None:
         """Read this rank's share of the global batch from its next batch."""
-        assert self._trainer is not None
-        self._share = None
+        trainer = self._trainer
+        assert trainer is not None
         self.weighed_losses.clear()
-        if self._trainer.evaluating or (self.evaluates_in_step and self._trainer.predicting):
-            self._share = self._evaluated_share(dataloader_idx)
-        loader = self._trainer.fit_loop._combined_loader
-        if self._trainer.training and loader is not None:
-            shares = [share for share in map(next_share, loader.flattened) if share is not None]
-            self._share = shares[0] if shares else None
-            self._parts = {share.num / share.total for share in shares}
-            self._scale = 1.0 if self._share is None else self.world_size * self._share.num / self._share.total
+        if trainer.training:
+            self._shares.read(getattr(trainer.fit_loop._combined_loader, "flattened", ()))
+            self._scale = self._shares.weight
+        else:
+            self._shares.read(self._evaluated_loaders(trainer, dataloader_idx))
 
-    def _evaluated_share(self, dataloader_idx: int) -> Share | None:
-        """This rank's part of the batch that an evaluation loop has fetched."""
-        assert self._trainer is not None
-        predicts = self._trainer.predicting
-        loop: Any = self._trainer.predict_loop if predicts else getattr(self._trainer, "_evaluation_loop")  # noqa: B009  # Lightning's own name
+    def _evaluated_loaders(self, trainer: pl.Trainer, dataloader_idx: int) -> list[Any]:
+        """The loaders whose batch an evaluation loop has fetched, where their shares are needed."""
+        if not (trainer.evaluating or (self.evaluates_in_step and trainer.predicting)):
+            return []
+        loop: Any = trainer.predict_loop if trainer.predicting else self._evaluation_loop
         combined = loop._combined_loader
         if combined is None:
-            return None
-        one = combined._mode == "sequential"
-        loaders = [combined.flattened[dataloader_idx]] if one else combined.flattened
-        return next((share for share in map(next_share, loaders) if share is not None), None)
+            return []
+        return [combined.flattened[dataloader_idx]] if combined._mode == "sequential" else combined.flattened
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         assert self.lightning_module is not None
         assert self._trainer is not None
-        counts = self._share is None or self._share.num > 0
+        counts = self._shares.counts
         self._tell_metrics()
         if self.balance is not None:
             self.balance.begin_step(self.lightning_module, self.root_device, self.loaders.divides)
@@ -420,17 +402,9 @@ class DDPStrategy(MultiProcessStrategy):
         return output
 
     def _verify_parts(self) -> None:
-        """Refuse loaders of which this rank has unequal parts, in any step of the epoch where that can be known."""
         assert self._trainer is not None
         loop = self._trainer.fit_loop
-        if not self._knows_parts:
-            verify_side_by_side(loop._combined_loader, self.strategy_name, TRAINED, loop.max_batches)
-            self._knows_parts = True
-        if len(self._parts) > 1:
-            raise ConfigError(
-                f"{self.strategy_name}: this rank has {' and '.join(f'{part:.3g}' for part in sorted(self._parts))} of "
-                f"the batches of the loaders that are read side by side, {TRAINED}"
-            )
+        self._shares.verify_parts(loop._combined_loader, loop.max_batches)
 
     def _own_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         """Run this rank's own step, through DDP's wrapper if that is to reduce gradients in the backward pass."""
@@ -450,9 +424,7 @@ class DDPStrategy(MultiProcessStrategy):
         if isinstance(self.model, DistributedDataParallel) and self.model.will_sync_module_buffers():
             self.model._sync_buffers()
 
-    @override
-    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        return run_backward(self, closure_loss, optimizer, *args, **kwargs)
+    backward = run_backward
 
     def scale_loss(self, loss: Tensor) -> Tensor:
         """Weight this rank's loss, so that the mean of all ranks' gradients is the gradient of the global batch."""
@@ -485,7 +457,7 @@ class DDPStrategy(MultiProcessStrategy):
         while self._without_gradient:  # hooks would see the zeros, and optimizers would step with them
             self._without_gradient.pop().grad = None
         if self.balance is not None:
-            num = 0.0 if self._share is None else self._share.num
+            num = 0.0 if self.share is None else self.share.num
             loaders = self.loaders
             self.balance.finish_backward(
                 num, self.global_rank, self.world_size, loaders.divides, loaders.sum_over_ranks
@@ -526,9 +498,8 @@ class DDPStrategy(MultiProcessStrategy):
 
     @override
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
-        share = self._share if self._weighs and reduce_op in ("mean", "avg") else None
-        if share is not None and isinstance(tensor, Tensor):
-            tensor = tensor * (self.world_size * share.num / share.total)
+        if self._weighs and self.share is not None and reduce_op in ("mean", "avg") and isinstance(tensor, Tensor):
+            tensor = tensor * self._shares.weight
         return super().reduce(tensor, group, reduce_op)
 
     @override
@@ -551,13 +522,11 @@ class DDPStrategy(MultiProcessStrategy):
 
     @override
     def on_test_start(self) -> None:
-        self._begin_pass()
-        self._verify_evaluation(getattr(self._trainer, "_evaluation_loop", None))
+        self._begin_pass(self._evaluation_loop)
 
     @override
     def on_validation_start(self) -> None:
-        self._begin_pass()
-        self._verify_evaluation(getattr(self._trainer, "_evaluation_loop", None))
+        self._begin_pass(self._evaluation_loop)
         # evaluation bypasses the wrapper, which broadcasts rank 0's buffers in forward, because ranks may have unequal
         # numbers of batches
         self._sync_buffers()
@@ -565,8 +534,9 @@ class DDPStrategy(MultiProcessStrategy):
 
     @override
     def on_validation_end(self) -> None:
-        if not self._num_evaluated:
-            assert self.lightning_module is not None
+        assert self.metrics is not None
+        assert self.lightning_module is not None
+        if not self.metrics.has_evaluated:
             recompute_weights(self.lightning_module)
 
     @override
@@ -596,12 +566,9 @@ class DDPStrategy(MultiProcessStrategy):
     def teardown(self) -> None:
         if self._layout is not None:
             self._layout.close()
-        if self.metric_sync is not None:
-            self.metric_sync.end()
-            self.metric_sync = None
-        if self.metric_steps is not None:
-            self.metric_steps.end()
-            self.metric_steps = None
+        if self.metrics is not None:
+            self.metrics.end()
+            self.metrics = None
         super().teardown()
 
 

@@ -8,11 +8,11 @@ from typing_extensions import override
 
 from .batch.layout import Layout, SingleLayout
 from .batch.losses import LossReduction
+from .batch.one_process import OneProcessStrategy
 from .batch.policies import Even, Policy
 from .batch.structure import BatchDims
 from .core.errors import ConfigError
 from .core.types import Device
-from .one_process import OneProcessStrategy
 from .pipeline.options import StageOptions
 from .pipeline.stages import Stages
 from .replicas.layout import ReplicaLayout, ReplicaOptions

@@ -120,7 +120,7 @@ class FSDPStrategy(DDPStrategy):
     def stands_in(self) -> bool:
         """Whether this rank has no samples of the batch that is evaluated, so that nothing of its step may count."""
         assert self._trainer is not None
-        return not self._trainer.training and self._share is not None and self._share.num == 0
+        return not self._trainer.training and not self._shares.counts
 
     @override
     @contextmanager

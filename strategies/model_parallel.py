@@ -6,9 +6,9 @@ from typing import Literal
 from typing_extensions import override
 
 from .batch.losses import LossReduction
+from .batch.one_process import OneProcessStrategy
 from .batch.structure import BatchDims
 from .core.types import Device
-from .one_process import OneProcessStrategy
 from .pipeline.layout import StageLayout
 from .pipeline.options import Partition, StageOptions
 
@@ -60,5 +60,4 @@ class ModelParallelStrategy(OneProcessStrategy):
 
     @override
     def new_layout(self) -> StageLayout:
-        assert self.stage_options is not None
         return StageLayout(self.process_devices, self.stage_options, self.strategy_name)

@@ -1,10 +1,13 @@
-"""Register the strategies by name."""
+"""Register the strategies by name, and answer what loops and callbacks ask of any strategy, of this project or not."""
 
+import torch
 from pytorch_lightning.strategies import Strategy, StrategyRegistry
 
 from .balanced_ddp import BalancedDDPStrategy
 from .balanced_ddp_model_parallel import BalancedDDPModelParallelStrategy
 from .balanced_dp import BalancedDataParallelStrategy
+from .batch.layout import Layout
+from .batch.one_process import OneProcessStrategy
 from .ddp import DDPStrategy
 from .ddp_model_parallel import DDPModelParallelStrategy
 from .dp import DataParallelStrategy
@@ -32,3 +35,30 @@ STRATEGIES: dict[str, type[Strategy]] = {
 for _name, _cls in STRATEGIES.items():
     if _name not in StrategyRegistry:  # a name that Lightning does not have: a stock pl.Trainer takes it too
         StrategyRegistry.register(_name, _cls, description=_cls.__name__)
+
+
+def name_of(strategy: Strategy) -> str:
+    """The name that `strategy=` takes, or the class's."""
+    return getattr(strategy, "strategy_name", type(strategy).__name__)
+
+
+def ranks_of(strategy: Strategy) -> DDPStrategy | None:
+    """The strategy as one whose ranks share batches, exchange values and stop together; None for any other."""
+    return strategy if isinstance(strategy, DDPStrategy) else None
+
+
+def layout_of(strategy: Strategy) -> Layout | None:
+    """How the strategy uses the devices of this process; None if that is not known."""
+    return strategy.layout if isinstance(strategy, (OneProcessStrategy, DDPStrategy)) else None
+
+
+def process_devices(strategy: Strategy) -> list[torch.device]:
+    """The devices of this process, the root device first."""
+    if isinstance(strategy, (OneProcessStrategy, DDPStrategy)):
+        return strategy.process_devices
+    return [strategy.root_device]
+
+
+def stop_signal_of(strategy: Strategy) -> int | None:
+    """The signal by which all ranks have agreed to stop, if any."""
+    return strategy.stop_signal if isinstance(strategy, DDPStrategy) else None

@@ -17,15 +17,12 @@ def _is_room(path: Path) -> bool:
 
 ROOMS = [path for name in ("trainer", "strategies") for path in sorted((ROOT / name).iterdir()) if _is_room(path)]
 MOST_ENTRIES = 20
-STRATEGIES_ENTRIES = 22
-"""Of strategies/: nine rooms, and one file per strategy."""
 
 
 @pytest.mark.parametrize("folder", PRODUCT)
 def test_no_folder_of_the_product_has_more_than_20_entries(folder: str) -> None:
     counts = {str(path): len(_entries(path)) for path in (ROOT / folder, *(ROOT / folder).rglob("*")) if path.is_dir()}
-    most = {str(ROOT / "strategies"): STRATEGIES_ENTRIES}
-    assert {path: count for path, count in counts.items() if count > most.get(path, MOST_ENTRIES)} == {}
+    assert {path: count for path, count in counts.items() if count > MOST_ENTRIES} == {}
 
 
 @pytest.mark.parametrize("room", ROOMS, ids=lambda room: f"{room.parent.name}/{room.name}")

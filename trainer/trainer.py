@@ -21,7 +21,7 @@ from typing_extensions import override
 from ..strategies import STRATEGIES
 from ..strategies.core.device_names import are_names, give_devices
 from ..strategies.core.lightning_names import verify_family
-from ..strategies.facts import ranks_of, stop_signal_of
+from ..strategies.registry import ranks_of, stop_signal_of
 from .callbacks.nonfinite import DetectNonFinite
 from .checkpoint import Checkpoint, distinguish
 from .checkpoint.file_io import VerifiedCheckpointIO

@@ -46,12 +46,12 @@ class NothingToDo(StepContract):
     """The contract of a strategy that adds nothing to Lightning's part."""
 
 
-def run_backward(strategy: Any, loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+def run_backward(self: Any, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
     """Run the backward pass as Lightning's `Strategy.backward` does, with what the contract adds.
 
     Args:
-        strategy: a `Strategy` that is also a `StepContract`.
-        loss: the loss, on the root device.
+        self: a `Strategy` that is also a `StepContract`; this is its `backward`.
+        closure_loss: the loss, on the root device.
         optimizer: passed to the precision plugin, as are further arguments.
         *args: arguments of `Tensor.backward`.
         **kwargs: keyword arguments of `Tensor.backward`.
@@ -59,12 +59,12 @@ def run_backward(strategy: Any, loss: Tensor, optimizer: Optimizer | None, *args
     Returns:
         The loss that was given backward.
     """
-    module, plugin = strategy.lightning_module, strategy.precision_plugin
-    loss = strategy.scale_loss(loss)
-    strategy.pre_backward(loss)
+    module, plugin = self.lightning_module, self.precision_plugin
+    loss = self.scale_loss(closure_loss)
+    self.pre_backward(loss)
     loss = plugin.pre_backward(loss, module)
     plugin.backward(loss, module, optimizer, *args, **kwargs)
-    strategy.finish_backward()  # before `on_after_backward`, which may read the gradients
+    self.finish_backward()  # before `on_after_backward`, which may read the gradients
     loss = plugin.post_backward(loss, module)
-    strategy.post_backward(loss)
+    self.post_backward(loss)
     return loss

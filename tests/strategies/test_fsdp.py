@@ -9,7 +9,7 @@ import torch
 from distributed import run_ranks
 from parity import CASES as WAYS
 from parity import Run, assert_equal, baseline, run
-from regression import NUM_SAMPLES, fit, outcome
+from regression import NUM_SAMPLES, fit, fit_all, outcome
 
 from evener.strategies import FSDPStrategy, SingleDeviceStrategy
 
@@ -24,19 +24,9 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def _fit_all(global_batch: int, num_ranks: int) -> dict[str, Any]:
-    outcomes = {}
-    for name, case in CASES.items():
-        for batch_size_is in ("global", "per_device"):
-            batch_size = global_batch if batch_size_is == "global" else global_batch // num_ranks
-            strategy = FSDPStrategy(batch_size_is=batch_size_is, timeout_s=120)
-            outcomes[name, batch_size_is] = outcome(*fit(strategy, num_ranks, batch_size, case))
-    return outcomes
-
-
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_fsdp_trains_as_one_device_does(num_ranks: int) -> None:
-    by_rank = run_ranks(_fit_all, num_ranks, 6, num_ranks, timeout_s=300)
+    by_rank = run_ranks(fit_all, num_ranks, FSDPStrategy, CASES, 6, num_ranks, timeout_s=300)
     for (name, batch_size_is), first in by_rank[0].items():
         single = outcome(*fit(SingleDeviceStrategy(), 1, 6, CASES[name]))
         ranks = [outcomes[name, batch_size_is] for outcomes in by_rank]

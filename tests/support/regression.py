@@ -101,3 +101,16 @@ def outcome(module: Net, trainer: Trainer) -> dict[str, Any]:
         "trained": module.trained,
         "validated": module.validated,
     }
+
+
+def fit_all(
+    strategy_class: Any, cases: dict[str, dict[str, Any]], global_batch: int, num_ranks: int
+) -> dict[Any, dict[str, Any]]:
+    """The outcomes of all cases for both meanings of the loader's batch size."""
+    outcomes = {}
+    for name, case in cases.items():
+        for batch_size_is in ("global", "per_device"):
+            batch_size = global_batch if batch_size_is == "global" else global_batch // num_ranks
+            strategy = strategy_class(batch_size_is=batch_size_is, timeout_s=120)
+            outcomes[name, batch_size_is] = outcome(*fit(strategy, num_ranks, batch_size, case))
+    return outcomes

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytorch_lightning as pl
 
-from ...strategies.facts import layout_of, ranks_of
 from ...strategies.pipeline.layout import StageLayout
+from ...strategies.registry import layout_of, ranks_of
 from ...strategies.replicas.layout import ReplicaLayout
 
 

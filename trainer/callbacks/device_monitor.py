@@ -6,7 +6,7 @@ from pytorch_lightning.strategies import Strategy
 from typing_extensions import override
 
 from ...strategies.core.devices import peak_memory_bytes, precise_dtype, reset_peak_memory_bytes
-from ...strategies.facts import process_devices
+from ...strategies.registry import process_devices
 from .batch_layout import global_sizes
 from .peak_memory import peak_resident_bytes, reset_peak_resident
 from .step_times import DDPTimes

@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from ...strategies.batch.chunks import num_samples
 from ...strategies.core.module_checks import has_nan
-from ...strategies.facts import ranks_of
+from ...strategies.registry import ranks_of
 from .device_monitor import gather_peak_memory_mib, reset_peak_memory
 from .step_times import DDPTimes, StepClock, StepTimes
 

@@ -10,7 +10,7 @@ import pytorch_lightning as pl
 from torch.distributed import PrefixStore, Store
 from typing_extensions import override
 
-from ...strategies.facts import name_of, ranks_of
+from ...strategies.registry import name_of, ranks_of
 from .step_times import SAMPLES_PER_POINT, DDPTimes
 
 log = logging.getLogger(__name__)

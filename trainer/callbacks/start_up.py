@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from ...strategies.core.devices import device_name
 from ...strategies.core.text_table import draw_table
-from ...strategies.facts import layout_of, name_of, process_devices
+from ...strategies.registry import layout_of, name_of, process_devices
 from .batch_layout import batch_line, global_sizes
 from .unequal_devices import all_device_facts, hint
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import pytorch_lightning as pl
 
 from ...strategies.core.devices import device_model, memory_bytes
-from ...strategies.facts import name_of, process_devices
+from ...strategies.registry import name_of, process_devices
 from .device_monitor import gather
 
 BALANCED = {

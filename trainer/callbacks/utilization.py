@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from ...strategies.batch.chunks import num_samples
 from ...strategies.core.devices import device_model
-from ...strategies.facts import process_devices
+from ...strategies.registry import process_devices
 from .flops import count_flops
 from .run_summary import RunSummary
 from .step_times import StepPhases

@@ -57,7 +57,8 @@ class Checkpoint(ModelCheckpoint):
         on_error: what to do if a file can't be written (a full disk): `raise` stops training, `warn` continues.
         save_weights_only: omit the state that is only needed to resume.
         verbose: log a line for each checkpoint that is compared.
-        **options: `async`, a reserved word in Python: write in a thread while training continues.
+        background: write in a thread while training continues.
+        **options: `async`, the former name of `background`.
 
     Raises:
         ConfigError: more than one trigger, or an unknown option, is given.
@@ -80,10 +81,11 @@ class Checkpoint(ModelCheckpoint):
         on_error: Literal["raise", "warn"] = "raise",
         save_weights_only: bool = False,
         verbose: bool = False,
+        background: bool = False,
         **options: bool,
     ) -> None:
         triggers = {"every_n_steps": every_n_steps, "every_n_epochs": every_n_epochs, "interval_s": interval_s}
-        _verify_options(triggers, on_error, options)
+        _verify_options(triggers, on_error, {"background": background, **options})
         if snapshot_every_n_steps is not None and snapshot_every_n_steps < 1:
             raise ConfigError(
                 f"checkpoint: snapshot_every_n_steps={snapshot_every_n_steps} is too small. Give at least 1, or null."
@@ -107,7 +109,7 @@ class Checkpoint(ModelCheckpoint):
         self.due = False
         """Whether a checkpoint must be written at the next clean point."""
         self._on_error: Literal["raise", "warn"] = on_error
-        self._background = options.get("async", False)
+        self._background = background or options.get("async", False)
         self._best_due = False
         self._validated = self._scored_by_validation = False
         self._score_step = -1
@@ -398,7 +400,8 @@ def _verify_options(triggers: dict[str, float | None], on_error: str, options: d
             )
     if on_error not in ("raise", "warn"):
         raise ConfigError(f"checkpoint: on_error={on_error} is unknown. Choose raise or warn.")
-    if unknown := set(options) - {"async"}:
+    if unknown := set(options) - {"background", "async"}:
         raise ConfigError(f"checkpoint: unknown options: {', '.join(sorted(unknown))}. Remove them.")
-    if not isinstance(options.get("async", False), bool):
-        raise ConfigError(f"checkpoint: async must be true or false; got async={options['async']}.")
+    for name, value in options.items():
+        if not isinstance(value, bool):
+            raise ConfigError(f"checkpoint: {name} must be true or false; got {name}={value}.")

@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeAlias
 import pytorch_lightning as pl
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 
-from ...strategies.facts import ranks_of
+from ...strategies.registry import ranks_of
 from ._other_ranks import state_for
 
 Place: TypeAlias = Literal["between_batches", "before_validation", "after_epoch"]

@@ -26,7 +26,7 @@ from ...strategies.distributed.metrics.saved import SavedMetric
 from ...strategies.distributed.metrics.states import Mark
 from ...strategies.distributed.metrics.sync import MetricSync
 from ...strategies.distributed.objects import gather_on_first
-from ...strategies.facts import process_devices, ranks_of
+from ...strategies.registry import process_devices, ranks_of
 from . import _logged_values
 from ._loader_state import ResumableLoader, is_resumable
 
@@ -134,7 +134,7 @@ def _weights(trainer: pl.Trainer) -> Any:
 def _metric_sync(trainer: Any) -> MetricSync | None:
     """The strategy's exchange of metrics between ranks; it knows which batches their states come from."""
     ranks = ranks_of(trainer.strategy)
-    return None if ranks is None else ranks.metric_sync
+    return None if ranks is None or ranks.metrics is None else ranks.metrics.sync
 
 
 def _saved(metric: Metric, sync: MetricSync | None) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
 
 from ...strategies.core import rng
-from ...strategies.facts import ranks_of
+from ...strategies.registry import ranks_of
 from . import _logged_rows, _logged_values, _run_state
 from ._callback import Checkpoint
 from ._loader_state import is_resumable, make_resumable

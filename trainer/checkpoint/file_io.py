@@ -38,6 +38,7 @@ from lightning_fabric.utilities.types import _PATH
 from typing_extensions import override
 
 from ...strategies.core.errors import ConfigError
+from ...strategies.core.files import is_alive, replacing
 from ._plain_data import to_plain
 from ._snapshot import Snapshot
 
@@ -89,8 +90,7 @@ def write(checkpoint: dict[str, Any], path: str | Path) -> None:
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = _temporary(path)
-    try:
+    with replacing(path, durable=True) as temporary:
         with open(temporary, "wb") as file:
             hashed = _HashedFile(file)
             try:
@@ -102,26 +102,15 @@ def write(checkpoint: dict[str, Any], path: str | Path) -> None:
             file.flush()
             os.fsync(file.fileno())
         _stamp(temporary)
-        _move(temporary, path)
-    except BaseException:
-        with suppress(OSError):
-            temporary.unlink()
-        raise
 
 
 def link(source: str | Path, path: str | Path) -> None:
     """Give a checkpoint a second name without copying it, replacing any file of that name."""
-    temporary = _temporary(Path(path))
-    try:
+    with replacing(Path(path), durable=True) as temporary:
         try:
             os.link(source, temporary)
         except OSError:  # A file system without hard links.
             _copy(source, temporary)
-        _move(temporary, Path(path))
-    except BaseException:
-        with suppress(OSError):
-            temporary.unlink()
-        raise
 
 
 def verify(path: str | Path) -> bool:
@@ -206,27 +195,13 @@ def remove_leftovers(directory: Path) -> None:
             continue
         pid = int(number)
         # This process writes nothing yet; after a container's restart a new process may have the same id.
-        if pid == os.getpid() or not _is_alive(pid):
+        if pid == os.getpid() or not is_alive(pid):
             with suppress(OSError):
                 path.unlink()
 
 
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
-
-
 def _is_address(path: _PATH) -> bool:
     return "://" in str(path)
-
-
-def _temporary(path: Path) -> Path:
-    return path.with_name(f".{path.name}.{socket.gethostname()}-{os.getpid()}.tmp")
 
 
 def _copy(source: str | Path, path: Path) -> None:
@@ -240,16 +215,6 @@ def _stamp(path: Path) -> None:
     """Date a file to the nanosecond: two files of one tick of the kernel (4 ms) would be equally new."""
     now = time.time_ns()
     os.utime(path, ns=(now, now))
-
-
-def _move(temporary: Path, path: Path) -> None:
-    os.replace(temporary, path)
-    if os.name == "posix":  # The new name itself must survive a power failure.
-        directory = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(directory)
-        finally:
-            os.close(directory)
 
 
 class VerifiedCheckpointIO(TorchCheckpointIO):

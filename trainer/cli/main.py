@@ -6,6 +6,7 @@ misspelt key are answered without them.
 
 import argparse
 import os
+import re
 import signal
 import sys
 from importlib.metadata import version
@@ -47,6 +48,8 @@ def main(config_dir: str | Path | None = None, config_name: str = "train") -> No
     """
     # of `python -m torch.distributed.launch`, which also sets LOCAL_RANK
     sys.argv[1:] = [word for word in sys.argv[1:] if not word.startswith(("--local-rank=", "--local_rank="))]
+    # the former name, a keyword of Python
+    sys.argv[1:] = [re.sub(r"^(\+*checkpoint)\.async=", r"\1.background=", word) for word in sys.argv[1:]]
     script_dir = Path(getattr(sys.modules["__main__"], "__file__", None) or ".").absolute().parent
     source = Source(None if config_dir is None else str(script_dir / config_dir), config_name, added_folders())
     wants_traceback = os.environ.get(FULL_ERROR, "0") == "1"

@@ -20,7 +20,7 @@ from ...strategies.batch.chunks import num_samples
 from ...strategies.batch.loss_weight import loss_weight
 from ...strategies.core.devices import is_accelerator, peak_memory_bytes
 from ...strategies.distributed.sync_batchnorm import SyncedBatchNorm
-from ...strategies.facts import process_devices
+from ...strategies.registry import process_devices
 
 WINDOW = 3
 """Number of batches between two readings of the clock."""

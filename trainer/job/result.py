@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -68,7 +67,12 @@ class Result:
         Returns:
             The file's path.
         """
-        return self._write_temporary().replace(Path(self.run_dir) / RESULT_FILE)
+        from ...strategies.core.files import replacing  # here, as a command that only reads results needs no torch
+
+        path = Path(self.run_dir) / RESULT_FILE
+        with replacing(path) as temporary:
+            self._write(temporary)
+        return path
 
     def write_first(self) -> bool:
         """Write `result.json`, unless another rank of this start of the processes has done so.
@@ -76,8 +80,12 @@ class Result:
         Returns:
             Whether this rank has written it.
         """
-        path, temporary = Path(self.run_dir) / RESULT_FILE, self._write_temporary()
+        from ...strategies.core.files import temporary_for
+
+        path = Path(self.run_dir) / RESULT_FILE
+        temporary = temporary_for(path)
         try:
+            self._write(temporary)
             path.hardlink_to(temporary)
         except FileExistsError:
             if self.read(self.run_dir).num_restarts == self.num_restarts:
@@ -87,10 +95,8 @@ class Result:
             temporary.unlink(missing_ok=True)
         return True
 
-    def _write_temporary(self) -> Path:
-        temporary = Path(self.run_dir) / f".{RESULT_FILE}.{socket.gethostname()}-{os.getpid()}.tmp"
-        temporary.write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
-        return temporary
+    def _write(self, path: Path) -> None:
+        path.write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
 
     @classmethod
     def read(cls, run_dir: str | Path) -> "Result":

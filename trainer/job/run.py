@@ -16,7 +16,8 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_info
 from rich.console import Console
 
 from ...strategies import ConfigError
-from ...strategies.facts import name_of, stop_signal_of
+from ...strategies.core.files import replacing
+from ...strategies.registry import name_of, stop_signal_of
 from ..callbacks import EpochLines, LogEveryEpoch, ModuleSummary, RunSummary, SlowRank, StartUp
 from ..checkpoint.find import find_newest, good_or_newest
 from ..checkpoint.snapshots import move_to_disk, saved_in_memory
@@ -256,9 +257,9 @@ def write_predictions(trainer: pl.Trainer, run_dir: str, outputs: Any) -> str | 
     if not trainer.is_global_zero:
         return None
     path = Path(run_dir) / "predictions.pt"
-    temporary = path.with_suffix(".tmp")
-    torch.save(outputs, temporary)
-    return str(temporary.replace(path))
+    with replacing(path) as temporary:
+        torch.save(outputs, temporary)
+    return str(path)
 
 
 def collect(parts: Parts, cfg: DictConfig, metrics: dict[str, float], predictions: str | None) -> Result:

@@ -9,7 +9,7 @@ from types import FrameType
 import pytorch_lightning as pl
 from pytorch_lightning.utilities.exceptions import SIGTERMException
 
-from ...strategies.facts import stop_signal_of
+from ...strategies.registry import stop_signal_of
 from ..checkpoint.find import find_newest
 
 ASKS_TO_STOP = (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)

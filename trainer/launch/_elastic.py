@@ -20,8 +20,8 @@ from torch.multiprocessing.spawn import ProcessContext
 
 from ...strategies import ConfigError
 from ...strategies.core.device_names import resolve_devices
+from ...strategies.core.files import scratch_directory
 from ...strategies.core.patching import replaced
-from ...strategies.core.scratch import scratch_directory
 from ...strategies.distributed.process_exit import is_frozen, release_openmp
 from ...strategies.distributed.store import loopback_device
 from ..config.checks import AUTO, plain

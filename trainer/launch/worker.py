@@ -16,6 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 
 from ...strategies import ConfigError
+from ...strategies.core.files import replacing
 from ...strategies.distributed.process_exit import die_with_parent, end_process, leave_in_time
 from ...strategies.distributed.store import leave_store
 from ..job.failure import Failure, report
@@ -46,9 +47,8 @@ def work(config_file: str) -> None:
 def tell(config_file: str, failure: Failure, refused: bool) -> None:
     """Leave the first failure of this attempt for the agent's process."""
     attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
-    file = Path(config_file).with_name(f"{os.getpid()}.tmp")
-    file.write_text(json.dumps({**asdict(failure), "refused": refused}), encoding="utf-8")
-    file.replace(file.with_name(FAILURE_FILE.format(attempt)))
+    with replacing(Path(config_file).with_name(FAILURE_FILE.format(attempt))) as file:
+        file.write_text(json.dumps({**asdict(failure), "refused": refused}), encoding="utf-8")
 
 
 def is_restarted() -> bool:

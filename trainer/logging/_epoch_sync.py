@@ -19,7 +19,7 @@ from pytorch_lightning.trainer.connectors.logger_connector.result import (
 from torchmetrics import Metric
 
 from ...strategies.distributed.store import RankError
-from ...strategies.facts import ranks_of
+from ...strategies.registry import ranks_of
 from ._eval_step_sync import Step
 from ._hook_values import verify_hook_values
 from ._rank_log import GIVEN, GivenSizes, are_constants

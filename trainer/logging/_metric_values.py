@@ -8,24 +8,24 @@ from pytorch_lightning.trainer.connectors.logger_connector.result import _Result
 
 from ...strategies import DDPStrategy
 from ...strategies.distributed.metrics.steps import MetricSteps
-from ...strategies.facts import ranks_of
+from ...strategies.registry import ranks_of
 from ._rank_log import Logged
 
 
 def metric_steps_of(strategy: Strategy) -> MetricSteps | None:
     """What computes the values of metrics for one global batch; None if ranks do not share batches."""
     ranks = ranks_of(strategy)
-    return None if ranks is None else ranks.metric_steps
+    return None if ranks is None or ranks.metrics is None else ranks.metrics.steps
 
 
 def share_step_values(ranks: DDPStrategy, tracked: Sequence[Logged]) -> None:
     """Replace the values that metrics have for this rank's part of the batch; all ranks must call it.
 
     Args:
-        ranks: the strategy; its `metric_steps` has recorded the step, and its `gather_objects` exchanges the states.
+        ranks: the strategy; its `metrics` have recorded the step, and its `gather_objects` exchanges the states.
         tracked: what was logged in the batch.
     """
-    steps = ranks.metric_steps
+    steps = metric_steps_of(ranks)
     entries = {id(logged.metric): logged.metric for logged in tracked if has_step_value(logged.metric, steps)}
     if steps is None or not entries:
         return

@@ -19,7 +19,7 @@ from typing_extensions import override
 from ...strategies.core.errors import ConfigError
 from ...strategies.core.types import Batch
 from ...strategies.data.sampling import Share
-from ...strategies.facts import ranks_of
+from ...strategies.registry import ranks_of
 from ._empty_ranks import fill_empty
 from ._epoch_sync import is_shared_by, own_values, share
 from ._eval_step_sync import NUM_SAMPLES, EvalStepSync, Step, combine

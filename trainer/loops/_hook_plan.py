@@ -18,8 +18,8 @@ from pytorch_lightning.strategies import Strategy
 from pytorch_lightning.trainer import call
 
 from ...strategies import DDPStrategy, SingleDeviceStrategy
+from ...strategies.batch.one_process import OneProcessStrategy
 from ...strategies.core.loop_contract import NothingToDo, StepContract
-from ...strategies.one_process import OneProcessStrategy
 from .progress_bar import TimedBar
 
 Base = Mapping[str, Any]

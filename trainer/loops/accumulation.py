@@ -16,7 +16,7 @@ from ...strategies.batch.loss_weight import loss_weight, weighs_in_loop
 from ...strategies.batch.run_structures import batch_structure
 from ...strategies.core.errors import ConfigError
 from ...strategies.core.types import Batch
-from ...strategies.facts import ranks_of
+from ...strategies.registry import ranks_of
 
 _FUSED = (torch.float32, torch.float64)
 """Types in which a sum of weights is exact, so that one operation divides all gradients of a device."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from torchmetrics import MetricCollection
 
 from ...strategies.distributed.zero_weight_step import neutral
-from ...strategies.facts import process_devices, ranks_of
+from ...strategies.registry import process_devices, ranks_of
 from ..logging.connector import LeanLoggerConnector, LeanResults
 from ..logging.slots import Slot
 from ._hook_plan import MODULE

@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from ...strategies.core.types import Batch
-from ...strategies.facts import ranks_of
+from ...strategies.registry import ranks_of
 from ..checkpoint.clean_points import ExactCheckpoints, ResumingEpochLoop, ResumingFitLoop, SeparateEvaluation
 from ..logging.connector import LeanLoggerConnector, LeanResults
 from ._batch_fetch import OneLoader, batch_mover

@@ -13,9 +13,9 @@ from ...strategies.core.device_names import ALLOWED, accelerator_type, num_avail
 from ...strategies.ddp import DDPStrategy
 from ...strategies.distributed.device_blocks import num_processes
 from ...strategies.dp import DataParallelStrategy
-from ...strategies.facts import name_of
 from ...strategies.fsdp import FSDPStrategy
 from ...strategies.model_parallel import ModelParallelStrategy
+from ...strategies.registry import name_of
 from ..config.checks import plain
 
 

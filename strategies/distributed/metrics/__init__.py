@@ -1,5 +1,5 @@
 """Compute metrics of torchmetrics over all ranks, exactly and in the order of one device.
 
-Exports: steps, sync.
+Exports: run, steps, sync, saved.
 May import: distributed, core.
 """

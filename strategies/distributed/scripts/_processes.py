@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ...core.errors import ConfigError
+from ...core.files import replacing
 from ..process_exit import LAST_WORDS_S, is_frozen, release_openmp
 from ..store import RankError
 
@@ -115,9 +116,8 @@ def _main(work: Callable[..., None], rank: int, folder: str, args: tuple[Any, ..
         work(rank, *args)
     except Exception as exc:  # noqa: BLE001  # told in the script
         told = {"refused": isinstance(exc, ConfigError), "message": str(exc), "text": traceback.format_exc()}
-        path = _error_file(Path(folder), rank)
-        path.with_suffix(".tmp").write_text(json.dumps(told), encoding="utf-8")
-        path.with_suffix(".tmp").replace(path)
+        with replacing(_error_file(Path(folder), rank)) as file:
+            file.write_text(json.dumps(told), encoding="utf-8")
         sys.exit(1)
 
 

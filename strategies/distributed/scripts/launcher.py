@@ -25,7 +25,7 @@ from typing_extensions import override
 
 from ...core import rng
 from ...core.errors import ConfigError
-from ...core.scratch import scratch_directory
+from ...core.files import replacing, scratch_directory
 from ..store import hosted_store, leave_store
 from ._handback import known_objects, pack, unpack
 from ._processes import RankProcesses
@@ -188,8 +188,8 @@ def _rank(
     returned = _in_rank(trainer, work)
     if rank == 0:
         packed = STOPPED if returned == STOPPED else pack(trainer, known, returned)
-        result.with_suffix(".tmp").write_bytes(packed)
-        result.with_suffix(".tmp").replace(result)
+        with replacing(result) as temporary:
+            temporary.write_bytes(packed)
 
 
 def _hide_callbacks(trainer: Any) -> None:

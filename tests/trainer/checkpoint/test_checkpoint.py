@@ -210,9 +210,10 @@ def test_a_disk_that_fills_up_costs_the_new_file_only(tmp_path: Path, monkeypatc
     assert step_of(tmp_path / "last.ckpt") == 6
 
 
-def test_saving_in_the_background_keeps_the_same_files(tmp_path: Path) -> None:
-    options: dict[str, Any] = {"monitor": "val/loss", "save_top_k": 2, "async": True}
-    callback = Checkpoint(tmp_path, **options)
+@pytest.mark.parametrize("option", ["background", "async"])
+def test_saving_in_the_background_keeps_the_same_files(tmp_path: Path, option: str) -> None:
+    callback = Checkpoint(tmp_path, monitor="val/loss", save_top_k=2, **{option: True})  # pyright: ignore
+    assert callback._background
     Trainer(max_epochs=4, callbacks=[callback], **QUIET).fit(Falling([0.5, 0.2, 0.9, 0.4]))
     assert names(tmp_path) == ["epoch001-step000004.ckpt", "epoch003-step000008.ckpt", "last.ckpt"]
     assert step_of(tmp_path / "last.ckpt") == 8

@@ -19,6 +19,7 @@ from lightning_fabric.plugins import TorchCheckpointIO
 from omegaconf import OmegaConf
 
 from evener.strategies import ConfigError
+from evener.strategies.core.files import temporary_for
 from evener.trainer import Trainer
 from evener.trainer.checkpoint import file_io as checkpoint_io
 from evener.trainer.checkpoint._plain_data import to_plain
@@ -235,7 +236,7 @@ def test_a_vanished_directory_is_made_again_and_a_file_in_its_place_is_told(tmp_
 
 
 def test_leftovers_of_the_living_stay(tmp_path: Path) -> None:
-    path = checkpoint_io._temporary(tmp_path / "a.ckpt")
+    path = temporary_for(tmp_path / "a.ckpt")
     living = tmp_path / path.name.replace(f"-{os.getpid()}.", f"-{os.getppid()}.")
     foreign = tmp_path / ".a.ckpt.another-host-1.tmp"
     for file in (path, living, foreign):

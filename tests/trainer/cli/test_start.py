@@ -35,6 +35,7 @@ def answer(*words: str, **env: str) -> str:
     [
         (["--help"], "== Groups =="),
         (["--cfg", "job"], "strategy:"),
+        (["--cfg", "job", "checkpoint.async=true"], "  background: true"),
         (["module.lrr=1"], "module.lrr is unknown"),
         (["strategy=nope"], "strategy=nope is unknown. Choose one of: balanced_ddp,"),
     ],

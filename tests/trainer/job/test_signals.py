@@ -19,7 +19,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from evener.strategies import DDPStrategy
-from evener.strategies.core.scratch import is_alive
+from evener.strategies.core.files import is_alive
 from evener.trainer import Trainer
 from evener.trainer.checkpoint import Checkpoint
 from evener.trainer.checkpoint._loader_state import make_resumable

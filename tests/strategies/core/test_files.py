@@ -1,14 +1,15 @@
-"""Temporary directories of a killed process are removed by the next run, those of a running one are not."""
+"""A file is replaced whole; temporary directories of a killed process are removed by the next run."""
 
 import os
 import subprocess
 import sys
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-from evener.strategies.core.scratch import scratch_directory
+from evener.strategies.core.files import replacing, scratch_directory
 
 
 @pytest.fixture
@@ -38,3 +39,18 @@ def test_what_a_killed_process_left_is_removed_by_the_next_run(temporary: Path) 
         assert alive.exists()
         assert other.exists()
     assert not folder.exists()
+
+
+def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    with replacing(path) as temporary:
+        temporary.write_text("old")
+    with suppress(OSError), replacing(path, durable=True) as temporary:
+        temporary.write_text("half")
+        raise OSError("the disk is full")
+    assert path.read_text() == "old"
+    with replacing(path, durable=True) as temporary:
+        temporary.write_text("new")
+        assert path.read_text() == "old"
+    assert path.read_text() == "new"
+    assert [found.name for found in tmp_path.iterdir()] == ["a.json"]

@@ -11,15 +11,14 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from .batch.layout import Layout
-from .batch.run_structures import RunStructures
-from .batch.structure import BatchDims, verify_batch_dims
-from .core.errors import ConfigError
-from .core.loop_contract import run_backward
-from .core.optimizer_states import load_states, state_to_parameters
-from .core.rng import seed_devices
-from .core.types import Batch, Device
-from .pipeline.options import StageOptions
+from ..core.errors import ConfigError
+from ..core.loop_contract import run_backward
+from ..core.optimizer_states import load_states, state_to_parameters
+from ..core.rng import seed_devices
+from ..core.types import Batch, Device
+from .layout import Layout
+from .run_structures import RunStructures
+from .structure import BatchDims, verify_batch_dims
 
 
 class OneProcessStrategy(pl_strategies.SingleDeviceStrategy):
@@ -29,8 +28,6 @@ class OneProcessStrategy(pl_strategies.SingleDeviceStrategy):
         devices: the devices; None takes the trainer's.
         batch_dims: which dimensions of the batch are samples, by path, where that can't be found out.
     """
-
-    stage_options: StageOptions | None = None
 
     def __init__(self, devices: Sequence[Device] | None, batch_dims: BatchDims | None) -> None:
         self._batch_dims = verify_batch_dims(batch_dims, self.strategy_name)
@@ -46,7 +43,7 @@ class OneProcessStrategy(pl_strategies.SingleDeviceStrategy):
     @property
     def layout(self) -> Layout:
         """How this process uses its devices."""
-        if self._layout is None or self._layout.devices != self.process_devices:
+        if self._layout is None:
             self._layout = self.new_layout()
         return self._layout
 
@@ -58,6 +55,8 @@ class OneProcessStrategy(pl_strategies.SingleDeviceStrategy):
     @parallel_devices.setter
     def parallel_devices(self, devices: Sequence[torch.device]) -> None:
         self._parallel_devices = list(devices)
+        if self._layout is not None and self._layout.devices != self._parallel_devices:
+            self._layout = None
 
     @property
     def process_devices(self) -> list[torch.device]:
@@ -145,9 +144,7 @@ class OneProcessStrategy(pl_strategies.SingleDeviceStrategy):
         """See `StepContract.scale_loss`: the loss is the whole batch's."""
         return loss
 
-    @override
-    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        return run_backward(self, closure_loss, optimizer, *args, **kwargs)
+    backward = run_backward
 
     def finish_backward(self) -> None:
         """Complete the gradients of the root's parameters."""

@@ -1,0 +1,67 @@
+"""Replace files whole, and make directories that do not outlive a killed process for long."""
+
+import os
+import shutil
+import socket
+import tempfile
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+
+@contextmanager
+def replacing(path: Path, durable: bool = False) -> Generator[Path]:
+    """Write a file so that at any time `path` is either the old one or the new one.
+
+    Args:
+        path: the file.
+        durable: whether the new name itself must survive a power failure; the block flushes the content.
+
+    Yields:
+        Where the block writes the file, in the same directory; it is removed if the block fails.
+    """
+    temporary = temporary_for(path)
+    try:
+        yield temporary
+        os.replace(temporary, path)
+        if durable and os.name == "posix":
+            directory = os.open(path.parent, os.O_RDONLY)
+            try:
+                os.fsync(directory)
+            finally:
+                os.close(directory)
+    except BaseException:
+        with suppress(OSError):
+            temporary.unlink()
+        raise
+
+
+def temporary_for(path: Path) -> Path:
+    """Name a temporary file beside `path` that tells which process of which machine writes it."""
+    return path.with_name(f".{path.name}.{socket.gethostname()}-{os.getpid()}.tmp")
+
+
+@contextmanager
+def scratch_directory() -> Generator[Path]:
+    """Make a directory for the duration of the block, readable by this user alone."""
+    prefix = f"evener-{socket.gethostname()}-"
+    for left in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
+        pid = left.name[len(prefix) :].partition("-")[0]
+        if pid.isdigit() and not is_alive(int(pid)):
+            shutil.rmtree(left, ignore_errors=True)
+    folder = Path(tempfile.mkdtemp(prefix=f"{prefix}{os.getpid()}-"))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process of this machine exists."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

@@ -1,0 +1,66 @@
+"""Follow the metrics of a run: which pass over the loaders, and which batch of it, they are updated with."""
+
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from .steps import MetricSteps
+from .sync import MetricSync
+
+
+class RunMetrics:
+    """Computes the values of metrics over all ranks, from `__init__` until `end`.
+
+    Args:
+        root_device: this rank's device, on which tensors are exchanged if the group can't send CPU tensors.
+        whole: whether a step calls a metric once, with all samples of this rank.
+
+    Attributes:
+        sync: the exchange of metric states between ranks.
+        steps: computes the values that metrics have for one global batch.
+    """
+
+    def __init__(self, root_device: torch.device, whole: bool) -> None:
+        self.sync, self.steps = MetricSync(root_device), MetricSteps(whole)
+        self.sync.start()
+        self.steps.start()
+        self._num_passes = 0
+        self._num_evaluated: Counter[int] = Counter()
+
+    @property
+    def has_evaluated(self) -> bool:
+        """Whether this pass is an evaluation that has run a step."""
+        return bool(self._num_evaluated)
+
+    def begin_pass(self, module: nn.Module) -> None:
+        """Prepare for the batches of another pass over loaders."""
+        self._num_passes += 1
+        self._num_evaluated.clear()
+        self.sync.watch(module)
+
+    def begin_training_batch(self, num_trained: int) -> None:
+        """Record that the next step is the one after `num_trained` training batches."""
+        self.sync.begin_batch((self._num_passes, num_trained, 0, 0))
+
+    def begin_evaluated_batch(
+        self, num_trained: int, loader: int, places: Sequence[int] | None, num_ranks: int
+    ) -> None:
+        """Record that the next step is an evaluation's.
+
+        Args:
+            num_trained: number of training batches before it.
+            loader: index of the loader.
+            places: positions of this rank's batches among all ranks' batches of the loader; None if unknown.
+            num_ranks: number of ranks.
+        """
+        number = self._num_evaluated[loader]
+        self._num_evaluated[loader] += 1
+        step = -1 if places is None else places[number] // num_ranks
+        self.sync.begin_batch((self._num_passes, num_trained, loader, step))
+
+    def end(self) -> None:
+        """Restore the metrics' own methods."""
+        self.sync.end()
+        self.steps.end()
