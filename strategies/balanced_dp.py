@@ -15,6 +15,7 @@ from .batch.policies import FirstChunk, Policy, Weighted
 from .core.devices import memory_bytes, peak_memory_bytes
 from .core.errors import ConfigError
 from .core.module_checks import has_batchnorm
+from .core.private import of_lightning
 from .dp import DataParallelStrategy
 from .replicas.layout import ReplicaLayout
 from .replicas.measurement import Measurement
@@ -190,7 +191,7 @@ class BalancedDataParallelStrategy(DataParallelStrategy):
     def _log(self, controller: BalanceController) -> None:
         module = self.lightning_module
         assert module is not None
-        if not module.trainer.loggers or not module.trainer._logger_connector.should_update_logs:
+        if not module.trainer.loggers or not of_lightning.logger_connector(module.trainer).should_update_logs:
             return
         values = controller.metrics()
         for i, device in enumerate(self.parallel_devices):

@@ -3,14 +3,13 @@
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.utilities.rank_zero import rank_zero_info
 from pytorch_lightning.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, Optimizer
 from typing_extensions import override
@@ -26,6 +25,8 @@ from .core.errors import ConfigError
 from .core.loop_contract import run_backward
 from .core.module_checks import end_of_step, why_whole
 from .core.optimizer_states import load_states, state_to_parameters
+from .core.private import of_lightning, of_torch
+from .core.private.of_torch import BatchNorm
 from .core.rng import seed_devices, seed_rank
 from .core.types import Batch
 from .data.loaders import BatchSizeIs, LoaderRole, RankLoaders, positions
@@ -190,7 +191,7 @@ class DDPStrategy(MultiProcessStrategy):
         self._verify_metrics(trainer.lightning_module)
         if self.balance is not None:
             self.balance.begin(self.world_size)
-        connector = trainer._accelerator_connector
+        connector = of_lightning.accelerator_connector(trainer)
         if self._trainer is not trainer:
             self._manages_samples = connector.use_distributed_sampler
             connector.use_distributed_sampler = False  # Lightning's sampler pads; `process_dataloader` cuts instead
@@ -271,7 +272,7 @@ class DDPStrategy(MultiProcessStrategy):
         if self._loaders is None:
             assert self.lightning_module is not None
             normed = any(
-                isinstance(layer, _BatchNorm) and not isinstance(layer, SyncedBatchNorm)
+                isinstance(layer, BatchNorm) and not isinstance(layer, SyncedBatchNorm)
                 for layer in self.lightning_module.modules()
             )
             sums, smallest = self._sums, 1 + normed
@@ -300,11 +301,11 @@ class DDPStrategy(MultiProcessStrategy):
         assert self.metrics is not None
         assert self.lightning_module is not None
         self.metrics.begin_pass(self.lightning_module)
-        self._shares.verify_evaluation(getattr(evaluation, "_combined_loader", None))
+        self._shares.verify_evaluation(getattr(evaluation, of_lightning.COMBINED_LOADER, None))
 
     @property
     def _evaluation_loop(self) -> Any:
-        return getattr(self._trainer, "_evaluation_loop")  # noqa: B009  # Lightning's own name
+        return of_lightning.evaluation_loop(self._trainer)
 
     def _tell_metrics(self) -> None:
         """Tell metrics to which global batch the next step belongs."""
@@ -317,8 +318,8 @@ class DDPStrategy(MultiProcessStrategy):
             metrics.begin_training_batch(num_trained)
             return
         loop = self._evaluation_loop
-        index = loop._results.dataloader_idx or 0
-        places = positions(loop._combined_loader.flattened[index])
+        index = of_lightning.results(loop).dataloader_idx or 0
+        places = positions(of_lightning.combined_loader(loop).flattened[index])
         metrics.begin_evaluated_batch(num_trained, index, places, self.world_size)
 
     @override
@@ -334,7 +335,7 @@ class DDPStrategy(MultiProcessStrategy):
             seed_devices(self.process_devices)
 
     def _tell_batch_size(self, trainer: pl.Trainer) -> None:
-        loader = trainer.fit_loop._combined_loader
+        loader = of_lightning.combined_loader(trainer.fit_loop)
         size: Any = getattr(loader.flattened[0], "batch_size", None) if loader is not None else None
         if not isinstance(size, int):
             return
@@ -360,7 +361,7 @@ class DDPStrategy(MultiProcessStrategy):
         assert trainer is not None
         self.weighed_losses.clear()
         if trainer.training:
-            self._shares.read(getattr(trainer.fit_loop._combined_loader, "flattened", ()))
+            self._shares.read(getattr(of_lightning.combined_loader(trainer.fit_loop), "flattened", ()))
             self._scale = self._shares.weight
         else:
             self._shares.read(self._evaluated_loaders(trainer, dataloader_idx))
@@ -370,10 +371,12 @@ class DDPStrategy(MultiProcessStrategy):
         if not (trainer.evaluating or (self.evaluates_in_step and trainer.predicting)):
             return []
         loop: Any = trainer.predict_loop if trainer.predicting else self._evaluation_loop
-        combined = loop._combined_loader
+        combined = of_lightning.combined_loader(loop)
         if combined is None:
             return []
-        return [combined.flattened[dataloader_idx]] if combined._mode == "sequential" else combined.flattened
+        return (
+            [combined.flattened[dataloader_idx]] if of_lightning.mode(combined) == "sequential" else combined.flattened
+        )
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
@@ -404,7 +407,7 @@ class DDPStrategy(MultiProcessStrategy):
     def _verify_parts(self) -> None:
         assert self._trainer is not None
         loop = self._trainer.fit_loop
-        self._shares.verify_parts(loop._combined_loader, loop.max_batches)
+        self._shares.verify_parts(of_lightning.combined_loader(loop), loop.max_batches)
 
     def _own_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         """Run this rank's own step, through DDP's wrapper if that is to reduce gradients in the backward pass."""
@@ -422,7 +425,7 @@ class DDPStrategy(MultiProcessStrategy):
 
     def _sync_buffers(self) -> None:
         if isinstance(self.model, DistributedDataParallel) and self.model.will_sync_module_buffers():
-            self.model._sync_buffers()
+            of_torch.sync_buffers(self.model)()
 
     backward = run_backward
 
@@ -545,7 +548,8 @@ class DDPStrategy(MultiProcessStrategy):
         loop = self._trainer.predict_loop
         if not loop.return_predictions:
             return
-        for loader, predictions in zip(cast(Any, loop._combined_loader).flattened, loop._predictions, strict=True):
+        loaders = of_lightning.combined_loader(loop).flattened
+        for loader, predictions in zip(loaders, of_lightning.predictions(loop), strict=True):
             merged = in_loader_order(predictions, positions(loader), self.global_rank, gather_on_first)
             predictions[:] = merged if self.is_global_zero else predictions
 

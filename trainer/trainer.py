@@ -21,6 +21,7 @@ from typing_extensions import override
 from ..strategies import STRATEGIES
 from ..strategies.core.device_names import are_names, give_devices
 from ..strategies.core.lightning_names import verify_family
+from ..strategies.core.private import of_lightning, put
 from ..strategies.registry import ranks_of, stop_signal_of
 from .callbacks.nonfinite import DetectNonFinite
 from .checkpoint import Checkpoint, distinguish
@@ -120,8 +121,8 @@ class Trainer(pl.Trainer):
             callbacks.insert(0, DetectNonFinite(detect_nonfinite))
         self._make_lean(bool(kwargs.get("inference_mode", True)))
         # Lightning's logs from within the handler; a strategy of several processes puts its own in this place
-        self._signal_connector._sigterm_notifier_fn = self._on_signal
-        own = self.strategy._checkpoint_io is not None  # the strategy's own, or given by the user
+        put(self._signal_connector, sigterm_notifier_fn=self._on_signal)
+        own = of_lightning.checkpoint_io(self.strategy) is not None  # the strategy's own, or given by the user
         if not own and type(self.strategy.checkpoint_io) is TorchCheckpointIO:
             self.strategy.checkpoint_io = VerifiedCheckpointIO()
 
@@ -130,9 +131,9 @@ class Trainer(pl.Trainer):
         connector = self._accelerator_connector
         word = _CHOSEN_BY_LIGHTNING.get(type(connector.strategy))
         if word is not None:
-            connector._strategy_flag = STRATEGIES[word]()
-            connector._init_strategy()
-            connector._lazy_init_strategy()
+            put(connector, strategy_flag=STRATEGIES[word]())
+            of_lightning.init_strategy(connector)()
+            of_lightning.lazy_init_strategy(connector)()
 
     def _make_lean(self, inference_mode: bool) -> None:
         """Replace Lightning's loops, which have not run yet, with the lean ones, which also resume exactly."""
@@ -202,7 +203,7 @@ class Trainer(pl.Trainer):
                 raise KeyboardInterrupt
             received.append(signum)
             # a strategy of several processes has a function of its own in this place
-            self._signal_connector._sigterm_notifier_fn(signum, frame)  # pyright: ignore[reportArgumentType]  # untyped
+            of_lightning.sigterm_notifier_fn(self._signal_connector)(signum, frame)  # pyright: ignore[reportArgumentType]  # untyped
 
         in_main_thread = threading.current_thread() is threading.main_thread()
         fitting = in_main_thread and self.state.fn == TrainerFn.FITTING

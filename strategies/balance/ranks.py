@@ -11,6 +11,7 @@ from torch.distributed import Work
 
 from ..batch.policies import Even, Policy, Weighted
 from ..core.errors import ConfigError
+from ..core.private import of_lightning
 from .checkpointed import KeptController
 from .controller import BalanceController
 from .rank_timer import RankTimer
@@ -124,7 +125,7 @@ class RankBalance:
 
 def _log(controller: BalanceController, module: pl.LightningModule) -> None:
     trainer: Any = module.trainer
-    if not trainer.loggers or not trainer._logger_connector.should_update_logs:
+    if not trainer.loggers or not of_lightning.logger_connector(trainer).should_update_logs:
         return
     for name, value in controller.metrics().items():
         if "bytes" not in name:

@@ -10,6 +10,7 @@ from pytorch_lightning.utilities.combined_loader import CombinedLoader
 from pytorch_lightning.utilities.model_helpers import is_overridden
 
 from ..core.errors import ConfigError
+from ..core.private import of_lightning
 from ..core.types import Batch
 from ._tree import option_key
 from .evidence import Inputs, LoaderEvidence
@@ -74,16 +75,16 @@ class RunStructures:
             for path, loader in LoaderEvidence(combined).loaders()
             if self.options.get(option_key(path)) != "shared" and (sizes := _sizes(loader))
         ]
-        if len(loaders) < 2 or not isinstance(combined, CombinedLoader) or combined._mode == "sequential":
+        if len(loaders) < 2 or not isinstance(combined, CombinedLoader) or of_lightning.mode(combined) == "sequential":
             return
         counts = [len(sizes) for _, sizes in loaders]
-        steps = min(counts) if combined._mode == "min_size" else max(counts)
+        steps = min(counts) if of_lightning.mode(combined) == "min_size" else max(counts)
         for step in range(int(min(steps, limit))):
             # with max_size a loader that has ended gives nothing; with max_size_cycle it begins again
             now = [
                 (path, sizes[step % len(sizes)])
                 for path, sizes in loaders
-                if step < len(sizes) or combined._mode == "max_size_cycle"
+                if step < len(sizes) or of_lightning.mode(combined) == "max_size_cycle"
             ]
             for path, size in now:
                 if size != now[0][1]:
@@ -101,7 +102,7 @@ def run_structures(trainer: pl.Trainer) -> RunStructures:
     own = getattr(trainer.strategy, "structures", None)
     if own is not None:
         return own
-    combined = trainer.fit_loop._combined_loader
+    combined = of_lightning.combined_loader(trainer.fit_loop)
     return _WITHOUT_STRATEGY.setdefault(combined, RunStructures()) if combined is not None else RunStructures()
 
 
@@ -112,7 +113,7 @@ def batch_structure(trainer: pl.Trainer, dataloader_idx: int = 0) -> BatchStruct
 
 def dataloader_index(trainer: pl.Trainer, rest: tuple[Any, ...]) -> int:
     """Which loader an evaluated batch is from: the last argument of a step, where there are several loaders."""
-    loop: Any = trainer._active_loop
+    loop: Any = of_lightning.active_loop(trainer)
     return rest[-1] if not trainer.training and rest and loop is not None and loop.num_dataloaders > 1 else 0
 
 
@@ -126,9 +127,9 @@ def _stage(trainer: pl.Trainer) -> str:
 
 
 def _evidence(trainer: pl.Trainer, dataloader_idx: int) -> LoaderEvidence:
-    combined: Any = getattr(trainer._active_loop, "_combined_loader", None)
+    combined: Any = getattr(of_lightning.active_loop(trainer), of_lightning.COMBINED_LOADER, None)
     loader = combined
-    if isinstance(combined, CombinedLoader) and combined._mode == "sequential":
+    if isinstance(combined, CombinedLoader) and of_lightning.mode(combined) == "sequential":
         loader = combined.flattened[dataloader_idx]
     module, data = trainer.lightning_module, getattr(trainer, "datamodule", None)
     hooked = any(
@@ -136,9 +137,9 @@ def _evidence(trainer: pl.Trainer, dataloader_idx: int) -> LoaderEvidence:
     )
 
     def transform(batch: Batch) -> Batch:
-        batch = module._on_before_batch_transfer(batch, dataloader_idx=dataloader_idx)
+        batch = of_lightning.on_before_batch_transfer(module)(batch, dataloader_idx=dataloader_idx)
         device = trainer.strategy.root_device
-        return module._apply_batch_transfer_handler(batch, device=device, dataloader_idx=dataloader_idx)
+        return of_lightning.apply_batch_transfer_handler(module)(batch, device=device, dataloader_idx=dataloader_idx)
 
     return LoaderEvidence(loader, transform if hooked else None)
 

@@ -7,6 +7,8 @@ from contextlib import contextmanager, nullcontext
 import torch
 from torch import Tensor
 
+from .private import of_torch
+
 _OUT_OF_MEMORY = (
     "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED", "MPS backend out of memory", "DefaultCPUAllocator",
 )  # fmt: skip
@@ -93,14 +95,14 @@ def broadcast_coalesced(
     home = sources[0].device
     for target in targets:
         if target[0].device == home:
-            torch._foreach_copy_(list(target), list(sources))
+            of_torch.foreach_copy_(list(target), list(sources))
     away = [target for target in targets if target[0].device != home]
     for bucket in buckets(sources, bucket_bytes) if away else ():
         parts = [sources[i] for i in bucket]
         flat, shapes = flattened(parts), [part.shape for part in parts]
         for target in away:
             moved = unflattened(to_device(flat, target[0].device), shapes)
-            torch._foreach_copy_([target[i] for i in bucket], moved)
+            of_torch.foreach_copy_([target[i] for i in bucket], moved)
 
 
 def move_coalesced(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:

@@ -8,15 +8,16 @@ import torch
 from pytorch_lightning.utilities.model_helpers import is_overridden
 from pytorch_lightning.utilities.signature_utils import is_param_in_hook_signature
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
 from .errors import ConfigError
+from .private import of_metrics
+from .private.of_torch import BatchNorm
 
 
 def has_batchnorm(module: nn.Module) -> bool:
     """Whether the module has a BatchNorm layer, which can't train on a single sample."""
-    return any(isinstance(layer, _BatchNorm) for layer in module.modules())
+    return any(isinstance(layer, BatchNorm) for layer in module.modules())
 
 
 def verify_takes_batches(module: pl.LightningModule, who: str, instead: str) -> None:
@@ -70,7 +71,7 @@ def why_whole(metric: nn.Module) -> str | None:
     Returns:
         The reason and what to do, as the end of a sentence.
     """
-    defaults: dict[str, Any] = getattr(metric, "_defaults", {})
+    defaults: dict[str, Any] = getattr(metric, of_metrics.DEFAULTS, {})
     if getattr(metric, "data_range", 0) is None and "min_target" not in defaults:
         return "takes its range from the samples of each update (data_range=None). Pass data_range=(lowest, highest)"
     if any(kind.__name__ == "_AbstractGroupStatScores" for kind in type(metric).__mro__):

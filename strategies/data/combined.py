@@ -6,6 +6,7 @@ from typing import Any
 from pytorch_lightning.utilities.combined_loader import CombinedLoader
 
 from ..core.errors import ConfigError
+from ..core.private import of_lightning
 from .sampling import RankBatches
 
 EVALUATED = (
@@ -33,19 +34,20 @@ def verify_side_by_side(combined: Any, strategy: str, why: str = EVALUATED, most
     Raises:
         ConfigError: the parts differ in some step.
     """
-    if not isinstance(combined, CombinedLoader) or combined._mode == "sequential" or len(combined.flattened) < 2:
+    mode = of_lightning.mode(combined) if isinstance(combined, CombinedLoader) else "sequential"
+    if mode == "sequential" or len(combined.flattened) < 2:
         return
     read: list[RankBatches | None] = [getattr(loader, "rank_batches", None) for loader in combined.flattened]
     steps = [sizes for one in read if one is not None and (sizes := one.part_sizes()) is not None]
     for step in range(int(min(max(map(len, steps), default=0), most))):
-        if combined._mode == "min_size" and step >= min(map(len, steps)):
+        if mode == "min_size" and step >= min(map(len, steps)):
             return
-        cycles = combined._mode == "max_size_cycle"
+        cycles = mode == "max_size_cycle"
         now = [sizes[step % len(sizes)] for sizes in steps if sizes and (step < len(sizes) or cycles)]
         for sizes in now:
             if any(mine * sum(now[0]) != first * sum(sizes) for mine, first in zip(sizes, now[0], strict=True)):
                 raise ConfigError(
-                    f"{strategy}: the loaders combined by {combined._mode!r} give the ranks unequal parts in step "
+                    f"{strategy}: the loaders combined by {mode!r} give the ranks unequal parts in step "
                     f"{step + 1}: {_listed(now[0])} samples of one loader and {_listed(sizes)} of another, {why}"
                 )
 

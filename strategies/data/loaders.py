@@ -12,7 +12,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
-from pytorch_lightning.overrides.distributed import _IndexBatchSamplerWrapper
 from torch import Tensor
 from torch.distributed import Work
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
@@ -20,6 +19,8 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Itera
 from ..batch.policies import Even, Policy
 from ..batch.structure import BatchStructure
 from ..core.errors import ConfigError
+from ..core.private import of_lightning, put
+from ..core.private.of_lightning import IndexBatchSamplerWrapper
 from ._sampler_order import Agree, worker_seeds
 from .sampling import Cut, Deal, Divide, RankBatches, Share
 from .streams import Divided, Lockstep, Stream
@@ -105,13 +106,18 @@ class RankLoaders:
     def _cut(self, loader: DataLoader[Any], cut: Cut, joins: bool) -> DataLoader[Any]:
         name = "sampler" if loader.batch_sampler is None else "batch_sampler"
         units = getattr(loader, name)
-        tracks_indices = isinstance(units, _IndexBatchSamplerWrapper)  # Lightning's, for prediction writers
+        tracks_indices = isinstance(units, IndexBatchSamplerWrapper)  # Lightning's, for prediction writers
         batches = RankBatches(
-            units._batch_sampler if tracks_indices else units, cut, self.rank, self.num_ranks, joins, self.agree
+            of_lightning.batch_sampler(units) if tracks_indices else units,
+            cut,
+            self.rank,
+            self.num_ranks,
+            joins,
+            self.agree,
         )
         clone = self._seeded(loader)
         # DataLoader refuses such an assignment on a loader in use; this one is new
-        object.__setattr__(clone, name, _IndexBatchSamplerWrapper(batches) if tracks_indices else batches)
+        object.__setattr__(clone, name, IndexBatchSamplerWrapper(batches) if tracks_indices else batches)
         object.__setattr__(clone, "rank_batches", batches)
         return clone
 
@@ -137,7 +143,7 @@ class RankLoaders:
 
     def _seeded(self, loader: DataLoader[Any]) -> DataLoader[Any]:
         clone = copy.copy(loader)
-        clone._iterator = None
+        put(clone, iterator=None)
         clone.worker_init_fn = worker_seeds(self.rank, loader.worker_init_fn)
         object.__setattr__(clone, "evener_original", loader)
         return clone

@@ -10,6 +10,7 @@ from torch.distributed import Work
 
 from ..batch.structure import BatchStructure
 from ..core.errors import ConfigError
+from ..core.private import of_lightning, put
 from ..core.types import Batch
 from ._sampler_order import Agree, in_one_order
 from .sampling import Divide, Share
@@ -30,11 +31,11 @@ class Stream:
     @property
     def _iterator(self) -> Any:
         """The iterator on which Lightning shuts down a DataLoader's workers."""
-        return getattr(self.loader, "_iterator")  # noqa: B009  # AttributeError if the loader is not a DataLoader
+        return of_lightning.iterator(self.loader)  # AttributeError if the loader is not a DataLoader
 
     @_iterator.setter
     def _iterator(self, iterator: Any) -> None:
-        setattr(self.loader, "_iterator", iterator)  # noqa: B010
+        put(self.loader, iterator=iterator)
 
 
 class Lockstep(Stream):

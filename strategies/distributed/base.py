@@ -20,6 +20,7 @@ from typing_extensions import override
 from ..core.devices import is_accelerator, precise_dtype, scalar
 from ..core.errors import ConfigError
 from ..core.module_checks import hooked
+from ..core.private import of_lightning, put
 from ._coordinator import RankCoordinator
 from ._same_weights import give_same_weights
 from .environment import kubeflow
@@ -170,7 +171,7 @@ class MultiProcessStrategy(pl_strategies.DDPStrategy):
         if self._trainer is not trainer:
             self._trainer = trainer
             # Lightning's handler broadcasts, possibly in the middle of another collective
-            trainer._signal_connector._sigterm_notifier_fn = self._on_signal
+            put(of_lightning.signal_connector(trainer), sigterm_notifier_fn=self._on_signal)
         if self.coordinator is not None:
             self.coordinator.heartbeat.count_steps = lambda: trainer.global_step
         self.place(trainer)

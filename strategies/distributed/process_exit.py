@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
+from ..core.private import of_torch
 from ._store_watch import RANK_FAILED
 from .store import leave_store
 
@@ -92,7 +93,7 @@ def nccl() -> Any:
     if not dist.is_initialized() or "nccl" not in dist.get_backend_config():
         return None
     world: Any = dist.group.WORLD
-    return world._get_backend(torch.device("cuda"))
+    return of_torch.get_backend(world)(torch.device("cuda"))
 
 
 def end_process(status: int) -> NoReturn:

@@ -9,13 +9,13 @@ import torch
 import torch.distributed as dist
 from pytorch_lightning.plugins.layer_sync import LayerSync
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from typing_extensions import override
 
 from ..core.errors import ConfigError
+from ..core.private.of_torch import BatchNorm
 
 
-class SyncedBatchNorm(_BatchNorm):
+class SyncedBatchNorm(BatchNorm):
     """Class of BatchNorm layers during training; see `SyncBatchNorm`.
 
     Attributes:
@@ -24,7 +24,7 @@ class SyncedBatchNorm(_BatchNorm):
     """
 
     counts: bool
-    plain_class: type[_BatchNorm]
+    plain_class: type[BatchNorm]
 
     @override
     def forward(self, input: Tensor) -> Tensor:
@@ -97,7 +97,7 @@ def verify_whole_batch(module: nn.Module, synchronizes: bool, who: str, instead:
     layers = [
         name
         for name, layer in module.named_modules()
-        if isinstance(layer, _BatchNorm if synchronizes else nn.SyncBatchNorm)
+        if isinstance(layer, BatchNorm if synchronizes else nn.SyncBatchNorm)
     ]
     if layers:
         raise ConfigError(
@@ -113,7 +113,7 @@ class SyncBatchNorm(LayerSync):
     @override
     def apply(self, model: nn.Module) -> nn.Module:
         for layer in model.modules():
-            if isinstance(layer, _BatchNorm) and not isinstance(layer, (SyncedBatchNorm, nn.SyncBatchNorm)):
+            if isinstance(layer, BatchNorm) and not isinstance(layer, (SyncedBatchNorm, nn.SyncBatchNorm)):
                 plain: Any = type(layer)
                 layer.__class__ = SyncedBatchNorm
                 vars(layer).update(plain_class=plain, counts=True)

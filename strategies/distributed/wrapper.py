@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from ..core.private import of_torch, put
+
 
 def reduce_finished(model: DistributedDataParallel) -> None:
     """Average the parameters' gradients over all ranks, unless DDP's synchronization is off (accumulation)."""
@@ -37,14 +39,14 @@ def reduce_finished(model: DistributedDataParallel) -> None:
 @contextmanager
 def _without_hooks(parameters: list[nn.Parameter]) -> Generator[None]:
     """Disable the parameters' hooks, which have seen these gradients already, inside the block."""
-    hooked: list[tuple[Any, Any]] = [(p, p._backward_hooks) for p in parameters if p._backward_hooks]
+    hooked: list[tuple[Any, Any]] = [(p, of_torch.backward_hooks(p)) for p in parameters if of_torch.backward_hooks(p)]
     for parameter, _ in hooked:
-        parameter._backward_hooks = None
+        put(parameter, backward_hooks=None)
     try:
         yield
     finally:
         for parameter, hooks in hooked:
-            parameter._backward_hooks = hooks
+            put(parameter, backward_hooks=hooks)
 
 
 class _FinishedGradients(torch.autograd.Function):
@@ -67,7 +69,7 @@ def verify_reduced(model: DistributedDataParallel) -> None:
     Without it the error comes in the next forward, after a step with gradients that were not averaged over the ranks.
     """
     if model.require_backward_grad_sync:
-        model.reducer._rebuild_buckets()  # what the next forward begins with
+        of_torch.rebuild_buckets(model.reducer)()  # what the next forward begins with
 
 
 _NOTHING = object()

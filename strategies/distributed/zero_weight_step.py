@@ -13,6 +13,7 @@ from torch.nn.utils.weight_norm import WeightNorm
 from torchmetrics import Metric
 
 from ..core.patching import replaced
+from ..core.private import of_metrics, of_torch
 from .sync_batchnorm import SyncedBatchNorm
 
 _LOG_OPTIONS = list(inspect.signature(pl.LightningModule.log).parameters)[3:]  # after self, name and value
@@ -64,14 +65,17 @@ def recompute_weights(module: nn.Module) -> None:
     before the optimizer step; `ModelPruning` would prune other weights on it.
     """
     for layer in module.modules():
-        for hook in layer._forward_pre_hooks.values():
+        for hook in of_torch.forward_pre_hooks(layer).values():
             if isinstance(hook, (BasePruningMethod, WeightNorm)):
                 hook(layer, ())
 
 
 def _metric_state(metric: Metric) -> dict[str, Any]:
     counters = [name for name, value in vars(metric).items() if isinstance(value, (int, float))]  # Running has one
-    values = {name: getattr(metric, name) for name in (*metric._defaults, *counters, "_computed", "_forward_cache")}
+    values = {
+        name: getattr(metric, name)
+        for name in (*of_metrics.defaults(metric), *counters, of_metrics.COMPUTED, of_metrics.FORWARD_CACHE)
+    }
     return {name: list(value) if isinstance(value, list) else _kept(value) for name, value in values.items()}
 
 

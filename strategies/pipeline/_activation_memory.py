@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
-from torch.utils._pytree import tree_map_only
 
+from ..core.private import of_torch
+from ..core.private.of_torch import FakeTensorMode, tree_map_only
 from .module_parts import Part
 
 
@@ -68,4 +68,4 @@ class _Meter:
 
 
 def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    return of_torch.cdata(tensor.untyped_storage())

@@ -15,6 +15,7 @@ from torch import nn
 from torchmetrics import Metric
 
 from ..core.patching import replaced
+from ..core.private import of_torch, put
 
 _Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -57,7 +58,7 @@ class MetricValues:
         """
         inputs = self._inputs.get(id(metric), {})
         if len(inputs) > 1:
-            metric._forward_cache = self._value(metric, [inputs[microbatch] for microbatch in sorted(inputs)])
+            put(metric, forward_cache=self._value(metric, [inputs[microbatch] for microbatch in sorted(inputs)]))
         return metric
 
     def _value(self, metric: Metric, inputs: list[_Inputs]) -> Any:
@@ -67,7 +68,7 @@ class MetricValues:
         copy.to(metric.device)
         for part in copy.modules():
             if isinstance(part, Metric):
-                part._to_sync = part.dist_sync_on_step  # as `forward` does: a step's value is this process's own
+                put(part, to_sync=part.dist_sync_on_step)  # as `forward` does: a step's value is this process's own
         copy.reset()
         with torch.no_grad():
             for args, kwargs in inputs:
@@ -85,6 +86,6 @@ def without_hooks(metric: Metric) -> Metric:
     """Copy a metric without its hooks: one that has buffers of its own is a part of a stage, which watches it."""
     with ExitStack() as stack:
         for part in metric.modules():
-            for hooks in ("_forward_hooks", "_forward_pre_hooks"):
+            for hooks in (of_torch.FORWARD_HOOKS, of_torch.FORWARD_PRE_HOOKS):
                 stack.enter_context(replaced(part, hooks, OrderedDict()))
         return metric.clone()

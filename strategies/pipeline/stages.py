@@ -11,10 +11,11 @@ import torch
 from pytorch_lightning import LightningModule
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.hooks import RemovableHandle
 
 from ..core.errors import ConfigError
+from ..core.private import of_torch
+from ..core.private.of_torch import tree_flatten, tree_leaves, tree_unflatten
 from ..core.side_streams import cross, is_plain, work_so_far
 from ..core.types import Batch
 from ._activation_memory import profile_activations
@@ -309,6 +310,7 @@ class Stages:
 def traced_around(module: nn.Module, hook: Callable[..., Any]) -> Callable[..., Any]:
     """Exclude a hook from `torch.compile`: it waits for turns, which can't be traced."""
     compiled = any(
-        part._compiled_call_impl is not None or type(part).__name__ == "OptimizedModule" for part in module.modules()
+        of_torch.compiled_call_impl(part) is not None or type(part).__name__ == "OptimizedModule"
+        for part in module.modules()
     )
     return torch.compiler.disable(hook) if compiled else hook

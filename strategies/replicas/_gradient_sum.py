@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..core.devices import buckets, flattened, is_accelerator, move_coalesced, unflattened
+from ..core.private import of_torch
 from ..core.side_streams import finish_copy, on_incoming, start_copy, work_so_far
 
 BUCKET_BYTES = 2**25
@@ -118,7 +119,7 @@ class GradientSum:
                 else:
                     self._sums[i] = part
             if sums:
-                torch._foreach_add_(sums, parts)
+                of_torch.foreach_add_(sums, parts)
 
     def _add_rest(self, parameters: Sequence[Tensor]) -> None:
         """Add the gradients that a replica's parameters still have, one bucket at a time."""
@@ -148,7 +149,7 @@ class GradientSum:
                 sums.append(total)
                 parts.append(gradient)
         if sums:
-            torch._foreach_add_(sums, parts)
+            of_torch.foreach_add_(sums, parts)
 
 
 def _gradient(parameter: Tensor) -> Tensor:
@@ -162,7 +163,7 @@ def _layout(parameter: Tensor) -> torch.layout:
 
 def _hooked(parameter: Tensor, gradient: Tensor) -> Tensor:
     """Pass a replica's gradient through the root parameter's hooks, as autograd does with the root's gradient."""
-    for hook in tuple((parameter._backward_hooks or {}).values()):
+    for hook in tuple((of_torch.backward_hooks(parameter) or {}).values()):
         changed = hook(gradient)
         gradient = gradient if changed is None else changed
     return gradient
@@ -204,7 +205,7 @@ class _Sender:
     def _ready(self, i: int) -> Callable[[Tensor], None]:
         def ready(parameter: Tensor) -> None:
             gradient = _gradient(parameter)
-            if gradient.layout is not torch.strided or self._root[i]._backward_hooks:
+            if gradient.layout is not torch.strided or of_torch.backward_hooks(self._root[i]):
                 return
             if self._open and gradient.dtype != self._open[0][1].dtype:
                 self.flush()

@@ -12,6 +12,7 @@ from torchmetrics.utilities import dim_zero_cat, dim_zero_max, dim_zero_min, dim
 from ..batch.metric_calls import MetricCalls, call_again, outermost_metrics, takes_whole_batches
 from ..batch.structure import are_equal
 from ..core.errors import ConfigError
+from ..core.private import of_metrics, put
 from ._module_copy import copy_metric
 from .replicas import Replicas
 
@@ -81,7 +82,7 @@ class MetricMerger:
         """Map a copy to the root's metric, and the value of a chunk to the whole batch's; others stay unchanged."""
         if isinstance(value, Tensor):
             found = self._values.get(id(value))
-            return value if found is None else found[1]._forward_cache
+            return value if found is None else of_metrics.forward_cache(found[1])
         return self._originals.get(id(value), value)
 
     def merge(self, used: Sequence[int], sizes: Sequence[int]) -> None:
@@ -95,16 +96,16 @@ class MetricMerger:
             ConfigError: a metric can't be merged; the message names it.
         """
         self._values = {
-            id(copy._forward_cache): (copy._forward_cache, metric)
+            id(of_metrics.forward_cache(copy)): (of_metrics.forward_cache(copy), metric)
             for metric, copies in zip(self._metrics, self._copies, strict=True)
             for copy in copies
-            if isinstance(copy._forward_cache, Tensor)
+            if isinstance(of_metrics.forward_cache(copy), Tensor)
         }
         with torch.inference_mode(False), torch.no_grad():
             for metric in self._metrics:
                 _make_writable(metric)
             for metric, copies, is_merged in zip(self._metrics, self._copies, self._is_merged, strict=True):
-                updated = [copy for copy in copies if copy._update_count > 0]
+                updated = [copy for copy in copies if of_metrics.update_count(copy) > 0]
                 if is_merged and updated:
                     self._carry_attributes(metric, updated)
                     _merge(metric, updated)
@@ -118,7 +119,7 @@ class MetricMerger:
         with torch.inference_mode(False), torch.no_grad():
             for copies, is_merged in zip(self._copies, self._is_merged, strict=True):
                 for copy in copies:
-                    if copy._update_count > 0 or not is_merged:
+                    if of_metrics.update_count(copy) > 0 or not is_merged:
                         copy.reset()
 
     def _carry_attributes(self, metric: Metric, copies: Sequence[Metric]) -> None:
@@ -128,7 +129,7 @@ class MetricMerger:
             ConfigError: it is another value on each replica, or may be.
         """
         for name, value in vars(copies[0]).items():
-            if name.startswith("_") or name in metric._defaults or name in _METHODS:
+            if name.startswith("_") or name in of_metrics.defaults(metric) or name in _METHODS:
                 continue
             values = [vars(copy).get(name) for copy in copies]
             if value is vars(metric).get(name) or are_equal([vars(metric).get(name), *values]):
@@ -169,15 +170,16 @@ def is_mergeable(metric: Metric) -> bool:
     if type(metric).merge_state is not Metric.merge_state:
         return True
     return all(
-        metric._reductions[name] in _MERGEABLE or (metric._reductions[name] is None and isinstance(default, list))
-        for name, default in metric._defaults.items()
+        of_metrics.reductions(metric)[name] in _MERGEABLE
+        or (of_metrics.reductions(metric)[name] is None and isinstance(default, list))
+        for name, default in of_metrics.defaults(metric).items()
     )
 
 
 def _make_writable(metric: Metric) -> None:
     """Replace states that a hook of a test or prediction has reset: in inference mode they become inference tensors."""
     for part in metric.modules():
-        for name in part._defaults if isinstance(part, Metric) else ():
+        for name in of_metrics.defaults(part) if isinstance(part, Metric) else ():
             state = getattr(part, name)
             if isinstance(state, Tensor) and state.is_inference():
                 setattr(part, name, state.clone())
@@ -187,11 +189,10 @@ def _merge(metric: Metric, copies: Sequence[Metric]) -> None:
     first, *others = copies
     for other in others:
         _append(first, _states(other))
-    if any(copy._forward_cache is not None for copy in copies):
-        metric._forward_cache = _own_value(first)
+    if any(of_metrics.forward_cache(copy) is not None for copy in copies):
+        put(metric, forward_cache=_own_value(first))
     _append(metric, _states(first))
-    metric._update_count += 1
-    metric._computed = None
+    put(metric, update_count=of_metrics.update_count(metric) + 1, computed=None)
 
 
 def _own_value(metric: Metric) -> Any:
@@ -199,16 +200,15 @@ def _own_value(metric: Metric) -> Any:
     parts = [part for part in metric.modules() if isinstance(part, Metric)]
     try:
         for part in parts:
-            part._computed = None
-            part._to_sync = part.dist_sync_on_step
+            put(part, computed=None, to_sync=part.dist_sync_on_step)
         return metric.compute()
     finally:
         for part in parts:
-            part._to_sync = part.sync_on_compute
+            put(part, to_sync=part.sync_on_compute)
 
 
 def _states(metric: Metric) -> dict[str, Any]:
-    return {name: getattr(metric, name) for name in metric._defaults}
+    return {name: getattr(metric, name) for name in of_metrics.defaults(metric)}
 
 
 def _append(metric: Metric, states: dict[str, Any]) -> None:
@@ -219,7 +219,7 @@ def _append(metric: Metric, states: dict[str, Any]) -> None:
     if type(metric).merge_state is not Metric.merge_state:
         metric.merge_state(own)
     else:
-        metric._reduce_states(own)
+        of_metrics.reduce_states(metric)(own)
 
 
 def _moved(state: Tensor | list[Tensor], device: torch.device) -> Tensor | list[Tensor]:

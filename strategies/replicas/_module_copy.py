@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from torchmetrics import Metric, MetricCollection
 
+from ..core.private import of_torch, put
 from ._compiled import is_wrapper
 
 HOOKS = tuple(key for key, value in nn.Module().__dict__.items() if "hooks" in key and isinstance(value, dict))
@@ -152,10 +153,10 @@ class ModuleCopy:
             return self._copy_metric(original)
         if is_wrapper(original):
             compiled: Any = original
-            replica = type(compiled)(self._copy_module(compiled._orig_mod), compiled.dynamo_ctx)
+            replica = type(compiled)(self._copy_module(of_torch.orig_mod(compiled)), compiled.dynamo_ctx)
             self._copies[id(original)] = (original, replica)
             return replica
-        replica = original._replicate_for_data_parallel()
+        replica = of_torch.replicate_for_data_parallel(original)()
         del replica.__dict__["_is_replica"]  # replicas here have their own parameters
         self._copies[id(original)] = (original, replica)
         self.pairs.append((original, replica))
@@ -250,8 +251,8 @@ def copy_metric(metric: Any, device: torch.device, memo: dict[int, Any]) -> Any:
     replica = copy.deepcopy(metric, memo).to(device)  # what metrics share, their copies share
     replica.reset()
     if isinstance(replica, MetricCollection):
-        replica._enable_compute_groups = False  # every member keeps its own state, which is merged
-        replica._groups_checked = False
+        # every member keeps its own state, which is merged
+        put(replica, enable_compute_groups=False, groups_checked=False)
     return replica
 
 

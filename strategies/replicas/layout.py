@@ -21,6 +21,7 @@ from ..core.batch_readers import batch_reader
 from ..core.devices import is_accelerator
 from ..core.errors import ConfigError
 from ..core.module_checks import end_of_step, has_batchnorm, verify_takes_batches
+from ..core.private import of_lightning
 from ..core.types import Batch
 from .runner import CutsReplicas, ReplicaRunner
 from .submodule import ParallelForward, find_submodule
@@ -156,8 +157,8 @@ class ReplicaLayout(Layout):
     def verify_loaders(self) -> None:
         loop = self._trainer.fit_loop
         if self._forward is None:
-            self.structures.verify_combined(loop._combined_loader, self._trainer.num_training_batches)
-            self.structures.verify_combined(loop.epoch_loop.val_loop._combined_loader)
+            self.structures.verify_combined(of_lightning.combined_loader(loop), self._trainer.num_training_batches)
+            self.structures.verify_combined(of_lightning.combined_loader(loop.epoch_loop.val_loop))
 
     @override
     def step(self, name: str, *args: Any, **kwargs: Any) -> Any:

@@ -13,6 +13,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, 
 from torch.utils.hooks import RemovableHandle
 
 from ..core.errors import ConfigError
+from ..core.private import of_torch
 from ._fsdp2 import RootState
 
 _KEY = "evener_shards"
@@ -69,7 +70,7 @@ class ShardedModule:
         def allocated(tensor: Tensor) -> Tensor:
             return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor
 
-        self.module._apply(allocated)
+        of_torch.apply(self.module)(allocated)
 
     def prime(self) -> None:
         """Gather each part once: memory that is first allocated in inference mode could not be trained with."""

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytorch_lightning as pl
 
+from ...strategies.core.private import of_lightning
 from ...strategies.pipeline.layout import StageLayout
 from ...strategies.registry import layout_of, ranks_of
 from ...strategies.replicas.layout import ReplicaLayout
@@ -12,7 +13,7 @@ from ...strategies.replicas.layout import ReplicaLayout
 
 def loader_batch_size(trainer: pl.Trainer) -> int | None:
     """Number of samples in a full batch of the first training loader; None if it is unknown."""
-    combined = trainer.fit_loop._combined_loader
+    combined = of_lightning.combined_loader(trainer.fit_loop)
     loader: Any = combined.flattened[0] if combined is not None and combined.flattened else None
     candidates = (
         getattr(loader, "batch_size", None),

@@ -6,6 +6,7 @@ from pytorch_lightning.strategies import Strategy
 from typing_extensions import override
 
 from ...strategies.core.devices import peak_memory_bytes, precise_dtype, reset_peak_memory_bytes
+from ...strategies.core.private import of_lightning
 from ...strategies.registry import process_devices
 from .batch_layout import global_sizes
 from .peak_memory import peak_resident_bytes, reset_peak_resident
@@ -43,7 +44,7 @@ class DeviceMonitor(pl.Callback):
             if self._ddp_times is not None:
                 values |= rank_times(trainer.strategy, self._ddp_times.own_compute_s())
         for logger in trainer.loggers:
-            logger.log_metrics(values, step=max(0, trainer.fit_loop.epoch_loop._batches_that_stepped - 1))
+            logger.log_metrics(values, step=max(0, of_lightning.batches_that_stepped(trainer.fit_loop.epoch_loop) - 1))
 
 
 def shares(trainer: pl.Trainer) -> dict[str, float]:

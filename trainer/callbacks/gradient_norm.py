@@ -1,9 +1,12 @@
 """Log the gradient's norm."""
 
 import pytorch_lightning as pl
+from pytorch_lightning.core.optimizer import LightningOptimizer
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 from typing_extensions import override
+
+from ...strategies.core.private import of_lightning
 
 
 class GradientNorm(pl.Callback):
@@ -23,16 +26,16 @@ class GradientNorm(pl.Callback):
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
-        if not trainer.loggers or not trainer._logger_connector.should_update_logs:
+        if not trainer.loggers or not of_lightning.logger_connector(trainer).should_update_logs:
             return
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         several = len(trainer.optimizers) > 1
         name = f"gradient/norm_{trainer.optimizers.index(_plain(optimizer))}" if several else "gradient/norm"
         values = {name: get_total_norm(gradients, self.norm_type).item()}
         for logger in trainer.loggers:
-            logger.log_metrics(values, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
+            logger.log_metrics(values, step=of_lightning.batches_that_stepped(trainer.fit_loop.epoch_loop))
 
 
 def _plain(optimizer: Optimizer) -> Optimizer:
     """The optimizer inside Lightning's wrapper."""
-    return getattr(optimizer, "_optimizer", optimizer)
+    return of_lightning.optimizer(optimizer) if isinstance(optimizer, LightningOptimizer) else optimizer

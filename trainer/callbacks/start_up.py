@@ -13,6 +13,7 @@ from pytorch_lightning.loggers import TensorBoardLogger
 from typing_extensions import override
 
 from ...strategies.core.devices import device_name
+from ...strategies.core.private import of_lightning
 from ...strategies.core.text_table import draw_table
 from ...strategies.registry import layout_of, name_of, process_devices
 from .batch_layout import batch_line, global_sizes
@@ -85,13 +86,13 @@ def checkpoint_policy(callback: Any) -> str:
 
 def trigger(callback: ModelCheckpoint) -> str:
     """Describe when a checkpoint is due: `every epoch`, `every 1,000 steps`, `every 900 s`."""
-    interval: timedelta | None = callback._train_time_interval
+    interval: timedelta | None = of_lightning.train_time_interval(callback)
     if interval is not None:
         return f"every {interval.total_seconds():,.0f} s"
-    if callback._every_n_train_steps:
-        number, unit = callback._every_n_train_steps, "step"
+    if of_lightning.every_n_train_steps(callback):
+        number, unit = of_lightning.every_n_train_steps(callback), "step"
     else:
-        number, unit = callback._every_n_epochs, "epoch"
+        number, unit = of_lightning.every_n_epochs(callback), "epoch"
     return f"every {unit}" if number == 1 else f"every {number:,} {unit}s"
 
 

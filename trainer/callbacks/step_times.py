@@ -10,6 +10,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from ...strategies.core.devices import current_stream, is_accelerator
+from ...strategies.core.private import of_torch
 
 NS_PER_MS = 1e6
 
@@ -30,7 +31,7 @@ class DDPTimes:
     def __init__(self, model: DistributedDataParallel, every: int) -> None:
         self._model = model
         self.every = every
-        model._set_ddp_runtime_logging_sample_rate(every)
+        of_torch.set_ddp_runtime_logging_sample_rate(model)(every)
 
     @classmethod
     def of(cls, trainer: pl.Trainer) -> "DDPTimes | None":
@@ -47,14 +48,14 @@ class DDPTimes:
         Returns:
             None until torch has sampled a step.
         """
-        data: dict[str, Any] = self._model._get_ddp_logging_data()
+        data: dict[str, Any] = of_torch.get_ddp_logging_data(self._model)()
         if "backward_comm_time" not in data:
             return None
         return max(0, int(data["backward_comm_time"]) - int(data["backward_compute_comm_overlap_time"])) / NS_PER_MS
 
     def own_compute_s(self) -> float | None:
         """Seconds of this rank's forward and backward pass, without waiting for other ranks."""
-        data: dict[str, Any] = self._model._get_ddp_logging_data()
+        data: dict[str, Any] = of_torch.get_ddp_logging_data(self._model)()
         if "backward_compute_time" not in data:
             return None
         return (int(data["forward_compute_time"]) + int(data["backward_compute_time"])) / NS_PER_MS / 1000

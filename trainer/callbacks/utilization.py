@@ -11,6 +11,7 @@ from typing_extensions import override
 
 from ...strategies.batch.chunks import num_samples
 from ...strategies.core.devices import device_model
+from ...strategies.core.private import of_lightning
 from ...strategies.registry import process_devices
 from .flops import count_flops
 from .run_summary import RunSummary
@@ -54,7 +55,7 @@ class Utilization(pl.Callback):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._phases.measure_on(trainer.strategy.root_device)
-        self._last_step = trainer.fit_loop.epoch_loop._batches_that_stepped
+        self._last_step = of_lightning.batches_that_stepped(trainer.fit_loop.epoch_loop)
 
     @override
     def on_train_batch_start(
@@ -82,7 +83,7 @@ class Utilization(pl.Callback):
         if times is None or times is self._seen:
             return
         self._seen = times
-        step = trainer.fit_loop.epoch_loop._batches_that_stepped
+        step = of_lightning.batches_that_stepped(trainer.fit_loop.epoch_loop)
         phases = self._phases.read_ms(max(1, step + 1 - self._last_step))
         self._last_step = step + 1
         values = {f"speed/{name}_ms": value for name, value in phases.items()}

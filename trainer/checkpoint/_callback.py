@@ -19,6 +19,7 @@ from typing_extensions import override
 
 from ...strategies.core.errors import ConfigError
 from ...strategies.core.module_checks import has_nan
+from ...strategies.core.private import of_lightning
 from ._interval import Interval
 from .file_io import VerifiedCheckpointIO, remove_leftovers
 from .find import find_newest, good_or_newest
@@ -248,7 +249,7 @@ class Checkpoint(ModelCheckpoint):
         """Whether the monitored metric should have been logged by now but was not."""
         if trainer.enable_validation and not self._validated:
             return False
-        logged = {value.meta.name for value in trainer.fit_loop.epoch_loop._results.values()}
+        logged = {value.meta.name for value in of_lightning.results(trainer.fit_loop.epoch_loop).values()}
         ends = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
         return ends or str(self.monitor).removesuffix("_epoch") not in logged
 

@@ -26,10 +26,10 @@ from typing import Any
 import torch
 from torch import Generator
 from torch.utils.data import DataLoader, IterableDataset
-from torch.utils.data._utils import worker
 from typing_extensions import override
 
 from ...strategies.core import rng
+from ...strategies.core.private.of_torch import data_worker as worker
 from ...strategies.core.torch_loader import next_of
 from ...strategies.data.sampling import RankBatches, in_one_order, num_samples
 from ...strategies.data.streams import Divided, Stream

@@ -4,6 +4,8 @@ import os
 from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable
 
+from ...strategies.core.private.of_lightning import EXPERIMENT
+
 
 @runtime_checkable
 class RowsFile(Protocol):
@@ -43,7 +45,7 @@ def withdraw(trainer: Any, counted: Mapping[str, int]) -> None:
 
 def _files(trainer: Any) -> list[RowsFile]:
     logs = trainer.loggers if trainer.is_global_zero else []
-    found = [getattr(log, "_experiment", None) for log in logs]
+    found = [getattr(log, EXPERIMENT, None) for log in logs]
     return [file for file in found if isinstance(file, RowsFile)]
 
 

@@ -8,14 +8,11 @@ from typing import Any, TypeAlias
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.loggers import TensorBoardLogger
-from pytorch_lightning.trainer.connectors.logger_connector.result import (
-    _Metadata,
-    _ResultCollection,
-    _ResultMetric,
-    _Sync,
-)
 from tensorboard.compat.proto import event_pb2 as event_pb2_module
 from torch import Tensor
+
+from ...strategies.core.private import of_lightning, of_metrics, of_torch, put
+from ...strategies.core.private.of_lightning import Metadata, ResultCollection, ResultMetric, Sync
 
 # protobuf creates its classes at run time
 event_pb2: Any = event_pb2_module
@@ -24,7 +21,7 @@ _META = (
     *("fx", "name", "prog_bar", "logger", "on_step", "on_epoch"),
     *("enable_graph", "add_dataloader_idx", "dataloader_idx", "metric_attribute"),
 )
-_STATE = ("value", "cumulated_batch_size", "_forward_cache")
+_STATE = ("value", "cumulated_batch_size", of_metrics.FORWARD_CACHE)
 
 Entry: TypeAlias = dict[str, Any]
 """A logged value that `capture` read."""
@@ -32,7 +29,7 @@ Entry: TypeAlias = dict[str, Any]
 _REDUCTIONS: dict[str, Any] = {"mean": sum, "sum": sum, "max": max, "min": min}
 
 
-def capture(results: _ResultCollection) -> dict[str, Any]:
+def capture(results: ResultCollection) -> dict[str, Any]:
     """Read the values logged as tensors or numbers; metric objects keep their own state.
 
     Args:
@@ -49,25 +46,25 @@ def capture(results: _ResultCollection) -> dict[str, Any]:
     return {key: _capture(metric, None if given_of is None else given_of(metric)) for key, metric in tensors}
 
 
-def restore(trainer: pl.Trainer, results: _ResultCollection, saved: dict[str, Any]) -> None:
+def restore(trainer: pl.Trainer, results: ResultCollection, saved: dict[str, Any]) -> None:
     """Fill a collection with the values that `capture` read, as if `self.log` had been called."""
     device = trainer.strategy.root_device
     if saved:  # Otherwise the first `self.log` of a loop resets its means.
-        trainer._logger_connector._first_loop_iter = False
+        put(of_lightning.logger_connector(trainer), first_loop_iter=False)
     for key, entry in saved.items():
-        meta = _Metadata(**entry["meta"], reduce_fx=entry["reduce_fx"])
+        meta = Metadata(**entry["meta"], reduce_fx=entry["reduce_fx"])
         reduce = trainer.strategy.reduce
         deferred: Any = getattr(results, "deferred", None)
         if deferred is not None and entry["sync"]["_should"]:
             reduce = deferred.through(reduce)  # as the collection does when such a value is logged
-        meta.sync = _Sync(fn=reduce, **entry["sync"])
-        metric = _ResultMetric(meta, is_tensor=True)
+        meta.sync = Sync(fn=reduce, **entry["sync"])
+        metric = ResultMetric(meta, is_tensor=True)
         for name, value in entry["state"].items():
             setattr(metric, name, value.to(device) if isinstance(value, Tensor) else value)
         if entry.get("given") is not None:
             getattr(results, "set_given")(metric, entry["given"])  # noqa: B009  # a collection that could save it has it
         metric.has_reset = entry["has_reset"]
-        metric._update_count = entry["num_updates"]
+        put(metric, update_count=entry["num_updates"])
         results[key] = metric.to(device)
         restored: dict[str, Any] = getattr(results, "restored", {})
         restored[key] = results[key]
@@ -136,16 +133,16 @@ def _part(entry: Entry, num_ranks: int) -> Entry:
 
 def withdraw_later_points(trainer: pl.Trainer) -> None:
     """Tell TensorBoard to discard later points, which were written before this run was interrupted."""
-    step = trainer.fit_loop.epoch_loop._batches_that_stepped
+    step = of_lightning.batches_that_stepped(trainer.fit_loop.epoch_loop)
     for log in trainer.loggers if trainer.is_global_zero else []:
         if isinstance(log, TensorBoardLogger):
             writer: Any = log.experiment
             if len(list(Path(log.log_dir).glob("events.out.tfevents.*"))) > 1:
                 started = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
-                writer._get_file_writer().add_event(event_pb2.Event(session_log=started), step)
+                of_torch.get_file_writer(writer)().add_event(event_pb2.Event(session_log=started), step)
 
 
-def _capture(metric: _ResultMetric, given: dict[str, Any] | None) -> dict[str, Any]:
+def _capture(metric: ResultMetric, given: dict[str, Any] | None) -> dict[str, Any]:
     meta = metric.meta
     state = {name: _on_cpu(getattr(metric, name)) for name in _STATE if hasattr(metric, name)}
     return {
@@ -155,7 +152,7 @@ def _capture(metric: _ResultMetric, given: dict[str, Any] | None) -> dict[str, A
         "state": state,
         "given": None if given is None else {name: _on_cpu(value) for name, value in given.items()},
         "has_reset": metric.has_reset,
-        "num_updates": metric._update_count,
+        "num_updates": of_metrics.update_count(metric),
     }
 
 

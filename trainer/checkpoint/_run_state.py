@@ -22,6 +22,7 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from ...strategies.core import rng
+from ...strategies.core.private import of_lightning, of_metrics, put
 from ...strategies.distributed.metrics.saved import SavedMetric
 from ...strategies.distributed.metrics.states import Mark
 from ...strategies.distributed.metrics.sync import MetricSync
@@ -43,7 +44,7 @@ def capture(trainer: pl.Trainer, accumulating: bool) -> list[dict[str, Any]] | N
     Returns:
         One state per rank; None on ranks other than 0.
     """
-    loader = trainer.fit_loop._combined_loader
+    loader = of_lightning.combined_loader(trainer.fit_loop)
     module = trainer.lightning_module
     state = {
         "random": rng.capture(devices_in_use(trainer)),
@@ -51,7 +52,7 @@ def capture(trainer: pl.Trainer, accumulating: bool) -> list[dict[str, Any]] | N
         "gradients": _gradients(trainer) if accumulating else None,
         "weights": _on_cpu(_weights(trainer).total) if accumulating else 0.0,
         "metrics": {name: _saved(metric, _metric_sync(trainer)) for name, metric in _metrics(module)},
-        "results": _logged_values.capture(trainer.fit_loop.epoch_loop._results),
+        "results": _logged_values.capture(of_lightning.results(trainer.fit_loop.epoch_loop)),
         "logged": _on_cpu(dict(trainer.callback_metrics)),
     }
     if trainer.world_size == 1:
@@ -62,8 +63,8 @@ def capture(trainer: pl.Trainer, accumulating: bool) -> list[dict[str, Any]] | N
 def restore(trainer: pl.Trainer, state: dict[str, Any]) -> None:
     """Restore a state that `capture` read; call it after everything that draws random numbers at the start of a run."""
     module = trainer.lightning_module
-    trainer._logger_connector._callback_metrics.update(state["logged"])
-    _logged_values.restore(trainer, trainer.fit_loop.epoch_loop._results, state["results"])
+    of_lightning.callback_metrics(of_lightning.logger_connector(trainer)).update(state["logged"])
+    _logged_values.restore(trainer, of_lightning.results(trainer.fit_loop.epoch_loop), state["results"])
     sync = _metric_sync(trainer)
     for name, metric in _metrics(module):
         if name in state["metrics"]:
@@ -92,7 +93,10 @@ def restore_generators(loader: CombinedLoader, states: list[dict[str, Any]]) -> 
 def metric_states(module: torch.nn.Module) -> dict[str, Any]:
     """Copy what torchmetrics' metrics of the module have accumulated, for `restore_metrics`."""
     return {
-        name: (metric._update_count, metric._copy_state_dict() if metric._update_count else {})
+        name: (
+            of_metrics.update_count(metric),
+            of_metrics.copy_state_dict(metric)() if of_metrics.update_count(metric) else {},
+        )
         for name, metric in _metrics(module)
     }
 
@@ -104,7 +108,7 @@ def restore_metrics(module: torch.nn.Module, states: dict[str, Any]) -> None:
         metric.reset()
         for key, value in state.items():
             setattr(metric, key, value)
-        metric._update_count = count
+        put(metric, update_count=count)
 
 
 def devices_in_use(trainer: pl.Trainer) -> list[torch.device]:
@@ -117,8 +121,8 @@ def devices_in_use(trainer: pl.Trainer) -> list[torch.device]:
 
 def _positions(trainer: pl.Trainer, loader: CombinedLoader) -> list[dict[str, Any]]:
     """The loaders' states, without batches that were prefetched (from loaders without length) but not trained on."""
-    ahead = len(getattr(trainer.fit_loop._data_fetcher, "batches", ()))
-    states = loader._state_dicts()
+    ahead = len(getattr(of_lightning.data_fetcher(trainer.fit_loop), "batches", ()))
+    states = of_lightning.state_dicts(loader)()
     for part, saved in zip([part for part in loader.flattened if hasattr(part, "state_dict")], states, strict=True):
         if is_resumable(part):
             saved["position"] = max(saved["position"] - ahead, 0)

@@ -13,17 +13,16 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning_fabric.utilities.data import _set_sampler_epoch
-from lightning_fabric.utilities.types import _PATH
 from pytorch_lightning import Trainer
 from pytorch_lightning.callbacks import Timer
-from pytorch_lightning.loops.fetchers import _DataFetcher
 from pytorch_lightning.trainer.states import TrainerFn
 from pytorch_lightning.utilities.exceptions import SIGTERMException
 from pytorch_lightning.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
 
 from ...strategies.core import rng
+from ...strategies.core.private import of_lightning, put
+from ...strategies.core.private.of_lightning import PATH, DataFetcher, set_sampler_epoch
 from ...strategies.registry import ranks_of
 from . import _logged_rows, _logged_values, _run_state
 from ._callback import Checkpoint
@@ -32,12 +31,9 @@ from ._resume_point import AFTER_EPOCH, BEFORE_VALIDATION, BETWEEN_BATCHES, Plac
 from .file_io import CheckpointError
 
 if TYPE_CHECKING:
-    from pytorch_lightning.loops.evaluation_loop import _EvaluationLoop as EvaluationLoop
-    from pytorch_lightning.loops.fit_loop import _FitLoop as FitLoop
-    from pytorch_lightning.loops.training_epoch_loop import _TrainingEpochLoop as EpochLoop
-    from pytorch_lightning.trainer.connectors.checkpoint_connector import _CheckpointConnector as CheckpointConnector
+    from ...strategies.core.private.of_lightning import CheckpointConnector, EvaluationLoop, FitLoop, TrainingEpochLoop
 else:
-    FitLoop = EpochLoop = EvaluationLoop = CheckpointConnector = object
+    FitLoop = TrainingEpochLoop = EvaluationLoop = CheckpointConnector = object
 
 
 EXACT = "exact_resume"
@@ -60,7 +56,7 @@ class ExactCheckpoints(CheckpointConnector):
         return checkpoint if weights_only or not fitting else {**checkpoint, EXACT: trainer.fit_loop.resume_state()}
 
     @override
-    def resume_start(self, checkpoint_path: _PATH | None = None, weights_only: bool | None = None) -> None:
+    def resume_start(self, checkpoint_path: PATH | None = None, weights_only: bool | None = None) -> None:
         try:
             super().resume_start(checkpoint_path, weights_only)
         except KeyError as exc:
@@ -113,7 +109,7 @@ class ResumingFitLoop(FitLoop):
 
     def stops_validation(self, number: int, num_batches: int, ended: bool) -> bool:
         """Whether to stop within a validation; several processes agree, and wait for each other at its end."""
-        received = self.trainer._signal_connector.received_sigterm
+        received = of_lightning.signal_connector(self.trainer).received_sigterm
         ranks = ranks_of(self.trainer.strategy)
         if ranks is None:
             return received and not ended
@@ -133,7 +129,7 @@ class ResumingFitLoop(FitLoop):
 
     def _stops(self) -> bool:
         """Whether to stop at this step; ranks decide together, between two batches."""
-        received = self.trainer._signal_connector.received_sigterm
+        received = of_lightning.signal_connector(self.trainer).received_sigterm
         ranks = ranks_of(self.trainer.strategy)
         return received if ranks is None else ranks.agree_to_stop(received)
 
@@ -173,7 +169,7 @@ class ResumingFitLoop(FitLoop):
 
     def resume_state(self) -> dict[str, Any]:
         """Capture the `EXACT` entry of a checkpoint; every rank must call it."""
-        accumulating = self._point != AFTER_EPOCH and self.epoch_loop._should_accumulate()
+        accumulating = self._point != AFTER_EPOCH and of_lightning.should_accumulate(self.epoch_loop)()
         return ResumePoint(
             self._point,
             self.trainer.should_stop and not _is_time_over(self.trainer),
@@ -214,7 +210,9 @@ class ResumingFitLoop(FitLoop):
                 "is left to train."
             )
             if self.resumed.own is not None:
-                self.trainer._logger_connector._callback_metrics.update(self.resumed.own["logged"])
+                of_lightning.callback_metrics(of_lightning.logger_connector(self.trainer)).update(
+                    self.resumed.own["logged"]
+                )
         return skips
 
     @override
@@ -225,7 +223,7 @@ class ResumingFitLoop(FitLoop):
             make_resumable(loader, self.trainer.global_rank)
             if self._resuming_from_checkpoint:
                 # Workers start to load as soon as the iterator is created, before Lightning sets the epoch.
-                _set_sampler_epoch(loader, progress.processed)
+                set_sampler_epoch(loader, progress.processed)
         super()._load_combined_loader_states()
 
     @override
@@ -253,7 +251,7 @@ def _is_time_over(trainer: Any) -> bool:
     return any((rest := timer.time_remaining()) is not None and rest <= 0 for timer in timers)
 
 
-class ResumingEpochLoop(EpochLoop):
+class ResumingEpochLoop(TrainingEpochLoop):
     """Loop over the batches of an epoch that saves and resumes at clean points."""
 
     @override
@@ -265,7 +263,7 @@ class ResumingEpochLoop(EpochLoop):
             self._restarting = self.val_loop._restarting = False
             self.trainer.should_stop = fit_loop.resumed.should_stop  # the rest of the epoch's end is still to come
 
-    def finish_validation(self, data_fetcher: _DataFetcher) -> None:
+    def finish_validation(self, data_fetcher: DataFetcher) -> None:
         """Do, at the start of a resumed epoch, what comes after the batch at which its validation was stopped."""
         fit_loop = self.trainer.fit_loop
         assert isinstance(fit_loop, ResumingFitLoop)
@@ -276,7 +274,7 @@ class ResumingEpochLoop(EpochLoop):
 
     # A subclass whose `on_advance_end` does not call this one must call `between_batches` itself, at its end.
     @override
-    def on_advance_end(self, data_fetcher: _DataFetcher) -> None:
+    def on_advance_end(self, data_fetcher: DataFetcher) -> None:
         fit_loop = self.trainer.fit_loop
         assert isinstance(fit_loop, ResumingFitLoop)
         try:
@@ -362,7 +360,9 @@ class SeparateEvaluation(EvaluationLoop):
         combined, fit_loop = self._combined_loader, self.trainer.fit_loop
         if combined is None or combined is before or self.trainer.state.fn != TrainerFn.FITTING:
             return
-        trained_on = [] if fit_loop._combined_loader is None else fit_loop._combined_loader.flattened
+        trained_on = (
+            [] if of_lightning.combined_loader(fit_loop) is None else of_lightning.combined_loader(fit_loop).flattened
+        )
         combined.flattened = [
             _copy_of(loader) if any(loader is other for other in trained_on) else loader
             for loader in combined.flattened
@@ -374,6 +374,6 @@ class SeparateEvaluation(EvaluationLoop):
 def _copy_of(loader: Any) -> Any:
     """A loader with a position, and workers, of its own."""
     other = copy.copy(loader)
-    if hasattr(other, "_iterator"):
-        other._iterator = None
+    if hasattr(other, of_lightning.ITERATOR):
+        put(other, iterator=None)
     return other

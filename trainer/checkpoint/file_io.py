@@ -34,11 +34,11 @@ from typing import IO, Any, Literal
 import torch
 from lightning_fabric.plugins import TorchCheckpointIO
 from lightning_fabric.utilities.cloud_io import get_filesystem
-from lightning_fabric.utilities.types import _PATH
 from typing_extensions import override
 
 from ...strategies.core.errors import ConfigError
 from ...strategies.core.files import is_alive, replacing
+from ...strategies.core.private.of_lightning import PATH
 from ._plain_data import to_plain
 from ._snapshot import Snapshot
 
@@ -200,7 +200,7 @@ def remove_leftovers(directory: Path) -> None:
                 path.unlink()
 
 
-def _is_address(path: _PATH) -> bool:
+def _is_address(path: PATH) -> bool:
     return "://" in str(path)
 
 
@@ -241,7 +241,7 @@ class VerifiedCheckpointIO(TorchCheckpointIO):
         self._pending: list[Future[object]] = []
 
     @override
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: _PATH, storage_options: Any = None) -> None:
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: PATH, storage_options: Any = None) -> None:
         """Write a checkpoint; see `write`.
 
         Raises:
@@ -256,7 +256,7 @@ class VerifiedCheckpointIO(TorchCheckpointIO):
             plain = self._snapshot.take(plain)
         self._submit(lambda: self._write(plain, str(path)))
 
-    def link_checkpoint(self, source: _PATH, path: _PATH) -> None:
+    def link_checkpoint(self, source: PATH, path: PATH) -> None:
         """Give the most recent checkpoint a second name; see `link`."""
         copy = get_filesystem(path).copy if _is_address(path) else link
         self._submit(
@@ -264,7 +264,7 @@ class VerifiedCheckpointIO(TorchCheckpointIO):
         )
 
     @override
-    def remove_checkpoint(self, path: _PATH) -> None:
+    def remove_checkpoint(self, path: PATH) -> None:
         """Remove a file, unless the save that should have replaced it failed."""
         self._submit(lambda: self._remove(str(path)))
 
@@ -275,9 +275,7 @@ class VerifiedCheckpointIO(TorchCheckpointIO):
         return failures
 
     @override
-    def load_checkpoint(
-        self, path: _PATH, map_location: Any = None, weights_only: bool | None = None
-    ) -> dict[str, Any]:
+    def load_checkpoint(self, path: PATH, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
         """Read a checkpoint to the CPU; see `read`. The strategy moves it to the devices.
 
         `weights_only=False` has no effect: a file that needs it is refused.

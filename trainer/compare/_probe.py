@@ -12,13 +12,12 @@ from typing import Any
 import pytorch_lightning as pl
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.dropout import _DropoutNd
 from typing_extensions import override
 
 from ...strategies.batch.chunks import num_samples
 from ...strategies.batch.loss_weight import loss_weight
 from ...strategies.core.devices import is_accelerator, peak_memory_bytes
+from ...strategies.core.private.of_torch import BatchNorm, DropoutNd
 from ...strategies.distributed.sync_batchnorm import SyncedBatchNorm
 from ...strategies.registry import process_devices
 
@@ -76,8 +75,8 @@ class Probe(pl.Callback):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         modules = list(pl_module.modules())
-        self._record.num_batchnorms = sum(isinstance(m, _BatchNorm) and not is_synced(m) for m in modules)
-        self._record.num_dropouts = sum(isinstance(m, _DropoutNd) and m.p > 0 for m in modules)
+        self._record.num_batchnorms = sum(isinstance(m, BatchNorm) and not is_synced(m) for m in modules)
+        self._record.num_dropouts = sum(isinstance(m, DropoutNd) and m.p > 0 for m in modules)
 
     @override
     def on_train_batch_start(

@@ -17,6 +17,7 @@ from rich.console import Console
 
 from ...strategies import ConfigError
 from ...strategies.core.files import replacing
+from ...strategies.core.private import of_lightning
 from ...strategies.registry import name_of, stop_signal_of
 from ..callbacks import EpochLines, LogEveryEpoch, ModuleSummary, RunSummary, SlowRank, StartUp
 from ..checkpoint.find import find_newest, good_or_newest
@@ -237,7 +238,7 @@ def fit(parts: Parts, cfg: DictConfig, checkpoint: str | None) -> dict[str, floa
             "Nothing was trained: training_step returned None for every batch, so no optimizer step was taken. Return "
             "the loss; if training_step steps the optimizers itself, set automatic_optimization=False in the module."
         )
-    if trainer._signal_connector.received_sigterm or stop_signal_of(trainer.strategy) is not None:
+    if of_lightning.signal_connector(trainer).received_sigterm or stop_signal_of(trainer.strategy) is not None:
         raise SIGTERMException  # received after the last step: training is complete, and nothing follows it
     metrics = final_metrics(trainer)
     tested = is_overridden("test_step", module) and is_overridden("test_dataloader", data or module)

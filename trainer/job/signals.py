@@ -9,6 +9,7 @@ from types import FrameType
 import pytorch_lightning as pl
 from pytorch_lightning.utilities.exceptions import SIGTERMException
 
+from ...strategies.core.private import of_lightning
 from ...strategies.registry import stop_signal_of
 from ..checkpoint.find import find_newest
 
@@ -43,7 +44,7 @@ def graceful_stop(trainer: pl.Trainer) -> Generator[None]:
         received.append(signum)
         if len(received) > 1 or frame is None or not _is_training(trainer):
             raise Interrupted(signum)
-        trainer._signal_connector._sigterm_notifier_fn(signum, frame)
+        of_lightning.sigterm_notifier_fn(of_lightning.signal_connector(trainer))(signum, frame)
 
     in_main_thread = threading.current_thread() is threading.main_thread()
     heard = [signum for signum in ASKS_TO_STOP if in_main_thread and signal.getsignal(signum) != signal.SIG_IGN]

@@ -22,6 +22,7 @@ from ...strategies import ConfigError
 from ...strategies.core.device_names import resolve_devices
 from ...strategies.core.files import scratch_directory
 from ...strategies.core.patching import replaced
+from ...strategies.core.private import of_torch, put
 from ...strategies.distributed.process_exit import is_frozen, release_openmp
 from ...strategies.distributed.store import loopback_device
 from ..config.checks import AUTO, plain
@@ -170,7 +171,7 @@ def signal_handlers_kept() -> Generator[dict[int, Any]]:
 @contextmanager
 def frozen_workers_killed() -> Generator[None]:
     """Kill frozen workers when the agent ends the others after a failure; it would wait 30 s for them to react."""
-    close, join = PContext.close, ProcessContext._join_procs_with_timeout
+    close, join = PContext.close, of_torch.join_procs_with_timeout(ProcessContext)
 
     def close_at_once(self: PContext, death_sig: signal.Signals | None = None, timeout: int = 30) -> None:
         kill_frozen(self.pids().values())
@@ -180,11 +181,13 @@ def frozen_workers_killed() -> Generator[None]:
         kill_frozen(process.pid for process in self.processes)
         join(self, timeout)
 
-    PContext.close, ProcessContext._join_procs_with_timeout = close_at_once, join_at_once
+    PContext.close = close_at_once
+    put(ProcessContext, join_procs_with_timeout=join_at_once)
     try:
         yield
     finally:
-        PContext.close, ProcessContext._join_procs_with_timeout = close, join
+        PContext.close = close
+        put(ProcessContext, join_procs_with_timeout=join)
 
 
 def kill_frozen(pids: Iterable[int]) -> None:

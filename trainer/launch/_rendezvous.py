@@ -16,6 +16,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 from typing_extensions import override
 
+from ...strategies.core.private import of_torch
 from ...strategies.distributed.store import LOOPBACK, host_store
 
 BACKEND = "evener"
@@ -75,6 +76,6 @@ def _create(parameters: RendezvousParameters) -> RendezvousHandler:
 
 def options() -> dict[str, Any]:
     """What `LaunchConfig` is told of the rendezvous."""
-    if BACKEND not in rendezvous_handler_registry._registry:
+    if BACKEND not in of_torch.registry(rendezvous_handler_registry):
         rendezvous_handler_registry.register(BACKEND, _create)
     return {"rdzv_backend": BACKEND, "run_id": uuid.uuid4().hex, "local_addr": LOOPBACK}

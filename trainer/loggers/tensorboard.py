@@ -11,6 +11,7 @@ from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard.summary import hparams
 from typing_extensions import override
 
+from ...strategies.core.private import of_torch
 from .custom_scalars import layout
 from .hparams import without_repetition
 
@@ -90,7 +91,7 @@ class TensorBoardLogger(pl_loggers.TensorBoardLogger):
     def _writer(self) -> Any:
         experiment = self.experiment
         assert isinstance(experiment, SummaryWriter)
-        return experiment._get_file_writer()
+        return of_torch.get_file_writer(experiment)()
 
     @override
     @rank_zero_only

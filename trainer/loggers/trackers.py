@@ -53,9 +53,9 @@ class WandbLogger(pl_loggers.WandbLogger):
     def __init__(
         self, save_dir: str, offline: bool = False, tags: Sequence[str] = (), notes: str | None = None, **kwargs: Any
     ) -> None:
-        from pytorch_lightning.loggers.wandb import _WANDB_AVAILABLE
+        from ...strategies.core.private.of_lightning import WANDB_AVAILABLE
 
-        verify_installed("wandb", "wandb", bool(_WANDB_AVAILABLE))
+        verify_installed("wandb", "wandb", bool(WANDB_AVAILABLE))
         chosen: dict[str, Any] = {
             "id": run_key(save_dir),
             "name": run_name(save_dir),
@@ -75,9 +75,9 @@ class MLFlowLogger(pl_loggers.MLFlowLogger):
     """
 
     def __init__(self, save_dir: str, tags: Sequence[str] = (), notes: str | None = None, **kwargs: Any) -> None:
-        from pytorch_lightning.loggers.mlflow import _MLFLOW_AVAILABLE
+        from ...strategies.core.private.of_lightning import MLFLOW_AVAILABLE
 
-        verify_installed("mlflow", "mlflow", bool(_MLFLOW_AVAILABLE))
+        verify_installed("mlflow", "mlflow", bool(MLFLOW_AVAILABLE))
         if getattr(rank_zero_only, "rank", 0) > 0:
             # Lightning's makes a client on every rank, and each would create the tables of the database
             pl_loggers.Logger.__init__(self)
@@ -113,9 +113,9 @@ class CometLogger(pl_loggers.CometLogger):
     """
 
     def __init__(self, save_dir: str, tags: Sequence[str] = (), notes: str | None = None, **kwargs: Any) -> None:
-        from pytorch_lightning.loggers.comet import _COMET_AVAILABLE
+        from ...strategies.core.private.of_lightning import COMET_AVAILABLE
 
-        verify_installed("comet_ml", "comet", bool(_COMET_AVAILABLE))
+        verify_installed("comet_ml", "comet", bool(COMET_AVAILABLE))
         chosen: dict[str, Any] = {"experiment_key": run_key(save_dir), "name": run_name(save_dir)}
         chosen["offline_directory"] = save_dir
         super().__init__(**{**chosen, **kwargs})

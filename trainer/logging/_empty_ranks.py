@@ -3,8 +3,11 @@
 from typing import Any
 
 import torch
-from pytorch_lightning.trainer.connectors.logger_connector.result import _ResultCollection, _ResultMetric
 from torch import Tensor
+
+from ...strategies.core.private import of_metrics
+from ...strategies.core.private.of_lightning import ResultCollection, ResultMetric
+from ...strategies.core.private.of_metrics import FORWARD_CACHE
 
 _REDUCTIONS: dict[str, Any] = {"sum": sum, "max": max, "min": min}
 
@@ -31,11 +34,13 @@ def _own(results: Any, num: float) -> dict[str, tuple[float, float, str]]:
     if not num:
         return {}
     logged = {id(one.metric) for one in results.tracked}
-    kept: _ResultCollection = results
+    kept: ResultCollection = results
     return {
         key: (float(value), num, metric.meta.reduce_fx.__name__ if metric.is_tensor else "own")
         for key, metric in kept.items()
-        if id(metric) in logged and metric.meta.on_step and isinstance(value := metric._forward_cache, Tensor)
+        if id(metric) in logged
+        and metric.meta.on_step
+        and isinstance(value := of_metrics.forward_cache(metric), Tensor)
     }
 
 
@@ -47,12 +52,12 @@ def _combine(parts: list[tuple[float, float, str]]) -> float:
     return values[0] if kind not in _REDUCTIONS else float(_REDUCTIONS[kind](values))
 
 
-def _show(metric: _ResultMetric, value: Tensor) -> None:
+def _show(metric: ResultMetric, value: Tensor) -> None:
     state = vars(metric)
     if metric.is_tensor:
         own: Any = metric.value
-        cached: Any = state.get("_forward_cache")  # of the sample that this rank ran in place of its own
+        cached: Any = state.get(FORWARD_CACHE)  # of the sample that this rank ran in place of its own
         value = value.to(own.device, own.dtype if cached is None else cached.dtype)
         if not metric.meta.on_epoch:
             state["value"] = value
-    state["_forward_cache"] = value
+    state[FORWARD_CACHE] = value

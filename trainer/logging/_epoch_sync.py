@@ -10,14 +10,10 @@ from typing import Any
 
 import pytorch_lightning as pl
 import torch
-from pytorch_lightning.trainer.connectors.logger_connector.result import (
-    _Metadata,
-    _ResultCollection,
-    _ResultMetric,
-    _Sync,
-)
 from torchmetrics import Metric
 
+from ...strategies.core.private import of_metrics, put
+from ...strategies.core.private.of_lightning import Metadata, ResultCollection, ResultMetric, Sync
 from ...strategies.distributed.store import RankError
 from ...strategies.registry import ranks_of
 from ._eval_step_sync import Step
@@ -36,7 +32,7 @@ def is_shared_by(trainer: pl.Trainer) -> bool:
 
 
 @contextmanager
-def own_values(results: _ResultCollection) -> Generator[None]:
+def own_values(results: ResultCollection) -> Generator[None]:
     """Inside the block, reading values of the epoch that were not exchanged yet returns this rank's own.
 
     Lightning would reduce them on reading, and hang if only some ranks read. Metrics of torchmetrics, which all ranks
@@ -45,27 +41,27 @@ def own_values(results: _ResultCollection) -> Generator[None]:
     waiting = [metric for metric in results.values() if not metric.has_reset and _awaits_exchange(metric)]
     for metric in waiting:
         if metric.is_tensor:
-            vars(metric)["_computed"] = _own_value(metric)
+            vars(metric)[of_metrics.COMPUTED] = _own_value(metric)
         else:
             metric.has_reset = True
     try:
         yield
     finally:
         for metric in waiting:
-            vars(metric)["_computed"] = None
+            vars(metric)[of_metrics.COMPUTED] = None
             metric.has_reset = False
 
 
-def _awaits_exchange(metric: _ResultMetric) -> bool:
-    return metric.meta.on_epoch and metric._computed is None
+def _awaits_exchange(metric: ResultMetric) -> bool:
+    return metric.meta.on_epoch and of_metrics.computed(metric) is None
 
 
-def _own_value(metric: _ResultMetric) -> Any:
+def _own_value(metric: ResultMetric) -> Any:
     value: Any = metric.value
     return value / metric.cumulated_batch_size if metric.meta.is_mean_reduction else value.clone()
 
 
-def share(trainer: pl.Trainer, results: _ResultCollection, steps: list[Step]) -> list[list[Step]]:
+def share(trainer: pl.Trainer, results: ResultCollection, steps: list[Step]) -> list[list[Step]]:
     """Compute the epoch's values over all ranks; every rank must call it at the end of an epoch.
 
     Means are weighted by samples. A rank without batches takes part with zero weight and receives the values too, since
@@ -98,17 +94,17 @@ def share(trainer: pl.Trainer, results: _ResultCollection, steps: list[Step]) ->
             _compute(metric)
         else:
             like: Any = metric.value
-            vars(metric)["_computed"] = torch.tensor(_combine(entries), dtype=like.dtype, device=like.device)
+            vars(metric)[of_metrics.COMPUTED] = torch.tensor(_combine(entries), dtype=like.dtype, device=like.device)
     return [others for _, others in gathered]
 
 
-def _is_shared(metric: _ResultMetric, results: _ResultCollection) -> bool:
+def _is_shared(metric: ResultMetric, results: ResultCollection) -> bool:
     meta = metric.meta
     current = not metric.has_reset and meta.dataloader_idx == results.dataloader_idx
     return current and not meta.sync.rank_zero_only and _awaits_exchange(metric)
 
 
-def _tell(metric: _ResultMetric) -> dict[str, Any]:
+def _tell(metric: ResultMetric) -> dict[str, Any]:
     """Describe a value to the other ranks."""
     meta = metric.meta
     told: dict[str, Any] = {"meta": {name: getattr(meta, name) for name in _META}, "asked": meta.sync.should}
@@ -153,23 +149,23 @@ def _combine(entries: list[dict[str, Any]]) -> float:
     return {"sum": sum, "max": max, "min": min}[kind](values)
 
 
-def _stand_in(trainer: pl.Trainer, results: _ResultCollection, key: str, entry: dict[str, Any]) -> _ResultMetric:
+def _stand_in(trainer: pl.Trainer, results: ResultCollection, key: str, entry: dict[str, Any]) -> ResultMetric:
     """Create the entry of a key that only other ranks logged."""
-    meta = _Metadata(**entry["meta"])
+    meta = Metadata(**entry["meta"])
     if entry["kind"] != "metric":
         meta.reduce_fx = getattr(torch, entry["kind"])
-    meta.sync = _Sync()
-    metric = _ResultMetric(meta, is_tensor=entry["kind"] != "metric").to(trainer.strategy.root_device)
+    meta.sync = Sync()
+    metric = ResultMetric(meta, is_tensor=entry["kind"] != "metric").to(trainer.strategy.root_device)
     if not metric.is_tensor:
         attribute = trainer.lightning_module.get_submodule(entry["meta"]["metric_attribute"])
         assert isinstance(attribute, Metric)
         metric.value = attribute  # pyright: ignore[reportAttributeAccessIssue]  # as Lightning's own update does
-    metric._update_count = 1
+    put(metric, update_count=1)
     results[key] = metric
     return metric
 
 
-def _compute(metric: _ResultMetric) -> None:
+def _compute(metric: ResultMetric) -> None:
     """Compute a torchmetrics metric, which gathers its own states; all ranks must call it in the same order."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The ``compute`` method of metric .* was called before", UserWarning)

@@ -9,11 +9,12 @@ from typing import Any, TypeAlias
 
 import pytorch_lightning as pl
 import torch
-from pytorch_lightning.trainer.connectors.logger_connector.result import _ResultCollection, _ResultMetric
 from torch import Tensor
 from torchmetrics import Metric
 
 from ...strategies.batch.given_sizes import constant_of
+from ...strategies.core.private import of_lightning, of_metrics
+from ...strategies.core.private.of_lightning import ResultCollection, ResultMetric
 from ...strategies.data.loaders import positions
 from ...strategies.data.sampling import Share
 from ...strategies.distributed.metrics.steps import MetricSteps, Sent
@@ -56,7 +57,7 @@ class EvalStepSync:
     def __init__(self) -> None:
         self._steps: list[tuple[int, int, dict[str, Value]]] = []
 
-    def add(self, trainer: pl.Trainer, results: _ResultCollection, step: int) -> None:
+    def add(self, trainer: pl.Trainer, results: ResultCollection, step: int) -> None:
         """Keep the values that this rank logged in the current batch.
 
         Args:
@@ -64,18 +65,18 @@ class EvalStepSync:
             results: the logged values.
             step: the step for the loggers.
         """
-        loop: Any = trainer._evaluation_loop
-        places = positions(loop._combined_loader.flattened[results.dataloader_idx or 0])
+        loop: Any = of_lightning.evaluation_loop(trainer)
+        places = positions(of_lightning.combined_loader(loop).flattened[results.dataloader_idx or 0])
         count = len(self._steps)
         index = count if places is None else places[count] // trainer.world_size
         share: Share | None = getattr(results, "share", None)
         steps = metric_steps_of(trainer.strategy)
         logged = {
-            results._forked_name(metric, True)[1]: _kept(metric, share, steps)
+            of_lightning.forked_name(results)(metric, True)[1]: _kept(metric, share, steps)
             for _, metric in results.valid_items()
             if metric.meta.on_step
             and (metric.meta.logger or metric.meta.prog_bar)
-            and (has_step_value(metric, steps) or isinstance(metric._forward_cache, Tensor))
+            and (has_step_value(metric, steps) or isinstance(of_metrics.forward_cache(metric), Tensor))
         }
         self._steps.append((index, step, logged))
 
@@ -90,13 +91,13 @@ class EvalStepSync:
         return [(index, step, {name: asdict(value) for name, value in logged.items()}) for index, step, logged in steps]
 
 
-def _kept(metric: _ResultMetric, share: Share | None, steps: MetricSteps | None) -> Value:
+def _kept(metric: ResultMetric, share: Share | None, steps: MetricSteps | None) -> Value:
     if steps is not None and has_step_value(metric, steps):
         own: Any = metric.value
         states = steps.states(own)
         return Value(0.0, 0, None, 0, "metric", metric=(metric.meta.metric_attribute or "", states))
     shared = metric.is_tensor and metric.meta.sync.should and not metric.meta.sync.rank_zero_only
-    value: Any = metric._forward_cache
+    value: Any = of_metrics.forward_cache(metric)
     num = vars(metric).get(NUM_SAMPLES, 1)
     samples = num if share is None else share.num
     kind = metric.meta.reduce_fx.__name__ if shared else "own"

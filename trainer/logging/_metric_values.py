@@ -4,9 +4,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from pytorch_lightning.strategies import Strategy
-from pytorch_lightning.trainer.connectors.logger_connector.result import _ResultMetric
 
 from ...strategies import DDPStrategy
+from ...strategies.core.private.of_lightning import ResultMetric
+from ...strategies.core.private.of_metrics import FORWARD_CACHE
 from ...strategies.distributed.metrics.steps import MetricSteps
 from ...strategies.registry import ranks_of
 from ._rank_log import Logged
@@ -32,10 +33,10 @@ def share_step_values(ranks: DDPStrategy, tracked: Sequence[Logged]) -> None:
     asked: list[Any] = list(entries.values())
     gathered = ranks.gather_objects([steps.states(entry.value) for entry in asked])
     for i, entry in enumerate(asked):
-        vars(entry)["_forward_cache"] = steps.value(entry.value, [states[i] for states in gathered])
+        vars(entry)[FORWARD_CACHE] = steps.value(entry.value, [states[i] for states in gathered])
 
 
-def has_step_value(entry: _ResultMetric, steps: MetricSteps | None) -> bool:
+def has_step_value(entry: ResultMetric, steps: MetricSteps | None) -> bool:
     """Whether a metric is logged whose value of the global batch is asked for, and which the step has called."""
     if entry.is_tensor or not entry.meta.on_step or not entry.meta.sync.should or steps is None:
         return False

@@ -14,11 +14,13 @@ from math import inf
 from typing import Any
 
 from lightning_fabric.utilities.rank_zero import rank_zero_warn
-from pytorch_lightning.trainer.connectors.logger_connector.result import _ResultMetric
 from torch import Tensor
 
 from ...strategies.batch.given_sizes import constant_of
 from ...strategies.batch.loss_weight import WeighedLoss
+from ...strategies.core.private import of_metrics
+from ...strategies.core.private.of_lightning import ResultMetric
+from ...strategies.core.private.of_metrics import FORWARD_CACHE
 from ...strategies.data.sampling import Share
 
 GIVEN = "given_sizes"
@@ -71,11 +73,11 @@ class GivenSizes:
         if number not in numbers:
             numbers.append(number)
 
-    def tell(self, metric: _ResultMetric) -> dict[str, Any]:
+    def tell(self, metric: ResultMetric) -> dict[str, Any]:
         """Return it as plain data for the other ranks."""
         value = self.value.item() if isinstance(self.value, Tensor) else self.value
         weight = self.weight.item() if isinstance(self.weight, Tensor) else self.weight
-        return {**asdict(self), "value": value, "weight": weight, "whole": self.num == metric._update_count}
+        return {**asdict(self), "value": value, "weight": weight, "whole": self.num == of_metrics.update_count(metric)}
 
 
 def are_constants(name: str, told: Sequence[Mapping[str, Any] | None]) -> bool:
@@ -114,7 +116,7 @@ class Logged:
         given: whether `batch_size` was given.
     """
 
-    metric: _ResultMetric
+    metric: ResultMetric
     value: Any
     copy: Tensor | None
     size: Any
@@ -148,7 +150,7 @@ def _reweigh(logged: Logged, scale: Tensor, share: Share | None, num_ranks: int,
     total = own if share is None else share.total / num_ranks
     if meta.on_step and meta.sync.should and own and is_last:  # the step's value is the last one
         by_samples = 1.0 if share is None else num_ranks * share.num / share.total
-        state["_forward_cache"].mul_((scale / by_samples).to(copy.dtype))
+        state[FORWARD_CACHE].mul_((scale / by_samples).to(copy.dtype))
     if not meta.on_epoch:
         return
     if not logged.given or (isinstance(logged.size, int) and logged.size in (own, 0)):

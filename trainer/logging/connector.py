@@ -9,14 +9,14 @@ from contextlib import nullcontext
 from typing import Any
 
 import pytorch_lightning as pl
-from pytorch_lightning.trainer.connectors.logger_connector import _LoggerConnector
-from pytorch_lightning.trainer.connectors.logger_connector.result import _ResultCollection
-from pytorch_lightning.utilities.data import _extract_batch_size, extract_batch_size
+from pytorch_lightning.utilities.data import extract_batch_size
 from torch import Tensor
 from torchmetrics import Metric
 from typing_extensions import override
 
 from ...strategies.core.errors import ConfigError
+from ...strategies.core.private import of_lightning, of_metrics
+from ...strategies.core.private.of_lightning import LoggerConnector, ResultCollection, extract_batch_sizes
 from ...strategies.core.types import Batch
 from ...strategies.data.sampling import Share
 from ...strategies.registry import ranks_of
@@ -29,7 +29,7 @@ from .slots import Slot
 from .step_sync import StepSync
 
 
-class LeanResults(_ResultCollection):
+class LeanResults(ResultCollection):
     """Lightning's collection of logged values, with a slot for each key after its first value.
 
     Args:
@@ -61,7 +61,7 @@ class LeanResults(_ResultCollection):
             self.deferred.waits = self.defers
             if kwargs.get("on_step") and isinstance(value, Metric) and self.connector is not None:
                 steps = metric_steps_of(self.connector.trainer.strategy)
-                if steps is not None and value._forward_cache is not None:
+                if steps is not None and of_metrics.forward_cache(value) is not None:
                     steps.verify_whole(name)
                 self.waits_for_epoch |= steps is not None and not self.training
         if self.restored:
@@ -103,7 +103,7 @@ class LeanResults(_ResultCollection):
 
     @staticmethod
     def _verify_countable(name: str, batch: Batch) -> None:
-        sizes = sorted({size for size in _extract_batch_size(batch) if size is not None})
+        sizes = sorted({size for size in extract_batch_sizes(batch) if size is not None})
         if len(sizes) > 1:
             raise ConfigError(
                 f"self.log({name!r}): the number of samples, by which ranks are weighted, is ambiguous: the batch has "
@@ -157,7 +157,7 @@ class LeanResults(_ResultCollection):
             slot.settle()
 
 
-class LeanLoggerConnector(_LoggerConnector):
+class LeanLoggerConnector(LoggerConnector):
     """Lightning's logger connector, except that the metrics of a step are collected when they are read.
 
     Args:
@@ -189,6 +189,10 @@ class LeanLoggerConnector(_LoggerConnector):
         self.batch_results = results
         results.batch = batch
         results.batch_size = None
+
+    def enter(self, fx: str) -> None:
+        """Learn which hook logs, as Lightning does by its own check of each call."""
+        self._current_fx = fx
 
     def exchange(self, results: LeanResults) -> None:
         """Bring the values that this rank logged in the batch to what they are for the global batch."""
@@ -245,12 +249,12 @@ class LeanLoggerConnector(_LoggerConnector):
 
     @override
     def on_batch_start(self, batch: Batch, dataloader_idx: int | None = None) -> None:
-        results: Any = self.trainer._results
+        results: Any = of_lightning.results(self.trainer)
         self.start_batch(results, batch, dataloader_idx)
 
     @override
     def on_batch_end(self) -> None:
-        results: Any = self.trainer._results
+        results: Any = of_lightning.results(self.trainer)
         self.finish_batch(results)
 
     @override
@@ -277,7 +281,7 @@ class LeanLoggerConnector(_LoggerConnector):
 
     @override
     def update_eval_step_metrics(self, step: int) -> None:
-        results: Any = self.trainer._results
+        results: Any = of_lightning.results(self.trainer)
         if results.waits_for_epoch:
             results.settle()
             self._evaluated.add(self.trainer, results, step)
@@ -285,7 +289,7 @@ class LeanLoggerConnector(_LoggerConnector):
             super().update_eval_step_metrics(step)
 
     def _share(self) -> None:
-        results: Any = self.trainer._results
+        results: Any = of_lightning.results(self.trainer)
         if results is not None:
             results.connector = self
             results.settle()
@@ -296,8 +300,8 @@ class LeanLoggerConnector(_LoggerConnector):
     def _tell_evaluated(self, combined: list[tuple[int, dict[str, Tensor]]], results: Any) -> None:
         """Log what evaluation has logged by step, and let the bar show the last of it."""
         steps = [metric for metric in results.values() if metric.meta.on_step]
-        logged = {results._forked_name(metric, True)[1] for metric in steps if metric.meta.logger}
-        shown = {results._forked_name(metric, True)[1] for metric in steps if metric.meta.prog_bar}
+        logged = {of_lightning.forked_name(results)(metric, True)[1] for metric in steps if metric.meta.logger}
+        shown = {of_lightning.forked_name(results)(metric, True)[1] for metric in steps if metric.meta.prog_bar}
         for step, values in combined:
             self.log_metrics({name: value for name, value in values.items() if name in logged}, step=step)
             self._progress_bar_metrics.update({name: float(values[name]) for name in values if name in shown})

@@ -8,11 +8,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from pytorch_lightning.trainer.connectors.logger_connector.result import _ResultMetric
 from torch import Tensor
 from torchmetrics import Metric
 
 from ...strategies.core.devices import scalar
+from ...strategies.core.private.of_lightning import ResultMetric
+from ...strategies.core.private.of_metrics import COMPUTED, FORWARD_CACHE, UPDATE_COUNT, forward_cache
 from .step_sync import StepSync
 
 _KEPT = (torch.float32, torch.float64)
@@ -32,7 +33,7 @@ class Slot:
     """
 
     def __init__(
-        self, metric: _ResultMetric, options: tuple[Any, ...], needs_logger: bool, deferred: StepSync | None = None
+        self, metric: ResultMetric, options: tuple[Any, ...], needs_logger: bool, deferred: StepSync | None = None
     ) -> None:
         meta = metric.meta
         self.metric = metric
@@ -84,14 +85,14 @@ class Slot:
         else:
             return self._add_metric(value)
         self.last = copy
-        state["_computed"] = None
-        state["_update_count"] += 1
+        state[COMPUTED] = None
+        state[UPDATE_COUNT] += 1
         state["has_reset"] = False
         if self.deferred is not None:
             assert copy is not None
             self._defer(copy, self.deferred)
         if self.step_only:
-            state["value"] = state["_forward_cache"] = copy
+            state["value"] = state[FORWARD_CACHE] = copy
         else:
             assert copy is not None
             self._accumulate(copy, batch_size)
@@ -100,7 +101,7 @@ class Slot:
     def _accumulate(self, copy: Tensor, batch_size: int) -> None:
         state = self.state
         if self.on_step and self.deferred is None:
-            state["_forward_cache"] = copy
+            state[FORWARD_CACHE] = copy
         if self.is_mean:
             state["value"] = state["value"] + copy * batch_size
             self._samples += batch_size
@@ -114,17 +115,17 @@ class Slot:
         sync = self.metric.meta.sync
         step = copy if self.step_only else copy.clone()
         deferred.waits = True
-        self.state["_forward_cache"] = deferred.reduce(step, group=sync.group, reduce_op=sync.op)
+        self.state[FORWARD_CACHE] = deferred.reduce(step, group=sync.group, reduce_op=sync.op)
         deferred.waits = False
 
     def _add_metric(self, value: Any) -> bool:
         state = self.state
         if self.is_tensor or not isinstance(value, Metric) or value is not state["value"]:
             return False
-        state["_computed"] = None
-        state["_update_count"] += 1
+        state[COMPUTED] = None
+        state[UPDATE_COUNT] += 1
         state["has_reset"] = False
-        state["_forward_cache"] = value._forward_cache
+        state[FORWARD_CACHE] = forward_cache(value)
         return True
 
     def settle(self) -> None:
@@ -132,7 +133,7 @@ class Slot:
         if self._number is not None:
             if self.state["value"] is None:
                 number = scalar(self._number, self.device, self._dtype)
-                self.state["value"] = self.state["_forward_cache"] = number
+                self.state["value"] = self.state[FORWARD_CACHE] = number
             self._number = None
         if self._samples:
             self.state["cumulated_batch_size"] = self.state["cumulated_batch_size"] + self._samples

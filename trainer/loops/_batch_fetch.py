@@ -1,15 +1,16 @@
 """Fetch a batch and move it to the device, in the common case at the cost of a hand-written loop."""
 
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import torch
 from lightning_fabric.utilities import move_data_to_device
-from pytorch_lightning.loops.fetchers import _DataFetcher, _PrefetchDataFetcher
-from pytorch_lightning.utilities.combined_loader import CombinedLoader, _MaxSizeCycle, _Sequential
+from pytorch_lightning.utilities.combined_loader import CombinedLoader
 from torch import Tensor
 
 from ...strategies.core.loop_contract import NothingToDo
+from ...strategies.core.private import of_lightning
+from ...strategies.core.private.of_lightning import DataFetcher, MaxSizeCycle, PrefetchDataFetcher, Sequential
 from ...strategies.core.torch_loader import next_of
 from ...strategies.core.types import Batch
 from ._hook_plan import DATA_MODULE, MODULE, PRECISION, HookPlan, any_overridden, overridden
@@ -26,30 +27,30 @@ class OneLoader:
         fetcher: Lightning's fetcher, its iterator already created.
     """
 
-    def __init__(self, fetcher: _DataFetcher) -> None:
+    def __init__(self, fetcher: DataFetcher) -> None:
         assert self.fits(fetcher)
         self.fetcher = fetcher
-        self.combined: Any = fetcher.combined_loader._iterator
+        self.combined: Any = of_lightning.iterator(fetcher.combined_loader)
         self._iterator: Any = None
         self._next: Callable[[], Batch] = self.__next__
 
     @staticmethod
-    def fits(fetcher: _DataFetcher) -> bool:
+    def fits(fetcher: DataFetcher) -> bool:
         """Whether the fetcher reads one loader of known length."""
-        combined: Any = fetcher._combined_loader
+        combined: Any = of_lightning.combined_loader(fetcher)
         return (
-            type(fetcher) is _PrefetchDataFetcher
+            type(fetcher) is PrefetchDataFetcher
             and fetcher.length is not None
             and type(combined) is CombinedLoader
-            and type(iterator := cast(Any, combined._iterator)) in (_MaxSizeCycle, _Sequential)
+            and type(iterator := of_lightning.iterator(combined)) in (MaxSizeCycle, Sequential)
             and len(iterator.iterables) == len(iterator.iterators) == 1
-            and combined._iterables is combined._flattened[0]
+            and of_lightning.iterables(combined) is of_lightning.flattened(combined)[0]
         )
 
     @property
     def num_read(self) -> int:
         """Number of batches read so far."""
-        return self.combined._idx
+        return of_lightning.idx(self.combined)
 
     def __next__(self) -> Batch:
         """Return the next batch.
@@ -64,11 +65,11 @@ class OneLoader:
         try:
             batch = self._next()
         except StopIteration:
-            if type(combined) is _MaxSizeCycle:
-                combined._consumed[0] = True
+            if type(combined) is MaxSizeCycle:
+                of_lightning.consumed(combined)[0] = True
             fetcher.done = True
             raise
-        combined._idx += 1
+        of_lightning.count_batch(combined)
         fetcher.fetched += 1
         assert fetcher.length is not None
         fetcher.done = fetcher.fetched >= fetcher.length
@@ -82,7 +83,7 @@ def batch_mover(plan: HookPlan) -> Callable[[Batch, int], Batch]:
         A function of (batch, dataloader_idx).
     """
     module, data = plan.module, plan.trainer.datamodule
-    names = (*_TRANSFER_HOOKS, "_on_before_batch_transfer", "_apply_batch_transfer_handler", "_call_batch_hook")
+    names = (*_TRANSFER_HOOKS, *of_lightning.TRANSFERS)
     plain = (
         plan.keeps_contract("batch_to_device")
         and not any_overridden(module, names, MODULE)
@@ -108,7 +109,7 @@ def _after(first: Callable[[int], None], move: Callable[[Batch, int], Batch]) ->
 def _with_hooks(plan: HookPlan) -> Callable[[Batch, int], Batch]:
     def move(batch: Batch, dataloader_idx: int) -> Batch:
         batch = plan.precision.convert_input(batch)
-        batch = plan.module._on_before_batch_transfer(batch, dataloader_idx=dataloader_idx)
+        batch = of_lightning.on_before_batch_transfer(plan.module)(batch, dataloader_idx=dataloader_idx)
         return plan.call_as("batch_to_device", plan.strategy.batch_to_device, batch, dataloader_idx=dataloader_idx)
 
     return move

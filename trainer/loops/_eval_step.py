@@ -3,13 +3,16 @@
 from typing import Any
 
 from pytorch_lightning.callbacks import BasePredictionWriter
-from pytorch_lightning.loops.evaluation_loop import _EvaluationLoop
-from pytorch_lightning.loops.fetchers import _DataLoaderIterDataFetcher, _profile_nothing
-from pytorch_lightning.loops.prediction_loop import _PredictionLoop
-from pytorch_lightning.loops.training_epoch_loop import _TrainingEpochLoop
 from pytorch_lightning.utilities.exceptions import SIGTERMException
 from pytorch_lightning.utilities.signature_utils import is_param_in_hook_signature
 
+from ...strategies.core.private import of_lightning, put
+from ...strategies.core.private.of_lightning import (
+    DataLoaderIterDataFetcher,
+    EvaluationLoop,
+    PredictionLoop,
+    TrainingEpochLoop,
+)
 from ...strategies.core.types import Batch
 from ..logging.connector import LeanLoggerConnector
 from ._batch_fetch import OneLoader, batch_mover, to_cpu
@@ -24,17 +27,17 @@ class StepPlan:
         stage: `validation`, `test` or `predict`.
     """
 
-    def __init__(self, loop: _EvaluationLoop | _PredictionLoop, stage: str) -> None:
+    def __init__(self, loop: EvaluationLoop | PredictionLoop, stage: str) -> None:
         trainer = loop.trainer
         self.step_name = f"{stage}_step"
         self.start_name, self.end_name = f"on_{stage}_batch_start", f"on_{stage}_batch_end"
         self.hooks = HookPlan(trainer, (self.start_name, self.end_name), getattr(trainer, "timed_bar", None))
-        combined = loop._combined_loader
+        combined = of_lightning.combined_loader(loop)
         assert combined is not None
-        fetcher = loop._data_fetcher
+        fetcher = of_lightning.data_fetcher(loop)
         self.loader = OneLoader(fetcher) if fetcher is not None and OneLoader.fits(fetcher) else None
         self.sanity_checks = trainer.sanity_checking
-        self.names_loader = combined._mode == "sequential" and loop.num_dataloaders > 1
+        self.names_loader = of_lightning.mode(combined) == "sequential" and loop.num_dataloaders > 1
         self.resolve()
 
     def resolve(self) -> None:
@@ -74,21 +77,21 @@ class StepPlan:
         return output
 
 
-def step_plan(loop: _EvaluationLoop | _PredictionLoop, stage: str) -> StepPlan | None:
+def step_plan(loop: EvaluationLoop | PredictionLoop, stage: str) -> StepPlan | None:
     """Plan the lean steps of a loop that was just reset; None if Lightning's own steps must run."""
-    fetcher = loop._data_fetcher
+    fetcher = of_lightning.data_fetcher(loop)
     assert fetcher is not None
     if not may_be_lean(loop.trainer):
         return None
-    fetcher._start_profiler = fetcher._stop_profiler = _profile_nothing
-    return None if isinstance(fetcher, _DataLoaderIterDataFetcher) else StepPlan(loop, stage)
+    of_lightning.fetch_unprofiled(fetcher)
+    return None if isinstance(fetcher, DataLoaderIterDataFetcher) else StepPlan(loop, stage)
 
 
-def evaluate(loop: _EvaluationLoop, plan: StepPlan, batch: Batch, batch_idx: int, dataloader_idx: int) -> None:
+def evaluate(loop: EvaluationLoop, plan: StepPlan, batch: Batch, batch_idx: int, dataloader_idx: int) -> None:
     """Run one step of validation or test, with Lightning's hooks and counters in Lightning's order."""
     trainer, progress, hooks = loop.trainer, loop.batch_progress, plan.hooks
-    connector: LeanLoggerConnector = trainer._logger_connector  # type: ignore[assignment]
-    results: Any = loop._results
+    connector: LeanLoggerConnector = of_lightning.logger_connector(trainer)  # type: ignore[assignment]
+    results: Any = of_lightning.results(loop)
     args = plan.begin(batch, batch_idx, dataloader_idx)
     if plan.stands_in():
         plan.step(args)
@@ -103,15 +106,19 @@ def evaluate(loop: _EvaluationLoop, plan: StepPlan, batch: Batch, batch_idx: int
     connector.finish_batch(results)
     progress.increment_completed()
     if not plan.sanity_checks:
-        loop._has_run = True
-        connector.log_evaluation_step(results, loop._seen_batches_per_dataloader[dataloader_idx])
-        loop._seen_batches_per_dataloader[dataloader_idx] += 1
+        put(loop, has_run=True)
+        connector.log_evaluation_step(results, of_lightning.seen_batches_per_dataloader(loop)[dataloader_idx])
+        of_lightning.seen_batches_per_dataloader(loop)[dataloader_idx] += 1
     # the trainer's own property checks the stage first, which costs several times as much
-    if trainer._signal_connector.received_sigterm and not progress.is_last_batch and trainer.received_sigterm:
+    if (
+        of_lightning.signal_connector(trainer).received_sigterm
+        and not progress.is_last_batch
+        and trainer.received_sigterm
+    ):
         raise SIGTERMException
 
 
-def predict(loop: _PredictionLoop, plan: StepPlan, batch: Batch, batch_idx: int, dataloader_idx: int) -> None:
+def predict(loop: PredictionLoop, plan: StepPlan, batch: Batch, batch_idx: int, dataloader_idx: int) -> None:
     """Run one step of prediction, with Lightning's hooks and counters in Lightning's order."""
     progress, hooks = loop.batch_progress, plan.hooks
     args = plan.begin(batch, batch_idx, dataloader_idx)
@@ -119,26 +126,26 @@ def predict(loop: _PredictionLoop, plan: StepPlan, batch: Batch, batch_idx: int,
         plan.step(args)
         return
     progress.increment_ready()
-    writes_at_end = plan.writes and loop._store_data_for_prediction_writer(batch_idx, dataloader_idx)
+    writes_at_end = plan.writes and of_lightning.store_data_for_prediction_writer(loop)(batch_idx, dataloader_idx)
     hooks.call(plan.start_name, *args)
     progress.increment_started()
     predictions = plan.step(args)
     if predictions is None:
-        loop._warning_cache.warn("predict returned None if it was on purpose, ignore this warning...")
+        of_lightning.warning_cache(loop).warn("predict returned None if it was on purpose, ignore this warning...")
     progress.increment_processed()
     hooks.call(plan.end_name, predictions, *args)
     progress.increment_completed()
     if loop.return_predictions or writes_at_end:
-        loop._predictions[dataloader_idx].append(to_cpu(predictions))
+        of_lightning.predictions(loop)[dataloader_idx].append(to_cpu(predictions))
 
 
-def validation_may_be_due(loop: _TrainingEpochLoop) -> bool:
+def validation_may_be_due(loop: TrainingEpochLoop) -> bool:
     """Whether Lightning must decide about validation: at the last batch, on a stop, at an interval, after a restart."""
     trainer: Any = loop.trainer
-    if loop.batch_progress.is_last_batch or trainer.should_stop or loop._skip_next_val:
+    if loop.batch_progress.is_last_batch or trainer.should_stop or of_lightning.skip_next_val(loop):
         return True
     every = trainer.val_check_batch
-    if trainer._val_check_time_interval is not None or every is None:
+    if of_lightning.val_check_time_interval(trainer) is not None or every is None:
         return True
     if every == float("inf"):
         every = trainer.limit_train_batches

@@ -20,6 +20,7 @@ from pytorch_lightning.trainer import call
 from ...strategies import DDPStrategy, SingleDeviceStrategy
 from ...strategies.batch.one_process import OneProcessStrategy
 from ...strategies.core.loop_contract import NothingToDo, StepContract
+from ...strategies.core.private import of_lightning
 from .progress_bar import TimedBar
 
 Base = Mapping[str, Any]
@@ -94,7 +95,7 @@ class HookPlan:
         self.callbacks = list(trainer.callbacks)
         self.precision = trainer.precision_plugin
         self.profiler = trainer.profiler
-        self.model: Any = trainer.strategy._model
+        self.model: Any = of_lightning.model(trainer.strategy)
         self.work = {name: work for name in self.hooks if (work := self._work(name)) is not None}
         self._spaces = list(self._namespaces())
         self._size = sum(map(len, self._spaces))
@@ -135,7 +136,7 @@ class HookPlan:
             or [*map(self._read_hooks, self._classes)] != self._class_hooks
             or trainer.callbacks != self.callbacks
             or trainer.profiler is not self.profiler
-            or self.strategy._model is not self.model
+            or of_lightning.model(self.strategy) is not self.model
         )
 
     def _namespaces(self) -> Iterator[Mapping[str, Any]]:
@@ -225,6 +226,6 @@ def _saves_at_epochs_only(callback: Any) -> bool:
     return (
         isinstance(callback, ModelCheckpoint)
         and not overridden(callback, "on_train_batch_end", {"on_train_batch_end": ModelCheckpoint.on_train_batch_end})
-        and callback._every_n_train_steps < 1
-        and callback._train_time_interval is None
+        and of_lightning.every_n_train_steps(callback) < 1
+        and of_lightning.train_time_interval(callback) is None
     )

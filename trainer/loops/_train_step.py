@@ -15,13 +15,15 @@ from typing import Any
 import torch
 from lightning_fabric.utilities.types import Optimizable
 from pytorch_lightning.core.optimizer import LightningOptimizer
-from pytorch_lightning.loops.optimization.automatic import Closure, ClosureResult, _AutomaticOptimization
+from pytorch_lightning.loops.optimization.automatic import Closure, ClosureResult
 from pytorch_lightning.plugins.precision import MixedPrecision
 from pytorch_lightning.strategies import ParallelStrategy
 from pytorch_lightning.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
 
 from ...strategies.core.loop_contract import NothingToDo
+from ...strategies.core.private import of_lightning
+from ...strategies.core.private.of_lightning import AutomaticOptimization
 from ...strategies.core.types import Batch
 from ._hook_plan import MODULE, PRECISION, STRATEGY, HookPlan, any_overridden, overridden
 from ._torch_fast_path import PlainOptimizer, backward_of
@@ -40,7 +42,7 @@ class TrainStep:
         accumulation: weights of micro-batches.
     """
 
-    def __init__(self, plan: HookPlan, automatic: _AutomaticOptimization, accumulation: Accumulation) -> None:
+    def __init__(self, plan: HookPlan, automatic: AutomaticOptimization, accumulation: Accumulation) -> None:
         self.plan = plan
         self.trainer = plan.trainer
         self.automatic = automatic
@@ -64,7 +66,7 @@ class TrainStep:
         self.takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
         self.module_zero_grad = overridden(module, "optimizer_zero_grad", MODULE)
         self.clips_itself = any_overridden(module, ("configure_gradient_clipping", "clip_gradients"), MODULE)
-        self.clips_itself |= any_overridden(plan.precision, ("_clip_gradients", "clip_gradients"), PRECISION)
+        self.clips_itself |= any_overridden(plan.precision, (of_lightning.CLIP_GRADIENTS, "clip_gradients"), PRECISION)
         self.post_training_step = overridden(strategy, "post_training_step", STRATEGY)
         self.blocks_sync = isinstance(strategy, ParallelStrategy)
         self.reads_outputs = plan.reads_outputs()
@@ -119,9 +121,9 @@ class TrainStep:
 
         # Lightning's type, since user code may check for it; it enables gradients and returns the loss
         closure = Closure(step_fn=forward_backward)
-        epoch, optimizer = self.trainer.current_epoch, plan.strategy._lightning_optimizers[0]
+        epoch, optimizer = self.trainer.current_epoch, of_lightning.lightning_optimizers(plan.strategy)[0]
         if self.hooks_only:
-            raw: Any = optimizer._optimizer
+            raw: Any = of_lightning.optimizer(optimizer)
 
             def closure_then_hooks() -> Tensor | None:
                 loss = closure()
@@ -252,7 +254,9 @@ class TrainStep:
         if value or self.clips_itself:
             # Lightning's own method, for its checks of value and algorithm
             algorithm = trainer.gradient_clip_algorithm
-            plan.precision._clip_gradients(plan.module, optimizer, value, gradient_clip_algorithm=algorithm)
+            of_lightning.clip_gradients(plan.precision)(
+                plan.module, optimizer, value, gradient_clip_algorithm=algorithm
+            )
 
 
 def _knows_backward(plan: HookPlan) -> bool:
@@ -266,12 +270,14 @@ def _knows_backward(plan: HookPlan) -> bool:
 def _knows_optimizer_step(plan: HookPlan) -> bool:
     """Whether the strategy's optimizer step is the optimizer's own, hooks, and the contract's `finish_step`."""
     strategy: Any = plan.strategy
-    averages = getattr(strategy, "_model_averager", None) is not None
+    averages = getattr(strategy, of_lightning.MODEL_AVERAGER, None) is not None
     scaled = overridden(plan.precision, "optimizer_step", PRECISION) and not _mixes_without_scaler(
         plan, "optimizer_step"
     )
-    wrapped = any_overridden(plan.precision, ("_wrap_closure", "_after_closure"), PRECISION)
-    patched = any(type(optimizer).step is not _OPTIMIZER_STEP for optimizer in strategy._lightning_optimizers)
+    wrapped = any_overridden(plan.precision, of_lightning.CLOSURES, PRECISION)
+    patched = any(
+        type(optimizer).step is not _OPTIMIZER_STEP for optimizer in of_lightning.lightning_optimizers(strategy)
+    )
     return plan.keeps_contract("optimizer_step") and not (averages or scaled or wrapped or patched)
 
 

@@ -15,6 +15,7 @@ from torch.nn import Parameter
 from ...strategies.batch.loss_weight import loss_weight, weighs_in_loop
 from ...strategies.batch.run_structures import batch_structure
 from ...strategies.core.errors import ConfigError
+from ...strategies.core.private import of_torch
 from ...strategies.core.types import Batch
 from ...strategies.registry import ranks_of
 
@@ -95,7 +96,7 @@ class Accumulation:
             elif gradient is not None:
                 gradient.div_(divisor.to(gradient.device) if isinstance(divisor, Tensor) else divisor)
         for (device, dtype), gradients in groups.items():
-            torch._foreach_div_(gradients, divisor.to(device, dtype) if isinstance(divisor, Tensor) else divisor)
+            of_torch.foreach_div_(gradients, divisor.to(device, dtype) if isinstance(divisor, Tensor) else divisor)
         self._is_divided = True
 
     def _parameters(self) -> list[Parameter]:

@@ -13,6 +13,7 @@ from pytorch_lightning.utilities.signature_utils import is_param_in_hook_signatu
 from torch import Tensor
 from torchmetrics import MetricCollection
 
+from ...strategies.core.private import of_lightning, of_metrics
 from ...strategies.distributed.zero_weight_step import neutral
 from ...strategies.registry import process_devices, ranks_of
 from ..logging.connector import LeanLoggerConnector, LeanResults
@@ -37,7 +38,7 @@ class LeanLog:
     """
 
     def __init__(self, trainer: pl.Trainer) -> None:
-        connector: Any = trainer._logger_connector
+        connector: Any = of_lightning.logger_connector(trainer)
         self.trainer: Any = trainer
         self.connector: LeanLoggerConnector = connector
         self.module = trainer.lightning_module
@@ -98,12 +99,12 @@ class LeanLog:
         if (
             slot.options == options
             # only if Lightning would neither reset the hook's values nor warn
-            and (connector._first_loop_iter is False or connector._current_fx == fx)
+            and (of_lightning.first_loop_iter(connector) is False or of_lightning.current_fx(connector) == fx)
             and (not slot.needs_logger or self.trainer.loggers)
         ):
             size = self._batch_size(results, batch_size) if slot.counts_samples else 1
             if slot.add(value, size):
-                connector._current_fx = fx
+                connector.enter(fx)
                 if results.tracked is not None:
                     results.track(slot.metric, value, slot.last, size, batch_size is not None)
                 return True
@@ -166,7 +167,7 @@ class LeanLogDict:
         """Log values; see `LightningModule.log_dict`."""
         values: Any = dictionary
         if type(dictionary) is MetricCollection and shares_states(dictionary):
-            values = dictionary._to_renamed_dict()
+            values = of_metrics.to_renamed_dict(dictionary)()
         by_name = not args and kwargs.keys() <= _DICT_OPTIONS
         if type(values) in (dict, OrderedDict) and by_name and self.module.__dict__.get("log") is self.log:
             values = self._without_slot(values, **kwargs)
@@ -186,15 +187,15 @@ def shares_states(collection: MetricCollection) -> bool:
     `collection.items()`, which `log_dict` calls, sets them all again through `nn.Module.__setattr__`, at the cost of
     an update. All names read here are torchmetrics' own.
     """
-    if not collection._groups_checked or collection._state_is_copy:
+    if not of_metrics.groups_checked(collection) or of_metrics.state_is_copy(collection):
         return False
     metrics: Any = collection._modules
-    for first, *others in collection._groups.values():
+    for first, *others in of_metrics.groups(collection).values():
         states = metrics[first].__dict__
         for own in (metrics[name].__dict__ for name in others):
-            if own["_update_count"] != states["_update_count"]:
+            if own[of_metrics.UPDATE_COUNT] != states[of_metrics.UPDATE_COUNT]:
                 return False
-            for name in states["_defaults"]:
+            for name in states[of_metrics.DEFAULTS]:
                 if own[name] is not states[name]:
                     return False
     return True
@@ -225,7 +226,13 @@ def lean_logging(trainer: Any) -> Generator[None]:
     module = trainer.lightning_module
     own = type(module).log is not MODULE["log"] or "log" in module.__dict__
     iterates = is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True)
-    if own or iterates or trainer.barebones or module._compiler_ctx is not None or module._fabric is not None:
+    if (
+        own
+        or iterates
+        or trainer.barebones
+        or of_lightning.compiler_ctx(module) is not None
+        or of_lightning.fabric(module) is not None
+    ):
         yield
         return
     log = LeanLog(trainer)

@@ -11,19 +11,24 @@ from time import perf_counter
 from typing import Any
 
 import pytorch_lightning as pl
-from pytorch_lightning.loops.evaluation_loop import _EvaluationLoop
-from pytorch_lightning.loops.fetchers import _DataFetcher, _DataLoaderIterDataFetcher, _profile_nothing
-from pytorch_lightning.loops.fit_loop import _FitLoop
-from pytorch_lightning.loops.optimization.automatic import ClosureResult, _AutomaticOptimization
-from pytorch_lightning.loops.prediction_loop import _PredictionLoop
-from pytorch_lightning.loops.training_epoch_loop import _TrainingEpochLoop
-from pytorch_lightning.trainer.connectors.checkpoint_connector import _CheckpointConnector
+from pytorch_lightning.loops.optimization.automatic import ClosureResult
 from pytorch_lightning.trainer.states import RunningStage, TrainerFn
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from ...strategies.core.private import of_lightning
+from ...strategies.core.private.of_lightning import (
+    AutomaticOptimization,
+    CheckpointConnector,
+    DataFetcher,
+    DataLoaderIterDataFetcher,
+    EvaluationLoop,
+    FitLoop,
+    PredictionLoop,
+    TrainingEpochLoop,
+)
 from ...strategies.core.types import Batch
 from ...strategies.registry import ranks_of
 from ..checkpoint.clean_points import ExactCheckpoints, ResumingEpochLoop, ResumingFitLoop, SeparateEvaluation
@@ -40,11 +45,11 @@ TRAIN_HOOKS = (
 )  # fmt: skip
 
 
-class ExactCheckpointConnector(ExactCheckpoints, _CheckpointConnector):
+class ExactCheckpointConnector(ExactCheckpoints, CheckpointConnector):
     """Lightning's checkpoint connector, with the state that exact resuming needs."""
 
 
-class LeanFitLoop(ResumingFitLoop, _FitLoop):
+class LeanFitLoop(ResumingFitLoop, FitLoop):
     """The loop over epochs.
 
     Attributes:
@@ -83,7 +88,7 @@ class LeanFitLoop(ResumingFitLoop, _FitLoop):
         return total.started
 
 
-class LeanTrainingEpochLoop(ResumingEpochLoop, _TrainingEpochLoop):
+class LeanTrainingEpochLoop(ResumingEpochLoop, TrainingEpochLoop):
     """The loop over the batches of a training epoch.
 
     Args:
@@ -100,7 +105,7 @@ class LeanTrainingEpochLoop(ResumingEpochLoop, _TrainingEpochLoop):
             trainer, TrainerFn.FITTING, RunningStage.VALIDATING, verbose=False, inference_mode=False
         )
         self._results: LeanResults = LeanResults(training=True)  # pyright: ignore[reportIncompatibleVariableOverride]
-        connector: Any = trainer._logger_connector
+        connector: Any = of_lightning.logger_connector(trainer)
         self._connector: LeanLoggerConnector = connector
         self.data_wait_s = 0.0  # seconds that lean steps have waited for the loader
         self._plan: HookPlan | None = None
@@ -109,19 +114,19 @@ class LeanTrainingEpochLoop(ResumingEpochLoop, _TrainingEpochLoop):
         self._agrees = False  # whether ranks agree between batches on when to stop
 
     @override
-    def on_run_start(self, data_fetcher: _DataFetcher) -> None:
+    def on_run_start(self, data_fetcher: DataFetcher) -> None:
         super().on_run_start(data_fetcher)
         self._make_plan(data_fetcher)
         self.finish_validation(data_fetcher)
 
-    def _make_plan(self, data_fetcher: _DataFetcher) -> None:
+    def _make_plan(self, data_fetcher: DataFetcher) -> None:
         self.accumulation.verify()
         self._forget()
         self._agrees = ranks_of(self.trainer.strategy) is not None
         if not may_be_lean(self.trainer):
             return
-        data_fetcher._start_profiler = data_fetcher._stop_profiler = _profile_nothing
-        if not isinstance(data_fetcher, _DataLoaderIterDataFetcher):
+        of_lightning.fetch_unprofiled(data_fetcher)
+        if not isinstance(data_fetcher, DataLoaderIterDataFetcher):
             self._plan = HookPlan(self.trainer, TRAIN_HOOKS, getattr(self.trainer, "timed_bar", None))
             self._loader = OneLoader(data_fetcher) if OneLoader.fits(data_fetcher) else None
             self._step = TrainStep(self._plan, self.automatic_optimization, self.accumulation)
@@ -174,10 +179,12 @@ class LeanTrainingEpochLoop(ResumingEpochLoop, _TrainingEpochLoop):
         super().update_lr_schedulers(interval, update_plateau_schedulers)
 
     @override
-    def advance(self, data_fetcher: _DataFetcher) -> None:
+    def advance(self, data_fetcher: DataFetcher) -> None:
         fit_loop: Any = self.trainer.fit_loop
         # before the first batch of an epoch a run can't be resumed exactly
-        if self.batch_progress.current.ready and (self._agrees or self.trainer._signal_connector.received_sigterm):
+        if self.batch_progress.current.ready and (
+            self._agrees or of_lightning.signal_connector(self.trainer).received_sigterm
+        ):
             fit_loop.stop_between_batches()
         plan = self._plan
         if plan is None or self._restarting or plan.module is not self.trainer.lightning_module:
@@ -194,7 +201,7 @@ class LeanTrainingEpochLoop(ResumingEpochLoop, _TrainingEpochLoop):
             self.val_loop.restarting = False
         self._advance(plan, data_fetcher)
 
-    def _advance(self, plan: HookPlan, data_fetcher: _DataFetcher) -> None:
+    def _advance(self, plan: HookPlan, data_fetcher: DataFetcher) -> None:
         progress, connector = self.batch_progress, self._connector
         total: Any = progress.total
         current: Any = progress.current
@@ -235,7 +242,7 @@ class LeanTrainingEpochLoop(ResumingEpochLoop, _TrainingEpochLoop):
         if self._stepping() or not plan.module.automatic_optimization:
             connector.log_train_step(self._batches_that_stepped + 1)
 
-    def _fetch(self, data_fetcher: _DataFetcher) -> Batch:
+    def _fetch(self, data_fetcher: DataFetcher) -> Batch:
         asked_s = perf_counter()
         # Lightning's fetcher also returns the indices of the batch and of the loader
         batch: Batch = next(data_fetcher)[0] if self._loader is None else next(self._loader)
@@ -258,7 +265,7 @@ class LeanTrainingEpochLoop(ResumingEpochLoop, _TrainingEpochLoop):
 
     def _optimize(self, plan: HookPlan, batch: Batch, batch_idx: int) -> Any:
         automatic = plan.module.automatic_optimization
-        if automatic and self._lean_step and not self.automatic_optimization._skip_backward:
+        if automatic and self._lean_step and not of_lightning.skip_backward(self.automatic_optimization):
             assert self._step is not None
             return self._step.run(batch, batch_idx, self._stepping())
         kwargs = self._build_kwargs(OrderedDict(), batch, batch_idx)
@@ -267,7 +274,7 @@ class LeanTrainingEpochLoop(ResumingEpochLoop, _TrainingEpochLoop):
         return self.manual_optimization.run(kwargs)
 
     @override
-    def on_advance_end(self, data_fetcher: _DataFetcher) -> None:
+    def on_advance_end(self, data_fetcher: DataFetcher) -> None:
         if self._plan is None or validation_may_be_due(self):
             self._show_everything()
             super().on_advance_end(data_fetcher)
@@ -293,7 +300,7 @@ class LeanTrainingEpochLoop(ResumingEpochLoop, _TrainingEpochLoop):
             bar.catch_up(self.trainer)
 
 
-class LeanEvaluationLoop(SeparateEvaluation, _EvaluationLoop):
+class LeanEvaluationLoop(SeparateEvaluation, EvaluationLoop):
     """Validation or test."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -345,7 +352,7 @@ class LeanEvaluationLoop(SeparateEvaluation, _EvaluationLoop):
     def _is_exchanged_by_loader(self) -> bool:
         """Whether ranks exchange the outputs of several loaders, one after the other."""
         loader = self._combined_loader
-        several = loader is not None and loader._mode == "sequential" and len(self.max_batches) > 1
+        several = loader is not None and of_lightning.mode(loader) == "sequential" and len(self.max_batches) > 1
         return several and self.trainer.world_size > 1
 
     def _store_until(self, end: int) -> None:
@@ -363,7 +370,7 @@ class LeanEvaluationLoop(SeparateEvaluation, _EvaluationLoop):
         super().teardown()
 
 
-class LeanPredictionLoop(_PredictionLoop):
+class LeanPredictionLoop(PredictionLoop):
     """Prediction."""
 
     _plan: StepPlan | None = None
@@ -398,7 +405,7 @@ class LeanPredictionLoop(_PredictionLoop):
         super().teardown()
 
 
-class WeighedAutomaticOptimization(_AutomaticOptimization):
+class WeighedAutomaticOptimization(AutomaticOptimization):
     """Lightning's automatic optimization with exact accumulation, for steps that are not lean.
 
     Args:
@@ -435,7 +442,7 @@ class WeighedAutomaticOptimization(_AutomaticOptimization):
     @override
     def _make_backward_fn(self, optimizer: Optimizer) -> Callable[[Tensor], None] | None:
         backward = super()._make_backward_fn(optimizer)
-        if backward is None or not self._accumulation.exact or self.trainer.fit_loop._should_accumulate():
+        if backward is None or not self._accumulation.exact or of_lightning.should_accumulate(self.trainer.fit_loop)():
             return backward
 
         def backward_and_divide(loss: Tensor) -> None:
@@ -446,7 +453,7 @@ class WeighedAutomaticOptimization(_AutomaticOptimization):
 
 
 # Profilers name actions after the loop's class: keep Lightning's names.
-LeanFitLoop.__name__ = _FitLoop.__name__
-LeanTrainingEpochLoop.__name__ = _TrainingEpochLoop.__name__
-LeanEvaluationLoop.__name__ = _EvaluationLoop.__name__
-LeanPredictionLoop.__name__ = _PredictionLoop.__name__
+LeanFitLoop.__name__ = FitLoop.__name__
+LeanTrainingEpochLoop.__name__ = TrainingEpochLoop.__name__
+LeanEvaluationLoop.__name__ = EvaluationLoop.__name__
+LeanPredictionLoop.__name__ = PredictionLoop.__name__

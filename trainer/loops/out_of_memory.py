@@ -10,6 +10,7 @@ import torch
 
 from ...strategies.batch.chunks import num_samples
 from ...strategies.core.devices import is_out_of_memory
+from ...strategies.core.private import of_lightning
 
 
 class DeviceOutOfMemory(torch.OutOfMemoryError):
@@ -47,7 +48,7 @@ def _explain(trainer: pl.Trainer, exc: RuntimeError) -> str:
 
 
 def _samples(trainer: pl.Trainer) -> str:
-    results: Any = trainer._results
+    results: Any = of_lightning.results(trainer)
     count = None if results is None or results.batch is None else num_samples(results.batch)
     return "outside of a step" if count is None else f"{count} samples at once"
 

@@ -6,9 +6,10 @@ from typing import Any
 
 from torch import Tensor
 from torch.autograd import Function
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from typing_extensions import override
+
+from ...strategies.core.private import of_torch
+from ...strategies.core.private.of_torch import TorchDispatchMode, tree_leaves
 
 LITERAL = "aten::lift_fresh"
 """The operation behind `torch.tensor(1.0)`: optimizers count steps with such scalars, which stay on the CPU."""
@@ -42,7 +43,7 @@ class MemoryTracker(TorchDispatchMode):
     def track(self, tensor: Tensor, stage: int) -> None:
         """Count a tensor's storage, if it is not counted yet, until it is freed."""
         storage = tensor.untyped_storage()
-        key = storage._cdata
+        key = of_torch.cdata(storage)
         if key in self._known:
             return
         size = self.size_of(tensor)
@@ -61,7 +62,7 @@ class MemoryTracker(TorchDispatchMode):
 
     def stage_of(self, tensor: Tensor) -> int | None:
         """The stage that a tensor's storage is counted for; None if it is not counted."""
-        known = self._known.get(tensor.untyped_storage()._cdata)
+        known = self._known.get(of_torch.cdata(tensor.untyped_storage()))
         return None if known is None else known[0]
 
     def start_peak(self) -> None:
@@ -83,9 +84,9 @@ class MemoryTracker(TorchDispatchMode):
 
     def _track_results(self, results: Any, given: Any) -> None:
         inputs = [value for value in tree_leaves(given) if isinstance(value, Tensor)]
-        known = {tensor.untyped_storage()._cdata for tensor in inputs}  # modified in place, or views
+        known = {of_torch.cdata(tensor.untyped_storage()) for tensor in inputs}  # modified in place, or views
         made = [value for value in tree_leaves(results) if isinstance(value, Tensor)]
-        made = [tensor for tensor in made if tensor.untyped_storage()._cdata not in known]
+        made = [tensor for tensor in made if of_torch.cdata(tensor.untyped_storage()) not in known]
         if made:
             stage = self._place(inputs) if self.moving_to is None else self.moving_to
             for tensor in made:

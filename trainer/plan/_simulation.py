@@ -13,12 +13,13 @@ import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from pytorch_lightning.utilities.types import STEP_OUTPUT
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from ...strategies import ConfigError, SingleDeviceStrategy
 from ...strategies.batch.chunks import num_samples
+from ...strategies.core.private import of_torch
+from ...strategies.core.private.of_torch import FakeTensorMode
 from ...strategies.core.types import Batch
 from ...strategies.pipeline.options import StageOptions
 from ...strategies.pipeline.stages import Stages
@@ -186,7 +187,7 @@ class SimulatedStrategy(SingleDeviceStrategy):
         return taken
 
     def _bytes(self, tensors: Sequence[Tensor], stage: int) -> int:
-        storages = {t.untyped_storage()._cdata: t for t in tensors if self.tracker.stage_of(t) == stage}
+        storages = {of_torch.cdata(t.untyped_storage()): t for t in tensors if self.tracker.stage_of(t) == stage}
         return sum(self.tracker.size_of(tensor) for tensor in storages.values())
 
     def _note(self, name: str) -> None:

@@ -9,15 +9,15 @@ from typing import Any
 import pytorch_lightning as pl
 from omegaconf import DictConfig
 from pytorch_lightning.strategies import Strategy
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    UnsupportedOperatorException,
-)
 
 from ...strategies import ConfigError
 from ...strategies.core.device_names import resolve_devices
 from ...strategies.core.devices import is_accelerator
+from ...strategies.core.private.of_torch import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedOperatorException,
+)
 from ...strategies.ddp import DDPStrategy
 from ...strategies.model_parallel import ModelParallelStrategy
 from ..compare.compare import short_config

@@ -10,6 +10,7 @@ from torchmetrics import Metric
 from torchmetrics.utilities import dim_zero_cat, dim_zero_max, dim_zero_mean, dim_zero_min, dim_zero_sum
 from torchmetrics.wrappers import Running
 
+from ...core.private import of_metrics, put
 from .states import Mark, Sent, combined, parts_by_batch
 
 _COMBINED = (dim_zero_sum, dim_zero_cat, dim_zero_max, dim_zero_min, dim_zero_mean)
@@ -32,16 +33,20 @@ class SavedMetric(NamedTuple):
     def of(cls, metric: Metric, marks: Sequence[Mark]) -> "SavedMetric":
         """Copy what a metric has accumulated to the CPU."""
         states = {name: _moved(state, torch.device("cpu")) for name, state in metric.metric_state.items()}
-        return cls(states, metric._num_vals_seen if isinstance(metric, Running) else metric._update_count, marks)
+        return cls(
+            states,
+            of_metrics.num_vals_seen(metric) if isinstance(metric, Running) else of_metrics.update_count(metric),
+            marks,
+        )
 
     def give(self, metric: Metric) -> None:
         """Let a metric go on from here."""
         for name, state in self.states.items():
             setattr(metric, name, _moved(state, metric.device))
         if isinstance(metric, Running):
-            metric._num_vals_seen = self.num_updates
+            put(metric, num_vals_seen=self.num_updates)
         else:
-            metric._update_count = self.num_updates
+            put(metric, update_count=self.num_updates)
 
     @classmethod
     def read(cls, saved: Mapping[str, Any]) -> "SavedMetric":
@@ -74,26 +79,26 @@ def combined_states(metric: Metric, ranks: Sequence[SavedMetric]) -> dict[str, A
         copies = [_copy(metric, rank) for rank in ranks]
         if type(metric).merge_state is not Metric.merge_state:
             for other in copies[1:]:  # the states given are put in front
-                other.merge_state({name: getattr(copies[0], name) for name in metric._defaults})
+                other.merge_state({name: getattr(copies[0], name) for name in of_metrics.defaults(metric)})
                 copies[0] = other
-            return {name: getattr(copies[0], name) for name in metric._defaults}
-        if not all(_is_combined(metric, name) for name in metric._defaults):
+            return {name: getattr(copies[0], name) for name in of_metrics.defaults(metric)}
+        if not all(_is_combined(metric, name) for name in of_metrics.defaults(metric)):
             return None
         sent = [
             Sent(type(metric).__name__, rank.num_updates, parts_by_batch(own, rank.marks))
             for own, rank in zip(copies, ranks, strict=True)
         ]
-        return {name: _whole(copies[0], name, sent) for name in metric._defaults}
+        return {name: _whole(copies[0], name, sent) for name in of_metrics.defaults(metric)}
 
 
 def _is_combined(metric: Metric, name: str) -> bool:
-    reduction: Any = metric._reductions[name]
-    return reduction in _COMBINED or (reduction is None and isinstance(metric._defaults[name], list))
+    reduction: Any = of_metrics.reductions(metric)[name]
+    return reduction in _COMBINED or (reduction is None and isinstance(of_metrics.defaults(metric)[name], list))
 
 
 def _whole(metric: Metric, name: str, sent: Sequence[Sent]) -> Tensor | list[Any]:
-    if not isinstance(metric._defaults[name], list):
-        reduction: Any = metric._reductions[name]
+    if not isinstance(of_metrics.defaults(metric)[name], list):
+        reduction: Any = of_metrics.reductions(metric)[name]
         return combined(metric, name, reduction, sent)
     return combined(metric, name, None, sent)  # a list, which goes on growing
 

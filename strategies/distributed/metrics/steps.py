@@ -12,6 +12,7 @@ from torchmetrics import Metric
 
 from ...core.errors import ConfigError
 from ...core.no_value import NoValue, forward_of_part
+from ...core.private import of_metrics, put
 from .states import Part, Sent, combined, metric_classes
 
 
@@ -94,15 +95,15 @@ class MetricSteps:
         copy = self._copy(metric)
         parts = [part for part in copy.modules() if isinstance(part, Metric)]
         for part, sent in zip(parts, zip(*ranks, strict=True), strict=True):
-            reductions: dict[str, Any] = part._reductions
+            reductions: dict[str, Any] = of_metrics.reductions(part)
             for name, reduction in reductions.items():
                 setattr(part, name, combined(part, name, reduction, sent))
-            part._update_count, part._computed = max(rank.num_updates for rank in sent), None
+            put(part, update_count=max(rank.num_updates for rank in sent), computed=None)
         copy.to(metric.device)
         with torch.no_grad():
             value = copy.compute()
         for part in parts:  # `reset` empties lists, and these are joined tensors here
-            for name, default in part._defaults.items():
+            for name, default in of_metrics.defaults(part).items():
                 if isinstance(default, list):
                     setattr(part, name, [])
         copy.reset()
@@ -114,7 +115,7 @@ class MetricSteps:
         copy = self._copies[id(metric)][1].to(metric.device)
         for part in copy.modules():
             if isinstance(part, Metric):
-                part._to_sync = False
+                put(part, to_sync=False)
         return copy
 
     def _recording(self, forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -125,7 +126,7 @@ class MetricSteps:
             try:
                 self._inputs[id(metric)] = apply_to_collection((args, kwargs), Tensor, Tensor.detach)
                 value = self._forward(metric, partial(forward, metric, *args, **kwargs))
-                if isinstance(value, NoValue) or metric._forward_cache is not None:
+                if isinstance(value, NoValue) or of_metrics.forward_cache(metric) is not None:
                     self._keeps.add(id(metric))
                 return value
             finally:
@@ -138,7 +139,7 @@ class MetricSteps:
             return forward()
         value = forward_of_part(metric, forward)
         if isinstance(value, NoValue):
-            metric._forward_cache = None
+            put(metric, forward_cache=None)
             if value.reason not in self._told:
                 warnings.warn(value.reason, stacklevel=2)
                 self._told.add(value.reason)
@@ -147,8 +148,8 @@ class MetricSteps:
 
 def _sent(metric: Metric) -> Sent:
     parts: list[Part] = []
-    for name in metric._reductions:
+    for name in of_metrics.reductions(metric):
         state: Any = getattr(metric, name)
         values = state if isinstance(state, list) else [state]
         parts += [Part(name, (), value.cpu() if isinstance(value, Tensor) else value) for value in values]
-    return Sent(type(metric).__name__, metric._update_count, parts)
+    return Sent(type(metric).__name__, of_metrics.update_count(metric), parts)

@@ -21,6 +21,7 @@ from torchmetrics.utilities.distributed import gather_all_tensors
 from torchmetrics.wrappers import Running
 
 from ...core.errors import ConfigError
+from ...core.private import of_metrics, put
 from ..objects import exchange_bytes, sends_cpu_tensors
 from ..store import RankError
 from .states import BEFORE, Mark, Part, Place, Sent, combined, growing, metric_classes, parts_by_batch, ranges
@@ -57,16 +58,16 @@ class MetricSync:
             else:
                 sync.combine(metric, process_group or metric.process_group)
 
-        own = Metric._sync_dist
+        own = of_metrics.sync_dist(Metric)
         # of the other classes with an exchange of their own, compositions have no states
         for kind in [Metric, *(kind for kind in set(metric_classes()) if "_gather_tuple_list" in vars(kind))]:
-            self._replaced.append((kind, vars(kind).get("_sync_dist")))
-            setattr(kind, "_sync_dist", sync_dist)  # noqa: B010
+            self._replaced.append((kind, vars(kind).get(of_metrics.SYNC_DIST)))
+            put(kind, sync_dist=sync_dist)
 
     def end(self) -> None:
         """Restore torchmetrics' own exchange."""
         for kind, method in self._replaced:
-            setattr(kind, "_sync_dist", method)  # noqa: B010
+            put(kind, sync_dist=method)
         self._replaced.clear()
 
     def watch(self, module: nn.Module) -> None:
@@ -96,11 +97,11 @@ class MetricSync:
             ConfigError: the states can't be combined exactly.
         """
         window = self._windows.get(id(metric))
-        own = Sent(type(metric).__name__, metric._update_count, self._parts(metric, window))
+        own = Sent(type(metric).__name__, of_metrics.update_count(metric), self._parts(metric, window))
         ranks = _gather(own, self._device, metric.device, group)
         if window is not None:
             ranks = _last_batches(ranks, window)
-        reductions: dict[str, Any] = metric._reductions
+        reductions: dict[str, Any] = of_metrics.reductions(metric)
         for name, reduction in reductions.items():
             setattr(metric, name, combined(metric, name, reduction, ranks))
         if isinstance(metric, PearsonCorrCoef):
@@ -140,7 +141,7 @@ def widen_deviations(metric: PearsonCorrCoef) -> None:
 
 def _sizes(metric: Metric) -> dict[str, int]:
     if isinstance(metric, Running):
-        return {"": metric._num_vals_seen}
+        return {"": of_metrics.num_vals_seen(metric)}
     return {name: _size(getattr(metric, name)) for name in growing(metric)}
 
 
@@ -150,7 +151,7 @@ def _size(state: Any) -> int:
 
 def _window_parts(window: Running, marks: list[Mark]) -> Iterator[Part]:
     """Yield the states of the last updates that a running window holds, each with its batch."""
-    seen = window._num_vals_seen
+    seen = of_metrics.num_vals_seen(window)
     for place, start, end in ranges(marks, "", seen):
         for number in range(max(start, seen - window.window), end):
             if place == BEFORE or place[-1] < 0:
@@ -159,7 +160,7 @@ def _window_parts(window: Running, marks: list[Mark]) -> Iterator[Part]:
                     "Make the metric an attribute of the module, and update it in its steps; loaders without a "
                     "sampler need strategy.batch_size_is=global."
                 )
-            for name in window.base_metric._defaults:
+            for name in of_metrics.defaults(window.base_metric):
                 slot = getattr(window, f"{name}_{number % window.window}")
                 for value in slot if isinstance(slot, list) else [slot]:
                     yield Part(name, (*place, number - start), value)
@@ -168,7 +169,7 @@ def _window_parts(window: Running, marks: list[Mark]) -> Iterator[Part]:
 def _last_batches(ranks: list[Sent], window: Running) -> list[Sent]:
     """Keep the parts of the last updates of all ranks, as many as the window holds."""
     base = window.base_metric
-    for name, reduction in base._reductions.items():
+    for name, reduction in of_metrics.reductions(base).items():
         if reduction not in (dim_zero_sum, dim_zero_cat, dim_zero_max, dim_zero_min):
             raise ConfigError(
                 f"Running({type(base).__name__}): the reduction of its state {name!r} is not a sum, concatenation, "

@@ -14,16 +14,16 @@ import pytorch_lightning as pl
 import torch
 from lightning_fabric.utilities import move_data_to_device
 from pytorch_lightning.loggers import Logger
-from pytorch_lightning.loops.loop import _Loop
-from pytorch_lightning.loops.progress import _BaseProgress
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from torch import nn
 
 from ...core import rng
+from ...core.private import of_lightning, put
+from ...core.private.of_lightning import BaseProgress, Loop
 
 _CHILDREN = ("_parameters", "_buffers", "_modules")
 _INTERNAL = frozenset(vars(pl.LightningModule())) - {*_CHILDREN, "training", "_hparams"}
-_METRICS = ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics")
+_METRICS = of_lightning.COLLECTED
 _LIBRARIES = ("pytorch_lightning", "lightning", "lightning_fabric", "evener", "torch", "torchmetrics")
 
 
@@ -55,7 +55,7 @@ def pack(trainer: pl.Trainer, known: Mapping[str, Any], results: Any) -> bytes:
     """
     ids = {id(value): name for name, value in known.items()}
     attributes = {name: dict(_attributes(value)) for name, value in known.items()}
-    strategy, connector = trainer.strategy, trainer._logger_connector
+    strategy, connector = trainer.strategy, of_lightning.logger_connector(trainer)
     metrics = (trainer.callback_metrics, trainer.logged_metrics, trainer.progress_bar_metrics)
     state = {
         "attributes": attributes,
@@ -67,7 +67,7 @@ def pack(trainer: pl.Trainer, known: Mapping[str, Any], results: Any) -> bytes:
         },
         "callbacks": trainer.callbacks,  # pyright: ignore[reportAttributeAccessIssue]  # a list, untyped
         "metrics": dict(zip(_METRICS, [dict(values) for values in metrics], strict=True)),
-        "first_loop_iter": connector._first_loop_iter,
+        "first_loop_iter": of_lightning.first_loop_iter(connector),
         "state": trainer.state,
         "should_stop": trainer.should_stop,
         "optimizers": strategy.optimizers,
@@ -103,7 +103,7 @@ def unpack(trainer: pl.Trainer, known: Mapping[str, Any], packed: bytes) -> Any:
         for key in set(namespace).difference(state["names"].get(name, namespace)):
             del namespace[key]  # a layer has taken the place of an attribute that was None, say
         _update(namespace, attributes)
-    strategy, connector = trainer.strategy, trainer._logger_connector
+    strategy, connector = trainer.strategy, of_lightning.logger_connector(trainer)
     module = trainer.lightning_module
     module.trainer = trainer
     strategy.connect(module)
@@ -112,7 +112,7 @@ def unpack(trainer: pl.Trainer, known: Mapping[str, Any], packed: bytes) -> Any:
     strategy.precision_plugin.load_state_dict(state["scaler"])
     for name, metrics in state["metrics"].items():
         setattr(connector, name, metrics)
-    connector._first_loop_iter = state["first_loop_iter"]
+    put(connector, first_loop_iter=state["first_loop_iter"])
     vars(trainer)["callbacks"] = state["callbacks"]
     trainer.state = state["state"]
     trainer.should_stop = state["should_stop"]
@@ -138,18 +138,18 @@ def _update(namespace: dict[str, Any], attributes: Mapping[str, Any]) -> None:
             namespace[key] = value
 
 
-def _loops(trainer: pl.Trainer) -> Iterator[tuple[str, _Loop]]:
-    waiting = [(name, value) for name, value in vars(trainer).items() if isinstance(value, _Loop)]
+def _loops(trainer: pl.Trainer) -> Iterator[tuple[str, Loop]]:
+    waiting = [(name, value) for name, value in vars(trainer).items() if isinstance(value, Loop)]
     while waiting:
         name, loop = waiting.pop()
         yield name, loop
-        waiting += [(f"{name}.{key}", value) for key, value in vars(loop).items() if isinstance(value, _Loop)]
+        waiting += [(f"{name}.{key}", value) for key, value in vars(loop).items() if isinstance(value, Loop)]
 
 
 def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
     """The attributes of a known object that a run may have changed."""
-    if isinstance(value, _Loop):
-        plain = (_BaseProgress, bool, int, float)
+    if isinstance(value, Loop):
+        plain = (BaseProgress, bool, int, float)
         yield from ((key, item) for key, item in vars(value).items() if isinstance(item, plain))
     elif isinstance(value, nn.Module):
         yield from ((key, item) for key, item in vars(value).items() if key not in _INTERNAL)

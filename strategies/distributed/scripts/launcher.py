@@ -16,16 +16,13 @@ from typing import Any
 import pytorch_lightning as pl
 import pytorch_lightning.strategies as pl_strategies
 import torch
-from lightning_fabric.utilities.distributed import _set_num_threads_if_needed
-from lightning_fabric.utilities.imports import _IS_INTERACTIVE
-from pytorch_lightning.strategies.launchers.launcher import _Launcher
-from pytorch_lightning.trainer.call import _interrupt
 from pytorch_lightning.utilities.exceptions import SIGTERMException
 from typing_extensions import override
 
 from ...core import rng
 from ...core.errors import ConfigError
 from ...core.files import replacing, scratch_directory
+from ...core.private.of_lightning import IS_INTERACTIVE, Launcher, interrupt, set_num_threads_if_needed
 from ..store import hosted_store, leave_store
 from ._handback import known_objects, pack, unpack
 from ._processes import RankProcesses
@@ -51,7 +48,7 @@ def start_method(device: torch.device) -> str:
     """
     if device.type == "cpu":
         return "fork"
-    if not _IS_INTERACTIVE:
+    if not IS_INTERACTIVE:
         return "spawn"
     if torch.cuda.is_initialized():
         raise ConfigError(
@@ -83,7 +80,7 @@ def verify_guarded() -> None:
         )
 
 
-class ScriptLauncher(_Launcher):
+class ScriptLauncher(Launcher):
     """Starts the processes of a plain script, each of which runs the trainer, and brings back what rank 0 has done.
 
     Args:
@@ -180,7 +177,7 @@ def _rank(
     torch.cuda.manual_seed_all(torch.initial_seed())  # does not start the device
     torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
     torch.backends.cudnn.benchmark = benchmark
-    _set_num_threads_if_needed(num_processes=trainer.strategy.num_processes)
+    set_num_threads_if_needed(num_processes=trainer.strategy.num_processes)
     known = known_objects(trainer)
     if multiprocessing.current_process().__class__.__name__ != "ForkProcess":
         for tensor in (*trainer.lightning_module.parameters(), *trainer.lightning_module.buffers()):
@@ -246,12 +243,12 @@ def _in_rank(trainer: pl.Trainer, work: Callable[[], Any]) -> Any:
     try:
         return work()
     except SIGTERMException as exc:
-        _interrupt(trainer, exc)
+        interrupt(trainer, exc)
         if getattr(trainer.strategy, "stop_signal", None) is None:  # this rank stops alone
             raise SystemExit(128 + signal.SIGTERM) from exc
         return STOPPED
     except BaseException as exc:
-        _interrupt(trainer, exc)
+        interrupt(trainer, exc)
         raise
     finally:
         leave_store()
