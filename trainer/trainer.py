@@ -13,6 +13,7 @@ import pytorch_lightning as pl
 import pytorch_lightning.strategies as pl_strategies
 import torch.distributed as dist
 from lightning_fabric.plugins import TorchCheckpointIO
+from pytorch_lightning.callbacks import Timer
 from pytorch_lightning.strategies import Strategy
 from pytorch_lightning.trainer.states import RunningStage, TrainerFn
 from pytorch_lightning.utilities.exceptions import SIGTERMException
@@ -24,7 +25,7 @@ from ..strategies.core.lightning_names import verify_family
 from ..strategies.core.private import of_lightning, put
 from ..strategies.registry import ranks_of, stop_signal_of
 from .callbacks.nonfinite import DetectNonFinite
-from .checkpoint import Checkpoint, distinguish
+from .checkpoint import Checkpoint, RunTimer, distinguish
 from .checkpoint.file_io import VerifiedCheckpointIO
 from .loggers.csv import open_files, refresh_files
 from .logging.connector import LeanLoggerConnector
@@ -110,6 +111,7 @@ class Trainer(pl.Trainer):
         super().__init__(strategy=strategy, **kwargs)
         if strategy == "auto":
             self._choose_own_strategy()
+        self._count_own_time(given)
         self.exact_accumulation = exact_accumulation
         self.lean = is_lean(lean)
         self.agreed_to_stop = False
@@ -157,6 +159,13 @@ class Trainer(pl.Trainer):
         if bar is None or any(bar is callback for callback in given):
             return None
         return TimedBar(bar)
+
+    def _count_own_time(self, given: list[Any]) -> None:
+        """Replace the timer that Lightning has made of `max_time`; one that the user gave stays."""
+        callbacks: list[Any] = self.callbacks  # pyright: ignore[reportAttributeAccessIssue]  # a list, untyped
+        for i, callback in enumerate(callbacks):
+            if isinstance(callback, Timer) and not any(callback is other for other in given):
+                callbacks[i] = RunTimer(callback)
 
     fit = _verified(pl.Trainer.fit)
     validate = _verified(pl.Trainer.validate)

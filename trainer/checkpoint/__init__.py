@@ -1,9 +1,10 @@
 """Write, find and verify checkpoint files, and restore a run exactly.
 
-Exports: Checkpoint, distinguish; find, file_io, snapshots, clean_points.
+Exports: Checkpoint, RunTimer, distinguish; find, file_io, snapshots, clean_points.
 May import: logging.
 """
 
 from ._callback import Checkpoint, distinguish
+from ._run_timer import RunTimer
 
-__all__ = ["Checkpoint", "distinguish"]
+__all__ = ["Checkpoint", "RunTimer", "distinguish"]

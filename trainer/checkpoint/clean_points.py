@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from pytorch_lightning import Trainer
-from pytorch_lightning.callbacks import Timer
 from pytorch_lightning.trainer.states import TrainerFn
 from pytorch_lightning.utilities.exceptions import SIGTERMException
 from pytorch_lightning.utilities.rank_zero import rank_zero_info
@@ -26,8 +25,10 @@ from ...strategies.core.private.of_lightning import PATH, DataFetcher, set_sampl
 from ...strategies.registry import ranks_of
 from . import _logged_rows, _logged_values, _run_state
 from ._callback import Checkpoint
+from ._end_of_run import EndOfRun
 from ._loader_state import is_resumable, make_resumable
 from ._resume_point import AFTER_EPOCH, BEFORE_VALIDATION, BETWEEN_BATCHES, Place, ResumePoint, counts_global_batches
+from ._run_timer import is_time_over
 from .file_io import CheckpointError
 
 if TYPE_CHECKING:
@@ -52,11 +53,18 @@ class ExactCheckpoints(CheckpointConnector):
         """Read the state of a run; every rank must call it."""
         checkpoint: dict[str, Any] = super().dump_checkpoint(weights_only)
         trainer: Any = self.trainer
+        if weights_only:
+            return checkpoint
+        if trainer.fit_loop.end is not None:
+            return trainer.fit_loop.end.put_into(checkpoint)
         fitting = trainer.state.fn == TrainerFn.FITTING and (trainer.training or trainer.validating)
-        return checkpoint if weights_only or not fitting else {**checkpoint, EXACT: trainer.fit_loop.resume_state()}
+        return {**checkpoint, EXACT: trainer.fit_loop.resume_state()} if fitting else checkpoint
 
     @override
     def resume_start(self, checkpoint_path: PATH | None = None, weights_only: bool | None = None) -> None:
+        fit_loop: Any = self.trainer.fit_loop
+        if checkpoint_path is not None:  # the weights are no longer those of the run that has ended
+            fit_loop.end = None
         try:
             super().resume_start(checkpoint_path, weights_only)
         except KeyError as exc:
@@ -64,7 +72,6 @@ class ExactCheckpoints(CheckpointConnector):
                 f"The checkpoint {checkpoint_path} was not saved by a trainer: it has no entry {exc}. Give a trainer's "
                 "checkpoint, or load plain weights with module.load_state_dict."
             ) from exc
-        fit_loop: Any = self.trainer.fit_loop
         fit_loop.resumed = ResumePoint.read(self._loaded_checkpoint.pop(EXACT, {}))
 
 
@@ -75,6 +82,8 @@ class ResumingFitLoop(FitLoop):
     """The clean point of the checkpoint being written."""
     resumed = ResumePoint()
     """The point at which this run goes on, until it has."""
+    end: EndOfRun | None = None
+    """Where training has ended, for all that is saved from then on."""
     _savers: tuple[Checkpoint, ...] = ()
     has_clean_points = True
     takes_steps = False
@@ -133,6 +142,19 @@ class ResumingFitLoop(FitLoop):
         ranks = ranks_of(self.trainer.strategy)
         return received if ranks is None else ranks.agree_to_stop(received)
 
+    def end_within_epoch(self) -> None:
+        """Note that steps or time are used up between two batches, before the hooks at the end of the epoch run."""
+        is_used_up = self.epoch_loop.global_step == self.epoch_loop.max_steps or is_time_over(self.trainer)
+        if is_used_up and not self.epoch_loop.batch_progress.is_last_batch:
+            self.end = self._end_at(BETWEEN_BATCHES)
+
+    def _end_at(self, point: Place) -> EndOfRun:
+        self._point = point
+        try:
+            return EndOfRun.of(self.trainer, {EXACT: self.resume_state()}, within_epoch=point == BETWEEN_BATCHES)
+        finally:
+            self._point = None
+
     def _save_and_stop(self, point: Place) -> None:
         self.trainer.agreed_to_stop = True  # pyright: ignore[reportAttributeAccessIssue]  # an attribute of our Trainer
         for saver in self._savers:
@@ -162,6 +184,8 @@ class ResumingFitLoop(FitLoop):
     @override
     def on_run_end(self) -> None:
         self.takes_steps = False
+        if self.end is None:
+            self.end = self._end_at(AFTER_EPOCH)
         for saver in self._savers:
             if saver.lacks(self.trainer):
                 self._save(saver, AFTER_EPOCH)
@@ -172,7 +196,7 @@ class ResumingFitLoop(FitLoop):
         accumulating = self._point != AFTER_EPOCH and of_lightning.should_accumulate(self.epoch_loop)()
         return ResumePoint(
             self._point,
-            self.trainer.should_stop and not _is_time_over(self.trainer),
+            self.trainer.should_stop and not is_time_over(self.trainer),
             _logged_rows.count(self.trainer),
             counts_global_batches(self.trainer),
             _run_state.capture(self.trainer, accumulating),
@@ -228,7 +252,7 @@ class ResumingFitLoop(FitLoop):
 
     @override
     def on_run_start(self) -> None:
-        self.takes_steps = False
+        self.takes_steps, self.end = False, None
         self._savers = tuple(cb for cb in self.trainer.checkpoint_callbacks if isinstance(cb, Checkpoint))
         super().on_run_start()
         own = self.resumed.own
@@ -245,12 +269,6 @@ class ResumingFitLoop(FitLoop):
         self.takes_steps = True
 
 
-def _is_time_over(trainer: Any) -> bool:
-    """Whether a run is to stop because of `max_time`, which a run that is resumed has its own of."""
-    timers = [callback for callback in trainer.callbacks if isinstance(callback, Timer)]
-    return any((rest := timer.time_remaining()) is not None and rest <= 0 for timer in timers)
-
-
 class ResumingEpochLoop(TrainingEpochLoop):
     """Loop over the batches of an epoch that saves and resumes at clean points."""
 
@@ -262,6 +280,13 @@ class ResumingEpochLoop(TrainingEpochLoop):
         if fit_loop.resumed.is_between_batches:  # Nothing is half done, and no validation is pending.
             self._restarting = self.val_loop._restarting = False
             self.trainer.should_stop = fit_loop.resumed.should_stop  # the rest of the epoch's end is still to come
+
+    @override
+    def run(self, data_fetcher: DataFetcher) -> None:
+        super().run(data_fetcher)
+        fit_loop = self.trainer.fit_loop
+        assert isinstance(fit_loop, ResumingFitLoop)
+        fit_loop.end_within_epoch()
 
     def finish_validation(self, data_fetcher: DataFetcher) -> None:
         """Do, at the start of a resumed epoch, what comes after the batch at which its validation was stopped."""

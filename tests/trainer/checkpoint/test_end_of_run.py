@@ -1,0 +1,139 @@
+"""What is saved after training has ended goes on as if it had not: also if steps or time ran out within an epoch."""
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytorch_lightning as pl
+import torch
+from distributed import run_ranks
+from pytorch_lightning.callbacks import ModelCheckpoint
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics import SumMetric
+
+from evener.strategies import DDPStrategy
+from evener.trainer import Trainer
+from evener.trainer.checkpoint import Checkpoint
+
+NUM_STEPS = 12  # of two epochs of five batches, and two
+
+
+class Counted(pl.LightningModule):
+    """Draws random numbers, schedules, and collects metrics that the end of an epoch resets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5), nn.Linear(4, 1)).double()
+        self.samples = SumMetric()
+        self.seen: list[tuple[int, int, list[int]]] = []
+        self.epochs: dict[int, tuple[float, float]] = {}
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, ids = batch
+        self.seen.append((self.current_epoch, batch_idx, ids.tolist()))
+        self.samples.update(ids)
+        loss = (self.net(x) - ids[:, None] / 10).square().mean()
+        self.log("loss", loss, on_step=False, on_epoch=True)
+        return loss
+
+    def on_train_epoch_end(self) -> None:
+        self.log("sum", self.samples.compute())
+        self.samples.reset()
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.05)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.7)]
+
+
+def fit(steps: int, resume: Path | None = None, **options: Any) -> tuple[Counted, Trainer]:
+    pl.seed_everything(3, verbose=False)
+    module = Counted()
+    x = torch.randn(20, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    options = {"devices": 1, "logger": False, "enable_checkpointing": "callbacks" in options, **options}
+    trainer = Trainer(
+        accelerator="cpu", max_steps=steps, enable_progress_bar=False, enable_model_summary=False, **options
+    )
+    trainer.fit(module, DataLoader(TensorDataset(x, torch.arange(20)), 4, shuffle=True), ckpt_path=resume)
+    return module, trainer
+
+
+def verify_same(found: list[tuple[Counted, Trainer]], whole: tuple[Counted, Trainer]) -> None:
+    """Compare a run in parts with one that was left alone."""
+    assert [place for module, _ in found for place in module.seen] == whole[0].seen
+    (module, trainer), (expected, uninterrupted) = found[-1], whole
+    for name, value in expected.state_dict().items():
+        torch.testing.assert_close(module.state_dict()[name], value, rtol=0, atol=1e-10)
+    for name, value in uninterrupted.callback_metrics.items():
+        assert float(trainer.callback_metrics[name]) == pytest.approx(float(value), rel=1e-6), name
+    assert (trainer.global_step, trainer.current_epoch) == (NUM_STEPS, uninterrupted.current_epoch)
+
+
+@pytest.mark.parametrize("steps", [2, 4, 5, 7, 10])
+def test_save_checkpoint_after_max_steps_goes_on_exactly(steps: int, tmp_path: Path) -> None:
+    first = fit(steps)
+    torch.rand(5)  # what a script draws between training and saving is no part of training
+    first[1].save_checkpoint(file := tmp_path / "own.ckpt")
+    verify_same([first, fit(NUM_STEPS, file)], fit(NUM_STEPS))
+
+
+@pytest.mark.filterwarnings("ignore:Checkpoint directory")
+@pytest.mark.parametrize("saver", [Checkpoint, ModelCheckpoint])
+def test_a_callback_that_saves_at_the_end_of_the_epoch_saves_the_point_within_it(saver: Any, tmp_path: Path) -> None:
+    def callbacks(name: str) -> list[Any]:
+        return [saver(tmp_path / name, every_n_epochs=1, save_last=True)]
+
+    parts = [fit(2, callbacks=callbacks("parts"))]
+    parts.append(fit(7, tmp_path / "parts/last.ckpt", callbacks=callbacks("parts")))
+    parts.append(fit(NUM_STEPS, tmp_path / "parts/last.ckpt", callbacks=callbacks("parts")))
+    verify_same(parts, fit(NUM_STEPS, callbacks=callbacks("whole")))
+
+
+def test_time_that_is_used_up_within_an_epoch_leaves_its_rest_to_the_next_run(tmp_path: Path) -> None:
+    first = fit(NUM_STEPS, max_time={"microseconds": 1}, callbacks=[Checkpoint(tmp_path / "parts")])
+    assert 0 < len(first[0].seen) < 5
+    second = fit(
+        NUM_STEPS, tmp_path / "parts/last.ckpt", max_time={"hours": 1}, callbacks=[Checkpoint(tmp_path / "parts")]
+    )
+    verify_same([first, second], fit(NUM_STEPS, callbacks=[Checkpoint(tmp_path / "whole")]))
+
+
+def test_max_time_is_that_of_the_run_also_if_it_goes_on_from_another(tmp_path: Path) -> None:
+    parts = []
+    while not parts or parts[-1][1].global_step < NUM_STEPS:
+        last = tmp_path / "last.ckpt" if parts else None
+        parts.append(fit(NUM_STEPS, last, max_time={"microseconds": 1}, callbacks=[Checkpoint(tmp_path)]))
+        assert parts[-1][0].seen, "no step in this run"
+    verify_same(parts, fit(NUM_STEPS))
+
+
+def test_what_is_saved_after_an_evaluation_of_other_weights_is_as_lightning_saves_it(tmp_path: Path) -> None:
+    _, trainer = fit(2)
+    trainer.save_checkpoint(file := tmp_path / "own.ckpt")
+    assert "exact_resume" in torch.load(file, weights_only=True)
+    module = Counted()
+    module.test_step = lambda batch, batch_idx: None  # type: ignore[method-assign]
+    trainer.test(module, DataLoader(torch.zeros(1)), ckpt_path=file, verbose=False)
+    trainer.save_checkpoint(file)
+    assert "exact_resume" not in torch.load(file, weights_only=True)
+
+
+def save_on_ranks(file: Path) -> Any:
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore", FutureWarning)  # of Lightning, under a newer torch
+    module, trainer = fit(7, strategy=DDPStrategy(batch_size_is="global", timeout_s=60), devices=2)
+    trainer.save_checkpoint(file)
+    return [place[:2] for place in module.seen]
+
+
+@pytest.mark.long
+def test_ranks_save_after_max_steps_what_one_device_goes_on_from(tmp_path: Path) -> None:
+    places = run_ranks(save_on_ranks, 2, file := tmp_path / "own.ckpt")[0]
+    saved = torch.load(file, weights_only=True)
+    assert saved["loops"]["fit_loop"]["epoch_progress"]["current"]["completed"] == 1
+    module, trainer = fit(NUM_STEPS, file)
+    assert [*places, *(place[:2] for place in module.seen)] == [(e, i) for e in range(3) for i in range(5)][:NUM_STEPS]
+    samples = sorted(i for epoch, _, ids in module.seen if epoch == 1 for i in ids)
+    assert len(samples) == len(set(samples)) == 12
+    assert trainer.global_step == NUM_STEPS
