@@ -32,8 +32,15 @@ LEAVE_S = 3.0
 
 def root_store(environment: ClusterEnvironment, timeout_s: float, num_nodes: int | None = None) -> Store:
     """Return the store of this attempt; after a restart no rank reads entries of earlier processes."""
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return PrefixStore(f"evener/{attempt}", base_store(environment, timeout_s, num_nodes))
+    return PrefixStore(f"evener/{_attempt()}", base_store(environment, timeout_s, num_nodes))
+
+
+def _attempt() -> str:
+    """The number of this attempt in a store that outlives it.
+
+    torch's agents count restarts each for itself: one that has joined later has a smaller number.
+    """
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if is_hosted_by_agent() else "0"
 
 
 def base_store(environment: ClusterEnvironment, timeout_s: float, num_nodes: int | None = None) -> Store:
@@ -121,7 +128,7 @@ def leave_store() -> None:
 
 
 def _left_key(rank: int) -> str:
-    return f"left/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{rank}"
+    return f"left/{_attempt()}/{rank}"
 
 
 POLL_S = (0.0005, 0.02)
