@@ -20,6 +20,10 @@ class EpochLines(pl.Callback):
         self._ended: tuple[int, float] | None = None
 
     @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._since = time.perf_counter()  # of an epoch that was begun before the run was interrupted
+
+    @override
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._tell(trainer)
         self._since = time.perf_counter()

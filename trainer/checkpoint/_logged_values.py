@@ -137,7 +137,8 @@ def withdraw_later_points(trainer: pl.Trainer) -> None:
     for log in trainer.loggers if trainer.is_global_zero else []:
         if isinstance(log, TensorBoardLogger):
             writer: Any = log.experiment
-            if len(list(Path(log.log_dir).glob("events.out.tfevents.*"))) > 1:
+            several = len(list(Path(log.log_dir).glob("events.out.tfevents.*"))) > 1
+            if several or getattr(writer, "continues", False):
                 started = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
                 of_torch.get_file_writer(writer)().add_event(event_pb2.Event(session_log=started), step)
 

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytorch_lightning.loggers as pl_loggers
+from lightning_fabric.loggers.logger import rank_zero_experiment
 from pytorch_lightning.utilities.rank_zero import rank_zero_only
 from tensorboard.plugins.hparams import plugin_data_pb2
 from torch.utils.tensorboard import SummaryWriter
@@ -12,6 +13,7 @@ from torch.utils.tensorboard.summary import hparams
 from typing_extensions import override
 
 from ...strategies.core.private import of_torch
+from ._event_file import ContinuingWriter
 from .custom_scalars import layout
 from .hparams import without_repetition
 
@@ -20,7 +22,8 @@ class TensorBoardLogger(pl_loggers.TensorBoardLogger):
     """Lightning's TensorBoard logger with one event file from the first step to the last test metric.
 
     Lightning's logger closes its file after `fit`, so that `test` opens a second one, and writes a placeholder
-    `hp_metric`. Here the HPARAMS tab has the final values of the logged metrics.
+    `hp_metric`. Here the HPARAMS tab has the final values of the logged metrics, and a run that goes on in its
+    directory continues its file.
 
     Args:
         save_dir: directory of the event file.
@@ -36,6 +39,15 @@ class TensorBoardLogger(pl_loggers.TensorBoardLogger):
     @override
     def log_dir(self) -> str:
         return self.save_dir
+
+    @property
+    @override
+    @rank_zero_experiment
+    def experiment(self) -> SummaryWriter:
+        """torch's writer; on other ranks than 0 it does nothing."""
+        if self._experiment is None:
+            self._experiment = ContinuingWriter(self.log_dir, **self._kwargs)
+        return self._experiment
 
     @override
     @rank_zero_only

@@ -13,8 +13,10 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from launched import Numbered
 from launching import Run, running
 from pytorch_lightning.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.distributed import TCPStore
 
 from evener.strategies import ConfigError
@@ -23,7 +25,7 @@ from evener.trainer.launch.membership import resolved_words
 NUM_EPOCHS, BATCHES_PER_EPOCH = 3, 10
 WORDS = [
     "module._target_=launched.Numbered", f"trainer.max_epochs={NUM_EPOCHS}", "devices=1", "checkpoint=interval",
-    "checkpoint.interval_s=0", "logger=tensorboard",
+    "checkpoint.interval_s=0", "logger=tensorboard", "trainer.log_every_n_steps=1",
 ]  # fmt: skip
 
 
@@ -37,7 +39,7 @@ def machine(stack: ExitStack, folder: Path, name: str, port: int) -> Run:
     ]  # fmt: skip
     words = [
         *WORDS, "strategy.batch_size_is=global", "strategy.timeout_s=300", "num_nodes=1:4", f"log_dir={folder}/logs",
-        f"module.record={folder}/samples", f"+module.slow={folder}/slow",
+        f"module.record={folder}/samples", f"+module.gate={folder}/gate",
     ]  # fmt: skip
     env = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
     return stack.enter_context(running(own, *words, command=command, env=env))
@@ -67,54 +69,81 @@ def kill(run: Run) -> None:
     assert not alive, "an agent's worker outlived it"
 
 
-def undisturbed(folder: Path) -> tuple[dict[tuple[int, int], list[int]], dict[str, torch.Tensor]]:
+def alone(stack: ExitStack, folder: Path) -> Run:
+    """Start the run that is left alone."""
     folder.mkdir()
     words = [f"module.record={folder}/samples", f"log_dir={folder}/logs", "strategy=single_device", *WORDS]
-    with running(folder, *words) as run:
-        assert run.wait(200) == 0, run.output.read_text()
-    samples = {(epoch, batch): ids for _, _, epoch, batch, ids in trained(folder / "samples")}
-    return samples, torch.load(folder / "samples.weights", weights_only=True)
+    return stack.enter_context(running(folder, *words))
 
 
-def prove(folder: Path, events: list[str]) -> None:
-    """Let machines join and die, and compare the run with one that was left alone."""
-    expected, weights = undisturbed(folder / "alone")
+def prove(folder: Path, events: list[str], places: list[int]) -> None:
+    """Let machines join and die, each while a given batch waits, and compare the run with one that was left alone."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # outlives every machine, as etcd would
     record = folder / "samples"
-    (folder / "slow").touch()  # until all events have happened, however slowly machines start
     with ExitStack() as stack:
+        undisturbed = alone(stack, folder / "alone")
+        allow(folder, places[0] - 1)
         machines = [machine(stack, folder, "first", store.port)]
-        for number, event in enumerate(events):
-            due = number + 2
-            wait_until(record, lambda lines, due=due: reached(lines) >= due, machines)
+        for number, (event, place) in enumerate(zip(events, places, strict=True)):
+            allow(folder, place - 1)
+            wait_until(record, all_at(place, len(machines)), machines)
             if event == "join":
                 machines.append(machine(stack, folder, f"{event}{number}", store.port))
             else:
                 kill(machines.pop(int(event)))
+                allow(folder, place)  # the others find out in the middle of the step
             wait_until(record, came_after(record, len(machines)), machines)
-            assert reached(trained(record)) < NUM_EPOCHS * BATCHES_PER_EPOCH - 1, "the run ended before its events"
-        (folder / "slow").unlink()
-        for run in machines:
+        allow(folder, NUM_EPOCHS * BATCHES_PER_EPOCH)
+        for run in (undisturbed, *machines):
             assert run.wait(300) == 0, run.output.read_text()
-    lines = trained(record)
-    assert samples_of(lines) == {place: sorted(ids) for place, ids in expected.items()}
-    found = torch.load(folder / "samples.weights", weights_only=True)
+    verify_same(folder, folder / "alone")
+
+
+def allow(folder: Path, number: int) -> None:
+    """Let the run train up to a batch."""
+    (folder / "gate.new").write_text(str(number))
+    (folder / "gate.new").replace(folder / "gate")
+
+
+def verify_same(folder: Path, undisturbed: Path) -> None:
+    """Compare samples, weights and the curve; there is one directory, and one event file."""
+    expected = samples_of(trained(undisturbed / "samples"))
+    assert samples_of(trained(folder / "samples")) == expected
+    for epoch in range(NUM_EPOCHS):
+        ids = [i for place, samples in expected.items() if place[0] == epoch for i in samples]
+        assert sorted(ids) == list(range(Numbered.NUM_SAMPLES))
+    found, weights = (torch.load(at / "samples.weights", weights_only=True) for at in (folder, undisturbed))
     for name, value in weights.items():
         torch.testing.assert_close(found[name], value, rtol=0, atol=1e-10)
-    assert len(list((folder / "logs").glob("*/*/*"))) == 1
+    curve = curve_of(folder)
+    assert [step for step, _ in curve] == list(range(NUM_EPOCHS * BATCHES_PER_EPOCH))
+    assert [value for _, value in curve] == pytest.approx([value for _, value in curve_of(undisturbed)], rel=1e-5)
 
 
-def reached(lines: list[Any]) -> int:
-    """Number of the last global batch begun."""
-    return max((epoch * BATCHES_PER_EPOCH + batch for _, _, epoch, batch, _ in lines), default=-1)
+def curve_of(folder: Path) -> list[tuple[int, float]]:
+    """What TensorBoard shows of the only event file, in the only directory."""
+    (directory,) = (folder / "logs").glob("*/*/*")
+    (file,) = directory.glob("**/events.out.tfevents.*")
+    events = EventAccumulator(str(file), {"scalars": 0})
+    events.Reload()
+    return [(point.step, point.value) for point in events.Scalars("val/loss")]
+
+
+def all_at(place: int, num: int) -> Any:
+    """A condition: that many ranks have begun a batch, and nobody a later one."""
+
+    def holds(lines: list[Any]) -> bool:
+        return bool(lines) and lines[-1][2] * BATCHES_PER_EPOCH + lines[-1][3] == place and present(lines) == num
+
+    return holds
 
 
 def present(lines: list[Any]) -> int:
-    """Number of ranks that began the last batch."""
+    """Number of ranks of the last attempt that began the last batch."""
     if not lines:
         return 0
-    last = lines[-1][2:4]
-    return len({pid for _, pid, epoch, batch, _ in lines if (epoch, batch) == last})
+    last = (lines[-1][0], *lines[-1][2:4])
+    return len({pid for attempt, pid, epoch, batch, _ in lines if (attempt, epoch, batch) == last})
 
 
 def came_after(record: Path, num: int) -> Any:
@@ -132,12 +161,6 @@ def samples_of(lines: list[Any]) -> dict[tuple[int, int], list[int]]:
     return {place: sorted(list(attempts.values())[-1]) for place, attempts in found.items()}
 
 
-def num_repeated(lines: list[Any]) -> int:
-    """Number of global batches that were begun again."""
-    begun = {(attempt, epoch, batch) for attempt, _, epoch, batch, _ in lines}
-    return len(begun) - len({place[1:] for place in begun})
-
-
 def drawn(seed: int, num: int) -> list[str]:
     """A schedule of machines that join, or die, such that one to four are there."""
     draw, present, events = random.Random(seed), 1, []
@@ -148,16 +171,22 @@ def drawn(seed: int, num: int) -> list[str]:
     return events
 
 
+def places_of(seed: int, num: int) -> list[int]:
+    """The batches at which they do, in all epochs; ranks may take three more steps until they stop together."""
+    found = sorted(random.Random(seed).sample(range(1, 13), num))
+    return [3 * i + place for i, place in enumerate(found)]
+
+
 @pytest.mark.long
 def test_a_machine_that_joins_and_one_that_dies_leave_no_trace(tmp_path: Path) -> None:
-    prove(tmp_path, ["join", "0"])
+    prove(tmp_path, ["join", "0"], [4, 19])
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("seed", range(3))
 def test_six_joins_and_losses_leave_no_trace(seed: int, tmp_path: Path) -> None:
-    prove(tmp_path, drawn(seed, 6))
+    prove(tmp_path, drawn(seed, 6), places_of(seed, 6))
 
 
 def test_a_range_of_machines_becomes_their_number_and_one_directory(monkeypatch: pytest.MonkeyPatch) -> None:
