@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset, TensorDataset, random_split
 
 from ..strategies.core.errors import ConfigError
+from .pictures import NUM_SHOWN, draws_images, show_images
 
 NUM_CLASSES = 10
 IMAGE_SIDE = 8
@@ -181,6 +182,15 @@ class DigitsClassifier(pl.LightningModule):
     def validation_step(self, batch: Digits, batch_idx: int) -> None:
         """Log `val/loss` and `val/acc`."""
         self._evaluate(batch, "val")
+
+    def on_validation_epoch_end(self) -> None:
+        """Show the first validation images in TensorBoard; those that are classified wrongly are dimmed."""
+        data = self.trainer.datamodule if draws_images(self) else None
+        if isinstance(data, DigitsDataModule) and data.val_set is not None:
+            images, classes = data.val_set[:NUM_SHOWN]
+            images = images.to(self.device, next(self.parameters()).dtype)
+            right = self(images).argmax(dim=1).cpu() == classes
+            show_images(self, "classified", images.cpu() * (0.3 + 0.7 * right).view(-1, 1, 1, 1))
 
     def test_step(self, batch: Digits, batch_idx: int) -> None:
         """Log `test/loss` and `test/acc`."""

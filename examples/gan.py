@@ -9,6 +9,7 @@ from pytorch_lightning.core.optimizer import LightningOptimizer
 from torch import Tensor, nn
 
 from .digits import IMAGE_SIDE, Digits, labelled
+from .pictures import NUM_SHOWN, draws_images, show_images
 
 
 class DigitsGAN(pl.LightningModule):
@@ -89,6 +90,11 @@ class DigitsGAN(pl.LightningModule):
     def validation_step(self, batch: Digits, batch_idx: int) -> None:
         """Log `val/loss`."""
         self._evaluate(batch, "val")
+
+    def on_validation_epoch_end(self) -> None:
+        """Show generated images in TensorBoard, of the same random vectors in every epoch."""
+        if draws_images(self):
+            show_images(self, "generated", self(self.val_noise[:NUM_SHOWN]))
 
     def test_step(self, batch: Digits, batch_idx: int) -> None:
         """Log `test/loss`."""

@@ -8,6 +8,7 @@ May import: nothing else in the trainer.
 from .device_monitor import DeviceMonitor
 from .epoch_lines import EpochLines
 from .gradient_norm import GradientNorm
+from .histograms import Histograms
 from .learning_rate import LearningRate
 from .log_interval import LogEveryEpoch
 from .module_summary import ModuleSummary
@@ -22,6 +23,7 @@ __all__ = [
     "DeviceMonitor",
     "EpochLines",
     "GradientNorm",
+    "Histograms",
     "LearningRate",
     "LogEveryEpoch",
     "ModuleSummary",

@@ -134,7 +134,8 @@ def _part(entry: Entry, num_ranks: int) -> Entry:
 def withdraw_later_points(trainer: pl.Trainer) -> None:
     """Tell TensorBoard to discard later points, which were written before this run was interrupted."""
     step = of_lightning.batches_that_stepped(trainer.fit_loop.epoch_loop)
-    for log in trainer.loggers if trainer.is_global_zero else []:
+    logs = [log for logger in trainer.loggers for log in (logger, *getattr(logger, "sub_runs", ()))]
+    for log in logs if trainer.is_global_zero else []:
         if isinstance(log, TensorBoardLogger):
             writer: Any = log.experiment
             several = len(list(Path(log.log_dir).glob("events.out.tfevents.*"))) > 1

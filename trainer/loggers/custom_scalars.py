@@ -1,5 +1,7 @@
 """Lay out the CUSTOM SCALARS tab: the most important charts of a run on one page."""
 
+import re
+from collections.abc import Collection
 from typing import Any, TypeAlias
 
 Layout: TypeAlias = dict[str, dict[str, list[Any]]]
@@ -12,7 +14,7 @@ STEP_TIME = ["speed/step_ms", "speed/compute_ms", "speed/data_wait_ms", "speed/c
 
 
 def layout(monitor: str | None) -> Layout:
-    """Arrange the charts; a chart without data stays empty.
+    """Arrange all charts that there can be; `with_data` selects those to show.
 
     Args:
         monitor: the metric that decides which checkpoint is best; it gets its own chart.
@@ -45,6 +47,25 @@ def layout(monitor: str | None) -> Layout:
             "gradient norm": lines(r"gradient/norm"),
         },
     }
+
+
+def with_data(charts: Layout, tags: Collection[str]) -> Layout:
+    """Select the charts that have at least one line.
+
+    Args:
+        charts: categories of charts.
+        tags: everything that is logged.
+
+    Returns:
+        The categories that have charts left.
+    """
+    chosen = {
+        category: {
+            title: chart for title, chart in of_category.items() if any(re.match(e, t) for e in chart[1] for t in tags)
+        }
+        for category, of_category in charts.items()
+    }
+    return {category: of_category for category, of_category in chosen.items() if of_category}
 
 
 def lines(*expressions: str) -> list[Any]:

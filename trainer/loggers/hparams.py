@@ -58,6 +58,14 @@ def without_repetition(values: Mapping[str, Any]) -> dict[str, Any]:
     return {key: v for key, v in values.items() if not any(f"{group}/{key}" in values for group in GROUPS)}
 
 
+def shown(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Name and write hyperparameters as TensorBoard's HPARAMS tab shows them.
+
+    `strategy/_target_` is `strategy`, and values other than numbers are text.
+    """
+    return {key.removesuffix("/_target_"): _plain(value) for key, value in values.items()}
+
+
 def in_order(metrics: Mapping[str, float], first: str | None, own: Iterable[str]) -> dict[str, float]:
     """Sort metrics: the monitored one first, then those of test and validation.
 
@@ -77,5 +85,5 @@ def in_order(metrics: Mapping[str, float], first: str | None, own: Iterable[str]
 
 def _plain(value: Any) -> int | float | str:
     if isinstance(value, bool):
-        return str(value).lower()  # TensorBoard shows a check mark, which is hard to read
+        return str(value).lower()  # torch writes True as the number 1
     return value if isinstance(value, (int, float, str)) else str(value)

@@ -1,21 +1,27 @@
 """Log to TensorBoard: one event stream per run, in the run directory."""
 
+import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, cast
 
+import pytorch_lightning as pl
 import pytorch_lightning.loggers as pl_loggers
 from lightning_fabric.loggers.logger import rank_zero_experiment
 from pytorch_lightning.utilities.rank_zero import rank_zero_only
 from tensorboard.plugins.hparams import plugin_data_pb2
 from torch.utils.tensorboard import SummaryWriter
-from torch.utils.tensorboard.summary import hparams
+from torch.utils.tensorboard.summary import custom_scalars, hparams
 from typing_extensions import override
 
+from ...strategies import ConfigError
 from ...strategies.core.private import of_torch
 from ._event_file import ContinuingWriter
-from .custom_scalars import layout
-from .hparams import without_repetition
+from .custom_scalars import Layout, layout, with_data
+from .hparams import shown, without_repetition
+
+SPLIT = re.compile(r"(?i)(val|test)(?:id|idation|ing)?(?=[/_.-]|$)")
+"""The beginning of a tag that belongs to validation or testing: `val/loss`, `valid_acc`, `test.f1`."""
 
 
 class TensorBoardLogger(pl_loggers.TensorBoardLogger):
@@ -28,12 +34,23 @@ class TensorBoardLogger(pl_loggers.TensorBoardLogger):
     Args:
         save_dir: directory of the event file.
         flush_secs: seconds between writes to the disk.
+        log_graph: show the module's graph in the GRAPHS tab; the module must set `example_input_array`.
+        sub_runs: write validation and test values to event files of their own, in `val` and `test` below `save_dir`.
+            TensorBoard gives each of them a colour; within one run all lines have the same.
     """
 
-    def __init__(self, save_dir: str | Path, flush_secs: int = 30) -> None:
-        super().__init__(save_dir=str(save_dir), name="", version="", default_hp_metric=False, flush_secs=flush_secs)
+    def __init__(
+        self, save_dir: str | Path, flush_secs: int = 30, log_graph: bool = False, sub_runs: bool = False
+    ) -> None:
+        options: dict[str, Any] = {"default_hp_metric": False, "flush_secs": flush_secs, "log_graph": log_graph}
+        super().__init__(save_dir=str(save_dir), name="", version="", **options)
         self.differing: list[str] = []
-        """Hyperparameters that distinguish this run from others; the HPARAMS tab lists them first."""
+        """Hyperparameters that distinguish this run from others; the HPARAMS tab lists them and the strategy first."""
+        self._flush_secs = flush_secs
+        self._sub_runs: dict[str, TensorBoardLogger] | None = {} if sub_runs else None
+        self._tags: set[str] = set()
+        self._layout: Layout | None = None
+        self._written_layout: Layout = {}
 
     @property
     @override
@@ -57,6 +74,49 @@ class TensorBoardLogger(pl_loggers.TensorBoardLogger):
         # metrics given here are not logged as scalars: they would add a point at step 0 to each metric's curve
         self.hparams = {**cast("dict[str, Any]", self.hparams), **flat}
 
+    @override
+    @rank_zero_only
+    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        """Log values, and add the charts of tags that are new to the CUSTOM SCALARS tab."""
+        self._add_charts(metrics)
+        own, others = dict(metrics), dict[str, dict[str, Any]]()
+        for name in metrics if self._sub_runs is not None else ():
+            if part := split_of(name):
+                others.setdefault(part, {})[name] = own.pop(name)
+        if own:
+            super().log_metrics(own, step)
+        for part, values in others.items():
+            self._sub_run(part).log_metrics(values, step)
+
+    @property
+    def sub_runs(self) -> "list[TensorBoardLogger]":
+        """The loggers of the sub-runs that have files, those of an earlier process included."""
+        if self._sub_runs is None:
+            return []
+        return [self._sub_run(part) for part in ("val", "test") if (Path(self.save_dir) / part).is_dir()]
+
+    def _sub_run(self, part: str) -> "TensorBoardLogger":
+        """The logger of `val` or `test`, which opens its event file with its first value."""
+        assert self._sub_runs is not None
+        if part not in self._sub_runs:
+            self._sub_runs[part] = TensorBoardLogger(Path(self.save_dir) / part, self._flush_secs)
+        return self._sub_runs[part]
+
+    @override
+    @rank_zero_only
+    def log_graph(self, model: pl.LightningModule, input_array: Any = None) -> None:
+        """Show the module's graph in the GRAPHS tab, if `log_graph` is set.
+
+        Raises:
+            ConfigError: the module has no example input.
+        """
+        if self._log_graph and input_array is None and model.example_input_array is None:
+            raise ConfigError(
+                f"logger.tensorboard.log_graph=true needs an example input, and {type(model).__name__} sets none. Set "
+                "self.example_input_array to a tensor in the module, or log_graph=false."
+            )
+        super().log_graph(model, input_array)
+
     @rank_zero_only
     def log_config(self, text: str) -> None:
         """Show the composed configuration in the TEXT tab.
@@ -78,12 +138,21 @@ class TensorBoardLogger(pl_loggers.TensorBoardLogger):
 
     @rank_zero_only
     def log_layout(self, monitor: str | None) -> None:
-        """Arrange the charts of the CUSTOM SCALARS tab.
+        """Arrange the charts of the CUSTOM SCALARS tab, each as soon as one of its tags is logged.
 
         Args:
             monitor: the metric that decides which checkpoint is best.
         """
-        self.experiment.add_custom_scalars(layout(monitor))
+        self._layout = layout(monitor)
+        self._add_charts(())
+
+    def _add_charts(self, tags: Collection[str]) -> None:
+        """Write the layout again if tags are new and have a chart; TensorBoard shows the last one."""
+        self._tags.update(tags)
+        charts = with_data(self._layout or {}, self._tags)
+        if charts != self._written_layout:
+            self._written_layout = charts
+            self._writer.add_summary(custom_scalars(charts), len(self._tags))
 
     @rank_zero_only
     def log_final_metrics(self, metrics: Mapping[str, float]) -> None:
@@ -92,10 +161,10 @@ class TensorBoardLogger(pl_loggers.TensorBoardLogger):
         Args:
             metrics: final values by their logged names.
         """
-        values = without_repetition(cast("dict[str, Any]", self.hparams))
-        shown = {key: v if isinstance(v, (bool, int, float, str)) else str(v) for key, v in values.items()}
-        experiment, start, end = hparams(shown, dict(metrics))
-        put_first(experiment, self.differing)
+        values = shown(without_repetition(cast("dict[str, Any]", self.hparams)))
+        experiment, start, end = hparams(values, dict(metrics))
+        groups = {name: split_of(name) for name in metrics} if self._sub_runs is not None else {}
+        describe(experiment, shown(dict.fromkeys(["strategy/_target_", *self.differing])), groups)
         for summary in (experiment, start, end):
             self._writer.add_summary(summary)
 
@@ -114,27 +183,40 @@ class TensorBoardLogger(pl_loggers.TensorBoardLogger):
     @rank_zero_only
     def finalize(self, status: str) -> None:
         """Flush all logged values to disk; the file stays open for a test after `fit`."""
-        if self._experiment is not None:
-            self.experiment.flush()
+        for logger in self._open():
+            logger.experiment.flush()
 
     @rank_zero_only
     def close(self) -> None:
         """Close the event file, at the end of the run."""
-        if self._experiment is not None:
-            self.experiment.close()
-            self._experiment = None
+        for logger in self._open():
+            logger.experiment.close()
+            logger._experiment = None
+
+    def _open(self) -> "list[TensorBoardLogger]":
+        """This logger and those of its sub-runs, as far as they have opened a file."""
+        return [logger for logger in (self, *(self._sub_runs or {}).values()) if logger._experiment is not None]
 
 
-def put_first(experiment: Any, names: Collection[str]) -> None:
-    """Mark hyperparameters as differing between runs, so that TensorBoard lists them first.
+def split_of(tag: str) -> str:
+    """`val` or `test` if a tag begins so; otherwise an empty string."""
+    found = SPLIT.match(tag)
+    return found[1].lower() if found else ""
+
+
+def describe(experiment: Any, differing: Collection[str], groups: Mapping[str, str]) -> None:
+    """Mark hyperparameters as differing between runs, so that TensorBoard lists them first, and say where metrics are.
 
     Args:
         experiment: torch's summary of an experiment; modified in place.
-        names: names of the hyperparameters.
+        differing: names of the hyperparameters.
+        groups: the sub-runs of metrics, by their names; empty for those of the run itself.
     """
     plugin_data: Any = getattr(plugin_data_pb2, "HParamsPluginData")  # noqa: B009  # made at run time
     for value in experiment.value:
         data = plugin_data.FromString(value.metadata.plugin_data.content)
         for info in data.experiment.hparam_infos:
-            info.differs = info.name in names
+            info.differs = info.name in differing
+        for info in data.experiment.metric_infos:
+            info.name.group = groups.get(info.name.tag, "")
         value.metadata.plugin_data.content = data.SerializeToString()

@@ -81,7 +81,7 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> Result:
 
 def charts(log: EventAccumulator) -> dict[str, dict[str, list[str]]]:
     """The layout as TensorBoard reads it: category → chart → regular expressions."""
-    (event,) = log.Tensors("custom_scalars__config__")
+    event = log.Tensors("custom_scalars__config__")[-1]  # as TensorBoard's plugin does
     read = layout_pb2.Layout.FromString(event.tensor_proto.string_val[0])
     return {c.title: {chart.title: list(chart.multiline.tag) for chart in c.chart} for c in read.category}
 

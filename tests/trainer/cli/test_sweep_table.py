@@ -93,7 +93,7 @@ def test_a_real_multirun_leaves_table_and_comparable_runs(tmp_path: Path, monkey
 
     experiment = hparams_of(jobs[0].result)
     differing = {info.name for info in experiment.hparam_infos if info.differs}
-    assert differing == {"module/lr"}
+    assert differing == {"module/lr", "strategy"}
     names = [info.name for info in experiment.hparam_infos]
     assert "lr" not in names, "told once, as module/lr"
     assert [info.name.tag for info in experiment.metric_infos] == ["val/loss", "val/acc", "train/loss"]

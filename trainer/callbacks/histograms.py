@@ -1,0 +1,51 @@
+"""Log histograms of weights and gradients to TensorBoard."""
+
+from typing import Any
+
+import pytorch_lightning as pl
+from pytorch_lightning.loggers import TensorBoardLogger
+from torch import Tensor
+from typing_extensions import override
+
+
+class Histograms(pl.Callback):
+    """Log histograms `weights/<parameter>` and `gradients/<parameter>` to TensorBoard after an epoch's last batch.
+
+    The gradients are those of the epoch's last step, as the optimizer got them: summed over replicas, averaged over
+    ranks, clipped. A parameter that has none, or has had it set to None, has no histogram of gradients. Every value is
+    read on the host, so this costs time with each epoch; other loggers get nothing.
+
+    Args:
+        every_n_epochs: number of epochs between histograms.
+
+    Raises:
+        ValueError: `every_n_epochs` is less than 1.
+    """
+
+    def __init__(self, every_n_epochs: int = 1) -> None:
+        if every_n_epochs < 1:
+            raise ValueError(f"Histograms: every_n_epochs must be at least 1; got {every_n_epochs}.")
+        self.every_n_epochs = every_n_epochs
+
+    @override
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any, **kwargs: Any) -> None:
+        """Log the histograms after the last batch: validation, which follows, sets the gradients to None."""
+        if not trainer.is_last_batch or (trainer.current_epoch + 1) % self.every_n_epochs:
+            return
+        writers = [logger for logger in trainer.loggers if isinstance(logger, TensorBoardLogger)]
+        if not writers:
+            return
+        step = trainer.fit_loop.epoch_loop._batches_that_stepped
+        for name, parameter in pl_module.named_parameters():
+            for kind, values in (("weights", parameter), ("gradients", parameter.grad)):
+                if values is None:
+                    continue
+                whole = whole_tensor(values)
+                for writer in writers if trainer.is_global_zero else ():
+                    writer.experiment.add_histogram(f"{kind}/{name}", whole, step)
+
+
+def whole_tensor(values: Any) -> Tensor:
+    """A tensor's values on the host; of one that is sharded over ranks, which all must ask, those of all ranks."""
+    detached = values.detach()
+    return (detached.full_tensor() if hasattr(detached, "full_tensor") else detached).float().cpu()
