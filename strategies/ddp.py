@@ -484,7 +484,11 @@ class DDPStrategy(MultiProcessStrategy):
 
     def _agreed_loss(self, closure: Callable[[], Any]) -> Any:
         loss = closure()
-        return self.reduce(_scaled(loss.detach().clone(), self._scale), reduce_op="mean") if loss is not None else None
+        return self.global_loss(loss) if loss is not None else None
+
+    def global_loss(self, loss: Tensor) -> Tensor:
+        """The loss of the global batch of the current step, of this rank's loss; called on every rank."""
+        return self.reduce(_scaled(loss.detach().clone(), self._scale), reduce_op="mean")
 
     def finish_step(self) -> None:
         """Have the layout learn that the optimizer has stepped."""

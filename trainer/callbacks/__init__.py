@@ -11,6 +11,7 @@ from .gradient_norm import GradientNorm
 from .histograms import Histograms
 from .learning_rate import LearningRate
 from .log_interval import LogEveryEpoch
+from .lr_finder import LearningRateFinder
 from .module_summary import ModuleSummary
 from .nonfinite import DetectNonFinite
 from .run_summary import RunSummary
@@ -25,6 +26,7 @@ __all__ = [
     "GradientNorm",
     "Histograms",
     "LearningRate",
+    "LearningRateFinder",
     "LogEveryEpoch",
     "ModuleSummary",
     "RunSummary",

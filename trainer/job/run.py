@@ -29,6 +29,7 @@ from ..loggers.hparams import hyperparameters, in_order, overridden
 from ..loggers.tensorboard import TensorBoardLogger
 from .batch_size_search import find_batch_size
 from .earlier_run import newest_of_name, weights_that_fit
+from .learning_rate_search import with_learning_rate
 from .result import DIVERGED, FINISHED, Result
 from .signals import graceful_stop
 
@@ -69,6 +70,7 @@ def run(cfg: DictConfig) -> Result:
     if cfg.seed is not None:
         pl.seed_everything(cfg.seed, workers=True)
     checkpoint = starting_checkpoint(cfg)
+    cfg = with_learning_rate(cfg, checkpoint)
     parts = build(cfg)
     log_config(parts.trainer, cfg)
     with graceful_stop(parts.trainer), weights_that_fit(cfg, checkpoint):
