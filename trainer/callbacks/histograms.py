@@ -7,6 +7,8 @@ from pytorch_lightning.loggers import TensorBoardLogger
 from torch import Tensor
 from typing_extensions import override
 
+from ...strategies.core.private import of_lightning
+
 
 class Histograms(pl.Callback):
     """Log histograms `weights/<parameter>` and `gradients/<parameter>` to TensorBoard after an epoch's last batch.
@@ -35,7 +37,7 @@ class Histograms(pl.Callback):
         writers = [logger for logger in trainer.loggers if isinstance(logger, TensorBoardLogger)]
         if not writers:
             return
-        step = trainer.fit_loop.epoch_loop._batches_that_stepped
+        step = of_lightning.batches_that_stepped(trainer.fit_loop.epoch_loop)
         for name, parameter in pl_module.named_parameters():
             for kind, values in (("weights", parameter), ("gradients", parameter.grad)):
                 if values is None:

@@ -12,7 +12,7 @@ import torch
 from typing_extensions import override
 
 from ...strategies.core.errors import ConfigError
-from ...strategies.facts import ranks_of
+from ...strategies.registry import ranks_of
 
 log = logging.getLogger(__name__)
 

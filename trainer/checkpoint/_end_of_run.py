@@ -12,6 +12,8 @@ from typing import Any
 import pytorch_lightning as pl
 from pytorch_lightning.callbacks import Checkpoint as LightningCheckpoint
 
+from ...strategies.core.private import of_lightning
+
 
 @dataclass(frozen=True)
 class EndOfRun:
@@ -36,7 +38,7 @@ class EndOfRun:
         """
         if not within_epoch:
             return cls(copy.deepcopy(exact), {})
-        loops = trainer._checkpoint_connector._get_loops_state_dict()
+        loops = of_lightning.get_loops_state_dict(of_lightning.connector(trainer))()
         place = {"epoch": trainer.current_epoch, "global_step": trainer.global_step, "loops": loops}
         found: list[Any] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]  # a list, untyped
         callbacks = {cb.state_key: cb.state_dict() for cb in found if not isinstance(cb, LightningCheckpoint)}

@@ -6,6 +6,7 @@ import pytorch_lightning as pl
 from pytorch_lightning.callbacks import Timer
 from typing_extensions import override
 
+from ...strategies.core.private import of_lightning
 from ._interval import Interval
 
 
@@ -21,7 +22,7 @@ class RunTimer(Timer):
 
     def __init__(self, timer: Timer) -> None:
         super().__init__()
-        self._duration = timer._duration
+        self._duration = of_lightning.duration(timer)
         self._rest = Interval(self._duration or 0.0)
 
     @property

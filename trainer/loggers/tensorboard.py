@@ -15,7 +15,7 @@ from torch.utils.tensorboard.summary import custom_scalars, hparams
 from typing_extensions import override
 
 from ...strategies import ConfigError
-from ...strategies.core.private import of_torch
+from ...strategies.core.private import of_lightning, of_torch, put
 from ._event_file import ContinuingWriter
 from .custom_scalars import Layout, layout, with_data
 from .hparams import shown, without_repetition
@@ -191,11 +191,11 @@ class TensorBoardLogger(pl_loggers.TensorBoardLogger):
         """Close the event file, at the end of the run."""
         for logger in self._open():
             logger.experiment.close()
-            logger._experiment = None
+            put(logger, experiment=None)
 
     def _open(self) -> "list[TensorBoardLogger]":
         """This logger and those of its sub-runs, as far as they have opened a file."""
-        return [logger for logger in (self, *(self._sub_runs or {}).values()) if logger._experiment is not None]
+        return [logger for logger in (self, *(self._sub_runs or {}).values()) if of_lightning.experiment(logger)]
 
 
 def split_of(tag: str) -> str:
