@@ -26,7 +26,6 @@ from .core.loop_contract import run_backward
 from .core.module_checks import end_of_step, why_whole
 from .core.optimizer_states import load_states, state_to_parameters
 from .core.private import of_lightning, of_torch
-from .core.private.of_torch import BatchNorm
 from .core.rng import seed_devices, seed_rank
 from .core.types import Batch
 from .data.loaders import BatchSizeIs, LoaderRole, RankLoaders, positions
@@ -248,8 +247,7 @@ class DDPStrategy(MultiProcessStrategy):
 
     @override
     def model_to_device(self) -> None:
-        assert self.lightning_module is not None
-        self.layout.place(self.lightning_module)
+        self.layout.place(self.module)
 
     @override
     def determine_ddp_device_ids(self) -> list[int] | None:
@@ -270,10 +268,9 @@ class DDPStrategy(MultiProcessStrategy):
     def loaders(self) -> RankLoaders:
         """Makes this rank's loaders; created on first use, which may be in `configure_optimizers`."""
         if self._loaders is None:
-            assert self.lightning_module is not None
             normed = any(
-                isinstance(layer, BatchNorm) and not isinstance(layer, SyncedBatchNorm)
-                for layer in self.lightning_module.modules()
+                isinstance(layer, of_torch.BatchNorm) and not isinstance(layer, SyncedBatchNorm)
+                for layer in self.module.modules()
             )
             sums, smallest = self._sums, 1 + normed
             assert sums is not None
@@ -292,15 +289,13 @@ class DDPStrategy(MultiProcessStrategy):
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
-        assert self._trainer is not None
-        role: LoaderRole = "train" if self._trainer.training else "predict" if self._trainer.predicting else "evaluate"
+        role: LoaderRole = "train" if self.trainer.training else "predict" if self.trainer.predicting else "evaluate"
         return self.loaders.process(dataloader, role, self._manages_samples)
 
     def _begin_pass(self, evaluation: Any) -> None:
         """Begin a pass over loaders, refusing an evaluation that ranks would not read side by side."""
         assert self.metrics is not None
-        assert self.lightning_module is not None
-        self.metrics.begin_pass(self.lightning_module)
+        self.metrics.begin_pass(self.module)
         self._shares.verify_evaluation(getattr(evaluation, of_lightning.COMBINED_LOADER, None))
 
     @property
@@ -309,8 +304,7 @@ class DDPStrategy(MultiProcessStrategy):
 
     def _tell_metrics(self) -> None:
         """Tell metrics to which global batch the next step belongs."""
-        trainer, metrics, share = self._trainer, self.metrics, self.share
-        assert trainer is not None
+        trainer, metrics, share = self.trainer, self.metrics, self.share
         assert metrics is not None
         metrics.steps.begin_batch(is_part=share is None or share.num < share.total, counts=self._shares.counts)
         num_trained = trainer.fit_loop.epoch_loop.batch_progress.total.ready
@@ -324,13 +318,12 @@ class DDPStrategy(MultiProcessStrategy):
 
     @override
     def on_train_start(self) -> None:
-        assert self._trainer is not None
-        self._begin_pass(self._trainer.fit_loop.epoch_loop.val_loop)
+        self._begin_pass(self.trainer.fit_loop.epoch_loop.val_loop)
         self._shares.begin_training()
         self.layout.verify_loaders()
         self.layout.weights_changed()
-        self._tell_batch_size(self._trainer)
-        if not self._trainer.fit_loop.restarting:  # a resumed run restores its saved streams
+        self._tell_batch_size(self.trainer)
+        if not self.trainer.fit_loop.restarting:  # a resumed run restores its saved streams
             seed_rank(self.global_rank)
             seed_devices(self.process_devices)
 
@@ -357,8 +350,7 @@ class DDPStrategy(MultiProcessStrategy):
 
     def begin_batch(self, dataloader_idx: int) -> None:
         """Read this rank's share of the global batch from its next batch."""
-        trainer = self._trainer
-        assert trainer is not None
+        trainer = self.trainer
         self.weighed_losses.clear()
         if trainer.training:
             self._shares.read(getattr(of_lightning.combined_loader(trainer.fit_loop), "flattened", ()))
@@ -380,15 +372,13 @@ class DDPStrategy(MultiProcessStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        assert self.lightning_module is not None
-        assert self._trainer is not None
         counts = self._shares.counts
         self._tell_metrics()
         if self.balance is not None:
-            self.balance.begin_step(self.lightning_module, self.root_device, self.loaders.divides)
-        if not self.lightning_module.automatic_optimization:
+            self.balance.begin_step(self.module, self.root_device, self.loaders.divides)
+        if not self.module.automatic_optimization:
             self._verify_parts()  # the step itself steps the optimizer
-        with nullcontext() if counts else zero_weight_step(self.lightning_module):
+        with nullcontext() if counts else zero_weight_step(self.module):
             output = self._own_step(*args, **kwargs)
         module_weighs = isinstance(output, dict) and output.get("loss_weight") is not None
         if not counts and output is not None:  # None in manual optimization
@@ -399,20 +389,18 @@ class DDPStrategy(MultiProcessStrategy):
             scale = torch.where(total > 0, own / total, 0.0)
             self.weighed_losses.append(WeighedLoss(self.layout.losses, scale))
             self._scale = scale
-        self._weighs_in_loop = weighs_in_loop(self._trainer)
+        self._weighs_in_loop = weighs_in_loop(self.trainer)
         if not module_weighs:
             self._verify_parts()
         return output
 
     def _verify_parts(self) -> None:
-        assert self._trainer is not None
-        loop = self._trainer.fit_loop
+        loop = self.trainer.fit_loop
         self._shares.verify_parts(of_lightning.combined_loader(loop), loop.max_batches)
 
     def _own_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         """Run this rank's own step, through DDP's wrapper if that is to reduce gradients in the backward pass."""
-        module, model = self.lightning_module, self.model
-        assert module is not None
+        module, model = self.module, self.model
         with self.precision_plugin.train_step_context():
             if isinstance(model, DistributedDataParallel) and not self.layout.finishes_later:
                 return forward_through(model, module, self._step_in_layout, *args, **kwargs)
@@ -432,8 +420,7 @@ class DDPStrategy(MultiProcessStrategy):
     def scale_loss(self, loss: Tensor) -> Tensor:
         """Weight this rank's loss, so that the mean of all ranks' gradients is the gradient of the global batch."""
         self.verify_trained()
-        assert self.lightning_module is not None
-        if not self.lightning_module.automatic_optimization and self._trained is not None:
+        if not self.module.automatic_optimization and self._trained is not None:
             # frozen since the forward (`toggle_optimizer`): the wrapper will give them zeros
             self._without_gradient = [p for p in self._trained.frozen() if p.grad is None]
         if self.balance is not None:
@@ -542,14 +529,12 @@ class DDPStrategy(MultiProcessStrategy):
     @override
     def on_validation_end(self) -> None:
         assert self.metrics is not None
-        assert self.lightning_module is not None
         if not self.metrics.has_evaluated:
-            recompute_weights(self.lightning_module)
+            recompute_weights(self.module)
 
     @override
     def on_predict_end(self) -> None:
-        assert self._trainer is not None
-        loop = self._trainer.predict_loop
+        loop = self.trainer.predict_loop
         if not loop.return_predictions:
             return
         loaders = of_lightning.combined_loader(loop).flattened

@@ -107,6 +107,12 @@ class FSDPStrategy(DDPStrategy):
         self._had_none: set[int] = set()
 
     @property
+    def shards(self) -> ShardedModule:
+        """The module, cut over the ranks."""
+        assert self._shards is not None
+        return self._shards
+
+    @property
     @override
     def policy(self) -> Policy:
         return super().policy if self.weights is None else Weighted(tuple(self.weights))
@@ -119,29 +125,25 @@ class FSDPStrategy(DDPStrategy):
     @property
     def stands_in(self) -> bool:
         """Whether this rank has no samples of the batch that is evaluated, so that nothing of its step may count."""
-        assert self._trainer is not None
-        return not self._trainer.training and not self._shares.counts
+        return not self.trainer.training and not self._shares.counts
 
     @override
     @contextmanager
     def model_sharded_context(self) -> Generator[None]:
         """Build the layers of `configure_model` without memory; `place` fills them shard by shard."""
-        assert self.lightning_module is not None
         self._deferred = DeferredTensors()
         with self._deferred:
             yield
-        self._deferred.to_meta(self.lightning_module)
+        self._deferred.to_meta(self.module)
 
     @property
     @override
     def restore_checkpoint_after_setup(self) -> bool:
-        assert self.lightning_module is not None
-        return any(tensor.is_meta for tensor in self.lightning_module.parameters())
+        return any(tensor.is_meta for tensor in self.module.parameters())
 
     @override
     def place(self, trainer: pl.Trainer) -> None:
-        module, accelerator = self.lightning_module, self.accelerator
-        assert module is not None
+        module, accelerator = self.module, self.accelerator
         assert accelerator is not None
         accelerator.setup(trainer)
         fits = trainer.state.fn == TrainerFn.FITTING
@@ -168,7 +170,8 @@ class FSDPStrategy(DDPStrategy):
             names = named_parts(module, self.shard)
         waiting = {name: tensor for name, tensor in _tensors(module) if tensor.is_meta}
         broadcast_states(module, self.root_device)
-        mesh = init_device_mesh(self.root_device.type, self._mesh_shape(), mesh_dim_names=self._mesh_names())
+        shape = self._mesh_shape()
+        mesh = init_device_mesh(self.root_device.type, shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
         shards = ShardedModule(module, Sharding(tuple(names), mesh, self.reshard_after_forward, self.cpu_offload))
         if waiting:
             self._fill(shards, waiting)
@@ -200,14 +203,9 @@ class FSDPStrategy(DDPStrategy):
             )
         return (self.world_size,) if self.replicas == 1 else (self.replicas, self.world_size // self.replicas)
 
-    def _mesh_names(self) -> tuple[str, ...]:
-        return ("shard",) if self.replicas == 1 else ("replicate", "shard")
-
     @override
     def _own_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        module, shards = self.lightning_module, self._shards
-        assert module is not None
-        assert shards is not None
+        module, shards = self.module, self.shards
         self._sync_buffers()
         context = self.precision_plugin.train_step_context
         automatic = module.automatic_optimization
@@ -219,31 +217,27 @@ class FSDPStrategy(DDPStrategy):
 
     @override
     def _sync_buffers(self) -> None:
-        assert self.lightning_module is not None
-        sync_buffers(self.lightning_module)
+        sync_buffers(self.module)
 
     @override
     @contextmanager
     def block_backward_sync(self) -> Generator[None]:
         """Accumulate whole gradients on each rank without reducing them, where nobody sees the difference."""
-        assert self._trainer is not None
-        assert self._shards is not None
-        if hooked("on_after_backward", self._trainer):
+        if hooked("on_after_backward", self.trainer):
             yield
             return
         self._reduces = False
         try:
-            with self._shards.without_reduction():
+            with self.shards.without_reduction():
                 yield
         finally:
             self._reduces = True
 
     @override
     def scale_loss(self, loss: Tensor) -> Tensor:
-        assert self._shards is not None
         loss = super().scale_loss(loss)
-        self._had_none = {id(p) for p in self._shards.parameters if p.grad is None}
-        self._shards.begin_backward(loss)
+        self._had_none = {id(p) for p in self.shards.parameters if p.grad is None}
+        self.shards.begin_backward(loss)
         return loss
 
     @override
@@ -252,14 +246,12 @@ class FSDPStrategy(DDPStrategy):
 
         A step of manual optimization often trains some parameters only, the same on all ranks or not.
         """
-        assert self._shards is not None
-        assert self.lightning_module is not None
         super().finish_backward()
         if not self._reduces:
             return
-        if self.find_unused_parameters or not self.lightning_module.automatic_optimization:
-            self._take_away_zeros(self._shards)
-        elif unused := self._shards.unused():
+        if self.find_unused_parameters or not self.module.automatic_optimization:
+            self._take_away_zeros(self.shards)
+        elif unused := self.shards.unused():
             raise RuntimeError(
                 f"fsdp: parameters took no part in the loss: {', '.join(unused)}. "
                 "Set strategy.find_unused_parameters=true, or freeze them with requires_grad_(False)."
@@ -278,19 +270,16 @@ class FSDPStrategy(DDPStrategy):
 
     @override
     def finish_step(self) -> None:
-        assert self._shards is not None
         super().finish_step()
-        self._shards.refresh()
+        self.shards.refresh()
 
     @override
     def _evaluate(self, step: str, context: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
-        assert self._shards is not None
-        assert self.lightning_module is not None
-        with _named_errors(), self._shards.step(backward_follows=False):
+        with _named_errors(), self.shards.step(backward_follows=False):
             if not self.stands_in:
                 return super()._evaluate(step, context, *args, **kwargs)
-            with silent_step(self.lightning_module), context():
-                getattr(self.lightning_module, step)(*args, **kwargs)
+            with silent_step(self.module), context():
+                getattr(self.module, step)(*args, **kwargs)
             return None
 
     @override
@@ -315,15 +304,13 @@ class FSDPStrategy(DDPStrategy):
 
     def whole_gradients(self) -> dict[str, Tensor]:
         """The gradients of an unfinished step, averaged over the ranks so far, by name of the parameter."""
-        assert self._shards is not None
-        self._shards.reduce_accumulated()
-        named = {name: p.grad.detach() for name, p in self._shards.module.named_parameters() if p.grad is not None}
+        self.shards.reduce_accumulated()
+        named = {name: p.grad.detach() for name, p in self.shards.module.named_parameters() if p.grad is not None}
         return gather_tree(named, keep=True)
 
     def restore_gradients(self, gradients: Mapping[str, Tensor]) -> None:
         """Set the gradients of an unfinished step; those of ranks that were not averaged are averaged now."""
-        assert self._shards is not None
-        for name, parameter in self._shards.module.named_parameters():
+        for name, parameter in self.shards.module.named_parameters():
             if name in gradients:
                 mean = self.reduce(gradients[name].to(self.root_device, copy=True), reduce_op="mean")
                 parameter.grad = shard_like(mean, parameter)
@@ -336,8 +323,7 @@ class FSDPStrategy(DDPStrategy):
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        module = self.lightning_module
-        assert module is not None
+        module = self.module
         own = module.state_dict()
         state = {name: shard_like(value, own.get(name)) for name, value in checkpoint["state_dict"].items()}
         super().load_model_state_dict({**checkpoint, "state_dict": state}, strict)

@@ -252,7 +252,7 @@ def _known() -> set[str]:
     """The private names that the files of strategies/core/private reach."""
     nodes = [node for path in PRIVATE.glob("of_*.py") for node in ast.walk(ast.parse(path.read_text("utf-8")))]
     strings = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
-    return {name for name in strings if re.fullmatch(r"_\w+", name)} | {
+    return {name for text in strings for name in text.split(".") if re.fullmatch(r"_\w+", name)} | {
         node.attr for node in nodes if isinstance(node, ast.Attribute) and node.attr.startswith("_")
     }
 
@@ -317,7 +317,7 @@ class Watch(pl.Callback):
     ) -> None:
         epoch, connector = trainer.fit_loop.epoch_loop, of_lightning.logger_connector(trainer)
         combined = of_lightning.combined_loader(trainer.fit_loop)
-        assert of_lightning.batches_that_stepped(epoch) == batch_idx
+        assert of_lightning.log_step(trainer) == batch_idx
         assert of_lightning.active_loop(trainer) is trainer.fit_loop
         assert of_lightning.first_loop_iter(connector) is (batch_idx == 0)
         assert of_lightning.current_fx(connector) == "training_step"

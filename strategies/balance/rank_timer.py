@@ -18,7 +18,6 @@ class RankTimer:
     for the gradients of other ranks.
 
     Args:
-        module: the module to time.
         device: its device; on an accelerator, device events measure the time.
     """
 

@@ -67,12 +67,7 @@ class NoEvidence:
 
 @dataclass
 class Inputs(NoEvidence):
-    """Arguments of a call: what holds them is a structure.
-
-    Args:
-        paths: of the structures.
-        asks: see `Evidence`.
-    """
+    """Arguments of a call: what holds them is a structure."""
 
     paths: tuple[Path, ...]
     asks: bool = True

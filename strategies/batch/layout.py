@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from ..core.module_checks import end_of_step
+from ..core.module_checks import ended
 from .run_structures import RunStructures
 
 
@@ -88,11 +88,7 @@ class Layout(Protocol):
 
 
 class SingleLayout(Layout):
-    """The module on one device.
-
-    Args:
-        devices: the device, as a list of one.
-    """
+    """The module on one device."""
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self.devices = list(devices)
@@ -108,8 +104,7 @@ class SingleLayout(Layout):
         output = getattr(self._module, name)(*args, **kwargs)
         if name != "training_step":
             return output
-        end = end_of_step(self._module)
-        output = output if end is None else end(output)
+        output = ended(self._module, output)
         self.losses = losses_in(output)
         return output
 

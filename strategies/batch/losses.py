@@ -84,10 +84,8 @@ def with_scalars(
 
     Args:
         loss: the loss of the whole batch.
-        losses: the losses of the chunks.
         outputs: one per chunk.
         sizes: samples per chunk.
-        device: device of the result.
         structure: of what `training_step` returns.
 
     Returns:
@@ -100,15 +98,15 @@ def with_scalars(
         values = [output.get(key) for output in outputs]
         if key == "loss_weight":
             result[key] = losses.total(device)
-        elif structure.is_declared((key,)) or _is_mean(values[0]) or (_is_single(values[0]) and are_equal(values)):
+        elif structure.is_declared((key,)) or is_fraction(values[0]) or (_is_single(values[0]) and are_equal(values)):
             result |= structure.join([{key: value} for value in values], sizes, device)
         else:
             left_out.append(key)
     return result, left_out
 
 
-def _is_mean(value: Any) -> bool:
-    """Whether a value is a fraction, which is taken for a mean over samples."""
+def is_fraction(value: Any) -> bool:
+    """Whether a value is a floating-point number, which is taken for a mean over samples; counts add up."""
     return isinstance(value, float) or (isinstance(value, Tensor) and not value.dim() and value.is_floating_point())
 
 

@@ -93,7 +93,6 @@ def call_again(metrics: Sequence[Metric], replicas: Sequence[MetricCalls], sizes
     """Call the root's metrics as one device would have: once for what every replica called, with joined inputs.
 
     Args:
-        metrics: the root's, by number.
         replicas: the calls of those that had samples.
         sizes: samples of each.
         strategy: name that begins error messages.

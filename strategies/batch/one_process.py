@@ -176,17 +176,7 @@ class OneProcessStrategy(pl_strategies.SingleDeviceStrategy):
     def on_validation_start(self) -> None:
         self.layout.weights_changed()
 
-    @override
-    def on_validation_end(self) -> None:
-        self.layout.weights_changed()
-
-    @override
-    def on_test_start(self) -> None:
-        self.layout.weights_changed()
-
-    @override
-    def on_predict_start(self) -> None:
-        self.layout.weights_changed()
+    on_validation_end = on_test_start = on_predict_start = on_validation_start
 
     @override
     def teardown(self) -> None:

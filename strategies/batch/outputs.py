@@ -40,8 +40,6 @@ def combine_outputs(
         logs: the recorded calls of `self.log`.
         reduction: whether a chunk's loss is a mean or a sum.
         strategy: name that begins error messages.
-        device: device of the result.
-        structure: of what `training_step` returns.
 
     Returns:
         A result of the kind that the module returned (None if it skips the batch), and the keys that are left out

@@ -64,7 +64,6 @@ class RunStructures:
         """Refuse, before the first step, loaders whose batches differ in size at some step of the epoch.
 
         Args:
-            combined: a loader, perhaps a `CombinedLoader`.
             limit: batches that are read at most.
 
         Raises:

@@ -332,7 +332,7 @@ class BatchStructure:
         self._assumed = None
         equal = [path for path, value in now.items() if value is not None and _is_same(value, before[path])]
         for path in equal if len(equal) < len(now) else []:
-            if not _has_equal_rows(now[path]):
+            if not (now[path] == now[path][:1]).all():
                 raise ConfigError(
                     f"{called(path, self._root)} is the same in two batches in a row, so that it may be one row per "
                     f"sample, or the same for all samples. Set strategy.batch_dims={{{self._key(path)}: 0}} or "
@@ -480,10 +480,6 @@ def _is_same(value: Tensor, other: Tensor) -> bool:
     if not value.is_floating_point() or not bool((value % 1 != 0).any()):
         return False
     return value.shape == other.shape and torch.equal(value, other)
-
-
-def _has_equal_rows(value: Tensor) -> bool:
-    return bool((value == value[:1]).all())
 
 
 def _role_in_stacked(value: Any) -> str:

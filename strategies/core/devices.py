@@ -86,7 +86,6 @@ def broadcast_coalesced(
     and target. On the same device one fused copy is enough. Call it under `torch.no_grad()`.
 
     Args:
-        sources: tensors of one device.
         targets: for each copy tensors of one device, in the order of the sources.
         bucket_bytes: maximum size of a bucket in bytes (a larger tensor gets a bucket of its own).
     """

@@ -21,7 +21,6 @@ class Piece:
     Args:
         device: where it runs.
         name: description used in errors, such as `chunk 1 of 3 (4 samples)`.
-        call: the work.
     """
 
     device: torch.device

@@ -14,7 +14,6 @@ def replacing(path: Path, durable: bool = False) -> Generator[Path]:
     """Write a file so that at any time `path` is either the old one or the new one.
 
     Args:
-        path: the file.
         durable: whether the new name itself must survive a power failure; the block flushes the content.
 
     Yields:

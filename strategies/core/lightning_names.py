@@ -109,11 +109,7 @@ def verify_family(*objects: object) -> None:
 
 
 class _AliasFinder(MetaPathFinder):
-    """Finds every module of an alias as the module of the real package.
-
-    Args:
-        aliases: alias of each package and its real name.
-    """
+    """Finds every module of an alias as the module of the real package."""
 
     def __init__(self, aliases: dict[str, str]) -> None:
         self._aliases = aliases
@@ -184,13 +180,10 @@ class _FaceLoader(Loader):
 
 def _foreign_base(cls: type) -> type | None:
     """The class's first base that comes from the package of Lightning that does not run here."""
-    others = [name for pair in STANDALONE.items() for name in pair if name.startswith("lightning.") != _is_unified()]
+    unified = _running().startswith("lightning.")
+    others = [name for pair in STANDALONE.items() for name in pair if name.startswith("lightning.") != unified]
     prefixes = tuple(f"{name}." for name in others)
     return next((base for base in cls.__mro__ if base.__module__.startswith(prefixes)), None)
-
-
-def _is_unified() -> bool:
-    return _running().startswith("lightning.")
 
 
 def _running() -> str:

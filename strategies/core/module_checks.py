@@ -24,7 +24,6 @@ def verify_takes_batches(module: pl.LightningModule, who: str, instead: str) -> 
     """Refuse a module with a training step that reads its own batches.
 
     Args:
-        module: the module.
         who: name of the strategy, which begins the message.
         instead: the alternative to suggest.
 
@@ -41,6 +40,12 @@ def verify_takes_batches(module: pl.LightningModule, who: str, instead: str) -> 
 def end_of_step(module: pl.LightningModule | None) -> Callable[[Any], Any] | None:
     """The module's `training_step_end(outputs)`, which computes the loss from the outputs of a whole batch, or None."""
     return getattr(module, "training_step_end", None)
+
+
+def ended(module: pl.LightningModule | None, output: Any) -> Any:
+    """What a training step returns in the end: what the module's `training_step_end` makes of it, if it has one."""
+    end = end_of_step(module)
+    return output if end is None else end(output)
 
 
 def has_nan(module: torch.nn.Module) -> bool:
@@ -64,9 +69,6 @@ def has_nan(module: torch.nn.Module) -> bool:
 
 def why_whole(metric: nn.Module) -> str | None:
     """Why `update` of a torchmetrics metric can't be given parts of a batch, though its states add up; None if it can.
-
-    Args:
-        metric: the metric.
 
     Returns:
         The reason and what to do, as the end of a sentence.

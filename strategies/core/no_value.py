@@ -51,7 +51,6 @@ def forward_of_part(metric: Metric, forward: Callable[..., Any], *args: Any, **k
         metric: the metric, which counts the samples in any case.
         forward: its method, perhaps replaced.
         *args: what `forward` is given.
-        **kwargs: likewise.
 
     Returns:
         The value of these samples, or a `NoValue`.

@@ -98,7 +98,6 @@ def seed_all(*entropy: int, devices: Sequence[torch.device] = ()) -> None:
     """Seed Python, numpy and torch of this process from numbers that need not be independent.
 
     Args:
-        *entropy: the numbers.
         devices: accelerators whose generators are seeded too.
     """
     seeds = np.random.SeedSequence(entropy).generate_state(4, np.uint32)
@@ -113,7 +112,6 @@ def seed_sample(seed: int, place: int) -> None:
     """Seed Python, numpy and torch of a data worker for one sample; takes some 30 µs.
 
     Args:
-        seed: of the epoch.
         place: the sample's, in the order of the epoch.
     """
     digest = hashlib.blake2b(f"{seed}/{place}".encode(), digest_size=20).digest()

@@ -48,7 +48,6 @@ def start_copy(tensors: Sequence[Tensor], device: torch.device, ready: torch.cud
     """Start copying tensors of one device to another.
 
     Args:
-        tensors: tensors of one device.
         device: where they are copied to.
         ready: the event after which they hold their values; None for the work queued by this thread so far.
 
@@ -73,7 +72,6 @@ def from_host(batch: Batch, device: torch.device) -> Batch:
     """Move a batch to a device; tensors on the host are pinned and copied beside the device's work.
 
     Args:
-        batch: nested tensors, on the host or any device.
         device: where they are moved to.
     """
     if device.type != "cuda" or not torch.cuda.is_available():  # without one, in tests, it is a fake
@@ -126,7 +124,6 @@ def cross(tensors: Sequence[Tensor], device: torch.device, ready: torch.cuda.Eve
     """Move tensors of one device to another, and their gradients back, beside the work of both where that is possible.
 
     Args:
-        tensors: tensors of one device.
         device: where they are moved to.
         ready: the event after which they hold their values; None for the work queued by this thread so far.
     """

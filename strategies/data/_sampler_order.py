@@ -78,7 +78,6 @@ def worker_seeds(rank: int, then: Callable[[int], None] | None) -> Callable[[int
     """Make the `worker_init_fn` of a loader: seeds python, numpy and torch by rank and worker.
 
     Args:
-        rank: the rank that starts the workers.
         then: the loader's own `worker_init_fn`, called afterwards.
     """
     return partial(_seed_worker, rank=rank, then=then)

@@ -20,7 +20,6 @@ from ..batch.policies import Even, Policy
 from ..batch.structure import BatchStructure
 from ..core.errors import ConfigError
 from ..core.private import of_lightning, put
-from ..core.private.of_lightning import IndexBatchSamplerWrapper
 from ._sampler_order import Agree, worker_seeds
 from .sampling import Cut, Deal, Divide, RankBatches, Share
 from .streams import Divided, Lockstep, Stream
@@ -34,8 +33,6 @@ class RankLoaders:
     """Makes this rank's loaders from the user's.
 
     Args:
-        rank: this rank.
-        num_ranks: number of ranks.
         batch_size_is: whether a loader's batch is one rank's or the global one.
         agree: returns rank 0's value on all ranks.
         sum_over_ranks: starts an in-place sum of a small CPU tensor over all ranks.
@@ -106,7 +103,7 @@ class RankLoaders:
     def _cut(self, loader: DataLoader[Any], cut: Cut, joins: bool) -> DataLoader[Any]:
         name = "sampler" if loader.batch_sampler is None else "batch_sampler"
         units = getattr(loader, name)
-        tracks_indices = isinstance(units, IndexBatchSamplerWrapper)  # Lightning's, for prediction writers
+        tracks_indices = isinstance(units, of_lightning.IndexBatchSamplerWrapper)  # Lightning's, for prediction writers
         batches = RankBatches(
             of_lightning.batch_sampler(units) if tracks_indices else units,
             cut,
@@ -117,7 +114,7 @@ class RankLoaders:
         )
         clone = self._seeded(loader)
         # DataLoader refuses such an assignment on a loader in use; this one is new
-        object.__setattr__(clone, name, IndexBatchSamplerWrapper(batches) if tracks_indices else batches)
+        object.__setattr__(clone, name, of_lightning.IndexBatchSamplerWrapper(batches) if tracks_indices else batches)
         object.__setattr__(clone, "rank_batches", batches)
         return clone
 

@@ -13,7 +13,6 @@ def in_loader_order(
         predictions: one per batch of this rank, on the CPU.
         positions: position of each among all ranks' batches; None if each rank reads its own stream: then predictions
             are concatenated by rank.
-        rank: this rank.
         gather: gathers the objects of all ranks on rank 0, and returns None on the others.
 
     Returns:

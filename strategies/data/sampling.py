@@ -149,8 +149,6 @@ class RankBatches(Sampler[Any]):
     Args:
         units: the loader's own batch sampler, or its sampler if it does not collate batches.
         cut: cuts units into global batches.
-        rank: this rank.
-        num_ranks: number of ranks.
         joins: whether a rank without samples joins with a zero-weight batch; otherwise it skips the step.
         agree: returns rank 0's random state on all ranks, so that all use the same order.
 

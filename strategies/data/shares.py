@@ -13,7 +13,6 @@ class RankShares:
     """This rank's share of the current batch.
 
     Args:
-        num_ranks: number of ranks.
         strategy: name that begins messages.
     """
 

@@ -46,7 +46,6 @@ class Lockstep(Stream):
 
     Args:
         loader: this rank's stream.
-        num_ranks: number of ranks.
         sum_over_ranks: starts an in-place sum of a small CPU tensor over all ranks.
         structure: counts the samples of batches; None knows nothing but the batches.
     """
@@ -97,10 +96,6 @@ class Divided(Stream):
     `batch_size_is=per_device`.
 
     Args:
-        loader: the stream.
-        divide: divides a batch.
-        rank: this rank.
-        num_ranks: number of ranks.
         joins: whether a rank without samples joins with a zero-weight batch; otherwise it skips the step.
         agree: returns rank 0's random state on all ranks.
         structure: counts and cuts batches; None knows nothing but the batches.

@@ -15,9 +15,6 @@ class Barrier:
     Rank 0 waits for all others, and these wait for its word: one rank asks the store for all, not each of them.
 
     Args:
-        store: shared by all ranks.
-        rank: this rank.
-        num_ranks: number of ranks.
         timeout_s: seconds to wait for the others.
         describe: describes where a missing rank is.
     """

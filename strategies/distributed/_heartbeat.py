@@ -67,8 +67,6 @@ class HeartbeatMonitor:
 
     Args:
         store: shared by all ranks; the thread uses a connection of its own.
-        rank: this rank.
-        num_ranks: number of ranks.
         stop_agreement: passes requests to stop between ranks.
         timeout_s: seconds that a rank waits for the others.
 

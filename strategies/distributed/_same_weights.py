@@ -24,7 +24,6 @@ def give_same_weights(module: nn.Module, root_device: torch.device) -> None:
     Ranks whose modules differ in names, shapes or types are left alone: the wrapper names what differs.
 
     Args:
-        module: the module.
         root_device: this rank's device, by which tensors are sent if the group can't send CPU tensors.
     """
     named = [*module.named_parameters(), *module.named_buffers()]

@@ -32,8 +32,6 @@ class StopAgreement:
     """Agrees with the other ranks on the step to stop at.
 
     Args:
-        rank: this rank.
-        num_ranks: number of ranks.
         store: shared by all ranks; None for a single process.
 
     Attributes:
@@ -61,11 +59,7 @@ class StopAgreement:
         return self.armed and not self._told
 
     def listen(self, store: Store) -> None:
-        """Publish this rank's request and read those of others; called regularly by a thread.
-
-        Args:
-            store: the thread's own connection.
-        """
+        """Publish this rank's request and read those of others; called regularly by a thread."""
         if self.has_news and self.signal is not None:
             store.set(REQUEST, str(self.signal))
             store.set(NEWS, "")
@@ -105,7 +99,6 @@ class StopAgreement:
         Args:
             stopped: this rank has stopped in it, and has not ended it.
             num_batches: batches that this rank has finished.
-            stretch: the validation.
             timeout_s: seconds to wait.
 
         Returns:

@@ -27,8 +27,6 @@ class StoreWatch:
 
     Args:
         store: a connection of the watch's own.
-        address: of the store's host.
-        port: of the store.
         deadline_s: seconds without an answer after which the connections are shut.
 
     Attributes:

@@ -100,6 +100,18 @@ class MultiProcessStrategy(pl_strategies.DDPStrategy):
         self._failed = False
 
     @property
+    def module(self) -> pl.LightningModule:
+        """The module of the run."""
+        assert self.lightning_module is not None
+        return self.lightning_module
+
+    @property
+    def trainer(self) -> pl.Trainer:
+        """The trainer of the run."""
+        assert self._trainer is not None
+        return self._trainer
+
+    @property
     def _layer_sync(self) -> SyncBatchNorm | None:
         """The layer plugin that Lightning sets for `sync_batchnorm=True`; torch's own would refuse the CPU."""
         return SyncBatchNorm() if self._syncs_batchnorm else None
@@ -163,8 +175,7 @@ class MultiProcessStrategy(pl_strategies.DDPStrategy):
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
-        assert self.lightning_module is not None
-        give_same_weights(self.lightning_module, self.root_device)
+        give_same_weights(self.module, self.root_device)
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
@@ -198,8 +209,7 @@ class MultiProcessStrategy(pl_strategies.DDPStrategy):
         its first backward pass, and fails if that does not reduce. Averaging a part of the accumulated gradients
         earlier does not change the average of their sum.
         """
-        assert self._trainer is not None
-        if hooked("on_after_backward", self._trainer):
+        if hooked("on_after_backward", self.trainer):
             yield
             return
         if getattr(self.model, "static_graph", False) and self._recorded is not self.model:
@@ -232,8 +242,7 @@ class MultiProcessStrategy(pl_strategies.DDPStrategy):
         Raises:
             ConfigError: `training_step` unfroze it.
         """
-        assert self.lightning_module is not None
-        if self._trained is not None and self.lightning_module.automatic_optimization and self._trained.unfrozen():
+        if self._trained is not None and self.module.automatic_optimization and self._trained.unfrozen():
             raise ConfigError(
                 f"{self.strategy_name}: a parameter was unfrozen within training_step, too late for its gradient "
                 "to be reduced over the ranks. Unfreeze it in on_train_batch_start or on_train_epoch_start."
@@ -245,8 +254,7 @@ class MultiProcessStrategy(pl_strategies.DDPStrategy):
         return self._small_groups[-1]
 
     def _on_signal(self, signum: int, _: object) -> None:
-        assert self._trainer is not None
-        if self.coordinator is None or self._trainer.state.fn != TrainerFn.FITTING:
+        if self.coordinator is None or self.trainer.state.fn != TrainerFn.FITTING:
             raise SIGTERMException
         self.coordinator.stop_agreement.request(signum)
 
@@ -261,11 +269,10 @@ class MultiProcessStrategy(pl_strategies.DDPStrategy):
             requested.
         """
         assert self.coordinator is not None
-        assert self._trainer is not None
         stopping = self.coordinator.stop_agreement
         if received and not stopping.armed:
             stopping.request(signal.SIGTERM)
-        stops = stopping.armed and stopping.due(self._trainer.global_step, self.process_devices)
+        stops = stopping.armed and stopping.due(self.trainer.global_step, self.process_devices)
         self.stop_signal = stopping.signal if stops else None
         return stops
 

@@ -22,7 +22,6 @@ def num_processes(num_devices: int, devices_per_process: int) -> int:
     """Count the processes of one node.
 
     Args:
-        num_devices: devices of the node.
         devices_per_process: devices that each process owns.
 
     Returns:
@@ -45,7 +44,6 @@ def device_block(local_rank: int, devices_per_process: int) -> range:
     """Indices of the devices of one process: r·k, …, r·k + k − 1.
 
     Args:
-        local_rank: r, the rank of the process on its node.
         devices_per_process: k, devices that each process owns.
 
     Returns:
@@ -59,8 +57,6 @@ def own_devices(devices: Sequence[T], local_rank: int, devices_per_process: int)
 
     Args:
         devices: all devices of the node, in order.
-        local_rank: the rank of the process on its node.
-        devices_per_process: devices that each process owns.
 
     Returns:
         `devices_per_process` devices, the process's root device first.

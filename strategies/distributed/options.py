@@ -117,10 +117,6 @@ def reduce_as(dtype: torch.dtype, bucket: GradBucket) -> Future[Tensor]:
 
     Args:
         dtype: dtype that is sent.
-        bucket: gradients of one dtype.
-
-    Returns:
-        A future of the averaged bucket.
     """
     buffer = bucket.buffer()
     sent = buffer.to(dtype).div_(dist.get_world_size())

@@ -101,9 +101,6 @@ def end_process(status: int) -> NoReturn:
 
     torch's threads (of gloo, the store, autograd) still run at that point, and occasionally one of them would abort a
     process that has finished its work.
-
-    Args:
-        status: the exit status.
     """
     try:
         threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue]  # waits for non-daemon threads

@@ -19,7 +19,6 @@ def signed(store: Store, scope: str) -> Store:
     """Sign what is written to a store, and verify what is read, if there is a secret.
 
     Args:
-        store: any store.
         scope: the part of the run that it serves, so that values of another part don't count.
     """
     secret = os.environ.get(SECRET, "")
@@ -31,7 +30,6 @@ class SignedStore:
 
     Args:
         store: where values are.
-        key: of the signature.
     """
 
     def __init__(self, store: Any, key: bytes) -> None:

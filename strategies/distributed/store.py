@@ -143,9 +143,6 @@ def open_store(address: str, port: int, rank: int, timeout: timedelta) -> Store:
     """Connect to the store that all ranks share; rank 0 hosts it unless the launcher does.
 
     Args:
-        address: host of the store.
-        port: its port.
-        rank: this rank.
         timeout: limit for connecting.
 
     Raises:

@@ -86,7 +86,6 @@ def verify_whole_batch(module: nn.Module, synchronizes: bool, who: str, instead:
     Ranks would sum the statistics of one part each, and the parts of a process never meet.
 
     Args:
-        module: the module.
         synchronizes: whether its BatchNorm layers will be made to synchronize; torch's own do so anyway.
         who: what cuts the batch of a process, to begin the message with.
         instead: what to set to have it in one piece.

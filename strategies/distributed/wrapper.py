@@ -8,7 +8,7 @@ The wrapper reduces the parameters that required gradients when it was created. 
 trained by each rank separately, and the wrapper would wait for one frozen later.
 """
 
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -81,7 +81,6 @@ def forward_through(
     """Call a step of a module through the wrapper's forward; the step itself may call the real `forward`.
 
     Args:
-        wrapper: wrapper that calls the module's forward.
         module: module with a forward that is replaced until it is called.
         step: the function to call instead.
         *args: arguments of the step, passed through the wrapper.
@@ -117,11 +116,7 @@ def forward_through(
 
 
 class ReducedParameters:
-    """Records the parameters of a module at the time it was wrapped.
-
-    Args:
-        module: the module, about to be wrapped.
-    """
+    """Records the parameters of a module at the time it was wrapped."""
 
     def __init__(self, module: nn.Module) -> None:
         self._parameters = list(module.parameters())
@@ -152,11 +147,8 @@ class ReducedParameters:
             return False
         self._num_optimized = num
         known = {id(parameter) for parameter in self._parameters}
-        return any(id(parameter) not in known for parameter in _optimized(optimizers))
-
-
-def _optimized(optimizers: Sequence[Optimizer]) -> Iterable[Tensor]:
-    return (parameter for optimizer in optimizers for group in optimizer.param_groups for parameter in group["params"])
+        groups = (group["params"] for optimizer in optimizers for group in optimizer.param_groups)
+        return any(id(parameter) not in known for group in groups for parameter in group)
 
 
 def unwrap(wrapper: DistributedDataParallel) -> nn.Module:

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from ..core.private import of_torch
-from ..core.private.of_torch import FakeTensorMode, tree_map_only
 from .module_parts import Part
 
 
@@ -30,10 +29,10 @@ def profile_activations(module: nn.Module, parts: Sequence[Part], args: Sequence
     Returns:
         Bytes by part name, without parameters and buffers.
     """
-    fake = FakeTensorMode()
+    fake = of_torch.FakeTensorMode()
     tensors = (*module.named_parameters(), *module.named_buffers())
     state: dict[str, Tensor] = {name: fake.from_tensor(tensor) for name, tensor in tensors}
-    inputs = tree_map_only(Tensor, fake.from_tensor, tuple(args))
+    inputs = of_torch.tree_map_only(Tensor, fake.from_tensor, tuple(args))
     meter = _Meter(parts[0].name, {_storage(tensor) for tensor in state.values()})
     hooks = [
         module.get_submodule(part.name).register_forward_pre_hook(partial(meter.enter, part.name))

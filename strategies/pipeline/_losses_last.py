@@ -17,11 +17,7 @@ from typing import Any
 
 
 class LossesLast:
-    """Passes the turn among the micro-batches of one step.
-
-    Args:
-        num_microbatches: number of micro-batches.
-    """
+    """Passes the turn among the micro-batches of one step."""
 
     def __init__(self, num_microbatches: int) -> None:
         self._order = deque(range(num_microbatches))

@@ -24,7 +24,6 @@ class MetricValues:
     """Records the inputs of `forward` per micro-batch, for metrics that are logged as objects.
 
     Args:
-        modules: the modules whose metrics are recorded.
         microbatch: returns the micro-batch that runs on the calling thread.
     """
 
@@ -49,9 +48,6 @@ class MetricValues:
 
     def settle(self, metric: Any) -> Any:
         """Make a metric show the value of the whole step.
-
-        Args:
-            metric: a logged object.
 
         Returns:
             The same object.

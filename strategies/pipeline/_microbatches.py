@@ -43,7 +43,6 @@ class MicroBatches:
     that keeps state between its layers (see `_kept_state.py`), runs them in order instead.
 
     Args:
-        layout: the stages.
         module: the placed module, whose steps are watched; None trusts it to keep no state.
     """
 
@@ -77,7 +76,6 @@ class MicroBatches:
         """Run one training step per micro-batch.
 
         Args:
-            names: name of each micro-batch, for errors.
             calls: one per micro-batch; each returns a loss, a mapping with `loss`, or None.
 
         Returns:
@@ -156,7 +154,6 @@ class MicroBatchLogs(LogRecorder):
     """Logs each name once for the whole batch, though every micro-batch calls `self.log`.
 
     Args:
-        module: the module that logs, submodules included.
         num_microbatches: number of micro-batches per step.
         device: where the values are combined.
     """

@@ -72,8 +72,6 @@ def auto_plan(
     """Balance the memory of contiguous stages.
 
     Args:
-        module: the module to cut.
-        num_stages: number of stages.
         optimizer_copies: tensors of a parameter's size that the optimizer keeps per trainable parameter (Adam 2, SGD
             with momentum 1, plain SGD 0).
         activation_bytes: bytes saved for backward by part name, from `profile_activations`; None ignores them.
@@ -126,8 +124,6 @@ def named_plan(module: nn.Module, num_stages: int, first_modules: Sequence[str])
     """Start each later stage at a module that the user names.
 
     Args:
-        module: the module to cut.
-        num_stages: number of stages.
         first_modules: the first module of stage 1, 2, …, as in `module.named_modules()`.
 
     Returns:
@@ -190,7 +186,6 @@ def verify_manual(module: nn.Module, devices: Sequence[torch.device]) -> None:
 
     Args:
         module: the module, after its `configure_model`.
-        devices: the devices of this process.
 
     Raises:
         ConfigError: a parameter or buffer is on none of the devices; the message names it and its device.
@@ -209,15 +204,7 @@ def verify_manual(module: nn.Module, devices: Sequence[torch.device]) -> None:
 
 
 def found_plan(module: nn.Module, devices: Sequence[torch.device]) -> StagePlan:
-    """Describe an existing placement: a part belongs to the device of its first tensor.
-
-    Args:
-        module: a placed module.
-        devices: the devices of its tensors, each once.
-
-    Returns:
-        The plan that matches the placement.
-    """
+    """Describe an existing placement: a part belongs to the device of its first tensor."""
     parts = find_parts(module)
     return StagePlan(len(devices), {part.name: devices.index(part.tensors[0].device) for part in parts})
 
@@ -226,8 +213,6 @@ def plan_table(module: nn.Module, plan: StagePlan, devices: Sequence[torch.devic
     """Draw the plan as text: stage, device, modules, parameters, bytes.
 
     Args:
-        module: the module.
-        plan: the plan.
         devices: one device per stage.
 
     Returns:

@@ -27,7 +27,6 @@ def schedule(num_microbatches: int, num_stages: int) -> Iterator[list[Task]]:
 
     Args:
         num_microbatches: number of micro-batches, m.
-        num_stages: number of stages, k.
 
     Yields:
         The tasks of one tick, ordered by stage; 2·(m + k − 1) ticks in all.

@@ -20,11 +20,6 @@ class Turns:
     The first visit of a micro-batch to a stage waits for those that the schedule puts before it. A later visit (a tied
     head on the first stage, for example) only waits for the stage to be free. Micro-batches that have finished, or that
     wait themselves, block no others, so no order of visits can deadlock.
-
-    Args:
-        num_microbatches: number of micro-batches.
-        num_stages: number of stages.
-        phase: `F` for forward, `B` for backward.
     """
 
     def __init__(self, num_microbatches: int, num_stages: int, phase: Literal["F", "B"]) -> None:
@@ -70,8 +65,6 @@ class Ticket:
     """Tracks one micro-batch through the stages, forward and then backward.
 
     Args:
-        microbatch: index of the micro-batch in the step.
-        turns: the turns of the forward pass.
         waits_in_backward: by stage, whether backward takes turns there. Not on an accelerator: its work is queued
             already, and one autograd thread serves all its micro-batches, so none may block it.
     """
@@ -107,8 +100,6 @@ class Ticket:
 
         Args:
             stage: the stage to enter; not the current one.
-            tensors: the tensors to move.
-            move: moves tensors to the stage's device.
 
         Returns:
             The moved tensors. Their backward pass leaves that stage and re-enters the current one.

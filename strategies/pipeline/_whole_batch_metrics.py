@@ -23,8 +23,6 @@ class WholeBatchMetrics:
     """Records what micro-batches call of such metrics, and calls them when all have ended.
 
     Args:
-        module: whose metrics.
-        num_microbatches: micro-batches of a step.
         microbatch: returns the micro-batch that runs on the calling thread.
     """
 

@@ -20,7 +20,7 @@ from ..batch.policies import Even, without_single_samples
 from ..batch.run_structures import RunStructures
 from ..batch.structure import BatchStructure
 from ..core.errors import ConfigError
-from ..core.module_checks import end_of_step, has_batchnorm, verify_takes_batches
+from ..core.module_checks import end_of_step, ended, has_batchnorm, verify_takes_batches
 from ..core.types import Batch
 from ._microbatches import MicroBatches, MicroBatchLogs
 from .options import StageOptions
@@ -111,7 +111,7 @@ class StageLayout(Layout):
         if self.cut_by:
             output = self._step_in_microbatches(step, *args, **kwargs)
         else:
-            output = self._ended(self._watched(partial(step, *args, **kwargs)))
+            output = ended(self._module, self._watched(partial(step, *args, **kwargs)))
             self.losses = losses_in(output)
         # Lightning, the gradient scaler and DDP expect the loss on the root device
         if not isinstance(output, dict):
@@ -141,7 +141,7 @@ class StageLayout(Layout):
         if len(sizes) == 1:
             with logs.recording():
                 output = self._watched(partial(logs.run, 0, partial(step, batch, *args, **kwargs)))
-            output = self._ended(output)
+            output = ended(self._module, output)
             logs.replay(sizes, None if output is None else losses_of([output], sizes, reduction, self.strategy))
             self.losses = logs.losses
             return output
@@ -160,10 +160,6 @@ class StageLayout(Layout):
         for key in left_out:
             self._info_once(key, f"{self.strategy}: {LEFT_OUT.format(key=key)}")
         return result
-
-    def _ended(self, output: Any) -> Any:
-        end = end_of_step(self._module)
-        return output if end is None else end(output)
 
     @property
     def _batch_structure(self) -> BatchStructure:

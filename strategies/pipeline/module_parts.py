@@ -31,7 +31,6 @@ def find_parts(module: nn.Module, names: Sequence[str] = ()) -> list[Part]:
     """List the parts of a module, in order of registration.
 
     Args:
-        module: the module to cut.
         names: submodules that must be parts, or consist of whole parts: their ancestors are opened.
 
     Returns:
@@ -79,7 +78,6 @@ def part_bytes(part: Part, optimizer_copies: float) -> int:
     """Count the bytes that a part occupies in training.
 
     Args:
-        part: the part.
         optimizer_copies: tensors of a parameter's size that the optimizer keeps per trainable parameter.
 
     Returns:
@@ -92,7 +90,6 @@ def place_parts(module: nn.Module, device_of: Mapping[str, torch.device], elsewh
     """Move each part to its device; the module is never on one device as a whole.
 
     Args:
-        module: the module.
         device_of: device by part name, for all parts.
         elsewhere: device of modules without parameters, such as metrics (they may hold other tensors).
     """

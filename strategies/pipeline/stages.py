@@ -15,7 +15,6 @@ from torch.utils.hooks import RemovableHandle
 
 from ..core.errors import ConfigError
 from ..core.private import of_torch
-from ..core.private.of_torch import tree_flatten, tree_leaves, tree_unflatten
 from ..core.side_streams import cross, is_plain, work_so_far
 from ..core.types import Batch
 from ._activation_memory import profile_activations
@@ -69,7 +68,7 @@ class BatchTensors:
     """
 
     def __init__(self, batch: Batch) -> None:
-        tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and is_on_gpu(leaf)]
+        tensors = [leaf for leaf in of_torch.tree_leaves(batch) if isinstance(leaf, Tensor) and is_on_gpu(leaf)]
         tensors = [tensor for tensor in tensors if tensor.device == tensors[0].device]  # `ready` says nothing of others
         self._versions = {tensor.untyped_storage().data_ptr(): tensor._version for tensor in tensors}
         self.ready = work_so_far(tensors[0].device) if tensors else None
@@ -220,7 +219,7 @@ class Stages:
         """Move the inputs of a part to its stage."""
         route: Route | None = getattr(self._on_thread, "route", None)
         if route is not None:
-            route.enter(stage, name, tree_leaves((args, kwargs)))
+            route.enter(stage, name, of_torch.tree_leaves((args, kwargs)))
         return self._bring(stage, (args, kwargs))
 
     @contextmanager
@@ -249,12 +248,12 @@ class Stages:
         return self._bring(self.meeting_stage, output, min_dim=1)
 
     def _bring(self, stage: int, value: Any, min_dim: int = 0) -> Any:
-        leaves, spec = tree_flatten(value)
+        leaves, spec = of_torch.tree_flatten(value)
         where = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.dim() >= min_dim]
         tensors = self._move(stage, [leaves[index] for index in where])
         for index, tensor in zip(where, tensors, strict=True):
             leaves[index] = tensor
-        return tree_unflatten(leaves, spec)
+        return of_torch.tree_unflatten(leaves, spec)
 
     def _move(self, stage: int, tensors: list[Tensor]) -> list[Tensor]:
         devices: list[torch.device] = getattr(self._on_thread, "devices", None) or self.devices

@@ -14,10 +14,6 @@ class AttributeWatch:
     """Warns, once per name, about an attribute assigned on a replica, where nothing reads it.
 
     The module itself is watched in every step, its submodules in the first step of each kind.
-
-    Args:
-        replicas: the replicas to watch.
-        strategy: name that begins warnings.
     """
 
     def __init__(self, replicas: Replicas, strategy: str) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ..batch.losses import is_fraction
 from ..core.errors import ConfigError
 
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
@@ -49,7 +50,7 @@ class CollectedLists:
             return
         for name, (values, length) in self._lengths.items():
             new = values[length:]
-            if not any(map(_is_number, new)) or self._root.__dict__.get(name) is not values:
+            if not any(map(is_fraction, new)) or self._root.__dict__.get(name) is not values:
                 continue
             word = self._options.get(f"{step}.{name}")
             if word is None or (word in ("mean", "sum") and len(new) % len(sizes)):
@@ -61,11 +62,6 @@ class CollectedLists:
                 )
             if word in ("mean", "sum"):
                 values[length:] = _combined(new, sizes, word)
-
-
-def _is_number(value: Any) -> bool:
-    """Whether a value is a floating-point number; counts add up however a batch is cut."""
-    return isinstance(value, float) or (isinstance(value, Tensor) and not value.dim() and value.is_floating_point())
 
 
 def _combined(values: list[Any], sizes: Sequence[int], word: str) -> list[Any]:

@@ -21,9 +21,7 @@ class _Bucket:
     """Gradients of one replica that are ready to be moved.
 
     Args:
-        parameters: indices of their parameters.
         flat: the gradients, one after the other, on the replica's device.
-        shapes: their shapes.
         ready: when the device has computed them.
     """
 
@@ -46,7 +44,6 @@ class GradientSum:
     bucket at a time, when backward has finished. The replicas keep no gradients.
 
     Args:
-        root: the root's parameters.
         replicas: the parameters of each other replica, in the order of the root's.
         overlap: send during backward; None decides by the devices.
         bucket_bytes: bytes per transfer.
@@ -174,8 +171,6 @@ class _Sender:
 
     Args:
         root: the root's parameters; a gradient that hooks of theirs must see stays where it is.
-        parameters: the replica's.
-        bucket_bytes: size of a bucket.
     """
 
     def __init__(self, root: Sequence[Tensor], parameters: Sequence[Tensor], bucket_bytes: int) -> None:

@@ -33,7 +33,6 @@ class MetricMerger:
     metric that is a part of several others has one copy per replica.
 
     Args:
-        replicas: the replicas that hold the metrics.
         strategy: name that begins error messages.
     """
 
@@ -52,7 +51,10 @@ class MetricMerger:
             self._stand_ins = {key: copy_metric(metric, replicas.devices[0], memo) for key, metric in found.items()}
         outermost = {id(metric): metric for slot in found.values() for metric in outermost_metrics(slot)}
         self._metrics = list(outermost.values())
-        self._copies = [self._copies_of(metric) for metric in self._metrics]
+        others = range(1, len(replicas))
+        self._copies = [
+            [self._stand_in(metric), *(replicas.counterpart(i, metric) for i in others)] for metric in self._metrics
+        ]
         inside = {id(part) for metric in self._metrics for part in metric.modules() if part is not metric}
         self._is_merged = [id(metric) not in inside and is_mergeable(metric) for metric in self._metrics]
         self._calls = [MetricCalls(strategy) for _ in replicas.devices]
@@ -141,10 +143,6 @@ class MetricMerger:
                     "training_step_end or in an epoch hook."
                 )
             setattr(metric, name, value)
-
-    def _copies_of(self, metric: Metric) -> list[Any]:
-        """The copies of a metric on all replicas, the stand-in first."""
-        return [self._stand_in(metric), *(self._replicas.counterpart(i, metric) for i in range(1, len(self._replicas)))]
 
     def _stand_in(self, metric: Metric) -> Any:
         for _, _, slot in self._slots:

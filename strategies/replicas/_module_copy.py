@@ -32,9 +32,6 @@ class ModuleCopy:
     """A copy of a module on a device.
 
     Args:
-        root: the module.
-        root_device: where it lives.
-        device: where the copy lives.
         new_parameter: makes the copy of a parameter; None makes a parameter with the same values.
         places: devices of the copy by the root's, where the root is on several.
 
@@ -97,8 +94,6 @@ class ModuleCopy:
         """Note which of the copy's own hooks belong to hooks of the original, to be removed with them.
 
         Args:
-            original: the module of the root.
-            key: one of `HOOKS`.
             added: numbers of the hooks that a step registered on the original.
             first: the first number that hooks registered in that step can have.
         """
@@ -112,7 +107,6 @@ class ModuleCopy:
         that it has registered or removed are left alone.
 
         Args:
-            original: the module of the root.
             before: for each of `HOOKS` the numbers of the hooks that the original had when it was last copied.
         """
         replica = self.counterpart(original)

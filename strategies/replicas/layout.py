@@ -20,7 +20,7 @@ from ..batch.structure import BatchStructure
 from ..core.batch_readers import batch_reader
 from ..core.devices import is_accelerator
 from ..core.errors import ConfigError
-from ..core.module_checks import end_of_step, has_batchnorm, verify_takes_batches
+from ..core.module_checks import end_of_step, ended, has_batchnorm, verify_takes_batches
 from ..core.private import of_lightning
 from ..core.types import Batch
 from .runner import CutsReplicas, ReplicaRunner
@@ -63,7 +63,6 @@ class ReplicaLayout(Layout):
 
     Args:
         devices: one per replica, the root device first; they may repeat and mix.
-        options: how replicas run.
         policy: computes the samples per replica.
         size: number of devices of a replica.
         stages: cuts a replica across its devices; None for one device.
@@ -166,7 +165,7 @@ class ReplicaLayout(Layout):
             self._mark_written_in_closure(args[0])
         if self._forward is not None:
             output = getattr(self._module, name)(*args, **kwargs)
-            return self._ended(output) if name == "training_step" else output
+            return ended(self._module, output) if name == "training_step" else output
         return self._training_step(*args) if name == "training_step" else self._evaluation_step(name, *args)
 
     @override
@@ -223,7 +222,7 @@ class ReplicaLayout(Layout):
         structure, logs, root = self.structures.of_results("training_step"), self.runner.logs, self.devices[0]
         if end_of_step(self._module) is not None:
             logs.replay(sizes)
-            return self._ended(structure.join(outputs, [size for size in sizes if size > 0], root))
+            return ended(self._module, structure.join(outputs, [size for size in sizes if size > 0], root))
         result, left_out = combine_outputs(
             outputs, sizes, logs, self.options.loss_reduction, self.options.strategy, root, structure
         )
@@ -231,10 +230,6 @@ class ReplicaLayout(Layout):
         for key in left_out:
             self._info_once(LEFT_OUT.format(key=key))
         return result
-
-    def _ended(self, output: Any) -> Any:
-        end = end_of_step(self._module)
-        return output if end is None else end(output)
 
     def _evaluation_step(self, name: str, batch: Batch, *rest: Any) -> Any:
         structure = self._batch_structure(rest)

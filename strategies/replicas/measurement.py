@@ -39,7 +39,6 @@ class Reading:
 
         Args:
             call: the work of the chunk.
-            device: the device it runs on.
             parameters: parameters of the replica, which do not count as its memory; None skips the measurement of
                 memory, which costs a Python call per saved tensor.
         """

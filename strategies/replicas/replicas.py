@@ -276,7 +276,9 @@ class Replicas:
 
     def _refresh_parameters(self) -> None:
         versions = [_version(parameter) for parameter in self._parameters]
-        marked = self._changed | self._hidden_writes.take() | self._shared()
+        # what needs no gradient and whose memory others hold, who may write to it
+        shared = {i for i, p in enumerate(self._parameters) if not p.requires_grad and is_shared(p)}
+        marked = self._changed | self._hidden_writes.take() | shared
         changed = [i for i, version in enumerate(versions) if version != self._versions[i] or i in marked]
         sources = [self._parameters[i] for i in changed]
         _broadcast(sources, [[copies[i] for i in changed] for copies in self._parameter_copies])
@@ -287,10 +289,6 @@ class Replicas:
         self.num_copied_parameters += len(sources) * len(self._copies)
         self._versions = versions
         self._changed = set()
-
-    def _shared(self) -> set[int]:
-        """The parameters without a gradient whose memory others hold, and may write to."""
-        return {i for i, p in enumerate(self._parameters) if not p.requires_grad and is_shared(p)}
 
     def _buffers(self, i: int) -> list[Tensor]:
         """The buffers of replica i."""

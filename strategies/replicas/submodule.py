@@ -28,8 +28,6 @@ class ParallelForward(StaysOnRoot):
     """Replaces a submodule's `forward`: cuts its inputs, runs the replicas, joins their outputs.
 
     Args:
-        module: the submodule.
-        runner: runs its replicas.
         sizes: maps the number of samples to samples per replica.
         strategy: name that begins error messages.
     """

@@ -13,11 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 
 
 class ParameterGroup:
-    """Parameters that are gathered together, and their gradients reduced together.
-
-    Args:
-        group: torch's group.
-    """
+    """Parameters that are gathered together, and their gradients reduced together."""
 
     def __init__(self, group: Any) -> None:
         self._group = group

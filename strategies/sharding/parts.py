@@ -20,7 +20,6 @@ def automatic_parts(module: nn.Module, candidates: Sequence[str]) -> list[str]:
     BatchNorm layer, or is small.
 
     Args:
-        module: the module.
         candidates: names of disjoint submodules.
     """
     total = sum(parameter.nbytes for parameter in module.parameters())

@@ -37,7 +37,6 @@ def shard_like(whole: Tensor, shard: Any) -> Tensor:
     """Cut a whole tensor, the same on all ranks, as another one is; nothing is communicated.
 
     Args:
-        whole: the tensor, in any memory.
         shard: a tensor that may be sharded. One of another shape says only on which ranks.
 
     Returns:
@@ -54,7 +53,6 @@ def shard_optimizer_state(state: Mapping[str, Any], parameters: list[Tensor]) ->
     """Cut the tensors of an optimizer's state as its parameters are.
 
     Args:
-        state: of `Optimizer.state_dict()`, whole.
         parameters: of all groups, in order.
     """
     entries = {

@@ -44,7 +44,7 @@ class DeviceMonitor(pl.Callback):
             if self._ddp_times is not None:
                 values |= rank_times(trainer.strategy, self._ddp_times.own_compute_s())
         for logger in trainer.loggers:
-            logger.log_metrics(values, step=max(0, of_lightning.batches_that_stepped(trainer.fit_loop.epoch_loop) - 1))
+            logger.log_metrics(values, step=max(0, of_lightning.log_step(trainer) - 1))
 
 
 def shares(trainer: pl.Trainer) -> dict[str, float]:

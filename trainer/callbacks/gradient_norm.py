@@ -33,7 +33,7 @@ class GradientNorm(pl.Callback):
         name = f"gradient/norm_{trainer.optimizers.index(_plain(optimizer))}" if several else "gradient/norm"
         values = {name: get_total_norm(gradients, self.norm_type).item()}
         for logger in trainer.loggers:
-            logger.log_metrics(values, step=of_lightning.batches_that_stepped(trainer.fit_loop.epoch_loop))
+            logger.log_metrics(values, step=of_lightning.log_step(trainer))
 
 
 def _plain(optimizer: Optimizer) -> Optimizer:

@@ -80,7 +80,9 @@ class DetectNonFinite(pl.Callback):
     def _act(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer) -> None:
         step = trainer.global_step
         if self.action == "raise":
-            bad = [name for name, p in pl_module.named_parameters() if p.grad is not None and not _is_finite(p.grad)]
+            bad = [
+                name for name, p in pl_module.named_parameters() if p.grad is not None and not p.grad.isfinite().all()
+            ]
             raise self._error(step, bad)
         self.num_skipped += 1
         logger.warning("The gradients of optimizer step %d are not finite; the step is skipped.", step)
@@ -124,7 +126,3 @@ class DetectNonFinite(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         self._read()
-
-
-def _is_finite(gradient: Tensor) -> bool:
-    return bool(gradient.isfinite().all())

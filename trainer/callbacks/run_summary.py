@@ -44,7 +44,7 @@ class RunSummary(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         reset_peak_memory(trainer.strategy)
         self._clock.measure_on(trainer.strategy.root_device)
-        self._last_step = of_lightning.batches_that_stepped(trainer.fit_loop.epoch_loop)
+        self._last_step = of_lightning.log_step(trainer)
         self._ddp_times = DDPTimes.of(trainer)
 
     @override
@@ -67,7 +67,7 @@ class RunSummary(pl.Callback):
         self._clock.end_batch(total)
         self._own_samples += own
         self._first_batch = self._first_batch or own
-        step = of_lightning.batches_that_stepped(trainer.fit_loop.epoch_loop) + 1
+        step = of_lightning.log_step(trainer) + 1
         interval: int = getattr(trainer, "log_every_n_steps")  # noqa: B009  # Lightning sets it undeclared
         if interval and step % interval == 0 and step != self._last_step and trainer.loggers:
             self._log(trainer, step)

@@ -43,9 +43,6 @@ class Spread(NamedTuple):
 def slow_rank(points: Sequence[Sequence[Spread]]) -> int | None:
     """Find the rank that was clearly slower than every other at each of some log points.
 
-    Args:
-        points: for each log point the spreads of all ranks.
-
     Returns:
         Its number; None if there is none.
     """
@@ -98,7 +95,7 @@ class SlowRank(pl.Callback):
         self._num_batches += 1
         if self._num_batches % self._times.every == 0 and (seconds := self._times.own_compute_s()) is not None:
             self._own.append(seconds)
-        step = of_lightning.batches_that_stepped(trainer.fit_loop.epoch_loop) + 1
+        step = of_lightning.log_step(trainer) + 1
         interval: int = getattr(trainer, "log_every_n_steps")  # noqa: B009  # Lightning sets it undeclared
         if step % interval == 0 and step != self._last_step:
             self._last_step = step

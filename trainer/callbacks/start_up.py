@@ -23,11 +23,7 @@ log = logging.getLogger(__name__)
 
 
 class StartUp(pl.Callback):
-    """Log the facts of a run when training starts, and show the partition plan in TensorBoard's TEXT tab.
-
-    Args:
-        run_dir: directory of the run.
-    """
+    """Log the facts of a run when training starts, and show the partition plan in TensorBoard's TEXT tab."""
 
     def __init__(self, run_dir: str) -> None:
         self.run_dir = run_dir
@@ -48,9 +44,7 @@ def start_up_rows(trainer: pl.Trainer, devices: list[str], run_dir: str) -> list
     """List the facts as (label, value); empty values are not shown.
 
     Args:
-        trainer: the trainer at the start of training.
         devices: the devices of all processes.
-        run_dir: directory of the run.
     """
     strategy, machines = trainer.strategy, trainer.num_nodes
     counts = Counter(devices)

@@ -104,11 +104,7 @@ class HostSpans:
 
 
 class DeviceSpans:
-    """Adds up the seconds that an accelerator takes for what is queued in spans; nothing waits until they are read.
-
-    Args:
-        device: the accelerator.
-    """
+    """Adds up the seconds that an accelerator takes for what is queued in spans; nothing waits until they are read."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

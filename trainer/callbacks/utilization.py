@@ -55,7 +55,7 @@ class Utilization(pl.Callback):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._phases.measure_on(trainer.strategy.root_device)
-        self._last_step = of_lightning.batches_that_stepped(trainer.fit_loop.epoch_loop)
+        self._last_step = of_lightning.log_step(trainer)
 
     @override
     def on_train_batch_start(
@@ -83,7 +83,7 @@ class Utilization(pl.Callback):
         if times is None or times is self._seen:
             return
         self._seen = times
-        step = of_lightning.batches_that_stepped(trainer.fit_loop.epoch_loop)
+        step = of_lightning.log_step(trainer)
         phases = self._phases.read_ms(max(1, step + 1 - self._last_step))
         self._last_step = step + 1
         values = {f"speed/{name}_ms": value for name, value in phases.items()}
@@ -113,7 +113,6 @@ def peak_flops(device: torch.device, precision: str) -> float:
     """Operations per second that a device reaches at most.
 
     Args:
-        device: the device.
         precision: the trainer's, `bf16-mixed` for example.
     """
     half = "16" in precision

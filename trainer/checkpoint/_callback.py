@@ -51,7 +51,6 @@ class Checkpoint(ModelCheckpoint):
         save_top_k: number of best files to keep; 0 keeps none, -1 keeps all.
         save_last: also keep `last.ckpt`, the most recently saved state.
         every_n_steps: number of optimizer steps between checkpoints.
-        every_n_epochs: number of epochs between checkpoints.
         interval_s: seconds of training between checkpoints.
         snapshot_every_n_steps: number of optimizer steps between snapshots in memory, from which a run on one machine
             goes on that is restarted, if they are newer than its files.

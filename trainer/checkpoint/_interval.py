@@ -10,9 +10,6 @@ class Interval:
 
     After each broadcast, the next one follows after half of the batches that the rest of the interval is estimated to
     take: a handful of broadcasts per interval, and little overshoot.
-
-    Args:
-        seconds: length of the interval.
     """
 
     def __init__(self, seconds: float) -> None:

@@ -328,7 +328,6 @@ class _WorkerStart:
     its rank along before that has saved.
 
     Args:
-        parent: the rank's process.
         then: the loader's own `worker_init_fn`.
     """
 

@@ -33,7 +33,6 @@ def withdraw(trainer: Any, counted: Mapping[str, int]) -> None:
     """Remove the rows that a run will log again.
 
     Args:
-        trainer: the trainer, at the start of training.
         counted: what `count` returned when the checkpoint was written that the run resumes, if it resumes one. The rows
             of a file that is not among them are kept: it may have been moved.
     """

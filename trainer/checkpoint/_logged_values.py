@@ -133,7 +133,7 @@ def _part(entry: Entry, num_ranks: int) -> Entry:
 
 def withdraw_later_points(trainer: pl.Trainer) -> None:
     """Tell TensorBoard to discard later points, which were written before this run was interrupted."""
-    step = of_lightning.batches_that_stepped(trainer.fit_loop.epoch_loop)
+    step = of_lightning.log_step(trainer)
     logs = [log for logger in trainer.loggers for log in (logger, *getattr(logger, "sub_runs", ()))]
     for log in logs if trainer.is_global_zero else []:
         if isinstance(log, TensorBoardLogger):

@@ -28,12 +28,6 @@ State = dict[str, Any]
 def state_for(ranks: Sequence[State], rank: int, num_ranks: int, module: LightningModule) -> State:
     """Return the state with which a rank goes on.
 
-    Args:
-        ranks: the states of all ranks that saved.
-        rank: the rank that resumes.
-        num_ranks: number of ranks that resume.
-        module: holds the metrics.
-
     Raises:
         ConfigError: a metric's states can't be combined; the message names it.
     """

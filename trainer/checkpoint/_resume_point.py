@@ -24,7 +24,6 @@ class ResumePoint:
     Args:
         point: where; None if a hook saved, which resumes by Lightning's rules.
         should_stop: whether the run was about to stop (`trainer.should_stop`).
-        rows: rows in the loggers' files.
         is_global: whether positions count global batches, which are the same for any number of ranks.
         ranks: the state of every rank, from `_run_state.capture`; of this rank only once `for_rank` has made it.
     """

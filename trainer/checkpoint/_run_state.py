@@ -38,7 +38,6 @@ def capture(trainer: pl.Trainer, accumulating: bool) -> list[dict[str, Any]] | N
     """Read this process's state and gather all ranks' on rank 0; every rank must call it.
 
     Args:
-        trainer: the trainer, while fitting.
         accumulating: whether the gradients belong to an unfinished step.
 
     Returns:

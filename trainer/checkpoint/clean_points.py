@@ -21,7 +21,6 @@ from typing_extensions import override
 
 from ...strategies.core import rng
 from ...strategies.core.private import of_lightning, put
-from ...strategies.core.private.of_lightning import PATH, DataFetcher, set_sampler_epoch
 from ...strategies.registry import ranks_of
 from . import _logged_rows, _logged_values, _run_state
 from ._callback import Checkpoint
@@ -61,7 +60,7 @@ class ExactCheckpoints(CheckpointConnector):
         return {**checkpoint, EXACT: trainer.fit_loop.resume_state()} if fitting else checkpoint
 
     @override
-    def resume_start(self, checkpoint_path: PATH | None = None, weights_only: bool | None = None) -> None:
+    def resume_start(self, checkpoint_path: of_lightning.PATH | None = None, weights_only: bool | None = None) -> None:
         fit_loop: Any = self.trainer.fit_loop
         if checkpoint_path is not None:  # the weights are no longer those of the run that has ended
             fit_loop.end = None
@@ -247,7 +246,7 @@ class ResumingFitLoop(FitLoop):
             make_resumable(loader, self.trainer.global_rank)
             if self._resuming_from_checkpoint:
                 # Workers start to load as soon as the iterator is created, before Lightning sets the epoch.
-                set_sampler_epoch(loader, progress.processed)
+                of_lightning.set_sampler_epoch(loader, progress.processed)
         super()._load_combined_loader_states()
 
     @override
@@ -282,13 +281,13 @@ class ResumingEpochLoop(TrainingEpochLoop):
             self.trainer.should_stop = fit_loop.resumed.should_stop  # the rest of the epoch's end is still to come
 
     @override
-    def run(self, data_fetcher: DataFetcher) -> None:
+    def run(self, data_fetcher: of_lightning.DataFetcher) -> None:
         super().run(data_fetcher)
         fit_loop = self.trainer.fit_loop
         assert isinstance(fit_loop, ResumingFitLoop)
         fit_loop.end_within_epoch()
 
-    def finish_validation(self, data_fetcher: DataFetcher) -> None:
+    def finish_validation(self, data_fetcher: of_lightning.DataFetcher) -> None:
         """Do, at the start of a resumed epoch, what comes after the batch at which its validation was stopped."""
         fit_loop = self.trainer.fit_loop
         assert isinstance(fit_loop, ResumingFitLoop)
@@ -299,7 +298,7 @@ class ResumingEpochLoop(TrainingEpochLoop):
 
     # A subclass whose `on_advance_end` does not call this one must call `between_batches` itself, at its end.
     @override
-    def on_advance_end(self, data_fetcher: DataFetcher) -> None:
+    def on_advance_end(self, data_fetcher: of_lightning.DataFetcher) -> None:
         fit_loop = self.trainer.fit_loop
         assert isinstance(fit_loop, ResumingFitLoop)
         try:

@@ -36,9 +36,6 @@ def find_newest(directory: str | Path, beside: Path | None = None) -> Path | Non
 def good_or_newest(path: str | Path) -> Path:
     """Choose the checkpoint to resume from, given a path.
 
-    Args:
-        path: the checkpoint.
-
     Returns:
         `path`, or, with a warning, the newest valid checkpoint of its directory if `path` is incomplete or corrupted.
 

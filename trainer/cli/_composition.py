@@ -17,7 +17,6 @@ def composition_sentence(exc: Exception, source: Source = PACKAGE, overrides: Se
     """Summarize an error of Hydra or OmegaConf; None for any other.
 
     Args:
-        exc: the error.
         source: where the configuration comes from.
         overrides: as given on the command line.
     """

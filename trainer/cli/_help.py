@@ -19,7 +19,6 @@ def show_help(source: Source, overrides: Sequence[str] = ()) -> None:
     """Print groups, keys and examples for a configuration.
 
     Args:
-        source: where the configuration comes from.
         overrides: words of the command line; they decide which files' keys are listed, and their values.
     """
     cfg = source.compose([*overrides, "hydra.runtime.output_dir=''"], return_hydra=True)

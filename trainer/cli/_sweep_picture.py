@@ -15,8 +15,6 @@ def draw(path: Path, columns: Sequence[str], rows: Sequence[Sequence[str]], bar_
     """Draw a table.
 
     Args:
-        path: the image file.
-        columns: headings.
         rows: one string per column.
         bar_column: the column whose numbers get bars; the largest number has the longest bar.
     """

@@ -57,9 +57,6 @@ def judge(trials: list[Trial], tolerance: float, device_bytes: float | None = No
         trials: one per strategy.
         tolerance: largest relative difference at which losses count as equal.
         device_bytes: memory of a device; None for no limit.
-
-    Returns:
-        The comparison.
     """
     trained = [trial for trial in trials if trial.status == OK]
     reference = trained[0] if trained else None
@@ -103,7 +100,6 @@ def recommend(trials: list[Trial], device_bytes: float | None = None) -> tuple[s
     equal too, the earlier one, which is simpler.
 
     Args:
-        trials: those that trained.
         device_bytes: memory of a device; strategies that need more are excluded.
 
     Returns:
@@ -123,8 +119,6 @@ def explain(best: Trial, trials: list[Trial], equal: list[Trial]) -> str:
     """Say why a strategy was chosen.
 
     Args:
-        best: the chosen trial.
-        trials: all candidates.
         equal: those as fast as the fastest.
     """
     others = [trial for trial in trials if trial is not best]

@@ -58,7 +58,6 @@ class Probe(pl.Callback):
     between windows. Losses are read after training; no collective is added.
 
     Args:
-        folder: directory of the files.
         warmup_steps: batches before the measurement starts.
     """
 

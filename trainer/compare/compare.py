@@ -52,7 +52,6 @@ def progress_line(trials: list[Trial], num_all: int, seconds: float) -> str:
     """One row of the table as it grows: the newest trial's result, how many are done, and the time that is left.
 
     Args:
-        trials: those that are done.
         num_all: number of strategies to try.
         seconds: since the first one began.
     """
@@ -93,8 +92,6 @@ def trial_config(cfg: DictConfig, name: str, folder: Path) -> DictConfig:
     """Derive the configuration of a short trial of one strategy.
 
     Args:
-        cfg: the resolved configuration.
-        name: the strategy.
         folder: output directory of the trial.
 
     Returns:
@@ -111,7 +108,6 @@ def short_config(cfg: DictConfig, folder: Path) -> DictConfig:
     """Derive the configuration of a few measured steps.
 
     Args:
-        cfg: the resolved configuration.
         folder: output directory of the run.
 
     Returns:

@@ -15,7 +15,6 @@ def show_comparison(comparison: Comparison, run_dir: str) -> None:
     """Print the table, the strategies that did not train and why, and the recommendation.
 
     Args:
-        comparison: the outcome.
         run_dir: directory of the trials.
     """
     console = Console()

@@ -30,14 +30,12 @@ class Trial:
     """The outcome of one strategy's trial.
 
     Args:
-        strategy: its name.
         status: `ok`; `refused` if it can't train this module on these devices; `failed` if an error occurred.
         reason: why it did not train; empty if it did.
         losses: loss of every global batch; empty if `training_step` returns none.
         global_batch: samples of the first global batch.
         samples_per_s: samples per second over all processes.
         memory: peak bytes by device; on the CPU by process.
-        num_processes: number of processes.
         num_batchnorms: BatchNorm layers that normalize chunk by chunk.
         num_dropouts: dropout layers with a positive rate.
         draws: whether the training step drew random numbers.
@@ -65,7 +63,6 @@ def summarize(strategy: str, records: list[RankRecord]) -> Trial:
     """Combine the records of a run's processes.
 
     Args:
-        strategy: name of the strategy.
         records: one per rank.
 
     Returns:
@@ -112,7 +109,6 @@ def run_trial(cfg: DictConfig, strategy: str, timeout_s: float) -> Trial:
 
     Args:
         cfg: the resolved configuration, with a probe among its callbacks; its `run_dir` is the trial's folder.
-        strategy: name of the strategy.
         timeout_s: seconds after which the processes are terminated.
 
     Returns:

@@ -121,9 +121,7 @@ def verify_options(key: str, options: Mapping[str, Any], cls: type) -> None:
     Only annotations of this project's and Lightning's classes are checked: others may be meant less strictly.
 
     Args:
-        key: the config group.
         options: its options as plain data; those with a `_target_` of their own are checked separately.
-        cls: the class that takes them.
 
     Raises:
         ConfigError: the first value that is not allowed, or a trainer option that has its own group.
@@ -146,11 +144,6 @@ def verify_options(key: str, options: Mapping[str, Any], cls: type) -> None:
 
 def verify_names(key: str, options: Mapping[str, Any], cls: type) -> None:
     """Check that a class's constructor takes the options, and gets those that have no default.
-
-    Args:
-        key: the config group.
-        options: its options.
-        cls: the class that takes them.
 
     Raises:
         ConfigError: an option that the constructor does not take, or one that it needs is missing.

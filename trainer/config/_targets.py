@@ -29,7 +29,6 @@ def why_not_found(target: str, kind: type, exc: Exception) -> tuple[str, str]:
     """Say why a target can't be imported.
 
     Args:
-        target: the dotted path.
         kind: the base class of what is looked for.
         exc: the error of `find_object`.
 

@@ -92,14 +92,6 @@ def verify_checkpoint_path(path: Path) -> None:
 def verify_target(key: str, options: Any, kind: type) -> type:
     """Import the class that a config's `_target_` names, and check its base class.
 
-    Args:
-        key: the config key, for the message.
-        options: that part of the config.
-        kind: the required base class.
-
-    Returns:
-        The class.
-
     Raises:
         ConfigError: `_target_` is missing, can't be imported, or is not a subclass of `kind`.
     """

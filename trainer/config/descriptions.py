@@ -17,7 +17,6 @@ class Option:
 
     Args:
         name: dotted if it is nested.
-        default: as the file has it.
         comment: what stands above or beside it.
     """
 

@@ -23,7 +23,6 @@ class Source:
 
     Args:
         config_dir: a project's own configuration directory, absolute; None: this package's only.
-        config_name: the root configuration.
         more: directories that the command line adds with `--config-dir`.
     """
 
@@ -73,7 +72,6 @@ class Source:
 
         Args:
             group: such as `strategy`.
-            name: one of `files(group)`.
 
         Returns:
             Its options, interpolations unresolved.

@@ -13,12 +13,8 @@ def instantiate(key: str, options: Any, **hydra_options: Any) -> Any:
     """Instantiate the object of one config group.
 
     Args:
-        key: the group, for messages.
         options: `_target_` and its arguments.
         **hydra_options: such as `_partial_=True`.
-
-    Returns:
-        The object.
 
     Raises:
         ConfigError: the constructor raised TypeError, ValueError, or one of Lightning's or our own errors.

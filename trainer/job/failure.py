@@ -27,7 +27,6 @@ class Failure:
     """What ended a run.
 
     Args:
-        rank: the rank that failed.
         reason: one sentence, or the exception's name and text.
         trace: the whole traceback; empty if the reason is a sentence for users.
     """
@@ -99,7 +98,6 @@ def report(cfg: DictConfig, failure: Failure, num_processes: int = 1) -> bool:
 
     Args:
         cfg: the resolved configuration.
-        failure: the reason.
         num_processes: processes over all nodes.
 
     Returns:

@@ -33,7 +33,6 @@ def run_log(run_dir: str | Path, rank: int = 0) -> Generator[None]:
     """Send the log of this process to `train.log` and the console.
 
     Args:
-        run_dir: directory of the log file.
         rank: this process's rank; ranks above 0 report errors only, on the console.
 
     Lightning's loggers, which have their own handlers, are redirected the same way.

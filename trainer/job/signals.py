@@ -18,11 +18,7 @@ ASKS_TO_STOP = (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
 
 class Interrupted(SystemExit):
-    """Exit because of a signal, with the status that shells expect: 128 + its number.
-
-    Args:
-        signum: the signal.
-    """
+    """Exit because of a signal, with the status that shells expect: 128 + its number."""
 
     def __init__(self, signum: int) -> None:
         super().__init__(128 + signum)

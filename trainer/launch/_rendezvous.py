@@ -23,11 +23,7 @@ BACKEND = "evener"
 
 
 class OneMachine(RendezvousHandler):
-    """The rendezvous of an agent that has no others to meet.
-
-    Args:
-        run_id: of the run.
-    """
+    """The rendezvous of an agent that has no others to meet."""
 
     def __init__(self, run_id: str) -> None:
         self._run_id = run_id

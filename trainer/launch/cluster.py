@@ -45,7 +45,6 @@ def verify_size(cluster: ClusterEnvironment, num_processes: int | None, num_node
     """Check that the launcher started as many processes as the strategy needs.
 
     Args:
-        cluster: the launcher.
         num_processes: per node; None for a strategy of one process.
         num_nodes: number of machines.
 

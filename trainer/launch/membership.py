@@ -21,10 +21,6 @@ _DIRECTORY = "${log_dir}/${name}/${hydra:runtime.choices.strategy}"
 def resolved_words(words: Sequence[str], cluster: ClusterEnvironment) -> list[str]:
     """Replace a range of machines on the command line by their present number.
 
-    Args:
-        words: the command line.
-        cluster: the launcher.
-
     Returns:
         The words, with the directory of the run and `resume=auto`; the same words if there is no range.
 
@@ -42,7 +38,8 @@ def resolved_words(words: Sequence[str], cluster: ClusterEnvironment) -> list[st
         )
     kept = [f"num_nodes={_num_nodes()}" if word == found[0] else word for word in words]
     if not any(word.startswith("hydra.run.dir=") for word in words):
-        kept.append(f"hydra.run.dir={_DIRECTORY}/{_run_id()}")
+        run_id = re.sub(r"[^A-Za-z0-9_-]+", "_", os.environ.get("TORCHELASTIC_RUN_ID", "none"))
+        kept.append(f"hydra.run.dir={_DIRECTORY}/{run_id}")
     return [*kept, "resume=auto"]
 
 
@@ -63,7 +60,3 @@ def _verify(given: str, least: int, most: int, cluster: ClusterEnvironment) -> N
 
 def _num_nodes() -> int:
     return int(os.environ.get("GROUP_WORLD_SIZE", "1"))
-
-
-def _run_id() -> str:
-    return re.sub(r"[^A-Za-z0-9_-]+", "_", os.environ.get("TORCHELASTIC_RUN_ID", "none"))

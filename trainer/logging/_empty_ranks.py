@@ -7,7 +7,6 @@ from torch import Tensor
 
 from ...strategies.core.private import of_metrics
 from ...strategies.core.private.of_lightning import ResultCollection, ResultMetric
-from ...strategies.core.private.of_metrics import FORWARD_CACHE
 
 _REDUCTIONS: dict[str, Any] = {"sum": sum, "max": max, "min": min}
 
@@ -56,8 +55,8 @@ def _show(metric: ResultMetric, value: Tensor) -> None:
     state = vars(metric)
     if metric.is_tensor:
         own: Any = metric.value
-        cached: Any = state.get(FORWARD_CACHE)  # of the sample that this rank ran in place of its own
+        cached: Any = state.get(of_metrics.FORWARD_CACHE)  # of the sample that this rank ran in place of its own
         value = value.to(own.device, own.dtype if cached is None else cached.dtype)
         if not metric.meta.on_epoch:
             state["value"] = value
-    state[FORWARD_CACHE] = value
+    state[of_metrics.FORWARD_CACHE] = value

@@ -69,11 +69,7 @@ def share(trainer: pl.Trainer, results: ResultCollection, steps: list[Step]) -> 
 
     Args:
         trainer: nothing is done unless its strategy defines `gather_objects`.
-        results: the values that this rank logged in the epoch.
         steps: the values that it logged by step and that have not been exchanged.
-
-    Returns:
-        The steps of all ranks.
 
     Raises:
         RankError: ranks logged different keys with `sync_dist=True`; the message names rank and key.

@@ -14,7 +14,6 @@ from torchmetrics import Metric
 
 from ...strategies.batch.given_sizes import constant_of
 from ...strategies.core.private import of_lightning, of_metrics
-from ...strategies.core.private.of_lightning import ResultCollection, ResultMetric
 from ...strategies.data.loaders import positions
 from ...strategies.data.sampling import Share
 from ...strategies.distributed.metrics.steps import MetricSteps, Sent
@@ -34,7 +33,6 @@ class Value:
         constant: the same, if it may be a constant for the whole batch.
         samples: its number of samples.
         kind: how ranks are combined: `mean`, `sum`, `max`, `min`, `metric`, or `own` for rank 0's own value.
-        dtype: dtype of the value.
         metric: for the kind `metric`, the name of the metric in the module, and its states for this rank's samples.
     """
 
@@ -57,13 +55,11 @@ class EvalStepSync:
     def __init__(self) -> None:
         self._steps: list[tuple[int, int, dict[str, Value]]] = []
 
-    def add(self, trainer: pl.Trainer, results: ResultCollection, step: int) -> None:
+    def add(self, trainer: pl.Trainer, results: of_lightning.ResultCollection, step: int) -> None:
         """Keep the values that this rank logged in the current batch.
 
         Args:
             trainer: its loader determines which part of which global batch this is.
-            results: the logged values.
-            step: the step for the loggers.
         """
         loop: Any = of_lightning.evaluation_loop(trainer)
         places = positions(of_lightning.combined_loader(loop).flattened[results.dataloader_idx or 0])
@@ -91,7 +87,7 @@ class EvalStepSync:
         return [(index, step, {name: asdict(value) for name, value in logged.items()}) for index, step, logged in steps]
 
 
-def _kept(metric: ResultMetric, share: Share | None, steps: MetricSteps | None) -> Value:
+def _kept(metric: of_lightning.ResultMetric, share: Share | None, steps: MetricSteps | None) -> Value:
     if steps is not None and has_step_value(metric, steps):
         own: Any = metric.value
         states = steps.states(own)
@@ -108,11 +104,6 @@ def combine(
     ranks: list[list[Step]], module: pl.LightningModule, metric_steps: MetricSteps | None
 ) -> list[tuple[int, dict[str, Tensor]]]:
     """Combine the ranks' steps.
-
-    Args:
-        ranks: each rank's steps.
-        module: the module that holds the metrics.
-        metric_steps: computes the values of metrics.
 
     Returns:
         Step for the loggers (rank 0's, continued where only other ranks had a batch) and values by name, in order.

@@ -24,7 +24,6 @@ def share_step_values(ranks: DDPStrategy, tracked: Sequence[Logged]) -> None:
 
     Args:
         ranks: the strategy; its `metrics` have recorded the step, and its `gather_objects` exchanges the states.
-        tracked: what was logged in the batch.
     """
     steps = metric_steps_of(ranks)
     entries = {id(logged.metric): logged.metric for logged in tracked if has_step_value(logged.metric, steps)}

@@ -20,7 +20,6 @@ from ...strategies.batch.given_sizes import constant_of
 from ...strategies.batch.loss_weight import WeighedLoss
 from ...strategies.core.private import of_metrics
 from ...strategies.core.private.of_lightning import ResultMetric
-from ...strategies.core.private.of_metrics import FORWARD_CACHE
 from ...strategies.data.sampling import Share
 
 GIVEN = "given_sizes"
@@ -33,11 +32,7 @@ class GivenSizes:
 
     Args:
         value: sum of the values, each weighted by this rank's share of the constant.
-        weight: sum of these weights.
-        smallest: the smallest `batch_size` given.
-        largest: the largest one.
         own: whether each was the number of samples of this rank.
-        num: number of values.
         shares: numbers of samples that this rank had, where it had any.
         totals: numbers of samples of the global batches.
     """
@@ -109,7 +104,6 @@ class Logged:
     """One value that this rank logged in the batch at hand.
 
     Args:
-        metric: the entry of the results.
         value: what `self.log` received.
         copy: its copy, as it was then; None for a number or a metric object.
         size: samples that it was weighted by.
@@ -129,10 +123,8 @@ def reweigh_losses(
     """Weight the loss by the module's `loss_weight`, wherever it was logged as a mean.
 
     Args:
-        tracked: what was logged in the batch.
         weighed: the losses; several if the optimizer called its closure several times.
         share: this rank's part of the batch in samples; None if all ranks have equally many.
-        num_ranks: number of ranks.
     """
     last = {id(logged.metric): logged for logged in tracked}
     for logged in tracked:
@@ -150,7 +142,7 @@ def _reweigh(logged: Logged, scale: Tensor, share: Share | None, num_ranks: int,
     total = own if share is None else share.total / num_ranks
     if meta.on_step and meta.sync.should and own and is_last:  # the step's value is the last one
         by_samples = 1.0 if share is None else num_ranks * share.num / share.total
-        state[FORWARD_CACHE].mul_((scale / by_samples).to(copy.dtype))
+        state[of_metrics.FORWARD_CACHE].mul_((scale / by_samples).to(copy.dtype))
     if not meta.on_epoch:
         return
     if not logged.given or (isinstance(logged.size, int) and logged.size in (own, 0)):

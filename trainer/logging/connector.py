@@ -16,20 +16,19 @@ from typing_extensions import override
 
 from ...strategies.core.errors import ConfigError
 from ...strategies.core.private import of_lightning, of_metrics
-from ...strategies.core.private.of_lightning import LoggerConnector, ResultCollection, extract_batch_sizes
 from ...strategies.core.types import Batch
 from ...strategies.data.sampling import Share
 from ...strategies.registry import ranks_of
 from ._empty_ranks import fill_empty
 from ._epoch_sync import is_shared_by, own_values, share
-from ._eval_step_sync import NUM_SAMPLES, EvalStepSync, Step, combine
+from ._eval_step_sync import NUM_SAMPLES, EvalStepSync, combine
 from ._metric_values import metric_steps_of, share_step_values
 from ._rank_log import GIVEN, GivenSizes, Logged, reweigh_losses
 from .slots import Slot
 from .step_sync import StepSync
 
 
-class LeanResults(ResultCollection):
+class LeanResults(of_lightning.ResultCollection):
     """Lightning's collection of logged values, with a slot for each key after its first value.
 
     Args:
@@ -103,7 +102,7 @@ class LeanResults(ResultCollection):
 
     @staticmethod
     def _verify_countable(name: str, batch: Batch) -> None:
-        sizes = sorted({size for size in extract_batch_sizes(batch) if size is not None})
+        sizes = sorted({size for size in of_lightning.extract_batch_sizes(batch) if size is not None})
         if len(sizes) > 1:
             raise ConfigError(
                 f"self.log({name!r}): the number of samples, by which ranks are weighted, is ambiguous: the batch has "
@@ -157,12 +156,8 @@ class LeanResults(ResultCollection):
             slot.settle()
 
 
-class LeanLoggerConnector(LoggerConnector):
-    """Lightning's logger connector, except that the metrics of a step are collected when they are read.
-
-    Args:
-        trainer: the trainer.
-    """
+class LeanLoggerConnector(of_lightning.LoggerConnector):
+    """Lightning's logger connector, except that the metrics of a step are collected when they are read."""
 
     def __init__(self, trainer: pl.Trainer) -> None:
         self.batch_results: LeanResults | None = None
@@ -293,7 +288,8 @@ class LeanLoggerConnector(LoggerConnector):
         if results is not None:
             results.connector = self
             results.settle()
-            combined = self._combined(share(self.trainer, results, self._evaluated.take()))
+            steps = share(self.trainer, results, self._evaluated.take())
+            combined = combine(steps, self.trainer.lightning_module, metric_steps_of(self.trainer.strategy))
             if combined:
                 self._tell_evaluated(combined, results)
 
@@ -305,10 +301,6 @@ class LeanLoggerConnector(LoggerConnector):
         for step, values in combined:
             self.log_metrics({name: value for name, value in values.items() if name in logged}, step=step)
             self._progress_bar_metrics.update({name: float(values[name]) for name in values if name in shown})
-
-    def _combined(self, ranks: list[list[Step]]) -> list[tuple[int, dict[str, Tensor]]]:
-        """Combine what the ranks have logged by step in evaluation."""
-        return combine(ranks, self.trainer.lightning_module, metric_steps_of(self.trainer.strategy))
 
     @override
     def reset_results(self) -> None:

@@ -24,7 +24,6 @@ class StepPlan:
 
     Args:
         loop: Lightning's loop, with its data set up.
-        stage: `validation`, `test` or `predict`.
     """
 
     def __init__(self, loop: EvaluationLoop | PredictionLoop, stage: str) -> None:

@@ -75,7 +75,6 @@ class HookPlan:
     """The hooks of a loop, resolved from module, callbacks, strategy and precision plugin.
 
     Args:
-        trainer: the trainer, with module and strategy connected.
         hooks: names of the hooks that the loop calls in every step.
         timed_bar: the default progress bar, refreshed at a time interval; or None.
     """
@@ -162,7 +161,6 @@ class HookPlan:
         """Call a hook of the callbacks, then of the module.
 
         Args:
-            name: name of the hook.
             *args: arguments of the module's hook; callbacks receive trainer and module before them.
 
         Returns:

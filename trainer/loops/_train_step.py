@@ -23,7 +23,6 @@ from torch import Tensor
 
 from ...strategies.core.loop_contract import NothingToDo
 from ...strategies.core.private import of_lightning
-from ...strategies.core.private.of_lightning import AutomaticOptimization
 from ...strategies.core.types import Batch
 from ._hook_plan import MODULE, PRECISION, STRATEGY, HookPlan, any_overridden, overridden
 from ._torch_fast_path import PlainOptimizer, backward_of
@@ -37,12 +36,13 @@ class TrainStep:
     """The lean training step; choices that do not change from step to step are made once.
 
     Args:
-        plan: the overridden hooks.
         automatic: Lightning's loop for automatic optimization, which owns the counters.
         accumulation: weights of micro-batches.
     """
 
-    def __init__(self, plan: HookPlan, automatic: AutomaticOptimization, accumulation: Accumulation) -> None:
+    def __init__(
+        self, plan: HookPlan, automatic: of_lightning.AutomaticOptimization, accumulation: Accumulation
+    ) -> None:
         self.plan = plan
         self.trainer = plan.trainer
         self.automatic = automatic
@@ -78,8 +78,6 @@ class TrainStep:
         """Run a step on one micro-batch.
 
         Args:
-            batch: the micro-batch.
-            batch_idx: its index in the epoch.
             stepping: whether the optimizer updates the parameters now, or gradients are only accumulated.
 
         Returns:

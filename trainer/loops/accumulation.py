@@ -61,9 +61,7 @@ class Accumulation:
         """Multiply a micro-batch's loss by its weight, and add the weight to the sum.
 
         Args:
-            loss: mean loss of the micro-batch.
             output: the output of `training_step`, optionally with `loss_weight`.
-            batch: the micro-batch.
 
         Returns:
             The loss to call backward on.

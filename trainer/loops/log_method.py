@@ -31,11 +31,7 @@ _DICT_OPTIONS = inspect.signature(pl.LightningModule.log_dict).parameters.keys()
 
 
 class LeanLog:
-    """Replaces a module's `log` while its trainer runs.
-
-    Args:
-        trainer: the trainer, its module connected.
-    """
+    """Replaces a module's `log` while its trainer runs."""
 
     def __init__(self, trainer: pl.Trainer) -> None:
         connector: Any = of_lightning.logger_connector(trainer)
@@ -78,10 +74,7 @@ class LeanLog:
         """Add a value to the slot of its key.
 
         Args:
-            name: the key.
-            value: its value.
             options: the other arguments of `log`, in its order and without `batch_size`.
-            batch_size: as given to `log`.
 
         Returns:
             Whether there is a slot for it; if not, Lightning's own method must log it.
@@ -150,9 +143,6 @@ class LeanLogDict:
     """Replaces a module's `log_dict` while its trainer runs: metrics of a collection are not linked anew by each call.
 
     Only on one device: what is set on a module is set on its replicas, too, and would log on the root.
-
-    Args:
-        log: the module's `log`.
     """
 
     def __init__(self, log: LeanLog) -> None:

@@ -409,7 +409,6 @@ class WeighedAutomaticOptimization(AutomaticOptimization):
     """Lightning's automatic optimization with exact accumulation, for steps that are not lean.
 
     Args:
-        trainer: the trainer.
         accumulation: weights of micro-batches, shared with the lean step.
     """
 

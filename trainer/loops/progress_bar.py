@@ -16,9 +16,6 @@ class TimedBar:
     """Replaces a progress bar in a loop's `*_batch_end` hooks.
 
     The last batch is always shown. Batch and outputs are not kept: Lightning's bars read neither.
-
-    Args:
-        bar: the progress bar.
     """
 
     def __init__(self, bar: ProgressBar) -> None:

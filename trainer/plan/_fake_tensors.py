@@ -51,10 +51,8 @@ def resized(batch: Batch, num: int, samples: int, mode: FakeTensorMode) -> Batch
     """Create a batch of another size: new fake tensors, with `samples` rows where the batch has `num`.
 
     Args:
-        batch: nested fake tensors.
         num: its number of samples.
         samples: the new number of samples.
-        mode: creates the fake tensors.
     """
 
     def resize(tensor: Tensor) -> Tensor:

@@ -9,19 +9,17 @@ from torch.autograd import Function
 from typing_extensions import override
 
 from ...strategies.core.private import of_torch
-from ...strategies.core.private.of_torch import TorchDispatchMode, tree_leaves
 
 LITERAL = "aten::lift_fresh"
 """The operation behind `torch.tensor(1.0)`: optimizers count steps with such scalars, which stay on the CPU."""
 
 
-class MemoryTracker(TorchDispatchMode):
+class MemoryTracker(of_torch.TorchDispatchMode):
     """Tracks the lifetime of every storage that operations create while the mode is active.
 
     A result belongs to the stage of its inputs, as on real devices; `Cross` moves a tensor to another stage.
 
     Args:
-        num_stages: devices of the process.
         block_bytes: sizes are rounded up to multiples of this, like in the device's allocator (CUDA: 512).
 
     Attributes:
@@ -83,9 +81,9 @@ class MemoryTracker(TorchDispatchMode):
         return result
 
     def _track_results(self, results: Any, given: Any) -> None:
-        inputs = [value for value in tree_leaves(given) if isinstance(value, Tensor)]
+        inputs = [value for value in of_torch.tree_leaves(given) if isinstance(value, Tensor)]
         known = {of_torch.cdata(tensor.untyped_storage()) for tensor in inputs}  # modified in place, or views
-        made = [value for value in tree_leaves(results) if isinstance(value, Tensor)]
+        made = [value for value in of_torch.tree_leaves(results) if isinstance(value, Tensor)]
         made = [tensor for tensor in made if of_torch.cdata(tensor.untyped_storage()) not in known]
         if made:
             stage = self._place(inputs) if self.moving_to is None else self.moving_to

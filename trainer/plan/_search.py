@@ -21,12 +21,7 @@ class DevicePlan:
     """Bytes that one device needs.
 
     Args:
-        device: index of the device on its node.
         samples: samples of its chunk.
-        parameters: parameters and buffers.
-        gradients: gradients of the parameters.
-        optimizer: state of the optimizers.
-        batch: its chunk of the batch.
         activations: tensors that forward saves for backward.
         communication: buffers for gradients sent between devices.
         peak: largest number of bytes at one time. Not all of the above need exist at that time, and temporaries add
@@ -49,7 +44,6 @@ class MemoryPlan:
     """The outcome of `mode=plan`.
 
     Args:
-        strategy: its name.
         loader_batch: samples of a batch of the loader.
         global_batch: samples of an optimizer step's forward over all processes.
         devices: one plan per device of a node.
@@ -84,9 +78,6 @@ def questions(topology: Topology, batch: int, device_bytes: float | None) -> Que
         topology: how the strategy spreads its work.
         batch: samples of the loader's batch.
         device_bytes: memory of a device; None skips the search for the largest batch.
-
-    Returns:
-        The plan.
     """
     known: dict[int, list[StageMemory]] = {}
     devices = yield from planned(topology, batch, known)

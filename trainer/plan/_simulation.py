@@ -19,7 +19,6 @@ from typing_extensions import override
 from ...strategies import ConfigError, SingleDeviceStrategy
 from ...strategies.batch.chunks import num_samples
 from ...strategies.core.private import of_torch
-from ...strategies.core.private.of_torch import FakeTensorMode
 from ...strategies.core.types import Batch
 from ...strategies.pipeline.options import StageOptions
 from ...strategies.pipeline.stages import Stages
@@ -35,14 +34,9 @@ class StageMemory:
     """Bytes on one device while a module trains, once the optimizer's state exists.
 
     Args:
-        parameters: parameters and buffers.
-        gradients: gradients of the parameters.
-        optimizer: state of the optimizers.
-        batch: the batch.
         activations: tensors that the training step saves for its backward pass.
         forward_peak: largest number of bytes at one time during the training step, including all of the above.
         backward_peak: the same during the backward pass.
-        update_peak: the same during the optimizer's update.
     """
 
     parameters: int = 0
@@ -103,7 +97,7 @@ class SimulatedStrategy(SingleDeviceStrategy):
         super().__init__()
         self.samples = self.loader_samples = 0
         self.tracker = MemoryTracker(num_stages, block_bytes=512 if on_accelerator else 1)
-        self._fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self._fake = of_torch.FakeTensorMode(allow_non_fake_inputs=True)
         self._stages = SimulatedStages(self.tracker, options or StageOptions())
         self._foreach = on_accelerator
         self._active = False
@@ -216,7 +210,6 @@ class Interview(pl.Callback):
     """Answers questions about memory, with one optimizer step each.
 
     Args:
-        strategy: the strategy of the run.
         ask: creates the questions from the number of samples of the loader's batch.
     """
 

@@ -25,10 +25,7 @@ class Topology:
     """How a strategy spreads a batch of the loader over the devices of one node.
 
     Args:
-        name: the strategy's.
-        num_devices: devices of the node.
         num_stages: devices that one copy of the module is cut across.
-        num_ranks: processes over all nodes.
         is_replicated: whether the devices of a process hold replicas, of which the first has the optimizer.
         is_per_rank: whether each rank reads its own batch.
         policy: how a batch is cut among replicas or ranks.
@@ -62,10 +59,6 @@ def topology_of(strategy: Strategy, num_devices: int, num_nodes: int) -> Topolog
     Args:
         strategy: the strategy, not set up.
         num_devices: number of devices per node.
-        num_nodes: number of machines.
-
-    Returns:
-        The topology.
 
     Raises:
         ConfigError: the strategy is not one of this project's, or does not fit the devices.

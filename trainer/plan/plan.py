@@ -80,7 +80,6 @@ def measure(cfg: DictConfig, name: str) -> Trial:
 
     Args:
         cfg: the resolved configuration.
-        name: the strategy.
 
     Returns:
         The trial; if it is `ok`, its `memory` holds peak bytes by device.
@@ -94,7 +93,6 @@ def plan_errors(planned: MemoryPlan, measured: Trial) -> list[float] | None:
     """Compare a plan with a measurement.
 
     Args:
-        planned: the plan.
         measured: a trial of the same strategy on the planned devices.
 
     Returns:
@@ -114,9 +112,6 @@ def interview(cfg: DictConfig, strategy: Strategy, topology: Topology, ask: Ask)
         strategy: the strategy, not set up.
         topology: how it spreads its work.
         ask: creates the questions from the number of samples of the loader's batch.
-
-    Returns:
-        The result of the questions.
     """
     options = strategy.stage_options if isinstance(strategy, (ModelParallelStrategy, DDPStrategy)) else None
     pl.seed_everything(cfg.seed or 0, workers=True, verbose=False)  # the first batch is the same as in a run

@@ -37,7 +37,8 @@ FitLoop = fit_loop._FitLoop
 Loop = loop._Loop
 PredictionLoop = prediction_loop._PredictionLoop
 TrainingEpochLoop = training_epoch_loop._TrainingEpochLoop
-batches_that_stepped = attrgetter("_batches_that_stepped")
+log_step = attrgetter("fit_loop.epoch_loop._batches_that_stepped")
+"""Of a trainer: the step number under which values are logged."""
 predictions = attrgetter("_predictions")
 results = attrgetter("_results")
 seen_batches_per_dataloader = attrgetter("_seen_batches_per_dataloader")

@@ -51,9 +51,7 @@ class RunMetrics:
 
         Args:
             num_trained: number of training batches before it.
-            loader: index of the loader.
             places: positions of this rank's batches among all ranks' batches of the loader; None if unknown.
-            num_ranks: number of ranks.
         """
         number = self._num_evaluated[loader]
         self._num_evaluated[loader] += 1

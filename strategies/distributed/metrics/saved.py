@@ -20,8 +20,6 @@ class SavedMetric(NamedTuple):
     """What a metric of one rank has accumulated.
 
     Args:
-        states: its states by name.
-        num_updates: number of updates.
         marks: the batches that its growing states come from.
     """
 

@@ -22,7 +22,6 @@ class Part(NamedTuple):
     """A part of one state of a metric.
 
     Args:
-        state: name of the state.
         place: the global batch it belongs to.
         value: an element of a list state, a slice of a growing tensor, or the whole state.
     """

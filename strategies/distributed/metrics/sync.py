@@ -183,10 +183,7 @@ def _gather(own: Sent, device: torch.device, home: torch.device, group: Any) -> 
     """Gather what all ranks send: a description, which holds all that is no tensor, then the tensors as bytes.
 
     Args:
-        own: what this rank sends.
-        device: where tensors are exchanged.
         home: where the other ranks' tensors are wanted.
-        group: the process group.
     """
     rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
     heads: list[Any] = [None] * num_ranks

@@ -49,9 +49,7 @@ def pack(trainer: pl.Trainer, known: Mapping[str, Any], results: Any) -> bytes:
     """Write down, in rank 0, what its run has changed and returned.
 
     Args:
-        trainer: its run is over.
         known: what `known_objects` listed before the run.
-        results: what the trainer returns.
     """
     ids = {id(value): name for name, value in known.items()}
     attributes = {name: dict(_attributes(value)) for name, value in known.items()}
@@ -84,7 +82,6 @@ def unpack(trainer: pl.Trainer, known: Mapping[str, Any], packed: bytes) -> Any:
     """Bring a script's objects to the state in which rank 0's are.
 
     Args:
-        trainer: the script's.
         known: what `known_objects` listed before the ranks were started.
         packed: what rank 0 wrote.
 

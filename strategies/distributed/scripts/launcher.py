@@ -203,9 +203,6 @@ def _hide_callbacks(trainer: Any) -> None:
 def forwarded_signals(ranks: RankProcesses) -> Generator[list[int]]:
     """Forward SIGTERM, Ctrl-C, SIGHUP and SIGUSR1 to the processes, which stop at the same step; a second kills them.
 
-    Args:
-        ranks: the processes.
-
     Yields:
         The signals received so far.
     """
