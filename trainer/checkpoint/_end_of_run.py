@@ -6,43 +6,47 @@ the next epoch is counted. A run that goes on with more steps must not see that.
 
 import copy
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytorch_lightning as pl
 from pytorch_lightning.callbacks import Checkpoint as LightningCheckpoint
 
 from ...strategies.core.private import of_lightning
+from ._snapshot import Snapshot
 
 
 @dataclass(frozen=True)
 class EndOfRun:
-    """The parts of a checkpoint that the end of a run changes although it is no part of training.
+    """What the end of a run changes although it is no part of training.
 
     Args:
+        point: where training ended, a `ResumePoint` with this rank's state.
         entries: replace a checkpoint's.
         callbacks: states of callbacks; those that save are left out, since they must know the files written since.
     """
 
-    entries: Mapping[str, Any]
-    callbacks: Mapping[str, Any]
+    point: Mapping[str, Any]
+    entries: Mapping[str, Any] = field(default_factory=dict)
+    callbacks: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, trainer: pl.Trainer, exact: Mapping[str, Any], within_epoch: bool) -> "EndOfRun":
+    def of(cls, trainer: pl.Trainer, point: Mapping[str, Any], within_epoch: bool) -> "EndOfRun":
         """Copy the present state.
 
         Args:
             trainer: the trainer, between two batches or after an epoch.
-            exact: the state of exact resuming.
+            point: where it is.
             within_epoch: whether an end of the epoch follows that is not to be part of a checkpoint.
         """
+        copied = Snapshot().take
         if not within_epoch:
-            return cls(copy.deepcopy(exact), {})
+            return cls(copied(point))
         loops = of_lightning.get_loops_state_dict(of_lightning.connector(trainer))()
-        place = {"epoch": trainer.current_epoch, "global_step": trainer.global_step, "loops": loops}
+        entries = {"epoch": trainer.current_epoch, "global_step": trainer.global_step, "loops": loops}
         found: list[Any] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]  # a list, untyped
         callbacks = {cb.state_key: cb.state_dict() for cb in found if not isinstance(cb, LightningCheckpoint)}
-        return cls(copy.deepcopy({**exact, **place}), copy.deepcopy(callbacks))
+        return cls(copied(point), copy.deepcopy(entries), Snapshot().take(callbacks))
 
     def put_into(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
         """Return a checkpoint, which was read since, with this state in the place of its own."""

@@ -4,6 +4,8 @@ import os
 from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable
 
+from pytorch_lightning.loggers.logger import DummyLogger
+
 from ...strategies.core.private.of_lightning import EXPERIMENT
 
 
@@ -44,7 +46,8 @@ def withdraw(trainer: Any, counted: Mapping[str, int]) -> None:
 
 def _files(trainer: Any) -> list[RowsFile]:
     logs = trainer.loggers if trainer.is_global_zero else []
-    found = [getattr(log, EXPERIMENT, None) for log in logs]
+    # that of `fast_dev_run` has any attribute
+    found = [getattr(log, EXPERIMENT, None) for log in logs if not isinstance(log, DummyLogger)]
     return [file for file in found if isinstance(file, RowsFile)]
 
 

@@ -34,18 +34,15 @@ from ._loader_state import ResumableLoader, is_resumable
 logger = logging.getLogger(__name__)
 
 
-def capture(trainer: pl.Trainer, accumulating: bool) -> list[dict[str, Any]] | None:
-    """Read this process's state and gather all ranks' on rank 0; every rank must call it.
+def capture(trainer: pl.Trainer, accumulating: bool) -> dict[str, Any]:
+    """Read this process's state; every rank must call it.
 
     Args:
         accumulating: whether the gradients belong to an unfinished step.
-
-    Returns:
-        One state per rank; None on ranks other than 0.
     """
     loader = of_lightning.combined_loader(trainer.fit_loop)
     module = trainer.lightning_module
-    state = {
+    return {
         "random": rng.capture(devices_in_use(trainer)),
         "loaders": [] if loader is None else _positions(trainer, loader),
         "gradients": _gradients(trainer) if accumulating else None,
@@ -54,9 +51,15 @@ def capture(trainer: pl.Trainer, accumulating: bool) -> list[dict[str, Any]] | N
         "results": _logged_values.capture(of_lightning.results(trainer.fit_loop.epoch_loop)),
         "logged": _on_cpu(dict(trainer.callback_metrics)),
     }
-    if trainer.world_size == 1:
-        return [state]
-    return gather_on_first(state)
+
+
+def gather(trainer: pl.Trainer, state: dict[str, Any]) -> list[dict[str, Any]] | None:
+    """Gather all ranks' states on rank 0; every rank must call it.
+
+    Returns:
+        One state per rank; None on ranks other than 0.
+    """
+    return [state] if trainer.world_size == 1 else gather_on_first(state)
 
 
 def restore(trainer: pl.Trainer, state: dict[str, Any]) -> None:

@@ -54,10 +54,13 @@ class ExactCheckpoints(CheckpointConnector):
         trainer: Any = self.trainer
         if weights_only:
             return checkpoint
-        if trainer.fit_loop.end is not None:
-            return trainer.fit_loop.end.put_into(checkpoint)
+        end: EndOfRun | None = trainer.fit_loop.end
         fitting = trainer.state.fn == TrainerFn.FITTING and (trainer.training or trainer.validating)
-        return {**checkpoint, EXACT: trainer.fit_loop.resume_state()} if fitting else checkpoint
+        if end is None and not fitting:
+            return checkpoint
+        if end is not None:
+            checkpoint = end.put_into(checkpoint)
+        return {**checkpoint, EXACT: trainer.fit_loop.resume_state()}
 
     @override
     def resume_start(self, checkpoint_path: of_lightning.PATH | None = None, weights_only: bool | None = None) -> None:
@@ -150,7 +153,7 @@ class ResumingFitLoop(FitLoop):
     def _end_at(self, point: Place) -> EndOfRun:
         self._point = point
         try:
-            return EndOfRun.of(self.trainer, {EXACT: self.resume_state()}, within_epoch=point == BETWEEN_BATCHES)
+            return EndOfRun.of(self.trainer, self._resume_point().to_dict(), within_epoch=point == BETWEEN_BATCHES)
         finally:
             self._point = None
 
@@ -192,14 +195,20 @@ class ResumingFitLoop(FitLoop):
 
     def resume_state(self) -> dict[str, Any]:
         """Capture the `EXACT` entry of a checkpoint; every rank must call it."""
+        point = ResumePoint.read(self.end.point) if self.end is not None else self._resume_point()
+        assert point.own is not None
+        return replace(point, ranks=_run_state.gather(self.trainer, point.own)).to_dict()
+
+    def _resume_point(self) -> ResumePoint:
+        """Read where this rank is, with its state alone."""
         accumulating = self._point != AFTER_EPOCH and of_lightning.should_accumulate(self.epoch_loop)()
         return ResumePoint(
             self._point,
             self.trainer.should_stop and not is_time_over(self.trainer),
             _logged_rows.count(self.trainer),
             counts_global_batches(self.trainer),
-            _run_state.capture(self.trainer, accumulating),
-        ).to_dict()
+            [_run_state.capture(self.trainer, accumulating)],
+        )
 
     @override
     def on_save_checkpoint(self) -> dict[str, Any]:

@@ -41,6 +41,7 @@ from ...strategies.core.files import is_alive, replacing
 from ...strategies.core.private.of_lightning import PATH
 from ._plain_data import to_plain
 from ._snapshot import Snapshot
+from ._tensor_files import with_tensors
 
 logger = logging.getLogger(__name__)
 
@@ -155,7 +156,10 @@ def read(path: str | Path) -> dict[str, Any]:
         raise CheckpointError(f"The file {path} contains a {type(checkpoint).__name__}, which is not a checkpoint.")
     if checkpoint.pop(_MARK, None) is not None and not has_digest:
         raise CheckpointError(f"The checkpoint {path} is corrupted: its digest is missing. Use another one.")
-    return checkpoint
+    try:
+        return with_tensors(checkpoint, Path(path).parent)
+    except (OSError, RuntimeError, ValueError) as exc:
+        raise CheckpointError(f"The checkpoint {path} is incomplete: the file of its tensors is gone.") from exc
 
 
 def _load(path: str | Path) -> Any:

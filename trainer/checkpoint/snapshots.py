@@ -1,4 +1,4 @@
-"""Keep the state of the last steps in memory that outlives the processes of a run: a file in /dev/shm.
+"""Keep the state of the last steps in memory that outlives the processes of a run: files in /dev/shm.
 
 A rank that is killed then costs at most the steps since the last snapshot, without a disk that is written every few
 steps. The memory is given back when the run ends; if it ends by a failure, its launcher moves the snapshot to the disk.
@@ -11,12 +11,15 @@ import stat
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytorch_lightning as pl
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
+from typing_extensions import override
 
 from ...strategies.core.errors import ConfigError
-from .file_io import VerifiedCheckpointIO, link
+from ._tensor_files import TensorFiles, has_tensors
+from .file_io import VerifiedCheckpointIO, is_good, read, write
 
 MEMORY = Path("/dev/shm")
 NAME = "snapshot.ckpt"
@@ -33,7 +36,8 @@ def saved_in_memory(dirpath: str | Path | None) -> Path | None:
     if dirpath is None or not MEMORY.is_dir():
         return None
     path = directory_in_memory(dirpath) / NAME
-    return path if path.is_file() and _is_own(path.parent.parent) else None
+    is_whole = path.is_file() and has_tensors(path.parent)
+    return path if is_whole and _is_own(path.parent.parent) else None
 
 
 def move_to_disk(dirpath: str | Path) -> Path | None:
@@ -44,7 +48,11 @@ def move_to_disk(dirpath: str | Path) -> Path | None:
     on_disk = Path(dirpath) / NAME
     on_disk.parent.mkdir(parents=True, exist_ok=True)
     times = path.stat().st_mtime_ns
-    link(path, on_disk)  # a copy, on another file system
+    if is_good(path):
+        write(read(path), on_disk)
+    else:
+        discard(dirpath)
+        return None
     os.utime(on_disk, ns=(times, times))  # the newest checkpoint is the one that was saved last
     discard(dirpath)
     return on_disk
@@ -61,18 +69,19 @@ class MemorySnapshots:
     Args:
         every_n_steps: number of optimizer steps between two.
         dirpath: the directory of the run's checkpoints.
+        background: whether a thread writes to memory what the training thread has copied from its devices.
 
     Raises:
         ConfigError: this machine has no such memory, or another user has taken the place.
     """
 
-    def __init__(self, every_n_steps: int, dirpath: str | Path) -> None:
+    def __init__(self, every_n_steps: int, dirpath: str | Path, background: bool) -> None:
         self.every_n_steps = every_n_steps
         self.dirpath = dirpath
         self.due = False
         self._last_step = -1
-        self._io = VerifiedCheckpointIO(background=True, on_error="warn")
         directory = directory_in_memory(dirpath)
+        self._io = _InMemory(directory, background)
         if not MEMORY.is_dir():
             raise ConfigError(
                 f"checkpoint: snapshot_every_n_steps={every_n_steps} needs {MEMORY}, which this system does not have. "
@@ -91,7 +100,7 @@ class MemorySnapshots:
         self.due = step % self.every_n_steps == 0 and step != self._last_step
 
     def take(self, trainer: pl.Trainer) -> None:
-        """Copy the state of the run; a thread writes it to memory. Every rank must call it."""
+        """Copy the state of the run to memory. Every rank must call it."""
         self.due, self._last_step = False, trainer.global_step
         with self._writing(trainer):
             trainer.save_checkpoint(directory_in_memory(self.dirpath) / NAME)
@@ -110,6 +119,22 @@ class MemorySnapshots:
         discard(self.dirpath)
 
 
+class _InMemory(VerifiedCheckpointIO):
+    """Writes checkpoints whose tensors are in files of their own."""
+
+    def __init__(self, directory: Path, background: bool) -> None:
+        super().__init__(background, on_error="warn")
+        self._files = TensorFiles(directory)
+
+    @override
+    def _write(self, plain: dict[str, Any], path: str) -> None:
+        def take() -> None:
+            write(self._files.take(plain), path)
+            self._files.remove_others()
+
+        self._last_failed = not self._attempt(path, take)
+
+
 def snapshots_of(trainer: pl.Trainer, every_n_steps: int | None, dirpath: str | Path | None) -> MemorySnapshots | None:
     """Make what takes the snapshots of a run; None if none are to be taken."""
     if every_n_steps is None or dirpath is None:
@@ -120,7 +145,7 @@ def snapshots_of(trainer: pl.Trainer, every_n_steps: int | None, dirpath: str | 
             "machine that is lost takes its memory along. Save more often to the disk that they share (every_n_steps)."
         )
         return None
-    return MemorySnapshots(every_n_steps, dirpath)
+    return MemorySnapshots(every_n_steps, dirpath, background=trainer.strategy.root_device.type != "cpu")
 
 
 def _is_own(directory: Path) -> bool:

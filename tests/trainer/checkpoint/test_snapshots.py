@@ -1,5 +1,6 @@
 """The state of the last steps in memory: a killed process costs no more than the steps since the last snapshot."""
 
+import errno
 import os
 import warnings
 from collections.abc import Iterator
@@ -126,3 +127,16 @@ def test_a_killed_rank_costs_the_steps_since_the_last_snapshot(tmp_path: Path) -
     directories = list(tmp_path.rglob("checkpoints"))
     assert directories
     assert not [path for path in directories if directory_in_memory(path).exists()]
+
+
+def test_a_snapshot_for_which_the_memory_does_not_suffice_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    fit(tmp_path, module := Fails(), snapshot_every_n_steps=5)
+    assert module.begun[-1] == 19
+    assert "could not be written (No space left on device)" in caplog.text
+    assert "Training continues without it" in caplog.text

@@ -1,32 +1,33 @@
 """Machines join and leave a run of torchrun, which ends as the run of one machine that was left alone."""
 
-import json
 import os
 import random
 import signal
 import sys
-import time
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-import torch
-from launched import Numbered
 from launching import Run, running
+from numbered_runs import (
+    BATCHES_PER_EPOCH,
+    NUM_EPOCHS,
+    WORDS,
+    all_at,
+    allow,
+    alone,
+    present,
+    trained,
+    verify_same,
+    wait_until,
+)
 from pytorch_lightning.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.distributed import TCPStore
 
 from evener.strategies import ConfigError
 from evener.trainer.launch.membership import resolved_words
-
-NUM_EPOCHS, BATCHES_PER_EPOCH = 3, 10
-WORDS = [
-    "module._target_=launched.Numbered", f"trainer.max_epochs={NUM_EPOCHS}", "devices=1", "checkpoint=interval",
-    "checkpoint.interval_s=0", "logger=tensorboard", "trainer.log_every_n_steps=1",
-]  # fmt: skip
 
 
 def machine(stack: ExitStack, folder: Path, name: str, port: int) -> Run:
@@ -45,21 +46,6 @@ def machine(stack: ExitStack, folder: Path, name: str, port: int) -> Run:
     return stack.enter_context(running(own, *words, command=command, env=env))
 
 
-def trained(record: Path) -> list[tuple[int, int, int, int, list[int]]]:
-    """(attempt, pid, epoch, batch, samples) of every step begun so far."""
-    lines = [line.split(maxsplit=4) for line in record.read_text().splitlines()] if record.exists() else []
-    return [(int(a), int(b), int(c), int(d), json.loads(e)) for a, b, c, d, e in lines]
-
-
-def wait_until(record: Path, condition: Any, machines: list[Run], timeout_s: float = 400) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition(trained(record)):
-        outputs = "\n".join(run.output.read_text()[-3000:] for run in machines)
-        assert all(run.process.poll() is None for run in machines), outputs
-        assert time.monotonic() < deadline, outputs
-        time.sleep(0.1)
-
-
 def kill(run: Run) -> None:
     """Kill an agent; its worker must die with it."""
     workers = psutil.Process(run.process.pid).children(recursive=True)
@@ -67,13 +53,6 @@ def kill(run: Run) -> None:
     run.process.wait()
     _, alive = psutil.wait_procs(workers, timeout=10)
     assert not alive, "an agent's worker outlived it"
-
-
-def alone(stack: ExitStack, folder: Path) -> Run:
-    """Start the run that is left alone."""
-    folder.mkdir()
-    words = [f"module.record={folder}/samples", f"log_dir={folder}/logs", "strategy=single_device", *WORDS]
-    return stack.enter_context(running(folder, *words))
 
 
 def prove(folder: Path, events: list[str], places: list[int]) -> None:
@@ -99,66 +78,10 @@ def prove(folder: Path, events: list[str], places: list[int]) -> None:
     verify_same(folder, folder / "alone")
 
 
-def allow(folder: Path, number: int) -> None:
-    """Let the run train up to a batch."""
-    (folder / "gate.new").write_text(str(number))
-    (folder / "gate.new").replace(folder / "gate")
-
-
-def verify_same(folder: Path, undisturbed: Path) -> None:
-    """Compare samples, weights and the curve; there is one directory, and one event file."""
-    expected = samples_of(trained(undisturbed / "samples"))
-    assert samples_of(trained(folder / "samples")) == expected
-    for epoch in range(NUM_EPOCHS):
-        ids = [i for place, samples in expected.items() if place[0] == epoch for i in samples]
-        assert sorted(ids) == list(range(Numbered.NUM_SAMPLES))
-    found, weights = (torch.load(at / "samples.weights", weights_only=True) for at in (folder, undisturbed))
-    for name, value in weights.items():
-        torch.testing.assert_close(found[name], value, rtol=0, atol=1e-10)
-    curve = curve_of(folder)
-    assert [step for step, _ in curve] == list(range(NUM_EPOCHS * BATCHES_PER_EPOCH))
-    assert [value for _, value in curve] == pytest.approx([value for _, value in curve_of(undisturbed)], rel=1e-5)
-
-
-def curve_of(folder: Path) -> list[tuple[int, float]]:
-    """What TensorBoard shows of the only event file, in the only directory."""
-    (directory,) = (folder / "logs").glob("*/*/*")
-    (file,) = directory.glob("**/events.out.tfevents.*")
-    events = EventAccumulator(str(file), {"scalars": 0})
-    events.Reload()
-    return [(point.step, point.value) for point in events.Scalars("val/loss")]
-
-
-def all_at(place: int, num: int) -> Any:
-    """A condition: that many ranks have begun a batch, and nobody a later one."""
-
-    def holds(lines: list[Any]) -> bool:
-        return bool(lines) and lines[-1][2] * BATCHES_PER_EPOCH + lines[-1][3] == place and present(lines) == num
-
-    return holds
-
-
-def present(lines: list[Any]) -> int:
-    """Number of ranks of the last attempt that began the last batch."""
-    if not lines:
-        return 0
-    last = (lines[-1][0], *lines[-1][2:4])
-    return len({pid for attempt, pid, epoch, batch, _ in lines if (attempt, epoch, batch) == last})
-
-
 def came_after(record: Path, num: int) -> Any:
     """A condition: that many ranks have begun a batch after now."""
     since = len(trained(record))
     return lambda lines: present(lines[since:]) == num
-
-
-def samples_of(lines: list[Any]) -> dict[tuple[int, int], list[int]]:
-    """The samples of every batch, in the last attempt that has trained on it."""
-    found: dict[tuple[int, int], dict[int, list[int]]] = {}
-    for attempt, _, epoch, batch, ids in lines:
-        attempts = found.setdefault((epoch, batch), {})
-        attempts.setdefault(attempt, []).extend(ids)
-    return {place: sorted(list(attempts.values())[-1]) for place, attempts in found.items()}
 
 
 def drawn(seed: int, num: int) -> list[str]:

@@ -1,0 +1,70 @@
+"""A checkpoint whose tensors are in files of memory reads as it was, also if the process was killed while it wrote."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from evener.trainer.checkpoint._tensor_files import TensorFiles
+from evener.trainer.checkpoint.file_io import CheckpointError, read, write
+
+
+def state(number: float) -> dict[str, Any]:
+    wide = torch.arange(4096.0).reshape(64, 64) + number
+    return {
+        "pytorch-lightning_version": "2",
+        "wide": wide,
+        "again": wide,
+        "columns": (wide.to(torch.bfloat16).t(), 3),
+        "images": wide.reshape(4, 4, 16, 16).to(memory_format=torch.channels_last),
+        "few": [torch.tensor(number), torch.zeros(0), torch.ones(3, dtype=torch.bool)],
+        "part": wide[:, ::2],
+        "step": int(number),
+    }
+
+
+def verify_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert list(found) == list(expected)
+    assert found["again"] is found["wide"]
+    assert found["step"] == expected["step"]
+    pairs = [(found[name], expected[name]) for name in ("wide", "images", "part")] + [
+        (found["columns"][0], expected["columns"][0]),
+        *zip(found["few"], expected["few"], strict=True),
+    ]
+    for own, theirs in pairs:
+        assert own.dtype == theirs.dtype
+        assert own.tolist() == theirs.tolist()
+    assert found["images"].stride() == expected["images"].stride()
+
+
+def test_what_is_read_is_what_was_taken(tmp_path: Path) -> None:
+    files = TensorFiles(tmp_path)
+    for number in range(3):
+        write(files.take(state(number)), path := tmp_path / "snapshot.ckpt")
+        files.remove_others()
+        verify_equal(read(path), state(number))
+    assert len(list(tmp_path.iterdir())) == 3, "the checkpoint and two files"
+
+
+def test_the_checkpoint_before_is_whole_while_the_next_is_written(tmp_path: Path) -> None:
+    files = TensorFiles(tmp_path)
+    for number in range(3):
+        write(files.take(state(number)), path := tmp_path / "snapshot.ckpt")
+    found = read(path)
+    files.take(state(3))  # and killed before the checkpoint is replaced
+    verify_equal(read(path), state(2))
+    TensorFiles(tmp_path).take(state(4))  # and again, in the next process
+    verify_equal(read(path), state(2))
+    verify_equal(found, state(2))
+
+
+def test_a_file_that_is_gone_or_cut_is_no_checkpoint(tmp_path: Path) -> None:
+    write(TensorFiles(tmp_path).take(state(1)), path := tmp_path / "snapshot.ckpt")
+    (tensors,) = tmp_path.glob("tensors-*")
+    tensors.write_bytes(tensors.read_bytes()[:100])
+    with pytest.raises(CheckpointError, match=r"is incomplete: the file of its tensors is gone"):
+        read(path)
+    tensors.unlink()
+    with pytest.raises(CheckpointError, match=r"is incomplete: the file of its tensors is gone"):
+        read(path)
