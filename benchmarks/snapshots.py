@@ -2,8 +2,8 @@
 
     python benchmarks/snapshots.py
 
-Runs with and without snapshots take turns. The processor time of the training thread is shown beside the time that
-passed, which other load on the machine affects more.
+Runs with and without snapshots take turns. The processor time of the training thread, and of all threads, is shown
+beside the time that passed, which other load on the machine affects more.
 """
 
 import argparse
@@ -31,18 +31,18 @@ class Wide(pl.LightningModule):
         super().__init__()
         num = max(1, round(megabytes * 2**20 / (3 * 4 * WIDTH * WIDTH)))
         self.layers = torch.nn.Sequential(*[torch.nn.Linear(WIDTH, WIDTH) for _ in range(num)])
-        self.begun: list[tuple[float, float]] = []
+        self.begun: list[tuple[float, float, float]] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        self.begun.append((time.perf_counter(), time.thread_time()))
+        self.begun.append((time.perf_counter(), time.thread_time(), time.process_time()))
         return self.layers(batch[0]).square().mean()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=1e-4)
 
 
-def train(megabytes: int, every: int | None, steps: int) -> tuple[float, float]:
-    """Train, and return the mean seconds of a step: that passed, and of the training thread."""
+def train(megabytes: int, every: int | None, steps: int) -> tuple[float, ...]:
+    """Train, and return the mean seconds of a step: that passed, of the training thread, and of all threads."""
     module = Wide(megabytes)
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -54,8 +54,8 @@ def train(megabytes: int, every: int | None, steps: int) -> tuple[float, float]:
         trainer.fit(module, DataLoader(TensorDataset(torch.randn(32 * steps, WIDTH)), 32))
         if saver.snapshots is not None:
             saver.snapshots.end()
-    first, last = module.begun[10], module.begun[-1]  # the first snapshot makes the buffers
-    return tuple((b - a) / (len(module.begun) - 11) for a, b in zip(first, last, strict=True))  # pyright: ignore
+    first, last = module.begun[20], module.begun[-1]  # the first two snapshots allocate memory
+    return tuple((b - a) / (len(module.begun) - 21) for a, b in zip(first, last, strict=True))
 
 
 def main() -> None:
@@ -67,14 +67,14 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=10, help="steps between two snapshots")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    found: dict[int | None, list[tuple[float, float]]] = {None: [], options.every: []}
+    found: dict[int | None, list[tuple[float, ...]]] = {None: [], options.every: []}
     for _ in range(options.rounds):
         for every, times in found.items():
             times.append(train(options.megabytes, every, options.steps))
-    print("snapshots | step, ms | its thread, ms")
+    print("snapshots | step, ms | its thread, ms | all threads, ms")
     for every, times in found.items():
-        step, thread = (1000 * statistics.median(column) for column in zip(*times, strict=True))
-        print(f"{'none' if every is None else f'every {every}':9} | {step:8.1f} | {thread:.1f}")
+        step, thread, process = (1000 * statistics.median(column) for column in zip(*times, strict=True))
+        print(f"{'none' if every is None else f'every {every}':9} | {step:8.1f} | {thread:14.1f} | {process:.1f}")
 
 
 if __name__ == "__main__":

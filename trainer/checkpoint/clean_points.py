@@ -146,7 +146,8 @@ class ResumingFitLoop(FitLoop):
 
     def end_within_epoch(self) -> None:
         """Note that steps or time are used up between two batches, before the hooks at the end of the epoch run."""
-        is_used_up = self.epoch_loop.global_step == self.epoch_loop.max_steps or is_time_over(self.trainer)
+        steps, limit = self.epoch_loop.global_step, self.epoch_loop.max_steps  # several steps a batch may go beyond it
+        is_used_up = 0 <= limit <= steps or is_time_over(self.trainer)
         if is_used_up and not self.epoch_loop.batch_progress.is_last_batch:
             self.end = self._end_at(BETWEEN_BATCHES)
 

@@ -137,3 +137,31 @@ def test_ranks_save_after_max_steps_what_one_device_goes_on_from(tmp_path: Path)
     samples = sorted(i for epoch, _, ids in module.seen if epoch == 1 for i in ids)
     assert len(samples) == len(set(samples)) == 12
     assert trainer.global_step == NUM_STEPS
+
+
+class TwoSteps(Counted):
+    """Takes two optimizer steps a batch by itself, so that an odd number of steps is exceeded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        for _ in range(2):
+            optimizer.step()
+        return loss
+
+
+def test_steps_that_exceed_their_number_within_an_epoch_leave_its_rest_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(globals(), "Counted", TwoSteps)
+    first = fit(3, callbacks=[Checkpoint(tmp_path / "parts")])
+    assert first[1].global_step == 4
+    parts = [first, fit(NUM_STEPS, tmp_path / "parts/last.ckpt", callbacks=[Checkpoint(tmp_path / "parts")])]
+    whole = fit(NUM_STEPS)
+    assert [place for module, _ in parts for place in module.seen] == whole[0].seen
