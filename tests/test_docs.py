@@ -3,6 +3,8 @@
 import ast
 import importlib.util
 import re
+import subprocess
+import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,7 +19,8 @@ from evener.strategies.batch.policies import Even, FirstChunk, Weighted
 from evener.trainer import Trainer
 from evener.trainer.config.descriptions import Option, options, summary
 
-DOCS = Path(__file__).parents[1] / "docs"
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
 
 
 def code_of(page: str) -> dict[str, Any]:
@@ -184,6 +187,24 @@ def test_every_quoted_sentence_is_in_the_source() -> None:
         if not any(pattern.search(text) for text in source):
             missing.append(sentence)
     assert missing == []
+
+
+def test_the_site_names_every_page() -> None:
+    site = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    missing = [page.name for page in (ROOT / "docs").glob("*.md") if f": {page.name}\n" not in site]
+    assert not missing
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    importlib.util.find_spec("mkdocstrings") is None, reason="mkdocs is not installed; pip install evener[docs]"
+)
+def test_the_site_builds_without_warnings(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for page, text in (("index.html", "Evener"), ("api/index.html", "DDPStrategy"), ("about.zh/index.html", "策略")):
+        assert text in (tmp_path / page).read_text(encoding="utf-8"), page
 
 
 def test_the_index_names_every_page() -> None:

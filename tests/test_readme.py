@@ -24,14 +24,26 @@ def test_python_blocks_compile() -> None:
 
 
 def commands_of(page: str) -> list[str]:
-    """Blocks of bash and Python, and commands in the text, as they stand."""
-    return re.findall(r"^```(?:bash|python)\n[\s\S]*?^```|^ {4}python .*$|`python [^`]+`", page, flags=re.MULTILINE)
+    """Blocks of bash and Python, and commands in the text, as they stand, without comments."""
+    found = re.findall(r"^```(?:bash|python)\n[\s\S]*?^```|^ {4}python .*$|`python [^`]+`", page, flags=re.MULTILINE)
+    return [re.sub(r" +# .*", "", block) for block in found]
 
 
 def test_the_chinese_readme_has_the_same_commands() -> None:
     chinese = (ROOT / "README.zh.md").read_text(encoding="utf-8")
     assert len(commands_of(README)) > 5
     assert commands_of(chinese) == commands_of(README)
+
+
+def test_the_chinese_readme_has_the_same_sections_and_tables() -> None:
+    chinese = (ROOT / "README.zh.md").read_text(encoding="utf-8")
+
+    def shape(page: str) -> list[str]:
+        """Levels of headings, and the number of columns of each row of a table."""
+        found = re.findall(r"^(#+) |^(\|.*\|)$", page, flags=re.MULTILINE)
+        return [heading or str(row.count("|")) for heading, row in found]
+
+    assert shape(chinese) == shape(README)
 
 
 def test_the_readmes_link_to_each_other() -> None:

@@ -90,6 +90,10 @@ def run_job(cfg: DictConfig) -> float | None:
 
         run_advisory_mode(prepare(cfg))
         return None
+    if cfg.get("hparams_search"):
+        from ._search import run_search
+
+        return run_search(cfg)
     result = train(cfg)
     show_summary(result, cfg.log_dir)
     if result.status == DIVERGED and not in_sweep():

@@ -41,6 +41,8 @@ def train(cfg: DictConfig) -> Result:
         raise ConfigError(
             f"mode={cfg.mode} does not train, so train() has no result to return. Run python train.py mode={cfg.mode}."
         )
+    if cfg.get("hparams_search"):
+        raise ConfigError("hparams_search runs many trainings, and train() one. Run python train.py hparams_search=...")
     return launch(prepare(cfg))
 
 

@@ -41,9 +41,11 @@ def unknown_key(key: str, source: Source, overrides: Iterable[str]) -> str:
     cfg: Any = source.compose(chosen, return_hydra=True)
     known = [*(key for key in keys(cfg) if not key.startswith("hydra")), *groups]
     group, _, option = key.partition(".")
-    if option and (others := choices_with(source, group, option.partition(".")[0])):
+    chosen_one = cfg.hydra.runtime.choices.get(group)
+    others = choices_with(source, group, option.partition(".")[0]) if option else []
+    if others and chosen_one not in others:  # otherwise the unknown part comes later in the key
         named = " and ".join(f"{group}={name}" for name in others)
-        return f"{key} is not an option of {group}={cfg.hydra.runtime.choices.get(group)}, but of {named}."
+        return f"{key} is not an option of {group}={chosen_one}, but of {named}."
     found = next((k for k in known if k.rpartition(".")[2] == key), None) or nearest(key, known)
     if found:
         return f"{key} is unknown. Did you mean {found}?"

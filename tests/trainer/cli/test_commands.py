@@ -42,6 +42,8 @@ CANNOT_RUN = {
     'pip install "evener[wandb]"': "needs a network",
     'pip install "evener[mlflow]"': "needs a network",
     'pip install "evener[comet]"': "needs a network",
+    'pip install "evener[optuna]"': "needs a network",
+    "python train.py hparams_search=optuna": "needs optuna; tests/trainer/job/test_hparams_search.py runs it",
     'eval "$(python train.py -sc install=bash)"': "changes the shell; tests/trainer/cli/test_start.py completes words",
     "python -m torch.distributed.launch": "named only; torchrun is its successor",
     "python -m build": "tests/test_wheel.py builds the wheel",
