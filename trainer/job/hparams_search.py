@@ -14,10 +14,10 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from ...strategies import ConfigError
-from ..callbacks.prune_trial import PRUNED_AT, PruneTrial, open_storage
 from ..config.checks import plain
 from ..config.instantiate import instantiate
 from ..config.nearest import did_you_mean
+from ._prune_trial import PRUNED_AT, PruneTrial, open_storage
 from .result import DIVERGED, Result
 
 log = logging.getLogger(__name__)

@@ -27,9 +27,9 @@ from ..config.instantiate import instantiate
 from ..loggers.custom_scalars import OUR_OWN
 from ..loggers.hparams import hyperparameters, in_order, overridden
 from ..loggers.tensorboard import TensorBoardLogger
+from ._learning_rate_search import with_learning_rate
 from .batch_size_search import find_batch_size
 from .earlier_run import newest_of_name, weights_that_fit
-from .learning_rate_search import with_learning_rate
 from .result import DIVERGED, FINISHED, Result
 from .signals import graceful_stop
 
