@@ -1,6 +1,7 @@
 """Extend Lightning's Trainer with the lean loops and this project's strategies, given as objects or by name."""
 
 import inspect
+import logging
 import signal
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator
@@ -68,6 +69,23 @@ def _flat(values: Iterable[Any]) -> Iterator[Any]:
         yield from value if isinstance(value, (list, tuple)) else [value]
 
 
+@contextmanager
+def without_tips() -> Generator[None]:
+    """Leave out Lightning's tips to install other products, inside the block."""
+
+    def is_no_tip(record: logging.LogRecord) -> bool:
+        return "Tip:" not in record.getMessage()
+
+    loggers = [logging.getLogger(f"{name}.utilities.rank_zero") for name in ("pytorch_lightning", "lightning.pytorch")]
+    for logger in loggers:
+        logger.addFilter(is_no_tip)
+    try:
+        yield
+    finally:
+        for logger in loggers:
+            logger.removeFilter(is_no_tip)
+
+
 _CHOSEN_BY_LIGHTNING: dict[type, str] = {
     pl_strategies.SingleDeviceStrategy: "single_device",
     pl_strategies.DDPStrategy: "ddp",
@@ -108,7 +126,8 @@ class Trainer(pl.Trainer):
         verify_family(strategy, *_flat(kwargs.values()))
         given = list(_flat([kwargs.get("callbacks") or []]))  # Lightning appends its own bar to the very list
         distinguish(given)
-        super().__init__(strategy=strategy, **kwargs)
+        with without_tips():
+            super().__init__(strategy=strategy, **kwargs)
         if strategy == "auto":
             self._choose_own_strategy()
         self._count_own_time(given)

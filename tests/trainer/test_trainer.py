@@ -10,6 +10,13 @@ from evener.trainer.checkpoint.file_io import VerifiedCheckpointIO
 QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "accelerator": "cpu"}
 
 
+def test_lightnings_tips_for_other_products_are_not_shown(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO"):
+        Trainer(accelerator="cpu", devices=1)
+    assert "GPU available" in caplog.text
+    assert "Tip:" not in caplog.text
+
+
 def test_a_name_resolves_to_our_strategy() -> None:
     assert type(Trainer(strategy="single_device", devices=1, **QUIET).strategy) is SingleDeviceStrategy
 

@@ -4,6 +4,7 @@ Each class is Lightning's with other defaults. The packages (`wandb`, `mlflow`, 
 """
 
 import hashlib
+import importlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -120,6 +121,13 @@ class CometLogger(pl_loggers.CometLogger):
         chosen["offline_directory"] = save_dir
         super().__init__(**{**chosen, **kwargs})
         self._add(list(tags), notes)
+
+    @override
+    def _create_experiment(self) -> None:
+        """Write an archive with `online=False`, where Lightning's disables the experiment: it would log nothing."""
+        if self._online is False:
+            self._comet_config = importlib.import_module("comet_ml").ExperimentConfig(**self._kwargs)
+        super()._create_experiment()
 
     @rank_zero_only
     def _add(self, tags: list[str], notes: str | None) -> None:

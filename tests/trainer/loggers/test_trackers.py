@@ -5,6 +5,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -154,6 +155,21 @@ def test_wandb_has_one_run_per_training(how: list[str], tmp_path: Path) -> None:
     (run_dir,) = (home / "logs" / "mine" / "ddp").iterdir()
     ids = {path.name.rpartition("-")[2] for path in (run_dir / "wandb").glob("offline-run-*")}
     assert ids == {run_key(run_dir)}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@needs("comet_ml")
+def test_comet_offline_writes_one_archive(tmp_path: Path) -> None:
+    """Lightning's logger disables the experiment with `online=False`, so that nothing was written."""
+    home = project(tmp_path)
+    ran(home, "logger=comet", "logger.comet.online=false", *RANKS)
+    (run_dir,) = (home / "logs" / "mine" / "ddp").iterdir()
+    (archive,) = run_dir.glob("*.zip")
+    with zipfile.ZipFile(archive) as file:
+        text = b"".join(file.read(name) for name in file.namelist()).decode(errors="replace")
+    assert "val/loss" in text
+    assert "module/lr" in text
 
 
 def test_tags_and_notes_are_checked(tmp_path: Path) -> None:
