@@ -55,6 +55,8 @@ NOT_BUILT = ("hydra=", "strategy=lightning_fsdp", "data=none", "logger=comet", "
 
 @pytest.mark.parametrize("choice", [choice for choice in CHOICES if not choice.startswith(NOT_BUILT)])
 def test_every_choice_composes_and_builds(choice: str, tmp_path: Path) -> None:
+    if choice == "hparams_search=optuna":
+        pytest.importorskip("optuna", reason="optuna is not installed; pip install evener[optuna]")
     parts = build(prepared(tmp_path, choice, *companions(choice)))
     group, option = choice.split("=")
     if group == "strategy" and option in STRATEGIES:
