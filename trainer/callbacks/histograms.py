@@ -37,7 +37,7 @@ class Histograms(pl.Callback):
         writers = [logger for logger in trainer.loggers if isinstance(logger, TensorBoardLogger)]
         if not writers:
             return
-        step = of_lightning.batches_that_stepped(trainer.fit_loop.epoch_loop)
+        step = of_lightning.log_step(trainer)
         for name, parameter in pl_module.named_parameters():
             for kind, values in (("weights", parameter), ("gradients", parameter.grad)):
                 if values is None:

@@ -184,12 +184,13 @@ class Search:
         """
         above, _, name = key.rpartition(".")
         parent: Any = OmegaConf.select(self.cfg, above) if above else self.cfg
-        names = [str(other) for other in parent] if isinstance(parent, DictConfig) else []
+        values: Any = OmegaConf.to_container(parent, resolve=False) if isinstance(parent, DictConfig) else {}
+        names = list(map(str, values))
         if name not in names:
             raise ConfigError(
                 f"hparams_search.space.{key}: the configuration has no key {key}.{did_you_mean(name, names)}"
             )
-        if isinstance(parent._get_node(name), DictConfig):
+        if isinstance(values[name], dict):
             raise ConfigError(
                 f"hparams_search.space.{key} is a group, and values of keys are searched. Run one search for each "
                 f"choice: -m {key}=a,b hparams_search=optuna."
