@@ -134,14 +134,14 @@ def _part(entry: Entry, num_ranks: int) -> Entry:
 def withdraw_later_points(trainer: pl.Trainer) -> None:
     """Tell TensorBoard to discard later points, which were written before this run was interrupted."""
     step = of_lightning.log_step(trainer)
-    logs = [log for logger in trainer.loggers for log in (logger, *getattr(logger, "sub_runs", ()))]
+    logs = [logger for logger in trainer.loggers if isinstance(logger, TensorBoardLogger)]
+    logs += [log for logger in logs for log in getattr(logger, "sub_runs", ())]
     for log in logs if trainer.is_global_zero else []:
-        if isinstance(log, TensorBoardLogger):
-            writer: Any = log.experiment
-            several = len(list(Path(log.log_dir).glob("events.out.tfevents.*"))) > 1
-            if several or getattr(writer, "continues", False):
-                started = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
-                of_torch.get_file_writer(writer)().add_event(event_pb2.Event(session_log=started), step)
+        writer: Any = log.experiment
+        several = len(list(Path(log.log_dir).glob("events.out.tfevents.*"))) > 1
+        if several or getattr(writer, "continues", False):
+            started = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+            of_torch.get_file_writer(writer)().add_event(event_pb2.Event(session_log=started), step)
 
 
 def _capture(metric: ResultMetric, given: dict[str, Any] | None) -> dict[str, Any]:

@@ -320,6 +320,7 @@ def test_the_table_of_layers_leaves_out_what_was_not_counted(caplog: pytest.LogC
 def test_pictures_of_the_docs_are_there_and_small() -> None:
     docs = Path(__file__).parents[3] / "docs"
     shown = re.findall(r"!\[[^]]+\]\((images/[^)]+)\)", (docs / "tensorboard.md").read_text(encoding="utf-8"))
-    assert sorted(shown) == ["images/hparams.png", "images/sweep.png", "images/tensorboard.png"]
+    names = ["hparams", "sweep", "tensorboard", "tensorboard_sub_runs"]
+    assert sorted(shown) == [f"images/{name}.png" for name in names]
     for picture in shown:
         assert 1_000 < (docs / picture).stat().st_size < 300_000
