@@ -71,7 +71,7 @@ def _as_the_law_says(case: Case, spread: Spread) -> Case:
     logs = tuple(replace(log, prog_bar=log.prog_bar and (log.where != "eval" or log.sync_dist)) for log in logs)
     # of these losses each has a part that is the batch's, so that the largest is no sample's
     # and with weights of samples a term that is the batch's has no share of its own
-    if any(log.value in ("max", "min") for log in logs) or "weight" in case.returns.train:
+    if any(log.value in ("max", "min", "weighted_mean") for log in logs) or "weight" in case.returns.train:
         extras = tuple(name for name in case.batches.extras if name != "unlabelled")
         case = replace(case, batches=replace(case.batches, extras=extras))
     sums = case.returns.train == "sum"  # `loss_reduction` is an option of one process
