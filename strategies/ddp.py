@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 import pytorch_lightning as pl
 import torch
+from pytorch_lightning.core.optimizer import LightningOptimizer
 from pytorch_lightning.utilities.rank_zero import rank_zero_info
 from pytorch_lightning.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
@@ -43,6 +44,7 @@ from .distributed.zero_weight_step import recompute_weights, zero_weight_step
 from .pipeline.layout import StageLayout
 from .pipeline.options import StageOptions
 from .replicas.layout import ReplicaLayout, ReplicaOptions
+from .sharding.optimizer_shards import OptimizerShards, verify_elementwise
 
 
 class DDPStrategy(MultiProcessStrategy):
@@ -58,6 +60,7 @@ class DDPStrategy(MultiProcessStrategy):
         batch_size_is: meaning of the loader's batch. `per_device`: the batch of one rank; the global batch is that
             times the number of ranks. `global`: the global batch, divided among the ranks.
         devices_per_process: number of devices per process; its batch is cut among replicas on them.
+        shard_optimizer: cut the optimizers' state over the ranks (ZeRO, stage 1): each updates some of the parameters.
         **options: options of `MultiProcessStrategy` and of `torch.nn.parallel.DistributedDataParallel`:
             `find_unused_parameters`, `static_graph`, `gradient_as_bucket_view`, `bucket_cap_mb`, ...
 
@@ -84,6 +87,7 @@ class DDPStrategy(MultiProcessStrategy):
         batch_size_is: BatchSizeIs = "per_device",
         devices_per_process: int = 1,
         batch_dims: BatchDims | None = None,
+        shard_optimizer: bool = False,
         **options: Any,
     ) -> None:
         if batch_size_is not in ("per_device", "global"):
@@ -101,6 +105,8 @@ class DDPStrategy(MultiProcessStrategy):
         self.structures = RunStructures(self._batch_dims)
         self.batch_size_is: BatchSizeIs = batch_size_is
         self.devices_per_process = devices_per_process
+        self.shard_optimizer = shard_optimizer
+        self._optimizer_shards: dict[Optimizer, OptimizerShards] = {}
         self._layout: Layout | None = None
         self._loaders: RankLoaders | None = None
         self._sums: SideGroup | None = None
@@ -261,8 +267,24 @@ class DDPStrategy(MultiProcessStrategy):
             yield
 
     @override
+    def setup_optimizers(self, trainer: pl.Trainer) -> None:
+        super().setup_optimizers(trainer)
+        if self.shard_optimizer and self.world_size > 1:
+            verify_elementwise(self.optimizers, self.strategy_name)
+            rank, num = self.global_rank, self.world_size
+            self._optimizer_shards = {o: OptimizerShards(o, rank, num, gather_on_first) for o in self.optimizers}
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        raw = of_lightning.optimizer(optimizer) if isinstance(optimizer, LightningOptimizer) else optimizer
+        shards = self._optimizer_shards.get(raw)
+        return super().optimizer_state(optimizer) if shards is None else shards.whole_state()
+
+    @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         load_states(self.optimizers, checkpoint)
+        for shards in self._optimizer_shards.values():
+            shards.drop_others()
 
     @property
     def loaders(self) -> RankLoaders:

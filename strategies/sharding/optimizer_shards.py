@@ -1,0 +1,148 @@
+"""Cut the state of optimizers over ranks that hold whole parameters (ZeRO, stage 1).
+
+Each parameter has an owner, by size. An optimizer updates the parameters that its rank owns, and so keeps state for
+these alone; after the step the owners send them to the other ranks. The update of an elementwise optimizer does not
+depend on what else it updates, so that the weights are bitwise those of whole optimizers.
+
+Source: Rajbhandari et al., 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
+arXiv:1910.02054.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, optim
+from torch.optim import Optimizer
+
+from ..core.devices import buckets, flattened, unflattened
+from ..core.errors import ConfigError
+
+ELEMENTWISE: tuple[type[Optimizer], ...] = (
+    optim.SGD, optim.Adam, optim.AdamW, optim.Adamax, optim.NAdam, optim.RAdam, optim.RMSprop, optim.Rprop,
+    optim.Adagrad, optim.Adadelta, optim.ASGD,
+)  # fmt: skip
+"""Optimizers whose update of an element depends on this element, its gradient and its state alone."""
+
+BUCKET_BYTES = 25 * 2**20
+
+
+def verify_elementwise(optimizers: Iterable[Optimizer], strategy: str) -> None:
+    """Refuse optimizers whose update of a parameter may depend on other parameters.
+
+    Raises:
+        ConfigError: one is not of torch's elementwise classes.
+    """
+    for optimizer in optimizers:
+        if type(optimizer) not in ELEMENTWISE:
+            names = ", ".join(kind.__name__ for kind in ELEMENTWISE)
+            raise ConfigError(
+                f"{strategy}: shard_optimizer=true updates each parameter on one rank alone, which is known to be "
+                f"exact for {names}; got {type(optimizer).__name__}. Choose one of these, or set shard_optimizer=false."
+            )
+
+
+def owners(parameters: Sequence[Tensor], num_ranks: int) -> list[int]:
+    """Choose the rank that updates each parameter: the largest first, to the rank that has least.
+
+    Returns:
+        A rank per parameter; the same on every rank.
+    """
+    loads, found = [0] * num_ranks, [0] * len(parameters)
+    for index in sorted(range(len(parameters)), key=lambda i: (-parameters[i].numel(), i)):
+        found[index] = loads.index(min(loads))
+        loads[found[index]] += parameters[index].numel()
+    return found
+
+
+class OptimizerShards:
+    """The part of an optimizer's state that this rank keeps.
+
+    Args:
+        optimizer: of one of the classes `ELEMENTWISE`.
+        rank: this rank.
+        num_ranks: number of ranks.
+        gather: gathers an object of every rank on rank 0, and returns None on the others.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, rank: int, num_ranks: int, gather: Callable[[Any], list[Any] | None]
+    ) -> None:
+        self._optimizer, self._rank, self._gather = optimizer, rank, gather
+        self._parameters: list[Tensor] = [p for group in optimizer.param_groups for p in group["params"]]
+        self._owners = owners(self._parameters, num_ranks)
+        self._hidden: list[tuple[Tensor, Tensor | None]] = []
+        optimizer.register_step_pre_hook(self._before_step)
+        optimizer.register_step_post_hook(self._after_step)
+        self.drop_others()
+
+    def drop_others(self) -> None:
+        """Forget the state of parameters that other ranks update, after a whole state was loaded."""
+        for parameter, owner in zip(self._parameters, self._owners, strict=True):
+            if owner != self._rank:
+                self._optimizer.state.pop(parameter, None)
+
+    def whole_state(self) -> dict[str, Any]:
+        """The optimizer's whole `state_dict` on rank 0, and this rank's part on the others; every rank must call it."""
+        found = self._optimizer.state_dict()
+        for indices in self._in_pieces():
+            own = {i: found["state"][i] for i in indices if self._owners[i] == self._rank and i in found["state"]}
+            for part in self._gather(own) or []:
+                found["state"].update(part)
+        found["state"] = dict(sorted(found["state"].items()))
+        return found
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """Hide the gradients of other ranks' parameters; of a closure's, after it has clipped and called hooks."""
+        (this, *rest), options = args, dict(kwargs)
+        closure: Callable[[], Any] | None = rest[0] if rest else options.get("closure")
+        if closure is None:
+            self._hide()
+            return args, kwargs
+
+        def evaluated() -> Any:
+            loss = closure()
+            self._hide()
+            return loss
+
+        return (this,), {**options, "closure": evaluated}
+
+    def _after_step(self, *_: Any) -> None:
+        while self._hidden:
+            parameter, gradient = self._hidden.pop()
+            parameter.grad = gradient
+        self._exchange()
+
+    def _hide(self) -> None:
+        for parameter, owner in zip(self._parameters, self._owners, strict=True):
+            if owner != self._rank:
+                self._hidden.append((parameter, parameter.grad))
+                parameter.grad = None
+
+    def _exchange(self) -> None:
+        """Send each rank's parameters to the others."""
+        sent: list[tuple[Any, Tensor, list[Tensor], int]] = []
+        with torch.no_grad():
+            for owner, tensors in self._by_owner():
+                for indices in buckets(tensors, BUCKET_BYTES):
+                    bucket = [tensors[i] for i in indices]
+                    flat = flattened(bucket)
+                    sent.append((dist.broadcast(flat, owner, async_op=True), flat, bucket, owner))
+            for work, flat, bucket, owner in sent:
+                work.wait()
+                if owner != self._rank:
+                    parts = unflattened(flat, [tensor.shape for tensor in bucket])
+                    for tensor, part in zip(bucket, parts, strict=True):
+                        tensor.copy_(part)
+
+    def _by_owner(self) -> Iterator[tuple[int, list[Tensor]]]:
+        """Parameters by owner, device and type, in the same order on every rank."""
+        found: dict[tuple[int, torch.device, torch.dtype], list[Tensor]] = {}
+        for parameter, owner in zip(self._parameters, self._owners, strict=True):
+            found.setdefault((owner, parameter.device, parameter.dtype), []).append(parameter)
+        return ((owner, tensors) for (owner, _, _), tensors in found.items())
+
+    def _in_pieces(self) -> Iterator[list[int]]:
+        """Indices of parameters, of which as many at a time as a bucket holds."""
+        return buckets(self._parameters, BUCKET_BYTES)
