@@ -18,9 +18,10 @@ from torch import nn
 from torch.distributed.elastic.multiprocessing import api
 from torch.utils.data import DataLoader, RandomSampler
 
-from evener.strategies import BalancedDDPModelParallelStrategy, ConfigError, DDPStrategy
+from evener.strategies import BalancedDDPModelParallelStrategy, ConfigError
 from evener.strategies.batch.losses import ChunkLosses
 from evener.strategies.data.sampling import Share
+from evener.strategies.data.shares import RankShares
 from evener.strategies.replicas._module_copy import ModuleCopy
 from evener.trainer import Trainer, compose
 from evener.trainer.callbacks import RunSummary
@@ -169,20 +170,16 @@ def test_predictions_are_written_whole_or_not_at_all(tmp_path: Path) -> None:
 def test_batches_of_several_loaders_that_ranks_share_in_unequal_parts_are_refused() -> None:
     # A rank's loss was weighed by its part of the first loader's batch, whatever its part of the others' was; where
     # the first loader was exhausted, by nothing.
-    strategy = DDPStrategy()
+    shares = RankShares(2, "ddp")
     first, second = (SimpleNamespace(rank_batches=SimpleNamespace(shares=deque())) for _ in range(2))
-    combined = SimpleNamespace(flattened=[first, second])
-    trainer: Any = SimpleNamespace(training=True, evaluating=False, fit_loop=SimpleNamespace(_combined_loader=combined))
-    strategy._trainer = trainer
     first.rank_batches.shares += [Share(2, 4), Share(2, 4)]
     second.rank_batches.shares += [Share(4, 8), Share(1, 1), Share(1, 3)]
-    strategy.begin_batch(0)
-    assert strategy.share == Share(2, 4)
-    assert strategy._parts == {0.5}
-    strategy.begin_batch(0)
-    assert strategy._parts == {0.5, 1.0}
-    strategy._knows_parts = True  # what could be known before the first step
+    combined: Any = SimpleNamespace(flattened=[first, second])
+    shares.read(combined.flattened)
+    assert shares.current == Share(2, 4)
+    shares.verify_parts(combined, 3)
+    shares.read(combined.flattened)
     with pytest.raises(ConfigError, match=r"this rank has 0\.5 and 1 of the batches of the loaders"):
-        strategy._verify_parts()
-    strategy.begin_batch(0)
-    assert strategy.share == Share(1, 3)
+        shares.verify_parts(combined, 3)
+    shares.read(combined.flattened)
+    assert shares.current == Share(1, 3)
