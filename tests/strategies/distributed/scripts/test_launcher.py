@@ -127,7 +127,7 @@ def test_a_script_that_spawning_would_run_again_is_refused_at_once(tmp_path: Pat
 
 
 def test_a_notebook_that_has_used_its_gpu_is_pointed_to_dp(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(script_launcher, "_IS_INTERACTIVE", True)
+    monkeypatch.setattr(script_launcher, "IS_INTERACTIVE", True)
     assert script_launcher.start_method(torch.device("cpu")) == "fork"
     assert script_launcher.start_method(torch.device("cuda")) == "fork"
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
