@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from torch.distributed.elastic.multiprocessing import SignalException
 
-from evener.strategies.core import scratch
+from evener.strategies.core import files
 from evener.trainer.cli.main import main
 from evener.trainer.launch import _elastic
 
@@ -40,7 +40,7 @@ def test_it_ends_the_command_quietly(
         signal.raise_signal(signal.SIGINT)
 
     if moment == "while the directory is removed":
-        monkeypatch.setattr(scratch.shutil, "rmtree", interrupted)
+        monkeypatch.setattr(files.shutil, "rmtree", interrupted)
     else:
         monkeypatch.setattr(_elastic, "cut_off", interrupted)
     with pytest.raises(SystemExit) as ended:
