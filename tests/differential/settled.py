@@ -83,6 +83,8 @@ def _worth_comparing(case: Case, spread: Spread) -> Case:
     """One device is compared with Lightning, the others with one device."""
     if spread.kind == "single_device":  # without what is Evener's own
         options = replace(case.options, exact_accumulation=False, detect_nonfinite="off")
+        if options.precision == "64-true":  # in which Lightning turns a metric's states when it is logged again
+            case = replace(case, dtype="float64")
         # a validation leaves our training's random streams as they were (docs/migrating.md)
         kind = "generator" if case.loading.kind == "shuffle" else case.loading.kind
         return replace(case, options=options, loading=replace(case.loading, kind=kind), resume_after=0)
