@@ -10,6 +10,7 @@ from typing import Any
 import pytorch_lightning as pl
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 
 
@@ -135,8 +136,10 @@ class Numbered(pl.LightningModule):
         return strategy.coordinator.stop_agreement.armed
 
     def on_train_end(self) -> None:
+        state = self.layer.state_dict()
+        weights = {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in state.items()}
         if self.global_rank == 0:
-            torch.save(self.layer.state_dict(), self.record + ".weights")
+            torch.save(weights, self.record + ".weights")
 
     def train_dataloader(self) -> Any:
         numbers = torch.arange(self.NUM_SAMPLES)

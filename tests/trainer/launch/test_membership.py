@@ -30,7 +30,7 @@ from evener.strategies import ConfigError
 from evener.trainer.launch.membership import resolved_words
 
 
-def machine(stack: ExitStack, folder: Path, name: str, port: int) -> Run:
+def machine(stack: ExitStack, folder: Path, name: str, port: int, strategy: str) -> Run:
     """Start an agent, as on another machine of the same file system."""
     (own := folder / name).mkdir()
     command = [
@@ -39,8 +39,8 @@ def machine(stack: ExitStack, folder: Path, name: str, port: int) -> Run:
         "--rdzv-conf=is_host=0,last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3",
     ]  # fmt: skip
     words = [
-        *WORDS, "strategy.batch_size_is=global", "strategy.timeout_s=300", "num_nodes=1:4", f"log_dir={folder}/logs",
-        f"module.record={folder}/samples", f"+module.gate={folder}/gate",
+        *WORDS, f"strategy={strategy}", "strategy.batch_size_is=global", "strategy.timeout_s=300", "num_nodes=1:4",
+        f"log_dir={folder}/logs", f"module.record={folder}/samples", f"+module.gate={folder}/gate",
     ]  # fmt: skip
     env = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
     return stack.enter_context(running(own, *words, command=command, env=env))
@@ -55,19 +55,19 @@ def kill(run: Run) -> None:
     assert not alive, "an agent's worker outlived it"
 
 
-def prove(folder: Path, events: list[str], places: list[int]) -> None:
+def prove(folder: Path, events: list[str], places: list[int], strategy: str = "ddp") -> None:
     """Let machines join and die, each while a given batch waits, and compare the run with one that was left alone."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # outlives every machine, as etcd would
     record = folder / "samples"
     with ExitStack() as stack:
         undisturbed = alone(stack, folder / "alone")
         allow(folder, places[0] - 1)
-        machines = [machine(stack, folder, "first", store.port)]
+        machines = [machine(stack, folder, "first", store.port, strategy)]
         for number, (event, place) in enumerate(zip(events, places, strict=True)):
             allow(folder, place - 1)
             wait_until(record, all_at(place, len(machines)), machines)
             if event == "join":
-                machines.append(machine(stack, folder, f"{event}{number}", store.port))
+                machines.append(machine(stack, folder, f"{event}{number}", store.port, strategy))
             else:
                 kill(machines.pop(int(event)))
                 allow(folder, place)  # the others find out in the middle of the step
@@ -103,6 +103,12 @@ def places_of(seed: int, num: int) -> list[int]:
 @pytest.mark.long
 def test_a_machine_that_joins_and_one_that_dies_leave_no_trace(tmp_path: Path) -> None:
     prove(tmp_path, ["join", "0"], [4, 19])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_shards_move_to_a_machine_that_joins_and_from_one_that_dies(tmp_path: Path) -> None:
+    prove(tmp_path, ["join", "0"], [4, 19], "fsdp")
 
 
 @pytest.mark.slow
