@@ -127,7 +127,8 @@ class OptimizerShards:
             for owner, tensors in self._by_owner():
                 for indices in buckets(tensors, BUCKET_BYTES):
                     bucket = [tensors[i] for i in indices]
-                    flat = flattened(bucket)
+                    num = sum(tensor.numel() for tensor in bucket)
+                    flat = flattened(bucket) if owner == self._rank else bucket[0].new_empty(num)
                     sent.append((dist.broadcast(flat, owner, async_op=True), flat, bucket, owner))
             for work, flat, bucket, owner in sent:
                 work.wait()
