@@ -8,6 +8,7 @@ from weakref import WeakKeyDictionary
 import pytorch_lightning as pl
 from pytorch_lightning.utilities.combined_loader import CombinedLoader
 from pytorch_lightning.utilities.model_helpers import is_overridden
+from torch.utils.data import BatchSampler
 
 from ..core.errors import ConfigError
 from ..core.private import of_lightning
@@ -156,12 +157,16 @@ def _sizes(loader: Any) -> list[Any] | None:
     """Samples of each batch of a loader, by rank if ranks read parts of it; None if they are not known before."""
     if (of_ranks := getattr(loader, "rank_batches", None)) is not None:
         return of_ranks.part_sizes()
-    sampler: Any = getattr(loader, "batch_sampler", None)
-    if type(sampler).__name__ != "BatchSampler":
+    return batch_sizes(getattr(loader, "batch_sampler", None))
+
+
+def batch_sizes(sampler: Any) -> list[int] | None:
+    """Samples of each batch of a batch sampler, where it cuts a sampler's indices evenly; None if that is not known."""
+    if type(sampler) is not BatchSampler:
         return None
     try:
-        num, size = len(sampler.sampler), sampler.batch_size
-    except (TypeError, AttributeError):
+        num, size = len(sampler.sampler), int(sampler.batch_size)  # pyright: ignore[reportArgumentType]  # TypeError if it has none
+    except TypeError:
         return None
     full, rest = divmod(num, size)
     return [size] * full + ([rest] if rest and not sampler.drop_last else [])

@@ -21,10 +21,11 @@ from dataclasses import dataclass, field
 from itertools import accumulate, islice
 from typing import Any, Protocol
 
-from torch.utils.data import BatchSampler, Sampler
+from torch.utils.data import Sampler
 from typing_extensions import override
 
 from ..batch.policies import Even, Policy, without_single_samples
+from ..batch.run_structures import batch_sizes
 from ..core.types import Unit
 from ._sampler_order import Agree, in_one_order
 
@@ -199,15 +200,8 @@ class RankBatches(Sampler[Any]):
 
     def part_sizes(self) -> list[list[int]] | None:
         """Samples of every rank in each step; None if they are not known before the loader is read."""
-        units: Any = self.units
-        if type(units) is not BatchSampler:
+        if (sizes := batch_sizes(self.units)) is None:
             return None
-        try:
-            num, size = len(units.sampler), int(units.batch_size)  # pyright: ignore[reportArgumentType]  # TypeError if it has none
-        except TypeError:
-            return None
-        full, rest = divmod(num, size)
-        sizes = [size] * full + ([rest] if rest and not units.drop_last else [])
         parts = copy.copy(self.cut).parts(([0] * size for size in sizes), self.num_ranks)
         return [[len(part) for part in step] for step in parts]
 
