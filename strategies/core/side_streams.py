@@ -30,6 +30,11 @@ def copies_beside(source: torch.device, target: torch.device) -> bool:
     return source.type == target.type == "cuda" and source != target
 
 
+def fills_beside(device: torch.device) -> bool:
+    """Whether copies from the host to a device can run beside its work."""
+    return device.type == "cuda" and torch.cuda.is_available()  # without one, in tests, it is a fake
+
+
 def is_plain(tensor: Tensor) -> bool:
     """Whether a tensor is torch's own: what others make of it (a fake without memory, say) moves in its own way."""
     return type(tensor) in (Tensor, Parameter)
@@ -71,10 +76,13 @@ def start_copy(tensors: Sequence[Tensor], device: torch.device, ready: torch.cud
 def from_host(batch: Batch, device: torch.device) -> Batch:
     """Move a batch to a device; tensors on the host are pinned and copied beside the device's work.
 
+    The copy waits for nothing that is queued on the device. Launches return at once, so the next batch is on its way
+    while the device computes this one.
+
     Args:
         device: where they are moved to.
     """
-    if device.type != "cuda" or not torch.cuda.is_available():  # without one, in tests, it is a fake
+    if not fills_beside(device):
         return move_data_to_device(batch, device)
     current, incoming = torch.cuda.current_stream(device), _stream(device, "incoming")
 
@@ -83,7 +91,7 @@ def from_host(batch: Batch, device: torch.device) -> Batch:
             return tensor
         pinned = tensor if tensor.is_pinned() else tensor.pin_memory()
         with torch.cuda.stream(incoming):
-            copy = pinned.to(device, non_blocking=True)
+            copy = to_device(pinned, device)
         copy.record_stream(current)  # it was allocated on the incoming stream
         return copy
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from ...strategies.core.loop_contract import NothingToDo
 from ...strategies.core.private import of_lightning
 from ...strategies.core.private.of_lightning import DataFetcher, MaxSizeCycle, PrefetchDataFetcher, Sequential
+from ...strategies.core.side_streams import from_host
 from ...strategies.core.torch_loader import next_of
 from ...strategies.core.types import Batch
 from ._hook_plan import DATA_MODULE, MODULE, PRECISION, HookPlan, any_overridden, overridden
@@ -130,7 +131,4 @@ def to_cpu(batch: Batch, dataloader_idx: int = 0) -> Batch:
 
 
 def _to(device: torch.device) -> Callable[[Batch, int], Batch]:
-    def move(batch: Batch, dataloader_idx: int) -> Batch:
-        return move_data_to_device(batch, device)
-
-    return move
+    return lambda batch, _: from_host(batch, device)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from evener.strategies.core import side_streams
-from evener.strategies.core.side_streams import cross, finish_copy, on_incoming, start_copy
+from evener.strategies.core.side_streams import cross, finish_copy, from_host, on_incoming, start_copy
 
 HERE, THERE = torch.device("cpu"), torch.device("meta")
 
@@ -140,6 +140,31 @@ def test_inputs_that_were_ready_before_do_not_wait_for_later_work(cuda: FakeCUDA
     cross([torch.ones(2)], THERE, ready)
     first_stage = cuda.current[THERE].queue("first stage of the second micro-batch")
     assert first_stage.waits_for() == {"copy 1"}
+
+
+def test_the_next_batch_is_copied_while_the_device_computes_this_one(
+    cuda: FakeCUDA, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there = cuda.current[THERE]
+    copies: list[Op] = []
+
+    def copy(tensor: Tensor, device: torch.device) -> Tensor:
+        copies.append(cuda.current[device].queue(f"copy of batch {len(copies) + 1}"))
+        return tensor.clone()
+
+    monkeypatch.setattr(side_streams, "fills_beside", lambda device: device == THERE)
+    monkeypatch.setattr(side_streams, "to_device", copy)
+    monkeypatch.setattr(side_streams, "move_data_to_device", lambda batch, device: batch)
+    mocked = side_streams.torch
+    mocked.strided = torch.strided
+    monkeypatch.setattr(Tensor, "is_pinned", lambda tensor: True)
+    from_host({"x": torch.ones(2)}, THERE)
+    step = there.queue("step 1")
+    from_host({"x": torch.ones(2)}, THERE)
+    assert step.waits_for() == {"copy of batch 1"}
+    assert copies[1].waits_for() == {"copy of batch 1"}
+    assert there.queue("step 2").waits_for() == {"copy of batch 1", "step 1", "copy of batch 2"}
+    assert [name for _, name in cuda.recorded] == ["main", "main"]  # what was copied lives as long as the steps
 
 
 def test_gradients_go_back_beside_the_work_of_both(cuda: FakeCUDA) -> None:

@@ -1,0 +1,120 @@
+"""Synchronized BatchNorm: output, gradients and running statistics of each rank are those of the whole batch."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from distributed import run_ranks
+from torch import Tensor, nn
+
+from evener.strategies.distributed.sync_batchnorm import SyncBatchNorm
+
+SHARES = (3, 4, 0)  # samples of each rank; a rank without samples runs some other's with weight 0
+CASES: dict[str, tuple[nn.Module, tuple[int, ...], dict[str, Any]]] = {
+    "rows": (nn.BatchNorm1d(4), (), {}),
+    "sequences": (nn.BatchNorm1d(4, momentum=None), (5,), {}),
+    "images": (nn.BatchNorm2d(4), (3, 2), {"memory_format": torch.channels_last}),
+    "volumes": (nn.BatchNorm3d(4, affine=False), (2, 2, 1), {}),
+    "untracked": (nn.BatchNorm2d(4, track_running_stats=False), (3, 2), {}),
+}
+
+
+def made(name: str) -> tuple[nn.Module, Tensor, Tensor]:
+    """A layer, the whole batch, and what the loss weighs its output with."""
+    layer, shape, options = CASES[name]
+    layer = layer.double()
+    torch.manual_seed(0)
+    for parameter in layer.parameters():
+        nn.init.uniform_(parameter, 0.5, 1.5)
+    batch = (10 + torch.randn(sum(SHARES), 4, *shape, dtype=torch.float64)).to(**options)
+    return layer, batch, torch.randn_like(batch)
+
+
+def gradients(layer: nn.Module, x: Tensor, factors: Tensor, weight: float = 1.0) -> dict[str, Tensor]:
+    """Output, gradients, those of a penalty on the gradient, and what the layer tracks."""
+    x = x.clone().requires_grad_()
+    output = layer(x)
+    inputs = [x, *layer.parameters()]
+    loss = (output.square() * factors).sum() * weight
+    first = torch.autograd.grad(loss, inputs, retain_graph=True)
+    (penalized,) = torch.autograd.grad(loss, x, create_graph=True)
+    second = torch.autograd.grad(penalized.square().sum() * weight, inputs)
+    names = ["x", *(name for name, _ in layer.named_parameters())]
+    found = {f"first {name}": value for name, value in zip(names, first, strict=True)}
+    found |= {f"second {name}": value for name, value in zip(names, second, strict=True)}
+    return {"output": output.detach(), **found, **layer.state_dict()}
+
+
+def _results() -> dict[str, dict[str, Tensor]]:
+    rank, found = dist.get_rank(), {}
+    for name in CASES:
+        layer, batch, factors = made(name)
+        SyncBatchNorm().apply(layer)
+        x, own = batch.split(SHARES)[rank], factors.split(SHARES)[rank]
+        if not SHARES[rank]:
+            layer.counts, x, own = False, batch[:1] + 5, factors[:1]
+        found[name] = gradients(layer, x, own, float(bool(SHARES[rank])))
+    return found
+
+
+def test_ranks_find_what_one_device_finds(ranks: list[Any]) -> None:
+    for name in CASES:
+        expected = gradients(*made(name))
+        for key, value in expected.items():
+            found = [results[name][key] for results, *_ in ranks]
+            if key == "output" or key.endswith(" x"):
+                assert not found[-1].any() or key == "output"  # weight 0
+                found = [torch.cat(found[:-1])]
+            elif key.startswith(("first", "second")):
+                found = [torch.stack(found).sum(0)]  # DDP sums those of parameters
+            for part in found:
+                torch.testing.assert_close(
+                    part, value, rtol=1e-10, atol=1e-10, msg=lambda text, at=(name, key): f"{at}: {text}"
+                )
+
+
+def _with_low_precision() -> tuple[Tensor, Tensor, torch.dtype]:
+    layer = nn.BatchNorm1d(4)
+    SyncBatchNorm().apply(layer)
+    x = made("rows")[1].split(SHARES)[dist.get_rank()].bfloat16().requires_grad_()
+    output = layer(x)
+    output.float().square().sum().backward()
+    assert x.grad is not None
+    return layer.running_var, x.grad.float(), output.dtype
+
+
+def test_low_precision_has_its_moments_in_float32(ranks: list[Any]) -> None:
+    x = made("rows")[1].bfloat16().float().requires_grad_()
+    layer = nn.BatchNorm1d(4)
+    layer(x).square().sum().backward()
+    assert x.grad is not None
+    for (_, (variance, grad, dtype), _), own in zip(ranks, x.grad.split(SHARES), strict=True):
+        assert dtype == torch.bfloat16
+        torch.testing.assert_close(variance, layer.running_var, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(grad, own, rtol=0, atol=0.05)
+
+
+def _one_sample() -> str:
+    layer = nn.BatchNorm1d(4)
+    SyncBatchNorm().apply(layer)
+    layer.counts = dist.get_rank() == 0
+    with pytest.raises(ValueError, match="more than 1 value per channel") as error:
+        layer(torch.ones(1, 4))
+    return str(error.value)
+
+
+def test_one_value_per_channel_is_refused_on_every_rank_as_by_one_device(ranks: list[Any]) -> None:
+    with pytest.raises(ValueError, match="more than 1 value per channel"):
+        nn.BatchNorm1d(4)(torch.ones(1, 4))
+    assert len({message for *_, message in ranks}) == 1
+
+
+def _on_a_rank() -> Any:
+    dist.init_process_group("gloo")
+    return _results(), _with_low_precision(), _one_sample()
+
+
+@pytest.fixture(scope="module")
+def ranks() -> list[Any]:
+    return run_ranks(_on_a_rank, len(SHARES))
