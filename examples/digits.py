@@ -11,6 +11,11 @@ from torch.utils.data import DataLoader, Subset, TensorDataset, random_split
 from ..strategies.core.errors import ConfigError
 from .pictures import NUM_SHOWN, draws_images, show_images
 
+try:  # here, so that ranks forked from the command find it imported
+    from sklearn import datasets as sklearn
+except ImportError:
+    sklearn = None
+
 NUM_CLASSES = 10
 IMAGE_SIDE = 8
 """Pixels."""
@@ -105,13 +110,9 @@ def load_digits() -> Digits:
     Raises:
         ConfigError: scikit-learn is not installed.
     """
-    try:
-        from sklearn.datasets import load_digits as read
-    except ImportError as exc:
-        raise ConfigError(
-            "The digits need scikit-learn, which is not installed. Run: pip install 'evener[examples]'."
-        ) from exc
-    data: Any = read()
+    if sklearn is None:
+        raise ConfigError("The digits need scikit-learn, which is not installed. Run: pip install 'evener[examples]'.")
+    data: Any = sklearn.load_digits()
     # The pixels are counts of 0..16 ink dots.
     images = torch.from_numpy(data.images).float().div(16).unsqueeze(1)
     return images, torch.from_numpy(data.target).long()

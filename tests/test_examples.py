@@ -1,6 +1,5 @@
 """The examples train on real data, and what they log is what it says."""
 
-import builtins
 import inspect
 import math
 import re
@@ -12,6 +11,7 @@ import pytorch_lightning as pl
 import torch
 from hydra.utils import get_class, instantiate
 
+from evener.examples import digits
 from evener.examples.char_lm import CharLM
 from evener.examples.digits import DigitsClassifier, DigitsDataModule, load_digits
 from evener.examples.gan import DigitsGAN, energy_score
@@ -87,14 +87,7 @@ def test_digits_refuses_splits_that_leave_nothing_to_train_on() -> None:
 
 
 def test_a_missing_scikit_learn_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    real_import = builtins.__import__
-
-    def without_sklearn(name: str, *args: Any, **kwargs: Any) -> Any:
-        if name.startswith("sklearn"):
-            raise ModuleNotFoundError(f"No module named {name!r}")
-        return real_import(name, *args, **kwargs)
-
-    monkeypatch.setattr(builtins, "__import__", without_sklearn)
+    monkeypatch.setattr(digits, "sklearn", None)
     with pytest.raises(ConfigError, match=r"pip install 'evener\[examples\]'"):
         DigitsDataModule().setup()
 

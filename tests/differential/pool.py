@@ -15,14 +15,11 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import fork_server
 import torch
 from torch.distributed import TCPStore
 
 from .cases import Case, Spread
-
-_CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["torch", "pytorch_lightning", "torchmetrics", "evener.trainer", "evener.strategies",
-                                 "differential.observe"])  # fmt: skip
 
 
 class Group:
@@ -43,10 +40,11 @@ class Group:
     def start(self) -> None:
         if self.size > 1:
             self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        context = fork_server.context()
         for rank in range(self.size):
-            ours, theirs = _CONTEXT.Pipe()
+            ours, theirs = context.Pipe()
             env = _environment(rank, self.size, self.store.port) if self.store is not None else {}
-            process = _CONTEXT.Process(target=_serve, args=(theirs, env, f"{self.log}/{rank}"), daemon=True)
+            process = context.Process(target=_serve, args=(theirs, env, f"{self.log}/{rank}"), daemon=True)
             process.start()
             theirs.close()
             self.processes.append(process)

@@ -19,11 +19,9 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import fork_server
 import torch
 from torch.distributed import TCPStore
-
-_CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["torch", "pytorch_lightning", "evener.trainer", "evener.strategies"])
 
 
 class RankError(AssertionError):
@@ -73,7 +71,7 @@ def run_ranks_unchecked(
         for rank in range(num_ranks):
             variables = _torchrun_env(rank, num_ranks, store.port) | (env or {})
             target = (function, args, variables, f"{folder}/{rank}")
-            ranks.append(_CONTEXT.Process(target=_rank_main, args=target))
+            ranks.append(fork_server.context().Process(target=_rank_main, args=target))
         for process in ranks:
             process.start()
         _join(ranks, timeout_s)
@@ -84,7 +82,9 @@ def run_script(function: Callable[..., Any], *args: Any, timeout_s: float = 100.
     """Run `function(*args)` in a process of its own, as a plain script, which may start processes itself."""
     with tempfile.TemporaryDirectory() as folder:
         path = f"{folder}/0"
-        process = _CONTEXT.Process(target=_rank_main, args=(function, args, {"CUDA_VISIBLE_DEVICES": ""}, path))
+        process = fork_server.context().Process(
+            target=_rank_main, args=(function, args, {"CUDA_VISIBLE_DEVICES": ""}, path)
+        )
         process.start()
         _join([process], timeout_s)
         outcome = _outcome(process, Path(path))

@@ -1,5 +1,6 @@
 """Start the workers of one machine with torch's elastic agent, and report their failures."""
 
+import gc
 import json
 import logging
 import os
@@ -88,7 +89,8 @@ def _launch(cfg: DictConfig, num_processes: int) -> Result:
                 if can_fork(cfg):
                     release_openmp()
                     agents_log = logging.getLogger(elastic_processes.__name__)
-                    with replaced(agents_log, "disabled", True):  # a failure is told below
+                    # a failure is told below
+                    with replaced(agents_log, "disabled", True), out_of_collections():
                         elastic_launch(config, entrypoint=run_forked)(str(config_file), handlers)
                 else:
                     elastic_launch(config, entrypoint=sys.executable)("-m", worker.__name__, str(config_file))
@@ -166,6 +168,19 @@ def signal_handlers_kept() -> Generator[dict[int, Any]]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@contextmanager
+def out_of_collections() -> Generator[None]:
+    """Keep what exists out of garbage collections, here and in forked processes.
+
+    A collection writes to every object: each worker would copy all of its memory that it shares with this process.
+    """
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 @contextmanager
