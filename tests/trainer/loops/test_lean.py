@@ -1,5 +1,7 @@
 """Without lean steps Lightning's own loops run, and every strategy still trains as one device does."""
 
+import re
+from importlib.metadata import requires
 from typing import Any
 
 import pytest
@@ -51,3 +53,10 @@ def test_an_untested_version_is_told_once(library: Any, name: str, monkeypatch: 
         assert not lean.is_lean(None)
     assert not lean.is_lean(None)  # a second warning would be an error here
     assert lean.is_lean(True)
+
+
+def test_every_version_that_can_be_installed_takes_lean_steps() -> None:
+    (limits,) = [re.findall(r"[<>]=?[\d.]+", word) for word in requires("evener") or [] if re.match(r"torch\b", word)]
+    (least,) = [int(limit.split(".")[1]) for limit in limits if limit.startswith(">=")]
+    (beyond,) = [int(limit.split(".")[1]) for limit in limits if re.match(r"<\d", limit)]
+    assert lean.TESTED["torch"] == tuple(f"2.{minor}" for minor in range(least, beyond))
