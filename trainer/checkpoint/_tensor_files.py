@@ -15,9 +15,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
+
+from ._snapshot import copy_tensors
 
 FILE = "evener_tensors"
 """The key of a checkpoint with the name of the file that has its tensors."""
@@ -56,10 +57,10 @@ class TensorFiles:
         layout = _Layout()
         placed = layout.place(state)
         buffer = self._buffer(max(layout.end, 1))
-        for tensor, start in layout.found:
-            _copy(tensor, _view(buffer, start, tensor.dtype, tensor.shape, tensor.stride()))
-        for device in {tensor.device for tensor, _ in layout.found if tensor.device.type != "cpu"}:
-            torch.accelerator.synchronize(device)
+        copy_tensors(
+            (tensor, _view(buffer, start, tensor.dtype, tensor.shape, tensor.stride()))
+            for tensor, start in layout.found
+        )
         return {**placed, FILE: self._file().name}
 
     def remove_others(self) -> None:
@@ -165,15 +166,3 @@ def _num_bytes(dtype: torch.dtype, shape: Any) -> int:
 def _view(buffer: Tensor, start: int, dtype: torch.dtype, shape: Any, stride: Any) -> Tensor:
     flat = buffer[start : start + _num_bytes(dtype, shape)].view(dtype)
     return flat.as_strided(list(shape), list(stride), flat.storage_offset())
-
-
-def _copy(tensor: Tensor, to: Tensor) -> None:
-    if tensor.device.type == "cpu" and tensor.is_contiguous():
-        # torch would copy with all its threads and wait for the slowest: 10 times slower on a busy machine.
-        np.copyto(_bytes(to), _bytes(tensor))
-    else:
-        to.copy_(tensor, non_blocking=True)
-
-
-def _bytes(tensor: Tensor) -> Any:
-    return tensor.reshape(-1).view(torch.uint8).numpy()

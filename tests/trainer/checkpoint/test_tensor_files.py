@@ -1,11 +1,15 @@
 """A checkpoint whose tensors are in files of memory reads as it was, also if the process was killed while it wrote."""
 
+import os
+import threading
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from evener.trainer.checkpoint import _snapshot
 from evener.trainer.checkpoint._tensor_files import TensorFiles
 from evener.trainer.checkpoint.file_io import CheckpointError, read, write
 
@@ -45,6 +49,42 @@ def test_what_is_read_is_what_was_taken(tmp_path: Path) -> None:
         files.remove_others()
         verify_equal(read(path), state(number))
     assert len(list(tmp_path.iterdir())) == 3, "the checkpoint and two files"
+
+
+@pytest.fixture
+def four_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four threads copy, each 100 bytes at a time, which divide no tensor evenly."""
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    monkeypatch.setattr(_snapshot, "_PIECE", 100)
+
+
+@pytest.mark.usefixtures("four_threads")
+def test_what_several_threads_copied_stays_when_training_goes_on_at_once(tmp_path: Path) -> None:
+    files, on_host = TensorFiles(tmp_path), _snapshot.Snapshot()
+    for number in range(20):
+        own = state(number)
+        write(files.take(own), path := tmp_path / "snapshot.ckpt")
+        copied = on_host.take(own)
+        for tensor in (own["wide"], own["columns"][0], own["images"], own["part"], *own["few"]):
+            tensor.zero_()  # a step that would race with a copy that goes on
+        verify_equal(read(path), state(number))
+        verify_equal(copied, state(number))
+
+
+@pytest.mark.usefixtures("four_threads")
+def test_an_error_of_one_of_the_threads_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    copy, others = np.copyto, threading.Event()
+
+    def copyto(*args: Any) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            others.set()
+            raise MemoryError("none left")
+        assert others.wait(60)
+        copy(*args)
+
+    monkeypatch.setattr(np, "copyto", copyto)
+    with pytest.raises(MemoryError, match="none left"):
+        TensorFiles(tmp_path).take(state(1))
 
 
 def test_the_checkpoint_before_is_whole_while_the_next_is_written(tmp_path: Path) -> None:
