@@ -8,8 +8,9 @@ import hashlib
 import os
 import shutil
 import stat
+import time
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,9 @@ from .file_io import VerifiedCheckpointIO, is_good, read, write
 
 MEMORY = Path("/dev/shm")
 NAME = "snapshot.ckpt"
+_RUN = "run"
+"""File that names the directory of checkpoints."""
+_DAY_S = 24 * 3600
 
 
 def directory_in_memory(dirpath: str | Path) -> Path:
@@ -56,6 +60,18 @@ def move_to_disk(dirpath: str | Path) -> Path | None:
     os.utime(on_disk, ns=(times, times))  # the newest checkpoint is the one that was saved last
     discard(dirpath)
     return on_disk
+
+
+def discard_forgotten() -> None:
+    """Give back the memory of runs that were killed, and whose directories are gone, so that they can't be resumed.
+
+    A directory that is not seen here may belong to a container with the same memory: its run has written of late.
+    """
+    for named in directory_in_memory("").parent.glob(f"*/{_RUN}"):
+        with suppress(OSError):  # another run gives back its own meanwhile
+            last = max(path.stat().st_mtime for path in named.parent.iterdir())
+            if not Path(named.read_text()).exists() and time.time() - last > _DAY_S:
+                shutil.rmtree(named.parent, ignore_errors=True)
 
 
 def discard(dirpath: str | Path) -> None:
@@ -93,6 +109,9 @@ class MemorySnapshots:
                 f"checkpoint: {directory.parent} belongs to another user, or others may write to it. Remove it, or set "
                 "snapshot_every_n_steps to null."
             )
+        Path(dirpath).mkdir(parents=True, exist_ok=True)
+        (directory / _RUN).write_text(os.path.abspath(dirpath))
+        discard_forgotten()
 
     def mark(self, trainer: pl.Trainer) -> None:
         """Note, after a step, whether a snapshot is due between this batch and the next."""

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shutil
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -114,6 +115,24 @@ def test_a_place_in_memory_that_others_can_write_to_is_refused(tmp_path: Path, m
         fit(tmp_path / "own", Fails(), snapshot_every_n_steps=2)
     with pytest.raises(ConfigError, match=r"snapshot_every_n_steps=0 is too small\. Give at least 1, or null"):
         Checkpoint(snapshot_every_n_steps=0)
+
+
+def test_what_killed_runs_left_is_given_back_once_nobody_can_resume_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Runs that were killed, with their launcher, left their memory occupied for good.
+    monkeypatch.setattr(snapshots, "MEMORY", tmp_path)
+    for name in ("kept", "gone", "of another container"):
+        with pytest.raises(KeyError):
+            fit(tmp_path / name, Fails(at=3), snapshot_every_n_steps=2)
+        for path in directory_in_memory(tmp_path / name).iterdir() if name != "of another container" else ():
+            os.utime(path, (0, 0))
+    for name in ("gone", "of another container"):
+        shutil.rmtree(tmp_path / name)
+    fit(tmp_path / "next", Fails(), snapshot_every_n_steps=2)
+    assert saved_in_memory(tmp_path / "kept") is not None
+    assert saved_in_memory(tmp_path / "of another container") is not None, "it has written within a day"
+    assert not directory_in_memory(tmp_path / "gone").exists()
 
 
 @pytest.mark.long
