@@ -10,7 +10,7 @@ other's trainer. `unify` installs an import hook that loads one name as the very
 | one of the two                                 | that one                                               |
 | both                                           | both; `verify_family` refuses objects of the other one |
 
-`EVENER_LIGHTNING_ALIAS=0` leaves both names as they are.
+Their loggers are then one, too. `EVENER_LIGHTNING_ALIAS=0` leaves both names as they are.
 """
 
 import importlib
@@ -60,9 +60,30 @@ def unify() -> None:
     if standalone and unified:
         return
     if unified or (not standalone and PathFinder.find_spec("pytorch_lightning") is None):
-        sys.meta_path.insert(0, _AliasFinder(STANDALONE))
+        aliases = STANDALONE
     else:
-        sys.meta_path.insert(0, _AliasFinder({alias: real for real, alias in STANDALONE.items()}))
+        aliases = {alias: real for real, alias in STANDALONE.items()}
+    sys.meta_path.insert(0, _AliasFinder(aliases))
+    _unify_loggers(aliases)
+
+
+def _unify_loggers(aliases: dict[str, str]) -> None:
+    """Have `logging.getLogger` return the logger of the package that runs under the alias's name, too."""
+    manager = logging.Logger.manager
+    of_one_name = manager.getLogger
+
+    def of_both_names(name: str) -> logging.Logger:
+        return of_one_name(_real_name(name, aliases) or name)
+
+    vars(manager)["getLogger"] = of_both_names
+
+
+def _real_name(name: str, aliases: dict[str, str]) -> str | None:
+    """The name of a module, or of its logger, in the real package; None if it belongs to no alias."""
+    for alias, real in aliases.items():
+        if name == alias or name.startswith(f"{alias}."):
+            return real + name[len(alias) :]
+    return None
 
 
 def verify_version(installed: str | None = None) -> None:
@@ -119,10 +140,9 @@ class _AliasFinder(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        for alias, real in self._aliases.items():
-            if fullname == alias or fullname.startswith(f"{alias}."):
-                self._warn()
-                return ModuleSpec(fullname, _AliasLoader(real + fullname[len(alias) :]), is_package=True)
+        if real := _real_name(fullname, self._aliases):
+            self._warn()
+            return ModuleSpec(fullname, _AliasLoader(real), is_package=True)
         if fullname == "lightning" and "lightning.pytorch" in self._aliases and PathFinder.find_spec(fullname) is None:
             return ModuleSpec(fullname, _FaceLoader(), is_package=True)
         return None

@@ -125,6 +125,43 @@ def test_a_module_written_for_the_other_name_trains(before: str, real: str, tmp_
     assert f"trained with {real}" in ended.stdout
 
 
+LOGGERS = """
+import logging
+{before}
+import evener.strategies
+quiet = logging.getLogger("{other}")
+import pytorch_lightning, lightning.pytorch, lightning.fabric
+assert quiet is logging.getLogger("lightning.pytorch") is logging.getLogger("pytorch_lightning")
+assert logging.getLogger("lightning.fabric") is logging.getLogger("lightning_fabric")
+assert logging.getLogger("lightning.pytorch.trainer") is quiet.getChild("trainer")
+assert logging.getLogger("lightning.pytorch_too").name == "lightning.pytorch_too"
+pytorch_lightning._logger.warning("first")
+logging.getLogger("{other}").setLevel(logging.ERROR)
+pytorch_lightning._logger.warning("second")
+logging.getLogger("{other}.utilities.rank_zero").setLevel(logging.CRITICAL)
+from lightning.pytorch.utilities.rank_zero import rank_zero_module
+rank_zero_module.log.error("third")
+print(quiet.name)
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("before", "other", "real"),
+    [
+        ("", "lightning.pytorch", "pytorch_lightning"),
+        ("import pytorch_lightning", "lightning.pytorch", "pytorch_lightning"),
+        ("import lightning", "pytorch_lightning", "lightning.pytorch"),
+    ],
+    ids=["evener first", "pytorch_lightning first", "lightning first"],
+)
+def test_what_is_set_on_a_logger_of_either_name_counts(before: str, other: str, real: str, tmp_path: Path) -> None:
+    # `logging.getLogger("lightning.pytorch").setLevel(...)`, as scripts begin, had no effect on pytorch_lightning.
+    ended = python(tmp_path, LOGGERS.format(before=before, other=other))
+    assert ended.stdout == f"{real}\n", ended.stderr
+    assert ended.stderr == "first\n"
+
+
 @pytest.mark.long
 def test_a_checkpoint_written_with_one_name_loads_where_only_the_other_is_installed(tmp_path: Path) -> None:
     saved = python(tmp_path, HIDE.format(hidden={"pytorch_lightning", "lightning_fabric"}) + TRAIN)
