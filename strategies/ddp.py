@@ -208,7 +208,6 @@ class DDPStrategy(MultiProcessStrategy):
         self._shares = RankShares(self.world_size, self.strategy_name)
         self.metrics = RunMetrics(self.root_device, whole=not self.layout.cut_by)
         self.layout.begin(trainer, self.structures)
-        self.verify_threads()
 
     def _verify_options(self, trainer: pl.Trainer) -> None:
         """Refuse what torch's DDP can't do with the devices of a process."""
@@ -218,6 +217,11 @@ class DDPStrategy(MultiProcessStrategy):
                 "but DDP averages gradients on devices of one type only. Give each process GPUs or CPUs alone, or "
                 "choose strategy=model_parallel."
             )
+        if self._ddp_kwargs.get("static_graph") and self.stage_options is not None and self.layout.cut_by:
+            raise ConfigError(
+                f"{self.strategy_name}: static_graph=true needs one backward pass per step, but with "
+                f"{self.layout.cut_by} each micro-batch has one. Set static_graph=false, or num_microbatches=1."
+            )
         if self._ddp_kwargs.get("static_graph") and not trainer.lightning_module.automatic_optimization:
             raise ConfigError(
                 f"{self.strategy_name}: static_graph=true can't be recorded in manual optimization: the module runs "
@@ -225,14 +229,6 @@ class DDPStrategy(MultiProcessStrategy):
             )
         if cut := self.layout.cut_by:
             self.verify_batchnorm(trainer, cut, f"{cut.partition('=')[0]}=1")
-
-    def verify_threads(self) -> None:
-        """Refuse an option of DDP that micro-batches in threads can't honour."""
-        if self.layout.finishes_later and self._ddp_kwargs.get("static_graph"):
-            raise ConfigError(
-                f"{self.strategy_name}: static_graph=True needs one backward pass per step, but micro-batches in "
-                "threads have one each. Set static_graph=false, or deterministic=true."
-            )
 
     def _verify_end_of_step(self, module: pl.LightningModule) -> None:
         if end_of_step(module) is not None:

@@ -10,7 +10,7 @@ from .batch.one_process import OneProcessStrategy
 from .batch.structure import BatchDims
 from .core.types import Device
 from .pipeline.layout import StageLayout
-from .pipeline.options import Partition, StageOptions
+from .pipeline.options import Overlap, Partition, ScheduleName, StageOptions
 
 
 class ModelParallelStrategy(OneProcessStrategy):
@@ -20,11 +20,13 @@ class ModelParallelStrategy(OneProcessStrategy):
         devices: one per stage; devices may repeat and mix. None takes the trainer's (`accelerator=`, `devices=`).
         partition: how the module is cut: `auto`, `manual`, or the names of the first module of each later stage.
         num_microbatches: number of micro-batches per training batch, which run on different stages at the same time.
+        schedule: order of the micro-batches on each stage, `1f1b` or `gpipe`.
+        overlap: how stages work at the same time, `launch` or `threads`; None decides by the devices.
         output_device: device of batch, outputs and loss: `last` or `first`.
         optimizer_copies: tensors of a parameter's size that the optimizer keeps per trainable parameter.
         profile_activations: whether `auto` also counts activations saved for backward.
         loss_reduction: reduction of the module's loss, `mean` or `sum`.
-        deterministic: whether one thread runs the micro-batches in order; None follows torch.
+        deterministic: whether random numbers are taken in the same order in every run; None follows torch.
         batch_dims: which dimensions of the batch are samples, by path, where that can't be found out.
 
     See `StageOptions` for details.
@@ -40,6 +42,8 @@ class ModelParallelStrategy(OneProcessStrategy):
         devices: Sequence[Device] | None = None,
         partition: Partition = "auto",
         num_microbatches: int = 1,
+        schedule: ScheduleName = "1f1b",
+        overlap: Overlap | None = None,
         output_device: Literal["last", "first"] = "last",
         optimizer_copies: float = 2,
         profile_activations: bool = False,
@@ -51,6 +55,8 @@ class ModelParallelStrategy(OneProcessStrategy):
         self.stage_options = StageOptions(
             partition=partition,
             num_microbatches=num_microbatches,
+            schedule=schedule,
+            overlap=overlap,
             output_device=output_device,
             optimizer_copies=optimizer_copies,
             profile_activations=profile_activations,

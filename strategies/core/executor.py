@@ -10,7 +10,7 @@ import torch
 
 from .devices import current_stream, is_accelerator, on_device
 
-_TYPES = ("cuda", "mps", "cpu")
+AUTOCAST_TYPES = ("cuda", "mps", "cpu")
 """Device types that have an autocast of their own; that of the first which is on goes for the types where it is off."""
 
 
@@ -98,7 +98,7 @@ class _Context:
         self._grad = torch.is_grad_enabled()
         self._inference = torch.is_inference_mode_enabled()
         self._cache = torch.is_autocast_cache_enabled()
-        on = [kind for kind in _TYPES if torch.is_autocast_enabled(kind)]
+        on = [kind for kind in AUTOCAST_TYPES if torch.is_autocast_enabled(kind)]
         self._autocast = {kind: torch.get_autocast_dtype(kind) for kind in on}
 
     def run(self, piece: Piece) -> Any:

@@ -1,8 +1,12 @@
-"""Temporarily replace an attribute of one object."""
+"""Temporarily replace an attribute of one object, or the hooks of parameters."""
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from typing import Any
+
+from torch import nn
+
+from .private import of_torch, put
 
 
 @contextmanager
@@ -15,3 +19,22 @@ def replaced(owner: object, name: str, value: Any) -> Generator[None]:
     finally:
         del vars(owner)[name]
         vars(owner).update(kept)
+
+
+@contextmanager
+def without_hooks(parameters: Sequence[nn.Parameter]) -> Generator[None]:
+    """Disable the parameters' hooks inside the block: those that get a gradient, and those that follow it."""
+    hooked: list[tuple[Any, Any]] = [(p, of_torch.backward_hooks(p)) for p in parameters if of_torch.backward_hooks(p)]
+    found: list[Any] = [of_torch.post_accumulate_grad_hooks(p) for p in parameters]
+    following = [(hooks, dict(hooks)) for hooks in found if hooks]
+    for parameter, _ in hooked:
+        put(parameter, backward_hooks=None)
+    for hooks, _ in following:
+        hooks.clear()  # torch keeps this dict: to set None instead has no effect
+    try:
+        yield
+    finally:
+        for parameter, hooks in hooked:
+            put(parameter, backward_hooks=hooks)
+        for hooks, before in following:
+            hooks.update(before)

@@ -2,14 +2,13 @@
 and track the parameters that it reduces.
 
 DDP's reducer fires during backward, whenever a parameter's gradient is accumulated. If a process sums gradients first
-(over replicas or micro-batches), they are passed on afterwards in one backward pass that does nothing else.
+(over replicas), they are passed on afterwards in one backward pass that does nothing else.
 
 The wrapper reduces the parameters that required gradients when it was created. A parameter unfrozen later would be
 trained by each rank separately, and the wrapper would wait for one frozen later.
 """
 
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +18,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from ..core.private import of_torch, put
+from ..core.patching import without_hooks
+from ..core.private import of_torch
 
 
 def reduce_finished(model: DistributedDataParallel) -> None:
@@ -32,21 +32,8 @@ def reduce_finished(model: DistributedDataParallel) -> None:
         parameter.grad = None
     handover = _FinishedGradients.apply(gradients, *parameters)
     prepare_for_backward(model, handover)
-    with _without_hooks(parameters):
+    with without_hooks(parameters):  # they have seen these gradients already
         handover.backward()
-
-
-@contextmanager
-def _without_hooks(parameters: list[nn.Parameter]) -> Generator[None]:
-    """Disable the parameters' hooks, which have seen these gradients already, inside the block."""
-    hooked: list[tuple[Any, Any]] = [(p, of_torch.backward_hooks(p)) for p in parameters if of_torch.backward_hooks(p)]
-    for parameter, _ in hooked:
-        put(parameter, backward_hooks=None)
-    try:
-        yield
-    finally:
-        for parameter, hooks in hooked:
-            put(parameter, backward_hooks=hooks)
 
 
 class _FinishedGradients(torch.autograd.Function):

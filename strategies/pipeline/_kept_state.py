@@ -1,22 +1,30 @@
-"""Find out whether a module's step keeps something on the module, which micro-batches in threads would share.
+"""Find out, in its first micro-batch, what a module's step shares with the steps of other micro-batches.
 
 Micro-batches in threads call the same module in turns that change at every stage. What a step keeps there from one
 layer to the next (features that a forward hook collects, a loss that `forward` appends to a list, hooks that the step
-itself registers) would then be mixed. Such micro-batches run one after the other.
+itself registers) would then be mixed. Such micro-batches run one after the other. So do those that are computed again
+in backward with the same random numbers (activation checkpointing of dropout), since all threads share one stream.
 """
 
 from collections import deque
 from collections.abc import Callable, Collection
+from contextlib import nullcontext
 from typing import Any
 
+import torch
 from pytorch_lightning import LightningModule
-from torch import nn
-from torch.nn.modules.module import register_module_forward_hook
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 from torchmetrics import Metric, MetricCollection
+from typing_extensions import override
+
+from .module_parts import is_compiled
 
 _HOOKS = tuple(key for key in nn.Module().__dict__ if "_hooks" in key and "state_dict" not in key)
 _LIGHTNING = LightningModule().__dict__.keys()
+_READ: Any = getattr(Tensor.grad, "__get__")  # noqa: B009  # typed as the tensor that it returns
 
 
 class KeptState:
@@ -30,8 +38,12 @@ class KeptState:
     def __init__(self, module: nn.Module, own_hooks: Collection[int]) -> None:
         self._modules = [part for part in module.modules() if not isinstance(part, (Metric, MetricCollection))]
         self._own_hooks = set(own_hooks)
+        self._is_compiled = is_compiled(module)
         self._num_hooks = -1
         self._keeps_state = False
+        self._draws = False
+        self.reads_gradients = False
+        """Whether the step read `.grad` of a parameter."""
 
     def must_watch(self) -> bool:
         """Whether nothing is known yet, or hooks were registered since the last look."""
@@ -50,18 +62,46 @@ class KeptState:
         grown: list[bool] = []
         look = register_module_forward_hook(lambda *_: grown.append(lengths != list(map(len, collections))))
         num_hooks = RemovableHandle.next_id
+        random_state = torch.get_rng_state()
         try:
-            output = call()
+            with nullcontext() if self._is_compiled else _GradientReads() as reads:
+                output = call()
         finally:
             look.remove()
+        self.reads_gradients = reads is not None and reads.found
+        self._draws = not torch.equal(random_state, torch.get_rng_state())
         self._num_hooks = RemovableHandle.next_id
         changed = any(_differ(old, part.__dict__) for old, part in zip(before, self._modules, strict=True))
         self._keeps_state = changed or any(grown) or self._num_hooks != num_hooks or self._has_hooks()
         return output
 
+    def watch_backward(self, call: Callable[[], None]) -> None:
+        """Run the backward pass of the same micro-batch, and decide by whether it computes modules again."""
+        called: list[bool] = []
+        look = register_module_forward_pre_hook(lambda *_: called.append(True))
+        try:
+            call()
+        finally:
+            look.remove()
+            self._num_hooks = RemovableHandle.next_id
+        self._keeps_state |= self._draws and bool(called)
+
     def _has_hooks(self) -> bool:
         hooks = (number for part in self._modules for key in _HOOKS for number in part.__dict__.get(key, ()))
         return not self._own_hooks.issuperset(hooks)
+
+
+class _GradientReads(TorchFunctionMode):
+    """Notes whether `.grad` of a parameter is read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found = False
+
+    @override
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.found |= func == _READ and isinstance(args[0], nn.Parameter)
+        return func(*args, **(kwargs or {}))
 
 
 def _is_collection(key: str, value: Any) -> bool:

@@ -1,10 +1,10 @@
-"""Run a training step in micro-batches: forward on overlapping stages, then backward."""
+"""Run a training step in micro-batches, forward and backward, on overlapping stages."""
 
 import threading
 from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,34 +13,24 @@ from typing_extensions import override
 from ..batch.log_recorder import LogRecorder
 from ..batch.losses import ChunkLosses
 from ..core.devices import is_accelerator
+from ..core.errors import ConfigError
 from ..core.executor import Executor, Piece
 from ..core.patching import replaced
+from ._gradients import EarlyGradients
 from ._kept_state import KeptState
-from ._losses_last import LossesLast
 from ._metric_values import MetricValues
+from ._schedule import launch_order, stage_order
 from ._turns import Ticket, Turns
 from ._whole_batch_metrics import WholeBatchMetrics
+from .options import Overlap
 from .stages import Stages
 
 
-class _Pending(NamedTuple):
-    """A micro-batch that waits for its backward pass."""
-
-    name: str
-    loss: Tensor
-    leaf: Tensor
-    """Stands in for the loss in the caller's graph; its gradient starts the backward pass of the loss itself."""
-    ticket: Ticket
-
-
 class MicroBatches:
-    """Runs micro-batches on the stages of a layout.
+    """Runs micro-batches on the stages of a layout, each forward and, as soon as the schedule says so, backward.
 
-    If all stages are accelerators, the micro-batches are launched in order: launches return at once, so stages work on
-    different micro-batches at the same time, in backward too. Where they meet on the first stage's device, their losses
-    are computed last (see `_losses_last.py`). If a stage is a CPU, each micro-batch has its own
-    thread (see `_turns.py`), and `finish_backward` runs its backward pass; the first step, and every step of a module
-    that keeps state between its layers (see `_kept_state.py`), runs them in order instead.
+    Each micro-batch has a thread; `_turns.py` says which of them may run. One after the other run those of the first
+    step, and all of a module that keeps state between its layers (see `_kept_state.py`) or is placed by hand.
 
     Args:
         module: the placed module, whose steps are watched; None trusts it to keep no state.
@@ -51,32 +41,25 @@ class MicroBatches:
         self._kept_state = None if module is None else KeptState(module, layout.hook_numbers)
         self._in_order = Executor(threads=False)
         self._threads = Executor(threads=True, one_per_device=False)
-        self._pending: list[_Pending] = []
 
     @property
-    def _may_overlap(self) -> bool:
-        options = self._layout.options
-        in_order = (
-            torch.are_deterministic_algorithms_enabled() if options.deterministic is None else options.deterministic
-        )
-        many = options.num_microbatches > 1 and self._layout.num_stages > 1 and self._layout.plan is not None
-        return many and not in_order
+    def overlap(self) -> Overlap | None:
+        """How stages work on different micro-batches at the same time; None if they don't."""
+        layout, options = self._layout, self._layout.options
+        if options.num_microbatches == 1 or layout.num_stages == 1 or layout.plan is None:
+            return None
+        if options.is_deterministic:
+            return "launch"
+        return options.overlap or ("launch" if all(is_accelerator(device) for device in layout.devices) else "threads")
 
-    @property
-    def uses_threads(self) -> bool:
-        """Whether micro-batches may run at once, so that `finish_backward` must follow the backward of the loss."""
-        return self._may_overlap and not all(is_accelerator(device) for device in self._layout.devices)
-
-    @property
-    def _puts_losses_last(self) -> bool:
-        all_launch = all(is_accelerator(device) for device in self._layout.devices)
-        return self._may_overlap and all_launch and self._layout.meeting_stage == 0
-
-    def forward(self, names: Sequence[str], calls: Sequence[Callable[[], Any]]) -> list[Any]:
-        """Run one training step per micro-batch.
+    def run(
+        self, names: Sequence[str], calls: Sequence[Callable[[], Any]], gradients: EarlyGradients | None
+    ) -> list[Any]:
+        """Run one training step per micro-batch, and go backward.
 
         Args:
             calls: one per micro-batch; each returns a loss, a mapping with `loss`, or None.
+            gradients: collects their gradients; None if their outputs are to keep their graphs.
 
         Returns:
             Their results, in order.
@@ -84,70 +67,100 @@ class MicroBatches:
         Raises:
             Exception: the error of the first one that failed; its message names the micro-batch.
         """
-        if self._must_run_in_order():
-            return self._run_in_order(names, calls)
-        device = self._layout.devices[0]
-        if not self.uses_threads:
-            order = LossesLast(len(calls))
-            runs = [partial(order.run, i, partial(self._run_and_pause, order, i, call)) for i, call in enumerate(calls)]
-            return self._threads.run([Piece(device, *named) for named in zip(names, runs, strict=True)])
-        turns = Turns(len(calls), self._layout.num_stages, "F")
-        waits = [not is_accelerator(device) for device in self._layout.devices]
-        tickets = [Ticket(number, turns, waits) for number in range(len(calls))]
-        runs = [partial(self._run_forward, ticket, call) for ticket, call in zip(tickets, calls, strict=True)]
-        outputs = self._threads.run([Piece(device, *named) for named in zip(names, runs, strict=True)])
-        self._pending = []
-        return [self._set_aside(*item) for item in zip(names, outputs, tickets, strict=True)]
-
-    def finish_backward(self) -> None:
-        """Run the backward pass of each micro-batch, from the gradient of its loss."""
-        pending, self._pending = self._pending, []
-        pending = [item for item in pending if item.leaf.grad is not None]
-        turns = Turns(len(pending), self._layout.num_stages, "B")
-        for number, item in enumerate(pending):
-            item.ticket.microbatch = number
-        pieces = [Piece(i.loss.device, f"backward of {i.name}", partial(self._run_backward, i, turns)) for i in pending]
-        if pieces:
-            self._threads.run(pieces[::-1])
+        try:
+            if gradients is None or self._must_run_in_order():
+                return self._run_in_order(names, calls, gradients)
+            tickets = self._tickets(len(calls))
+            runs = [partial(self._run, *item, gradients) for item in zip(tickets, calls, strict=True)]
+            return self._threads.run(self._pieces(names, runs))
+        finally:
+            if gradients is not None:
+                gradients.collect()
 
     def shutdown(self) -> None:
         """Stop the threads."""
         self._threads.shutdown()
-        self._pending = []
+
+    def _tickets(self, num: int) -> list[Ticket]:
+        name, stages = self._layout.options.schedule, self._layout.num_stages
+        if self.overlap == "launch":
+            orders = [launch_order(name, num, stages)]
+        else:
+            orders = [stage_order(name, num, stages, stage) for stage in range(stages)]
+        turns = Turns(orders)
+        waits = [not is_accelerator(device) for device in self._layout.devices]
+        return [Ticket(number, turns, waits) for number in range(num)]
+
+    def _run(self, ticket: Ticket, call: Callable[[], Any], gradients: EarlyGradients) -> Any:
+        with self._layout.ticketed(ticket), ticket.held():
+            output = call()
+            loss = gradients.weighed(ticket.microbatch, output)
+            if loss is not None:
+                ticket.turn_back()
+                self._go_backward(loss, gradients)
+            return _detached(output)
+
+    def _go_backward(self, loss: Tensor, gradients: EarlyGradients) -> None:
+        self._in_order.run([Piece(loss.device, "backward", partial(gradients.go_backward, loss))])
 
     def _must_run_in_order(self) -> bool:
-        if not (self.uses_threads or self._puts_losses_last):
+        if self.overlap is None:
             return True
         state = self._kept_state
         return state is not None and (state.keeps_state or state.must_watch())
 
-    def _run_in_order(self, names: Sequence[str], calls: Sequence[Callable[[], Any]]) -> list[Any]:
-        has_threads = self.uses_threads or self._puts_losses_last
-        if has_threads and self._kept_state is not None and self._kept_state.must_watch():
-            calls = [partial(self._kept_state.watch, calls[0]), *calls[1:]]
+    def _run_in_order(
+        self, names: Sequence[str], calls: Sequence[Callable[[], Any]], gradients: EarlyGradients | None
+    ) -> list[Any]:
+        if gradients is None:
+            return self._in_order.run(self._pieces(names, calls))
+        state = self._kept_state
+        watched = state if state is not None and state.must_watch() else None
+        all_launch = all(is_accelerator(device) for device in self._layout.devices)
+        # accelerators are at work on several micro-batches if all are launched before the first goes backward
+        waits = self._layout.options.schedule == "gpipe" or (all_launch and watched is None)
+        pending: list[Callable[[], None]] = []
+
+        def run(microbatch: int, call: Callable[[], Any]) -> Any:
+            watch = watched and microbatch == 0
+            output = state.watch(call) if state is not None and watch else call()
+            loss = gradients.weighed(microbatch, output)
+            if state is not None and watch:
+                self._verify_reads(state)
+            if loss is not None:
+                go_backward = partial(self._go_backward, loss, gradients)
+                pending.append(
+                    partial(state.watch_backward, go_backward) if state is not None and watch else go_backward
+                )
+            while pending and not waits:
+                pending.pop()()
+            return _detached(output)
+
+        outputs = self._in_order.run(self._pieces(names, [partial(run, i, call) for i, call in enumerate(calls)]))
+        while pending:
+            pending.pop()()
+        return outputs
+
+    def _verify_reads(self, state: KeptState) -> None:
+        """Refuse a step that reads gradients, if other micro-batches go backward meanwhile."""
+        options = self._layout.options
+        if state.reads_gradients and options.schedule == "1f1b":
+            raise ConfigError(
+                f"num_microbatches={options.num_microbatches}: training_step reads the .grad of a parameter, which "
+                "holds gradients of other micro-batches under schedule=1f1b. Read it in on_before_optimizer_step, or "
+                "set strategy.schedule=gpipe."
+            )
+
+    def _pieces(self, names: Sequence[str], calls: Sequence[Callable[[], Any]]) -> list[Piece]:
         device = self._layout.devices[0]
-        return self._in_order.run([Piece(device, *named) for named in zip(names, calls, strict=True)])
+        return [Piece(device, *named) for named in zip(names, calls, strict=True)]
 
-    def _run_forward(self, ticket: Ticket, call: Callable[[], Any]) -> Any:
-        with self._layout.ticketed(ticket):
-            return ticket.run(call)
 
-    def _run_and_pause(self, order: LossesLast, microbatch: int, call: Callable[[], Any]) -> Any:
-        with self._layout.pausing(partial(order.pause, microbatch)):
-            return call()
-
-    def _run_backward(self, item: _Pending, turns: Turns) -> None:
-        with self._layout.ticketed(item.ticket):
-            item.ticket.run_backward(partial(torch.autograd.backward, item.loss, item.leaf.grad), turns)
-
-    def _set_aside(self, name: str, output: Any, ticket: Ticket) -> Any:
-        """Detach the loss from its graph, so that backward passes of micro-batches can run in parallel."""
-        loss = output.get("loss") if isinstance(output, dict) else output
-        if not isinstance(loss, Tensor) or not loss.requires_grad:
-            return output
-        leaf = loss.detach().requires_grad_()
-        self._pending.append(_Pending(name, loss, leaf, ticket))
-        return {**output, "loss": leaf} if isinstance(output, dict) else leaf
+def _detached(output: Any) -> Any:
+    """What a micro-batch returned, with a loss whose graph has been used."""
+    if isinstance(output, dict):
+        return {**output, "loss": output["loss"].detach()} if isinstance(output.get("loss"), Tensor) else output
+    return output.detach() if isinstance(output, Tensor) else output
 
 
 class MicroBatchLogs(LogRecorder):

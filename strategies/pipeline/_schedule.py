@@ -1,7 +1,11 @@
-"""Schedule micro-batches on stages. A pure generator: no module, no device, no clock."""
+"""Schedule micro-batches on stages. Pure functions: no module, no device, no clock."""
 
+from collections import deque
 from collections.abc import Iterator
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeAlias
+
+ScheduleName: TypeAlias = Literal["1f1b", "gpipe"]
+"""Order of the work on each stage; see `stage_order`."""
 
 
 class Task(NamedTuple):
@@ -13,31 +17,75 @@ class Task(NamedTuple):
     stage: int
 
 
-def schedule(num_microbatches: int, num_stages: int) -> Iterator[list[Task]]:
-    """Yield, tick by tick, the tasks that run in parallel.
+def stage_order(name: ScheduleName, num_microbatches: int, num_stages: int, stage: int) -> list[Task]:
+    """List the tasks of one stage, in order.
 
-    Every micro-batch runs forward through all stages; then all run backward, the last one first, so that the stage
-    that finished forward last starts backward first. With 4 micro-batches on 2 stages:
+    `1f1b`: a stage runs forward as many micro-batches as there are stages from it to the last; then one backward, one
+    forward, and so on. So stage s keeps the activations of at most k − s micro-batches.
 
-    ```
-    tick      0   1   2   3   4   5   6   7   8   9
-    stage 0   F0  F1  F2  F3  .   .   B3  B2  B1  B0
-    stage 1   .   F0  F1  F2  F3  B3  B2  B1  B0  .
-    ```
+    `gpipe`: all forward, then all backward, the last one first. Every stage keeps the activations of all micro-batches.
 
     Args:
         num_microbatches: number of micro-batches, m.
+        num_stages: number of stages, k.
+
+    Source: PipeDream-Flush (Narayanan et al., 2020, arXiv:2006.09503), figure 3; GPipe (Huang et al., 2019,
+    arXiv:1811.06965), figure 2c.
+    """
+    forward = [Task("F", i, stage) for i in range(num_microbatches)]
+    if name == "gpipe":
+        return forward + [Task("B", task.microbatch, stage) for task in reversed(forward)]
+    ahead = num_stages - stage
+    order = forward[:ahead]
+    for i in range(num_microbatches):
+        order += [Task("B", i, stage), *forward[ahead + i : ahead + i + 1]]
+    return order
+
+
+def schedule(name: ScheduleName, num_microbatches: int, num_stages: int) -> Iterator[list[Task]]:
+    """Yield, tick by tick, the tasks that run in parallel: each stage's next one as soon as what it needs is done.
+
+    With 4 micro-batches on 2 stages:
+
+    ```
+    1f1b      0   1   2   3   4   5   6   7   8   9     gpipe     0   1   2   3   4   5   6   7   8   9
+    stage 0   F0  F1  .   B0  F2  B1  F3  B2  .   B3    stage 0   F0  F1  F2  F3  .   .   B3  B2  B1  B0
+    stage 1   .   F0  B0  F1  B1  F2  B2  F3  B3  .     stage 1   .   F0  F1  F2  F3  B3  B2  B1  B0  .
+    ```
 
     Yields:
         The tasks of one tick, ordered by stage; 2·(m + k − 1) ticks in all.
-
-    Source: GPipe (Huang et al., 2019, arXiv:1811.06965), figure 2c.
     """
-    num_ticks = num_microbatches + num_stages - 1
-    forward = [
-        [Task("F", tick - stage, stage) for stage in range(num_stages) if 0 <= tick - stage < num_microbatches]
-        for tick in range(num_ticks)
-    ]
-    yield from forward
-    for tasks in reversed(forward):
-        yield [Task("B", task.microbatch, task.stage) for task in tasks]
+    orders = [deque(stage_order(name, num_microbatches, num_stages, stage)) for stage in range(num_stages)]
+    done: set[Task] = set()
+    while any(orders):
+        tick = [order[0] for order in orders if order and needs(order[0], num_stages) <= done]
+        for task in tick:
+            orders[task.stage].popleft()
+        done.update(tick)
+        yield tick
+
+
+def launch_order(name: ScheduleName, num_microbatches: int, num_stages: int) -> list[Task]:
+    """Put the tasks of all stages in one order, for a single thread that queues the work of devices.
+
+    A backward pass is launched whole, through all stages; it stands for its task on the last stage. Each stage gets its
+    tasks in the order of `stage_order`.
+    """
+    orders = [deque(stage_order(name, num_microbatches, num_stages, stage)) for stage in range(num_stages)]
+    launched: list[Task] = []
+    done: set[Task] = set()
+    while any(orders):
+        ready = [order for order in orders if order[0].phase == "F" and needs(order[0], num_stages) <= done]
+        launched += [order.popleft() for order in ready]
+        done.update(launched)
+        if all(order[0].phase == "B" and order[0].microbatch == orders[0][0].microbatch for order in orders):
+            launched.append([order.popleft() for order in orders][-1])
+    return launched
+
+
+def needs(task: Task, num_stages: int) -> set[Task]:
+    """The tasks that must be done before a task, other than those of its own stage."""
+    if task.phase == "F":
+        return {task._replace(stage=task.stage - 1)} if task.stage > 0 else set()
+    return {task._replace(stage=task.stage + 1)} if task.stage < num_stages - 1 else {task._replace(phase="F")}

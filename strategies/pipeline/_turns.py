@@ -1,64 +1,97 @@
-"""Enforce the schedule of micro-batches on stages that threads serve.
+"""Enforce a schedule on micro-batches that have a thread each: a stage serves one at a time, in the schedule's order.
 
-A CPU "device" works in the calling thread. So each micro-batch gets a thread, and a stage serves one thread at a time,
-in the order that `_schedule.py` draws.
+`threads`: a CPU works in the calling thread, so threads are on different stages at the same time.
+`launch`: an accelerator's work is only queued, so one thread at a time runs, on whatever stage, and queues it in the
+order in which devices are to work. Between two stages it gives way to the next.
 """
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from ._schedule import schedule
+from ._schedule import Task
 
 
 class Turns:
-    """Grants micro-batches access to stages, in one direction of one step.
+    """Grants micro-batches access to stages in one step.
 
-    The first visit of a micro-batch to a stage waits for those that the schedule puts before it. A later visit (a tied
+    A task waits for those that are before it in its order. A micro-batch that comes to a stage again in forward (a tied
     head on the first stage, for example) only waits for the stage to be free. Micro-batches that have finished, or that
     wait themselves, block no others, so no order of visits can deadlock.
+
+    Args:
+        orders: the tasks of each stage, in order; or those of all stages in one order, of which one runs at a time.
     """
 
-    def __init__(self, num_microbatches: int, num_stages: int, phase: Literal["F", "B"]) -> None:
-        tasks = [task for tick in schedule(num_microbatches, num_stages) for task in tick if task.phase == phase]
-        self._due = [[task.microbatch for task in tasks if task.stage == stage] for stage in range(num_stages)]
-        self._holder: list[int | None] = [None] * num_stages
-        self._changed = threading.Condition()
+    def __init__(self, orders: Sequence[Sequence[Task]]) -> None:
+        self._due = [list(order) for order in orders]
+        self._holder: list[int | None] = [None] * len(orders)
+        self._lock = threading.Lock()
+        self._waiting: dict[int, tuple[Task, threading.Condition]] = {}
 
-    def enter(self, stage: int, microbatch: int) -> None:
-        """Wait for the stage and take it, unless this micro-batch has it already. While waiting it holds no stage."""
-        with self._changed:
-            if self._holder[stage] == microbatch:
+    @property
+    def one_at_a_time(self) -> bool:
+        """Whether there is one order for all stages."""
+        return len(self._due) == 1
+
+    def enter(self, task: Task) -> None:
+        """Wait for the stage and take it. While waiting the micro-batch holds no stage."""
+        with self._lock:
+            if self._holder[self._index(task)] == task.microbatch and task not in self._due[self._index(task)][1:]:
                 return
             # a backward pass that branches reaches a stage before it has left another
-            for other in range(len(self._holder)):
-                self.leave(other, microbatch)
-            self._changed.wait_for(lambda: self._may_enter(stage, microbatch))
-            self._holder[stage] = microbatch
+            self._release(task.microbatch)
+            self._wake()
+            changed = threading.Condition(self._lock)
+            self._waiting[task.microbatch] = (task, changed)
+            changed.wait_for(lambda: self._may_enter(task))
+            del self._waiting[task.microbatch]
+            self._holder[self._index(task)] = task.microbatch
 
-    def leave(self, stage: int, microbatch: int) -> None:
-        """Release the stage, if this micro-batch holds it."""
-        with self._changed:
-            if self._holder[stage] == microbatch:
-                self._holder[stage] = None
-                if microbatch in self._due[stage]:
-                    self._due[stage].remove(microbatch)
-                self._changed.notify_all()
+    def leave(self, task: Task, done: bool = True) -> None:
+        """Release the stage, if this micro-batch holds it.
 
-    def finish(self, microbatch: int) -> None:
-        """Make no other micro-batch wait for this one."""
-        for stage in range(len(self._holder)):
-            self.leave(stage, microbatch)
-        with self._changed:
-            self._due = [[other for other in due if other != microbatch] for due in self._due]
-            self._changed.notify_all()
+        Args:
+            done: whether the task is complete, so that the next one may begin.
+        """
+        with self._lock:
+            index = self._index(task)
+            if self._holder[index] == task.microbatch:
+                self._holder[index] = None
+            if done and task in self._due[index]:
+                self._due[index].remove(task)
+            self._wake()
 
-    def _may_enter(self, stage: int, microbatch: int) -> bool:
-        due = self._due[stage]
-        return self._holder[stage] is None and (microbatch not in due or due[0] == microbatch)
+    def finish(self, microbatch: int, phases: str = "FB") -> None:
+        """Release all stages, and make no other micro-batch wait for this one.
+
+        Args:
+            phases: the directions in which it has finished.
+        """
+        with self._lock:
+            self._release(microbatch)
+            for due in self._due:
+                due[:] = [task for task in due if task.microbatch != microbatch or task.phase not in phases]
+            self._wake()
+
+    def _index(self, task: Task) -> int:
+        return 0 if self.one_at_a_time else task.stage
+
+    def _release(self, microbatch: int) -> None:
+        self._holder = [None if holder == microbatch else holder for holder in self._holder]
+
+    def _may_enter(self, task: Task) -> bool:
+        due = self._due[self._index(task)]
+        return self._holder[self._index(task)] is None and (task not in due or due[0] == task)
+
+    def _wake(self) -> None:
+        for task, changed in self._waiting.values():
+            if self._may_enter(task):
+                changed.notify()
 
 
 class Ticket:
@@ -69,31 +102,31 @@ class Ticket:
             already, and one autograd thread serves all its micro-batches, so none may block it.
     """
 
-    def __init__(self, microbatch: int, turns: Turns, waits_in_backward: list[bool]) -> None:
+    def __init__(self, microbatch: int, turns: Turns, waits_in_backward: Sequence[bool]) -> None:
         self.microbatch = microbatch
         self.stage = 0
         self._turns = turns
         self._waits = waits_in_backward
+        self._visited = {0}
         self._goes_back = False
 
-    def run(self, call: Callable[[], Any]) -> Any:
-        """Run the forward pass, which starts on stage 0 and enters other stages by `move_on`."""
+    @contextmanager
+    def held(self) -> Generator[None]:
+        """Run a micro-batch in the block: forward, which starts on stage 0, and after `turn_back` backward."""
         try:
-            self._turns.enter(0, self.microbatch)
-            return call()
+            self._turns.enter(self._task("F", 0))
+            yield
         finally:
             self._turns.finish(self.microbatch)
 
-    def run_backward(self, call: Callable[[], Any], turns: Turns) -> None:
-        """Run the backward pass, which starts where forward ended and goes back through the same crossings."""
-        self._turns = turns
+    def turn_back(self) -> None:
+        """Wait to go backward, from where forward ended, through the same crossings."""
         self._goes_back = True
-        try:
-            if self._waits[self.stage]:
-                turns.enter(self.stage, self.microbatch)
-            call()
-        finally:
-            turns.finish(self.microbatch)
+        self._turns.finish(self.microbatch, "F")
+        if self._turns.one_at_a_time:
+            self._turns.enter(self._task("B", len(self._waits) - 1))
+        elif self._waits[self.stage]:
+            self._turns.enter(self._task("B", self.stage))
 
     def move_on(self, stage: int, tensors: list[Tensor], move: Callable[[list[Tensor]], list[Tensor]]) -> list[Tensor]:
         """Move to another stage, with the tensors that the next module needs.
@@ -106,20 +139,29 @@ class Ticket:
         """
         if self._goes_back:  # activation checkpointing recomputes modules within the stage's turn in backward
             return move(tensors)
+        is_first = stage not in self._visited
         left, self.stage = self.stage, stage
-        tensors = self._on_backward(tensors, self._turns_back(left, "enter"))
-        self._turns.leave(left, self.microbatch)
-        self._turns.enter(stage, self.microbatch)
-        return self._on_backward(move(tensors), self._turns_back(stage, "leave"))
+        if self._turns.one_at_a_time:
+            if is_first:
+                self._change_stage(left, stage)
+            return move(tensors)
+        tensors = self._on_backward(tensors, lambda: self._turns.enter(self._task("B", left)), self._waits[left])
+        self._change_stage(left, stage)
+        return self._on_backward(move(tensors), lambda: self._turns.leave(self._task("B", stage), done=is_first))
 
-    def _turns_back(self, stage: int, action: Literal["enter", "leave"]) -> Callable[[], None] | None:
-        if not self._waits[stage]:
-            return None
-        return lambda: getattr(self._turns, action)(stage, self.microbatch)
+    def _change_stage(self, left: int, stage: int) -> None:
+        skipped = set(range(stage)) - self._visited
+        self._visited.add(stage)
+        for other in (left, *skipped):
+            self._turns.leave(self._task("F", other))
+        self._turns.enter(self._task("F", stage))
 
-    def _on_backward(self, tensors: list[Tensor], call: Callable[[], None] | None) -> list[Tensor]:
+    def _task(self, phase: Literal["F", "B"], stage: int) -> Task:
+        return Task(phase, self.microbatch, stage)
+
+    def _on_backward(self, tensors: list[Tensor], call: Callable[[], None], marks: bool = True) -> list[Tensor]:
         with_grad = [tensor.requires_grad for tensor in tensors]
-        if call is None or not any(with_grad) or not torch.is_grad_enabled():
+        if not marks or not any(with_grad) or not torch.is_grad_enabled():
             return tensors
         marked = iter(_Mark.apply(call, *(t for t, grad in zip(tensors, with_grad, strict=True) if grad)))
         return [next(marked) if grad else tensor for tensor, grad in zip(tensors, with_grad, strict=True)]

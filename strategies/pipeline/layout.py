@@ -22,6 +22,7 @@ from ..batch.structure import BatchStructure
 from ..core.errors import ConfigError
 from ..core.module_checks import end_of_step, ended, has_batchnorm, verify_takes_batches
 from ..core.types import Batch
+from ._gradients import EarlyGradients
 from ._microbatches import MicroBatches, MicroBatchLogs
 from .options import StageOptions
 from .stages import Stages
@@ -50,16 +51,12 @@ class StageLayout(Layout):
         self._module: pl.LightningModule | None = None
         self._has_batchnorm = False
         self._told: set[str] = set()
+        self._scaler: Any = None
 
     @property
     @override
     def meeting_device(self) -> torch.device:
         return self.stages.meeting_device
-
-    @property
-    @override
-    def finishes_later(self) -> bool:
-        return self._microbatches.uses_threads
 
     @property
     @override
@@ -77,6 +74,11 @@ class StageLayout(Layout):
                 f"{self.cut_by} needs automatic optimization, but {type(module).__name__} optimizes manually. "
                 "Set num_microbatches=1."
             )
+        if self.options.overlap == "threads" and self.options.is_deterministic:
+            raise ConfigError(
+                "deterministic=true and overlap=threads: threads take random numbers in an order that no run repeats. "
+                "Set strategy.overlap=launch, or deterministic=false."
+            )
         verify_takes_batches(module, self.cut_by, "set num_microbatches=1")
 
     @override
@@ -93,12 +95,14 @@ class StageLayout(Layout):
         self.structures = structures
         self._has_batchnorm = has_batchnorm(module)
         self._microbatches = MicroBatches(self.stages, module)
-        if self.finishes_later and end_of_step(module) is not None:
+        if self.cut_by and self._microbatches.overlap == "threads" and end_of_step(module) is not None:
             raise ConfigError(
                 f"{self.cut_by}: {type(module).__name__}.training_step_end joins the outputs of "
-                "micro-batches, whose backward passes run in threads of their own. Set strategy.deterministic=true, or "
-                "num_microbatches=1."
+                "micro-batches, which then can't go backward in threads of their own. Set "
+                "strategy.deterministic=true, or num_microbatches=1."
             )
+        scaler: Any = getattr(trainer.precision_plugin, "scaler", None)
+        self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self._logs = MicroBatchLogs(module, self.options.num_microbatches, self.meeting_device)
         plan = f"{type(module).__name__} in {self.stages.num_stages} stages:\n{self.describe(module)}"
         self._info_once(plan, plan)
@@ -118,10 +122,6 @@ class StageLayout(Layout):
             return move_data_to_device(output, self.devices[0])
         scalars = {key: output[key] for key in ("loss", "loss_weight") if key in output}  # larger values stay
         return {**output, **move_data_to_device(scalars, self.devices[0])}
-
-    @override
-    def finish_backward(self) -> None:
-        self._microbatches.finish_backward()
 
     @override
     def describe(self, module: nn.Module) -> str:
@@ -150,16 +150,29 @@ class StageLayout(Layout):
         ]
         steps = [partial(step, chunk, *args, **kwargs) for chunk in self._batch_structure.split(batch, sizes)]
         steps[0] = partial(self._watched, steps[0])
+        gradients = self._gradients(sizes) if end is None else None
         with logs.recording(), self.stages.reading(batch):
-            outputs = self._microbatches.forward(names, [partial(logs.run, i, s) for i, s in enumerate(steps)])
+            calls = [partial(logs.run, i, s) for i, s in enumerate(steps)]
+            outputs = self._microbatches.run(names, calls, gradients)
         if end is not None:
             logs.replay(sizes)
             return end(results.join(outputs, sizes, self.meeting_device))
+        assert gradients is not None
         result, left_out = combine_outputs(outputs, sizes, logs, reduction, self.strategy, self.devices[0], results)
         self.losses = logs.losses
         for key in left_out:
             self._info_once(key, f"{self.strategy}: {LEFT_OUT.format(key=key)}")
-        return result
+        if isinstance(result, dict):
+            return {**result, "loss": gradients.attach(result["loss"])}
+        return None if result is None else gradients.attach(result)
+
+    def _gradients(self, sizes: list[int]) -> EarlyGradients:
+        module = self._module
+        assert module is not None
+        optimized = (p for o in module.trainer.optimizers for group in o.param_groups for p in group["params"])
+        parameters = {id(p): p for p in (*module.parameters(), *optimized)}.values()
+        scale = None if self._scaler is None else self._scaler.scale(torch.ones((), device=self.devices[0]))
+        return EarlyGradients(list(parameters), sizes, self.options.loss_reduction, self.strategy, scale)
 
     @property
     def _batch_structure(self) -> BatchStructure:

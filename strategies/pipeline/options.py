@@ -4,13 +4,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal, TypeAlias
 
+import torch
 from typing_extensions import Self
 
 from ..batch.losses import LossReduction
 from ..core.errors import ConfigError
+from ._schedule import ScheduleName
 
 Partition: TypeAlias = Literal["auto", "manual"] | Sequence[str]
 """Cut of a module: `auto`, `manual`, or the names of the first module of each later stage."""
+
+
+Overlap: TypeAlias = Literal["launch", "threads"]
+"""How stages work on different micro-batches at the same time; see `_turns.py`."""
 
 
 @dataclass(frozen=True)
@@ -21,6 +27,11 @@ class StageOptions:
         partition: `auto` balances memory over contiguous stages; `manual` leaves placement to the module's
             `configure_model`; a list names the first module of each stage after stage 0.
         num_microbatches: number of micro-batches per training batch, which run on different stages at the same time.
+        schedule: order of the micro-batches on each stage. `1f1b` keeps the activations of at most as many of them as
+            there are stages; `gpipe` keeps those of all.
+        overlap: how stages work on different micro-batches at the same time: `threads`, which CPUs need, or `launch`,
+            one after the other, which is enough where work is only queued. None takes `launch` if all stages are on
+            accelerators.
         output_device: device of the batch, the module's outputs and the loss: `last` is the device of the module's last
             part (logits stay where they are computed), `first` the root device.
         optimizer_copies: tensors of a parameter's size that the optimizer keeps per trainable parameter: Adam 2, SGD
@@ -28,8 +39,8 @@ class StageOptions:
         profile_activations: whether `auto` also counts activations saved for backward, measured without computing
             from the module's `example_input_array`.
         loss_reduction: reduction of the module's loss: `mean` over samples (or `loss_weight`), or `sum`.
-        deterministic: whether one thread runs the micro-batches in order. None follows
-            `torch.use_deterministic_algorithms` (`Trainer(deterministic=True)`).
+        deterministic: whether micro-batches take random numbers in the same order in every run: `overlap` is `launch`.
+            None follows `torch.use_deterministic_algorithms` (`Trainer(deterministic=True)`).
 
     Raises:
         ConfigError: an option has an invalid value.
@@ -37,6 +48,8 @@ class StageOptions:
 
     partition: Partition = "auto"
     num_microbatches: int = 1
+    schedule: ScheduleName = "1f1b"
+    overlap: Overlap | None = None
     output_device: Literal["last", "first"] = "last"
     optimizer_copies: float = 2
     profile_activations: bool = False
@@ -52,12 +65,21 @@ class StageOptions:
             )
         if type(self.num_microbatches) is not int or self.num_microbatches < 1:
             raise ConfigError(f"num_microbatches must be an integer >= 1; got {self.num_microbatches!r}.")
+        if self.schedule not in ("1f1b", "gpipe"):
+            raise ConfigError(f"schedule={self.schedule} is unknown; choose one of 1f1b, gpipe.")
+        if self.overlap not in (None, "launch", "threads"):
+            raise ConfigError(f"overlap={self.overlap} is unknown; choose one of launch, threads.")
         if self.output_device not in ("last", "first"):
             raise ConfigError(f"output_device={self.output_device} is unknown; choose one of last, first.")
         if self.loss_reduction not in ("mean", "sum"):
             raise ConfigError(f"loss_reduction={self.loss_reduction} is unknown; choose one of mean, sum.")
         if not self.optimizer_copies >= 0:
             raise ConfigError(f"optimizer_copies must be >= 0 (Adam: 2); got {self.optimizer_copies}.")
+
+    @property
+    def is_deterministic(self) -> bool:
+        """Whether random numbers must be taken in the same order in every run."""
+        return torch.are_deterministic_algorithms_enabled() if self.deterministic is None else self.deterministic
 
     @classmethod
     def taken_from(cls, options: dict[str, Any]) -> Self:

@@ -20,7 +20,7 @@ from ..core.types import Batch
 from ._activation_memory import profile_activations
 from ._plan import StagePlan, auto_plan, found_plan, named_plan, plan_table, verify_manual
 from ._turns import Ticket
-from .module_parts import find_parts, place_parts
+from .module_parts import find_parts, is_compiled, place_parts
 from .options import StageOptions
 
 
@@ -238,9 +238,6 @@ class Stages:
 
     def _meet(self, _: nn.Module, __: tuple[Any, ...], output: Any) -> Any:
         """Move an output to the meeting device."""
-        pause: Callable[[], None] | None = getattr(self._on_thread, "pause", None)
-        if pause is not None:
-            pause()
         return self._bring(self.meeting_stage, output)
 
     def _meet_but_scalars(self, _: nn.Module, __: tuple[Any, ...], output: Any) -> Any:
@@ -288,15 +285,6 @@ class Stages:
             self._batch = BatchTensors(None)
 
     @contextmanager
-    def pausing(self, pause: Callable[[], None]) -> Generator[None]:
-        """Call a function of this thread's micro-batch where its output meets, before it is moved."""
-        self._on_thread.pause = pause
-        try:
-            yield
-        finally:
-            self._on_thread.pause = None
-
-    @contextmanager
     def ticketed(self, ticket: Ticket) -> Generator[None]:
         """Make the modules that this thread calls take turns with those of other threads."""
         self._on_thread.ticket = ticket
@@ -308,8 +296,4 @@ class Stages:
 
 def traced_around(module: nn.Module, hook: Callable[..., Any]) -> Callable[..., Any]:
     """Exclude a hook from `torch.compile`: it waits for turns, which can't be traced."""
-    compiled = any(
-        of_torch.compiled_call_impl(part) is not None or type(part).__name__ == "OptimizedModule"
-        for part in module.modules()
-    )
-    return torch.compiler.disable(hook) if compiled else hook
+    return torch.compiler.disable(hook) if is_compiled(module) else hook

@@ -30,9 +30,11 @@ data_worker = worker
 
 # tensors
 backward_hooks = attrgetter("_backward_hooks")
+post_accumulate_grad_hooks = attrgetter("_post_accumulate_grad_hooks")
 foreach_add_: Any = torch._foreach_add_
 foreach_copy_: Any = torch._foreach_copy_
 foreach_div_: Any = torch._foreach_div_
+foreach_mul_: Any = torch._foreach_mul_
 cdata = attrgetter("_cdata")
 """Of a storage: what identifies its memory."""
 local_scalar_dense: Any = torch.ops.aten._local_scalar_dense

@@ -1,12 +1,24 @@
-"""The schedule, against tables drawn by hand."""
+"""The schedules, against tables drawn by hand."""
+
+from itertools import product
 
 import pytest
 
-from evener.strategies.pipeline._schedule import Task, schedule
+from evener.strategies.pipeline._schedule import (
+    ScheduleName,
+    Task,
+    launch_order,
+    needs,
+    schedule,
+    stage_order,
+)
+
+BOTH: tuple[ScheduleName, ...] = ("1f1b", "gpipe")
+SIZES = list(product(range(1, 7), range(1, 5)))
 
 
-def drawn(num_microbatches: int, num_stages: int) -> list[str]:
-    ticks = list(schedule(num_microbatches, num_stages))
+def drawn(name: ScheduleName, num_microbatches: int, num_stages: int) -> list[str]:
+    ticks = list(schedule(name, num_microbatches, num_stages))
     cells = [{task.stage: f"{task.phase}{task.microbatch}" for task in tick} for tick in ticks]
     return [" ".join(cell.get(stage, ". ") for cell in cells) for stage in range(num_stages)]
 
@@ -36,27 +48,92 @@ def drawn(num_microbatches: int, num_stages: int) -> list[str]:
         ),
     ],
 )
-def test_schedule_equals_the_table(num_microbatches: int, num_stages: int, table: list[str]) -> None:
-    assert drawn(num_microbatches, num_stages) == table
+def test_gpipe_equals_the_table(num_microbatches: int, num_stages: int, table: list[str]) -> None:
+    assert drawn("gpipe", num_microbatches, num_stages) == table
+
+
+@pytest.mark.parametrize(
+    ("num_microbatches", "num_stages", "table"),
+    [
+        (1, 1, ["F0 B0"]),
+        (1, 2, ["F0 .  .  B0", ".  F0 B0 . "]),
+        (3, 1, ["F0 B0 F1 B1 F2 B2"]),
+        (
+            4,
+            2,
+            [
+                "F0 F1 .  B0 F2 B1 F3 B2 .  B3",
+                ".  F0 B0 F1 B1 F2 B2 F3 B3 . ",
+            ],
+        ),
+        (
+            4,
+            3,
+            [
+                "F0 F1 F2 .  .  B0 F3 B1 .  B2 .  B3",
+                ".  F0 F1 .  B0 F2 B1 F3 B2 .  B3 . ",
+                ".  .  F0 B0 F1 B1 F2 B2 F3 B3 .  . ",
+            ],
+        ),
+    ],
+)
+def test_1f1b_equals_the_table(num_microbatches: int, num_stages: int, table: list[str]) -> None:
+    assert drawn("1f1b", num_microbatches, num_stages) == table
 
 
 def test_a_tick_lists_its_tasks_by_stage() -> None:
-    ticks = list(schedule(4, 2))
+    ticks = list(schedule("gpipe", 4, 2))
     assert ticks[1] == [Task("F", 1, 0), Task("F", 0, 1)]
     assert ticks[8] == [Task("B", 1, 0), Task("B", 0, 1)]
 
 
-@pytest.mark.parametrize("num_microbatches", range(1, 7))
-@pytest.mark.parametrize("num_stages", range(1, 5))
-def test_a_task_runs_after_what_it_needs_and_no_stage_does_two(num_microbatches: int, num_stages: int) -> None:
-    tick_of = {task: tick for tick, tasks in enumerate(schedule(num_microbatches, num_stages)) for task in tasks}
+@pytest.mark.parametrize("name", BOTH)
+@pytest.mark.parametrize(("num_microbatches", "num_stages"), SIZES)
+def test_a_task_runs_after_what_it_needs_and_no_stage_does_two(
+    num_microbatches: int, num_stages: int, name: ScheduleName
+) -> None:
+    ticks = list(schedule(name, num_microbatches, num_stages))
+    tick_of = {task: tick for tick, tasks in enumerate(ticks) for task in tasks}
+    assert len(ticks) == 2 * (num_microbatches + num_stages - 1)
     assert len(tick_of) == 2 * num_microbatches * num_stages
     assert len({(tick, task.stage) for task, tick in tick_of.items()}) == len(tick_of)
-    for phase, microbatch, stage in tick_of:
-        here = tick_of[Task(phase, microbatch, stage)]
-        if phase == "F" and stage > 0:
-            assert here == tick_of[Task("F", microbatch, stage - 1)] + 1
-        if phase == "B" and stage < num_stages - 1:
-            assert here == tick_of[Task("B", microbatch, stage + 1)] + 1
-        if phase == "B":
-            assert here > tick_of[Task("F", microbatch, stage)]
+    for task, tick in tick_of.items():
+        assert all(tick_of[other] < tick for other in needs(task, num_stages))
+
+
+def in_flight(tasks: list[Task]) -> int:
+    """The largest number of micro-batches between their forward and their backward."""
+    counts = [sum(1 if task.phase == "F" else -1 for task in tasks[: i + 1]) for i in range(len(tasks))]
+    return max(counts)
+
+
+@pytest.mark.parametrize(("num_microbatches", "num_stages"), SIZES)
+def test_stages_keep_as_many_micro_batches_as_there_are_stages_to_the_last(
+    num_microbatches: int, num_stages: int
+) -> None:
+    for stage in range(num_stages):
+        assert in_flight(stage_order("1f1b", num_microbatches, num_stages, stage)) == min(
+            num_microbatches, num_stages - stage
+        )
+        assert in_flight(stage_order("gpipe", num_microbatches, num_stages, stage)) == num_microbatches
+
+
+def launched(name: ScheduleName, num_microbatches: int, num_stages: int) -> str:
+    order = launch_order(name, num_microbatches, num_stages)
+    return " ".join(f"F{t.microbatch}.{t.stage}" if t.phase == "F" else f"B{t.microbatch}" for t in order)
+
+
+def test_one_thread_launches_forward_by_stages_and_backward_whole() -> None:
+    assert launched("1f1b", 3, 2) == "F0.0 F1.0 F0.1 B0 F2.0 F1.1 B1 F2.1 B2"
+    assert launched("gpipe", 3, 2) == "F0.0 F1.0 F0.1 F2.0 F1.1 F2.1 B2 B1 B0"
+
+
+@pytest.mark.parametrize("name", BOTH)
+@pytest.mark.parametrize(("num_microbatches", "num_stages"), SIZES)
+def test_each_stage_gets_its_tasks_in_the_order_of_the_schedule(
+    num_microbatches: int, num_stages: int, name: ScheduleName
+) -> None:
+    order = launch_order(name, num_microbatches, num_stages)
+    for stage in range(num_stages):
+        found = [task._replace(stage=stage) for task in order if task.phase == "B" or task.stage == stage]
+        assert found == stage_order(name, num_microbatches, num_stages, stage)

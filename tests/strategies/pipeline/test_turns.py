@@ -2,6 +2,7 @@
 
 import threading
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -9,14 +10,16 @@ import pytorch_lightning as pl
 import torch
 from torch import Tensor, nn
 
+from evener.strategies.pipeline._gradients import EarlyGradients
 from evener.strategies.pipeline._microbatches import MicroBatches
-from evener.strategies.pipeline._schedule import schedule
-from evener.strategies.pipeline._turns import Turns
-from evener.strategies.pipeline.options import StageOptions
+from evener.strategies.pipeline._schedule import ScheduleName, Task, stage_order
+from evener.strategies.pipeline._turns import Ticket, Turns
+from evener.strategies.pipeline.options import Overlap, StageOptions
 from evener.strategies.pipeline.stages import Stages
 
 CPU = torch.device("cpu")
 WAIT_S = 120.0
+WAYS: list[tuple[ScheduleName, Overlap]] = list(product(("1f1b", "gpipe"), ("threads", "launch")))
 
 
 class Tell(torch.autograd.Function):
@@ -55,48 +58,55 @@ class Told(pl.LightningModule):
         return self.stages(batch).sum()
 
 
-def step(num_stages: int, num_microbatches: int, tell: Any) -> Told:
-    """One training step in threads."""
+def step(
+    num_stages: int, num_microbatches: int, tell: Any, name: ScheduleName = "1f1b", overlap: Overlap = "threads"
+) -> Told:
+    """One training step; the loss of the batch is the sum of the losses of micro-batches."""
     module = Told(num_stages, tell)
-    options = StageOptions(num_microbatches=num_microbatches, deterministic=False)
+    options = StageOptions(num_microbatches=num_microbatches, schedule=name, overlap=overlap, deterministic=False)
     layout = Stages([CPU] * num_stages, options)
     layout.place(module)
     runner = MicroBatches(layout)
     calls = [partial(module.training_step, torch.full((1,), float(i)), 0) for i in range(num_microbatches)]
-    losses = runner.forward([str(i) for i in range(num_microbatches)], calls)
-    torch.stack(losses).sum().backward()
-    runner.finish_backward()
+    gradients = EarlyGradients(list(module.parameters()), [1] * num_microbatches, "sum", "model_parallel", None)
+    losses = runner.run([str(i) for i in range(num_microbatches)], calls, gradients)
+    gradients.attach(torch.stack(losses).sum()).backward()
     runner.shutdown()
     return module
 
 
-@pytest.mark.parametrize(("num_stages", "num_microbatches"), [(2, 4), (3, 3), (4, 5), (2, 8), (3, 1)])
-def test_every_stage_serves_in_the_order_of_the_schedule(num_stages: int, num_microbatches: int) -> None:
-    seen: list[list[str]] = [[] for _ in range(num_stages)]
-    step(num_stages, num_microbatches, lambda stage, microbatch, phase: seen[stage].append(f"{phase}{microbatch}"))
-    expected: list[list[str]] = [[] for _ in range(num_stages)]
-    for tick in schedule(num_microbatches, num_stages):
-        for task in tick:
-            expected[task.stage].append(f"{task.phase}{task.microbatch}")
-    assert seen == expected
+@pytest.mark.parametrize(("name", "overlap"), WAYS)
+@pytest.mark.parametrize(("num_stages", "num_microbatches"), [(2, 4), (3, 3), (4, 5), (2, 8), (3, 1), (3, 2)])
+def test_every_stage_serves_in_the_order_of_the_schedule(
+    num_stages: int, num_microbatches: int, name: ScheduleName, overlap: Overlap
+) -> None:
+    seen: list[list[Task]] = [[] for _ in range(num_stages)]
+    step(num_stages, num_microbatches, lambda s, i, phase: seen[s].append(Task(phase, i, s)), name, overlap)
+    assert seen == [stage_order(name, num_microbatches, num_stages, stage) for stage in range(num_stages)]
 
 
 def test_two_stages_work_at_the_same_time_forward_and_backward() -> None:
-    # in each direction, stage 0 and stage 1 wait for each other once: only two threads at work can get past
-    meeting = {"F": threading.Barrier(2), "B": threading.Barrier(2)}
-    together = {("F", 0, 1), ("F", 1, 0), ("B", 0, 1), ("B", 1, 0)}  # columns 1 and 4 of the schedule's table
+    # stage 0 and stage 1 wait for each other: only two threads at work can get past
+    meetings = [threading.Barrier(2) for _ in range(2)]
+    together = {  # columns 3 and 4 of the table in `schedule`
+        ("B", 0, 0): meetings[0],
+        ("F", 1, 1): meetings[0],
+        ("F", 0, 2): meetings[1],
+        ("B", 1, 1): meetings[1],
+    }
 
     def tell(stage: int, microbatch: int, phase: str) -> None:
         if (phase, stage, microbatch) in together:
-            meeting[phase].wait(WAIT_S)
+            together[phase, stage, microbatch].wait(WAIT_S)
 
-    module = step(2, 2, tell)
-    assert not any(barrier.broken for barrier in meeting.values())
-    # d/ds of Σ x·s·s' is Σ x: 0 + 1
-    assert [float(stage.scale.grad) for stage in module.stages] == [1.0, 1.0]
+    module = step(2, 4, tell)
+    assert not any(barrier.broken for barrier in meetings)
+    # d/ds of Σ x·s·s' is Σ x: 0 + 1 + 2 + 3
+    assert [float(stage.scale.grad) for stage in module.stages] == [6.0, 6.0]
 
 
-def test_a_stage_is_never_shared() -> None:
+@pytest.mark.parametrize(("name", "overlap"), WAYS)
+def test_a_stage_is_never_shared(name: ScheduleName, overlap: Overlap) -> None:
     busy = [threading.Lock(), threading.Lock(), threading.Lock()]
 
     def tell(stage: int, microbatch: int, phase: str) -> None:
@@ -104,46 +114,97 @@ def test_a_stage_is_never_shared() -> None:
         threading.Event().wait(0.002)  # time for another to come, if it may
         busy[stage].release()
 
-    step(3, 6, tell)
+    step(3, 6, tell, name, overlap)
 
 
-def test_a_failed_micro_batch_is_named_and_keeps_nobody_waiting() -> None:
+def test_only_one_micro_batch_at_a_time_is_launched() -> None:
+    busy = threading.Lock()
+
+    def tell(stage: int, microbatch: int, phase: str) -> None:
+        assert busy.acquire(blocking=False)
+        threading.Event().wait(0.002)
+        busy.release()
+
+    step(3, 6, tell, overlap="launch")
+
+
+@pytest.mark.parametrize(("name", "overlap"), WAYS)
+def test_a_failed_micro_batch_is_named_and_keeps_nobody_waiting(name: ScheduleName, overlap: Overlap) -> None:
     def tell(stage: int, microbatch: int, phase: str) -> None:
         if (stage, microbatch, phase) == (1, 2, "F"):
             raise ValueError("broken")
 
     with pytest.raises(ValueError, match=r"broken \[2 on cpu\]"):
-        step(2, 4, tell)
+        step(2, 4, tell, name, overlap)
 
 
-def test_a_failed_backward_is_named() -> None:
+@pytest.mark.parametrize(("name", "overlap"), WAYS)
+def test_a_failed_backward_is_named(name: ScheduleName, overlap: Overlap) -> None:
     def tell(stage: int, microbatch: int, phase: str) -> None:
         if (stage, microbatch, phase) == (0, 1, "B"):
             raise ValueError("broken")
 
-    with pytest.raises(ValueError, match=r"broken \[backward of 1 on cpu\]"):
-        step(2, 3, tell)
+    with pytest.raises(ValueError, match=r"broken \[backward on cpu\] \[1 on cpu\]"):
+        step(2, 3, tell, name, overlap)
+
+
+def orders(num_microbatches: int, num_stages: int) -> list[list[Task]]:
+    return [stage_order("1f1b", num_microbatches, num_stages, stage) for stage in range(num_stages)]
 
 
 def test_first_visits_wait_for_those_before_them_and_later_visits_do_not() -> None:
-    turns = Turns(3, 2, "F")
-    assert turns._may_enter(0, 0)
-    assert not turns._may_enter(0, 1)
-    turns.enter(0, 0)
-    turns.leave(0, 0)
-    assert turns._may_enter(0, 1)
-    assert turns._may_enter(0, 0)  # again, before anyone else came
+    turns = Turns(orders(3, 2))  # stage 0: F0 F1 B0 F2 B1 B2
+    first, second, third = (Task("F", i, 0) for i in range(3))
+    assert turns._may_enter(first)
+    assert not turns._may_enter(second)
+    turns.enter(first)
+    turns.leave(first)
+    assert turns._may_enter(second)
+    assert turns._may_enter(first)  # again, before anyone else came
+    assert not turns._may_enter(Task("B", 0, 0))
     turns.finish(1)
-    assert turns._may_enter(0, 2)  # micro-batch 1 will not come any more
-    backward = Turns(3, 2, "B")
-    assert [backward._may_enter(1, microbatch) for microbatch in range(3)] == [False, False, True]
+    assert turns._may_enter(Task("B", 0, 0))  # micro-batch 1 will not come any more
+    assert not turns._may_enter(third)
+    turns.enter(Task("B", 0, 0))
+    turns.leave(Task("B", 0, 0), done=False)  # it will come again
+    assert not turns._may_enter(third)
+    turns.finish(0)
+    assert turns._may_enter(third)
 
 
 @pytest.mark.timeout(600, method="thread")
 def test_whoever_waits_has_no_stage() -> None:
-    turns = Turns(2, 2, "B")
-    turns.enter(1, 1)  # the last micro-batch comes back first
-    turns.enter(1, 1)  # it has the stage already
-    turns.enter(0, 1)  # and leaves it
-    turns.enter(1, 0)
-    assert turns._holder == [1, 0]
+    turns = Turns([stage_order("gpipe", 2, 2, stage) for stage in range(2)])
+    for microbatch in range(2):
+        turns.finish(microbatch, "F")
+    turns.enter(Task("B", 1, 1))  # the last micro-batch comes back first
+    turns.enter(Task("B", 1, 1))  # it has the stage already
+    turns.enter(Task("B", 1, 0))  # and leaves it
+    assert turns._holder == [1, None]
+    turns.finish(1)
+    turns.enter(Task("B", 0, 1))
+    assert turns._holder == [None, 0]
+
+
+@pytest.mark.timeout(600, method="thread")
+@pytest.mark.parametrize("one_at_a_time", [False, True])
+def test_a_micro_batch_may_pass_over_a_stage_and_come_back_to_it(one_at_a_time: bool) -> None:
+    every = orders(1, 3)
+    turns = Turns([[*(t for o in every for t in o if t.phase == "F"), Task("B", 0, 2)]] if one_at_a_time else every)
+    ticket = Ticket(0, turns, [True] * 3)
+    with ticket.held():
+        for stage in (2, 1, 0, 2):
+            ticket.move_on(stage, [], lambda tensors: tensors)
+        ticket.turn_back()
+    assert turns._due == [[]] * len(turns._due)
+
+
+def test_backward_on_an_accelerator_never_waits_but_lets_forward_go_on() -> None:
+    turns = Turns(orders(3, 2))  # stage 0: F0 F1 B0 F2 B1 B2
+    turns.finish(1)
+    ticket = Ticket(0, turns, [False, False])
+    with ticket.held():
+        ticket.turn_back()
+        assert turns._holder == [None, None]
+        assert not turns._may_enter(Task("F", 2, 0))
+    assert turns._may_enter(Task("F", 2, 0))

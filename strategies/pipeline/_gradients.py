@@ -1,0 +1,175 @@
+"""Collect the gradients of micro-batches that go backward before the loss of the whole batch is known.
+
+Micro-batch i goes backward on w_i·L_i / N as soon as the schedule says so, with N the samples of the batch and w_i
+those of the micro-batch, or the `loss_weight` that it returned. The sums are kept beside `.grad`. The loss of the whole
+batch has one node as its graph: its backward pass, whenever it comes and whatever factor it brings, hands each
+parameter its sum times N / Σ w. So hooks of parameters, DDP and accumulation see one backward pass, of whole gradients.
+"""
+
+import threading
+from collections.abc import Generator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from ..batch.losses import LossReduction
+from ..batch.outputs import losses_of
+from ..core.devices import precise_dtype
+from ..core.executor import AUTOCAST_TYPES
+from ..core.patching import without_hooks
+from ..core.private import of_torch
+
+_FUSED = (torch.float32, torch.float64)
+"""Types for which one operation scales all gradients of a device: the factor is as exact as they are."""
+
+_ALMOST_ZERO = 1e-20
+"""Stands in for a weight of zero, which it equals among others; if all are zero, micro-batches have equal shares."""
+
+
+class EarlyGradients:
+    """The gradients of one step.
+
+    Args:
+        parameters: those that may get gradients.
+        sizes: samples per micro-batch.
+        reduction: whether a micro-batch's loss is a mean or a sum.
+        strategy: name that begins messages.
+        loss_scale: the gradient scaler's, of shape (), so that gradients in half precision don't vanish; None for 1.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        sizes: Sequence[int],
+        reduction: LossReduction,
+        strategy: str,
+        loss_scale: Tensor | None,
+    ) -> None:
+        self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
+        self._sizes = list(sizes)
+        self._reduction: LossReduction = reduction
+        self._strategy = strategy
+        self._loss_scale = loss_scale
+        self._weights: list[Tensor | float] = [0.0] * len(self._sizes)
+        self._lock = threading.Lock()
+        self._before: list[Tensor | None] | None = None
+        self._restoring = ExitStack()
+        self._sums: list[tuple[nn.Parameter, Tensor]] = []
+
+    def weighed(self, microbatch: int, output: Any) -> Tensor | None:
+        """Weight the loss of a micro-batch.
+
+        Returns:
+            What to go backward on; None if there is nothing to differentiate.
+
+        Raises:
+            ConfigError: the loss is not a scalar.
+        """
+        if output is None:
+            return None
+        found = losses_of([output], [self._sizes[microbatch]], self._reduction, self._strategy)
+        loss, factor = found.losses[0], self._loss_scale
+        if self._reduction == "mean":
+            weight = self._weights[microbatch] = _not_zero(found.weights[0])
+            share = weight / sum(self._sizes)
+            factor = share if factor is None else factor.to(loss.device) * _on(share, loss.device)
+        if not loss.requires_grad:
+            return None
+        return loss.reshape(()) if factor is None else loss.reshape(()) * _on(factor, loss.device)
+
+    def go_backward(self, loss: Tensor) -> None:
+        """Add the gradients of a micro-batch to the sums."""
+        with self._lock:
+            if self._before is None:  # not earlier: what runs until now may read the gradients of the last step
+                self._before = [parameter.grad for parameter in self._parameters]
+                self._restoring.enter_context(without_hooks(self._parameters))
+                for parameter in self._parameters:
+                    parameter.grad = None
+        with _without_autocast():
+            loss.backward()
+
+    def collect(self) -> None:
+        """Take the sums, and put back the gradients of the last step."""
+        if self._before is None:
+            return
+        for parameter, before in zip(self._parameters, self._before, strict=True):
+            if parameter.grad is not None:
+                self._sums.append((parameter, parameter.grad))
+            parameter.grad = before
+        self._before = None
+        self._restoring.close()
+
+    def attach(self, loss: Tensor) -> Tensor:
+        """Make the sums the gradients of the loss of the whole batch."""
+        if not self._sums:
+            return loss
+        parameters, gradients = zip(*self._sums, strict=True)
+        self._sums = []
+        factor = self._factor(loss.device)
+        return _Delivered.apply(loss.detach(), factor, list(gradients), *parameters)
+
+    def _factor(self, device: torch.device) -> Tensor | float:
+        """N / Σ w, without the gradient scaler's scale."""
+        factor: Any = 1.0
+        if self._reduction == "mean":
+            factor = sum(self._sizes) / sum(_on(weight, device) for weight in self._weights)
+        return factor if self._loss_scale is None else factor / self._loss_scale.to(device)
+
+
+class _Delivered(torch.autograd.Function):
+    """The loss of the whole batch, whose backward pass hands finished gradients to parameters."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, loss: Tensor, factor: Tensor | float, gradients: list[Tensor], *parameters: nn.Parameter
+    ) -> Tensor:
+        ctx.factor, ctx.gradients = factor, gradients
+        return loss.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]  # the decorator is not typed
+        ctx: Any, *grad_outputs: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        gradients, ctx.gradients = ctx.gradients, None  # no longer held here, so they need not be copied
+        if gradients is None:
+            raise RuntimeError("The loss of micro-batches can go backward once only: their graphs are freed already.")
+        factor = grad_outputs[0].to(torch.promote_types(grad_outputs[0].dtype, torch.float32)) * ctx.factor
+        _scale(gradients, factor)
+        return (None, None, None, *gradients)
+
+
+@contextmanager
+def _without_autocast() -> Generator[None]:
+    """Leave the autocast of `training_step`: operations in backward have their types already."""
+    with ExitStack() as stack:
+        for kind in AUTOCAST_TYPES:
+            if torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+        yield
+
+
+def _scale(gradients: Sequence[Tensor], factor: Tensor) -> None:
+    """Multiply gradients in place by a factor of shape (); they may be on several devices, and sparse."""
+    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for gradient in gradients:
+        if gradient.layout is torch.strided and gradient.dtype in _FUSED:
+            groups.setdefault((gradient.device, gradient.dtype), []).append(gradient)
+        else:
+            gradient.mul_(factor.to(gradient.device))
+    for (device, dtype), group in groups.items():
+        of_torch.foreach_mul_(group, factor.to(device, dtype))
+
+
+def _not_zero(weight: Tensor | float) -> Tensor | float:
+    if isinstance(weight, Tensor):
+        weight = weight.detach().to(precise_dtype(weight.device))
+        return torch.where(weight == 0, _ALMOST_ZERO, weight)
+    return float(weight) or _ALMOST_ZERO
+
+
+def _on(value: Tensor | float, device: torch.device) -> Any:
+    return value.to(device) if isinstance(value, Tensor) else value

@@ -1,0 +1,271 @@
+"""Micro-batches that go backward before the loss of the batch is known: what is kept meanwhile, and what arrives."""
+
+from functools import partial
+from itertools import product
+from typing import Any
+
+import pytest
+import pytorch_lightning as pl
+import torch
+from parity import CLASSES, FEATURES, Case, Net, TokenNet, assert_equal, baseline, fit, make_module, run
+from stage_modules import DEEP, SquareNet
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from evener.strategies import ConfigError, ModelParallelStrategy
+from evener.strategies.pipeline._gradients import EarlyGradients
+
+WAYS = list(product(("1f1b", "gpipe"), ("threads", "launch")))
+OVERLAPS = ("threads", "launch")
+
+
+class Saved:
+    """Bytes of the tensors that one stage has saved for backward, each counted until autograd lets go of it."""
+
+    def __init__(self) -> None:
+        self.now = self.peak = 0
+
+    def pack(self, tensor: Tensor) -> "Held":
+        return Held(self, tensor)
+
+
+class Held:
+    def __init__(self, saved: Saved, tensor: Tensor) -> None:
+        self.saved, self.tensor = saved, tensor
+        saved.now += tensor.nbytes
+        saved.peak = max(saved.peak, saved.now)
+
+    def __del__(self) -> None:
+        self.saved.now -= self.tensor.nbytes
+
+
+class Sigmoids(nn.Module):
+    """Saves, of n samples, twice the outputs of 8 float64 numbers: 128·n bytes."""
+
+    def __init__(self, saved: Saved) -> None:
+        super().__init__()
+        self.saved = [saved]
+        self.bias = nn.Parameter(torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autograd.graph.saved_tensors_hooks(self.saved[0].pack, lambda held: held.tensor):
+            return torch.sigmoid(torch.sigmoid(x + self.bias))
+
+
+class Keeping(pl.LightningModule):
+    """Stages of sigmoids; notes the peak of each stage in the last step."""
+
+    def __init__(self, num_stages: int) -> None:
+        super().__init__()
+        self.saved = [Saved() for _ in range(num_stages)]
+        self.stages = nn.Sequential(*(Sigmoids(saved) for saved in self.saved))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.stages(batch).sum(1).mean()
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        for saved in self.saved:
+            assert saved.now == 0
+            saved.peak = 0
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def peaks(num_stages: int, num_microbatches: int, **options: Any) -> list[int]:
+    """Saved bytes per stage, of 16 samples."""
+    module = Keeping(num_stages)
+    strategy = ModelParallelStrategy(num_microbatches=num_microbatches, **options)
+    quiet: dict[str, Any] = {
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    trainer = pl.Trainer(accelerator="cpu", devices=num_stages, strategy=strategy, max_steps=3, **quiet)
+    trainer.fit(module.double(), torch.utils.data.DataLoader(torch.randn(48, 8).double(), batch_size=16))
+    return [saved.peak for saved in module.saved]
+
+
+@pytest.mark.parametrize("overlap", OVERLAPS)
+@pytest.mark.parametrize(
+    ("num_stages", "num_microbatches", "expected"),
+    [(2, 8, [2, 1]), (4, 8, [4, 3, 2, 1]), (3, 2, [2, 2, 1]), (2, 16, [2, 1])],
+)
+def test_a_stage_keeps_the_activations_of_as_many_micro_batches_as_stages_follow(
+    num_stages: int, num_microbatches: int, expected: list[int], overlap: str
+) -> None:
+    one = 128 * 16 // num_microbatches  # bytes
+    found = peaks(num_stages, num_microbatches, overlap=overlap, deterministic=False)
+    assert found == [num * one for num in expected]  # with (2, 8): a quarter of all
+    everything = peaks(num_stages, num_microbatches, overlap=overlap, deterministic=False, schedule="gpipe")
+    assert everything == [num_microbatches * one] * num_stages
+
+
+@pytest.mark.filterwarnings("ignore:A stage is used before")
+@pytest.mark.parametrize(("schedule", "overlap"), WAYS)
+@pytest.mark.parametrize("output_device", ["first", "last"])
+@pytest.mark.parametrize("case", [DEEP, Case(TokenNet, num=22), Case(SquareNet)], ids=["deep", "tokens", "tied"])
+@pytest.mark.parametrize("num", [2, 9])
+def test_training_equals_one_devices(case: Case, num: int, output_device: Any, schedule: Any, overlap: Any) -> None:
+    strategy = ModelParallelStrategy(
+        num_microbatches=num, schedule=schedule, overlap=overlap, output_device=output_device, deterministic=False
+    )
+    assert_equal(run(case, strategy, devices=2), baseline(case), 1e-10)
+
+
+def gradients_of(weights: list[Any], scale: Tensor | None = None, factor: float = 1.0) -> tuple[float, float]:
+    """Loss and gradient of θ where micro-batch i has the loss (i + 1)·θ, at θ = 1."""
+    theta = nn.Parameter(torch.ones((), dtype=torch.float64))
+    early = EarlyGradients([theta], [1] * len(weights), "mean", "model_parallel", scale)
+    for i, weight in enumerate(weights):
+        loss = early.weighed(i, {"loss": (i + 1) * theta, "loss_weight": weight})
+        assert loss is not None
+        early.go_backward(loss)
+    early.collect()
+    assert theta.grad is None
+    loss = early.attach(torch.tensor(7.0, dtype=torch.float64))
+    (loss * factor).backward()
+    assert theta.grad is not None
+    return loss.item(), theta.grad.item()
+
+
+@pytest.mark.parametrize("kind", [float, int, torch.tensor])
+def test_sums_are_divided_by_the_sum_of_weights(kind: Any) -> None:
+    # (1·2 + 2·6) / 8 = 1.75
+    assert gradients_of([kind(2), kind(6)]) == (7.0, pytest.approx(1.75, abs=1e-12))
+    assert gradients_of([kind(2), kind(0)])[1] == pytest.approx(1.0, abs=1e-12)
+    assert gradients_of([kind(0), kind(0)])[1] == pytest.approx(1.5, abs=1e-12)  # padding only: equal shares
+
+
+def test_the_scale_of_a_gradient_scaler_is_in_the_micro_batches_and_not_twice() -> None:
+    scale = torch.tensor(64.0)
+    assert gradients_of([2, 6], scale, factor=64.0)[1] == pytest.approx(112.0, abs=1e-9)
+
+
+def test_gradients_in_half_precision_do_not_vanish() -> None:
+    theta = nn.Parameter(torch.ones((), dtype=torch.float16))
+    early = EarlyGradients([theta], [1, 1], "mean", "model_parallel", torch.tensor(2.0**14))
+    for i in range(2):
+        loss = early.weighed(i, (theta * 2.0**-12 * 2.0**-12).float())
+        assert loss is not None
+        early.go_backward(loss)
+    early.collect()
+    (early.attach(torch.zeros(())) * 2.0**14).backward()
+    assert theta.grad == 2.0**-10  # 2^-24 is half of the smallest number that a half has room for
+
+
+def test_a_loss_goes_backward_once() -> None:
+    theta = nn.Parameter(torch.ones(()))
+    early = EarlyGradients([theta], [1], "sum", "model_parallel", None)
+    early.go_backward(theta * 2)
+    early.collect()
+    loss = early.attach(torch.zeros(()))
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="can go backward once only"):
+        loss.backward()
+
+
+class Clamped(Net):
+    """Hooks of a parameter that are not linear: of parts of a gradient they would make something else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[0].weight.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
+        self.stepped = 0
+        self.net[2].bias.register_post_accumulate_grad_hook(self.step)
+
+    def step(self, bias: Tensor) -> None:
+        self.stepped += 1
+        assert bias.grad is not None
+        bias.grad.sign_()
+
+
+@pytest.mark.parametrize(("schedule", "overlap"), WAYS)
+def test_hooks_of_parameters_see_whole_gradients_once(schedule: Any, overlap: Any) -> None:
+    case = Case(Clamped, num=8)
+    strategy = partial(
+        ModelParallelStrategy, num_microbatches=3, schedule=schedule, overlap=overlap, deterministic=False
+    )
+    assert_equal(run(case, strategy(), devices=2), baseline(case), 1e-10)
+    module = make_module(case)
+    fit(case, module, strategy(), max_epochs=1)
+    assert module.stepped == 2  # type: ignore[attr-defined]
+
+
+class SparseNet(Net):
+    """An embedding with sparse gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Embedding(3, FEATURES, sparse=True), nn.Linear(FEATURES, CLASSES))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net((x[:, 0] > 0).long())
+
+    def loss(self, batch: Any) -> Tensor:
+        x, y = self.read(batch)
+        valid = (x[:, 0] > -1).double()
+        losses = nn.functional.cross_entropy(self(x), y, reduction="none")
+        return (losses * valid).sum() / valid.sum()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return {"loss": self.loss(batch), "loss_weight": (batch[0][:, 0] > -1).double().sum()}
+
+    def on_after_backward(self) -> None:
+        self.gradients.append(torch.cat([p.grad.to_dense().flatten() for p in self.parameters() if p.grad is not None]))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_sparse_gradients_equal_one_device() -> None:
+    case = Case(SparseNet)
+    assert_equal(run(case, ModelParallelStrategy(num_microbatches=2), devices=2), baseline(case), 1e-10)
+
+
+class ReadingNet(Net):
+    """Logs, in its step, the gradients of the last step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        gradient = self.net[0].weight.grad
+        self.log("gradient", 0.0 if gradient is None else gradient.norm())
+        return self.loss(batch)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_step_that_reads_gradients_needs_gpipe(deterministic: bool) -> None:
+    case = Case(ReadingNet)
+    strategy = partial(ModelParallelStrategy, num_microbatches=2, deterministic=deterministic)
+    module = make_module(case)
+    with pytest.raises(ConfigError, match=r"reads the \.grad of a parameter.*schedule=gpipe"):
+        fit(case, module, strategy())
+    assert not module.losses
+    assert_equal(run(case, strategy(schedule="gpipe"), devices=2), baseline(case), 1e-10)
+
+
+class DroppingNet(Net):
+    """Computes its first part again in backward, with the same random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Sequential(nn.Linear(4, 6), nn.Dropout(0.5)), nn.Linear(6, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net[1](checkpoint(self.net[0], x, use_reentrant=False) if self.training else self.net[0](x))
+
+
+def test_random_numbers_that_are_drawn_again_are_not_drawn_in_threads() -> None:
+    found: list[bool] = []
+
+    class Seen(DroppingNet):
+        def on_train_end(self) -> None:
+            found.append(self.trainer.strategy.layout._microbatches._kept_state.keeps_state)  # type: ignore[attr-defined]
+
+    fit(Case(Seen), make_module(Case(Seen)), ModelParallelStrategy(num_microbatches=2, overlap="threads"))
+    assert found == [True]
+
+
+def test_threads_are_not_deterministic() -> None:
+    with pytest.raises(ConfigError, match="deterministic=true and overlap=threads"):
+        run(Case(), ModelParallelStrategy(num_microbatches=2, overlap="threads", deterministic=True), devices=2)
