@@ -43,6 +43,7 @@ from .distributed.wrapper import forward_through, reduce_finished, verify_reduce
 from .distributed.zero_weight_step import recompute_weights, zero_weight_step
 from .pipeline.layout import StageLayout
 from .pipeline.options import StageOptions
+from .pipeline.recompute import Recompute, RecomputeOption, verify_threads
 from .replicas.layout import ReplicaLayout, ReplicaOptions
 from .sharding.optimizer_shards import OptimizerShards, verify_elementwise
 
@@ -61,6 +62,8 @@ class DDPStrategy(MultiProcessStrategy):
             times the number of ranks. `global`: the global batch, divided among the ranks.
         devices_per_process: number of devices per process; its batch is cut among replicas on them.
         shard_optimizer: cut the optimizers' state over the ranks (ZeRO, stage 1): each updates some of the parameters.
+        recompute: parts of the module whose activations are computed once more in the backward pass: `never`,
+            `always`, `except_last`, or names of submodules.
         **options: options of `MultiProcessStrategy` and of `torch.nn.parallel.DistributedDataParallel`:
             `find_unused_parameters`, `static_graph`, `gradient_as_bucket_view`, `bucket_cap_mb`, ...
 
@@ -88,6 +91,7 @@ class DDPStrategy(MultiProcessStrategy):
         devices_per_process: int = 1,
         batch_dims: BatchDims | None = None,
         shard_optimizer: bool = False,
+        recompute: RecomputeOption = "never",
         **options: Any,
     ) -> None:
         if batch_size_is not in ("per_device", "global"):
@@ -106,6 +110,7 @@ class DDPStrategy(MultiProcessStrategy):
         self.batch_size_is: BatchSizeIs = batch_size_is
         self.devices_per_process = devices_per_process
         self.shard_optimizer = shard_optimizer
+        self.recompute = Recompute(recompute, self.strategy_name)
         self._optimizer_shards: dict[Optimizer, OptimizerShards] = {}
         self._layout: Layout | None = None
         self._loaders: RankLoaders | None = None
@@ -163,7 +168,7 @@ class DDPStrategy(MultiProcessStrategy):
     def _new_layout(self) -> Layout:
         devices, name = self.process_devices, self.strategy_name
         if self.stage_options is not None:
-            return StageLayout(devices, self.stage_options, name)
+            return StageLayout(devices, self.recompute.stage_options(self.stage_options, devices), name)
         if len(devices) > 1:
             return ReplicaLayout(devices, ReplicaOptions(name, "strategy.devices_per_process=1"))
         return SingleLayout(devices)
@@ -192,6 +197,7 @@ class DDPStrategy(MultiProcessStrategy):
     def setup(self, trainer: pl.Trainer) -> None:
         self._verify_options(trainer)
         self.layout.verify(trainer)
+        self.recompute.begin(trainer, "auto" if self.stage_options is None else self.stage_options.partition)
         self._verify_end_of_step(trainer.lightning_module)
         self._verify_metrics(trainer.lightning_module)
         if self.balance is not None:
@@ -227,6 +233,8 @@ class DDPStrategy(MultiProcessStrategy):
                 f"{self.strategy_name}: static_graph=true can't be recorded in manual optimization: the module runs "
                 "the backward passes. Set static_graph=false, or automatic_optimization=True."
             )
+        if self.recompute.is_on:
+            verify_threads(self.process_devices, None if self.stage_options is None else False, self.strategy_name)
         if cut := self.layout.cut_by:
             self.verify_batchnorm(trainer, cut, f"{cut.partition('=')[0]}=1")
 
@@ -581,6 +589,7 @@ class DDPStrategy(MultiProcessStrategy):
             self.metrics.end()
             self.metrics = None
         super().teardown()
+        self.recompute.end()
 
 
 def _scaled(loss: Tensor, scale: Tensor | float) -> Tensor:

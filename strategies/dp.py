@@ -14,6 +14,7 @@ from .batch.structure import BatchDims
 from .core.errors import ConfigError
 from .core.types import Device
 from .pipeline.options import StageOptions
+from .pipeline.recompute import Recompute, RecomputeOption, verify_threads
 from .pipeline.stages import Stages
 from .replicas.layout import ReplicaLayout, ReplicaOptions
 from .replicas.submodule import find_submodule
@@ -39,6 +40,8 @@ class DataParallelStrategy(OneProcessStrategy):
         threads: run replicas in threads; None does so if a device is an accelerator.
         batch_dims: which dimensions of the batch are samples, by path, where that can't be found out.
         model_parallel_size: number of devices of each replica, which is cut across them into stages.
+        recompute: parts of the module whose activations are computed once more in the backward pass: `never`,
+            `always`, `except_last`, or names of submodules.
 
     Raises:
         ConfigError: an option has an invalid value.
@@ -55,6 +58,7 @@ class DataParallelStrategy(OneProcessStrategy):
         threads: bool | None = None,
         batch_dims: BatchDims | None = None,
         model_parallel_size: int = 1,
+        recompute: RecomputeOption = "never",
     ) -> None:
         super().__init__(devices, batch_dims)
         self.replica_options = ReplicaOptions(
@@ -62,6 +66,7 @@ class DataParallelStrategy(OneProcessStrategy):
         )
         self.policy: Policy = Even()
         self.model_parallel_size = model_parallel_size
+        self.recompute = Recompute(recompute, self.strategy_name)
 
     @override
     def new_layout(self) -> Layout:
@@ -77,8 +82,16 @@ class DataParallelStrategy(OneProcessStrategy):
         self.policy.verify(len(self.process_devices) // self.model_parallel_size, self.strategy_name)
         if self.replica_options.submodule is not None:
             find_submodule(trainer.lightning_module, self.replica_options.submodule, self.strategy_name)
+        if self.recompute.is_on:
+            verify_threads(self.process_devices, self.replica_options.threads, self.strategy_name)
+        self.recompute.begin(trainer)
         self._layout = None  # the policy may be another one than in an earlier run
         super().setup(trainer)
+
+    @override
+    def teardown(self) -> None:
+        super().teardown()
+        self.recompute.end()
 
 
 def verify_blocks(devices: list[torch.device], size: int) -> None:

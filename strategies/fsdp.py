@@ -25,6 +25,7 @@ from .data.loaders import BatchSizeIs
 from .ddp import DDPStrategy
 from .distributed.zero_weight_step import silent_step
 from .pipeline.module_parts import find_parts
+from .pipeline.recompute import RecomputeOption
 from .sharding.deferred import DeferredTensors
 from .sharding.parts import automatic_parts, named_parts
 from .sharding.sharded_module import ShardedModule, Sharding, broadcast_states, sharded, sync_buffers
@@ -58,6 +59,7 @@ class FSDPStrategy(DDPStrategy):
         timeout_s: as in `DDPStrategy`.
         backend: as in `DDPStrategy`.
         sync_batchnorm: as in `DDPStrategy`.
+        recompute: as in `DDPStrategy`.
 
     Raises:
         ConfigError: an option has an invalid value.
@@ -78,6 +80,7 @@ class FSDPStrategy(DDPStrategy):
         timeout_s: float = 1800.0,
         backend: str | None = None,
         sync_batchnorm: bool = False,
+        recompute: RecomputeOption = "never",
     ) -> None:
         if isinstance(shard, str) and shard != "auto":
             raise ConfigError(f"fsdp: shard={shard} is unknown. Give auto, or a list of names of submodules.")
@@ -94,6 +97,7 @@ class FSDPStrategy(DDPStrategy):
             timeout_s=timeout_s,
             backend=backend,
             sync_batchnorm=sync_batchnorm,
+            recompute=recompute,
         )
         self.shard: Shard = shard
         self.reshard_after_forward = reshard_after_forward

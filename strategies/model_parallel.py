@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Literal
 
+import pytorch_lightning as pl
 from typing_extensions import override
 
 from .batch.losses import LossReduction
@@ -11,6 +12,7 @@ from .batch.structure import BatchDims
 from .core.types import Device
 from .pipeline.layout import StageLayout
 from .pipeline.options import Overlap, Partition, ScheduleName, StageOptions
+from .pipeline.recompute import Recompute, RecomputeOption
 
 
 class ModelParallelStrategy(OneProcessStrategy):
@@ -28,6 +30,8 @@ class ModelParallelStrategy(OneProcessStrategy):
         loss_reduction: reduction of the module's loss, `mean` or `sum`.
         deterministic: whether random numbers are taken in the same order in every run; None follows torch.
         batch_dims: which dimensions of the batch are samples, by path, where that can't be found out.
+        recompute: parts of the module whose activations are computed once more in the backward pass: `never`,
+            `always`, `except_last`, or names of submodules.
 
     See `StageOptions` for details.
 
@@ -50,8 +54,10 @@ class ModelParallelStrategy(OneProcessStrategy):
         loss_reduction: LossReduction = "mean",
         deterministic: bool | None = None,
         batch_dims: BatchDims | None = None,
+        recompute: RecomputeOption = "never",
     ) -> None:
         super().__init__(devices, batch_dims)
+        self.recompute = Recompute(recompute, self.strategy_name)
         self.stage_options = StageOptions(
             partition=partition,
             num_microbatches=num_microbatches,
@@ -66,4 +72,15 @@ class ModelParallelStrategy(OneProcessStrategy):
 
     @override
     def new_layout(self) -> StageLayout:
-        return StageLayout(self.process_devices, self.stage_options, self.strategy_name)
+        options = self.recompute.stage_options(self.stage_options, self.process_devices)
+        return StageLayout(self.process_devices, options, self.strategy_name)
+
+    @override
+    def setup(self, trainer: pl.Trainer) -> None:
+        self.recompute.begin(trainer, self.stage_options.partition)
+        super().setup(trainer)
+
+    @override
+    def teardown(self) -> None:
+        super().teardown()
+        self.recompute.end()

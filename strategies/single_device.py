@@ -12,6 +12,7 @@ from typing_extensions import override
 from .core.errors import ConfigError
 from .core.module_checks import end_of_step
 from .core.types import Device
+from .pipeline.recompute import Recompute, RecomputeOption
 
 
 class SingleDeviceStrategy(pl_strategies.SingleDeviceStrategy):
@@ -19,6 +20,8 @@ class SingleDeviceStrategy(pl_strategies.SingleDeviceStrategy):
 
     Args:
         device: where to train. None takes the trainer's one device (`accelerator=`, `devices=1`).
+        recompute: parts of the module whose activations are computed once more in the backward pass: `never`,
+            `always`, `except_last`, or names of submodules.
 
     Raises:
         ConfigError: the trainer was given more than one device.
@@ -26,9 +29,10 @@ class SingleDeviceStrategy(pl_strategies.SingleDeviceStrategy):
 
     strategy_name = "single_device"
 
-    def __init__(self, device: Device | None = None) -> None:
+    def __init__(self, device: Device | None = None, recompute: RecomputeOption = "never") -> None:
         super().__init__(device="cpu" if device is None else torch.device(device))
         self._given = device is not None
+        self.recompute = Recompute(recompute, self.strategy_name)
 
     @property
     def parallel_devices(self) -> list[torch.device]:
@@ -47,11 +51,17 @@ class SingleDeviceStrategy(pl_strategies.SingleDeviceStrategy):
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
+        self.recompute.begin(trainer)
         super().setup(trainer)
         vars(self).pop("training_step", None)
         end = end_of_step(self.lightning_module)
         if end is not None:  # an attribute, so that loops see nothing to call where no module has it
             vars(self)["training_step"] = partial(_ended_step, self.training_step, end)
+
+    @override
+    def teardown(self) -> None:
+        self.recompute.end()
+        super().teardown()
 
     @override
     def setup_environment(self) -> None:

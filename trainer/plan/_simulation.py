@@ -21,6 +21,7 @@ from ...strategies.batch.chunks import num_samples
 from ...strategies.core.private import of_torch
 from ...strategies.core.types import Batch
 from ...strategies.pipeline.options import StageOptions
+from ...strategies.pipeline.recompute import RecomputeOption
 from ...strategies.pipeline.stages import Stages
 from ..callbacks.flops import silence
 from ._fake_tensors import Repeated, make_fake, resized
@@ -88,13 +89,20 @@ class SimulatedStrategy(SingleDeviceStrategy):
     Args:
         num_stages: devices that the module is cut across.
         options: how it is cut; no effect with one stage.
+        recompute: parts whose activations are recomputed.
         on_accelerator: whether to emulate accelerators: CUDA's allocation in blocks of 512 bytes, foreach optimizers.
     """
 
     strategy_name = "simulated"
 
-    def __init__(self, num_stages: int = 1, options: StageOptions | None = None, on_accelerator: bool = False) -> None:
-        super().__init__()
+    def __init__(
+        self,
+        num_stages: int = 1,
+        options: StageOptions | None = None,
+        on_accelerator: bool = False,
+        recompute: RecomputeOption = "never",
+    ) -> None:
+        super().__init__(recompute=recompute)
         self.samples = self.loader_samples = 0
         self.tracker = MemoryTracker(num_stages, block_bytes=512 if on_accelerator else 1)
         self._fake = of_torch.FakeTensorMode(allow_non_fake_inputs=True)
@@ -115,6 +123,7 @@ class SimulatedStrategy(SingleDeviceStrategy):
         module = self.lightning_module
         assert module is not None
         make_fake(module, self._fake)
+        self.recompute.install(module, self._stages.options.partition)
         self._stages.place(module)
         for _, tensor, stage in self._stages.tensors(module):
             self.tracker.track(tensor, stage)

@@ -20,6 +20,7 @@ from ...strategies.core.private.of_torch import (
 )
 from ...strategies.ddp import DDPStrategy
 from ...strategies.model_parallel import ModelParallelStrategy
+from ...strategies.pipeline.recompute import Recompute
 from ..compare.compare import short_config
 from ..compare.trial import Trial, run_trial
 from ..config.checks import plain
@@ -115,7 +116,9 @@ def interview(cfg: DictConfig, strategy: Strategy, topology: Topology, ask: Ask)
     """
     options = strategy.stage_options if isinstance(strategy, (ModelParallelStrategy, DDPStrategy)) else None
     pl.seed_everything(cfg.seed or 0, workers=True, verbose=False)  # the first batch is the same as in a run
-    simulated = SimulatedStrategy(topology.num_stages, options, is_for_accelerator(cfg))
+    recompute: Recompute | None = getattr(strategy, "recompute", None)
+    option = "never" if recompute is None else recompute.option
+    simulated = SimulatedStrategy(topology.num_stages, options, is_for_accelerator(cfg), option)
     module: pl.LightningModule = instantiate("module", cfg.module)
     data: pl.LightningDataModule | None = instantiate("data", cfg.data) if cfg.get("data") else None
     talk = Interview(simulated, ask)

@@ -1,0 +1,209 @@
+"""Run a part of a module so that its activations are computed once more in the backward pass, instead of kept.
+
+The second run must repeat the first one exactly, and leave no trace. So the first one remembers what it read (random
+states, attributes, buffers, the default dtype), and the second one runs with that, and puts back what it found.
+"""
+
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Callable, Generator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from ..core.errors import ConfigError
+from ..core.private import of_torch
+from ..core.rng import random_state, swapped_random_state
+
+_RANDOM = threading.RLock()
+"""Held while the process's random streams are set back."""
+
+_STRUCTURE = {key for key, value in nn.Module().__dict__.items() if isinstance(value, dict)} - {"_buffers"}
+"""Attributes of every module that a forward pass does not write: parameters, children, hooks."""
+
+Learned = dict[tuple[bool, ...], set[int]]
+"""By the modules' training flags: indices of the tensors that a part's forward writes to."""
+
+
+def recomputing(part: nn.Module, forward: Callable[..., Any], learned: Learned, *args: Any, **kwargs: Any) -> Any:
+    """Run a part's forward, keeping its inputs only.
+
+    Args:
+        part: the module.
+        forward: its forward.
+        learned: what earlier calls have found out; empty at first.
+        *args: the forward's arguments.
+        **kwargs: the forward's keyword arguments.
+    """
+    if not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    leaves, spec = of_torch.tree_flatten((args, kwargs))
+    call = _Call(part, learned, [leaf for leaf in leaves if isinstance(leaf, Tensor)])
+
+    def run() -> Any:
+        if not call.has_run:
+            return forward(*args, **kwargs)
+        again_args, again_kwargs = of_torch.tree_unflatten(leaves, spec)  # containers as they were given
+        return forward(*again_args, **again_kwargs)
+
+    return checkpoint(run, use_reentrant=False, preserve_rng_state=False, context_fn=lambda: (call.first(), call))
+
+
+class _Call:
+    """What one call of a part has read, to repeat it."""
+
+    def __init__(self, part: nn.Module, learned: Learned, inputs: Sequence[Tensor]) -> None:
+        self.has_run = False
+        self._open: list[ExitStack] = []
+        self._modules = list(part.modules())
+        self._name = type(part).__name__
+        self._inputs = [(tensor, tensor._version) for tensor in inputs if not tensor.is_inference()]
+        self._weights = [(name, weight, weight._version) for name, weight in part.named_parameters()]
+        self._dtype = torch.get_default_dtype()
+        self._held = [_attributes(module) for module in self._modules]
+        self._buffers = [dict(module._buffers) for module in self._modules]
+        written = learned.get(tuple(module.training for module in self._modules))
+        tensors = self._written_tensors()
+        self._kept = {
+            id(tensor): (tensor, tensor._version, tensor.detach().clone() if written is None or i in written else None)
+            for i, tensor in enumerate(tensors)
+        }
+        self._learned = learned
+        devices = {tensor.device for tensor in (*inputs, *part.parameters())}
+        self._devices = [device for device in devices if device.type not in ("cpu", "meta")]
+        fake = any(isinstance(tensor, of_torch.FakeTensor) for tensor in (*inputs, *part.parameters()))
+        self._random = None if fake else random_state()  # a simulated run draws nothing
+        self._device_random = [_generator(device).get_rng_state(device) for device in self._devices]
+
+    @contextmanager
+    def first(self) -> Generator[None]:
+        """The block of the first run: learn what it has read and written."""
+        yield
+        self.has_run = True
+        for tensor, version in self._inputs:
+            if tensor._version != version:
+                raise self._refused("writes to its input")
+        if self._random is not None and _equal(self._random, random_state()):
+            self._random = None  # the part draws nothing on the CPU
+        flags = tuple(module.training for module in self._modules)
+        written = self._learned.get(flags)
+        values = list(self._kept.values())
+        changed = {i for i, (t, version, _) in enumerate(values) if t._version != version}
+        if written is None:  # BatchNorm writes without counting versions
+            changed |= {i for i, (t, _, before) in enumerate(values) if before is not None and _differ(t, before)}
+        elif not changed <= written:
+            raise self._refused("writes to a buffer that it did not write to in its first forward pass")
+        self._learned[flags] = changed | (written or set())
+        self._kept = {id(values[i][0]): values[i] for i in self._learned[flags]}  # the others are read again
+
+    def __enter__(self) -> None:
+        """Begin a further run: there is one for every backward pass through the part."""
+        self._verify_unchanged()
+        stack = ExitStack()
+        if self._random is not None:
+            stack.enter_context(_RANDOM)
+            stack.enter_context(swapped_random_state(self._random))
+        for device, state in zip(self._devices, self._device_random, strict=True):
+            stack.enter_context(_swapped_generator(device, state))
+        stack.enter_context(_default_dtype(self._dtype))
+        stack.enter_context(self._as_before())
+        self._open.append(stack)
+
+    def __exit__(self, *exc: Any) -> None:
+        self._open.pop().__exit__(*exc)
+
+    @contextmanager
+    def _as_before(self) -> Generator[None]:
+        """Give the part the attributes and buffers that it had before the first run."""
+        now = [(dict(module.__dict__), dict(module._buffers)) for module in self._modules]
+        try:
+            self._restore()
+            yield
+        finally:
+            for module, (attributes, buffers) in zip(self._modules, now, strict=True):
+                module.__dict__.clear()
+                module.__dict__.update(attributes)
+                module._buffers.clear()
+                module._buffers.update(buffers)
+
+    def _restore(self) -> None:
+        again: dict[int, Tensor] = {}
+        for module, attributes, buffers in zip(self._modules, self._held, self._buffers, strict=True):
+            module.__dict__.update({key: self._as_read(_copied(v), again) for key, v in attributes.items()})
+            module._buffers.update({key: self._as_read(buffer, again) for key, buffer in buffers.items()})
+
+    def _as_read(self, value: Any, again: dict[int, Tensor]) -> Any:
+        """A tensor with the values that it had before the first run, to be written to; anything else as it is."""
+        if id(value) not in self._kept:
+            return value
+        before = self._kept[id(value)][2]
+        assert before is not None
+        return again.setdefault(id(value), before.clone())
+
+    def _written_tensors(self) -> list[Tensor]:
+        """The tensors that forward may write to: buffers, and attributes such as the states of metrics; each once."""
+        values = [value for held in (*self._held, *self._buffers) for value in held.values()]
+        return list({id(value): value for value in values if isinstance(value, Tensor)}.values())
+
+    def _verify_unchanged(self) -> None:
+        """Refuse a second run with other inputs or weights than the first one's: it would compute another gradient."""
+        if any(tensor._version != version for tensor, version in self._inputs):
+            raise self._refused("has an input that was written to after its forward pass")
+        for name, weight, version in self._weights:
+            if weight._version != version:
+                raise self._refused(f"has a parameter ({name}) that was written to between forward and backward")
+
+    def _refused(self, what: str) -> ConfigError:
+        return ConfigError(
+            f"recompute: {self._name} {what}, so that it can't be computed once more. Set strategy.recompute=never, "
+            "or name the modules to recompute without it (strategy.recompute=[...])."
+        )
+
+
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    return {key: _copied(value) for key, value in module.__dict__.items() if key not in _STRUCTURE | {"_buffers"}}
+
+
+def _copied(value: Any) -> Any:
+    """A copy of a container, to which a forward pass may append."""
+    return value.copy() if type(value) in (list, dict, set, deque, OrderedDict) else value
+
+
+def _equal(one: Any, other: Any) -> bool:
+    """Whether two random states of the process are the same."""
+    (torch_one, numpy_one, python_one), (torch_other, numpy_other, python_other) = one, other
+    numpy_same = numpy_one[2:] == numpy_other[2:] and bool((numpy_one[1] == numpy_other[1]).all())
+    torch_same = bool((torch_one.numpy() == torch_other.numpy()).all())  # no operation that a dispatch mode sees
+    return torch_same and numpy_same and python_one == python_other
+
+
+def _differ(tensor: Tensor, before: Tensor) -> bool:
+    """Whether the values of a tensor have changed; those of a simulated run can't."""
+    return not isinstance(tensor, of_torch.FakeTensor) and not torch.equal(tensor.detach(), before)
+
+
+@contextmanager
+def _swapped_generator(device: torch.device, state: Tensor) -> Generator[None]:
+    own = _generator(device).get_rng_state(device)
+    _generator(device).set_rng_state(state, device)
+    try:
+        yield
+    finally:
+        _generator(device).set_rng_state(own, device)
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Generator[None]:
+    own = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(own)
+
+
+def _generator(device: torch.device) -> Any:
+    return torch.get_device_module(device)

@@ -1,0 +1,320 @@
+"""strategy.recompute: activations are computed once more in the backward pass, exactly, and are not kept till then."""
+
+import copy
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import pytorch_lightning as pl
+import torch
+from parity import Case, Net, assert_equal, baseline, run
+from torch import Tensor, nn
+
+from evener.strategies import ConfigError, DataParallelStrategy, ModelParallelStrategy, SingleDeviceStrategy
+from evener.strategies.pipeline.recompute import Recompute, units, verify_threads
+from evener.trainer.plan._memory_tracker import MemoryTracker
+
+
+class Block(nn.Module):
+    """Draws from all random streams, counts its calls, keeps a list and a tensor, and normalises by its batch."""
+
+    def __init__(self, width: int = 4, hidden: int = 16) -> None:
+        super().__init__()
+        self.up, self.down, self.norm = nn.Linear(width, hidden), nn.Linear(hidden, width), nn.BatchNorm1d(hidden)
+        self.calls = 0
+        self.seen: list[float] = []
+        self.total = torch.zeros(1)
+        self.last: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.seen.append(float(self.calls))
+        self.total += 1
+        hidden = nn.functional.dropout(torch.tanh(self.norm(self.up(x))), 0.3, self.training)
+        if self.training:
+            hidden = hidden * (1 + 0.1 * random.random()) + 0.1 * float(np.random.random())
+        self.last = hidden
+        return x + self.down(hidden) * (1 + 0.01 * self.calls + 0.001 * len(self.seen) + 0.01 * self.total)
+
+
+class BlockNet(Net):
+    """Three blocks between two layers; what the second block has kept is part of the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(4, 4), Block(), Block(), Block(), nn.Linear(4, 3))
+
+    def on_train_start(self) -> None:
+        pl.seed_everything(5, verbose=False)
+
+    def loss(self, batch: Any) -> Tensor:
+        loss = super().loss(batch)
+        kept = self.net[2].last
+        assert kept is not None
+        return loss + 0.01 * kept.square().mean()
+
+
+class PlainBlock(nn.Module):
+    def __init__(self, width: int = 4) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(nn.functional.dropout(torch.tanh(self.up(x)), 0.25, self.training))
+
+
+class PlainNet(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(4, 4), PlainBlock(), PlainBlock(), PlainBlock(), nn.Linear(4, 3))
+
+
+BLOCKS = Case(BlockNet, num=23, batch_size=6, trainer={"accumulate_grad_batches": 2, "gradient_clip_val": 0.1})
+PLAIN = Case(PlainNet, num=23, batch_size=6, trainer={"accumulate_grad_batches": 2})
+
+
+@pytest.mark.parametrize("option", ["always", "except_last", ["net.2"], ["net"]])
+def test_one_device_trains_bit_by_bit_as_without(option: Any) -> None:
+    expected, found = run(BLOCKS, SingleDeviceStrategy()), run(BLOCKS, SingleDeviceStrategy(recompute=option))
+    assert_equal(found, expected, 0.0)
+
+
+@pytest.mark.parametrize("num", [2, 3])
+def test_replicas_train_bit_by_bit_as_without(num: int) -> None:
+    expected = run(PLAIN, DataParallelStrategy(), devices=num)
+    assert_equal(run(PLAIN, DataParallelStrategy(recompute="always"), devices=num), expected, 0.0)
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 3])
+@pytest.mark.parametrize("option", ["always", "except_last"])
+def test_stages_train_bit_by_bit_as_without(num_microbatches: int, option: Any) -> None:
+    plain = ModelParallelStrategy(num_microbatches=num_microbatches, deterministic=True)
+    found = ModelParallelStrategy(num_microbatches=num_microbatches, recompute=option)
+    assert_equal(run(PLAIN, found, devices=2), run(PLAIN, plain, devices=2), 0.0)
+
+
+def test_the_module_is_restored_after_the_run() -> None:
+    module = BlockNet()
+    recompute = Recompute("always", "test")
+    recompute.install(module)
+    assert [name for name, part in module.named_modules() if "forward" in vars(part)] == ["net.1", "net.2", "net.3"]
+    recompute.remove()
+    assert not any("forward" in vars(part) for part in module.modules())
+
+
+def kept_bytes(option: Any, module: nn.Module, x: Tensor) -> tuple[int, int]:
+    """Bytes that a forward pass leaves, and the most at one time in forward and backward."""
+    recompute = Recompute(option, "test")
+    recompute.install(module)
+    tracker = MemoryTracker()
+    for tensor in (x, *module.parameters()):
+        tracker.track(tensor, 0)
+    before = tracker.live[0]
+    with tracker:
+        loss = module(x).sum()
+        kept = tracker.live[0] - before
+        loss.backward()
+    recompute.remove()
+    return kept, tracker.peak[0] - before
+
+
+class Wide(nn.Module):
+    """Leaves what its second layer takes for backward: 5 samples of 64 float32, as input and result of tanh, once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 64), nn.Linear(64, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.tanh(self.up(x)))
+
+
+def test_a_forward_pass_keeps_the_boundaries_alone() -> None:
+    n, boundary, inside = 5, 5 * 4 * 4, 5 * 64 * 4
+    x = torch.randn(n, 4)
+    loss = 4
+    chain = nn.Sequential(Wide(), Wide(), Wide())
+    # 2 boundaries between 3 blocks (the input counts for nobody); the sum keeps nothing
+    assert kept_bytes("never", chain, x)[0] == 2 * boundary + 3 * inside + loss
+    chain.zero_grad()
+    assert kept_bytes("always", chain, x)[0] == 2 * boundary + loss
+    chain.zero_grad()
+    assert kept_bytes("except_last", chain, x)[0] == 2 * boundary + inside + loss
+
+
+def test_the_peak_of_a_step_falls_to_the_boundaries_and_one_part() -> None:
+    deep = nn.Sequential(*(Wide() for _ in range(12)))
+    x = torch.randn(500, 4)
+    boundary, inside = 500 * 4 * 4, 500 * 64 * 4
+    gradients = sum(parameter.nbytes for parameter in deep.parameters())
+    # of one part: its activations, their gradients and a temporary of each
+    limit = 12 * boundary + 4 * inside + gradients
+    peak_without = kept_bytes("never", deep, x)[1]
+    deep.zero_grad()
+    assert kept_bytes("always", deep, x)[1] < limit < 12 * inside < peak_without
+
+
+def test_an_nn_sequential_of_layers_is_recomputed_in_segments() -> None:
+    layers = [layer for _ in range(9) for layer in (nn.Linear(8, 8), nn.Tanh(), nn.Dropout(0.2))]
+    chain = nn.Sequential(nn.Sequential(*layers), nn.Linear(8, 2)).double()
+    assert list(units(chain)) == [("0", 3)]  # the square root of 9 layers with weights
+    x = torch.randn(6, 8, dtype=torch.float64)
+    gradients = []
+    for option in ("never", "always", "except_last"):
+        module, recompute = copy.deepcopy(chain), Recompute(option, "test")
+        recompute.install(module)
+        torch.manual_seed(0)
+        module(x).square().mean().backward()
+        gradients.append([p.grad for p in module.parameters()])
+    for found in gradients[1:]:
+        assert all(torch.equal(one, other) for one, other in zip(gradients[0], found, strict=True))
+    never, always = (kept_bytes(option, chain, x)[0] for option in ("never", "always"))
+    assert always < never / 3
+
+
+def test_a_copy_of_the_module_recomputes_its_own_parts() -> None:
+    module = nn.Sequential(Wide(), Wide())
+    recompute = Recompute("always", "test")
+    recompute.install(module)
+    copied = copy.deepcopy(module)
+    copied(torch.ones(2, 4)).sum().backward()
+    assert all(p.grad is not None for p in copied.parameters())
+    assert all(p.grad is None for p in module.parameters())
+
+
+class Penalized(Net):
+    """The gradient of a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(PlainBlock(), PlainBlock(), nn.Linear(4, 3))
+
+    def loss(self, batch: Any) -> Tensor:
+        x, y = self.read(batch)
+        if not self.trainer.training:
+            return super().loss(batch)
+        x = x.clone().requires_grad_()
+        loss = nn.functional.cross_entropy(self(x), y)
+        (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
+        return loss + gradient.square().sum()
+
+
+def test_a_gradient_penalty_is_exact() -> None:
+    case = Case(Penalized, num=11, batch_size=4)
+    assert_equal(run(case, SingleDeviceStrategy(recompute="always")), run(case, SingleDeviceStrategy()), 0.0)
+
+
+class Adds(nn.Module):
+    """Writes to its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(torch.tanh(self.first(x.mul_(2))))
+
+
+class Residual(Net):
+    """Adds a block's result to its input in place, which the block itself has not saved."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block, self.head, self.second = block, nn.Linear(4, 3), nn.Sequential(PlainBlock(), PlainBlock())
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.clone()
+        x += self.block(x * 1.0 if isinstance(self.block, Adds) else x)
+        return self.head(self.second(x))
+
+
+class Drops(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop, self.linear, self.other = nn.Dropout(0.5), nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.other(self.linear(self.drop(x)))
+
+
+@pytest.mark.parametrize(
+    ("block", "message"),
+    [(Adds, "Adds writes to its input"), (Drops, "Drops has an input that was written to after its forward pass")],
+)
+def test_inputs_that_change_are_refused_before_the_first_step(block: Any, message: str) -> None:
+    case = Case(lambda: Residual(block()), num=8, batch_size=4)
+    run(case, SingleDeviceStrategy())
+    with pytest.raises(ConfigError, match=message):
+        run(case, SingleDeviceStrategy(recompute="always"))
+
+
+def test_weights_that_change_before_the_backward_pass_are_refused() -> None:
+    module = nn.Sequential(Wide(), Wide())
+    Recompute("always", "test").install(module)
+    loss = module(torch.ones(2, 4)).sum()
+    with torch.no_grad():
+        module[1].down.bias.add_(1)
+    with pytest.raises(ConfigError, match=r"Wide has a parameter \(down.bias\) that was written to"):
+        loss.backward()
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("sometimes", "recompute=sometimes is unknown; choose one of never, always, except_last"),
+        (["net.nine"], r"BlockNet has no module 'net.nine' to recompute; the nearest are net"),
+    ],
+)
+def test_unknown_options_are_refused(option: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        run(BLOCKS, SingleDeviceStrategy(recompute=option))
+
+
+def test_a_module_without_parts_to_recompute_is_refused() -> None:
+    with pytest.raises(ConfigError, match="finds nothing to recompute in Net"):
+        run(Case(Net), SingleDeviceStrategy(recompute="always"))
+
+
+def test_a_compiled_module_is_refused() -> None:
+    module = nn.Sequential(Wide(), Wide())
+    module.compile(backend="eager")
+    with pytest.raises(ConfigError, match="whose compiler decides what is recomputed"):
+        Recompute("always", "test").install(module)
+
+
+def test_replicas_in_threads_that_share_the_cpus_random_stream_are_refused() -> None:
+    cpu, gpu = torch.device("cpu"), torch.device("cuda", 0)
+    verify_threads([cpu, cpu], None, "dp")
+    verify_threads([gpu, gpu], None, "dp")
+    verify_threads([gpu, cpu], False, "dp")
+    with pytest.raises(ConfigError, match=r"dp: recompute draws .* \(cuda:0, cpu\). Set strategy.threads=false"):
+        verify_threads([gpu, cpu], None, "dp")
+    with pytest.raises(ConfigError, match="replicas in threads share"):
+        run(PLAIN, DataParallelStrategy(recompute="always", threads=True), devices=2)
+
+
+class Bypassed(Net):
+    """Calls a method of its second block only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.head = PlainBlock(), PlainBlock(), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.second.up(self.first(x))[:, :4])
+
+
+def test_parts_that_are_not_called_are_named() -> None:
+    with pytest.warns(UserWarning, match="recompute=always had no effect on second: the training step does not call"):
+        run(Case(Bypassed), SingleDeviceStrategy(recompute="always"))
+
+
+def test_parity_holds_with_dropout_off() -> None:
+    class Still(PlainNet):
+        def on_train_batch_start(self, *_: Any) -> None:
+            self.eval()
+
+    case = Case(Still, num=23, batch_size=6)
+    found = run(case, ModelParallelStrategy(num_microbatches=3, recompute="always"), devices=3)
+    assert_equal(found, baseline(case), 1e-10)
