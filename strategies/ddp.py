@@ -25,6 +25,7 @@ from .batch.structure import BatchDims, verify_batch_dims
 from .core.errors import ConfigError
 from .core.loop_contract import run_backward
 from .core.module_checks import end_of_step, why_whole
+from .core.module_log import lightning_modules, module_log, restore_logs
 from .core.optimizer_states import load_states, state_to_parameters
 from .core.private import of_lightning, of_torch
 from .core.rng import seed_devices, seed_rank
@@ -117,7 +118,6 @@ class DDPStrategy(MultiProcessStrategy):
         self._sums: SideGroup | None = None
         self._manages_samples = True
         self._shares = RankShares(1, self.strategy_name)
-        self._weighs = False
         self._scale: Tensor | float = 1.0
         self._weighs_in_loop = False
         self._without_gradient: list[nn.Parameter] = []
@@ -213,6 +213,8 @@ class DDPStrategy(MultiProcessStrategy):
             state_to_parameters(optimizer)
         self._shares = RankShares(self.world_size, self.strategy_name)
         self.metrics = RunMetrics(self.root_device, whole=not self.layout.cut_by)
+        for module in lightning_modules(self.module):
+            module_log(module)
         self.layout.begin(trainer, self.structures)
 
     def _verify_options(self, trainer: pl.Trainer) -> None:
@@ -426,10 +428,9 @@ class DDPStrategy(MultiProcessStrategy):
 
     def _own_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         """Run this rank's own step, through DDP's wrapper if that is to reduce gradients in the backward pass."""
-        module, model = self.module, self.model
         with self.precision_plugin.train_step_context():
-            if isinstance(model, DistributedDataParallel) and not self.layout.finishes_later:
-                return forward_through(model, module, self._step_in_layout, *args, **kwargs)
+            if isinstance(self.model, DistributedDataParallel) and not self.layout.finishes_later:
+                return forward_through(self.model, self._step_in_layout, *args, **kwargs)
             self._sync_buffers()
             return self._step_in_layout(*args, **kwargs)
 
@@ -507,20 +508,11 @@ class DDPStrategy(MultiProcessStrategy):
         """Have the layout learn that the optimizer has stepped."""
         self.layout.finish_step()
 
-    @contextmanager
-    def weighing_logged(self) -> Generator[None]:
-        """Weight means over ranks by each rank's samples in the current batch, inside the block."""
-        self._weighs = True
-        try:
-            yield
-        finally:
-            self._weighs = False
-
-    @override
-    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
-        if self._weighs and self.share is not None and reduce_op in ("mean", "avg") and isinstance(tensor, Tensor):
-            tensor = tensor * self._shares.weight
-        return super().reduce(tensor, group, reduce_op)
+    def reduce_logged(self, value: Tensor, group: Any | None = None, reduce_op: Any = "mean") -> Any:
+        """Reduce logged values; a mean over ranks weights each by its samples in the current batch."""
+        if self.share is not None and reduce_op in ("mean", "avg"):
+            value = value * self._shares.weight
+        return self.reduce(value, group, reduce_op)
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
@@ -585,6 +577,8 @@ class DDPStrategy(MultiProcessStrategy):
     def teardown(self) -> None:
         if self._layout is not None:
             self._layout.close()
+        if self.lightning_module is not None:
+            restore_logs(self.lightning_module)
         if self.metrics is not None:
             self.metrics.end()
             self.metrics = None

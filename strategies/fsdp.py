@@ -23,7 +23,7 @@ from .core.module_checks import hooked
 from .core.patching import replaced
 from .data.loaders import BatchSizeIs
 from .ddp import DDPStrategy
-from .distributed.zero_weight_step import silent_step
+from .distributed.zero_weight_step import zero_weight_step
 from .pipeline.module_parts import find_parts
 from .pipeline.recompute import RecomputeOption
 from .sharding.deferred import DeferredTensors
@@ -282,7 +282,7 @@ class FSDPStrategy(DDPStrategy):
         with _named_errors(), self.shards.step(backward_follows=False):
             if not self.stands_in:
                 return super()._evaluate(step, context, *args, **kwargs)
-            with silent_step(self.module), context():
+            with zero_weight_step(self.module, silent=True), context():
                 getattr(self.module, step)(*args, **kwargs)
             return None
 

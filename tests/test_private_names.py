@@ -102,6 +102,10 @@ pytorch_lightning.utilities.data _extract_batch_size
 pytorch_lightning.trainer.connectors.logger_connector.result _ResultCollection._extract_batch_size
 torch.nn.parallel DistributedDataParallel._get_ddp_logging_data
 torch.utils._python_dispatch TorchDispatchMode
+torch.nn.parallel DistributedDataParallel._inside_ddp_forward
+torch.nn.parallel DistributedDataParallel._post_forward
+torch.nn.parallel DistributedDataParallel._pre_forward
+torch.nn.parallel DistributedDataParallel._root_copy_hook
 torch.nn.parallel DistributedDataParallel._sync_buffers
 torch.nn.parallel DistributedDataParallel.will_sync_module_buffers
 torch.nn.parallel DistributedDataParallel._set_ddp_runtime_logging_sample_rate

@@ -1,10 +1,10 @@
 """Record what modules log on each replica, and log it once for the whole batch."""
 
-import inspect
 from collections import Counter
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytorch_lightning as pl
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.devices import scalar
+from ..core.module_log import LOG_OPTIONS, Receiver, module_log, received
 from .given_sizes import GivenSizes
 from .losses import ChunkLosses
 
@@ -50,27 +51,21 @@ class LogRecorder:
         self._given = GivenSizes()
         self.losses: list[Tensor] = []
         """What `replay` logged as the loss of the batch."""
-        self._recorders = [
-            [self._recorder(i, j) for j in range(len(modules))] for i, modules in enumerate(self._modules)
-        ]
+        for i, copies in enumerate(self._modules[1:], start=1):  # a copy runs in steps alone
+            for j, copy in enumerate(copies):
+                if copy is not self._modules[0][j]:
+                    module_log(copy).receiver = partial(self._record, i, j)
 
     @contextmanager
     def recording(self) -> Generator[None]:
         """Record the calls of one step."""
         self._calls = [[] for _ in self._modules]
-        before = [[module.__dict__.get("log") for module in modules] for modules in self._modules]
-        for modules, recorders in zip(self._modules, self._recorders, strict=True):
-            for module, recorder in zip(modules, recorders, strict=True):
-                module.__dict__["log"] = recorder
-        try:
+        with received((module_log(module), self._root_receiver(j)) for j, module in enumerate(self._modules[0])):
             yield
-        finally:
-            for modules, logs in zip(self._modules, before, strict=True):
-                for module, log in zip(modules, logs, strict=True):
-                    if log is None:
-                        del module.__dict__["log"]
-                    else:
-                        module.__dict__["log"] = log
+
+    def _root_receiver(self, module: int) -> Receiver:
+        """What records the calls of a module of the root."""
+        return partial(self._record, 0, module)
 
     def replay(self, sizes: Sequence[int], losses: ChunkLosses | None = None) -> None:
         """Log the recorded values on the root.
@@ -122,13 +117,10 @@ class LogRecorder:
         self._calls = []
         return list(found.values())
 
-    def _recorder(self, replica: int, module: int) -> Callable[..., None]:
-        def log(name: str, value: Any, *args: Any, **options: Any) -> None:
-            options.update(zip(_LOG_OPTIONS, args, strict=False))
-            kept = value if not isinstance(value, Tensor) else _kept(value, options)
-            self._calls[replica].append(_Call(replica, module, name, value, kept, options))
-
-        return log
+    def _record(self, replica: int, module: int, name: str, value: Any, *args: Any, **options: Any) -> None:
+        options.update(zip(LOG_OPTIONS, args, strict=False))
+        kept = value if not isinstance(value, Tensor) else _kept(value, options)
+        self._calls[replica].append(_Call(replica, module, name, value, kept, options))
 
     def _loss(self, calls: list[_Call], sizes: Sequence[int], losses: ChunkLosses | None) -> Tensor | None:
         """The batch's loss, if that is what was logged."""
@@ -160,9 +152,6 @@ class LogRecorder:
         if reduction in _SUMS:
             return sum(values)
         return sum(value * weight for value, weight in zip(values, weights, strict=True)) / sum(weights)
-
-
-_LOG_OPTIONS = list(inspect.signature(pl.LightningModule.log).parameters)[3:]  # after self, name and value
 
 
 def _kept(value: Tensor, options: dict[str, Any]) -> Tensor:

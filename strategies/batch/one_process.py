@@ -13,6 +13,7 @@ from typing_extensions import override
 
 from ..core.errors import ConfigError
 from ..core.loop_contract import run_backward
+from ..core.module_log import restore_logs
 from ..core.optimizer_states import load_states, state_to_parameters
 from ..core.rng import seed_devices
 from ..core.types import Batch, Device
@@ -182,4 +183,6 @@ class OneProcessStrategy(pl_strategies.SingleDeviceStrategy):
     def teardown(self) -> None:
         if self._layout is not None:
             self._layout.close()
+        if self.lightning_module is not None:
+            restore_logs(self.lightning_module)
         super().teardown()

@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from pytorch_lightning import LightningModule
 from pytorch_lightning.overrides.distributed import prepare_for_backward
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -59,47 +58,30 @@ def verify_reduced(model: DistributedDataParallel) -> None:
         of_torch.rebuild_buckets(model.reducer)()  # what the next forward begins with
 
 
-_NOTHING = object()
-
-
-def forward_through(
-    wrapper: DistributedDataParallel, module: LightningModule, step: Callable[..., Any], *args: Any, **kwargs: Any
-) -> Any:
-    """Call a step of a module through the wrapper's forward; the step itself may call the real `forward`.
+def forward_through(wrapper: DistributedDataParallel, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run a step in the place of the wrapped module's forward; the step itself may call that.
 
     Args:
-        module: module with a forward that is replaced until it is called.
-        step: the function to call instead.
+        step: a step of the wrapped module, a LightningModule.
         *args: arguments of the step, passed through the wrapper.
         **kwargs: keyword arguments of the step, likewise.
 
     Returns:
-        What the wrapper's forward returned.
+        What the wrapper makes of the step's output.
     """
-    # nn.Module.__setattr__ would first check for a parameter, a buffer or a child
-    state, manual = vars(module), not module.automatic_optimization
-    before = state.get("forward", _NOTHING)
-
-    def put_back() -> None:
-        if before is _NOTHING:
-            state.pop("forward", None)
-        else:
-            state["forward"] = before
-
-    def step_instead(*inner: Any, **named: Any) -> Any:
-        put_back()
-        output = step(*inner, **named)
-        if manual:
-            wrapper.require_backward_grad_sync = False  # each `manual_backward` prepares a reduction of its own
-        return output
-
-    state["forward"] = step_instead
+    args, kwargs = of_torch.pre_forward(wrapper)(*args, **kwargs)
+    if wrapper.mixed_precision is not None:
+        of_torch.root_copy_hook(wrapper)()  # a hook of the module's forward
+    with of_torch.inside_ddp_forward(wrapper)():
+        output = step(*args, **kwargs)
+    module: Any = wrapper.module
+    if module.automatic_optimization:
+        return of_torch.post_forward(wrapper)(output)
+    wrapper.require_backward_grad_sync = False  # each `manual_backward` prepares a reduction of its own
     try:
-        return wrapper(*args, **kwargs)
+        return of_torch.post_forward(wrapper)(output)
     finally:
-        put_back()
-        if manual:
-            wrapper.require_backward_grad_sync = True
+        wrapper.require_backward_grad_sync = True
 
 
 class ReducedParameters:

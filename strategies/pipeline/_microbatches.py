@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Callable, Generator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,7 @@ from ..batch.losses import ChunkLosses
 from ..core.devices import is_accelerator
 from ..core.errors import ConfigError
 from ..core.executor import Executor, Piece
-from ..core.patching import replaced
+from ..core.module_log import Receiver
 from ._gradients import EarlyGradients
 from ._kept_state import KeptState
 from ._metric_values import MetricValues
@@ -181,12 +181,7 @@ class MicroBatchLogs(LogRecorder):
     @override
     @contextmanager
     def recording(self) -> Generator[None]:
-        self._calls = [[] for _ in self._modules]
-        with ExitStack() as stack:
-            stack.enter_context(self._whole.recording())
-            stack.enter_context(self._metrics.recording())
-            for index, module in enumerate(self._modules[0]):
-                stack.enter_context(replaced(module, "log", partial(self._log, index)))
+        with self._whole.recording(), self._metrics.recording(), super().recording():
             yield
 
     @override
@@ -200,5 +195,6 @@ class MicroBatchLogs(LogRecorder):
         self._on_thread.microbatch = microbatch
         return call()
 
-    def _log(self, module: int, *args: Any, **options: Any) -> None:
-        self._recorders[self._on_thread.microbatch][module](*args, **options)
+    @override
+    def _root_receiver(self, module: int) -> Receiver:
+        return lambda *args, **options: self._record(self._on_thread.microbatch, module, *args, **options)

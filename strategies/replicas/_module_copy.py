@@ -18,14 +18,11 @@ from torch.utils.hooks import RemovableHandle
 from torchmetrics import Metric, MetricCollection
 
 from ..core.private import of_torch, put
+from ..core.types import StaysOnRoot
 from ._compiled import is_wrapper
 
 HOOKS = tuple(key for key, value in nn.Module().__dict__.items() if "hooks" in key and isinstance(value, dict))
 """The attributes in which a module keeps its hooks, each a dictionary from number to hook."""
-
-
-class StaysOnRoot:
-    """Marks attributes that are not copied from the root to its copies."""
 
 
 class ModuleCopy:
@@ -152,6 +149,8 @@ class ModuleCopy:
             return replica
         replica = of_torch.replicate_for_data_parallel(original)()
         del replica.__dict__["_is_replica"]  # replicas here have their own parameters
+        for key in [key for key, value in replica.__dict__.items() if isinstance(value, StaysOnRoot)]:
+            del replica.__dict__[key]
         self._copies[id(original)] = (original, replica)
         self.pairs.append((original, replica))
         for key in HOOKS:

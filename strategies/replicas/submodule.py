@@ -7,7 +7,7 @@ from torch import nn
 
 from ..batch.run_structures import RunStructures
 from ..core.errors import ConfigError
-from ._module_copy import StaysOnRoot
+from ..core.types import StaysOnRoot
 from .runner import ReplicaRunner
 
 

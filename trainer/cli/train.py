@@ -7,11 +7,11 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
-from pytorch_lightning.strategies import Strategy
 
 from ...strategies import ConfigError
-from ..config.checks import verify_config, verify_target
+from ..config.checks import verify_config
 from ..config.group_files import CONFIG_MODULE, Source
+from ..config.launch_plan import strategy_name
 from ..config.missing_values import incomplete
 from ..job.earlier_run import module_of_run
 from ..job.result import Result
@@ -107,9 +107,8 @@ def inside_hydra(cfg: DictConfig) -> bool:
 
 def default_run_dir(cfg: DictConfig) -> Path:
     """The run directory for a configuration composed outside Hydra's main, with the layout of `conf/hydra`."""
-    cls = verify_target("strategy", cfg.strategy, Strategy)
-    strategy = getattr(cls, "strategy_name", cls.__name__)
-    return Path(str(cfg.log_dir)) / str(cfg.name) / strategy / datetime.now().strftime("%Y-%m-%d_%H-%M-%S-%f")
+    folder = Path(str(cfg.log_dir)) / str(cfg.name) / strategy_name(cfg)
+    return folder / datetime.now().strftime("%Y-%m-%d_%H-%M-%S-%f")
 
 
 def compose(

@@ -10,12 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from omegaconf import DictConfig
-from pytorch_lightning.strategies import Strategy
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 
 from ...strategies import ConfigError
 from ...strategies.core.user_code import is_library
-from ..config.checks import verify_target
+from ..config.launch_plan import strategy_name
 from .log_file import LOG_FILE
 from .result import FAILED, Result
 
@@ -121,10 +120,9 @@ def report_killed(cfg: DictConfig, failure: Failure, num_processes: int) -> None
 
 
 def _result(cfg: DictConfig, failure: Failure, num_processes: int) -> Result:
-    strategy = verify_target("strategy", cfg.strategy, Strategy)
     return Result(
         mode=cfg.mode,
-        strategy=getattr(strategy, "strategy_name", strategy.__name__),
+        strategy=strategy_name(cfg),
         devices=[],
         num_processes=num_processes,
         run_dir=cfg.run_dir,

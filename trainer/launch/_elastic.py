@@ -7,11 +7,12 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from omegaconf import DictConfig, OmegaConf
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, PContext, SignalException
 from torch.distributed.elastic.multiprocessing import api as elastic_processes
@@ -20,13 +21,13 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from torch.multiprocessing.spawn import ProcessContext
 
 from ...strategies import ConfigError
-from ...strategies.core.device_names import resolve_devices
 from ...strategies.core.files import scratch_directory
 from ...strategies.core.patching import replaced
 from ...strategies.core.private import of_torch, put
 from ...strategies.distributed.process_exit import is_frozen, release_openmp
 from ...strategies.distributed.store import loopback_device
-from ..config.checks import AUTO, plain
+from ..config.checks import AUTO
+from ..config.launch_plan import LaunchPlan
 from ..job.failure import Failure, report_killed
 from ..job.result import Result
 from ..job.run import keep_snapshot
@@ -42,34 +43,37 @@ AGENT_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, s
 """Signals that stop a run gracefully."""
 
 
-def launch_workers(cfg: DictConfig, num_processes: int) -> Result:
+def launch_workers(cfg: DictConfig, plan: LaunchPlan) -> Result:
     """Start one worker per process, and wait for the result; without a device that fails for good, if that is allowed.
+
+    Args:
+        plan: of a strategy of several processes.
 
     Raises:
         WorkerError: a worker failed, `launcher.max_restarts` times more than allowed, and none can be left out.
     """
     while True:
+        num_processes = plan.num_processes
+        assert num_processes is not None
         try:
-            return _launch(cfg, num_processes)
+            return _launch(cfg, num_processes, can_fork(plan))
         except WorkerError as exc:
             least = cfg.launcher.min_processes
             if exc.rank is None or least is None or num_processes <= least:
                 raise
-            cfg = without_rank(cfg, exc.rank, num_processes)
-            num_processes -= 1
+            cfg = without_rank(cfg, exc.rank, plan.devices, len(plan.devices) // num_processes)
+            plan = LaunchPlan.of(cfg)
             logger.warning(
                 "rank %d failed for good (%s): going on with %d processes, devices=%s.",
-                exc.rank, exc, num_processes, cfg.devices,
+                exc.rank, exc, plan.num_processes, cfg.devices,
             )  # fmt: skip
         finally:
             keep_snapshot(cfg)
 
 
-def without_rank(cfg: DictConfig, rank: int, num_processes: int) -> DictConfig:
-    """Return the configuration with which the other ranks go on, from the run's newest checkpoint."""
-    devices = resolve_devices(plain(cfg.devices), cfg.accelerator)
-    each = len(devices) // num_processes
-    left = devices[: rank * each] + devices[(rank + 1) * each :]
+def without_rank(cfg: DictConfig, rank: int, devices: Sequence[torch.device], each: int) -> DictConfig:
+    """Return the configuration with which the other ranks, of `each` devices, go on from the newest checkpoint."""
+    left = [*devices[: rank * each], *devices[(rank + 1) * each :]]
     given = len(left) if all(device.type == "cpu" for device in left) else [device.index for device in left]
     changes = OmegaConf.create({"devices": given, "resume": AUTO})
     merged = OmegaConf.merge(cfg, changes, {"trainer": {"devices": given}} if "devices" in cfg.trainer else {})
@@ -77,7 +81,7 @@ def without_rank(cfg: DictConfig, rank: int, num_processes: int) -> DictConfig:
     return merged
 
 
-def _launch(cfg: DictConfig, num_processes: int) -> Result:
+def _launch(cfg: DictConfig, num_processes: int, forks: bool) -> Result:
     """Start one worker per process with torch's elastic agent, and wait for the result."""
     with scratch_directory() as scratch, environment(worker_environment(num_processes)):
         config_file = scratch / "config.yaml"
@@ -86,7 +90,7 @@ def _launch(cfg: DictConfig, num_processes: int) -> Result:
         try:
             # a second signal finds the agent's handlers gone, which would raise its error
             with frozen_workers_killed(), signal_handlers_kept() as handlers:
-                if can_fork(cfg):
+                if forks:
                     release_openmp()
                     agents_log = logging.getLogger(elastic_processes.__name__)
                     # a failure is told below
@@ -103,13 +107,12 @@ def _launch(cfg: DictConfig, num_processes: int) -> Result:
     return Result.read(cfg.run_dir)
 
 
-def can_fork(cfg: DictConfig) -> bool:
+def can_fork(plan: LaunchPlan) -> bool:
     """Whether workers may be forked from this process, which has imported everything; else they start Python anew.
 
     A forked process can't use an accelerator that its parent has touched, and macOS's libraries don't survive a fork.
     """
-    devices = resolve_devices(plain(cfg.devices), cfg.accelerator)
-    return sys.platform == "linux" and all(device.type == "cpu" for device in devices)
+    return sys.platform == "linux" and all(device.type == "cpu" for device in plan.devices)
 
 
 def cut_off(cfg: DictConfig, signum: int, num_processes: int) -> WorkerError:

@@ -3,11 +3,9 @@
 from pathlib import Path
 
 from omegaconf import DictConfig
-from pytorch_lightning.strategies import ParallelStrategy, Strategy
 
 from ...strategies import ConfigError
-from ...strategies.core.device_names import resolve_devices
-from ..config.checks import plain, verify_target
+from ..config.launch_plan import LaunchPlan
 from ..job.failure import Failure, report
 from ..job.log_file import run_log
 from ..job.result import RESULT_FILE, Result
@@ -29,7 +27,8 @@ def launch(cfg: DictConfig) -> Result:
         ConfigError: an option can't be honoured.
         WorkerError: a worker failed, with its rank and traceback.
     """
-    num_processes = processes_per_node(cfg)
+    plan = LaunchPlan.of(cfg)
+    num_processes = plan.num_processes
     if started_by := cluster.detect():
         cluster.verify_size(started_by, num_processes, cfg.num_nodes)
         if started_by.global_rank() == 0:
@@ -53,7 +52,7 @@ def launch(cfg: DictConfig) -> Result:
 
     discard_result(cfg)
     with run_log(cfg.run_dir):
-        return launch_workers(cfg, num_processes)
+        return launch_workers(cfg, plan)
 
 
 def discard_result(cfg: DictConfig) -> None:
@@ -75,20 +74,3 @@ def run_rank(cfg: DictConfig, rank: int = 0, num_processes: int = 1) -> Result:
             if report(cfg, failure, num_processes):
                 raise
             raise WorkerError(f"rank {rank} failed too: {failure.reason}", failure.trace) from exc
-
-
-def processes_per_node(cfg: DictConfig) -> int | None:
-    """Return the number of processes that the strategy needs on each node.
-
-    A strategy class may define a class method `count_processes(num_devices, **options) -> int`; other parallel
-    strategies of Lightning take one process per device.
-
-    Returns:
-        The number, or None for strategies of one process.
-    """
-    cls = verify_target("strategy", cfg.strategy, Strategy)
-    num_devices = len(resolve_devices(plain(cfg.devices), cfg.accelerator))
-    options = {key: value for key, value in plain(cfg.strategy).items() if key != "_target_"}
-    if count := getattr(cls, "count_processes", None):
-        return count(num_devices, **options)
-    return num_devices if issubclass(cls, ParallelStrategy) else None

@@ -15,6 +15,7 @@ from torchmetrics import Metric
 from typing_extensions import override
 
 from ...strategies.core.errors import ConfigError
+from ...strategies.core.module_log import ModuleLog
 from ...strategies.core.private import of_lightning, of_metrics
 from ...strategies.core.types import Batch
 from ...strategies.data.sampling import Share
@@ -35,10 +36,10 @@ class LeanResults(of_lightning.ResultCollection):
         training: whether it belongs to the training loop.
     """
 
-    def __init__(self, training: bool) -> None:
+    def __init__(self, trainer: pl.Trainer, training: bool) -> None:
         super().__init__(training)
+        self.trainer = trainer
         self.slots: dict[tuple[str, str, int | None], Slot] = {}
-        self.connector: LeanLoggerConnector | None = None
         self.logs_steps = False
         self.waits_for_epoch = False
         """Whether evaluation logged a step value with `sync_dist=True`, which is exchanged at the end of the epoch."""
@@ -55,11 +56,12 @@ class LeanResults(of_lightning.ResultCollection):
     @override
     def log(self, fx: str, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         if kwargs.get("sync_dist"):
-            through = self.deferred.through(kwargs["sync_dist_fn"])
+            reduce, ranks = kwargs["sync_dist_fn"], ranks_of(self.trainer.strategy)
+            through = self.deferred.through(reduce, reduce if ranks is None else ranks.reduce_logged)
             kwargs["sync_dist_fn"] = through if self.training else self._reduce_evaluated
-            self.deferred.waits = self.defers
-            if kwargs.get("on_step") and isinstance(value, Metric) and self.connector is not None:
-                steps = metric_steps_of(self.connector.trainer.strategy)
+            self.deferred.waits, self.deferred.weighs = self.defers, True
+            if kwargs.get("on_step") and isinstance(value, Metric):
+                steps = metric_steps_of(self.trainer.strategy)
                 if steps is not None and of_metrics.forward_cache(value) is not None:
                     steps.verify_whole(name)
                 self.waits_for_epoch |= steps is not None and not self.training
@@ -67,7 +69,7 @@ class LeanResults(of_lightning.ResultCollection):
             self._renew_sync(fx, name, kwargs)
         # pyright can't resolve Lightning's `torch.compiler.disable`
         super().log(fx, name, value, *args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
-        self.deferred.waits = False
+        self.deferred.waits = self.deferred.weighs = False
         self.logs_steps = self.logs_steps or bool(kwargs.get("on_step"))
 
     def _renew_sync(self, fx: str, name: str, options: dict[str, Any]) -> None:
@@ -80,7 +82,7 @@ class LeanResults(of_lightning.ResultCollection):
 
     def _reduce_evaluated(self, value: Tensor, group: Any = None, reduce_op: str | None = "mean") -> Tensor:
         """Defer a value of an evaluation step to the end of the epoch; reduce at once if Lightning does the sharing."""
-        if self.connector is None or not is_shared_by(self.connector.trainer):
+        if not is_shared_by(self.trainer):
             return self.deferred.reduce(value, group=group, reduce_op=reduce_op)
         self.waits_for_epoch = True
         return value
@@ -88,7 +90,7 @@ class LeanResults(of_lightning.ResultCollection):
     @override
     def _extract_batch_size(self, value: Any, batch_size: int | None, meta: Any) -> int:
         given = batch_size is not None or self.batch_size is not None
-        shared = self.connector is not None and self.connector.trainer.world_size > 1
+        shared = self.trainer.world_size > 1
         waits = not self.training and meta.sync.should
         if shared and not given and self.batch is not None and value.is_tensor and meta.is_mean_reduction:
             if meta.on_epoch or waits:
@@ -130,14 +132,14 @@ class LeanResults(of_lightning.ResultCollection):
     @override
     def metrics(self, on_step: bool) -> Any:
         self.settle()
-        alone = not on_step and self.connector is not None and is_shared_by(self.connector.trainer)
+        alone = not on_step and is_shared_by(self.trainer)
         with own_values(self) if alone else nullcontext():
             return super().metrics(on_step)
 
     @override
     def reset(self, metrics: bool | None = None, fx: str | None = None) -> None:
-        if self.connector is not None:
-            self.connector.settle()
+        connector: Any = of_lightning.logger_connector(self.trainer)
+        connector.settle()
         self.settle()
         super().reset(metrics, fx)
         for metric in self.values():
@@ -176,14 +178,21 @@ class LeanLoggerConnector(of_lightning.LoggerConnector):
         if results.dataloader_idx != dataloader_idx:
             self.settle()
             results.dataloader_idx = dataloader_idx
-        results.connector = self
         results.deferred.clear()
         ranks = ranks_of(self.trainer.strategy) if self.trainer.world_size > 1 else None
-        results.share = None if ranks is None else ranks.share
-        results.tracked = None if ranks is None else []
+        results.share = results.tracked = None
+        if ranks is not None:
+            results.share, results.tracked = ranks.share, []
+            self._weigh_hooks(results.share)
         self.batch_results = results
         results.batch = batch
         results.batch_size = None
+
+    def _weigh_hooks(self, share: Share | None) -> None:
+        """Give what hooks log no weight while this rank has no samples of the batch, as a step without samples does."""
+        log = vars(self.trainer.lightning_module).get("log")
+        if isinstance(log, ModuleLog):
+            log.receiver = log.without_weight if share is not None and not share.num else None
 
     def enter(self, fx: str) -> None:
         """Learn which hook logs, as Lightning does by its own check of each call."""
@@ -195,8 +204,7 @@ class LeanLoggerConnector(of_lightning.LoggerConnector):
         if results.tracked and results.training and ranks is not None and ranks.weighed_losses:
             reweigh_losses(results.tracked, ranks.weighed_losses, results.share, ranks.world_size)
         if results.deferred:
-            with nullcontext() if ranks is None else ranks.weighing_logged():
-                results.deferred.flush()
+            results.deferred.flush()
         if results.training and results.share is not None and results.share.some_empty:
             results.settle()
             fill_empty(self.trainer.strategy, results, results.share.num)
@@ -209,13 +217,18 @@ class LeanLoggerConnector(of_lightning.LoggerConnector):
         """Like Lightning's `on_batch_end`, for a loop that has its results at hand; metrics are collected later."""
         if results.tracked is not None or results.deferred:
             self.exchange(results)
-        results.tracked = None
         if results and self._unread is not results:
             self.settle()
             self._unread = results
         results.batch = None
         results.batch_size = None
-        self.batch_results = None
+        self._leave_batch()
+
+    def _leave_batch(self) -> None:
+        results, self.batch_results = self.batch_results, None
+        if results is not None and results.tracked is not None:
+            results.tracked = None
+            self._weigh_hooks(None)
 
     def log_train_step(self, num_steps: int) -> None:
         """Send a step's values to the loggers every `log_every_n_steps` steps.
@@ -255,7 +268,7 @@ class LeanLoggerConnector(of_lightning.LoggerConnector):
     @override
     def epoch_end_reached(self) -> None:
         self.settle()
-        self.batch_results = None
+        self._leave_batch()
         super().epoch_end_reached()
         self._share()
 
@@ -286,7 +299,6 @@ class LeanLoggerConnector(of_lightning.LoggerConnector):
     def _share(self) -> None:
         results: Any = of_lightning.results(self.trainer)
         if results is not None:
-            results.connector = self
             results.settle()
             steps = share(self.trainer, results, self._evaluated.take())
             combined = combine(steps, self.trainer.lightning_module, metric_steps_of(self.trainer.strategy))
@@ -305,7 +317,7 @@ class LeanLoggerConnector(of_lightning.LoggerConnector):
     @override
     def reset_results(self) -> None:
         self.settle()
-        self.batch_results = None
+        self._leave_batch()
         super().reset_results()
 
     # Lightning keeps three plain dictionaries; here reading or replacing one collects its metrics first.

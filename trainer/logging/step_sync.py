@@ -24,15 +24,23 @@ class StepSync:
     def __init__(self) -> None:
         self.waits = False
         """Whether the running loop reduces its values after the step."""
+        self.weighs = False
+        """Whether a value is being logged, whose mean over ranks must be one over samples."""
         self._values: list[tuple[Tensor, str | None, Any]] = []
         self._reduce: Reduce | None = None
+        self._weighed: Reduce | None = None
 
     def __len__(self) -> int:
         return len(self._values)
 
-    def through(self, reduce: Reduce) -> Reduce:
-        """Return the reduction function for Lightning: it defers inside `log`, and reduces at once elsewhere."""
-        self._reduce = reduce
+    def through(self, reduce: Reduce, weighed: Reduce) -> Reduce:
+        """Return the reduction function for Lightning: it defers inside `log`, and reduces at once elsewhere.
+
+        Args:
+            reduce: reduces a value as Lightning does.
+            weighed: does so with the weights of the ranks in the current batch.
+        """
+        self._reduce, self._weighed = reduce, weighed
         return self.reduce
 
     def reduce(self, value: Tensor, group: Any = None, reduce_op: str | None = "mean") -> Tensor:
@@ -40,8 +48,9 @@ class StepSync:
         if self.waits:
             self._values.append((value, reduce_op, group))
             return value
-        assert self._reduce is not None
-        return self._reduce(value, group=group, reduce_op=reduce_op)
+        reduce = self._weighed if self.weighs else self._reduce
+        assert reduce is not None
+        return reduce(value, group=group, reduce_op=reduce_op)
 
     def clear(self) -> None:
         """Discard the values of an interrupted step."""
@@ -53,7 +62,7 @@ class StepSync:
         Which collectives there are must not depend on what this rank holds: a value's dtype or device may be another
         on other ranks.
         """
-        assert self._reduce is not None
+        assert self._weighed is not None
         values, self._values = self._values, []
         kinds: dict[tuple[Any, ...], list[Tensor]] = {}
         for value, reduce_op, group in values:
@@ -61,7 +70,7 @@ class StepSync:
         for (reduce_op, group), alike in kinds.items():
             device = next((value.device for value in alike if value.device.type != "cpu"), alike[0].device)
             dtype = precise_dtype(device)
-            reduced = self._reduce(
+            reduced = self._weighed(
                 torch.stack([value.to(device, dtype) for value in alike]), group=group, reduce_op=reduce_op
             )
             for value, result in zip(alike, reduced, strict=True):

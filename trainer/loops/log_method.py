@@ -3,7 +3,7 @@
 import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Generator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import pytorch_lightning as pl
@@ -12,10 +12,11 @@ from pytorch_lightning.utilities.data import extract_batch_size
 from pytorch_lightning.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
 from torchmetrics import MetricCollection
+from typing_extensions import override
 
+from ...strategies.core.module_log import ModuleLog
 from ...strategies.core.private import of_lightning, of_metrics
-from ...strategies.distributed.zero_weight_step import neutral
-from ...strategies.registry import process_devices, ranks_of
+from ...strategies.core.types import StaysOnRoot
 from ..logging.connector import LeanLoggerConnector, LeanResults
 from ..logging.slots import Slot
 from ._hook_plan import MODULE
@@ -25,27 +26,23 @@ _OPTIONS = (
     "add_dataloader_idx", "metric_attribute", "rank_zero_only",
 )  # fmt: skip
 """The options of a slot: the arguments of `log` besides name, value and batch size."""
-_REDUCE_FX = _OPTIONS.index("reduce_fx")
 _DEFAULTS = {name: inspect.signature(pl.LightningModule.log).parameters[name].default for name in _OPTIONS}
 _DICT_OPTIONS = inspect.signature(pl.LightningModule.log_dict).parameters.keys() - {"self", "dictionary"}
 
 
-class LeanLog:
+class LeanLog(ModuleLog):
     """Replaces a module's `log` while its trainer runs."""
 
     def __init__(self, trainer: pl.Trainer) -> None:
+        module = trainer.lightning_module
+        super().__init__(module, MODULE["log"].__get__(module))
         connector: Any = of_lightning.logger_connector(trainer)
         self.trainer: Any = trainer
         self.connector: LeanLoggerConnector = connector
-        self.module = trainer.lightning_module
-        self.state: dict[str, Any] = self.module.__dict__
-        self.full: Callable[..., None] = MODULE["log"].__get__(self.module)
+        self.state: dict[str, Any] = module.__dict__
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Copied or pickled with its module, it becomes the copy's own `log`."""
-        return getattr, (self.module, "log")
-
-    def __call__(
+    @override
+    def __call__(  # in full, since a call with `*args, **options` takes longer
         self,
         name: str,
         value: Any,
@@ -67,6 +64,14 @@ class LeanLog:
             prog_bar, logger, on_step, on_epoch, reduce_fx, enable_graph, sync_dist, sync_dist_group,
             add_dataloader_idx, metric_attribute, rank_zero_only,
         )  # fmt: skip
+        if self.receiver is not None:
+            self.receiver(name, value, batch_size=batch_size, **dict(zip(_OPTIONS, options, strict=True)))
+        elif not self.add(name, value, options, batch_size):
+            self._log_first(name, value, options, batch_size)
+
+    @override
+    def keep(self, name: str, value: Any, *args: Any, batch_size: Any = None, **given: Any) -> None:
+        options = tuple([given.get(option, default) for option, default in _DEFAULTS.items()])
         if not self.add(name, value, options, batch_size):
             self._log_first(name, value, options, batch_size)
 
@@ -84,8 +89,6 @@ class LeanLog:
         results = connector.batch_results
         if results is None or torch.compiler.is_compiling():
             return False
-        if results.share is not None and not results.share.num:
-            value, batch_size = neutral(value, options[_REDUCE_FX]), 0
         slot = results.slots.get((fx, name, results.dataloader_idx))
         if slot is None:
             return False
@@ -108,12 +111,7 @@ class LeanLog:
         fx: str = self.state["_current_fx_name"]
         results = self.connector.batch_results
         given = dict(zip(_OPTIONS, options, strict=True))
-        if results is not None and results.share is not None and not results.share.num:
-            value, batch_size = neutral(value, given["reduce_fx"]), 0
-        # a value reduced immediately is a mean over ranks, which may have chunks of unequal size
-        ranks = ranks_of(self.trainer.strategy)
-        with nullcontext() if ranks is None else ranks.weighing_logged():
-            self.full(name, value, batch_size=batch_size, **given)
+        self.full(name, value, batch_size=batch_size, **given)
         if results is not None and not given["enable_graph"]:
             index = results.dataloader_idx
             key = f"{fx}.{name}.{index}" if given["add_dataloader_idx"] and index is not None else f"{fx}.{name}"
@@ -139,11 +137,8 @@ class LeanLog:
         return size
 
 
-class LeanLogDict:
-    """Replaces a module's `log_dict` while its trainer runs: metrics of a collection are not linked anew by each call.
-
-    Only on one device: what is set on a module is set on its replicas, too, and would log on the root.
-    """
+class LeanLogDict(StaysOnRoot):
+    """Replaces a module's `log_dict` while its trainer runs: each call links no metrics of a collection anew."""
 
     def __init__(self, log: LeanLog) -> None:
         self.log, self.module = log, log.module
@@ -158,7 +153,7 @@ class LeanLogDict:
         values: Any = dictionary
         if type(dictionary) is MetricCollection and shares_states(dictionary):
             values = of_metrics.to_renamed_dict(dictionary)()
-        by_name = not args and kwargs.keys() <= _DICT_OPTIONS
+        by_name = not args and kwargs.keys() <= _DICT_OPTIONS and self.log.receiver is None
         if type(values) in (dict, OrderedDict) and by_name and self.module.__dict__.get("log") is self.log:
             values = self._without_slot(values, **kwargs)
             if not values:
@@ -214,7 +209,9 @@ def lean_logging(trainer: Any) -> Generator[None]:
     Does nothing if the module overrides `log` or is compiled, or if the trainer does not log.
     """
     module = trainer.lightning_module
-    own = type(module).log is not MODULE["log"] or "log" in module.__dict__
+    before = vars(module).get("log")  # the strategy's, or the user's
+    plain = before.full if isinstance(before, ModuleLog) else module.log
+    own = plain != MODULE["log"].__get__(module)
     iterates = is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True)
     if (
         own
@@ -226,11 +223,9 @@ def lean_logging(trainer: Any) -> Generator[None]:
         yield
         return
     log = LeanLog(trainer)
-    through = [callback for callback in trainer.callbacks if getattr(callback, "log", None) == module.log]
+    through = [callback for callback in trainer.callbacks if getattr(callback, "log", None) == plain]
     module.__dict__["log"] = log
-    # a replica would get the root's
-    has_copies = len(process_devices(trainer.strategy)) > 1
-    own_dict = has_copies or type(module).log_dict is not MODULE["log_dict"] or "log_dict" in module.__dict__
+    own_dict = type(module).log_dict is not MODULE["log_dict"] or "log_dict" in module.__dict__
     if not own_dict:
         module.__dict__["log_dict"] = LeanLogDict(log)
     for callback in through:
@@ -240,8 +235,9 @@ def lean_logging(trainer: Any) -> Generator[None]:
     finally:
         if module.__dict__.get("log") is log:
             del module.__dict__["log"]
+            vars(module).update({} if before is None else {"log": before})
         if not own_dict and isinstance(module.__dict__.get("log_dict"), LeanLogDict):
             del module.__dict__["log_dict"]
         for callback in through:
             if getattr(callback, "log", None) is log:
-                callback.log = module.log
+                callback.log = plain

@@ -104,7 +104,7 @@ class LeanTrainingEpochLoop(ResumingEpochLoop, TrainingEpochLoop):
         self.val_loop = LeanEvaluationLoop(
             trainer, TrainerFn.FITTING, RunningStage.VALIDATING, verbose=False, inference_mode=False
         )
-        self._results: LeanResults = LeanResults(training=True)  # pyright: ignore[reportIncompatibleVariableOverride]
+        self._results: LeanResults = LeanResults(self.trainer, training=True)  # pyright: ignore[reportIncompatibleVariableOverride]
         connector: Any = of_lightning.logger_connector(trainer)
         self._connector: LeanLoggerConnector = connector
         self.data_wait_s = 0.0  # seconds that lean steps have waited for the loader
@@ -305,7 +305,7 @@ class LeanEvaluationLoop(SeparateEvaluation, EvaluationLoop):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._results = LeanResults(training=False)
+        self._results = LeanResults(self.trainer, training=False)
         self._plan: StepPlan | None = None
         self._loader = self._to_store = 0  # which gave the last batch, and whose outputs are to be stored next
 

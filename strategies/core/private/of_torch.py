@@ -71,6 +71,9 @@ get_ddp_logging_data = attrgetter("_get_ddp_logging_data")
 set_ddp_runtime_logging_sample_rate = attrgetter("_set_ddp_runtime_logging_sample_rate")
 sync_buffers = attrgetter("_sync_buffers")
 rebuild_buckets = attrgetter("_rebuild_buckets")
+inside_ddp_forward = attrgetter("_inside_ddp_forward")
+pre_forward, post_forward = attrgetter("_pre_forward"), attrgetter("_post_forward")
+root_copy_hook = attrgetter("_root_copy_hook")
 get_backend = attrgetter("_get_backend")
 
 # torch's agent

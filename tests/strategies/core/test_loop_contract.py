@@ -1,12 +1,14 @@
 """The loop calls the contract in place of a strategy's methods; overridden methods are called as they are."""
 
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import pytorch_lightning.strategies as pl_strategies
 import torch
+import torch.distributed as dist
 from recording import SmallModule, loader
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from evener.strategies import DataParallelStrategy
 from evener.strategies.distributed.wrapper import forward_through
@@ -71,37 +73,38 @@ def test_another_strategy_is_called_as_lightning_calls_it() -> None:
     assert calls_of(Lightnings()) == ["post_backward"] * 2
 
 
-class Counting(nn.Module):
-    """A wrapper, as DDP is."""
+class Stepping(nn.Module):
+    """A module with a step, as a LightningModule has, and a hook on its forward."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, automatic: bool) -> None:
         super().__init__()
-        self.module, self.num = module, 0
+        self.layer = nn.Linear(2, 1)
+        self.automatic_optimization = automatic
+        self.seen: list[Any] = []
+        self.register_forward_hook(lambda module, args, output: self.seen.append(args))
 
-    def forward(self, x: int) -> Any:
-        self.num += 1
-        if x < 0:
-            raise ValueError(x)
-        return self.module(x)
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x)
 
-
-class Inner(nn.Module):
-    automatic_optimization = True
-
-    def forward(self, x: int) -> int:
-        return 10 * x
-
-    def step(self, x: int) -> int:
-        return self(x) + 1
+    def step(self, x: torch.Tensor, add: float) -> torch.Tensor:
+        if add < 0:
+            raise ValueError(add)
+        return self(x).sum() + add
 
 
-def test_a_step_runs_inside_the_wrappers_forward_and_may_call_its_own() -> None:
-    inner = Inner()
-    wrapper = Counting(inner)
-    wrapper_, inner_ = cast("Any", wrapper), cast("Any", inner)  # DDP and a LightningModule
-    assert forward_through(wrapper_, inner_, inner.step, 3) == 31
-    assert wrapper.num == 1
-    with pytest.raises(ValueError, match="-1"):
-        forward_through(wrapper_, inner_, inner.step, -1)
-    assert inner(2) == 20
-    assert "forward" not in vars(inner)
+@pytest.mark.parametrize("automatic", [True, False])
+def test_a_step_runs_in_the_place_of_the_wrapped_forward_and_may_call_it(automatic: bool) -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        inner, x = Stepping(automatic), torch.ones(3, 2)
+        wrapper = DistributedDataParallel(inner)
+        with pytest.raises(ValueError, match="-1"):
+            forward_through(wrapper, inner.step, x, add=-1)
+        loss = forward_through(wrapper, inner.step, x, add=2)
+        assert torch.allclose(loss, inner.layer(x).sum() + 2)
+        assert len(inner.seen) == 1  # the step's own call, as on one device
+        assert vars(inner).keys() == vars(Stepping(automatic)).keys()
+        assert wrapper.require_backward_grad_sync
+        assert wrapper.require_forward_param_sync is automatic  # in manual optimization each backward prepares its own
+    finally:
+        dist.destroy_process_group()

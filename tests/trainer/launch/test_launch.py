@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 from launching import Run, running
-from omegaconf import OmegaConf
 from tensorboard.backend.event_processing import event_file_loader
 from tensorboard.compat.proto import event_pb2
 
 from evener.trainer import Result, compose, train
 from evener.trainer.checkpoint.find import find_newest
+from evener.trainer.config.launch_plan import LaunchPlan
 from evener.trainer.launch import _elastic
 
 GONE_S = 120.0
@@ -215,9 +215,5 @@ def test_workers_start_python_anew_where_they_can_not_be_forked(
 
 
 @pytest.mark.parametrize(("devices", "forks"), [(["cpu", "cpu"], True), (["cuda:0", "cpu"], False)])
-def test_what_uses_an_accelerator_is_not_forked(
-    devices: list[str], forks: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(_elastic, "resolve_devices", lambda names, _: [torch.device(name) for name in names])
-    cfg = OmegaConf.create({"devices": devices, "accelerator": "auto"})
-    assert _elastic.can_fork(cfg) == forks
+def test_what_uses_an_accelerator_is_not_forked(devices: list[str], forks: bool) -> None:
+    assert _elastic.can_fork(LaunchPlan(tuple(map(torch.device, devices)), 2)) == forks

@@ -1,0 +1,54 @@
+"""Say what a configured strategy needs on each node: its class, devices and processes."""
+
+from dataclasses import dataclass
+
+import torch
+from omegaconf import DictConfig
+from pytorch_lightning.strategies import ParallelStrategy, Strategy
+
+from ...strategies.core.device_names import resolve_devices
+from .checks import plain, verify_target
+
+
+@dataclass(frozen=True)
+class LaunchPlan:
+    """How a job is spread over processes.
+
+    Args:
+        devices: the devices of a node, in order.
+        num_processes: processes of a node; None for strategies of one process.
+    """
+
+    devices: tuple[torch.device, ...]
+    num_processes: int | None
+
+    @classmethod
+    def of(cls, cfg: DictConfig) -> "LaunchPlan":
+        """Read the plan from a configuration.
+
+        A strategy class may define a class method `count_processes(num_devices, **options) -> int`; other parallel
+        strategies of Lightning take one process per device.
+
+        Raises:
+            ConfigError: the devices do not exist here, or don't divide into processes.
+        """
+        strategy, devices = strategy_class(cfg), resolve_devices(plain(cfg.devices), cfg.accelerator)
+        options = {key: value for key, value in plain(cfg.strategy).items() if key != "_target_"}
+        if count := getattr(strategy, "count_processes", None):
+            return cls(tuple(devices), count(len(devices), **options))
+        return cls(tuple(devices), len(devices) if issubclass(strategy, ParallelStrategy) else None)
+
+
+def strategy_class(cfg: DictConfig) -> type[Strategy]:
+    """The class of the configured strategy.
+
+    Raises:
+        ConfigError: `_target_` does not name one.
+    """
+    return verify_target("strategy", cfg.strategy, Strategy)
+
+
+def strategy_name(cfg: DictConfig) -> str:
+    """The name of the configured strategy: the one that `strategy=` takes, or its class's."""
+    cls = strategy_class(cfg)
+    return getattr(cls, "strategy_name", cls.__name__)
