@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, nullcontext
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, ClassVar
 
 import pytorch_lightning as pl
@@ -17,14 +17,14 @@ from typing_extensions import override
 
 from .balance.controller import BalanceController
 from .balance.ranks import RankBalance
-from .batch.layout import Layout, SingleLayout
+from .batch.layout import Layout, SingleLayout, drop_layout
 from .batch.loss_weight import WeighedLoss, loss_weight, weighs_in_loop
 from .batch.policies import Even, Policy
 from .batch.run_structures import RunStructures
 from .batch.structure import BatchDims, verify_batch_dims
-from .core.errors import ConfigError
+from .core.errors import ConfigError, verify_choice
 from .core.loop_contract import run_backward
-from .core.module_checks import end_of_step, why_whole
+from .core.module_checks import verify_takes_parts
 from .core.module_log import lightning_modules, module_log, restore_logs
 from .core.optimizer_states import load_states, state_to_parameters
 from .core.private import of_lightning, of_torch
@@ -95,8 +95,7 @@ class DDPStrategy(MultiProcessStrategy):
         recompute: RecomputeOption = "never",
         **options: Any,
     ) -> None:
-        if batch_size_is not in ("per_device", "global"):
-            raise ConfigError(f"ddp: batch_size_is={batch_size_is} is unknown; choose one of per_device, global.")
+        verify_choice("ddp: batch_size_is", batch_size_is, BatchSizeIs)
         if devices_per_process < 1:
             raise ConfigError(f"ddp: {self.size_option[0]} must be at least 1; got {devices_per_process}.")
         if devices_per_process > 1 and self.option_group is None and options.get("static_graph"):
@@ -113,16 +112,12 @@ class DDPStrategy(MultiProcessStrategy):
         self.shard_optimizer = shard_optimizer
         self.recompute = Recompute(recompute, self.strategy_name)
         self._optimizer_shards: dict[Optimizer, OptimizerShards] = {}
-        self._layout: Layout | None = None
         self._loaders: RankLoaders | None = None
         self._sums: SideGroup | None = None
         self._manages_samples = True
         self._shares = RankShares(1, self.strategy_name)
-        self._scale: Tensor | float = 1.0
         self._weighs_in_loop = False
         self._without_gradient: list[nn.Parameter] = []
-        self.weighed_losses: list[WeighedLoss] = []
-        """The losses of the batch for which the module returned a `loss_weight`; several if a closure ran again."""
         self.metrics: RunMetrics | None = None
         """Computes the values of metrics over all ranks; None outside a run."""
 
@@ -152,20 +147,14 @@ class DDPStrategy(MultiProcessStrategy):
     def root_device(self) -> torch.device:
         return self.process_devices[0]
 
-    @property
-    def layout(self) -> Layout:
-        """How this process uses its devices."""
-        if self._layout is None:
-            self._layout = self._new_layout()
-        return self._layout
-
     @override
     def set_world_ranks(self) -> None:
         super().set_world_ranks()
-        if self._layout is not None and self._layout.devices != self.process_devices:
-            self._layout = None
+        drop_layout(self, unless_on=self.process_devices)
 
-    def _new_layout(self) -> Layout:
+    @cached_property
+    def layout(self) -> Layout:
+        """How this process uses its devices."""
         devices, name = self.process_devices, self.strategy_name
         if self.stage_options is not None:
             return StageLayout(devices, self.recompute.stage_options(self.stage_options, devices), name)
@@ -189,6 +178,11 @@ class DDPStrategy(MultiProcessStrategy):
         return False
 
     @property
+    def weighed_losses(self) -> list[WeighedLoss]:
+        """The losses of the batch that count by the module's `loss_weight`."""
+        return self._shares.weighed_losses
+
+    @property
     def share(self) -> Share | None:
         """This rank's share of the current batch; None if all ranks have the same weight."""
         return self._shares.current
@@ -198,8 +192,7 @@ class DDPStrategy(MultiProcessStrategy):
         self._verify_options(trainer)
         self.layout.verify(trainer)
         self.recompute.begin(trainer, "auto" if self.stage_options is None else self.stage_options.partition)
-        self._verify_end_of_step(trainer.lightning_module)
-        self._verify_metrics(trainer.lightning_module)
+        verify_takes_parts(trainer.lightning_module, self.strategy_name)
         if self.balance is not None:
             self.balance.begin(self.world_size)
         connector = of_lightning.accelerator_connector(trainer)
@@ -240,22 +233,13 @@ class DDPStrategy(MultiProcessStrategy):
         if cut := self.layout.cut_by:
             self.verify_batchnorm(trainer, cut, f"{cut.partition('=')[0]}=1")
 
-    def _verify_end_of_step(self, module: pl.LightningModule) -> None:
-        if end_of_step(module) is not None:
+    def verify_threads(self) -> None:
+        """Refuse an option of DDP that micro-batches in threads can't honour."""
+        if self.layout.finishes_later and self._ddp_kwargs.get("static_graph"):
             raise ConfigError(
-                f"{self.strategy_name}: {type(module).__name__}.training_step_end needs the outputs of the whole batch "
-                "and each rank has only its own. Choose strategy=dp or strategy=single_device, or remove it and "
-                "return the loss from training_step."
+                f"{self.strategy_name}: static_graph=True needs one backward pass per step, but micro-batches in "
+                "threads have one each. Set static_graph=false, or deterministic=true."
             )
-
-    def _verify_metrics(self, module: pl.LightningModule) -> None:
-        for name, part in module.named_modules():
-            reason = why_whole(part)
-            if reason is not None:
-                raise ConfigError(
-                    f"{self.strategy_name}: {type(part).__name__} ({name}) {reason}: each rank updates it with its own "
-                    "samples of a batch."
-                )
 
     @override
     def model_to_device(self) -> None:
@@ -358,13 +342,8 @@ class DDPStrategy(MultiProcessStrategy):
     def _tell_batch_size(self, trainer: pl.Trainer) -> None:
         loader = of_lightning.combined_loader(trainer.fit_loop)
         size: Any = getattr(loader.flattened[0], "batch_size", None) if loader is not None else None
-        if not isinstance(size, int):
-            return
-        if self.batch_size_is == "per_device":
-            sizes = [size] * self.world_size
-        else:
-            sizes = self.policy.sizes(size, self.world_size)
-        rank_zero_info(f"global batch {sum(sizes)} = {_sum_of(sizes)}")
+        if isinstance(size, int):
+            rank_zero_info(self.loaders.told(size))
 
     @property
     def meeting_device(self) -> torch.device:
@@ -379,10 +358,8 @@ class DDPStrategy(MultiProcessStrategy):
     def begin_batch(self, dataloader_idx: int) -> None:
         """Read this rank's share of the global batch from its next batch."""
         trainer = self.trainer
-        self.weighed_losses.clear()
         if trainer.training:
-            self._shares.read(getattr(of_lightning.combined_loader(trainer.fit_loop), "flattened", ()))
-            self._scale = self._shares.weight
+            self._shares.read(getattr(of_lightning.combined_loader(trainer.fit_loop), "flattened", ()), trains=True)
         else:
             self._shares.read(self._evaluated_loaders(trainer, dataloader_idx))
 
@@ -413,10 +390,7 @@ class DDPStrategy(MultiProcessStrategy):
             output = {**(output if isinstance(output, dict) else {"loss": output}), "loss_weight": 0.0}
         if module_weighs:
             own = loss_weight(output, args[0])
-            total = self.total_loss_weight(own)
-            scale = torch.where(total > 0, own / total, 0.0)
-            self.weighed_losses.append(WeighedLoss(self.layout.losses, scale))
-            self._scale = scale
+            self._shares.weigh(own, self.total_loss_weight(own), self.layout.losses)
         self._weighs_in_loop = weighs_in_loop(self.trainer)
         if not module_weighs:
             self._verify_parts()
@@ -452,8 +426,7 @@ class DDPStrategy(MultiProcessStrategy):
             self._without_gradient = [p for p in self._trained.frozen() if p.grad is None]
         if self.balance is not None:
             self.balance.begin_backward()
-        # DDP's mean is then the sum, which the loop divides by the sum of all weights
-        return _scaled(loss, float(self.world_size) if self._weighs_in_loop else self._scale)
+        return self._shares.scaled(loss, self._weighs_in_loop)
 
     def _separate_from_buckets(self) -> None:
         """Give parameters tensors of their own for gradients that are views of the wrapper's buckets.
@@ -502,7 +475,7 @@ class DDPStrategy(MultiProcessStrategy):
 
     def global_loss(self, loss: Tensor) -> Tensor:
         """The loss of the global batch of the current step, of this rank's loss; called on every rank."""
-        return self.reduce(_scaled(loss.detach().clone(), self._scale), reduce_op="mean")
+        return self.reduce(self._shares.scaled(loss.detach().clone()), reduce_op="mean")
 
     def finish_step(self) -> None:
         """Have the layout learn that the optimizer has stepped."""
@@ -575,8 +548,8 @@ class DDPStrategy(MultiProcessStrategy):
 
     @override
     def teardown(self) -> None:
-        if self._layout is not None:
-            self._layout.close()
+        if "layout" in vars(self):
+            self.layout.close()
         if self.lightning_module is not None:
             restore_logs(self.lightning_module)
         if self.metrics is not None:
@@ -584,14 +557,3 @@ class DDPStrategy(MultiProcessStrategy):
             self.metrics = None
         super().teardown()
         self.recompute.end()
-
-
-def _scaled(loss: Tensor, scale: Tensor | float) -> Tensor:
-    return loss if isinstance(scale, float) and scale == 1.0 else loss * torch.as_tensor(scale, dtype=loss.dtype)
-
-
-def _sum_of(sizes: list[int]) -> str:
-    """Format sizes as a product if they are equal, otherwise as a sum."""
-    if len(set(sizes)) == 1:
-        return f"{len(sizes)} ranks × {sizes[0]} samples"
-    return f"{' + '.join(map(str, sizes))} samples on {len(sizes)} ranks"

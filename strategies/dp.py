@@ -6,7 +6,7 @@ import pytorch_lightning as pl
 import torch
 from typing_extensions import override
 
-from .batch.layout import Layout, SingleLayout
+from .batch.layout import Layout, SingleLayout, drop_layout
 from .batch.losses import LossReduction
 from .batch.one_process import OneProcessStrategy
 from .batch.policies import Even, Policy
@@ -85,7 +85,7 @@ class DataParallelStrategy(OneProcessStrategy):
         if self.recompute.is_on:
             verify_threads(self.process_devices, self.replica_options.threads, self.strategy_name)
         self.recompute.begin(trainer)
-        self._layout = None  # the policy may be another one than in an earlier run
+        drop_layout(self)  # the policy may be another one than in an earlier run
         super().setup(trainer)
 
     @override

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from evener.strategies import STRATEGIES
+
 ROOT = Path(__file__).parents[1]
 PRODUCT = ("trainer", "strategies", "conf", "examples")
 
@@ -122,3 +124,10 @@ def _imports(path: Path) -> Iterator[tuple[int, str]]:
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and node.level:
             yield node.level, ".".join([node.module or "", *(name.name for name in node.names if not node.module)])
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_a_strategy_is_composed_of_at_most_three_classes(name: str) -> None:
+    own = [base.__name__ for base in STRATEGIES[name].__mro__ if base.__module__.startswith("evener.")]
+    assert 1 <= len(own) <= 3
+    assert f"{name:<28} {' → '.join(own)}" in (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")

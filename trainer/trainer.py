@@ -23,6 +23,7 @@ from typing_extensions import override
 from ..strategies import STRATEGIES
 from ..strategies.core.device_names import are_names, give_devices
 from ..strategies.core.lightning_names import verify_family
+from ..strategies.core.patching import LIGHTNING_TELLS, filtered
 from ..strategies.core.private import of_lightning, put
 from ..strategies.registry import ranks_of, stop_signal_of
 from .callbacks.nonfinite import DetectNonFinite
@@ -69,21 +70,9 @@ def _flat(values: Iterable[Any]) -> Iterator[Any]:
         yield from value if isinstance(value, (list, tuple)) else [value]
 
 
-@contextmanager
-def without_tips() -> Generator[None]:
-    """Leave out Lightning's tips to install other products, inside the block."""
-
-    def is_no_tip(record: logging.LogRecord) -> bool:
-        return "Tip:" not in record.getMessage()
-
-    loggers = [logging.getLogger(f"{name}.utilities.rank_zero") for name in ("pytorch_lightning", "lightning.pytorch")]
-    for logger in loggers:
-        logger.addFilter(is_no_tip)
-    try:
-        yield
-    finally:
-        for logger in loggers:
-            logger.removeFilter(is_no_tip)
+def is_no_tip(record: logging.LogRecord) -> bool:
+    """Leave out Lightning's tips to install other products."""
+    return "Tip:" not in record.getMessage()
 
 
 _CHOSEN_BY_LIGHTNING: dict[type, str] = {
@@ -126,7 +115,7 @@ class Trainer(pl.Trainer):
         verify_family(strategy, *_flat(kwargs.values()))
         given = list(_flat([kwargs.get("callbacks") or []]))  # Lightning appends its own bar to the very list
         distinguish(given)
-        with without_tips():
+        with filtered(LIGHTNING_TELLS, is_no_tip):
             super().__init__(strategy=strategy, **kwargs)
         if strategy == "auto":
             self._choose_own_strategy()

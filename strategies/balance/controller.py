@@ -9,10 +9,10 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Any, Literal, NamedTuple, TypeAlias, get_args
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 from ..batch.policies import Even, Weighted
-from ..core.errors import ConfigError
+from ..core.errors import ConfigError, verify_choice
 from ._estimates import common_level, fitted_times, relative_error
 
 Objective: TypeAlias = Literal["time", "memory"]
@@ -145,8 +145,7 @@ class BalanceController:
         only_first: bool = False,
         limit_bytes: Sequence[float] | None = None,
     ) -> None:
-        if objective not in get_args(Objective):
-            raise ConfigError(f"balance: objective={objective} is unknown; choose one of time, memory.")
+        verify_choice("balance: objective", objective, Objective)
         if not 0 <= hysteresis < 1:
             raise ConfigError(f"balance: hysteresis must be a fraction in [0, 1); got {hysteresis}.")
         self._num_devices = num_devices

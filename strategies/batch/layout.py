@@ -87,6 +87,17 @@ class Layout(Protocol):
         """End the run: stop threads, remove hooks. The module keeps its state."""
 
 
+def drop_layout(strategy: Any, unless_on: Sequence[torch.device] = ()) -> None:
+    """Have a strategy make its layout, a cached property, anew.
+
+    Args:
+        unless_on: the devices of a layout that may stay.
+    """
+    made: Layout | None = vars(strategy).get("layout")
+    if made is not None and made.devices != list(unless_on):
+        del strategy.layout
+
+
 class SingleLayout(Layout):
     """The module on one device."""
 

@@ -2,22 +2,22 @@
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any
 
 import pytorch_lightning as pl
 import pytorch_lightning.strategies as pl_strategies
 import torch
-from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from ..core.errors import ConfigError
-from ..core.loop_contract import run_backward
+from ..core.loop_contract import StepContract, run_backward
 from ..core.module_log import restore_logs
 from ..core.optimizer_states import load_states, state_to_parameters
 from ..core.rng import seed_devices
 from ..core.types import Batch, Device
-from .layout import Layout
+from .layout import Layout, drop_layout
 from .run_structures import RunStructures
 from .structure import BatchDims, verify_batch_dims
 
@@ -35,18 +35,15 @@ class OneProcessStrategy(pl_strategies.SingleDeviceStrategy):
         self.structures = RunStructures(self._batch_dims)
         super().__init__(device="cpu")
         self._parallel_devices = [torch.device(device) for device in devices or ()]
-        self._layout: Layout | None = None
 
     def new_layout(self) -> Layout:
         """Make the layout of `process_devices`."""
         raise NotImplementedError
 
-    @property
+    @cached_property
     def layout(self) -> Layout:
         """How this process uses its devices."""
-        if self._layout is None:
-            self._layout = self.new_layout()
-        return self._layout
+        return self.new_layout()
 
     @property
     def parallel_devices(self) -> list[torch.device]:
@@ -56,8 +53,7 @@ class OneProcessStrategy(pl_strategies.SingleDeviceStrategy):
     @parallel_devices.setter
     def parallel_devices(self, devices: Sequence[torch.device]) -> None:
         self._parallel_devices = list(devices)
-        if self._layout is not None and self._layout.devices != self._parallel_devices:
-            self._layout = None
+        drop_layout(self, unless_on=self._parallel_devices)
 
     @property
     def process_devices(self) -> list[torch.device]:
@@ -109,9 +105,6 @@ class OneProcessStrategy(pl_strategies.SingleDeviceStrategy):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         load_states(self.optimizers, checkpoint)
 
-    def begin_batch(self, dataloader_idx: int) -> None:
-        """See `StepContract.begin_batch`: nothing to learn."""
-
     @property
     def meeting_device(self) -> torch.device:
         """The device that batches are moved to."""
@@ -141,19 +134,14 @@ class OneProcessStrategy(pl_strategies.SingleDeviceStrategy):
         with self.precision_plugin.predict_step_context():
             return self.layout.step("predict_step", *args, **kwargs)
 
-    def scale_loss(self, loss: Tensor) -> Tensor:
-        """See `StepContract.scale_loss`: the loss is the whole batch's."""
-        return loss
-
     backward = run_backward
+    # the batch and its loss are the global ones, and there are no other ranks
+    begin_batch, scale_loss = StepContract.begin_batch, StepContract.scale_loss
+    agrees_on_loss = StepContract.agrees_on_loss
 
     def finish_backward(self) -> None:
         """Complete the gradients of the root's parameters."""
         self.layout.finish_backward()
-
-    def agrees_on_loss(self, optimizer: Optimizer) -> bool:
-        """See `StepContract.agrees_on_loss`: there are no other ranks."""
-        return False
 
     @override
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
@@ -181,8 +169,8 @@ class OneProcessStrategy(pl_strategies.SingleDeviceStrategy):
 
     @override
     def teardown(self) -> None:
-        if self._layout is not None:
-            self._layout.close()
+        if "layout" in vars(self):
+            self.layout.close()
         if self.lightning_module is not None:
             restore_logs(self.lightning_module)
         super().teardown()

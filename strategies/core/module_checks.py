@@ -1,4 +1,4 @@
-"""Properties of a module that decide whether its batches can be cut."""
+"""Properties of a module, and of its hooks, that decide whether and where its batches can be cut."""
 
 from collections.abc import Callable
 from typing import Any
@@ -81,9 +81,57 @@ def why_whole(metric: nn.Module) -> str | None:
     return None
 
 
+def verify_takes_parts(module: nn.Module, who: str) -> None:
+    """Refuse a module that must see whole batches, of which each rank has a part.
+
+    Args:
+        who: name of the strategy, which begins the message.
+
+    Raises:
+        ConfigError: it defines `training_step_end`, or holds a metric for which `why_whole` has a reason.
+    """
+    if getattr(module, "training_step_end", None) is not None:
+        raise ConfigError(
+            f"{who}: {type(module).__name__}.training_step_end needs the outputs of the whole batch and each rank has "
+            "only its own. Choose strategy=dp or strategy=single_device, or remove it and return the loss from "
+            "training_step."
+        )
+    for name, part in module.named_modules():
+        if (reason := why_whole(part)) is not None:
+            raise ConfigError(
+                f"{who}: {type(part).__name__} ({name}) {reason}: each rank updates it with its own samples of a batch."
+            )
+
+
 def hooked(name: str, trainer: pl.Trainer) -> bool:
     """Whether the module or a callback of a trainer defines a hook."""
     callbacks: list[Any] = getattr(trainer, "callbacks")  # noqa: B009  # not annotated by Lightning
     return is_overridden(name, trainer.lightning_module) or any(
         is_overridden(name, callback, parent=pl.Callback) for callback in callbacks
     )
+
+
+_BATCH_HOOKS = tuple(
+    f"on_{stage}_batch_{when}" for stage in ("train", "validation", "test", "predict") for when in ("start", "end")
+)
+_TRANSFER_HOOKS = ("transfer_batch_to_device", "on_after_batch_transfer")
+_OWN = ("evener.", "pytorch_lightning.", "lightning.pytorch.")
+"""Packages whose hooks are known to read no more of a batch than its sizes."""
+
+
+def batch_reader(trainer: pl.Trainer) -> str | None:
+    """Find a hook of the user's that receives the whole batch, as a name for messages; None if there is none."""
+    module: Any = trainer.lightning_module
+    data: Any = getattr(trainer, "datamodule", None)
+    callbacks: list[Any] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]  # a list, untyped
+    owners = [
+        (module, _BATCH_HOOKS + _TRANSFER_HOOKS),
+        (data, _TRANSFER_HOOKS),
+        *((callback, _BATCH_HOOKS) for callback in callbacks),
+    ]
+    for owner, names in owners:
+        for name in names:
+            hook = getattr(owner, name, None)
+            if hook is not None and not f"{getattr(hook, '__module__', None)}.".startswith(_OWN):
+                return f"{type(owner).__name__}.{name}"
+    return None

@@ -1,6 +1,7 @@
-"""Temporarily replace an attribute of one object, or the hooks of parameters."""
+"""Temporarily replace an attribute of one object, the hooks of parameters, or leave out lines of a log."""
 
-from collections.abc import Generator, Sequence
+import logging
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -38,3 +39,20 @@ def without_hooks(parameters: Sequence[nn.Parameter]) -> Generator[None]:
             put(parameter, backward_hooks=hooks)
         for hooks, before in following:
             hooks.update(before)
+
+
+@contextmanager
+def filtered(loggers: Iterable[str], keeps: Callable[[logging.LogRecord], bool]) -> Generator[None]:
+    """Log only the records that a function keeps, inside the block."""
+    found = [logging.getLogger(name) for name in loggers]
+    for logger in found:
+        logger.addFilter(keeps)
+    try:
+        yield
+    finally:
+        for logger in found:
+            logger.removeFilter(keeps)
+
+
+LIGHTNING_TELLS = ("pytorch_lightning.utilities.rank_zero", "lightning.pytorch.utilities.rank_zero")
+"""The loggers of `rank_zero_info` and `rank_zero_warn`, under both names of Lightning."""

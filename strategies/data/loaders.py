@@ -85,6 +85,14 @@ class RankLoaders:
             return self._keyed(loader, role)
         return self._cut(loader, self._way(role), self._joins(role))
 
+    def told(self, size: int) -> str:
+        """Describe the global batch of a loader with batches of `size` samples: a product or, if uneven, a sum."""
+        divided = self.batch_size_is == "global"
+        parts = self.policy.sizes(size, self.num_ranks) if divided else [size] * self.num_ranks
+        if len(set(parts)) == 1:
+            return f"global batch {sum(parts)} = {len(parts)} ranks × {parts[0]} samples"
+        return f"global batch {sum(parts)} = {' + '.join(map(str, parts))} samples on {len(parts)} ranks"
+
     def _joins(self, role: LoaderRole) -> bool:
         """Whether a rank joins a step for which it has no samples."""
         return role == "train" or self.in_step

@@ -1,8 +1,12 @@
 """Read this rank's share of each batch, by which its loss and its logged means weigh."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+import torch
+from torch import Tensor
+
+from ..batch.loss_weight import WeighedLoss
 from ..core.errors import ConfigError
 from .combined import TRAINED, verify_side_by_side
 from .loaders import next_share
@@ -21,6 +25,10 @@ class RankShares:
         """The share; None if all ranks have the same weight."""
         self._num_ranks = num_ranks
         self._strategy = strategy
+        self.scale: Tensor | float = 1.0
+        """What the loss of the training batch is multiplied by: `weight`, or by the module's `loss_weight`."""
+        self.weighed_losses: list[WeighedLoss] = []
+        """The losses of the batch for which the module returned a `loss_weight`; several if a closure ran again."""
         self._parts: set[float] = set()
         self._knows_parts = False
 
@@ -35,11 +43,34 @@ class RankShares:
         share = self.current
         return 1.0 if share is None else self._num_ranks * share.num / share.total
 
-    def read(self, loaders: Iterable[Any]) -> None:
+    def read(self, loaders: Iterable[Any], trains: bool = False) -> None:
         """Take the shares of the batch that was fetched from one loader, or from several side by side."""
+        self.weighed_losses.clear()
         shares = [share for share in map(next_share, loaders) if share is not None]
         self.current = shares[0] if shares else None
         self._parts = {share.num / share.total for share in shares}
+        if trains:
+            self.scale = self.weight
+
+    def weigh(self, own: Tensor | float, total: Tensor, losses: Sequence[Tensor]) -> None:
+        """Weight the loss by what the module returned as its `loss_weight`, in place of its samples.
+
+        Args:
+            own: the weight of this rank's loss.
+            total: the mean of the ranks' weights.
+            losses: see `WeighedLoss`.
+        """
+        self.scale = torch.where(total > 0, own / total, 0.0)
+        self.weighed_losses.append(WeighedLoss(losses, self.scale))
+
+    def scaled(self, loss: Tensor, in_loop: bool = False) -> Tensor:
+        """Weight this rank's loss, so that the mean of all ranks' gradients is the gradient of the global batch.
+
+        Args:
+            in_loop: whether the loop divides the sum of the ranks' gradients by the sum of all weights.
+        """
+        scale = float(self._num_ranks) if in_loop else self.scale
+        return loss if isinstance(scale, float) and scale == 1.0 else loss * torch.as_tensor(scale, dtype=loss.dtype)
 
     def begin_training(self) -> None:
         """Look at the training loaders again, which may be other ones."""

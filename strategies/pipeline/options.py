@@ -8,7 +8,7 @@ import torch
 from typing_extensions import Self
 
 from ..batch.losses import LossReduction
-from ..core.errors import ConfigError
+from ..core.errors import ConfigError, verify_choice
 from ._schedule import ScheduleName
 
 Partition: TypeAlias = Literal["auto", "manual"] | Sequence[str]
@@ -65,14 +65,11 @@ class StageOptions:
             )
         if type(self.num_microbatches) is not int or self.num_microbatches < 1:
             raise ConfigError(f"num_microbatches must be an integer >= 1; got {self.num_microbatches!r}.")
-        if self.schedule not in ("1f1b", "gpipe"):
-            raise ConfigError(f"schedule={self.schedule} is unknown; choose one of 1f1b, gpipe.")
-        if self.overlap not in (None, "launch", "threads"):
-            raise ConfigError(f"overlap={self.overlap} is unknown; choose one of launch, threads.")
-        if self.output_device not in ("last", "first"):
-            raise ConfigError(f"output_device={self.output_device} is unknown; choose one of last, first.")
-        if self.loss_reduction not in ("mean", "sum"):
-            raise ConfigError(f"loss_reduction={self.loss_reduction} is unknown; choose one of mean, sum.")
+        verify_choice("schedule", self.schedule, ScheduleName)
+        if self.overlap is not None:
+            verify_choice("overlap", self.overlap, Overlap)
+        verify_choice("output_device", self.output_device, Literal["last", "first"])
+        verify_choice("loss_reduction", self.loss_reduction, LossReduction)
         if not self.optimizer_copies >= 0:
             raise ConfigError(f"optimizer_copies must be >= 0 (Adam: 2); got {self.optimizer_copies}.")
 

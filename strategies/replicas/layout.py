@@ -2,7 +2,7 @@
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, get_args
+from typing import Any
 
 import pytorch_lightning as pl
 import torch
@@ -17,10 +17,9 @@ from ..batch.outputs import LEFT_OUT, combine_outputs, losses_of
 from ..batch.policies import Even, Policy, without_single_samples
 from ..batch.run_structures import RunStructures, dataloader_index
 from ..batch.structure import BatchStructure
-from ..core.batch_readers import batch_reader
 from ..core.devices import is_accelerator
-from ..core.errors import ConfigError
-from ..core.module_checks import end_of_step, ended, has_batchnorm, verify_takes_batches
+from ..core.errors import ConfigError, verify_choice
+from ..core.module_checks import batch_reader, end_of_step, ended, has_batchnorm, verify_takes_batches
 from ..core.private import of_lightning
 from ..core.types import Batch
 from .runner import CutsReplicas, ReplicaRunner
@@ -51,10 +50,7 @@ class ReplicaOptions:
     threads: bool | None = None
 
     def __post_init__(self) -> None:
-        if self.loss_reduction not in get_args(LossReduction):
-            raise ConfigError(
-                f"{self.strategy}: loss_reduction={self.loss_reduction} is unknown; choose one of mean, sum."
-            )
+        verify_choice(f"{self.strategy}: loss_reduction", self.loss_reduction, LossReduction)
 
 
 @dataclass

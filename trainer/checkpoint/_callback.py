@@ -66,6 +66,16 @@ class Checkpoint(ModelCheckpoint):
 
     CHECKPOINT_EQUALS_CHAR = "_"
 
+    due = False
+    """Whether a checkpoint must be written at the next clean point."""
+    snapshots: MemorySnapshots | None = None
+    """Takes snapshots in memory; None if none are taken."""
+    _best_due = _validated = _scored_by_validation = _told_of_nan = False
+    _score_step = _last_batch_saved = -1
+    _score_before: Tensor | None = None
+    _io: VerifiedCheckpointIO | None = None
+    _saved_now = ""
+
     def __init__(
         self,
         dirpath: str | Path | None = None,
@@ -106,23 +116,11 @@ class Checkpoint(ModelCheckpoint):
             verbose=verbose,
             auto_insert_metric_name=False,
         )
-        self.due = False
-        """Whether a checkpoint must be written at the next clean point."""
         self._on_error: Literal["raise", "warn"] = on_error
         self._background = background or options.get("async", False)
-        self._best_due = False
-        self._validated = self._scored_by_validation = False
-        self._score_step = -1
-        self._score_before: Tensor | None = None
         self._interval = None if interval_s is None else Interval(interval_s)
-        self._io: VerifiedCheckpointIO | None = None
-        self._saved_now = ""
-        self._last_batch_saved = -1
         self._scores: dict[str, Tensor] = {}
         self._snapshot_every_n_steps = snapshot_every_n_steps
-        self.snapshots: MemorySnapshots | None = None
-        """Takes snapshots in memory; None if none are taken."""
-        self._told_of_nan = False
 
     # When to save
 

@@ -281,26 +281,29 @@ class ResumingFitLoop(FitLoop):
 class ResumingEpochLoop(TrainingEpochLoop):
     """Loop over the batches of an epoch that saves and resumes at clean points."""
 
+    @property
+    def _fit_loop(self) -> ResumingFitLoop:
+        fit_loop = self.trainer.fit_loop
+        assert isinstance(fit_loop, ResumingFitLoop)
+        return fit_loop
+
     @override
     def reset(self) -> None:
         super().reset()
-        fit_loop = self.trainer.fit_loop
-        assert isinstance(fit_loop, ResumingFitLoop)
-        if fit_loop.resumed.is_between_batches:  # Nothing is half done, and no validation is pending.
+        if self._fit_loop.resumed.is_between_batches:  # Nothing is half done, and no validation is pending.
             self._restarting = self.val_loop._restarting = False
-            self.trainer.should_stop = fit_loop.resumed.should_stop  # the rest of the epoch's end is still to come
+            self.trainer.should_stop = (
+                self._fit_loop.resumed.should_stop
+            )  # the rest of the epoch's end is still to come
 
     @override
     def run(self, data_fetcher: of_lightning.DataFetcher) -> None:
         super().run(data_fetcher)
-        fit_loop = self.trainer.fit_loop
-        assert isinstance(fit_loop, ResumingFitLoop)
-        fit_loop.end_within_epoch()
+        self._fit_loop.end_within_epoch()
 
     def finish_validation(self, data_fetcher: of_lightning.DataFetcher) -> None:
         """Do, at the start of a resumed epoch, what comes after the batch at which its validation was stopped."""
-        fit_loop = self.trainer.fit_loop
-        assert isinstance(fit_loop, ResumingFitLoop)
+        fit_loop = self._fit_loop
         resumed, fit_loop.resumed = fit_loop.resumed, ResumePoint()
         if resumed.point == BEFORE_VALIDATION:
             vars(self.trainer)["_last_val_time"] = float("-inf")  # due, also where time decides
@@ -309,8 +312,7 @@ class ResumingEpochLoop(TrainingEpochLoop):
     # A subclass whose `on_advance_end` does not call this one must call `between_batches` itself, at its end.
     @override
     def on_advance_end(self, data_fetcher: of_lightning.DataFetcher) -> None:
-        fit_loop = self.trainer.fit_loop
-        assert isinstance(fit_loop, ResumingFitLoop)
+        fit_loop = self._fit_loop
         try:
             super().on_advance_end(data_fetcher)
         except ValidationStopped:

@@ -1,8 +1,6 @@
 """Measure a short training run: losses, speed, memory, and sources of differences between strategies."""
 
 import json
-import resource
-import sys
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -20,6 +18,7 @@ from ...strategies.core.devices import is_accelerator, peak_memory_bytes
 from ...strategies.core.private.of_torch import BatchNorm, DropoutNd
 from ...strategies.distributed.sync_batchnorm import SyncedBatchNorm
 from ...strategies.registry import process_devices
+from ..callbacks.peak_memory import peak_resident_bytes
 
 WINDOW = 3
 """Number of batches between two readings of the clock."""
@@ -157,17 +156,3 @@ def peak_memory(devices: list[torch.device], rank: int) -> dict[str, int]:
     measured = {str(device): peak_memory_bytes(device) for device in devices}
     known = {name: size for name, size in measured.items() if size is not None}
     return known if len(known) == len(measured) else {**known, f"process {rank}": peak_resident_bytes()}
-
-
-def peak_resident_bytes() -> int:
-    """The largest resident size of this process.
-
-    On Linux it is read from `/proc`, since `getrusage` starts with the size of the parent process.
-    """
-    status = Path("/proc/self/status")
-    if status.exists():
-        for line in status.read_text(encoding="utf-8").splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

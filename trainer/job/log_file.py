@@ -11,6 +11,8 @@ from typing import Any
 from pytorch_lightning.utilities.rank_zero import rank_zero_only
 from typing_extensions import override
 
+from ...strategies.core.patching import LIGHTNING_TELLS, filtered, replaced
+
 LOG_FILE = "train.log"
 FORMAT = "[%(asctime)s][%(name)s][%(levelname)s] - %(message)s"
 LIGHTNING_LOGGERS = ("pytorch_lightning", "lightning_fabric", "lightning.pytorch", "lightning.fabric", "lightning")
@@ -37,9 +39,23 @@ def run_log(run_dir: str | Path, rank: int = 0) -> Generator[None]:
 
     Lightning's loggers, which have their own handlers, are redirected the same way.
     """
-    # Lightning's own, which it has not declared; set before loggers are made, since a forked worker has the parent's
-    before = getattr(rank_zero_only, "rank", 0)
-    setattr(rank_zero_only, "rank", rank)  # noqa: B010
+    # `LogEveryEpoch` shortens the interval right after this warning
+    warnings.filterwarnings("ignore", message="The number of training batches .* is smaller than the logging interval")
+    # Lightning 2.6 uses a deprecated API of torch 2.13's pytree; users can't act on the warning
+    warnings.filterwarnings("ignore", message=".*isinstance.treespec, LeafSpec.*", category=FutureWarning)
+    # Lightning's own rank, which it has not declared; set before loggers are made: a forked worker has the parent's
+    own_rank = replaced(rank_zero_only, "rank", rank)
+    with own_rank, _root_handlers(run_dir, rank), filtered(LIGHTNING_TELLS, is_no_advertisement):
+        for name in LIGHTNING_LOGGERS:
+            logger = logging.getLogger(name)
+            logger.handlers.clear()
+            logger.propagate = True
+        yield
+
+
+@contextmanager
+def _root_handlers(run_dir: str | Path, rank: int) -> Generator[None]:
+    """Replace Hydra's handlers of the root logger by the run's."""
     root = logging.getLogger()
     level, root.level = root.level, logging.INFO
     added: list[logging.Handler] = []
@@ -56,25 +72,9 @@ def run_log(run_dir: str | Path, rank: int = 0) -> Generator[None]:
         to_file = isinstance(handler, logging.FileHandler)
         handler.setFormatter(logging.Formatter(FORMAT if to_file else "%(message)s"))
         root.addHandler(handler)
-    for name in LIGHTNING_LOGGERS:
-        logger = logging.getLogger(name)
-        logger.handlers.clear()
-        logger.propagate = True
-    talkative = [
-        logging.getLogger(f"{name}.utilities.rank_zero") for name in ("pytorch_lightning", "lightning.pytorch")
-    ]
-    for logger in talkative:
-        logger.addFilter(is_no_advertisement)
-    # `LogEveryEpoch` shortens the interval right after this warning
-    warnings.filterwarnings("ignore", message="The number of training batches .* is smaller than the logging interval")
-    # Lightning 2.6 uses a deprecated API of torch 2.13's pytree; users can't act on the warning
-    warnings.filterwarnings("ignore", message=".*isinstance.treespec, LeafSpec.*", category=FutureWarning)
     try:
         yield
     finally:
-        setattr(rank_zero_only, "rank", before)  # noqa: B010
-        for logger in talkative:
-            logger.removeFilter(is_no_advertisement)
         root.level = level
         logging.disable(logging.NOTSET)
         for handler in added:

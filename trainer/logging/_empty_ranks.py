@@ -7,8 +7,7 @@ from torch import Tensor
 
 from ...strategies.core.private import of_metrics
 from ...strategies.core.private.of_lightning import ResultCollection, ResultMetric
-
-_REDUCTIONS: dict[str, Any] = {"sum": sum, "max": max, "min": min}
+from ._rank_log import over_ranks
 
 
 def fill_empty(strategy: Any, results: Any, num: float) -> None:
@@ -25,7 +24,8 @@ def fill_empty(strategy: Any, results: Any, num: float) -> None:
     for key, metric in results.items():
         parts = [told[key] for told in gathered if key in told]
         if parts and metric.meta.on_step:
-            _show(metric, torch.tensor(_combine(parts), dtype=torch.float64))
+            values, nums, kinds = zip(*parts, strict=True)
+            _show(metric, torch.tensor(over_ranks(kinds[0], values, nums), dtype=torch.float64))
 
 
 def _own(results: Any, num: float) -> dict[str, tuple[float, float, str]]:
@@ -41,14 +41,6 @@ def _own(results: Any, num: float) -> dict[str, tuple[float, float, str]]:
         and metric.meta.on_step
         and isinstance(value := of_metrics.forward_cache(metric), Tensor)
     }
-
-
-def _combine(parts: list[tuple[float, float, str]]) -> float:
-    values, nums = [value for value, _, _ in parts], [num for _, num, _ in parts]
-    kind = parts[0][2]
-    if kind == "mean":
-        return sum(value * num for value, num in zip(values, nums, strict=True)) / sum(nums)
-    return values[0] if kind not in _REDUCTIONS else float(_REDUCTIONS[kind](values))
 
 
 def _show(metric: ResultMetric, value: Tensor) -> None:

@@ -18,6 +18,7 @@ from ...strategies.data.loaders import positions
 from ...strategies.data.sampling import Share
 from ...strategies.distributed.metrics.steps import MetricSteps, Sent
 from ._metric_values import has_step_value, metric_steps_of
+from ._rank_log import over_ranks
 
 NUM_SAMPLES = "num_samples"
 """Attribute of a result entry that holds the number of samples of its last value."""
@@ -130,13 +131,6 @@ def _value(values: list[dict[str, Any]], module: pl.LightningModule, metric_step
 
 def _over_ranks(values: list[dict[str, Any]]) -> float:
     """Combine the values that the ranks logged under a name."""
-    numbers = [value["value"] for value in values]
-    kind = values[0]["kind"]
-    if kind == "own":
-        return numbers[0]
-    if kind == "mean":
-        constants = {value["constant"] for value in values}
-        weight = "samples" if len(constants) == 1 and None not in constants else "num"
-        total = sum(value[weight] for value in values)
-        return sum(value["value"] * value[weight] for value in values) / total if total else float("nan")
-    return {"sum": sum, "max": max, "min": min}[kind](numbers)
+    constants = {value["constant"] for value in values}
+    weight = "samples" if len(constants) == 1 and None not in constants else "num"
+    return over_ranks(values[0]["kind"], [value["value"] for value in values], [value[weight] for value in values])

@@ -10,7 +10,7 @@ A rank sees its own part of the global batch. A value that it logs counts by sam
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from math import inf
+from math import inf, nan
 from typing import Any
 
 from lightning_fabric.utilities.rank_zero import rank_zero_warn
@@ -97,6 +97,23 @@ def are_constants(name: str, told: Sequence[Mapping[str, Any] | None]) -> bool:
             "constant. If it is not, leave batch_size out."
         )
     return True
+
+
+def over_ranks(kind: str, values: Sequence[float], weights: Sequence[float]) -> float:
+    """Combine what ranks logged by step under one name.
+
+    Args:
+        kind: `mean`, by the weights; `sum`, `max` or `min`; or `own` for the first rank's.
+
+    Returns:
+        The value, nan for a mean of nothing.
+    """
+    if kind == "own":
+        return values[0]
+    if kind != "mean":
+        return {"sum": sum, "max": max, "min": min}[kind](values)
+    total = sum(weights)
+    return sum(value * weight for value, weight in zip(values, weights, strict=True)) / total if total else nan
 
 
 @dataclass

@@ -158,6 +158,20 @@ class LeanResults(of_lightning.ResultCollection):
             slot.settle()
 
 
+def _collected(name: str) -> Any:
+    """An attribute whose metrics are collected before it is read or replaced."""
+
+    def read(connector: "LeanLoggerConnector") -> dict[str, Any]:
+        connector.settle()
+        return connector.collected[name]
+
+    def write(connector: "LeanLoggerConnector", metrics: dict[str, Any]) -> None:
+        connector.settle()
+        connector.collected[name] = metrics
+
+    return property(read, write)
+
+
 class LeanLoggerConnector(of_lightning.LoggerConnector):
     """Lightning's logger connector, except that the metrics of a step are collected when they are read."""
 
@@ -166,7 +180,7 @@ class LeanLoggerConnector(of_lightning.LoggerConnector):
         """The results of the loop that is processing a batch; None between batches."""
         self._unread: LeanResults | None = None
         self._evaluated = EvalStepSync()
-        self._collected: dict[str, dict[str, Any]] = {}
+        self.collected: dict[str, dict[str, Any]] = {}
         super().__init__(trainer)
 
     def start_batch(self, results: LeanResults, batch: Batch, dataloader_idx: int | None) -> None:
@@ -320,38 +334,7 @@ class LeanLoggerConnector(of_lightning.LoggerConnector):
         self._leave_batch()
         super().reset_results()
 
-    # Lightning keeps three plain dictionaries; here reading or replacing one collects its metrics first.
-
-    def _read(self, name: str) -> dict[str, Any]:
-        if self._unread is not None:
-            self.settle()
-        return self._collected[name]
-
-    def _write(self, name: str, metrics: dict[str, Any]) -> None:
-        if self._unread is not None:
-            self.settle()
-        self._collected[name] = metrics
-
-    @property
-    def _progress_bar_metrics(self) -> dict[str, Any]:  # type: ignore[override]
-        return self._read("pbar")
-
-    @_progress_bar_metrics.setter
-    def _progress_bar_metrics(self, metrics: dict[str, Any]) -> None:  # type: ignore[override]
-        self._write("pbar", metrics)
-
-    @property
-    def _callback_metrics(self) -> dict[str, Any]:  # type: ignore[override]
-        return self._read("callback")
-
-    @_callback_metrics.setter
-    def _callback_metrics(self, metrics: dict[str, Any]) -> None:  # type: ignore[override]
-        self._write("callback", metrics)
-
-    @property
-    def _logged_metrics(self) -> dict[str, Any]:  # type: ignore[override]
-        return self._read("log")
-
-    @_logged_metrics.setter
-    def _logged_metrics(self, metrics: dict[str, Any]) -> None:  # type: ignore[override]
-        self._write("log", metrics)
+    # Lightning keeps three plain dictionaries
+    _callback_metrics: Any = _collected("callback")
+    _logged_metrics: Any = _collected("log")
+    _progress_bar_metrics: Any = _collected("pbar")

@@ -24,10 +24,10 @@ from evener.strategies import (
     BalancedDataParallelStrategy,
     ConfigError,
     DataParallelStrategy,
-    DDPStrategy,
     ModelParallelStrategy,
     SingleDeviceStrategy,
 )
+from evener.strategies.core.module_checks import verify_takes_parts
 
 STRATEGIES = [
     DataParallelStrategy,
@@ -359,7 +359,7 @@ def test_ranks_refuse_metrics_that_read_all_samples_of_a_batch(metric: Any, why:
     module: Any = nn.Module()
     module.measure = nn.ModuleList([metric, StructuralSimilarityIndexMeasure(data_range=1.0)])
     with pytest.raises(ConfigError, match=rf"ddp: {type(metric).__name__} \(measure.0\) {why}"):
-        DDPStrategy()._verify_metrics(module)
+        verify_takes_parts(module, "ddp")
 
 
 class ResetInHooks(Measured):
