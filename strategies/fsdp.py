@@ -1,12 +1,13 @@
 """Train with one process per device, cutting parameters, gradients and optimizer state over the ranks (FSDP2)."""
 
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import pytorch_lightning as pl
 import torch
 import torch.distributed as dist
+from pytorch_lightning.core.optimizer import LightningOptimizer
 from pytorch_lightning.trainer.states import TrainerFn
 from pytorch_lightning.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
@@ -21,6 +22,7 @@ from .batch.structure import BatchDims
 from .core.errors import ConfigError
 from .core.module_checks import hooked
 from .core.patching import replaced
+from .core.types import StaysOnRoot
 from .data.loaders import BatchSizeIs
 from .ddp import DDPStrategy
 from .distributed.zero_weight_step import zero_weight_step
@@ -159,6 +161,8 @@ class FSDPStrategy(DDPStrategy):
             self._shard(copy)
         if fits:
             self._shards.keep_root(not module.automatic_optimization)
+            for name in _TOGGLES if not module.automatic_optimization else ():
+                vars(module)[name] = _Toggle(module, name, self._shards)
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
 
@@ -212,9 +216,7 @@ class FSDPStrategy(DDPStrategy):
         module, shards = self.module, self.shards
         self._sync_buffers()
         context = self.precision_plugin.train_step_context
-        automatic = module.automatic_optimization
-        toggles = nullcontext() if automatic else _followed(module, shards.follow_flags)
-        with _named_errors(), shards.step(backward_follows=automatic), context(), toggles:
+        with _named_errors(), shards.step(backward_follows=module.automatic_optimization), context():
             output = self._step_in_layout(*args, **kwargs)
         _verify_plain(output)
         return output
@@ -300,6 +302,8 @@ class FSDPStrategy(DDPStrategy):
         if shards is None:
             super().teardown()
             return
+        for name in _TOGGLES:
+            vars(shards.module).pop(name, None)
         if self._failed:
             shards.recover()  # it may have failed within a step
         # shards belong to their devices: `test` after `fit` goes on with them
@@ -371,20 +375,24 @@ _OUTSIDE = (
 )
 
 
-@contextmanager
-def _followed(module: pl.LightningModule, then: Callable[[], None]) -> Generator[None]:
-    """Run a function after each call of `toggle_optimizer` and `untoggle_optimizer` in the block."""
+class _Toggle(StaysOnRoot):
+    """Takes the place of a module's `toggle_optimizer` or `untoggle_optimizer`: what is gathered follows its shards."""
 
-    def following(method: Callable[..., None]) -> Callable[..., None]:
-        def call(*args: Any, **kwargs: Any) -> None:
-            method(*args, **kwargs)
-            then()
+    def __init__(self, module: pl.LightningModule, name: str, shards: ShardedModule) -> None:
+        self._module, self._name, self._shards = module, name, shards
+        self._own = getattr(module, name)
 
-        return call
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copied with its module, it becomes the copy's own method."""
+        return getattr, (self._module, self._name)
 
-    toggle, untoggle = following(module.toggle_optimizer), following(module.untoggle_optimizer)
-    with replaced(module, "toggle_optimizer", toggle), replaced(module, "untoggle_optimizer", untoggle):
-        yield
+    def __call__(self, optimizer: Optimizer | LightningOptimizer) -> None:
+        self._own(optimizer)
+        if self._shards.in_step:
+            self._shards.follow_flags()
+
+
+_TOGGLES = ("toggle_optimizer", "untoggle_optimizer")
 
 
 @contextmanager

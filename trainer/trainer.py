@@ -31,15 +31,10 @@ from .checkpoint import Checkpoint, RunTimer, distinguish
 from .checkpoint.file_io import VerifiedCheckpointIO
 from .loggers.csv import open_files, refresh_files
 from .logging.connector import LeanLoggerConnector
+from .loops.evaluation_loops import LeanEvaluationLoop, LeanPredictionLoop
 from .loops.lean import is_lean
 from .loops.log_method import lean_logging
-from .loops.loops import (
-    ExactCheckpointConnector,
-    LeanEvaluationLoop,
-    LeanFitLoop,
-    LeanPredictionLoop,
-    LeanTrainingEpochLoop,
-)
+from .loops.loops import ExactCheckpointConnector, LeanFitLoop, LeanTrainingEpochLoop
 from .loops.out_of_memory import explained_out_of_memory
 from .loops.progress_bar import TimedBar
 

@@ -4,7 +4,8 @@ Lightning saves inside hooks: the batch is trained but not logged, or validation
 restart has to guess the remaining work. Here a checkpoint is written *between* two batches, or after an epoch with all
 its hooks, and a resumed run simply takes the next batch.
 
-These classes are mixed into Lightning's private loops in `loops/loops.py`, the only file that subclasses those.
+These classes are mixed into Lightning's private loops in `loops/loops.py` and `loops/evaluation_loops.py`, the only
+files that subclass those.
 """
 
 import copy

@@ -46,27 +46,10 @@ def main(config_dir: str | Path | None = None, config_name: str = "train") -> No
             None uses the configuration of this package.
         config_name: the root configuration.
     """
-    # of `python -m torch.distributed.launch`, which also sets LOCAL_RANK
-    sys.argv[1:] = [word for word in sys.argv[1:] if not word.startswith(("--local-rank=", "--local_rank="))]
-    # the former name, a keyword of Python
-    sys.argv[1:] = [re.sub(r"^(\+*checkpoint)\.async=", r"\1.background=", word) for word in sys.argv[1:]]
+    replace_former_words()
     script_dir = Path(getattr(sys.modules["__main__"], "__file__", None) or ".").absolute().parent
     source = Source(None if config_dir is None else str(script_dir / config_dir), config_name, added_folders())
     wants_traceback = os.environ.get(FULL_ERROR, "0") == "1"
-
-    def job(cfg: DictConfig) -> float | None:
-        from .job import check_reported, run_reported
-
-        if only_check:
-            return check_reported(cfg)
-        return run_reported(cfg, wants_traceback)
-
-    def run_hydra() -> None:
-        with environment({FULL_ERROR: "1"}):  # Hydra re-raises exceptions, which are reported in one sentence here
-            hydra.main(version_base="1.3", config_path=source.config_dir or CONFIG_PACKAGE, config_name=config_name)(
-                job
-            )()
-
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # a `_target_` next to the configuration is importable, however we were started
     try:
@@ -74,12 +57,8 @@ def main(config_dir: str | Path | None = None, config_name: str = "train") -> No
             show_help(source, overrides())
         elif "--version" in sys.argv[1:]:
             sys.stdout.write(f"evener {version('evener')}\n")
-        elif (started_by := launcher()) is None:
-            run_hydra()
         else:
-            from .job import run_under
-
-            run_under(started_by, run_hydra)
+            run(source, config_name, wants_traceback)
     except Exception as exc:
         show_unfinished()
         if wants_traceback:
@@ -91,6 +70,35 @@ def main(config_dir: str | Path | None = None, config_name: str = "train") -> No
         if wants_traceback:
             raise
         sys.exit(128 + signal.SIGINT)
+
+
+def replace_former_words() -> None:
+    """Take out of the command line what others put there, and bring former names of options up to date."""
+    # of `python -m torch.distributed.launch`, which also sets LOCAL_RANK
+    words = [word for word in sys.argv[1:] if not word.startswith(("--local-rank=", "--local_rank="))]
+    # a keyword of Python
+    sys.argv[1:] = [re.sub(r"^(\+*checkpoint)\.async=", r"\1.background=", word) for word in words]
+
+
+def run(source: Source, config_name: str, wants_traceback: bool) -> None:
+    """Have Hydra compose the configuration, and run it, perhaps as one of a launcher's processes."""
+
+    def job(cfg: DictConfig) -> float | None:
+        from .job import check_reported, run_reported
+
+        return check_reported(cfg) if only_check else run_reported(cfg, wants_traceback)
+
+    def run_hydra() -> None:
+        path = source.config_dir or CONFIG_PACKAGE
+        with environment({FULL_ERROR: "1"}):  # Hydra re-raises exceptions, which are reported in one sentence here
+            hydra.main(version_base="1.3", config_path=path, config_name=config_name)(job)()
+
+    if (started_by := launcher()) is None:
+        run_hydra()
+    else:
+        from .job import run_under
+
+        run_under(started_by, run_hydra)
 
 
 def launcher() -> "ClusterEnvironment | None":

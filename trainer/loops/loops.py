@@ -6,7 +6,7 @@ and when to stop.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from time import perf_counter
 from typing import Any
 
@@ -24,20 +24,19 @@ from ...strategies.core.private.of_lightning import (
     CheckpointConnector,
     DataFetcher,
     DataLoaderIterDataFetcher,
-    EvaluationLoop,
     FitLoop,
-    PredictionLoop,
     TrainingEpochLoop,
 )
 from ...strategies.core.types import Batch
 from ...strategies.registry import ranks_of
-from ..checkpoint.clean_points import ExactCheckpoints, ResumingEpochLoop, ResumingFitLoop, SeparateEvaluation
+from ..checkpoint.clean_points import ExactCheckpoints, ResumingEpochLoop, ResumingFitLoop
 from ..logging.connector import LeanLoggerConnector, LeanResults
 from ._batch_fetch import OneLoader, batch_mover
-from ._eval_step import StepPlan, evaluate, predict, step_plan, validation_may_be_due
+from ._eval_step import validation_may_be_due
 from ._hook_plan import STRATEGY, HookPlan, may_be_lean, overridden
 from ._train_step import TrainStep
 from .accumulation import Accumulation
+from .evaluation_loops import LeanEvaluationLoop
 
 TRAIN_HOOKS = (
     "on_train_batch_start", "on_before_zero_grad", "on_before_backward", "on_after_backward",
@@ -300,111 +299,6 @@ class LeanTrainingEpochLoop(ResumingEpochLoop, TrainingEpochLoop):
             bar.catch_up(self.trainer)
 
 
-class LeanEvaluationLoop(SeparateEvaluation, EvaluationLoop):
-    """Validation or test."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._results = LeanResults(self.trainer, training=False)
-        self._plan: StepPlan | None = None
-        self._loader = self._to_store = 0  # which gave the last batch, and whose outputs are to be stored next
-
-    @override
-    def reset(self) -> None:
-        super().reset()
-        self._plan = step_plan(self, "test" if self.trainer.testing else "validation")
-        self._loader = self._to_store = 0
-
-    @override
-    def _evaluation_step(
-        self, batch: Any, batch_idx: int, dataloader_idx: int, dataloader_iter: Iterator[Any] | None
-    ) -> None:
-        self._loader = dataloader_idx
-        if self._plan is None:
-            super()._evaluation_step(batch, batch_idx, dataloader_idx, dataloader_iter)
-        else:
-            evaluate(self, self._plan, batch, batch_idx, dataloader_idx)
-        self.after_batch()
-        if self._plan is not None and self._plan.loader is not None and not self._restarting:
-            self._evaluate_rest(self._plan, self._plan.loader)
-
-    def _evaluate_rest(self, plan: StepPlan, loader: OneLoader) -> None:
-        """Run the other batches of a single loader without Lightning's loop around each."""
-        while not loader.fetcher.done:
-            batch = next(loader)
-            self.batch_progress.is_last_batch = loader.fetcher.done
-            evaluate(self, plan, batch, loader.num_read - 1, 0)
-            self.after_batch()
-
-    @override
-    def _store_dataloader_outputs(self) -> None:
-        if self._is_exchanged_by_loader():
-            self._store_until(self._loader + 1)
-        else:
-            super()._store_dataloader_outputs()
-
-    @override
-    def on_run_end(self) -> list[Any]:
-        if self._is_exchanged_by_loader():
-            self._store_until(len(self.max_batches))
-        return super().on_run_end()
-
-    def _is_exchanged_by_loader(self) -> bool:
-        """Whether ranks exchange the outputs of several loaders, one after the other."""
-        loader = self._combined_loader
-        several = loader is not None and of_lightning.mode(loader) == "sequential" and len(self.max_batches) > 1
-        return several and self.trainer.world_size > 1
-
-    def _store_until(self, end: int) -> None:
-        """Store the outputs of the loaders before `end`, also of those that gave batches to other ranks only."""
-        results, current = self._results, self._results.dataloader_idx
-        for index in range(self._to_store, end):
-            if index == self._loader or self.max_batches[index]:
-                results.dataloader_idx = index
-                super()._store_dataloader_outputs()
-        self._to_store, results.dataloader_idx = max(self._to_store, end), current
-
-    @override
-    def teardown(self) -> None:
-        self._plan = None
-        super().teardown()
-
-
-class LeanPredictionLoop(PredictionLoop):
-    """Prediction."""
-
-    _plan: StepPlan | None = None
-
-    @override
-    def reset(self) -> None:
-        super().reset()
-        self._plan = step_plan(self, "predict")
-
-    @override
-    def _predict_step(
-        self, batch: Any, batch_idx: int, dataloader_idx: int, dataloader_iter: Iterator[Any] | None
-    ) -> None:
-        if self._plan is None:
-            super()._predict_step(batch, batch_idx, dataloader_idx, dataloader_iter)
-        else:
-            predict(self, self._plan, batch, batch_idx, dataloader_idx)
-        if self._plan is not None and self._plan.loader is not None and not self._restarting:
-            self._predict_rest(self._plan, self._plan.loader)
-
-    def _predict_rest(self, plan: StepPlan, loader: OneLoader) -> None:
-        """Run the other batches of a single loader without Lightning's loop around each."""
-        progress: Any = self.batch_progress
-        while not loader.fetcher.done:
-            batch = next(loader)
-            progress.is_last_batch = loader.fetcher.done
-            predict(self, plan, batch, loader.num_read - 1, 0)
-
-    @override
-    def teardown(self) -> None:
-        self._plan = None
-        super().teardown()
-
-
 class WeighedAutomaticOptimization(AutomaticOptimization):
     """Lightning's automatic optimization with exact accumulation, for steps that are not lean.
 
@@ -454,5 +348,3 @@ class WeighedAutomaticOptimization(AutomaticOptimization):
 # Profilers name actions after the loop's class: keep Lightning's names.
 LeanFitLoop.__name__ = FitLoop.__name__
 LeanTrainingEpochLoop.__name__ = TrainingEpochLoop.__name__
-LeanEvaluationLoop.__name__ = EvaluationLoop.__name__
-LeanPredictionLoop.__name__ = PredictionLoop.__name__

@@ -1,0 +1,119 @@
+"""Extend Lightning's loops of validation, test and prediction as `loops.py` does its training loops."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from typing_extensions import override
+
+from ...strategies.core.private import of_lightning
+from ...strategies.core.private.of_lightning import EvaluationLoop, PredictionLoop
+from ...strategies.core.types import Batch
+from ..checkpoint.clean_points import SeparateEvaluation
+from ..logging.connector import LeanResults
+from ._eval_step import StepPlan, evaluate, predict, step_plan
+
+
+def _rest(loop: Any, plan: StepPlan) -> Iterator[tuple[Batch, int]]:
+    """The other batches of a single loader, with their numbers, without Lightning's loop around each."""
+    loader = None if loop.restarting else plan.loader
+    while loader is not None and not loader.fetcher.done:
+        batch = next(loader)
+        loop.batch_progress.is_last_batch = loader.fetcher.done
+        yield batch, loader.num_read - 1
+
+
+class LeanEvaluationLoop(SeparateEvaluation, EvaluationLoop):
+    """Validation or test."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._results = LeanResults(self.trainer, training=False)
+        self._plan: StepPlan | None = None
+        self._loader = self._to_store = 0  # which gave the last batch, and whose outputs are to be stored next
+
+    @override
+    def reset(self) -> None:
+        super().reset()
+        self._plan = step_plan(self, "test" if self.trainer.testing else "validation")
+        self._loader = self._to_store = 0
+
+    @override
+    def _evaluation_step(
+        self, batch: Any, batch_idx: int, dataloader_idx: int, dataloader_iter: Iterator[Any] | None
+    ) -> None:
+        self._loader = dataloader_idx
+        if self._plan is None:
+            super()._evaluation_step(batch, batch_idx, dataloader_idx, dataloader_iter)
+        else:
+            evaluate(self, self._plan, batch, batch_idx, dataloader_idx)
+        self.after_batch()
+        if self._plan is not None:
+            for rest, number in _rest(self, self._plan):
+                evaluate(self, self._plan, rest, number, 0)
+                self.after_batch()
+
+    @override
+    def _store_dataloader_outputs(self) -> None:
+        if self._is_exchanged_by_loader():
+            self._store_until(self._loader + 1)
+        else:
+            super()._store_dataloader_outputs()
+
+    @override
+    def on_run_end(self) -> list[Any]:
+        if self._is_exchanged_by_loader():
+            self._store_until(len(self.max_batches))
+        return super().on_run_end()
+
+    def _is_exchanged_by_loader(self) -> bool:
+        """Whether ranks exchange the outputs of several loaders, one after the other."""
+        loader = self._combined_loader
+        several = loader is not None and of_lightning.mode(loader) == "sequential" and len(self.max_batches) > 1
+        return several and self.trainer.world_size > 1
+
+    def _store_until(self, end: int) -> None:
+        """Store the outputs of the loaders before `end`, also of those that gave batches to other ranks only."""
+        results, current = self._results, self._results.dataloader_idx
+        for index in range(self._to_store, end):
+            if index == self._loader or self.max_batches[index]:
+                results.dataloader_idx = index
+                super()._store_dataloader_outputs()
+        self._to_store, results.dataloader_idx = max(self._to_store, end), current
+
+    @override
+    def teardown(self) -> None:
+        self._plan = None
+        super().teardown()
+
+
+class LeanPredictionLoop(PredictionLoop):
+    """Prediction."""
+
+    _plan: StepPlan | None = None
+
+    @override
+    def reset(self) -> None:
+        super().reset()
+        self._plan = step_plan(self, "predict")
+
+    @override
+    def _predict_step(
+        self, batch: Any, batch_idx: int, dataloader_idx: int, dataloader_iter: Iterator[Any] | None
+    ) -> None:
+        if self._plan is None:
+            super()._predict_step(batch, batch_idx, dataloader_idx, dataloader_iter)
+        else:
+            predict(self, self._plan, batch, batch_idx, dataloader_idx)
+        if self._plan is not None:
+            for rest, number in _rest(self, self._plan):
+                predict(self, self._plan, rest, number, 0)
+
+    @override
+    def teardown(self) -> None:
+        self._plan = None
+        super().teardown()
+
+
+# as in loops.py
+LeanEvaluationLoop.__name__ = EvaluationLoop.__name__
+LeanPredictionLoop.__name__ = PredictionLoop.__name__
