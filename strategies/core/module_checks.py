@@ -135,3 +135,17 @@ def batch_reader(trainer: pl.Trainer) -> str | None:
             if hook is not None and not f"{getattr(hook, '__module__', None)}.".startswith(_OWN):
                 return f"{type(owner).__name__}.{name}"
     return None
+
+
+def resting_device(trainer: pl.Trainer, device: torch.device, tell: Callable[[str], None]) -> torch.device:
+    """Choose where a batch waits until it is cut: on the host, unless a hook of the user's receives all of it.
+
+    Args:
+        device: where such a hook may use it.
+        tell: called with a sentence that says why it does not wait on the host.
+    """
+    reader = batch_reader(trainer)
+    if reader is None:
+        return torch.device("cpu")
+    tell(f"{reader} receives the batch, so all of it is copied to {device} before it is cut.")
+    return device

@@ -100,6 +100,15 @@ def from_host(batch: Batch, device: torch.device) -> Batch:
     return move_data_to_device(batch, device)
 
 
+def arrival(device: torch.device) -> torch.cuda.Event | None:
+    """Mark the copies from the host that were started so far; None where they are not made beside the device's work."""
+    if not fills_beside(device):
+        return None
+    event = torch.cuda.Event()
+    event.record(_stream(device, "incoming"))
+    return event
+
+
 def on_incoming(source: torch.device, target: torch.device) -> AbstractContextManager[Any]:
     """Run what the block queues right after the copies from one device to another."""
     return torch.cuda.stream(_stream(target, "incoming")) if copies_beside(source, target) else nullcontext()

@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from torchmetrics import Metric, MetricCollection
 from typing_extensions import override
 
+from ._recomputed_call import is_recomputing
 from .module_parts import is_compiled
 
 _HOOKS = tuple(key for key in nn.Module().__dict__ if "_hooks" in key and "state_dict" not in key)
@@ -76,15 +77,16 @@ class KeptState:
         return output
 
     def watch_backward(self, call: Callable[[], None]) -> None:
-        """Run the backward pass of the same micro-batch, and decide by whether it computes modules again."""
+        """Run the backward pass of the same micro-batch, and decide by whether it computes modules again
+        by other means than `strategy.recompute`, which restores random numbers."""
         called: list[bool] = []
-        look = register_module_forward_pre_hook(lambda *_: called.append(True))
+        look = register_module_forward_pre_hook(lambda *_: called.append(not is_recomputing()))
         try:
             call()
         finally:
             look.remove()
             self._num_hooks = RemovableHandle.next_id
-        self._keeps_state |= self._draws and bool(called)
+        self._keeps_state |= self._draws and any(called)
 
     def _has_hooks(self) -> bool:
         hooks = (number for part in self._modules for key in _HOOKS for number in part.__dict__.get(key, ()))

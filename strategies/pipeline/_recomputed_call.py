@@ -24,6 +24,14 @@ _RANDOM = threading.RLock()
 _STRUCTURE = {key for key, value in nn.Module().__dict__.items() if isinstance(value, dict)} - {"_buffers"}
 """Attributes of every module that a forward pass does not write: parameters, children, hooks."""
 
+_ON_THREAD = threading.local()
+
+
+def is_recomputing() -> bool:
+    """Whether this thread computes a part once more; with the random numbers of the first time."""
+    return getattr(_ON_THREAD, "depth", 0) > 0
+
+
 Learned = dict[tuple[bool, ...], set[int]]
 """By the modules' training flags: indices of the tensors that a part's forward writes to."""
 
@@ -111,8 +119,10 @@ class _Call:
         stack.enter_context(_default_dtype(self._dtype))
         stack.enter_context(self._as_before())
         self._open.append(stack)
+        _ON_THREAD.depth = getattr(_ON_THREAD, "depth", 0) + 1
 
     def __exit__(self, *exc: Any) -> None:
+        _ON_THREAD.depth -= 1
         self._open.pop().__exit__(*exc)
 
     @contextmanager

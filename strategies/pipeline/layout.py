@@ -19,8 +19,9 @@ from ..batch.outputs import LEFT_OUT, combine_outputs, losses_of
 from ..batch.policies import Even, without_single_samples
 from ..batch.run_structures import RunStructures
 from ..batch.structure import BatchStructure
+from ..core.devices import is_accelerator
 from ..core.errors import ConfigError
-from ..core.module_checks import end_of_step, ended, has_batchnorm, verify_takes_batches
+from ..core.module_checks import end_of_step, ended, has_batchnorm, resting_device, verify_takes_batches
 from ..core.types import Batch
 from ._gradients import EarlyGradients
 from ._microbatches import MicroBatches, MicroBatchLogs
@@ -56,7 +57,11 @@ class StageLayout(Layout):
     @property
     @override
     def meeting_device(self) -> torch.device:
-        return self.stages.meeting_device
+        """Where batches wait: on the host, from where each micro-batch is copied when its turn comes."""
+        device = self.stages.meeting_device
+        if not self.cut_by or not is_accelerator(device) or self._module is None:
+            return device
+        return resting_device(self._module.trainer, device, partial(self._info_once, "reader"))
 
     @property
     @override
@@ -103,13 +108,15 @@ class StageLayout(Layout):
             )
         scaler: Any = getattr(trainer.precision_plugin, "scaler", None)
         self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
-        self._logs = MicroBatchLogs(module, self.options.num_microbatches, self.meeting_device)
+        self._logs = MicroBatchLogs(module, self.options.num_microbatches, self.stages.meeting_device)
         plan = f"{type(module).__name__} in {self.stages.num_stages} stages:\n{self.describe(module)}"
         self._info_once(plan, plan)
 
     @override
     def step(self, name: str, *args: Any, **kwargs: Any) -> Any:
         step = getattr(self._module, name)
+        if self.cut_by and is_accelerator(self.stages.meeting_device):
+            step = partial(self._fed, step)
         if name != "training_step":
             return step(*args, **kwargs)
         if self.cut_by:
@@ -122,6 +129,11 @@ class StageLayout(Layout):
             return move_data_to_device(output, self.devices[0])
         scalars = {key: output[key] for key in ("loss", "loss_weight") if key in output}  # larger values stay
         return {**output, **move_data_to_device(scalars, self.devices[0])}
+
+    def _fed(self, step: Callable[..., Any], batch: Batch, *args: Any, **kwargs: Any) -> Any:
+        """Run a step on a batch, or a micro-batch, that may have waited on the host."""
+        with self.stages.fed(batch) as batch:
+            return step(batch, *args, **kwargs)
 
     @override
     def describe(self, module: nn.Module) -> str:
@@ -156,7 +168,7 @@ class StageLayout(Layout):
             outputs = self._microbatches.run(names, calls, gradients)
         if end is not None:
             logs.replay(sizes)
-            return end(results.join(outputs, sizes, self.meeting_device))
+            return end(results.join(outputs, sizes, self.stages.meeting_device))
         assert gradients is not None
         result, left_out = combine_outputs(outputs, sizes, logs, reduction, self.strategy, self.devices[0], results)
         self.losses = logs.losses

@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..core.errors import ConfigError
 from ..core.private import of_torch
-from ..core.side_streams import cross, is_plain, work_so_far
+from ..core.side_streams import arrival, cross, from_host, is_plain, work_so_far
 from ..core.types import Batch
 from ._activation_memory import profile_activations
 from ._plan import StagePlan, auto_plan, found_plan, named_plan, plan_table, verify_manual
@@ -62,16 +62,17 @@ class BatchTensors:
 
     Args:
         batch: the batch, on one device; None for nothing.
+        ready: the event after which they hold their values; None for the work queued so far.
 
     Attributes:
         ready: the event after which they hold their values; None where nothing is queued.
     """
 
-    def __init__(self, batch: Batch) -> None:
+    def __init__(self, batch: Batch, ready: torch.cuda.Event | None = None) -> None:
         tensors = [leaf for leaf in of_torch.tree_leaves(batch) if isinstance(leaf, Tensor) and is_on_gpu(leaf)]
         tensors = [tensor for tensor in tensors if tensor.device == tensors[0].device]  # `ready` says nothing of others
         self._versions = {tensor.untyped_storage().data_ptr(): tensor._version for tensor in tensors}
-        self.ready = work_so_far(tensors[0].device) if tensors else None
+        self.ready = (ready or work_so_far(tensors[0].device)) if tensors else None
 
     def holds(self, tensor: Tensor) -> bool:
         """Whether a tensor is one of the batch, or a view, and was not written to since."""
@@ -262,12 +263,13 @@ class Stages:
 
     def _cross(self, device: torch.device, tensors: list[Tensor]) -> list[Tensor]:
         """Move tensors, together those that come from one device and are ready at the same time."""
+        batch: BatchTensors = getattr(self._on_thread, "batch", None) or self._batch
         groups: dict[tuple[torch.device, bool], list[int]] = {}
         for i, tensor in enumerate(tensors):
-            groups.setdefault((tensor.device, self._batch.holds(tensor)), []).append(i)
+            groups.setdefault((tensor.device, batch.holds(tensor)), []).append(i)
         found = list(tensors)
         for (_, is_input), places in groups.items():
-            ready = self._batch.ready if is_input else None
+            ready = batch.ready if is_input else None
             for i, moved in zip(places, cross([tensors[i] for i in places], device, ready), strict=True):
                 found[i] = moved
         return found
@@ -283,6 +285,21 @@ class Stages:
             yield
         finally:
             self._batch = BatchTensors(None)
+
+    @contextmanager
+    def fed(self, chunk: Batch) -> Generator[Batch]:
+        """Copy a micro-batch that waits on the host; inside the block its tensors move as soon as they have arrived."""
+        waits = {leaf.is_cpu for leaf in of_torch.tree_leaves(chunk) if isinstance(leaf, Tensor)}
+        if True not in waits:
+            yield chunk
+            return
+        device = self.meeting_device
+        chunk = from_host(chunk, device)
+        self._on_thread.batch = BatchTensors(chunk, arrival(device) if len(waits) == 1 else None)
+        try:
+            yield chunk
+        finally:
+            self._on_thread.batch = None
 
     @contextmanager
     def ticketed(self, ticket: Ticket) -> Generator[None]:

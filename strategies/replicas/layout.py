@@ -19,7 +19,7 @@ from ..batch.run_structures import RunStructures, dataloader_index
 from ..batch.structure import BatchStructure
 from ..core.devices import is_accelerator
 from ..core.errors import ConfigError, verify_choice
-from ..core.module_checks import batch_reader, end_of_step, ended, has_batchnorm, verify_takes_batches
+from ..core.module_checks import end_of_step, ended, has_batchnorm, resting_device, verify_takes_batches
 from ..core.private import of_lightning
 from ..core.types import Batch
 from .runner import CutsReplicas, ReplicaRunner
@@ -98,11 +98,7 @@ class ReplicaLayout(Layout):
         root = self.devices[0]
         if not is_accelerator(root) or len(set(self.devices)) == 1 or self._runner is None or self._forward is not None:
             return root
-        reader = batch_reader(self._trainer)
-        if reader is None:
-            return torch.device("cpu")
-        self._info_once(f"{reader} receives the batch, so all of it is copied to {root} before it is cut.")
-        return root
+        return resting_device(self._trainer, root, self._info_once)
 
     @property
     @override

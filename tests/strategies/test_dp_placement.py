@@ -17,9 +17,11 @@ from pytorch_lightning.callbacks import ModelCheckpoint, TQDMProgressBar
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from evener.strategies import BalancedDataParallelStrategy, DataParallelStrategy
+from evener.strategies import BalancedDataParallelStrategy, DataParallelStrategy, ModelParallelStrategy
 from evener.strategies.batch.chunks import join, split
 from evener.strategies.core import executor, side_streams
+from evener.strategies.pipeline import layout as pipeline_layout
+from evener.strategies.pipeline.layout import StageLayout
 from evener.strategies.pipeline.options import StageOptions
 from evener.strategies.pipeline.stages import Stages
 from evener.strategies.replicas.layout import ReplicaLayout
@@ -164,6 +166,48 @@ def test_a_batch_waits_on_the_host_unless_a_hook_receives_it(callbacks: list[pl.
     assert layout.meeting_device == (devices[0] if sees else torch.device("cpu"))
     layout.devices = [devices[0]] * 2
     assert layout.meeting_device == devices[0]
+
+
+class Chain(Holds):
+    """Two parts; notes what a step has of the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
+
+
+def test_the_last_stage_gets_one_micro_batch_at_a_time_from_the_host() -> None:
+    batch = (torch.randn(5, 4), torch.zeros(5, dtype=torch.int64))
+    with FakeDevices(2) as fake:
+        module = Chain().eval()
+        stages = Stages(fake.devices, StageOptions(partition=["layer.1"], num_microbatches=2))
+        stages.place(module)
+        with fake._fake:
+            for chunk, size in zip(split(batch, [2, 3]), [2, 3], strict=True):
+                Holds.held.clear()
+                with stages.fed(chunk) as fed:
+                    module.step(fed)
+                assert Holds.held == {"cuda:1": size * 24}  # a sample has 4 float32 and 1 int64
+            with stages.fed(fed) as again:  # what a hook has moved before stays
+                assert again is fed
+
+
+@pytest.mark.parametrize(
+    ("callbacks", "num", "where"), [([], 2, "cpu"), ([SeesBatch()], 2, "cuda:1"), ([], 1, "cuda:1")]
+)
+def test_a_batch_of_micro_batches_waits_on_the_host(callbacks: list[pl.Callback], num: int, where: str) -> None:
+    module: Any = Chain()
+    module.trainer = SimpleNamespace(lightning_module=module, callbacks=callbacks, datamodule=None)
+    layout = StageLayout([torch.device("cuda", 0), torch.device("cuda", 1)], StageOptions(num_microbatches=num))
+    layout._module = module
+    assert layout.meeting_device == torch.device(where)
+
+
+@pytest.mark.parametrize("overlap", ["launch", "threads"])
+def test_micro_batches_that_wait_on_the_host_train_as_one_device(monkeypatch: pytest.MonkeyPatch, overlap: Any) -> None:
+    monkeypatch.setattr(pipeline_layout, "is_accelerator", lambda device: True)
+    strategy = ModelParallelStrategy(["cpu", "cpu"], num_microbatches=2, overlap=overlap)
+    assert_equal(run(CASES["ragged"], strategy), baseline(CASES["ragged"]), 1e-10)
 
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: this machine has none")
