@@ -54,9 +54,9 @@ def restore(trainer: pl.Trainer, results: ResultCollection, saved: dict[str, Any
     for key, entry in saved.items():
         meta = Metadata(**entry["meta"], reduce_fx=entry["reduce_fx"])
         reduce = trainer.strategy.reduce
-        deferred: Any = getattr(results, "deferred", None)
-        if deferred is not None and entry["sync"]["_should"]:
-            reduce = deferred.through(reduce)  # as the collection does when such a value is logged
+        through: Any = getattr(results, "through", None)
+        if through is not None and entry["sync"]["_should"]:
+            reduce = through(reduce)  # as the collection does when such a value is logged
         meta.sync = Sync(fn=reduce, **entry["sync"])
         metric = ResultMetric(meta, is_tensor=True)
         for name, value in entry["state"].items():

@@ -26,7 +26,7 @@ from ._eval_step_sync import NUM_SAMPLES, EvalStepSync, combine
 from ._metric_values import metric_steps_of, share_step_values
 from ._rank_log import GIVEN, GivenSizes, Logged, reweigh_losses
 from .slots import Slot
-from .step_sync import StepSync
+from .step_sync import Reduce, StepSync
 
 
 class LeanResults(of_lightning.ResultCollection):
@@ -56,8 +56,7 @@ class LeanResults(of_lightning.ResultCollection):
     @override
     def log(self, fx: str, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         if kwargs.get("sync_dist"):
-            reduce, ranks = kwargs["sync_dist_fn"], ranks_of(self.trainer.strategy)
-            through = self.deferred.through(reduce, reduce if ranks is None else ranks.reduce_logged)
+            through = self.through(kwargs["sync_dist_fn"])
             kwargs["sync_dist_fn"] = through if self.training else self._reduce_evaluated
             self.deferred.waits, self.deferred.weighs = self.defers, True
             if kwargs.get("on_step") and isinstance(value, Metric):
@@ -71,6 +70,11 @@ class LeanResults(of_lightning.ResultCollection):
         super().log(fx, name, value, *args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
         self.deferred.waits = self.deferred.weighs = False
         self.logs_steps = self.logs_steps or bool(kwargs.get("on_step"))
+
+    def through(self, reduce: Reduce) -> Reduce:
+        """Return a reduction function that defers values logged by step, in the place of Lightning's."""
+        ranks = ranks_of(self.trainer.strategy)
+        return self.deferred.through(reduce, reduce if ranks is None else ranks.reduce_logged)
 
     def _renew_sync(self, fx: str, name: str, options: dict[str, Any]) -> None:
         """Let an entry that a checkpoint had be reduced as this run does; one process, which saved, reduces nothing."""
