@@ -240,7 +240,10 @@ class LeanLoggerConnector(of_lightning.LoggerConnector):
             self._unread = results
         results.batch = None
         results.batch_size = None
-        self._leave_batch()
+        if results.tracked is None:
+            self.batch_results = None
+        else:
+            self._leave_batch()
 
     def _leave_batch(self) -> None:
         results, self.batch_results = self.batch_results, None

@@ -100,7 +100,8 @@ class LeanLog(ModuleLog):
         ):
             size = self._batch_size(results, batch_size) if slot.counts_samples else 1
             if slot.add(value, size):
-                connector.enter(fx)
+                if of_lightning.current_fx(connector) != fx:
+                    connector.enter(fx)
                 if results.tracked is not None:
                     results.track(slot.metric, value, slot.last, size, batch_size is not None)
                 return True
