@@ -1,6 +1,7 @@
 """Extend Lightning's loops of validation, test and prediction as `loops.py` does its training loops."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 from typing_extensions import override
@@ -13,13 +14,17 @@ from ..logging.connector import LeanResults
 from ._eval_step import StepPlan, evaluate, predict, step_plan
 
 
-def _rest(loop: Any, plan: StepPlan) -> Iterator[tuple[Batch, int]]:
-    """The other batches of a single loader, with their numbers, without Lightning's loop around each."""
+def _run_rest(loop: Any, plan: StepPlan, step: Callable[[Batch, int], None]) -> None:
+    """Run the other batches of a single loader, with their numbers, without Lightning's loop around each.
+
+    Raises:
+        StopIteration: the loader has ended before it was known, as Lightning's loop expects.
+    """
     loader = None if loop.restarting else plan.loader
     while loader is not None and not loader.fetcher.done:
         batch = next(loader)
         loop.batch_progress.is_last_batch = loader.fetcher.done
-        yield batch, loader.num_read - 1
+        step(batch, loader.num_read - 1)
 
 
 class LeanEvaluationLoop(SeparateEvaluation, EvaluationLoop):
@@ -44,13 +49,14 @@ class LeanEvaluationLoop(SeparateEvaluation, EvaluationLoop):
         self._loader = dataloader_idx
         if self._plan is None:
             super()._evaluation_step(batch, batch_idx, dataloader_idx, dataloader_iter)
-        else:
-            evaluate(self, self._plan, batch, batch_idx, dataloader_idx)
+            self.after_batch()
+            return
+        self._evaluate(self._plan, dataloader_idx, batch, batch_idx)
+        _run_rest(self, self._plan, partial(self._evaluate, self._plan, 0))
+
+    def _evaluate(self, plan: StepPlan, dataloader_idx: int, batch: Any, batch_idx: int) -> None:
+        evaluate(self, plan, batch, batch_idx, dataloader_idx)
         self.after_batch()
-        if self._plan is not None:
-            for rest, number in _rest(self, self._plan):
-                evaluate(self, self._plan, rest, number, 0)
-                self.after_batch()
 
     @override
     def _store_dataloader_outputs(self) -> None:
@@ -105,8 +111,8 @@ class LeanPredictionLoop(PredictionLoop):
         else:
             predict(self, self._plan, batch, batch_idx, dataloader_idx)
         if self._plan is not None:
-            for rest, number in _rest(self, self._plan):
-                predict(self, self._plan, rest, number, 0)
+            plan = self._plan
+            _run_rest(self, plan, lambda rest, number: predict(self, plan, rest, number, 0))
 
     @override
     def teardown(self) -> None:
