@@ -4,6 +4,7 @@ What is named here is imported when it is first used: `main` answers `--help` wi
 """
 
 from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -23,6 +24,9 @@ _PLACES = {
     "main": ".cli.main",
     "train": ".cli.train",
 }
+
+if find_spec("pytorch_lightning") is None:
+    import_module("..strategies", __name__)  # first: it has `lightning` stand for that name, which every room imports
 
 
 def __getattr__(name: str) -> Any:

@@ -171,6 +171,14 @@ def test_a_checkpoint_written_with_one_name_loads_where_only_the_other_is_instal
 
 
 @pytest.mark.long
+def test_every_room_can_be_the_first_import_where_only_lightning_is_installed(tmp_path: Path) -> None:
+    # `python train.py` ended in "No module named 'pytorch_lightning'": no import of `evener.strategies` came before.
+    hidden = HIDE.format(hidden={"pytorch_lightning", "lightning_fabric"})
+    ended = python(tmp_path, hidden + "from evener.trainer.cli import job\nprint(job.ClusterEnvironment.__module__)")
+    assert ended.stdout.startswith("lightning.fabric."), ended.stderr
+
+
+@pytest.mark.long
 def test_objects_of_the_other_package_are_refused_where_both_were_imported_before(tmp_path: Path) -> None:
     script = (
         "import pytorch_lightning, lightning\nfrom evener.trainer import Trainer\nimport written\n"
