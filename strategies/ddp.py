@@ -218,6 +218,12 @@ class DDPStrategy(MultiProcessStrategy):
                 "but DDP averages gradients on devices of one type only. Give each process GPUs or CPUs alone, or "
                 "choose strategy=model_parallel."
             )
+        if self.stage_options is not None and self.stage_options.balance == "time":
+            raise ConfigError(
+                f"{self.strategy_name}: balance=time moves parameters to other devices, but DDP keeps each where it "
+                "was wrapped. Run strategy=model_parallel with balance=time once, and name its cut: "
+                "partition=[first module of each later stage]."
+            )
         if self._ddp_kwargs.get("static_graph") and self.stage_options is not None and self.layout.cut_by:
             raise ConfigError(
                 f"{self.strategy_name}: static_graph=true needs one backward pass per step, but with "

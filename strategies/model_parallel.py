@@ -26,6 +26,8 @@ class ModelParallelStrategy(OneProcessStrategy):
         overlap: how stages work at the same time, `launch` or `threads`; None decides by the devices.
         output_device: device of batch, outputs and loss: `last` or `first`.
         optimizer_copies: tensors of a parameter's size that the optimizer keeps per trainable parameter.
+        balance: what `auto` balances, `memory` or `time` (measured in the first steps).
+        device_weights: relative capacities of unequal devices, one per stage.
         profile_activations: whether `auto` also counts activations saved for backward.
         loss_reduction: reduction of the module's loss, `mean` or `sum`.
         deterministic: whether random numbers are taken in the same order in every run; None follows torch.
@@ -50,6 +52,8 @@ class ModelParallelStrategy(OneProcessStrategy):
         overlap: Overlap | None = None,
         output_device: Literal["last", "first"] = "last",
         optimizer_copies: float = 2,
+        balance: Literal["memory", "time"] = "memory",
+        device_weights: Sequence[float] | None = None,
         profile_activations: bool = False,
         loss_reduction: LossReduction = "mean",
         deterministic: bool | None = None,
@@ -65,6 +69,8 @@ class ModelParallelStrategy(OneProcessStrategy):
             overlap=overlap,
             output_device=output_device,
             optimizer_copies=optimizer_copies,
+            balance=balance,
+            device_weights=device_weights,
             profile_activations=profile_activations,
             loss_reduction=loss_reduction,
             deterministic=deterministic,

@@ -1,6 +1,5 @@
 """Time one rank's own work in a step: forward and backward, without the wait for other ranks."""
 
-import time
 from collections.abc import Generator
 from contextlib import contextmanager
 
@@ -8,7 +7,7 @@ import pytorch_lightning as pl
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from ..core.devices import current_stream, is_accelerator
+from ..core.devices import seconds_between, time_mark
 
 
 class RankTimer:
@@ -50,23 +49,10 @@ class RankTimer:
     def seconds(self) -> float:
         """Seconds of both passes; on an accelerator this waits until both have finished."""
         starts, ends = self._marks[0::2], self._marks[1::2]
-        return sum(_elapsed(start, end) for start, end in zip(starts, ends, strict=True))
+        return sum(seconds_between(start, end) for start, end in zip(starts, ends, strict=True))
 
     def _now(self) -> float | torch.Event:
-        if not is_accelerator(self._device):
-            return time.perf_counter()
-        event = torch.Event(self._device, enable_timing=True)
-        event.record(current_stream(self._device))
-        return event
+        return time_mark(self._device)
 
     def _note_ready(self, parameter: torch.Tensor) -> None:
         self._last = self._now()
-
-
-def _elapsed(start: float | torch.Event, end: float | torch.Event) -> float:
-    if isinstance(start, torch.Event) and isinstance(end, torch.Event):
-        end.synchronize()
-        return start.elapsed_time(end) / 1000
-    assert isinstance(start, float)
-    assert isinstance(end, float)
-    return end - start

@@ -1,6 +1,7 @@
 """Hide the differences between the CPU and accelerators."""
 
 import math
+import time
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 
@@ -65,6 +66,25 @@ def on_device(device: torch.device, stream: torch.Stream | None = None) -> Gener
 def current_stream(device: torch.device) -> torch.Stream | None:
     """The stream that work on a device is queued on; None on the CPU."""
     return torch.accelerator.current_stream(device) if is_accelerator(device) else None
+
+
+def time_mark(device: torch.device) -> float | torch.Event:
+    """Mark a point in time: the host's clock for a CPU, an event after the queued work for an accelerator."""
+    if not is_accelerator(device):
+        return time.perf_counter()
+    event = torch.Event(device, enable_timing=True)
+    event.record(current_stream(device))
+    return event
+
+
+def seconds_between(start: float | torch.Event, end: float | torch.Event) -> float:
+    """Seconds between two marks of one device; waits for the second."""
+    if isinstance(start, torch.Event) and isinstance(end, torch.Event):
+        end.synchronize()
+        return start.elapsed_time(end) / 1000
+    assert isinstance(start, float)
+    assert isinstance(end, float)
+    return end - start
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:

@@ -19,6 +19,7 @@ from ..core.module_log import Receiver
 from ._gradients import EarlyGradients
 from ._kept_state import KeptState
 from ._metric_values import MetricValues
+from ._part_times import PartTimes
 from ._schedule import launch_order, stage_order
 from ._turns import Ticket, Turns
 from ._whole_batch_metrics import WholeBatchMetrics
@@ -39,6 +40,8 @@ class MicroBatches:
     def __init__(self, layout: Stages, module: nn.Module | None = None) -> None:
         self._layout = layout
         self._kept_state = None if module is None else KeptState(module, layout.hook_numbers)
+        self.times: PartTimes | None = None
+        """Measures the parts of micro-batches, which then run one after the other."""
         self._in_order = Executor(threads=False)
         self._threads = Executor(threads=True, one_per_device=False)
 
@@ -104,7 +107,7 @@ class MicroBatches:
         self._in_order.run([Piece(loss.device, "backward", partial(gradients.go_backward, loss))])
 
     def _must_run_in_order(self) -> bool:
-        if self.overlap is None:
+        if self.overlap is None or self.times is not None:
             return True
         state = self._kept_state
         return state is not None and (state.keeps_state or state.must_watch())
@@ -119,21 +122,24 @@ class MicroBatches:
         all_launch = all(is_accelerator(device) for device in self._layout.devices)
         # accelerators are at work on several micro-batches if all are launched before the first goes backward
         waits = self._layout.options.schedule == "gpipe" or (all_launch and watched is None)
+        waits &= self.times is None
         pending: list[Callable[[], None]] = []
 
         def run(microbatch: int, call: Callable[[], Any]) -> Any:
-            watch = watched and microbatch == 0
-            output = state.watch(call) if state is not None and watch else call()
+            if self.times is not None:
+                self.times.begin_microbatch()
+            watching = watched if microbatch == 0 else None
+            output = call() if watching is None else watching.watch(call)
+            if watching is not None:
+                self._verify_reads(watching)
             loss = gradients.weighed(microbatch, output)
-            if state is not None and watch:
-                self._verify_reads(state)
             if loss is not None:
                 go_backward = partial(self._go_backward, loss, gradients)
-                pending.append(
-                    partial(state.watch_backward, go_backward) if state is not None and watch else go_backward
-                )
+                pending.append(go_backward if watching is None else partial(watching.watch_backward, go_backward))
             while pending and not waits:
                 pending.pop()()
+            if self.times is not None:
+                self.times.end_microbatch()
             return _detached(output)
 
         outputs = self._in_order.run(self._pieces(names, [partial(run, i, call) for i, call in enumerate(calls)]))

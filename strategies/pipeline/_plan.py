@@ -9,6 +9,7 @@ LM( tok: Embedding              tok                                  0
 ```
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -30,37 +31,38 @@ class StagePlan:
     """Stage by part name, in order of registration."""
 
 
-def balanced_cut(costs: Sequence[int], num_stages: int) -> list[int]:
-    """Cut a sequence of costs into contiguous stages so that the largest stage is as small as possible.
+def balanced_cut(costs: Sequence[float], weights: Sequence[float]) -> list[int]:
+    """Cut a sequence of costs into contiguous stages so that the largest stage, by its weight, is as small as possible.
 
     Args:
-        costs: positive costs, in order; at least as many as stages.
-        num_stages: number of stages, none empty.
+        costs: costs, in order; at least as many as stages.
+        weights: capacity of each stage: 2 takes as much as two stages of 1.
 
     Returns:
-        Number of items per stage.
+        Number of items per stage, none of them 0.
     """
-    assert len(costs) >= num_stages, "the caller refuses more stages than items"
-    low, high = max(costs), sum(costs)
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if len(_fill(costs, middle)) <= num_stages else (middle + 1, high)
-    sizes = _fill(costs, low)
-    while len(sizes) < num_stages:  # fewer stages reach the best bound: splitting any of them keeps it
-        longest = sizes.index(max(sizes))
-        sizes[longest : longest + 1] = [sizes[longest] - sizes[longest] // 2, sizes[longest] // 2]
-    return sizes
-
-
-def _fill(costs: Sequence[int], bound: int) -> list[int]:
-    sizes, load = [0], 0
-    for cost in costs:
-        if load + cost > bound:
-            sizes.append(0)
-            load = 0
-        sizes[-1] += 1
-        load += cost
-    return sizes
+    num, num_stages = len(costs), len(weights)
+    assert num >= num_stages, "the caller refuses more stages than items"
+    later = [sum(costs[start:]) / weights[-1] for start in range(num)]  # the best that later stages can do, by start
+    sizes: list[dict[int, int]] = []
+    for stage in reversed(range(num_stages - 1)):
+        best, size_of = list(later), dict[int, int]()
+        for start in range(stage, num - num_stages + stage + 1):
+            best[start] = math.inf
+            load = 0.0
+            for end in range(start + 1, num - num_stages + stage + 2):  # each later stage gets one, too
+                load += costs[end - 1] / weights[stage]
+                if load > best[start]:
+                    break
+                if max(load, later[end]) <= best[start]:
+                    best[start], size_of[start] = max(load, later[end]), end - start
+        later = best
+        sizes.insert(0, size_of)
+    start, found = 0, list[int]()
+    for size_of in sizes:
+        found.append(size_of[start])
+        start += size_of[start]
+    return [*found, num - start]
 
 
 def auto_plan(
@@ -68,6 +70,7 @@ def auto_plan(
     num_stages: int,
     optimizer_copies: float = 2,
     activation_bytes: Mapping[str, int] | None = None,
+    weights: Sequence[float] | None = None,
 ) -> StagePlan:
     """Balance the memory of contiguous stages.
 
@@ -75,6 +78,7 @@ def auto_plan(
         optimizer_copies: tensors of a parameter's size that the optimizer keeps per trainable parameter (Adam 2, SGD
             with momentum 1, plain SGD 0).
         activation_bytes: bytes saved for backward by part name, from `profile_activations`; None ignores them.
+        weights: relative memory of the stages' devices; None takes them for equal.
 
     Returns:
         The contiguous plan with the smallest possible largest stage.
@@ -82,22 +86,37 @@ def auto_plan(
     Raises:
         ConfigError: there are more stages than parts.
     """
-    parts = find_parts(module)
     kept = activation_bytes or {}
-    groups, costs = _groups(parts, {p.name: part_bytes(p, optimizer_copies) + kept.get(p.name, 0) for p in parts})
+    costs = {p.name: part_bytes(p, optimizer_copies) + kept.get(p.name, 0) for p in find_parts(module)}
+    return balanced_plan(module, costs, weights or [1.0] * num_stages)
+
+
+def balanced_plan(module: nn.Module, cost_of: Mapping[str, float], weights: Sequence[float]) -> StagePlan:
+    """Balance any cost of the parts over contiguous stages.
+
+    Args:
+        cost_of: cost by part name; parts without any stay with the previous one.
+        weights: capacity of each stage.
+
+    Raises:
+        ConfigError: there are more stages than parts.
+    """
+    parts = find_parts(module)
+    groups, costs = _groups(parts, cost_of)
+    num_stages = len(weights)
     if len(groups) < num_stages:
         raise ConfigError(
             f"{num_stages} stages were requested, but {type(module).__name__} has {len(groups)} parts to place: "
             f"{', '.join('+'.join(group) for group in groups) or 'none'}. Give at most {len(groups)} devices, or name "
             "smaller parts: partition=[first module of each later stage]."
         )
-    sizes = balanced_cut(costs, num_stages)
+    sizes = balanced_cut(costs, weights)
     stages = [stage for stage, size in enumerate(sizes) for _ in range(size)]
     stage_of = {name: stage for group, stage in zip(groups, stages, strict=True) for name in group}
     return StagePlan(num_stages, {part.name: stage_of[part.name] for part in parts})
 
 
-def _groups(parts: Sequence[Part], cost_of: Mapping[str, int]) -> tuple[list[list[str]], list[int]]:
+def _groups(parts: Sequence[Part], cost_of: Mapping[str, float]) -> tuple[list[list[str]], list[float]]:
     """Group inseparable parts: tied ones, loose tensors with the next part, parts without cost with the previous."""
     groups: list[list[str]] = []
     group_of: dict[int, int] = {}

@@ -145,9 +145,10 @@ class Ticket:
             if is_first:
                 self._change_stage(left, stage)
             return move(tensors)
-        tensors = self._on_backward(tensors, lambda: self._turns.enter(self._task("B", left)), self._waits[left])
+        if self._waits[left]:
+            tensors = on_backward(tensors, lambda: self._turns.enter(self._task("B", left)))
         self._change_stage(left, stage)
-        return self._on_backward(move(tensors), lambda: self._turns.leave(self._task("B", stage), done=is_first))
+        return on_backward(move(tensors), lambda: self._turns.leave(self._task("B", stage), done=is_first))
 
     def _change_stage(self, left: int, stage: int) -> None:
         skipped = set(range(stage)) - self._visited
@@ -159,12 +160,14 @@ class Ticket:
     def _task(self, phase: Literal["F", "B"], stage: int) -> Task:
         return Task(phase, self.microbatch, stage)
 
-    def _on_backward(self, tensors: list[Tensor], call: Callable[[], None], marks: bool = True) -> list[Tensor]:
-        with_grad = [tensor.requires_grad for tensor in tensors]
-        if not marks or not any(with_grad) or not torch.is_grad_enabled():
-            return tensors
-        marked = iter(_Mark.apply(call, *(t for t, grad in zip(tensors, with_grad, strict=True) if grad)))
-        return [next(marked) if grad else tensor for tensor, grad in zip(tensors, with_grad, strict=True)]
+
+def on_backward(tensors: list[Tensor], call: Callable[[], None]) -> list[Tensor]:
+    """Have a function called once in backward, when the gradients of all these tensors have arrived."""
+    with_grad = [tensor.requires_grad for tensor in tensors]
+    if not any(with_grad) or not torch.is_grad_enabled():
+        return tensors
+    marked = iter(_Mark.apply(call, *(t for t, grad in zip(tensors, with_grad, strict=True) if grad)))
+    return [next(marked) if grad else tensor for tensor, grad in zip(tensors, with_grad, strict=True)]
 
 
 class _Mark(torch.autograd.Function):

@@ -25,6 +25,7 @@ from ..core.module_checks import end_of_step, ended, has_batchnorm, resting_devi
 from ..core.types import Batch
 from ._gradients import EarlyGradients
 from ._microbatches import MicroBatches, MicroBatchLogs
+from ._time_balance import TimeBalance
 from .options import StageOptions
 from .stages import Stages
 
@@ -53,6 +54,8 @@ class StageLayout(Layout):
         self._has_batchnorm = False
         self._told: set[str] = set()
         self._scaler: Any = None
+        self._balance: TimeBalance | None = None
+        self._has_moved = False
 
     @property
     @override
@@ -84,6 +87,11 @@ class StageLayout(Layout):
                 "deterministic=true and overlap=threads: threads take random numbers in an order that no run repeats. "
                 "Set strategy.overlap=launch, or deterministic=false."
             )
+        if self.options.balance == "time" and self.options.is_deterministic:
+            raise ConfigError(
+                "deterministic=true and balance=time: a measured cut is not the same in every run. Set "
+                "strategy.balance=memory, or deterministic=false."
+            )
         verify_takes_batches(module, self.cut_by, "set num_microbatches=1")
 
     @override
@@ -109,12 +117,17 @@ class StageLayout(Layout):
         scaler: Any = getattr(trainer.precision_plugin, "scaler", None)
         self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self._logs = MicroBatchLogs(module, self.options.num_microbatches, self.stages.meeting_device)
+        is_timed = self.options.balance == "time" and self.stages.num_stages > 1
+        self._balance = TimeBalance(module, self.stages) if is_timed else None
+        self._has_moved = False
         plan = f"{type(module).__name__} in {self.stages.num_stages} stages:\n{self.describe(module)}"
         self._info_once(plan, plan)
 
     @override
     def step(self, name: str, *args: Any, **kwargs: Any) -> Any:
         step = getattr(self._module, name)
+        if self._has_moved:  # the batch was perhaps fetched before
+            args = move_data_to_device(args, self.meeting_device)
         if self.cut_by and is_accelerator(self.stages.meeting_device):
             step = partial(self._fed, step)
         if name != "training_step":
@@ -136,11 +149,32 @@ class StageLayout(Layout):
             return step(batch, *args, **kwargs)
 
     @override
+    def finish_step(self) -> None:
+        if self._balance is None:
+            return
+        before = self.stages.meeting_device
+        moved = self._balance.finish_step()
+        self._microbatches.times = self._balance.times
+        if moved is not None:
+            self._balance, self._has_moved = None, before != self.stages.meeting_device
+            self._go_on()
+            rank_zero_info(moved)
+
+    def _go_on(self) -> None:
+        """Go on with the module cut elsewhere."""
+        assert self._module is not None
+        self._microbatches.shutdown()
+        self._microbatches = MicroBatches(self.stages, self._module)
+        self._logs = MicroBatchLogs(self._module, self.options.num_microbatches, self.stages.meeting_device)
+
+    @override
     def describe(self, module: nn.Module) -> str:
         return self.stages.table(module)
 
     @override
     def close(self) -> None:
+        if self._balance is not None:
+            self._balance.close()
         self._microbatches.shutdown()
         self.stages.remove()
 

@@ -36,6 +36,9 @@ class StageOptions:
             part (logits stay where they are computed), `first` the root device.
         optimizer_copies: tensors of a parameter's size that the optimizer keeps per trainable parameter: Adam 2, SGD
             with momentum 1, plain SGD 0. Used by `auto`.
+        balance: what `auto` balances: `memory`, or `time`: parts are timed in the first steps, and the cut moves once.
+        device_weights: relative capacities of unequal devices, one per stage, in what is balanced: memory or speed.
+            None takes them for equal.
         profile_activations: whether `auto` also counts activations saved for backward, measured without computing
             from the module's `example_input_array`.
         loss_reduction: reduction of the module's loss: `mean` over samples (or `loss_weight`), or `sum`.
@@ -52,6 +55,8 @@ class StageOptions:
     overlap: Overlap | None = None
     output_device: Literal["last", "first"] = "last"
     optimizer_copies: float = 2
+    balance: Literal["memory", "time"] = "memory"
+    device_weights: Sequence[float] | None = None
     profile_activations: bool = False
     loss_reduction: LossReduction = "mean"
     deterministic: bool | None = None
@@ -70,8 +75,25 @@ class StageOptions:
             verify_choice("overlap", self.overlap, Overlap)
         verify_choice("output_device", self.output_device, Literal["last", "first"])
         verify_choice("loss_reduction", self.loss_reduction, LossReduction)
+        verify_choice("balance", self.balance, Literal["memory", "time"])
+        self._verify_balance()
         if not self.optimizer_copies >= 0:
             raise ConfigError(f"optimizer_copies must be >= 0 (Adam: 2); got {self.optimizer_copies}.")
+
+    def _verify_balance(self) -> None:
+        if self.partition != "auto" and (self.balance != "memory" or self.device_weights is not None):
+            raise ConfigError(
+                f"balance={self.balance}, device_weights={self.device_weights}: partition={self.partition} says where "
+                "the module is cut. Set partition=auto, or leave these out."
+            )
+        if self.balance == "time" and (self.num_microbatches == 1 or self.deterministic):
+            raise ConfigError(
+                f"balance=time with num_microbatches={self.num_microbatches}, deterministic={self.deterministic}: "
+                "stages wait for each other only with micro-batches, and a measured cut is not the same in every run. "
+                "Set num_microbatches=2 or more and deterministic=false, or balance=memory."
+            )
+        if self.device_weights is not None and not all(weight > 0 for weight in self.device_weights):
+            raise ConfigError(f"device_weights must be positive; got {list(self.device_weights)}.")
 
     @property
     def is_deterministic(self) -> bool:

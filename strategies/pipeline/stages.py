@@ -150,11 +150,21 @@ class Stages:
             verify_manual(module, self.devices)
             module._device = self.meeting_device
             return
-        self.plan = self._make_plan(module)
-        devices = {name: self.devices[stage] for name, stage in self.plan.stage_of.items()}
-        place_parts(module, devices, self.meeting_device)
+        self._verify_weights()
+        self.move(module, self._make_plan(module))
+
+    def move(self, module: LightningModule, plan: StagePlan) -> None:
+        """Move each part to its stage of a plan, with its gradients; optimizers' state stays where it is."""
+        self.remove()
+        self.plan = plan
+        place_parts(module, self.device_of_parts(), self.meeting_device)
         module._device = self.meeting_device
         self._add_hooks(module)
+
+    def device_of_parts(self) -> dict[str, torch.device]:
+        """The device of each part, by name."""
+        assert self.plan is not None, "call place first"
+        return {name: self.devices[stage] for name, stage in self.plan.stage_of.items()}
 
     def table(self, module: nn.Module) -> str:
         """Draw the plan as text; under `partition=manual` the found placement, where a repeated device is one stage."""
@@ -170,6 +180,12 @@ class Stages:
         stage_of = {id(tensor): self.plan.stage_of[part.name] for part in reversed(parts) for tensor in part.tensors}
         for name, tensor in (*module.named_parameters(), *module.named_buffers()):
             yield name, tensor, stage_of[id(tensor)]
+
+    def modules(self, module: nn.Module) -> list[str]:
+        """Names of the parts that are modules, not tensors that an opened module holds itself."""
+        assert self.plan is not None, "call place first"
+        placed = {part.name for part in find_parts(module, list(self.plan.stage_of)) if not part.loose}
+        return [name for name in self.plan.stage_of if name in placed]
 
     @contextmanager
     def on_devices(self, devices: Sequence[torch.device]) -> Generator[None]:
@@ -201,14 +217,23 @@ class Stages:
         kept = None
         if self.options.profile_activations:
             kept = profile_activations(module, find_parts(module), example_inputs(module))
-        return auto_plan(module, self.num_stages, self.options.optimizer_copies, kept)
+        # weights are speeds where time is balanced; until it is measured, all devices have the same memory
+        weights = self.options.device_weights if self.options.balance == "memory" else None
+        return auto_plan(module, self.num_stages, self.options.optimizer_copies, kept, weights)
+
+    def _verify_weights(self) -> None:
+        weights = self.options.device_weights
+        if weights is not None and len(weights) != self.num_stages:
+            raise ConfigError(
+                f"device_weights has {len(weights)} entries for {self.num_stages} stages "
+                f"(device_weights={list(weights)}). Give one weight per device of a process."
+            )
 
     def _add_hooks(self, module: nn.Module) -> None:
         assert self.plan is not None
         if self.num_stages == 1:
             return
-        placed = {part.name for part in find_parts(module, list(self.plan.stage_of)) if not part.loose}
-        parts = {name: module.get_submodule(name) for name in self.plan.stage_of if name in placed}
+        parts = {name: module.get_submodule(name) for name in self.modules(module)}
         for name, part in parts.items():
             enter = traced_around(module, partial(self._enter, self.plan.stage_of[name], name))
             self._hooks.append(part.register_forward_pre_hook(enter, with_kwargs=True))

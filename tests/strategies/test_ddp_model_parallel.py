@@ -74,8 +74,7 @@ OPTIONS: list[dict[str, Any]] = [
     {"deterministic": True},
     {"num_microbatches": 2, "deterministic": True},
     {"num_microbatches": 3, "deterministic": False},
-    {"num_microbatches": 3, "deterministic": False, "schedule": "gpipe"},
-    {"num_microbatches": 2, "deterministic": False, "weights": [3, 1]},
+    {"num_microbatches": 2, "deterministic": False, "weights": [3, 1], "schedule": "gpipe"},
     {"num_microbatches": 2, "deterministic": True, "weights": "auto"},
 ]
 

@@ -91,10 +91,10 @@ def test_part_bytes_by_hand() -> None:
 
 
 def test_cut_by_hand() -> None:
-    assert balanced_cut([1, 1, 1, 1], 2) == [2, 2]
-    assert balanced_cut([5, 1, 1, 1, 1], 2) == [1, 4]
-    assert balanced_cut([1, 2, 3, 4, 5], 3) == [3, 1, 1]  # 6, 4, 5
-    assert balanced_cut([9, 1, 1], 3) == [1, 1, 1]
+    assert balanced_cut([1, 1, 1, 1], [1] * 2) == [2, 2]
+    assert balanced_cut([5, 1, 1, 1, 1], [1] * 2) == [1, 4]
+    assert balanced_cut([1, 2, 3, 4, 5], [1] * 3) == [3, 1, 1]  # 6, 4, 5
+    assert balanced_cut([9, 1, 1], [1] * 3) == [1, 1, 1]
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -102,7 +102,7 @@ def test_cut_equals_the_best_of_all_cuts(seed: int) -> None:
     draw = random.Random(seed)
     costs = [draw.randint(1, 10 ** draw.randint(1, 6)) for _ in range(draw.randint(2, 11))]
     for num_stages in range(1, min(len(costs), 5) + 1):
-        sizes = balanced_cut(costs, num_stages)
+        sizes = balanced_cut(costs, [1] * num_stages)
         assert sum(sizes) == len(costs)
         assert min(sizes) >= 1
         edges = [sum(sizes[:i]) for i in range(num_stages + 1)]

@@ -1,0 +1,80 @@
+"""Move the cut between stages once, to where they take the same time, measured in the first steps of a run."""
+
+from collections.abc import Sequence
+
+import pytorch_lightning as pl
+
+from ..core.errors import ConfigError
+from ..core.optimizer_states import state_to_parameters
+from ._part_times import PartTimes
+from ._plan import StagePlan, balanced_plan
+from .stages import Stages
+
+_FIRST, _LAST = 1, 4
+"""Optimizer steps after which measuring begins and ends: the first one prepares memory and kernels."""
+
+
+class TimeBalance:
+    """Measures the parts of a module for some steps, and then moves the cut.
+
+    Args:
+        module: the placed module.
+        stages: where its parts are.
+    """
+
+    def __init__(self, module: pl.LightningModule, stages: Stages) -> None:
+        self._module = module
+        self._stages = stages
+        self._num_steps = 0
+        self.times: PartTimes | None = None
+        """What measures the steps now; None before and after."""
+
+    def finish_step(self) -> str | None:
+        """Learn that the optimizer has stepped.
+
+        Returns:
+            What was measured and decided, once, when parts, gradients and optimizer state have moved.
+        """
+        self._num_steps += 1
+        if self._num_steps == _FIRST:
+            devices = self._stages.device_of_parts()
+            self.times = PartTimes(self._module, {name: devices[name] for name in self._stages.modules(self._module)})
+        if self._num_steps != _LAST or self.times is None:
+            return None
+        times, self.times = self.times, None
+        times.close()
+        return self._move(times.seconds())
+
+    def close(self) -> None:
+        """Stop measuring."""
+        if self.times is not None:
+            self.times.close()
+
+    def _move(self, seconds: dict[str, float]) -> str:
+        stages, before = self._stages, self._stages.plan
+        assert before is not None
+        weights = stages.options.device_weights or [1.0] * stages.num_stages
+        work = {name: seconds.get(name, 0.0) * weights[stage] for name, stage in before.stage_of.items()}
+        plan = balanced_plan(self._module, work, weights)
+        parameters = list(self._module.parameters())
+        stages.move(self._module, plan)
+        if any(now is not then for now, then in zip(self._module.parameters(), parameters, strict=True)):
+            raise ConfigError(
+                "balance=time: torch makes new parameters for another device of these types "
+                f"({', '.join(map(str, stages.devices))}), and optimizers would go on with the old ones. Set "
+                "balance=memory."
+            )
+        for optimizer in self._module.trainer.optimizers:
+            state_to_parameters(optimizer)
+        return (
+            f"balance=time: milliseconds of a micro-batch by stage, {_stage_ms(before, work, weights)} "
+            f"as it was cut by memory, {_stage_ms(plan, work, weights)} now:\n{stages.table(self._module)}"
+        )
+
+
+def _stage_ms(plan: StagePlan, work: dict[str, float], weights: Sequence[float]) -> str:
+    seconds = [
+        sum(work[name] for name, where in plan.stage_of.items() if where == stage) / weight
+        for stage, weight in enumerate(weights)
+    ]
+    return " ".join(f"{second * 1e3:.2f}" for second in seconds)
