@@ -1,9 +1,12 @@
 """Train with a copy of the module per device in one process, cutting every batch among them."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import pytorch_lightning as pl
 import torch
+from pytorch_lightning.core.optimizer import LightningOptimizer
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from .batch.layout import Layout, SingleLayout, drop_layout
@@ -12,12 +15,15 @@ from .batch.one_process import OneProcessStrategy
 from .batch.policies import Even, Policy
 from .batch.structure import BatchDims
 from .core.errors import ConfigError
+from .core.private import of_lightning
 from .core.types import Device
 from .pipeline.options import StageOptions
 from .pipeline.recompute import Recompute, RecomputeOption, verify_threads
 from .pipeline.stages import Stages
 from .replicas.layout import ReplicaLayout, ReplicaOptions
 from .replicas.submodule import find_submodule
+from .sharding.device_shards import DeviceShards
+from .sharding.optimizer_shards import verify_elementwise
 
 
 class DataParallelStrategy(OneProcessStrategy):
@@ -42,6 +48,7 @@ class DataParallelStrategy(OneProcessStrategy):
         model_parallel_size: number of devices of each replica, which is cut across them into stages.
         recompute: parts of the module whose activations are computed once more in the backward pass: `never`,
             `always`, `except_last`, or names of submodules.
+        shard_optimizer: cut the optimizers' state over the devices (ZeRO, stage 1): each updates some parameters.
 
     Raises:
         ConfigError: an option has an invalid value.
@@ -59,6 +66,7 @@ class DataParallelStrategy(OneProcessStrategy):
         batch_dims: BatchDims | None = None,
         model_parallel_size: int = 1,
         recompute: RecomputeOption = "never",
+        shard_optimizer: bool = False,
     ) -> None:
         super().__init__(devices, batch_dims)
         self.replica_options = ReplicaOptions(
@@ -67,6 +75,8 @@ class DataParallelStrategy(OneProcessStrategy):
         self.policy: Policy = Even()
         self.model_parallel_size = model_parallel_size
         self.recompute = Recompute(recompute, self.strategy_name)
+        self.shard_optimizer = shard_optimizer
+        self._optimizer_shards: dict[Optimizer, DeviceShards] = {}
 
     @override
     def new_layout(self) -> Layout:
@@ -84,9 +94,35 @@ class DataParallelStrategy(OneProcessStrategy):
             find_submodule(trainer.lightning_module, self.replica_options.submodule, self.strategy_name)
         if self.recompute.is_on:
             verify_threads(self.process_devices, self.replica_options.threads, self.strategy_name)
+        if self.shard_optimizer and self.model_parallel_size > 1:
+            raise ConfigError(
+                f"dp: shard_optimizer=true was given with model_parallel_size={self.model_parallel_size}, where each "
+                "stage's device has its part already. Set shard_optimizer=false."
+            )
         self.recompute.begin(trainer)
         drop_layout(self)  # the policy may be another one than in an earlier run
         super().setup(trainer)
+
+    @override
+    def setup_optimizers(self, trainer: pl.Trainer) -> None:
+        super().setup_optimizers(trainer)
+        self._optimizer_shards = {}
+        if self.shard_optimizer and len(self.process_devices) > 1:
+            verify_elementwise(self.optimizers, self.strategy_name)
+            devices, name = self.process_devices, self.strategy_name
+            self._optimizer_shards = {o: DeviceShards(o, devices, name) for o in self.optimizers}
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        raw = of_lightning.optimizer(optimizer) if isinstance(optimizer, LightningOptimizer) else optimizer
+        shards = self._optimizer_shards.get(raw)
+        return super().optimizer_state(optimizer) if shards is None else shards.whole_state()
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        super().load_optimizer_state_dict(checkpoint)
+        for shards in self._optimizer_shards.values():
+            shards.take_state()
 
     @override
     def teardown(self) -> None:

@@ -171,11 +171,7 @@ class FSDPStrategy(DDPStrategy):
         found = sharded(module)
         if found is not None:
             return found
-        if isinstance(self.shard, str):
-            candidates = [part.name for part in find_parts(module) if not part.loose]
-            names = automatic_parts(module, candidates)
-        else:
-            names = named_parts(module, self.shard)
+        names = self.part_names(module)
         waiting = {name: tensor for name, tensor in _tensors(module) if tensor.is_meta}
         broadcast_states(module, self.root_device)
         shape = self._mesh_shape()
@@ -185,6 +181,12 @@ class FSDPStrategy(DDPStrategy):
             self._fill(shards, waiting)
         shards.prime()
         return shards
+
+    def part_names(self, module: nn.Module) -> list[str]:
+        """The parts of a module that are gathered one by one."""
+        if not isinstance(self.shard, str):
+            return named_parts(module, self.shard)
+        return automatic_parts(module, [part.name for part in find_parts(module) if not part.loose])
 
     def _fill(self, shards: ShardedModule, waiting: Mapping[str, Tensor]) -> None:
         """Compute the tensors that `configure_model` has only announced, one by one, and keep this rank's shards."""

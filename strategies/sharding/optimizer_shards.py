@@ -8,6 +8,7 @@ Source: Rajbhandari et al., 2020, "ZeRO: Memory Optimizations Toward Training Tr
 arXiv:1910.02054.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, optim
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from ..core.devices import buckets, flattened, unflattened
 from ..core.errors import ConfigError
@@ -26,6 +28,9 @@ ELEMENTWISE: tuple[type[Optimizer], ...] = (
 """Optimizers whose update of an element depends on this element, its gradient and its state alone."""
 
 BUCKET_BYTES = 25 * 2**20
+
+MOST_BUCKETS = 4
+"""Number of buckets that are under way at one time, and so in memory beside the parameters."""
 
 
 def verify_elementwise(optimizers: Iterable[Optimizer], strategy: str) -> None:
@@ -56,7 +61,56 @@ def owners(parameters: Sequence[Tensor], num_ranks: int) -> list[int]:
     return found
 
 
-class OptimizerShards:
+class OwnPart:
+    """Restricts an optimizer's step to the parameters of one owner.
+
+    Args:
+        optimizer: of one of the classes `ELEMENTWISE`.
+        owner: this owner.
+        num_owners: number of owners.
+    """
+
+    def __init__(self, optimizer: Optimizer, owner: int, num_owners: int) -> None:
+        self._optimizer, self._rank = optimizer, owner
+        self._parameters: list[Tensor] = [p for group in optimizer.param_groups for p in group["params"]]
+        self._owners = owners(self._parameters, num_owners)
+        self._hidden: list[tuple[Tensor, Tensor | None]] = []
+        optimizer.register_step_pre_hook(self._before_step)
+        optimizer.register_step_post_hook(self._after_step)
+
+    def _update_others(self) -> None:
+        """Bring the parameters of other owners up to date, after this one's."""
+        raise NotImplementedError
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """Hide the gradients of other owners' parameters; of a closure's, after it has clipped and called hooks."""
+        (this, *rest), options = args, dict(kwargs)
+        closure: Callable[[], Any] | None = rest[0] if rest else options.get("closure")
+        if closure is None:
+            self._hide()
+            return args, kwargs
+
+        def evaluated() -> Any:
+            loss = closure()
+            self._hide()
+            return loss
+
+        return (this,), {**options, "closure": evaluated}
+
+    def _after_step(self, *_: Any) -> None:
+        while self._hidden:
+            parameter, gradient = self._hidden.pop()
+            parameter.grad = gradient
+        self._update_others()
+
+    def _hide(self) -> None:
+        for parameter, owner in zip(self._parameters, self._owners, strict=True):
+            if owner != self._rank:
+                self._hidden.append((parameter, parameter.grad))
+                parameter.grad = None
+
+
+class OptimizerShards(OwnPart):
     """The part of an optimizer's state that this rank keeps.
 
     Args:
@@ -69,12 +123,8 @@ class OptimizerShards:
     def __init__(
         self, optimizer: Optimizer, rank: int, num_ranks: int, gather: Callable[[Any], list[Any] | None]
     ) -> None:
-        self._optimizer, self._rank, self._gather = optimizer, rank, gather
-        self._parameters: list[Tensor] = [p for group in optimizer.param_groups for p in group["params"]]
-        self._owners = owners(self._parameters, num_ranks)
-        self._hidden: list[tuple[Tensor, Tensor | None]] = []
-        optimizer.register_step_pre_hook(self._before_step)
-        optimizer.register_step_post_hook(self._after_step)
+        self._gather = gather
+        super().__init__(optimizer, rank, num_ranks)
         self.drop_others()
 
     def drop_others(self) -> None:
@@ -93,36 +143,10 @@ class OptimizerShards:
         found["state"] = dict(sorted(found["state"].items()))
         return found
 
-    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """Hide the gradients of other ranks' parameters; of a closure's, after it has clipped and called hooks."""
-        (this, *rest), options = args, dict(kwargs)
-        closure: Callable[[], Any] | None = rest[0] if rest else options.get("closure")
-        if closure is None:
-            self._hide()
-            return args, kwargs
-
-        def evaluated() -> Any:
-            loss = closure()
-            self._hide()
-            return loss
-
-        return (this,), {**options, "closure": evaluated}
-
-    def _after_step(self, *_: Any) -> None:
-        while self._hidden:
-            parameter, gradient = self._hidden.pop()
-            parameter.grad = gradient
-        self._exchange()
-
-    def _hide(self) -> None:
-        for parameter, owner in zip(self._parameters, self._owners, strict=True):
-            if owner != self._rank:
-                self._hidden.append((parameter, parameter.grad))
-                parameter.grad = None
-
-    def _exchange(self) -> None:
-        """Send each rank's parameters to the others."""
-        sent: list[tuple[Any, Tensor, list[Tensor], int]] = []
+    @override
+    def _update_others(self) -> None:
+        """Send each rank's parameters to the others, a few buckets at a time."""
+        sent: deque[tuple[Any, Tensor, list[Tensor], int]] = deque()
         with torch.no_grad():
             for owner, tensors in self._by_owner():
                 for indices in buckets(tensors, BUCKET_BYTES):
@@ -130,12 +154,17 @@ class OptimizerShards:
                     num = sum(tensor.numel() for tensor in bucket)
                     flat = flattened(bucket) if owner == self._rank else bucket[0].new_empty(num)
                     sent.append((dist.broadcast(flat, owner, async_op=True), flat, bucket, owner))
-            for work, flat, bucket, owner in sent:
-                work.wait()
-                if owner != self._rank:
-                    parts = unflattened(flat, [tensor.shape for tensor in bucket])
-                    for tensor, part in zip(bucket, parts, strict=True):
-                        tensor.copy_(part)
+                    if len(sent) == MOST_BUCKETS:
+                        self._receive(*sent.popleft())
+            while sent:
+                self._receive(*sent.popleft())
+
+    def _receive(self, work: Any, flat: Tensor, bucket: list[Tensor], owner: int) -> None:
+        work.wait()
+        if owner != self._rank:
+            parts = unflattened(flat, [tensor.shape for tensor in bucket])
+            for tensor, part in zip(bucket, parts, strict=True):
+                tensor.copy_(part)
 
     def _by_owner(self) -> Iterator[tuple[int, list[Tensor]]]:
         """Parameters by owner, device and type, in the same order on every rank."""

@@ -54,6 +54,12 @@ class MemoryTracker(of_torch.TorchDispatchMode):
 
         self._known[key] = (stage, weakref.ref(storage, forget))
 
+    def forget(self, tensor: Tensor) -> None:
+        """Count a tensor's storage no longer."""
+        known = self._known.pop(of_torch.cdata(tensor.untyped_storage()), None)
+        if known is not None:
+            self.live[known[0]] -= self.size_of(tensor)
+
     def size_of(self, tensor: Tensor) -> int:
         """Bytes of a tensor's storage, in whole blocks."""
         return -(-tensor.untyped_storage().nbytes() // self._block_bytes) * self._block_bytes

@@ -2,10 +2,13 @@
 
 import json
 from collections.abc import Generator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from ._simulation import Questions, StageMemory
+from ...strategies.pipeline.in_flight import most_in_flight
+from ._memory import StageMemory
+from ._sharing import in_flight, with_owner
+from ._simulation import Questions
 from ._topology import Topology
 
 MAX_SAMPLES = 2**24
@@ -40,6 +43,28 @@ class DevicePlan:
 
 
 @dataclass(frozen=True)
+class Tried:
+    """Another way to train the same global batch on the same devices.
+
+    Args:
+        options: what to set, as on the command line.
+        loader_batch: samples of the loader's batch.
+        computing: estimated time to compute a step, in multiples of the devices' shares of it.
+        traffic: estimated bytes that a device sends per step, in multiples of the parameters'.
+        peak: largest peak of a device in bytes; None if it was refused.
+        reason: why it was refused.
+    """
+
+    options: tuple[str, ...]
+    loader_batch: int
+    computing: float
+    traffic: float
+    peak: int | None = None
+    fits: bool = False
+    reason: str = ""
+
+
+@dataclass(frozen=True)
 class MemoryPlan:
     """The outcome of `mode=plan`.
 
@@ -58,6 +83,13 @@ class MemoryPlan:
     devices: list[DevicePlan]
     device_bytes: float | None = None
     largest_batch: int | None = None
+    tried: list[Tried] = field(default_factory=list[Tried])
+    """Other ways to train the same global batch, from cheap to expensive, up to the first that fits."""
+
+    @property
+    def cheapest(self) -> "Tried | None":
+        """The cheapest other way that fits."""
+        return next((tried for tried in self.tried if tried.fits), None)
 
     @property
     def peak(self) -> int:
@@ -89,7 +121,7 @@ def questions(topology: Topology, batch: int, device_bytes: float | None) -> Que
 
 def planned(topology: Topology, batch: int, known: dict[int, list[StageMemory]]) -> Questions[list[DevicePlan]]:
     """Plan every device for a batch of the loader, requesting batch sizes that are not simulated yet."""
-    for samples in topology.samples(batch):
+    for samples in map(topology.simulated, topology.samples(batch)):
         if samples and samples not in known:
             known[samples] = yield samples
     return device_plans(topology, batch, known)
@@ -101,7 +133,7 @@ def device_plans(topology: Topology, batch: int, known: dict[int, list[StageMemo
     Args:
         topology: how the strategy spreads its work.
         batch: samples of the loader's batch.
-        known: memory per stage of a step of one copy of the module, by number of samples.
+        known: memory per stage of a step of one copy of the module, by number of samples (of a micro-batch).
 
     Returns:
         One plan per device, in order.
@@ -110,23 +142,35 @@ def device_plans(topology: Topology, batch: int, known: dict[int, list[StageMemo
     idle = [without_samples(memory) for memory in next(iter(known.values()))]
     plans: list[DevicePlan] = []
     for copy, samples in enumerate(sizes):
-        for memory in known[samples] if samples else idle:
+        for memory in memory_of(topology, samples, known) if samples else idle:
+            if topology.num_owners > 1 and not (copy and topology.is_replicated):
+                memory = with_owner(memory, copy)
             if not topology.is_replicated:
                 plans.append(whole(memory, len(plans), samples, topology.buckets * memory.gradients))
             elif copy:
-                plans.append(replica(memory, len(plans), samples))
+                plans.append(with_state(replica(memory, len(plans), samples), memory, copy))
             else:
                 senders = sum(size > 0 for size in sizes[1:])
                 plans.append(root(memory, samples, senders * memory.gradients))
     return plans
 
 
+def memory_of(topology: Topology, samples: int, known: dict[int, list[StageMemory]]) -> list[StageMemory]:
+    """The memory, per stage, of a copy of the module that has this many samples."""
+    simulated = topology.simulated(samples)
+    num = -(-samples // simulated)
+    if num == 1:
+        return known[simulated]
+    return in_flight(known[simulated], most_in_flight(num, topology.num_stages), samples, simulated)
+
+
 def without_samples(memory: StageMemory) -> StageMemory:
     """The memory of a device without samples, which only holds the module and its optimizer."""
     static = memory.parameters + memory.gradients + memory.optimizer
     return StageMemory(
-        memory.parameters, memory.gradients, memory.optimizer, 0, 0, static, static, static + update_extra(memory)
-    )
+        memory.parameters, memory.gradients, memory.optimizer, 0, 0, static, static, static + update_extra(memory),
+        memory.gathered, memory.owned,
+    )  # fmt: skip
 
 
 def update_extra(memory: StageMemory) -> int:
@@ -139,7 +183,7 @@ def whole(memory: StageMemory, device: int, samples: int, buckets: int) -> Devic
     peak = max(memory.forward_peak, memory.backward_peak, memory.update_peak) + buckets
     return DevicePlan(
         device, samples, memory.parameters, memory.gradients, memory.optimizer, memory.batch, memory.activations,
-        buckets, peak,
+        buckets + memory.gathered, peak,
     )  # fmt: skip
 
 
@@ -162,6 +206,16 @@ def replica(memory: StageMemory, device: int, samples: int) -> DevicePlan:
     return DevicePlan(
         device, samples, memory.parameters, memory.gradients, 0, memory.batch, memory.activations, 0, peak
     )
+
+
+def with_state(plan: DevicePlan, memory: StageMemory, owner: int) -> DevicePlan:
+    """Plan a replica's device that keeps optimizer state, and updates its parameters in copies with their gradients."""
+    own = memory.owned[owner] if owner < len(memory.owned) else 0
+    if not own:
+        return plan
+    fraction = own / memory.optimizer
+    copies = round(fraction * (memory.parameters + memory.gradients + update_extra(memory)))
+    return replace(plan, optimizer=own, peak=max(plan.peak + own, plan.parameters + own + copies))
 
 
 def largest_batch(

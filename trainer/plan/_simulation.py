@@ -5,14 +5,13 @@ Source: `torch._subclasses.FakeTensorMode` (PyTorch 2.13).
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import pytorch_lightning as pl
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from pytorch_lightning.utilities.types import STEP_OUTPUT
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -23,31 +22,14 @@ from ...strategies.core.types import Batch
 from ...strategies.pipeline.options import StageOptions
 from ...strategies.pipeline.recompute import RecomputeOption
 from ...strategies.pipeline.stages import Stages
+from ...strategies.sharding.optimizer_shards import owners
 from ..callbacks.flops import silence
 from ._fake_tensors import Repeated, make_fake, resized
+from ._memory import StageMemory
 from ._memory_tracker import Cross, MemoryTracker
+from ._sharing import Shards, sharded
 
 Answer = TypeVar("Answer")
-
-
-@dataclass
-class StageMemory:
-    """Bytes on one device while a module trains, once the optimizer's state exists.
-
-    Args:
-        activations: tensors that the training step saves for its backward pass.
-        forward_peak: largest number of bytes at one time during the training step, including all of the above.
-        backward_peak: the same during the backward pass.
-    """
-
-    parameters: int = 0
-    gradients: int = 0
-    optimizer: int = 0
-    batch: int = 0
-    activations: int = 0
-    forward_peak: int = 0
-    backward_peak: int = 0
-    update_peak: int = 0
 
 
 Questions = Generator[int, list[StageMemory], Answer]
@@ -90,6 +72,8 @@ class SimulatedStrategy(SingleDeviceStrategy):
         num_stages: devices that the module is cut across.
         options: how it is cut; no effect with one stage.
         recompute: parts whose activations are recomputed.
+        shards_of: how ranks share the parameters of the module; None if each holds them all.
+        num_owners: number of ranks that share the optimizer's state.
         on_accelerator: whether to emulate accelerators: CUDA's allocation in blocks of 512 bytes, foreach optimizers.
     """
 
@@ -101,8 +85,12 @@ class SimulatedStrategy(SingleDeviceStrategy):
         options: StageOptions | None = None,
         on_accelerator: bool = False,
         recompute: RecomputeOption = "never",
+        shards_of: Callable[[nn.Module], Shards] | None = None,
+        num_owners: int = 1,
     ) -> None:
         super().__init__(recompute=recompute)
+        self._shards_of, self._num_owners = shards_of, num_owners
+        self._shards: Shards | None = None
         self.samples = self.loader_samples = 0
         self.tracker = MemoryTracker(num_stages, block_bytes=512 if on_accelerator else 1)
         self._fake = of_torch.FakeTensorMode(allow_non_fake_inputs=True)
@@ -125,16 +113,28 @@ class SimulatedStrategy(SingleDeviceStrategy):
         make_fake(module, self._fake)
         self.recompute.install(module, self._stages.options.partition)
         self._stages.place(module)
-        for _, tensor, stage in self._stages.tensors(module):
-            self.tracker.track(tensor, stage)
-        for stage, memory in enumerate(self._memory):
-            memory.parameters = self.tracker.live[stage]
+        if self._shards_of is None:
+            for _, tensor, stage in self._stages.tensors(module):
+                self.tracker.track(tensor, stage)
+            for stage, memory in enumerate(self._memory):
+                memory.parameters = self.tracker.live[stage]
+        else:
+            self._shards = self._shards_of(module)
+            self._memory[0].parameters = sum(self.tracker.size_of(parameter) for parameter in module.parameters())
+            for parameter in module.parameters():
+                if parameter.requires_grad:
+                    parameter.register_post_accumulate_grad_hook(self._reduced)
         silence(module)
         super().setup_optimizers(trainer)
         groups = (group for optimizer in self.optimizers for group in optimizer.param_groups)
         for group in groups:
             if self._foreach and group.get("foreach", False) is None and not group.get("fused"):
                 group["foreach"] = True  # the default where parameters are on an accelerator
+
+    def _reduced(self, parameter: Tensor) -> None:
+        """Count a gradient no longer, once it is complete: what is left of it is a shard."""
+        assert parameter.grad is not None
+        self.tracker.forget(parameter.grad)
 
     @override
     def batch_to_device(self, batch: Batch, device: torch.device | None = None, dataloader_idx: int = 0) -> Batch:
@@ -183,11 +183,26 @@ class SimulatedStrategy(SingleDeviceStrategy):
         gradients = [p.grad for p in self.lightning_module.parameters() if p.grad is not None]
         states = [v for o in self.optimizers for s in o.state.values() for v in s.values() if isinstance(v, Tensor)]
         taken = self._memory
+        whole = [memory.parameters for memory in taken]
         for stage, memory in enumerate(taken):
             memory.gradients = self._bytes(gradients, stage)
             memory.optimizer = self._bytes(states, stage)
-        self._memory = [StageMemory(parameters=memory.parameters, batch=memory.batch) for memory in taken]
+            memory.owned = self._owned(stage)
+        if self._shards is not None:
+            taken[0].gradients = sum(self.tracker.size_of(gradient) for gradient in gradients)
+            taken[0] = sharded(taken[0], self._shards)
+        self._memory = [StageMemory(parameters=size, batch=m.batch) for size, m in zip(whole, taken, strict=True)]
         return taken
+
+    def _owned(self, stage: int) -> tuple[int, ...]:
+        """Bytes of the optimizers' state on a stage, by the rank that keeps it."""
+        found = [0] * self._num_owners
+        for optimizer in self.optimizers:
+            parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            for parameter, owner in zip(parameters, owners(parameters, self._num_owners), strict=True):
+                states = [v for v in optimizer.state.get(parameter, {}).values() if isinstance(v, Tensor)]
+                found[owner] += self._bytes(states, stage)
+        return tuple(found)
 
     def _bytes(self, tensors: Sequence[Tensor], stage: int) -> int:
         storages = {of_torch.cdata(t.untyped_storage()): t for t in tensors if self.tracker.stage_of(t) == stage}

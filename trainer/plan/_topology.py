@@ -30,6 +30,9 @@ class Topology:
         is_per_rank: whether each rank reads its own batch.
         policy: how a batch is cut among replicas or ranks.
         buckets: number of gradient copies in DDP's buckets.
+        num_microbatches: number of micro-batches that a batch is cut into on stages.
+        num_owners: number of ranks that share the optimizer's state.
+        num_shards: number of ranks that share all of the module.
     """
 
     name: str
@@ -40,6 +43,13 @@ class Topology:
     is_per_rank: bool = True
     policy: Policy = field(default_factory=Even)
     buckets: int = 0
+    num_microbatches: int = 1
+    num_owners: int = 1
+    num_shards: int = 1
+
+    def simulated(self, samples: int) -> int:
+        """Samples of the step to simulate, for a copy of the module that has this many: those of a micro-batch."""
+        return -(-samples // self.num_microbatches)
 
     def samples(self, batch: int) -> list[int]:
         """Samples per copy of the module on the first node, for a batch of the loader."""
@@ -74,18 +84,35 @@ def topology_of(strategy: Strategy, num_devices: int, num_nodes: int) -> Topolog
         strategy.parallel_devices = [torch.device("cpu")] * num_devices
         policy = strategy.make_policy() if isinstance(strategy, BalancedDataParallelStrategy) else strategy.policy
         policy.verify(num_devices, name)
-        return Topology(name, num_devices, is_replicated=True, policy=policy)
+        owners = num_devices if strategy.shard_optimizer else 1
+        return Topology(name, num_devices, is_replicated=True, policy=policy, num_owners=owners)
     if isinstance(strategy, ModelParallelStrategy):
-        return Topology(name, num_devices, num_stages=num_devices)
+        many = strategy.stage_options.num_microbatches
+        return Topology(name, num_devices, num_stages=num_devices, num_microbatches=many)
     if not isinstance(strategy, DDPStrategy):
         raise ConfigError(f"mode=plan does not support the strategy {name}. Choose one of this project's, such as ddp.")
     if isinstance(strategy, FSDPStrategy):
-        raise ConfigError("mode=plan does not support the strategy fsdp yet. Use mode=compare, which measures.")
+        return _of_shards(strategy, name, num_devices, num_nodes)
     num_stages = 1 if strategy.stage_options is None else strategy.devices_per_process
     num_ranks = num_processes(num_devices, num_stages) * num_nodes
     buckets = 0 if of_lightning.ddp_kwargs(strategy).get("gradient_as_bucket_view") else 1
     per_rank = strategy.batch_size_is == "per_device"
-    return Topology(name, num_devices, num_stages, num_ranks, False, per_rank, strategy.policy, buckets)
+    many = 1 if strategy.stage_options is None else strategy.stage_options.num_microbatches
+    owners = num_ranks if strategy.shard_optimizer else 1
+    return Topology(name, num_devices, num_stages, num_ranks, False, per_rank, strategy.policy, buckets, many, owners)
+
+
+def _of_shards(strategy: FSDPStrategy, name: str, num_devices: int, num_nodes: int) -> Topology:
+    if strategy.cpu_offload:
+        raise ConfigError("mode=plan does not support fsdp.cpu_offload. Use mode=compare, which measures.")
+    num_ranks = num_devices * num_nodes
+    per_rank = strategy.batch_size_is == "per_device"
+    if num_ranks % strategy.replicas:
+        raise ConfigError(f"fsdp: {num_ranks} ranks don't divide into replicas={strategy.replicas} groups.")
+    return Topology(
+        name, num_devices, num_ranks=num_ranks, is_per_rank=per_rank, policy=strategy.policy,
+        num_shards=num_ranks // strategy.replicas,
+    )  # fmt: skip
 
 
 def count_devices(cfg: DictConfig) -> int:

@@ -1,14 +1,17 @@
 """Compute the memory that each device would need, without using one (`mode=plan`)."""
 
 import logging
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytorch_lightning as pl
 from omegaconf import DictConfig
 from pytorch_lightning.strategies import Strategy
+from torch import nn
 
 from ...strategies import ConfigError
 from ...strategies.core.device_names import resolve_devices
@@ -19,6 +22,7 @@ from ...strategies.core.private.of_torch import (
     UnsupportedOperatorException,
 )
 from ...strategies.ddp import DDPStrategy
+from ...strategies.fsdp import FSDPStrategy
 from ...strategies.model_parallel import ModelParallelStrategy
 from ...strategies.pipeline.recompute import Recompute
 from ..compare.compare import short_config
@@ -26,7 +30,9 @@ from ..compare.trial import Trial, run_trial
 from ..config.checks import plain
 from ..config.instantiate import instantiate
 from ..job.log_file import run_log
-from ._search import MemoryPlan, questions
+from ._choices import choices
+from ._search import MemoryPlan, Tried, questions
+from ._sharing import Shards
 from ._simulation import Finished, Interview, Questions, SimulatedStrategy
 from ._topology import Topology, count_devices, is_for_accelerator, topology_of
 
@@ -60,8 +66,43 @@ def plan_memory(cfg: DictConfig) -> MemoryPlan:
             return questions(topology, batch, None if limit is None else limit * GB)
 
         found = interview(cfg, strategy, topology, ask)
+        if limit is not None and found.peak > limit * GB:
+            found = replace(found, tried=list(others(cfg, topology, found, limit * GB)))
     found.write(cfg.run_dir)
     return found
+
+
+def others(cfg: DictConfig, given: Topology, plan: MemoryPlan, limit: float) -> Iterator[Tried]:
+    """Plan other ways to train the same global batch, from cheap to expensive, up to the first that fits.
+
+    Args:
+        cfg: the resolved configuration.
+        given: how the configured strategy spreads its work.
+        plan: its plan.
+        limit: bytes of a device.
+    """
+    too_large: set[tuple[str, ...]] = set()
+    for choice in choices(cfg, given, plan.loader_batch):
+        if choice.spread in too_large:
+            continue  # to recompute activations takes nothing off the weights
+        tried = Tried(choice.options, choice.loader_batch, choice.computing, choice.traffic)
+        try:
+            strategy: Strategy = instantiate("strategy", choice.strategy)
+            topology = topology_of(strategy, given.num_devices, int(cfg.num_nodes))
+            planned = interview(cfg, strategy, topology, partial(_one_batch, topology, choice.loader_batch))
+        except ConfigError as exc:
+            yield replace(tried, reason=str(exc))
+            continue
+        yield replace(tried, peak=planned.peak, fits=planned.peak <= limit)
+        if planned.peak <= limit:
+            return
+        if max(d.parameters + d.gradients + d.optimizer for d in planned.devices) > limit:
+            too_large.add(choice.spread)
+
+
+def _one_batch(topology: Topology, batch: int, _: int) -> Questions[MemoryPlan]:
+    """The questions of a plan for a given batch, whatever the loader's is."""
+    return questions(topology, batch, None)
 
 
 def is_measured(cfg: DictConfig) -> bool:
@@ -118,7 +159,10 @@ def interview(cfg: DictConfig, strategy: Strategy, topology: Topology, ask: Ask)
     pl.seed_everything(cfg.seed or 0, workers=True, verbose=False)  # the first batch is the same as in a run
     recompute: Recompute | None = getattr(strategy, "recompute", None)
     option = "never" if recompute is None else recompute.option
-    simulated = SimulatedStrategy(topology.num_stages, options, is_for_accelerator(cfg), option)
+    simulated = SimulatedStrategy(
+        topology.num_stages, options, is_for_accelerator(cfg), option, shards_of(strategy, topology, cfg),
+        topology.num_owners,
+    )  # fmt: skip
     module: pl.LightningModule = instantiate("module", cfg.module)
     data: pl.LightningDataModule | None = instantiate("data", cfg.data) if cfg.get("data") else None
     talk = Interview(simulated, ask)
@@ -135,6 +179,14 @@ def interview(cfg: DictConfig, strategy: Strategy, topology: Topology, ask: Ask)
             "Use mode=compare, which measures."
         ) from exc
     raise AssertionError("the training ended before the questions were answered")
+
+
+def shards_of(strategy: Strategy, topology: Topology, cfg: DictConfig) -> Callable[[nn.Module], Shards] | None:
+    """What computes the shards of a module; None if every rank holds the whole."""
+    if not isinstance(strategy, FSDPStrategy):
+        return None
+    keeps, accumulates = not strategy.reshard_after_forward, int(cfg.trainer.get("accumulate_grad_batches") or 1) > 1
+    return lambda module: Shards.of(module, strategy.part_names(module), topology.num_shards, keeps, accumulates)
 
 
 @contextmanager

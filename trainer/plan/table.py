@@ -1,5 +1,10 @@
 """Print the table of `mode=plan`."""
 
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -25,6 +30,49 @@ def show_plan(plan: MemoryPlan) -> None:
     Console(width=max(console.width, width)).print(table)
     for line in conclusions(plan):
         console.print(Text(line), soft_wrap=True)
+    if plan.tried:
+        show_tried(plan, console)
+
+
+def show_tried(plan: MemoryPlan, console: Console) -> None:
+    """Print the other ways to train that were planned, and the command of the cheapest that fits."""
+    table = Table(title="the same global batch on the same devices, from cheap to expensive", title_justify="left")
+    for heading in ("options", "loader's batch", "computing", "sent", "peak"):
+        table.add_column(heading, overflow="fold", justify="left" if heading == "options" else "right")
+    for tried in plan.tried:
+        peak = "refused" if tried.peak is None else size_text(tried.peak)
+        cells = (str(tried.loader_batch), f"{tried.computing:.2f}", f"{tried.traffic:.1f} P", peak)
+        table.add_row(" ".join(tried.options), *cells)
+    width = console.measure(table, options=console.options.update(width=200)).maximum
+    Console(width=max(console.width, width)).print(table)
+    for line in advice(plan, sys.argv):
+        console.print(Text(line), soft_wrap=True)
+
+
+REPLACED = ("mode=", "device_memory_gb=", "strategy=", "plan.")
+
+
+def advice(plan: MemoryPlan, argv: Sequence[str]) -> list[str]:
+    """Say what is the cheapest way that fits, with its command.
+
+    Args:
+        argv: the command line of this run.
+    """
+    found = plan.cheapest
+    if found is None:
+        return ["None of these fits. Use more devices, a smaller batch, or a lower precision."]
+    given = [argument for argument in argv[1:] if not argument.startswith(REPLACED)]
+    if any(option.startswith("strategy=") for option in found.options):
+        given = [argument for argument in given if not argument.startswith("strategy.")]
+    else:
+        own = [argument for argument in argv[1:] if argument.startswith("strategy=")]
+        names = tuple(f"{option.partition('=')[0]}=" for option in found.options)
+        given = [*own, *(argument for argument in given if not argument.startswith(names))]
+    start = ["python", Path(argv[0]).name] if argv[0].endswith(".py") else [Path(argv[0]).name]
+    lines = ["The cheapest that fits:", f"  {shlex.join([*start, *given, *found.options])}"]
+    if found.loader_batch != plan.loader_batch:
+        lines.append(f"Set the loader's batch to {found.loader_batch} samples for the same global batch.")
+    return lines
 
 
 def title(plan: MemoryPlan) -> str:

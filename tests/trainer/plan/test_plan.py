@@ -13,6 +13,7 @@ The module is Linear(4, 8), ReLU, Linear(8, 2) with cross entropy and SGD with m
 """
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +31,11 @@ from evener.trainer import Trainer, compose
 from evener.trainer.cli.main import main
 from evener.trainer.cli.train import prepare
 from evener.trainer.compare.trial import FAILED, Trial
-from evener.trainer.plan._search import DevicePlan, MemoryPlan
+from evener.trainer.plan._memory import StageMemory
+from evener.trainer.plan._search import DevicePlan, MemoryPlan, Tried
+from evener.trainer.plan._sharing import in_flight
 from evener.trainer.plan.plan import is_measured, plan_errors, plan_memory
-from evener.trainer.plan.table import conclusions, measured_lines, size_text
+from evener.trainer.plan.table import advice, conclusions, measured_lines, size_text
 
 WEIGHTS = 232
 
@@ -167,14 +170,14 @@ def test_accelerators_count_whole_blocks_and_need_not_be_here(
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     arguments = ["mode=plan", "accelerator=gpu", "devices=8", "strategy=ddp", "data=none", "+module.batch_size=5"]
     small_module = ["module._target_=test_plan.Small", "~module.lr", "~module.hidden", "~module.channels"]
-    where = [f"log_dir={tmp_path}", "~module.weight_decay", "device_memory_gb=1e-5"]
+    where = [f"log_dir={tmp_path}", "~module.weight_decay", "device_memory_gb=1e-6"]
     monkeypatch.setattr(sys, "argv", ["train.py", *arguments, *small_module, *where])
     main()
     shown = " ".join(capsys.readouterr().out.split())
     assert "strategy=ddp, global batch 40 = 8 ranks × 5 samples" in shown
     # four parameters, a block of 512 bytes each
     assert "│ 0 to 7 │ 5 │ 2.05 kB │ 2.05 kB │ 2.05 kB │ 1.02 kB │ 2.05 kB │ 2.05 kB │" in shown
-    assert "This does not fit 10.0 kB" in shown
+    assert "This does not fit 1.00 kB" in shown
     assert "The devices measured" not in shown
 
 
@@ -188,9 +191,9 @@ class Wide(nn.Module):
 
 
 class Deep(Small):
-    def __init__(self, batch_size: int = 5) -> None:
+    def __init__(self, batch_size: int = 5, num_blocks: int = 8) -> None:
         super().__init__(batch_size)
-        self.net = nn.Sequential(*(Wide() for _ in range(8)), nn.Linear(4, 2))
+        self.net = nn.Sequential(*(Wide() for _ in range(num_blocks)), nn.Linear(4, 2))
 
 
 @pytest.mark.parametrize(
@@ -224,6 +227,84 @@ def test_the_plan_is_within_a_tenth_of_what_a_run_allocates(
     # the profiled step began with parameters, gradients, momentum and the batch
     (device,) = plan.devices
     assert plan.peak == pytest.approx(3 * device.parameters + 2000 * 24 + peak, rel=0.1)
+
+
+def test_ranks_hold_shards_of_everything(tmp_path: Path) -> None:
+    # rows of 4, 1, 8 and 1 floats: 8, 8, 2, 2 of them, of which a rank of three has at most 3, 3, 1, 1
+    for num, size in ((2, WEIGHTS // 2), (3, 4 * (3 * 4 + 3 + 8 + 1))):
+        plan = plan_memory(small(tmp_path, "strategy=fsdp", f"devices={num}"))
+        assert {(d.parameters, d.gradients, d.optimizer) for d in plan.devices} == {(size, size, size)}
+        assert [d.samples for d in plan.devices] == [5] * num
+        # the parts are the two linear layers, the first with 160 bytes
+        assert {d.communication for d in plan.devices} == {3 * 160}
+        # the step's largest tensors, with the gradients of the parts in place of all
+        assert 3 * size + 5 * 24 + 5 * 40 < plan.peak < 3 * size + 5 * 24 + 5 * 120 + 5 * 160
+
+
+def test_a_rank_keeps_the_optimizer_state_of_its_own_parameters(tmp_path: Path) -> None:
+    # of 32, 8, 16 and 2 floats the first rank has the largest, the second one the others
+    plan = plan_memory(small(tmp_path, "strategy=ddp", "devices=2", "strategy.shard_optimizer=true"))
+    assert [device.optimizer for device in plan.devices] == [4 * 32, 4 * (8 + 16 + 2)]
+    peak = backward_peak(5) + WEIGHTS
+    assert [device.peak for device in plan.devices] == [peak - WEIGHTS + 4 * 32, peak - WEIGHTS + 4 * 26]
+
+
+def test_replicas_keep_the_optimizer_state_of_their_own_parameters(tmp_path: Path) -> None:
+    without, found = (
+        plan_memory(small(tmp_path, "strategy=dp", "devices=2", f"strategy.shard_optimizer={cut}")).devices
+        for cut in ("false", "true")
+    )
+    assert [device.optimizer for device in without] == [WEIGHTS, 0]
+    assert [device.optimizer for device in found] == [4 * 32, 4 * 26]
+    assert [one.peak - other.peak for one, other in zip(found, without, strict=True)] == [4 * 32 - WEIGHTS, 4 * 26]
+
+
+def test_a_stage_keeps_micro_batches_by_the_schedule() -> None:
+    step = StageMemory(parameters=10, batch=4, activations=100, forward_peak=130, backward_peak=150, update_peak=20)
+    # 7 samples in micro-batches of at most 2, of which the stage keeps 3
+    (found,) = in_flight([step], [3], 7, 2)
+    assert (found.batch, found.activations) == (14, 300)
+    assert (found.forward_peak, found.backward_peak, found.update_peak) == (130 + 210, 150 + 210, 30)
+
+
+def deep(tmp_path: Path, *overrides: str) -> MemoryPlan:
+    return plan_memory(small(tmp_path, *overrides, module="Deep", batch_size=200, num_blocks=3))
+
+
+def test_the_cheapest_way_that_fits_is_found(tmp_path: Path) -> None:
+    never, always = (deep(tmp_path, f"strategy.recompute={option}").peak for option in ("never", "always"))
+    plan = deep(tmp_path, f"device_memory_gb={(never - 1) / 1e9}")
+    assert [tried.options for tried in plan.tried] == [("strategy.recompute=except_last",)]
+    assert plan.cheapest == plan.tried[0]
+    assert plan.cheapest.computing == 1.3
+    assert deep(tmp_path, f"device_memory_gb={never / 1e9}").tried == []
+    plan = deep(tmp_path, f"device_memory_gb={(always - 1) / 1e9}")
+    assert [tried.options for tried in plan.tried][1] == ("strategy.recompute=always",)
+    assert plan.cheapest is None
+    assert advice(plan, ["train.py"])[0].startswith("None of these fits")
+
+
+@pytest.mark.slow
+def test_more_devices_offer_shards_and_stages_of_the_same_global_batch(tmp_path: Path) -> None:
+    plan = deep(tmp_path, "strategy=ddp", "devices=2", "device_memory_gb=1.5e-5")
+    tried = {tried.options: tried.loader_batch for tried in plan.tried}
+    assert tried["strategy.shard_optimizer=true",] == 200
+    assert tried["strategy=fsdp", "strategy.batch_size_is=per_device"] == 200
+    assert tried["strategy=model_parallel", "strategy.num_microbatches=8", "strategy.recompute=always"] == 400
+    assert [t.computing for t in plan.tried] == sorted(t.computing for t in plan.tried)
+    assert all(t.peak for t in plan.tried)
+
+
+def test_the_command_keeps_what_was_given() -> None:
+    def command(options: tuple[str, ...], *given: str) -> list[str]:
+        found = Tried(options, 8, 1.0, 0.0, 1, fits=True)
+        return advice(replace(two_devices(), tried=[found]), ["/some/where/train.py", *given])
+
+    given = ["mode=plan", "strategy=ddp", "strategy.timeout_s=9", "devices=2", "device_memory_gb=1"]
+    assert command(("strategy.recompute=always",), *given)[1] == (
+        "  python train.py strategy=ddp strategy.timeout_s=9 devices=2 strategy.recompute=always"
+    )
+    assert command(("strategy=fsdp",), *given)[1] == "  python train.py devices=2 strategy=fsdp"
 
 
 @pytest.mark.parametrize("experiment", ["digits", "char_lm", "gan"])
@@ -261,7 +342,6 @@ def test_what_cannot_be_planned_is_refused(overrides: list[str], sentence: str, 
     ("target", "name"),
     [
         ("pytorch_lightning.strategies.FSDPStrategy", "FSDPStrategy|fsdp"),
-        ("evener.strategies.FSDPStrategy", "fsdp yet. Use mode=compare"),
     ],
 )
 def test_a_strategy_that_cannot_be_planned_is_refused(target: str, name: str, tmp_path: Path) -> None:

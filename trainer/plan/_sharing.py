@@ -1,0 +1,124 @@
+"""Compute what ranks hold that share a module's parameters, or the state of its optimizers."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from torch import nn
+
+from ...strategies.sharding.optimizer_shards import BUCKET_BYTES, MOST_BUCKETS
+from ._memory import StageMemory
+
+PartNames = Callable[[nn.Module], list[str]]
+"""Names the parts of a module that are gathered one by one."""
+
+
+@dataclass(frozen=True)
+class Shards:
+    """Bytes of a module whose parameters are cut over the ranks.
+
+    Args:
+        part: bytes per rank over bytes of the whole module; parameters are cut along their first dimension, and the
+            last rank's rows are padded.
+        root: bytes of parameters that are gathered for the whole step.
+        largest: bytes of the largest part that is gathered by itself.
+        gathered: bytes that are gathered between forward and backward.
+        accumulates: whether gradients of several batches are added up before they are cut.
+    """
+
+    part: float
+    root: int
+    largest: int
+    gathered: int
+    accumulates: bool = False
+
+    @classmethod
+    def of(cls, module: nn.Module, names: Sequence[str], num: int, keeps_parts: bool, accumulates: bool) -> "Shards":
+        """Compute the shards of a module.
+
+        Args:
+            names: parts that are gathered one by one.
+            num: number of ranks that share it.
+            keeps_parts: whether a part stays gathered until its backward pass.
+            accumulates: see `Shards`.
+        """
+        sizes = {id(p): p.nbytes for p in module.parameters()}
+        cut = sum(-(-len(p) // num) * p.nbytes // max(len(p), 1) if p.dim() else p.nbytes for p in module.parameters())
+        taken: set[int] = set()
+        parts: list[int] = []
+        for name in names:
+            own = {id(p) for p in module.get_submodule(name).parameters()} - taken
+            taken |= own
+            parts.append(sum(sizes[key] for key in own))
+        whole = sum(sizes.values())
+        root = whole - sum(parts)
+        return cls(cut / max(whole, 1), root, max(parts, default=0), whole if keeps_parts else root, accumulates)
+
+
+def sharded(memory: StageMemory, shards: Shards) -> StageMemory:
+    """The memory of a rank that holds a shard of everything.
+
+    A part is gathered into a buffer, and from there into its parameters, while the buffer of the one before it is still
+    there; in backward the next part's buffer is there already, and two copies of the part's gradients.
+
+    Args:
+        memory: of a step whose parameters and gradients were not counted in the peaks.
+    """
+    parameters, gradients, optimizer = (
+        round(shards.part * size) for size in (memory.parameters, memory.gradients, memory.optimizer)
+    )
+    static = parameters + gradients + optimizer
+    other = static - memory.optimizer + shards.accumulates * memory.gradients
+    return replace(
+        memory,
+        parameters=parameters,
+        gradients=gradients,
+        optimizer=optimizer,
+        gathered=shards.gathered + 3 * shards.largest,
+        forward_peak=memory.forward_peak + other - gradients + shards.gathered + 3 * shards.largest,
+        backward_peak=memory.backward_peak + other + shards.gathered + shards.root + 4 * shards.largest,
+        update_peak=round(static + memory.batch + shards.part * (memory.update_peak - memory.optimizer - memory.batch)),
+    )
+
+
+def with_owner(memory: StageMemory, owner: int) -> StageMemory:
+    """The memory of a rank that keeps the optimizer's state of its own parameters (`shard_optimizer`)."""
+    own = memory.owned[owner]
+    others = memory.optimizer - own
+    fraction = own / max(memory.optimizer, 1)
+    held = memory.parameters + memory.gradients + memory.optimizer + memory.batch
+    extra = max(
+        round(fraction * max(0, memory.update_peak - held)), min(memory.parameters, MOST_BUCKETS * BUCKET_BYTES)
+    )
+    return replace(
+        memory,
+        optimizer=own,
+        forward_peak=memory.forward_peak - others,
+        backward_peak=memory.backward_peak - others,
+        update_peak=held - others + extra,
+    )
+
+
+def in_flight(memory: Sequence[StageMemory], most: Sequence[int], num_samples: int, samples: int) -> list[StageMemory]:
+    """The memory of stages that keep the activations of several micro-batches at one time.
+
+    Args:
+        memory: of a step with one micro-batch, by stage.
+        most: number of micro-batches, by stage.
+        num_samples: samples of the batch.
+        samples: those of a micro-batch.
+    """
+    found: list[StageMemory] = []
+    for stage, number in zip(memory, most, strict=True):
+        batch = round(stage.batch * num_samples / samples)
+        more = (number - 1) * stage.activations + batch - stage.batch
+        found.append(
+            replace(
+                stage,
+                batch=batch,
+                activations=number * stage.activations,
+                forward_peak=stage.forward_peak + more,
+                backward_peak=stage.backward_peak + more,
+                update_peak=stage.update_peak + batch - stage.batch,
+            )
+        )
+    return found
