@@ -68,7 +68,7 @@ def train(name: str, rank: int, num_ranks: int, port: int, args: argparse.Namesp
     before = memory_mib("VmRSS")
     if args.limit_mib is not None:
         limit = int((memory_mib("VmSize") + args.limit_mib) * MIB)
-        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+        resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
     try:
         pl.seed_everything(0, verbose=False)
         strategy = STRATEGIES[name](**NAMES[name])
@@ -78,6 +78,7 @@ def train(name: str, rank: int, num_ranks: int, port: int, args: argparse.Namesp
         trainer.fit(Layers(args.width, args.depth), DataLoader(TensorDataset(torch.randn(12, args.width)), 4))
         queue.put((rank, f"{memory_mib('VmHWM') - before:.0f} MiB"))
     except (MemoryError, RuntimeError) as exc:
+        resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
         queue.put((rank, f"failed: {str(exc).splitlines()[0][:70]}"))
         queue.close()
         queue.join_thread()

@@ -1,12 +1,14 @@
 """Put sharded tensors together on rank 0, and cut whole tensors into shards."""
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.nn.utils import get_total_norm
 
 
 def gather_tree(tree: Any, keep: bool) -> Any:
@@ -63,6 +65,32 @@ def shard_optimizer_state(state: Mapping[str, Any], parameters: list[Tensor]) ->
         for index, entry in state["state"].items()
     }
     return {**state, "state": entries}
+
+
+def own_part(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor that may be sharded."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+@torch.no_grad()
+def total_norm(tensors: Sequence[Tensor], norm_type: float) -> Tensor:
+    """The norm of all tensors as one vector, whole where they are sharded; all ranks must call this alike.
+
+    Torch's own can't take the largest value of a shard without elements.
+
+    Args:
+        norm_type: 2 for the Euclidean norm, `inf` for the largest absolute value.
+    """
+    sharded = [tensor for tensor in tensors if isinstance(tensor, DTensor)]
+    plain = [tensor for tensor in tensors if not isinstance(tensor, DTensor)]
+    if not sharded:
+        return get_total_norm(plain, norm_type)
+    mesh = sharded[0].device_mesh
+    parts = [part for tensor in sharded if (part := tensor.to_local()).numel()]
+    own = get_total_norm(parts, norm_type).to(sharded[0].to_local().device)
+    norms = [torch.zeros_like(own) for _ in range(mesh.size(mesh.ndim - 1))]
+    dist.all_gather(norms, own, group=mesh.get_group(mesh.ndim - 1))  # a maximum over ranks could lose nan
+    return get_total_norm([*norms, *plain], norm_type)
 
 
 def _map_tensors(tree: Any, function: Callable[[Tensor], Any]) -> Any:

@@ -119,6 +119,8 @@ CASES = st.builds(
     resume_after=mostly(0, 1, 2, 4, times=6),
 )
 
+RECOMPUTED = (("recompute", ("net",)),)
+SHARDED = (("shard_optimizer", True),)
 RANKS = (("batch_size_is", "global"), ("timeout_s", 6))
 
 
@@ -163,6 +165,12 @@ SPREADS: dict[str, st.SearchStrategy[Spread]] = {
         lambda devices, more: Spread("fsdp", devices, (*RANKS, *more)),
         st.sampled_from([2, 3]),
         options((("shard", ()),), (("find_unused_parameters", True),), (), (("reshard_after_forward", False),)),
+    ),
+    "recompute": st.sampled_from(
+        [Spread(options=RECOMPUTED), Spread("dp", 2, RECOMPUTED), Spread("ddp", 2, (*RANKS, *RECOMPUTED))]
+    ),
+    "shard_optimizer": st.sampled_from(
+        [Spread("dp", 2, SHARDED), Spread("dp", 3, SHARDED), Spread("ddp", 2, (*RANKS, *SHARDED))]
     ),
     "ddp_model_parallel": st.just(
         Spread("ddp_model_parallel", 4, (*RANKS, ("model_parallel_size", 2), ("num_microbatches", 2)))

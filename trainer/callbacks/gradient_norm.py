@@ -2,11 +2,11 @@
 
 import pytorch_lightning as pl
 from pytorch_lightning.core.optimizer import LightningOptimizer
-from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from ...strategies.core.private import of_lightning
+from ...strategies.sharding.whole import total_norm
 
 
 class GradientNorm(pl.Callback):
@@ -31,7 +31,7 @@ class GradientNorm(pl.Callback):
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         several = len(trainer.optimizers) > 1
         name = f"gradient/norm_{trainer.optimizers.index(_plain(optimizer))}" if several else "gradient/norm"
-        values = {name: get_total_norm(gradients, self.norm_type).item()}
+        values = {name: total_norm(gradients, self.norm_type).item()}
         for logger in trainer.loggers:
             logger.log_metrics(values, step=of_lightning.log_step(trainer))
 

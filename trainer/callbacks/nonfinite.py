@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from ...strategies.core.errors import ConfigError
+from ...strategies.sharding.whole import own_part, total_norm
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +65,7 @@ class DetectNonFinite(pl.Callback):
         if not gradients:
             return
         # The largest absolute value: unlike a sum of squares it can't overflow for finite gradients.
-        finite = torch.nn.utils.get_total_norm(gradients, norm_type=torch.inf).isfinite()
+        finite = total_norm(gradients, torch.inf).isfinite()
         if finite.device.type == "cpu":
             if not finite:
                 self._act(trainer, pl_module, optimizer)
@@ -80,9 +81,8 @@ class DetectNonFinite(pl.Callback):
     def _act(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer) -> None:
         step = trainer.global_step
         if self.action == "raise":
-            bad = [
-                name for name, p in pl_module.named_parameters() if p.grad is not None and not p.grad.isfinite().all()
-            ]
+            gradients = [(name, p.grad) for name, p in pl_module.named_parameters() if p.grad is not None]
+            bad = [name for name, gradient in gradients if not own_part(gradient).isfinite().all()]
             raise self._error(step, bad)
         self.num_skipped += 1
         logger.warning("The gradients of optimizer step %d are not finite; the step is skipped.", step)
