@@ -161,7 +161,7 @@ def memory_of(topology: Topology, samples: int, known: dict[int, list[StageMemor
     num = -(-samples // simulated)
     if num == 1:
         return known[simulated]
-    return in_flight(known[simulated], most_in_flight(num, topology.num_stages), samples, simulated)
+    return in_flight(known[simulated], most_in_flight(topology.schedule, num, topology.num_stages), samples, simulated)
 
 
 def without_samples(memory: StageMemory) -> StageMemory:

@@ -101,6 +101,8 @@ def with_owner(memory: StageMemory, owner: int) -> StageMemory:
 def in_flight(memory: Sequence[StageMemory], most: Sequence[int], num_samples: int, samples: int) -> list[StageMemory]:
     """The memory of stages that keep the activations of several micro-batches at one time.
 
+    They go backward before the gradients of the last step are cleared, beside which theirs are collected.
+
     Args:
         memory: of a step with one micro-batch, by stage.
         most: number of micro-batches, by stage.
@@ -117,7 +119,7 @@ def in_flight(memory: Sequence[StageMemory], most: Sequence[int], num_samples: i
                 batch=batch,
                 activations=number * stage.activations,
                 forward_peak=stage.forward_peak + more,
-                backward_peak=stage.backward_peak + more,
+                backward_peak=stage.backward_peak + more + stage.gradients,
                 update_peak=stage.update_peak + batch - stage.batch,
             )
         )

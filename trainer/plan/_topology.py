@@ -16,6 +16,7 @@ from ...strategies.distributed.device_blocks import num_processes
 from ...strategies.dp import DataParallelStrategy
 from ...strategies.fsdp import FSDPStrategy
 from ...strategies.model_parallel import ModelParallelStrategy
+from ...strategies.pipeline.options import ScheduleName, StageOptions
 from ...strategies.registry import name_of
 from ..config.checks import plain
 
@@ -31,6 +32,7 @@ class Topology:
         policy: how a batch is cut among replicas or ranks.
         buckets: number of gradient copies in DDP's buckets.
         num_microbatches: number of micro-batches that a batch is cut into on stages.
+        schedule: order of the micro-batches.
         num_owners: number of ranks that share the optimizer's state.
         num_shards: number of ranks that share all of the module.
     """
@@ -44,6 +46,7 @@ class Topology:
     policy: Policy = field(default_factory=Even)
     buckets: int = 0
     num_microbatches: int = 1
+    schedule: ScheduleName = "1f1b"
     num_owners: int = 1
     num_shards: int = 1
 
@@ -87,8 +90,14 @@ def topology_of(strategy: Strategy, num_devices: int, num_nodes: int) -> Topolog
         owners = num_devices if strategy.shard_optimizer else 1
         return Topology(name, num_devices, is_replicated=True, policy=policy, num_owners=owners)
     if isinstance(strategy, ModelParallelStrategy):
-        many = strategy.stage_options.num_microbatches
-        return Topology(name, num_devices, num_stages=num_devices, num_microbatches=many)
+        stages = strategy.stage_options
+        return Topology(
+            name,
+            num_devices,
+            num_stages=num_devices,
+            num_microbatches=stages.num_microbatches,
+            schedule=stages.schedule,
+        )
     if not isinstance(strategy, DDPStrategy):
         raise ConfigError(f"mode=plan does not support the strategy {name}. Choose one of this project's, such as ddp.")
     if isinstance(strategy, FSDPStrategy):
@@ -97,9 +106,12 @@ def topology_of(strategy: Strategy, num_devices: int, num_nodes: int) -> Topolog
     num_ranks = num_processes(num_devices, num_stages) * num_nodes
     buckets = 0 if of_lightning.ddp_kwargs(strategy).get("gradient_as_bucket_view") else 1
     per_rank = strategy.batch_size_is == "per_device"
-    many = 1 if strategy.stage_options is None else strategy.stage_options.num_microbatches
+    stages = strategy.stage_options or StageOptions()
     owners = num_ranks if strategy.shard_optimizer else 1
-    return Topology(name, num_devices, num_stages, num_ranks, False, per_rank, strategy.policy, buckets, many, owners)
+    return Topology(
+        name, num_devices, num_stages, num_ranks, False, per_rank, strategy.policy, buckets, stages.num_microbatches,
+        stages.schedule, owners,
+    )  # fmt: skip
 
 
 def _of_shards(strategy: FSDPStrategy, name: str, num_devices: int, num_nodes: int) -> Topology:

@@ -260,11 +260,13 @@ def test_replicas_keep_the_optimizer_state_of_their_own_parameters(tmp_path: Pat
 
 
 def test_a_stage_keeps_micro_batches_by_the_schedule() -> None:
-    step = StageMemory(parameters=10, batch=4, activations=100, forward_peak=130, backward_peak=150, update_peak=20)
+    step = StageMemory(
+        parameters=10, gradients=9, batch=4, activations=100, forward_peak=130, backward_peak=150, update_peak=20
+    )
     # 7 samples in micro-batches of at most 2, of which the stage keeps 3
     (found,) = in_flight([step], [3], 7, 2)
     assert (found.batch, found.activations) == (14, 300)
-    assert (found.forward_peak, found.backward_peak, found.update_peak) == (130 + 210, 150 + 210, 30)
+    assert (found.forward_peak, found.backward_peak, found.update_peak) == (130 + 210, 150 + 210 + 9, 30)
 
 
 def deep(tmp_path: Path, *overrides: str) -> MemoryPlan:
