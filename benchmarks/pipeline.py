@@ -1,15 +1,22 @@
-"""Measure the speed-up of a training step on two stages with m micro-batches, compared with the ideal.
+"""Measure the speed-up of a training step on k stages with m micro-batches, compared with the ideal.
 
     python benchmarks/pipeline.py
     python benchmarks/pipeline.py --wait
+    python benchmarks/pipeline.py --wait --devices cpu,cpu,cpu,cpu --microbatches 1,2,4,8,16,32
+    python benchmarks/pipeline.py --wait --schedule gpipe
+    python benchmarks/pipeline.py --uneven --rounds 3
     python benchmarks/pipeline.py --devices cuda:0,cpu
 
-Two equal stages of wide linear layers, one intra-op thread each, so that a stage is compute-bound: each micro-batch
+Equal stages of wide linear layers, one intra-op thread each, so that a stage is compute-bound: each micro-batch
 reads all weights and adds to all gradients once, so a small batch (`--batch 512`) is memory-bound and gains little.
 All variants run interleaved in one process, round by round; the table shows medians over the rounds. Two CPU stages
 need two free cores: the last line shows the speed-up of two independent threads over one at the same time, an upper
 bound for any pipeline. With `--wait` a stage waits 20 µs per sample instead of computing, forward and backward, which
 measures the schedule alone, independent of other load.
+
+With `--uneven` parts of equal bytes wait on four stages, those of the first stage three times as long, and
+`balance=time` is compared with `balance=memory`. With `--best` the fastest step of a run counts, not the median: what
+else the machine does only adds time.
 """
 
 import argparse
@@ -19,6 +26,7 @@ import statistics
 import threading
 import time
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import pytorch_lightning as pl
@@ -31,41 +39,50 @@ WAIT_S = 20e-6
 """Seconds per sample and stage that `--wait` takes, in each direction."""
 
 
+UNEVEN = [0.75] * 4 + [0.25] * 12
+"""Four stages of four parts, the first of which takes three times as long: 3 1 1 1; of equal time they are 1.5 each."""
+
+_FIRST = 5
+"""The first step that counts: until then `balance=time` measures."""
+
+
 class Waiting(torch.autograd.Function):
     """The identity, with a delay in forward and backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        """Wait, and return the input."""
-        time.sleep(WAIT_S * len(x))
+    def forward(ctx: Any, x: Tensor, num: float) -> Tensor:
+        """Wait as long as so many stages, and return the input."""
+        ctx.seconds = WAIT_S * len(x) * num
+        time.sleep(ctx.seconds)
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+    def backward(ctx: Any, *grads: Tensor) -> Any:
         """Wait, and return the gradient."""
-        time.sleep(WAIT_S * len(grads[0]))
-        return grads[0]
+        time.sleep(ctx.seconds)
+        return grads[0], None
 
 
 class WaitingStage(nn.Module):
-    """A stage that only waits."""
+    """A stage, or a part of one, that only waits."""
 
-    def __init__(self) -> None:
+    def __init__(self, num: float = 1.0) -> None:
         super().__init__()
+        self.num = num
         self.scale = nn.Parameter(torch.ones(()))
 
     def forward(self, x: Tensor) -> Tensor:
         """Scale by a parameter, so that there is a gradient."""
-        return Waiting.apply(x * self.scale)
+        return Waiting.apply(x * self.scale, self.num)
 
 
 class Wide(pl.LightningModule):
-    """Equal layers, half of them on each of two stages; or two stages that wait."""
+    """Equal layers; or stages that wait."""
 
-    def __init__(self, width: int, depth: int, wait: bool = False) -> None:
+    def __init__(self, width: int, depth: int, waits: Sequence[float] = ()) -> None:
         super().__init__()
-        if wait:
-            self.layers = nn.Sequential(WaitingStage(), WaitingStage())
+        if waits:
+            self.layers = nn.Sequential(*map(WaitingStage, waits))
         else:
             self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(depth)))
 
@@ -111,12 +128,14 @@ def ideal_speedup(num_microbatches: int, num_stages: int) -> float:
     return num_microbatches * num_stages / (num_microbatches + num_stages - 1)
 
 
-def step_seconds(devices: list[torch.device], num_microbatches: int, args: argparse.Namespace) -> float:
-    """Median time of a training step."""
+def step_seconds(devices: list[torch.device], num_microbatches: int, args: argparse.Namespace, **options: Any) -> float:
+    """Median time of a training step, the least one with `--best`."""
     torch.manual_seed(0)
     times = StepTimes(devices)
     trainer = pl.Trainer(
-        strategy=ModelParallelStrategy(devices=devices, num_microbatches=num_microbatches, optimizer_copies=0),
+        strategy=ModelParallelStrategy(
+            devices=devices, num_microbatches=num_microbatches, optimizer_copies=0, **options
+        ),
         accelerator="cuda" if devices[0].type == "cuda" else "cpu",
         devices=1 if devices[0].type == "cuda" else len(devices),
         max_steps=args.steps,
@@ -126,10 +145,12 @@ def step_seconds(devices: list[torch.device], num_microbatches: int, args: argpa
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    width = 1 if args.wait else args.width
+    waits = UNEVEN if args.uneven else [1.0] * len(devices) if args.wait else []
+    width = 1 if waits else args.width
     batches = [torch.randn(args.batch, width)] * args.steps
-    trainer.fit(Wide(width, args.depth, args.wait), torch.utils.data.DataLoader(batches, batch_size=None))
-    return statistics.median(times.seconds[1:])
+    trainer.fit(Wide(width, args.depth, waits), torch.utils.data.DataLoader(batches, batch_size=None))
+    later = times.seconds[min(_FIRST, len(times.seconds) - 1) :]
+    return min(later) if args.best else statistics.median(later)
 
 
 def threads_speedup(args: argparse.Namespace) -> float:
@@ -152,14 +173,30 @@ def threads_speedup(args: argparse.Namespace) -> float:
     return statistics.median(seconds(1) / seconds(2) for _ in range(args.steps))
 
 
+def compare_balance(args: argparse.Namespace) -> None:
+    """Print the time of a step with stages of equal bytes and of equal time."""
+    devices = [torch.device("cpu")] * 4
+    ways = [{"balance": balance} for balance in ("memory", "time")]
+    rounds = [[step_seconds(devices, 16, args, **way) for way in ways] for _ in range(args.rounds)]
+    memory, by_time = (statistics.median(column) for column in zip(*rounds, strict=True))
+    ratio = statistics.median(one / other for one, other in rounds)
+    ideal = (3 * 16 + 3) / (1.5 * (16 + 3))  # m times the slowest stage, and once each of the others
+    print(
+        f"balance=memory {memory * 1e3:.1f} ms/step, balance=time {by_time * 1e3:.1f}: {ratio:.2f}, ideal {ideal:.2f}"
+    )
+
+
 def main() -> None:
     """Measure and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--wait", action="store_true")
+    parser.add_argument("--best", action="store_true")
+    parser.add_argument("--uneven", action="store_true")
+    parser.add_argument("--schedule", default="1f1b", choices=["1f1b", "gpipe"])
     parser.add_argument("--devices", default="cpu,cpu")
-    parser.add_argument("--microbatches", default="1,2,4,8")
+    parser.add_argument("--microbatches", default="1,2,4,8,16,32")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--batch", type=int, default=2048)
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--depth", type=int, default=8)
@@ -170,11 +207,14 @@ def main() -> None:
     counts = [int(count) for count in args.microbatches.split(",")]
     print(f"torch {torch.__version__}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, devices {args.devices}")
     logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
+    if args.uneven:
+        compare_balance(args)
+        return
     seconds: dict[int, list[float]] = {count: [] for count in counts}
     limits: list[float] = []
     for _ in range(args.rounds):
         for count in counts:
-            seconds[count].append(step_seconds(devices, count, args))
+            seconds[count].append(step_seconds(devices, count, args, schedule=args.schedule))
         limits.append(threads_speedup(args))
     print("micro-batches  ms/step  speed-up  best round  ideal m·k/(m+k−1)")
     for count in counts:

@@ -297,7 +297,7 @@ SHORT_BENCHMARKS = {
     "communication.py": ["--devices", "2"],
     "data_parallel.py": ["--rounds", "2", "--layers", "10"],
     "many_ranks.py": ["--ranks", "4", "--processes", "2", "--seconds", "1"],
-    "pipeline.py": ["--rounds", "1", "--steps", "2", "--batch", "64"],
+    "pipeline.py": ["--rounds", "1", "--steps", "2", "--batch", "64", "--microbatches", "1,4"],
     "snapshots.py": ["--rounds", "1", "--steps", "13", "--megabytes", "50", "--every", "2"],
     "step_overhead.py": ["--rounds", "1", "--steps", "80"],
     "uneven_ranks.py": ["--rounds", "1", "--steps", "10"],
