@@ -9,6 +9,8 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -115,6 +117,21 @@ def end_process(status: int) -> NoReturn:
 
 _openmp_released = False
 """Whether the process from which this one was forked had released its threads of OpenMP."""
+
+
+@contextmanager
+def forking() -> Generator[None]:
+    """Fork processes inside the block that share the memory of this one, and don't wait for its threads.
+
+    A garbage collection writes to every object, so that each process would copy all memory that it shares with this
+    one: what exists now is kept out of collections, in forked processes for good.
+    """
+    release_openmp()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def release_openmp() -> None:

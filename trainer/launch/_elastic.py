@@ -1,6 +1,5 @@
 """Start the workers of one machine with torch's elastic agent, and report their failures."""
 
-import gc
 import json
 import logging
 import os
@@ -24,7 +23,7 @@ from ...strategies import ConfigError
 from ...strategies.core.files import scratch_directory
 from ...strategies.core.patching import replaced
 from ...strategies.core.private import of_torch, put
-from ...strategies.distributed.process_exit import is_frozen, release_openmp
+from ...strategies.distributed.process_exit import forking, is_frozen
 from ...strategies.distributed.store import loopback_device
 from ..config.checks import AUTO
 from ..config.launch_plan import LaunchPlan
@@ -91,10 +90,9 @@ def _launch(cfg: DictConfig, num_processes: int, forks: bool) -> Result:
             # a second signal finds the agent's handlers gone, which would raise its error
             with frozen_workers_killed(), signal_handlers_kept() as handlers:
                 if forks:
-                    release_openmp()
                     agents_log = logging.getLogger(elastic_processes.__name__)
                     # a failure is told below
-                    with replaced(agents_log, "disabled", True), out_of_collections():
+                    with replaced(agents_log, "disabled", True), forking():
                         elastic_launch(config, entrypoint=run_forked)(str(config_file), handlers)
                 else:
                     elastic_launch(config, entrypoint=sys.executable)("-m", worker.__name__, str(config_file))
@@ -171,19 +169,6 @@ def signal_handlers_kept() -> Generator[dict[int, Any]]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-@contextmanager
-def out_of_collections() -> Generator[None]:
-    """Keep what exists out of garbage collections, here and in forked processes.
-
-    A collection writes to every object: each worker would copy all of its memory that it shares with this process.
-    """
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
 
 
 @contextmanager

@@ -9,7 +9,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -17,7 +17,7 @@ from typing import Any
 
 from ...core.errors import ConfigError
 from ...core.files import replacing
-from ..process_exit import LAST_WORDS_S, is_frozen, release_openmp
+from ..process_exit import LAST_WORDS_S, forking, is_frozen
 from ..store import RankError
 
 POLL_S = 0.1
@@ -42,12 +42,11 @@ class RankProcesses:
     def start(self, work: Callable[..., None], num_ranks: int, *args: Any) -> None:
         """Start `work(rank, *args)` in a process per rank."""
         context: Any = multiprocessing.get_context(self.method)
-        if self.method == "fork":
-            release_openmp()
-        for rank in range(num_ranks):
-            process = context.Process(target=_main, args=(work, rank, str(self.folder), args))
-            process.start()
-            self.processes.append(process)
+        with forking() if self.method == "fork" else nullcontext():
+            for rank in range(num_ranks):
+                process = context.Process(target=_main, args=(work, rank, str(self.folder), args))
+                process.start()
+                self.processes.append(process)
 
     def kill(self, signum: int) -> None:
         """Send a signal to those that are alive."""
