@@ -9,7 +9,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from ...strategies import ConfigError
-from ..config.checks import verify_config
+from ..config.checks import leave_out_defaults, verify_config
 from ..config.group_files import CONFIG_MODULE, Source
 from ..config.launch_plan import strategy_name
 from ..config.missing_values import incomplete
@@ -93,6 +93,7 @@ def check(cfg: DictConfig) -> DictConfig:
         raise ConfigError(incomplete(cfg, exc)) from exc
     assert isinstance(resolved, dict)
     cfg = OmegaConf.create({str(key): value for key, value in resolved.items()})
+    leave_out_defaults(cfg)
     verify_config(cfg)
     return cfg
 

@@ -1,5 +1,6 @@
 """Check a configuration before training; each error says what was given, what is allowed and what to do."""
 
+import inspect
 import sys
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 from pytorch_lightning.loggers import Logger
 from pytorch_lightning.strategies import Strategy
 
-from ...strategies import ConfigError
+from ...strategies import ConfigError, SingleDeviceStrategy
 from ...strategies.core.device_names import resolve_devices
 from ...strategies.core.lightning_names import verify_family
 from ._option_values import verify_options, verify_root
@@ -56,6 +57,19 @@ def verify_config(cfg: DictConfig) -> None:
         for key, entry in entries(group, options.get(group)):
             verify_options(key, entry, verify_target(key, entry, kind))
     verify_nested("", options)
+
+
+def leave_out_defaults(cfg: DictConfig) -> None:
+    """Leave out options of `strategy=single_device` at their defaults that another class does not take.
+
+    `strategy._target_=my_project.MyStrategy` names the class on top of that config.
+    """
+    parameters = inspect.signature(verify_target("strategy", plain(cfg.strategy), Strategy)).parameters
+    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return
+    for name, parameter in inspect.signature(SingleDeviceStrategy).parameters.items():
+        if name not in parameters and cfg.strategy.get(name) == parameter.default and name in cfg.strategy:
+            del cfg.strategy[name]
 
 
 def entries(group: str, options: Any) -> list[tuple[str, Any]]:

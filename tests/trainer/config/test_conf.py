@@ -12,7 +12,7 @@ from hydra.errors import MissingConfigException
 from omegaconf import DictConfig, OmegaConf
 
 import evener.conf
-from evener.strategies import STRATEGIES
+from evener.strategies import STRATEGIES, ConfigError, SingleDeviceStrategy
 from evener.trainer import compose, main
 from evener.trainer.cli.train import prepare
 from evener.trainer.config.group_files import PACKAGE, file_names, file_options
@@ -154,3 +154,17 @@ def test_preparing_leaves_the_given_config_unchanged(tmp_path: Path) -> None:
     before = OmegaConf.to_yaml(cfg)
     prepare(cfg)
     assert OmegaConf.to_yaml(cfg) == before
+
+
+class OwnStrategy(SingleDeviceStrategy):
+    """A user's own, which knows no option of the config that it is named in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+
+
+def test_a_class_of_the_users_own_gets_no_default_that_it_does_not_take(tmp_path: Path) -> None:
+    own = f"strategy._target_={__name__}.OwnStrategy"
+    assert list(prepared(tmp_path, own).strategy) == ["_target_"]
+    with pytest.raises(ConfigError, match=r"strategy\.recompute is not an option of"):
+        prepared(tmp_path, own, "strategy.recompute=always")
