@@ -5,7 +5,7 @@
 All train the digits module with TensorBoard, validation and a checkpoint callback on the CPU, in processes of their own
 that exit right after their first step. They run in turns, in alternating order, and the table shows the median ratios:
 `train.py` to the plain script, and `strategy=ddp` on several ranks to `train.py`. Processor time is the user and system
-time of all processes, which other load hardly affects; wall time is shown too.
+time of all processes until their step has ended, which other load hardly affects; wall time is shown too.
 
 `restart` is a run of two ranks whose first life ends after its first step: the seconds from the start of the second
 life's processes, right after their rendezvous, to the end of its first step.
@@ -13,7 +13,6 @@ life's processes, right after their rendezvous, to the end of its first step.
 
 import argparse
 import os
-import resource
 import statistics
 import subprocess
 import sys
@@ -35,17 +34,27 @@ class EndAfterFirstStep(pl.Callback):
     """Exit right after the first optimizer step, without cleaning up.
 
     Args:
-        folder: where rank 0 leaves the seconds since its process was started, one file per life.
+        folder: where each rank leaves its seconds of processor time, and since its process was started.
     """
 
     def __init__(self, folder: str) -> None:
         self.folder = Path(folder)
 
     def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
-        if trainer.global_rank == 0:
-            life = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-            (self.folder / f"life_{life}").write_text(str(seconds_since_start()))
+        life, is_rank = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), trainer.world_size > 1
+        seconds = time.process_time() + (processor_seconds(os.getppid()) if is_rank and trainer.is_global_zero else 0.0)
+        file = self.folder / f"life_{life}_rank_{trainer.global_rank}"
+        file.with_suffix(".new").write_text(f"{seconds} {seconds_since_start()}")
+        file.with_suffix(".new").rename(file)
+        while len(list(self.folder.glob(f"life_{life}_rank_?"))) < trainer.world_size:
+            time.sleep(0.01)  # the first that ends ends the others
         os._exit(FIRST_STEP_DONE)
+
+
+def processor_seconds(pid: int) -> float:
+    """User and system time of a process, without those that it has started."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def seconds_since_start() -> float:
@@ -92,12 +101,12 @@ def measure(command: list[str], folder: str, life: int = 0) -> tuple[float, floa
     paths = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     environment.pop("PYTHONDONTWRITEBYTECODE", None)  # use compiled files, like in normal use
-    before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
+    start = time.perf_counter()
     done = subprocess.run([sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True)
-    wall, after = time.perf_counter() - start, resource.getrusage(resource.RUSAGE_CHILDREN)
-    if not Path(folder, f"life_{life}").exists():
+    wall, found = time.perf_counter() - start, list(Path(folder).glob(f"life_{life}_rank_*"))
+    if not found:
         raise RuntimeError(f"{command} ended with status {done.returncode}: {done.stderr[-2000:]}")
-    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, wall
+    return sum(float(file.read_text().split()[0]) for file in found), wall
 
 
 def compare(rounds: int, ranks: Sequence[int]) -> None:
@@ -130,7 +139,7 @@ def restart() -> float:
     with tempfile.TemporaryDirectory() as folder:
         command = ranks_command(folder, 2, "launcher.max_restarts=1")
         measure(command, folder, life=1)
-        return float(Path(folder, "life_1").read_text())
+        return float(Path(folder, "life_1_rank_0").read_text().split()[1])
 
 
 def main() -> None:
