@@ -23,7 +23,7 @@ def program() -> Any:
     return module
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_short_form_passes() -> None:
     done = subprocess.run(
         [sys.executable, str(SCRIPT), "--cpu"], capture_output=True, text=True, check=False, timeout=400

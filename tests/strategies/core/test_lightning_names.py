@@ -115,7 +115,7 @@ def python(folder: Path, *command: str, **environment: str) -> subprocess.Comple
     [
         ("", "pytorch_lightning"),
         ("import lightning", "lightning.pytorch"),
-        ("import pytorch_lightning", "pytorch_lightning"),
+        pytest.param("import pytorch_lightning", "pytorch_lightning", marks=pytest.mark.slow),
     ],
     ids=["evener first", "lightning first", "pytorch_lightning first"],
 )
@@ -150,7 +150,7 @@ print(quiet.name)
     ("before", "other", "real"),
     [
         ("", "lightning.pytorch", "pytorch_lightning"),
-        ("import pytorch_lightning", "lightning.pytorch", "pytorch_lightning"),
+        pytest.param("import pytorch_lightning", "lightning.pytorch", "pytorch_lightning", marks=pytest.mark.slow),
         ("import lightning", "pytorch_lightning", "lightning.pytorch"),
     ],
     ids=["evener first", "pytorch_lightning first", "lightning first"],
@@ -323,7 +323,7 @@ if __name__ == "__main__":
 @pytest.mark.parametrize(
     ("what", "method", "steps"),
     [
-        pytest.param("workers", "fork", 2, marks=pytest.mark.long),
+        pytest.param("workers", "fork", 2, marks=pytest.mark.slow),
         pytest.param("workers", "spawn", 2, marks=pytest.mark.slow),
         pytest.param("workers", "forkserver", 2, marks=pytest.mark.long),
         pytest.param("ranks", "fork", 2, marks=pytest.mark.slow),
@@ -353,8 +353,10 @@ def test_fit(tmp_path):
     ("plugin", "expected"),
     [
         ("import lightning", "1 passed"),
-        ("import pytorch_lightning, lightning", "Import evener before either of them"),
-        ("import evener.strategies, pytorch_lightning, lightning", "1 passed"),
+        pytest.param(
+            "import pytorch_lightning, lightning", "Import evener before either of them", marks=pytest.mark.slow
+        ),
+        pytest.param("import evener.strategies, pytorch_lightning, lightning", "1 passed", marks=pytest.mark.slow),
     ],
     ids=["lightning", "both", "evener first"],
 )

@@ -51,7 +51,7 @@ def end(folder: Path, statement: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("status", [0, 3])
+@pytest.mark.parametrize("status", [pytest.param(0, marks=pytest.mark.slow), 3])
 def test_a_process_ends_with_its_status_while_threads_are_in_native_code(tmp_path: Path, status: int) -> None:
     # with sys.exit in its place this process aborts (SIGABRT, "terminate called without an active exception")
     done = end(tmp_path, f"end_process({status})")

@@ -38,10 +38,12 @@ def test_a_plain_script_runs_once_and_sees_trained_weights(tmp_path: Path) -> No
         ("hang", r"rank 1 is at step 0, plain_script.py:\d+ in training_step"),
         # rank 0 hosted the store, whose readers waited without end; a frozen rank 1 took torch 30 s to kill
         ("freeze0", r"rank 0 is gone; it was at step 3, plain_script.py:\d+ in training_step"),
-        ("freeze1", r"rank 1 is gone; it was at step 3, plain_script.py:\d+ in training_step"),
+        pytest.param(
+            "freeze1", r"rank 1 is gone; it was at step 3, plain_script.py:\d+ in training_step", marks=pytest.mark.slow
+        ),
         # after the last collective nobody waited for it but the script, without end
         ("linger", r"rank 1 did not arrive; it was at step 80, plain_script.py:\d+ in on_train_end"),
-        ("tarry", "rank 1 did not end within 3 s after the others had"),
+        pytest.param("tarry", "rank 1 did not end within 3 s after the others had", marks=pytest.mark.slow),
     ],
 )
 def test_a_failing_rank_of_a_script_ends_it_with_its_traceback(tmp_path: Path, fault: str, told: str) -> None:
@@ -67,9 +69,15 @@ def test_a_rank_that_is_busy_while_another_is_killed_ends_with_it(tmp_path: Path
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("signum", "to", "status"),
-    [(signal.SIGTERM, "script", 143), (signal.SIGTERM, "rank0", 143), (signal.SIGTERM, "rank1", 143),
-     (signal.SIGINT, "script", 1), (signal.SIGHUP, "script", 129), (signal.SIGUSR1, "rank1", 143)],
-)  # fmt: skip
+    [
+        (signal.SIGTERM, "script", 143),
+        pytest.param(signal.SIGTERM, "rank0", 143, marks=pytest.mark.slow),
+        (signal.SIGTERM, "rank1", 143),
+        (signal.SIGINT, "script", 1),
+        pytest.param(signal.SIGHUP, "script", 129, marks=pytest.mark.slow),
+        pytest.param(signal.SIGUSR1, "rank1", 143, marks=pytest.mark.slow),
+    ],
+)
 def test_a_signal_stops_a_script_and_its_ranks_at_one_step(tmp_path: Path, signum: int, to: str, status: int) -> None:
     log = tmp_path / "log"
     script = subprocess.Popen([sys.executable, str(SCRIPT), str(log), "long"], stderr=subprocess.PIPE, text=True)
