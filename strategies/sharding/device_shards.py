@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from ..core.devices import to_device
 from ..core.errors import ConfigError
 from .optimizer_shards import OwnPart, owners
 
@@ -105,15 +106,15 @@ class DeviceShards(OwnPart):
         for i, stand_in in self._stand_ins.items():
             parameter = self._parameters[i]
             if parameter.grad is not None:
-                stand_in.data = parameter.detach().to(stand_in.device, non_blocking=True)
-                stand_in.grad = parameter.grad.detach().to(stand_in.device, non_blocking=True)
+                stand_in.data = to_device(parameter.detach(), stand_in.device)
+                stand_in.grad = to_device(parameter.grad.detach(), stand_in.device)
         for other in self._others:
             if other is not None:
                 other.step()
         for i, stand_in in self._stand_ins.items():
             if stand_in.grad is not None:
                 if stand_in.data_ptr() != self._parameters[i].data_ptr():
-                    self._parameters[i].copy_(stand_in.detach(), non_blocking=True)
+                    self._parameters[i].copy_(to_device(stand_in.detach(), self._parameters[i].device))
                 else:
                     torch.autograd.graph.increment_version(self._parameters[i])
                 stand_in.grad = None
