@@ -57,10 +57,10 @@ class DeviceShards(OwnPart):
     def whole_state(self) -> dict[str, Any]:
         """The optimizer's `state_dict`, with the state of all devices."""
         found = self._optimizer.state_dict()
-        for other in self._others:
-            for stand_in, state in () if other is None else other.state.items():
-                index = next(i for i, own in self._stand_ins.items() if own is stand_in)
-                found["state"][index] = state
+        for i, stand_in in self._stand_ins.items():
+            other = self._others[self._owners[i] - 1]
+            if other is not None and stand_in in other.state:
+                found["state"][i] = other.state[stand_in]
         found["state"] = dict(sorted(found["state"].items()))
         return found
 
