@@ -7,7 +7,6 @@ from typing import Any, ClassVar
 
 import pytorch_lightning as pl
 import torch
-from pytorch_lightning.core.optimizer import LightningOptimizer
 from pytorch_lightning.utilities.rank_zero import rank_zero_info
 from pytorch_lightning.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
@@ -26,7 +25,7 @@ from .core.errors import ConfigError, verify_choice
 from .core.loop_contract import run_backward
 from .core.module_checks import verify_takes_parts
 from .core.module_log import lightning_modules, module_log, restore_logs
-from .core.optimizer_states import load_states, state_to_parameters
+from .core.optimizer_states import load_states, state_to_parameters, unwrapped
 from .core.private import of_lightning, of_torch
 from .core.rng import seed_devices, seed_rank
 from .core.types import Batch
@@ -272,8 +271,7 @@ class DDPStrategy(MultiProcessStrategy):
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        raw = of_lightning.optimizer(optimizer) if isinstance(optimizer, LightningOptimizer) else optimizer
-        shards = self._optimizer_shards.get(raw)
+        shards = self._optimizer_shards.get(unwrapped(optimizer))
         return super().optimizer_state(optimizer) if shards is None else shards.whole_state()
 
     @override

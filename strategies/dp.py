@@ -5,7 +5,6 @@ from typing import Any
 
 import pytorch_lightning as pl
 import torch
-from pytorch_lightning.core.optimizer import LightningOptimizer
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -15,7 +14,7 @@ from .batch.one_process import OneProcessStrategy
 from .batch.policies import Even, Policy
 from .batch.structure import BatchDims
 from .core.errors import ConfigError
-from .core.private import of_lightning
+from .core.optimizer_states import unwrapped
 from .core.types import Device
 from .pipeline.options import StageOptions
 from .pipeline.recompute import Recompute, RecomputeOption, verify_threads
@@ -114,8 +113,7 @@ class DataParallelStrategy(OneProcessStrategy):
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        raw = of_lightning.optimizer(optimizer) if isinstance(optimizer, LightningOptimizer) else optimizer
-        shards = self._optimizer_shards.get(raw)
+        shards = self._optimizer_shards.get(unwrapped(optimizer))
         return super().optimizer_state(optimizer) if shards is None else shards.whole_state()
 
     @override

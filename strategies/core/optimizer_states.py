@@ -3,8 +3,16 @@
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from pytorch_lightning.core.optimizer import LightningOptimizer
 from torch import Tensor
 from torch.optim import Optimizer
+
+from .private import of_lightning
+
+
+def unwrapped(optimizer: Optimizer | LightningOptimizer) -> Optimizer:
+    """The optimizer inside Lightning's wrapper, which `LightningModule.optimizers()` returns."""
+    return of_lightning.optimizer(optimizer) if isinstance(optimizer, LightningOptimizer) else optimizer
 
 
 def load_states(optimizers: Iterable[Optimizer], checkpoint: Mapping[str, Any]) -> None:

@@ -1,10 +1,10 @@
 """Log the gradient's norm."""
 
 import pytorch_lightning as pl
-from pytorch_lightning.core.optimizer import LightningOptimizer
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from ...strategies.core.optimizer_states import unwrapped
 from ...strategies.core.private import of_lightning
 from ...strategies.sharding.whole import total_norm
 
@@ -30,12 +30,7 @@ class GradientNorm(pl.Callback):
             return
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         several = len(trainer.optimizers) > 1
-        name = f"gradient/norm_{trainer.optimizers.index(_plain(optimizer))}" if several else "gradient/norm"
+        name = f"gradient/norm_{trainer.optimizers.index(unwrapped(optimizer))}" if several else "gradient/norm"
         values = {name: total_norm(gradients, self.norm_type).item()}
         for logger in trainer.loggers:
             logger.log_metrics(values, step=of_lightning.log_step(trainer))
-
-
-def _plain(optimizer: Optimizer) -> Optimizer:
-    """The optimizer inside Lightning's wrapper."""
-    return of_lightning.optimizer(optimizer) if isinstance(optimizer, LightningOptimizer) else optimizer
