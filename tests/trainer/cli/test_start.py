@@ -1,5 +1,6 @@
 """What needs a configuration only is answered without importing torch or Lightning."""
 
+import gc
 import os
 import subprocess
 import sys
@@ -7,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from evener.trainer.cli.main import LAUNCHER_VARIABLES
+from evener.trainer.cli import job
+from evener.trainer.cli.main import LAUNCHER_VARIABLES, main
 
 ROOT = Path(__file__).parents[3]
 SCRIPT = """
@@ -57,3 +59,20 @@ def test_the_face_of_the_trainer_is_whole() -> None:
     code = "import evener.trainer as face; print(*(getattr(face, name).__name__ for name in face.__all__))"
     done = subprocess.run([sys.executable, "-c", code], timeout=300, capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["ConfigError", "Result", "Trainer", "compose", "main", "train"]
+
+
+@pytest.mark.parametrize("words", [["mode=fit"], ["--cfg", "job"], ["strategy=nope"]])
+def test_garbage_is_collected_while_a_job_runs_and_after_the_command(
+    words: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    seen: list[bool] = []
+    for name in [name for name in os.environ if name.startswith(LAUNCHER_VARIABLES)]:
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(job, "run_reported", lambda *_: seen.append(gc.isenabled()))
+    monkeypatch.setattr(sys, "argv", ["train.py", *words, f"log_dir={tmp_path}"])
+    try:
+        main()
+    except SystemExit:
+        assert words == ["strategy=nope"]
+    assert seen == ([True] if words == ["mode=fit"] else [])
+    assert gc.isenabled()
