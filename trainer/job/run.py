@@ -188,7 +188,9 @@ def can_draw() -> bool:
 
 
 def log_config(trainer: pl.Trainer, cfg: DictConfig) -> None:
-    """Send the hyperparameters to every logger, and the whole configuration as text to TensorBoard."""
+    """Send the hyperparameters to every logger, and the whole configuration as text to TensorBoard; on rank 0 only."""
+    if not trainer.is_global_zero:
+        return
     for logger in trainer.loggers:
         logger.log_hyperparams(hyperparameters(cfg))
         if isinstance(logger, TensorBoardLogger):

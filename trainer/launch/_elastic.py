@@ -83,8 +83,6 @@ def without_rank(cfg: DictConfig, rank: int, devices: Sequence[torch.device], ea
 def _launch(cfg: DictConfig, num_processes: int, forks: bool) -> Result:
     """Start one worker per process with torch's elastic agent, and wait for the result."""
     with scratch_directory() as scratch, environment(worker_environment(num_processes)):
-        config_file = scratch / "config.yaml"
-        config_file.write_text(OmegaConf.to_yaml(cfg, resolve=True), encoding="utf-8")
         config = launch_config(cfg, num_processes, str(scratch))
         try:
             # a second signal finds the agent's handlers gone, which would raise its error
@@ -93,8 +91,10 @@ def _launch(cfg: DictConfig, num_processes: int, forks: bool) -> Result:
                     agents_log = logging.getLogger(elastic_processes.__name__)
                     # a failure is told below
                     with replaced(agents_log, "disabled", True), forking():
-                        elastic_launch(config, entrypoint=run_forked)(str(config_file), handlers)
+                        elastic_launch(config, entrypoint=run_forked)(cfg, scratch, handlers)
                 else:
+                    config_file = scratch / "config.yaml"
+                    config_file.write_text(OmegaConf.to_yaml(cfg, resolve=True), encoding="utf-8")
                     elastic_launch(config, entrypoint=sys.executable)("-m", worker.__name__, str(config_file))
         except ChildFailedError as exc:
             raise explain(cfg, exc, num_processes, scratch) from None

@@ -26,10 +26,13 @@ from ..job.signals import Interrupted
 from .environment import AGENT, FAILURE_FILE, STOPPED_FILE
 
 
-def work(config_file: str) -> None:
-    """Run one rank; the first that fails leaves its reason for the agent's process, which prints the last attempt's."""
-    cfg = OmegaConf.load(config_file)
-    assert isinstance(cfg, DictConfig)
+def work(cfg: DictConfig, scratch: Path) -> None:
+    """Run one rank; the first that fails leaves its reason for the agent's process, which prints the last attempt's.
+
+    Args:
+        cfg: the resolved configuration.
+        scratch: the directory that the agent's process reads.
+    """
     leave_in_time(cfg.launcher.shutdown_timeout_s)
     rank = int(os.environ["RANK"])
     with run_log(cfg.run_dir, rank):
@@ -38,16 +41,16 @@ def work(config_file: str) -> None:
         except Exception as exc:
             failure = Failure.of(exc, rank)
             if report(cfg, failure, int(os.environ["WORLD_SIZE"])):
-                tell(config_file, failure, isinstance(exc, (ConfigError, MisconfigurationException)))
+                tell(scratch, failure, isinstance(exc, (ConfigError, MisconfigurationException)))
                 if is_restarted():
                     sys.stderr.write(f"rank {rank} failed: {failure.short}\n")
             raise
 
 
-def tell(config_file: str, failure: Failure, refused: bool) -> None:
+def tell(scratch: Path, failure: Failure, refused: bool) -> None:
     """Leave the first failure of this attempt for the agent's process."""
     attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
-    with replacing(Path(config_file).with_name(FAILURE_FILE.format(attempt))) as file:
+    with replacing(scratch / FAILURE_FILE.format(attempt)) as file:
         file.write_text(json.dumps({**asdict(failure), "refused": refused}), encoding="utf-8")
 
 
@@ -56,17 +59,17 @@ def is_restarted() -> bool:
     return int(os.environ["TORCHELASTIC_RESTART_COUNT"]) < int(os.environ["TORCHELASTIC_MAX_RESTARTS"])
 
 
-def exit_status(config_file: str) -> int:
+def exit_status(cfg: DictConfig, scratch: Path) -> int:
     """Run one rank.
 
     Returns:
         The exit status of a Python script that ends the same way.
     """
     try:
-        work(config_file)
+        work(cfg, scratch)
     except SystemExit as exc:
         if isinstance(exc, Interrupted) and os.environ["RANK"] == "0":
-            Path(config_file).with_name(STOPPED_FILE).touch()
+            (scratch / STOPPED_FILE).touch()
         if exc.code is None or isinstance(exc.code, int):
             return exc.code or 0
         sys.stderr.write(f"{exc.code}\n")  # sys.exit("why")
@@ -84,11 +87,12 @@ def begin() -> None:
     die_with_parent(int(os.environ[AGENT]) if AGENT in os.environ else None)
 
 
-def run_forked(config_file: str, handlers: dict[int, Any]) -> None:
+def run_forked(cfg: DictConfig, scratch: Path, handlers: dict[int, Any]) -> None:
     """Run one rank in a process that was forked from the command, and has all of it imported.
 
     Args:
-        config_file: the resolved configuration.
+        cfg: the resolved configuration.
+        scratch: the directory that the agent's process reads.
         handlers: of signals, to be restored; those of the agent are not for its workers.
 
     Raises:
@@ -100,7 +104,7 @@ def run_forked(config_file: str, handlers: dict[int, Any]) -> None:
     logging.getLogger().handlers.clear()  # the command's; a rank opens its own log
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     numpy.random.seed()  # without a seed each rank draws its own numbers
-    status = exit_status(config_file)
+    status = exit_status(cfg, scratch)
     leave_store()
     if status != 0:
         sys.exit(status)
@@ -108,4 +112,6 @@ def run_forked(config_file: str, handlers: dict[int, Any]) -> None:
 
 if __name__ == "__main__":
     begin()
-    end_process(exit_status(sys.argv[1]))
+    loaded = OmegaConf.load(sys.argv[1])
+    assert isinstance(loaded, DictConfig)
+    end_process(exit_status(loaded, Path(sys.argv[1]).parent))

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 from torch.distributed import HashStore
 
 from evener.strategies.distributed import store as store_module
@@ -111,6 +112,6 @@ def test_a_worker_ends_with_the_status_and_the_words_of_sys_exit(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for given, status in [(None, 0), (143, 143), ("no more data", 1)]:
-        monkeypatch.setattr(worker, "work", lambda _, given=given: sys.exit(given))
-        assert worker.exit_status("config.yaml") == status
+        monkeypatch.setattr(worker, "work", lambda *_, given=given: sys.exit(given))
+        assert worker.exit_status(OmegaConf.create(), Path()) == status
     assert capsys.readouterr().err == "no more data\n"
