@@ -150,6 +150,7 @@ class RankLoaders:
         clone = copy.copy(loader)
         put(clone, iterator=None)
         clone.worker_init_fn = worker_seeds(self.rank, loader.worker_init_fn)
+        clone.in_order = True  # shares, and the places of predictions, are known in the order of the sampler
         object.__setattr__(clone, "evener_original", loader)
         return clone
 

@@ -38,35 +38,33 @@ ROOT: dict[str, Any] = {
 }
 """Types of the root options, which are not arguments of a class."""
 
-AT_LEAST: dict[str, int] = {
-    "num_nodes": 1,
-    "seed": 0,
-    "launcher.max_restarts": 0,
-    "launcher.min_processes": 1,
-    "launcher.shutdown_timeout_s": 0,
-    "trainer.max_epochs": -1,
-    "trainer.max_steps": -1,
-    "trainer.log_every_n_steps": 0,
-    "trainer.check_val_every_n_epoch": 1,
-    "trainer.num_sanity_val_steps": -1,
-    "trainer.accumulate_grad_batches": 1,
-    "trainer.gradient_clip_val": 0,
-    "callbacks.early_stopping.patience": 0,
-    "data.batch_size": 1,
-    "data.num_workers": 0,
-    "module.lr": 0,
+LIMITS: dict[str, tuple[str, int]] = {
+    "num_nodes": (">=", 1),
+    "seed": (">=", 0),
+    "device_memory_gb": (">", 0),
+    "compare.timeout_s": (">", 0),
+    "launcher.max_restarts": (">=", 0),
+    "launcher.min_processes": (">=", 1),
+    "launcher.monitor_interval_s": (">", 0),
+    "launcher.shutdown_timeout_s": (">=", 0),
+    "trainer.max_epochs": (">=", -1),
+    "trainer.max_steps": (">=", -1),
+    "trainer.log_every_n_steps": (">=", 0),
+    "trainer.val_check_interval": (">", 0),
+    "trainer.check_val_every_n_epoch": (">=", 1),
+    "trainer.num_sanity_val_steps": (">=", -1),
+    "trainer.accumulate_grad_batches": (">=", 1),
+    "trainer.gradient_clip_val": (">=", 0),
+    "callbacks.early_stopping.patience": (">=", 0),
+    "logger.tensorboard.flush_secs": (">", 0),
+    "data.batch_size": (">=", 1),
+    "data.num_workers": (">=", 0),
+    "module.lr": (">=", 0),
 }
+"""Limits of numbers that no class of this project checks itself."""
 
 LIMITED_EVERYWHERE = ("data.batch_size", "data.num_workers")
 """Options whose limits also hold for whole numbers given to users' own classes."""
-
-MORE_THAN: dict[str, int] = {
-    "device_memory_gb": 0,
-    "compare.timeout_s": 0,
-    "launcher.monitor_interval_s": 0,
-    "trainer.val_check_interval": 0,
-    "logger.tensorboard.flush_secs": 0,
-}
 
 LARGEST_SEED = 2**32 - 1  # numpy's
 
@@ -177,12 +175,13 @@ def verify_value(key: str, value: Any, hint: Any) -> None:
     """
     if not allows(hint, value):
         raise ConfigError(f"{key}={told(value)} is not allowed. Give {describe(hint)}.")
-    if not isinstance(value, (int, float)) or hint is Any:
+    if not isinstance(value, (int, float)) or hint is Any or key not in LIMITS:
         return
-    if value < AT_LEAST.get(key, value):
-        raise ConfigError(f"{key}={value} is too small. Give {AT_LEAST[key]} or more.")
-    if key in MORE_THAN and not value > MORE_THAN[key]:
-        raise ConfigError(f"{key}={value} is too small. Give more than {MORE_THAN[key]}.")
+    sign, limit = LIMITS[key]
+    if value < limit or (sign == ">" and not value > limit):
+        raise ConfigError(
+            f"{key}={value} is too small. Give {f'{limit} or more' if sign == '>=' else f'more than {limit}'}."
+        )
 
 
 def told(value: Any) -> str:

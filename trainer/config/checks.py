@@ -10,11 +10,13 @@ from omegaconf import DictConfig, OmegaConf
 from pytorch_lightning.loggers import Logger
 from pytorch_lightning.strategies import Strategy
 
-from ...strategies import ConfigError, SingleDeviceStrategy
+from ...strategies import ConfigError
 from ...strategies.core.device_names import resolve_devices
 from ...strategies.core.lightning_names import verify_family
 from ._option_values import verify_options, verify_root
 from ._targets import find_object, is_class, why_not_found
+from .descriptions import all_options
+from .group_files import PACKAGE
 from .nearest import did_you_mean
 
 KINDS: dict[str, type] = {
@@ -60,16 +62,23 @@ def verify_config(cfg: DictConfig) -> None:
 
 
 def leave_out_defaults(cfg: DictConfig) -> None:
-    """Leave out options of `strategy=single_device` at their defaults that another class does not take.
+    """Leave out options of the chosen file of `conf/strategy`, at its values, that another class does not take.
 
-    `strategy._target_=my_project.MyStrategy` names the class on top of that config.
+    `strategy._target_=my_project.MyStrategy` names the class on top of that file, which is the one that has the most
+    options of those that are all there.
     """
     parameters = inspect.signature(verify_target("strategy", plain(cfg.strategy), Strategy)).parameters
-    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
-        return
-    for name, parameter in inspect.signature(SingleDeviceStrategy).parameters.items():
-        if name not in parameters and cfg.strategy.get(name) == parameter.default and name in cfg.strategy:
-            del cfg.strategy[name]
+    takes_all = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
+    left = [] if takes_all else [name for name in cfg.strategy if name != "_target_" and name not in parameters]
+    if left:
+        texts = (
+            {o.name: o.default for o in all_options(PACKAGE, f"strategy/{file}")} for file in PACKAGE.files("strategy")
+        )
+        files = [plain(OmegaConf.create("\n".join(f"{key}: {value}" for key, value in text.items()))) for text in texts]
+        chosen = max((file for file in files if file.keys() <= cfg.strategy.keys()), key=len, default={})
+        for name in left:
+            if name in chosen and chosen[name] == plain(cfg.strategy[name]):
+                del cfg.strategy[name]
 
 
 def entries(group: str, options: Any) -> list[tuple[str, Any]]:

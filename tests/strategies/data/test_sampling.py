@@ -214,6 +214,13 @@ def test_a_common_stream_is_divided() -> None:
     assert second == [([2, 3], Share(2, 4)), ([4], Share(0, 1))]
 
 
+def test_workers_hand_over_batches_in_the_order_of_their_shares() -> None:
+    loader: Any = DataLoader(range(5), 2, in_order=False)  # type: ignore[arg-type]
+    own = rank_loaders(0, 2).process(loader, "train")
+    assert own.in_order
+    assert not loader.in_order  # the user's own is not changed
+
+
 def test_a_loader_that_is_shared_already_stays_or_is_refused_by_name() -> None:
     loader: Any = DataLoader(range(8), 2, sampler=DistributedSampler(range(8), 2, 0, shuffle=False))  # type: ignore[arg-type]
     own = rank_loaders(0, 2).process(loader, "train")

@@ -163,8 +163,19 @@ class OwnStrategy(SingleDeviceStrategy):
         super().__init__()
 
 
-def test_a_class_of_the_users_own_gets_no_default_that_it_does_not_take(tmp_path: Path) -> None:
-    own = f"strategy._target_={__name__}.OwnStrategy"
-    assert list(prepared(tmp_path, own).strategy) == ["_target_"]
-    with pytest.raises(ConfigError, match=r"strategy\.recompute is not an option of"):
-        prepared(tmp_path, own, "strategy.recompute=always")
+@pytest.mark.parametrize(
+    ("file", "option", "value"),
+    [
+        ("single_device", "recompute", "always"),
+        ("model_parallel", "num_microbatches", 2),
+        ("balanced_ddp", "hysteresis", 0.02),  # the default of another file, which was not chosen
+        ("lightning_fsdp", "cpu_offload", "true"),
+    ],
+)
+def test_a_class_of_the_users_own_gets_no_default_that_it_does_not_take(
+    file: str, option: str, value: object, tmp_path: Path
+) -> None:
+    own = (f"strategy={file}", f"strategy._target_={__name__}.OwnStrategy")
+    assert list(prepared(tmp_path, *own).strategy) == ["_target_"]
+    with pytest.raises(ConfigError, match=rf"strategy\.{option} is not an option of"):
+        prepared(tmp_path, *own, f"strategy.{option}={value}")
