@@ -12,7 +12,7 @@ from torchmetrics.aggregation import BaseAggregator
 
 from ..core.errors import ConfigError
 from ..core.module_checks import why_whole
-from ..core.no_value import forward_of_part
+from ..core.no_value import PartValues
 from ..core.rng import random_state, swapped_random_state
 from ._join import are_equal
 
@@ -38,6 +38,7 @@ class MetricCalls:
     strategy: str = "dp"
     calls: list[Call] = field(default_factory=list)
     is_open: bool = False
+    values: PartValues = field(default_factory=PartValues)
     _depth: int = 0
 
     def watch(self, copy: nn.Module, number: int | None, records: bool) -> None:
@@ -49,10 +50,13 @@ class MetricCalls:
             records: whether its calls are made again on the root.
         """
         for method in ("update", "forward"):
-            call = partial(self.called, method, _for_parts(copy, method), number if records else None)
-            copy.__dict__[method] = call if number is not None else partial(self.verified, method, copy, call)
+            own = getattr(copy, method)
+            if method == "forward" and isinstance(copy, Metric):
+                own = partial(self.values.forward, copy, own)
+            call = partial(self.called, method, own, number if records else None)
+            vars(copy)[method] = call if number is not None else partial(self.verified, method, copy, call)
         for method in ("compute", "reset"):
-            copy.__dict__[method] = partial(self.verified, method, copy, getattr(copy, method))
+            vars(copy)[method] = partial(self.verified, method, copy, getattr(copy, method))
 
     def called(self, method: str, call: Callable[..., Any], number: int | None, *args: Any, **kwargs: Any) -> Any:
         """Make a call of a metric, and note it where `number` is given."""
@@ -82,11 +86,6 @@ class MetricCalls:
                 "hook or in training_step_end."
             )
         return call(*args, **kwargs)
-
-
-def _for_parts(copy: nn.Module, method: str) -> Callable[..., Any]:
-    own = getattr(copy, method)
-    return partial(forward_of_part, copy, own) if method == "forward" and isinstance(copy, Metric) else own
 
 
 def call_again(metrics: Sequence[Metric], replicas: Sequence[MetricCalls], sizes: Sequence[int], strategy: str) -> None:

@@ -5,7 +5,6 @@ rank may be too few for a value (R2Score needs two samples); whoever logs the me
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from torchmetrics import Metric
 from typing_extensions import override
 
 from .errors import ConfigError
-from .patching import replaced
+from .patching import Replacement
 
 
 class NoValueError(ConfigError):
@@ -44,36 +43,57 @@ class NoValue(Tensor):
         return f"NoValue({self.reason})"
 
 
-def forward_of_part(metric: Metric, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call `forward` of a metric with a part of a batch.
+class PartValues:
+    """Calls `forward` of metrics with parts of a batch; a metric's `compute` is replaced once, until `close`."""
 
-    Args:
-        metric: the metric, which counts the samples in any case.
-        forward: its method, perhaps replaced.
-        *args: what `forward` is given.
+    def __init__(self) -> None:
+        self._computes: dict[int, _Compute] = {}
 
-    Returns:
-        The value of these samples, or a `NoValue`.
-    """
-    with replaced(metric, "compute", partial(_compute, metric, metric.compute)):
+    def forward(self, metric: Metric, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call `forward` of a metric, perhaps replaced; the metric counts the samples in any case.
+
+        Returns:
+            The value of these samples, or a `NoValue`.
+        """
+        if id(metric) not in self._computes:
+            self._computes[id(metric)] = _Compute(metric)
+        compute = self._computes[id(metric)]
+        compute.depth += 1
         try:
             return forward(*args, **kwargs)
         except NoValueError as exc:  # of a metric within this one
             return _no_value(str(exc))
+        finally:
+            compute.depth -= 1
+
+    def close(self) -> None:
+        """Restore the metrics' own `compute`."""
+        for compute in self._computes.values():
+            compute.remove()
+        self._computes.clear()
 
 
-def _compute(metric: Metric, compute: Callable[[], Any]) -> Any:
-    try:
-        return compute()
-    except NoValueError:
-        raise
-    except (ValueError, RuntimeError, IndexError, ZeroDivisionError) as exc:
-        name = type(metric).__name__
-        return _no_value(
-            f"{name}: the value of a part of the batch can't be computed ({exc}). Call {name}.update(...) if only the "
-            "epoch's value is wanted, or log the metric itself (under ranks with sync_dist=True), which has the whole "
-            "batch's value."
-        )
+class _Compute(Replacement):
+    """Returns a `NoValue`, while `forward` gets a part of a batch, where there is no value."""
+
+    def __init__(self, metric: Metric) -> None:
+        super().__init__(metric, "compute", self._call)
+        self.depth = 0
+
+    def _call(self, compute: Callable[[], Any]) -> Any:
+        try:
+            return compute()
+        except NoValueError:
+            raise
+        except (ValueError, RuntimeError, IndexError, ZeroDivisionError) as exc:
+            if not self.depth:
+                raise
+            name = type(self.owner).__name__
+            return _no_value(
+                f"{name}: the value of a part of the batch can't be computed ({exc}). Call {name}.update(...) if only "
+                "the epoch's value is wanted, or log the metric itself (under ranks with sync_dist=True), which has "
+                "the whole batch's value."
+            )
 
 
 def _no_value(reason: str) -> NoValue:

@@ -1,4 +1,4 @@
-"""Temporarily replace an attribute of one object, the hooks of parameters, or leave out lines of a log."""
+"""Replace a method of one object for a run, or an attribute, hooks or lines of a log inside a block."""
 
 import logging
 from collections.abc import Callable, Generator, Iterable, Sequence
@@ -8,6 +8,35 @@ from typing import Any
 from torch import nn
 
 from .private import of_torch, put
+from .types import StaysOnRoot
+
+
+class Replacement(StaysOnRoot):
+    """Takes the place of a method of one object, until `remove`; copies of the object have their own method.
+
+    Args:
+        call: called instead, with the object's own method and the arguments.
+    """
+
+    def __init__(self, owner: object, name: str, call: Callable[..., Any]) -> None:
+        self.owner, self.name, self.call = owner, name, call
+        self.own: Callable[..., Any] = getattr(owner, name)
+        self._kept = vars(owner).get(name)
+        vars(owner)[name] = self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call what stands for the method."""
+        return self.call(self.own, *args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copied or pickled with its object, it becomes the copy's own method."""
+        return getattr, (self.owner, self.name)
+
+    def remove(self) -> None:
+        """Restore the object's own method."""
+        del vars(self.owner)[self.name]
+        if self._kept is not None:
+            vars(self.owner)[self.name] = self._kept
 
 
 @contextmanager

@@ -18,11 +18,10 @@ from ..core.executor import Executor, Piece
 from ..core.module_log import Receiver
 from ._gradients import EarlyGradients
 from ._kept_state import KeptState
-from ._metric_values import MetricValues
 from ._part_times import PartTimes
 from ._schedule import launch_order, stage_order
+from ._step_metrics import StepMetrics
 from ._turns import Ticket, Turns
-from ._whole_batch_metrics import WholeBatchMetrics
 from .options import Overlap
 from .stages import Stages
 
@@ -179,22 +178,24 @@ class MicroBatchLogs(LogRecorder):
 
     def __init__(self, module: nn.Module, num_microbatches: int, device: torch.device) -> None:
         self._on_thread = threading.local()
-        self._whole = WholeBatchMetrics(module, num_microbatches, lambda: self._on_thread.microbatch)
-        others = [part for part in module.modules() if not self._whole.holds(part)]
-        self._metrics = MetricValues(others, lambda: self._on_thread.microbatch)
+        self._metrics = StepMetrics(module, num_microbatches, lambda: self._on_thread.microbatch)
         super().__init__([list(module.modules())] * num_microbatches, device, self._metrics.settle)
 
     @override
     @contextmanager
     def recording(self) -> Generator[None]:
-        with self._whole.recording(), self._metrics.recording(), super().recording():
+        with self._metrics.recording(), super().recording():
             yield
 
     @override
     def replay(self, sizes: Sequence[int], losses: ChunkLosses | None = None) -> None:
-        self._whole.call(sizes)
+        self._metrics.call(sizes)
         super().replay(sizes, losses)
         self._metrics.clear()
+
+    def close(self) -> None:
+        """Restore the methods of the module's metrics."""
+        self._metrics.close()
 
     def run(self, microbatch: int, call: Callable[[], Any]) -> Any:
         """Run a micro-batch's step, and record what this thread logs as that micro-batch's."""

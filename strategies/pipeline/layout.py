@@ -116,7 +116,7 @@ class StageLayout(Layout):
             )
         scaler: Any = getattr(trainer.precision_plugin, "scaler", None)
         self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
-        self._logs = MicroBatchLogs(module, self.options.num_microbatches, self.stages.meeting_device)
+        self._new_logs(module)
         is_timed = self.options.balance == "time" and self.stages.num_stages > 1
         self._balance = TimeBalance(module, self.stages) if is_timed else None
         self._has_moved = False
@@ -165,7 +165,12 @@ class StageLayout(Layout):
         assert self._module is not None
         self._microbatches.shutdown()
         self._microbatches = MicroBatches(self.stages, self._module)
-        self._logs = MicroBatchLogs(self._module, self.options.num_microbatches, self.stages.meeting_device)
+        self._new_logs(self._module)
+
+    def _new_logs(self, module: nn.Module) -> None:
+        if self._logs is not None:
+            self._logs.close()
+        self._logs = MicroBatchLogs(module, self.options.num_microbatches, self.stages.meeting_device)
 
     @override
     def describe(self, module: nn.Module) -> str:
@@ -175,6 +180,8 @@ class StageLayout(Layout):
     def close(self) -> None:
         if self._balance is not None:
             self._balance.close()
+        if self._logs is not None:
+            self._logs.close()
         self._microbatches.shutdown()
         self.stages.remove()
 

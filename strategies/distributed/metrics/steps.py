@@ -11,7 +11,7 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from ...core.errors import ConfigError
-from ...core.no_value import NoValue, forward_of_part
+from ...core.no_value import NoValue, PartValues
 from ...core.private import of_metrics, put
 from .states import Part, Sent, combined, metric_classes
 
@@ -32,6 +32,7 @@ class MetricSteps:
         self._replaced: list[tuple[type[Metric], Any]] = []
         self._is_part = self._counts = False
         self._told: set[str] = set()
+        self._values = PartValues()
 
     def start(self) -> None:
         """Record the calls of every metric of the process."""
@@ -46,6 +47,7 @@ class MetricSteps:
         for kind, forward in self._replaced:
             setattr(kind, "forward", forward)  # noqa: B010
         self._replaced.clear()
+        self._values.close()
         self.begin_batch(is_part=False, counts=False)
 
     def begin_batch(self, is_part: bool, counts: bool) -> None:
@@ -137,7 +139,7 @@ class MetricSteps:
     def _forward(self, metric: Metric, forward: Callable[[], Any]) -> Any:
         if not self._is_part:
             return forward()
-        value = forward_of_part(metric, forward)
+        value = self._values.forward(metric, forward)
         if isinstance(value, NoValue):
             put(metric, forward_cache=None)
             if value.reason not in self._told:

@@ -1,5 +1,6 @@
 """Metrics that count calls, or see the range of a call's samples, are one device's under micro-batches."""
 
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -70,3 +71,28 @@ def test_a_value_of_a_micro_batch_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"model_parallel: MulticlassAccuracy.compute\(\) was called in a step"):
         trainer.fit(Computing(accuracy, False).double(), Case().loader(), Case().loader())
     assert trainer.global_step == 0
+
+
+@pytest.mark.parametrize("make", [accuracy, tm.MeanMetric])
+def test_methods_are_replaced_once_per_run_and_restored(make: Callable[[], Any]) -> None:
+    """They were replaced anew in each step."""
+    seen: list[list[Any]] = []
+
+    class Watching(Measured):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            loss = super().training_step(batch, batch_idx)
+            seen.append([vars(self.metric).get(name) for name in ("forward", "compute", "update")])
+            return loss
+
+        def on_train_batch_end(self, *args: Any) -> None:
+            copy = pickle.loads(pickle.dumps(self.metric))
+            assert copy.compute() == self.metric.compute()
+            assert copy.forward.__self__ is copy
+
+    module = Watching(make, make is tm.MeanMetric).double()
+    before = {name: vars(module.metric).get(name) for name in ("forward", "compute", "update")}
+    trainer = make_trainer(Case(), ModelParallelStrategy(num_microbatches=2), devices=2, limit_val_batches=0)
+    trainer.fit(module, Case().loader(), Case().loader())
+    assert len(seen) > 2
+    assert all(found == seen[0] for found in seen)
+    assert {name: vars(module.metric).get(name) for name in before} == before
