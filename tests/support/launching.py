@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
+import warm_python
 
 ROOT = Path(__file__).parents[2]
 
@@ -39,6 +40,12 @@ class Run:
             words.append("logger=none")
         paths = os.pathsep.join([str(ROOT / "tests/support"), *filter(None, [os.environ.get("PYTHONPATH")])])
         variables = {**os.environ, "PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": "", **(env or {})}
+        self.process: warm_python.Process | subprocess.Popen[bytes]
+        if words[0] == sys.executable:
+            self.process = warm_python.Process(
+                *words[1:], cwd=folder, env=variables, output=self.output, new_session=True
+            )
+            return
         with open(self.output, "w") as output:
             self.process = subprocess.Popen(
                 words, stdout=output, stderr=subprocess.STDOUT, env=variables, cwd=folder, start_new_session=True

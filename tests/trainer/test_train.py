@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import pytorch_lightning as pl
 import torch
+import warm_python
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams import plugin_data_pb2
 
@@ -334,10 +335,7 @@ def test_cfg_job_prints_the_config(monkeypatch: pytest.MonkeyPatch, capsys: pyte
 
 def run_command(home: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     train_py = Path(__file__).parents[2] / "train.py"
-    run = subprocess.run(
-        [sys.executable, str(train_py), *arguments, *SHORT],
-        cwd=home, env={**os.environ, **environment}, capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
+    run = warm_python.run(train_py, *arguments, *SHORT, cwd=home, env={**os.environ, **environment})
     assert run.returncode == 0, run.stdout + run.stderr
     return run
 
@@ -372,7 +370,8 @@ Path("after_fit").open("a").write(f"{weights['global_step']}\\n")
 @pytest.mark.long
 def test_the_script_runs_once_and_sees_trained_weights(tmp_path: Path) -> None:  # pain 24
     (tmp_path / "script.py").write_text(SCRIPT)
-    subprocess.run([sys.executable, "script.py"], cwd=tmp_path, check=True, timeout=300, capture_output=True)
+    done = warm_python.run("script.py", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
     assert (tmp_path / "side_effects").read_text() == "once\n"
     assert (tmp_path / "after_fit").read_text() == "4\n"
 
@@ -396,7 +395,8 @@ Path("after_fit").open("a").write(f"{changed}\\n")
 @pytest.mark.long
 def test_a_plain_script_with_a_trainer_runs_once(tmp_path: Path) -> None:  # pain 24
     (tmp_path / "script.py").write_text(PLAIN_SCRIPT)
-    subprocess.run([sys.executable, "script.py"], cwd=tmp_path, check=True, timeout=300, capture_output=True)
+    done = warm_python.run("script.py", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
     assert (tmp_path / "side_effects").read_text() == "once\n"
     assert (tmp_path / "after_fit").read_text() == "True\n"
 
@@ -429,10 +429,7 @@ def test_a_failing_rank_is_named_with_its_traceback(tmp_path: Path) -> None:
     (tmp_path / "failing.py").write_text(FAILING)
     train_py = Path(__file__).parents[2] / "train.py"
     options = ["strategy=ddp", "devices=2", "module._target_=failing.Failing", *SHORT]
-    run = subprocess.run(
-        [sys.executable, str(train_py), *options],
-        cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
+    run = warm_python.run(train_py, *options, cwd=tmp_path)
     assert run.returncode == 1
     told = run.stderr[run.stderr.index("Error: rank 1 failed") :]
     assert "failing.py" in told

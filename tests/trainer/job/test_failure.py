@@ -2,13 +2,12 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import warm_python
 from omegaconf import DictConfig
 
 from evener.strategies import ConfigError
@@ -153,10 +152,7 @@ def test_the_command_shows_the_users_frames_and_the_rest_on_request(tmp_path: Pa
         "trainer.enable_model_summary=false",
     ]  # fmt: skip
     env = {**os.environ, "PYTHONPATH": str(SUPPORT), "HYDRA_FULL_ERROR": full, "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "train.py"), *words],
-        capture_output=True, text=True, timeout=300, env=env, cwd=tmp_path, check=False,
-    )  # fmt: skip
+    done = warm_python.run(ROOT / "train.py", *words, env=env, cwd=tmp_path)
     assert done.returncode == 1
     assert done.stderr.count("KeyError: 'rank 0 had enough'") == 1
     assert 'launched.py", line' in done.stderr

@@ -6,7 +6,6 @@ import multiprocessing
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -16,6 +15,7 @@ from typing import Any
 import pytest
 import pytorch_lightning as pl
 import torch
+import warm_python
 from torch.utils.data import DataLoader
 
 from evener.strategies import DDPStrategy
@@ -282,7 +282,7 @@ other.kill()
 @pytest.mark.long
 def test_data_workers_of_a_fork_server_read_and_leave_it_as_it_was() -> None:
     """Such a worker took the server for a process that had adopted it, and ended; the server blocked signals since."""
-    done = subprocess.run([sys.executable, "-c", FORK_SERVER], capture_output=True, text=True, timeout=300, check=False)
+    done = warm_python.run("-c", FORK_SERVER)
     assert done.stdout == f"[[0.0, 1.0], [2.0, 3.0], [4.0, 5.0]]\nended by {int(signal.SIGTERM)}\n", done.stderr
 
 

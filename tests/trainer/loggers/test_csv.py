@@ -3,14 +3,13 @@
 import csv
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import pytorch_lightning as pl
 import torch
+import warm_python
 from launching import running
 from pytorch_lightning.loggers import CSVLogger as LightningsCSVLogger
 from torch.utils.data import DataLoader, TensorDataset
@@ -32,9 +31,7 @@ def rows_of(folder: Path) -> list[dict[str, str]]:
 
 def run_script(*arguments: str) -> None:
     env = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), *arguments], capture_output=True, text=True, timeout=300, env=env, check=False
-    )
+    done = warm_python.run(SCRIPT, *arguments, env=env)
     assert done.returncode == 0, done.stderr
 
 

@@ -3,13 +3,12 @@
 import importlib
 import importlib.util
 import os
-import subprocess
-import sys
 import zipfile
 from pathlib import Path
 from typing import Any
 
 import pytest
+import warm_python
 from omegaconf import OmegaConf
 
 from evener.strategies import ConfigError
@@ -80,16 +79,15 @@ def test_a_run_keeps_its_key_and_others_have_others() -> None:
 
 
 def project(tmp_path: Path) -> Path:
-    new = [sys.executable, "-c", "from evener.trainer.cli.tool import main; main()", "new", "mine"]
-    subprocess.run(new, cwd=tmp_path, timeout=300, check=True, capture_output=True)
+    done = warm_python.run("-c", "from evener.trainer.cli.tool import main; main()", "new", "mine", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
     return tmp_path / "mine"
 
 
 def ran(home: Path, *words: str, status: int = 0) -> str:
-    done = subprocess.run(
-        [sys.executable, "train.py", "accelerator=cpu", "trainer.max_epochs=2", "tags=[a,b]", "notes=first", *words],
-        cwd=home, env={**os.environ, "MPLBACKEND": "agg", "PYTHONPATH": str(home)}, capture_output=True, text=True,
-        timeout=400, check=False,
+    done = warm_python.run(
+        "train.py", "accelerator=cpu", "trainer.max_epochs=2", "tags=[a,b]", "notes=first", *words,
+        cwd=home, env={**os.environ, "MPLBACKEND": "agg", "PYTHONPATH": str(home)},
     )  # fmt: skip
     assert done.returncode == status, done.stdout + done.stderr
     return done.stdout

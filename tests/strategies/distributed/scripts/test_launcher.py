@@ -3,14 +3,13 @@
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+import warm_python
 
 from evener.strategies import ConfigError
 from evener.strategies.distributed.scripts import launcher as script_launcher
@@ -20,9 +19,7 @@ SCRIPT = Path(__file__).parents[3] / "support/plain_script.py"
 
 @pytest.mark.long
 def test_a_plain_script_runs_once_and_sees_trained_weights(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), str(tmp_path / "log")], timeout=300, capture_output=True, text=True, check=False
-    )
+    done = warm_python.run(SCRIPT, tmp_path / "log")
     assert done.returncode == 0, done.stderr
     lines = (tmp_path / "log").read_text().splitlines()
     assert len(lines) == 2
@@ -47,10 +44,7 @@ def test_a_plain_script_runs_once_and_sees_trained_weights(tmp_path: Path) -> No
     ],
 )
 def test_a_failing_rank_of_a_script_ends_it_with_its_traceback(tmp_path: Path, fault: str, told: str) -> None:
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), str(tmp_path / "log"), fault],
-        timeout=300, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    done = warm_python.run(SCRIPT, tmp_path / "log", fault)
     assert done.returncode == 1
     assert re.search(told, done.stderr), done.stderr
     assert (tmp_path / "log").read_text().splitlines() == ["before"]
@@ -58,10 +52,7 @@ def test_a_failing_rank_of_a_script_ends_it_with_its_traceback(tmp_path: Path, f
 
 @pytest.mark.long
 def test_a_rank_that_is_busy_while_another_is_killed_ends_with_it(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), str(tmp_path / "log"), "busy"],
-        timeout=300, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    done = warm_python.run(SCRIPT, tmp_path / "log", "busy")
     assert done.returncode == 1
     assert "rank 1 was ended by SIGKILL" in done.stderr
 
@@ -80,7 +71,7 @@ def test_a_rank_that_is_busy_while_another_is_killed_ends_with_it(tmp_path: Path
 )
 def test_a_signal_stops_a_script_and_its_ranks_at_one_step(tmp_path: Path, signum: int, to: str, status: int) -> None:
     log = tmp_path / "log"
-    script = subprocess.Popen([sys.executable, str(SCRIPT), str(log), "long"], stderr=subprocess.PIPE, text=True)
+    script = warm_python.Process(SCRIPT, log, "long")
     try:
         ranks = [wait_for_pid(Path(f"{log}.rank{rank}")) for rank in range(2)]
         os.kill({"script": script.pid, "rank0": ranks[0], "rank1": ranks[1]}[to], signum)
@@ -109,23 +100,16 @@ def wait_until(condition: Callable[[], bool], otherwise: str) -> None:
         time.sleep(0.05)
 
 
-def run_guarded(tmp_path: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, str(SCRIPT.with_name("guarded_script.py")), str(tmp_path / "log"), *words],
-        timeout=300, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-
-
 @pytest.mark.slow  # three processes import torch, where forked ones share it
 def test_a_guarded_script_whose_processes_are_spawned_runs_once(tmp_path: Path) -> None:
-    done = run_guarded(tmp_path)
+    done = warm_python.run(SCRIPT.with_name("guarded_script.py"), tmp_path / "log")
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "log").read_text().splitlines() == ["before", "after 3.00 0.0000"]
 
 
 @pytest.mark.long
 def test_a_script_that_spawning_would_run_again_is_refused_at_once(tmp_path: Path) -> None:
-    done = run_guarded(tmp_path, "unguarded")
+    done = warm_python.run(SCRIPT.with_name("guarded_script.py"), tmp_path / "log", "unguarded")
     assert done.returncode == 1
     told = (
         r"ddp: line \d+ of guarded_script.py starts processes that import the script.*Put that line under `if __name__"
@@ -146,17 +130,14 @@ def test_a_notebook_that_has_used_its_gpu_is_pointed_to_dp(monkeypatch: pytest.M
 @pytest.mark.long
 def test_importing_leaves_the_gpu_untouched() -> None:
     code = "import torch, evener.trainer, evener.strategies; print(torch.cuda.is_initialized())"
-    done = subprocess.run([sys.executable, "-c", code], timeout=300, capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "False"
+    done = warm_python.run("-c", code)
+    assert done.stdout.strip() == "False", done.stderr
 
 
 @pytest.mark.long
 def test_a_script_that_fits_often_keeps_no_pipe(tmp_path: Path) -> None:
     # Four pipes of each fit's processes stayed open until the cyclic collector ran.
-    script = Path(__file__).parents[3] / "support" / "often_script.py"
-    done = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, timeout=100, cwd=tmp_path, check=False
-    )
+    done = warm_python.run(SCRIPT.with_name("often_script.py"), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     first, *others = [int(line) for line in done.stdout.splitlines() if line.isdigit()]
     assert others == [first, first]
