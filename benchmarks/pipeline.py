@@ -210,18 +210,20 @@ def main() -> None:
     if args.uneven:
         compare_balance(args)
         return
-    seconds: dict[int, list[float]] = {count: [] for count in counts}
+    seconds: dict[int, list[float]] = {count: [] for count in (1, *counts)}  # one, to compare with
     limits: list[float] = []
     for _ in range(args.rounds):
-        for count in counts:
+        for count in seconds:
             seconds[count].append(step_seconds(devices, count, args, schedule=args.schedule))
         limits.append(threads_speedup(args))
-    print("micro-batches  ms/step  speed-up  best round  ideal m·k/(m+k−1)")
-    for count in counts:
-        ratios = [one / many for one, many in zip(seconds[counts[0]], seconds[count], strict=True)]
-        median = statistics.median(seconds[count])
-        ideal = ideal_speedup(count, len(devices))
-        print(f"{count:13d}{median * 1e3:9.1f}{statistics.median(ratios):10.2f}{max(ratios):12.2f}{ideal:12.2f}")
+    print("micro-batches  ms/step  speed-up  best round  ideal m·k/(m+k−1)  of it")
+    for count, times in seconds.items():
+        ratios = [one / many for one, many in zip(seconds[1], times, strict=True)]
+        speedup, ideal = statistics.median(ratios), ideal_speedup(count, len(devices))
+        print(
+            f"{count:13d}{statistics.median(times) * 1e3:9.1f}{speedup:10.2f}{max(ratios):12.2f}{ideal:19.2f}"
+            f"{speedup / ideal:7.2f}"
+        )
     if not args.wait:
         print(f"two independent threads: {statistics.median(limits):.2f}, best round {max(limits):.2f}")
 

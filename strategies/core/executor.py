@@ -38,10 +38,12 @@ class Executor:
     Args:
         threads: run in threads; None decides by the devices.
         one_per_device: whether pieces on the same accelerator run in order; not if they wait for each other.
+        most: most threads, which take the pieces in order; None for one per piece.
     """
 
-    def __init__(self, threads: bool | None = None, one_per_device: bool = True) -> None:
+    def __init__(self, threads: bool | None = None, one_per_device: bool = True, most: int | None = None) -> None:
         self._threads = threads
+        self._most = most
         self._one_per_device = one_per_device
         self._num_threads = 0
         self._pool: ThreadPoolExecutor | None = None
@@ -70,7 +72,7 @@ class Executor:
             key = piece.device if self._one_per_device and is_accelerator(piece.device) else i
             futures.append(Future())
             queues.setdefault(key, []).append((piece, current_stream(piece.device), futures[i]))
-        pool = self._pool_of(len(queues))
+        pool = self._pool_of(min(len(queues), self._most or len(queues)))
         for queue in queues.values():
             pool.submit(_run_queue, context, queue)
         for future in futures:
@@ -78,7 +80,7 @@ class Executor:
         return [_reraised(piece, future.result) for piece, future in zip(pieces, futures, strict=True)]
 
     def _pool_of(self, num_threads: int) -> ThreadPoolExecutor:
-        """A pool with a thread for each of some pieces, which may wait for each other."""
+        """A pool with so many threads at least."""
         if self._pool is None or num_threads > self._num_threads:
             self.shutdown()
             self._pool, self._num_threads = ThreadPoolExecutor(num_threads, thread_name_prefix="replica"), num_threads

@@ -7,8 +7,8 @@ in backward with the same random numbers (activation checkpointing of dropout), 
 """
 
 from collections import deque
-from collections.abc import Callable, Collection
-from contextlib import nullcontext
+from collections.abc import Collection, Generator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from torchmetrics import Metric, MetricCollection
 from typing_extensions import override
 
 from ._recomputed_call import is_recomputing
+from ._schedule import Phase
 from .module_parts import is_compiled
 
 _HOOKS = tuple(key for key in nn.Module().__dict__ if "_hooks" in key and "state_dict" not in key)
@@ -55,8 +56,12 @@ class KeptState:
         """Whether micro-batches must run one after the other, as far as is known."""
         return self._keeps_state
 
-    def watch(self, call: Callable[[], Any]) -> Any:
-        """Run a micro-batch's step alone, and decide by what it does."""
+    def watching(self, phase: Phase) -> AbstractContextManager[Any]:
+        """Run a micro-batch alone inside the block, in one direction, and decide by what it does."""
+        return self._watching_step() if phase == "F" else self._watching_backward()
+
+    @contextmanager
+    def _watching_step(self) -> Generator[None]:
         before = [dict(part.__dict__) for part in self._modules]
         collections = [value for values in before for key, value in values.items() if _is_collection(key, value)]
         lengths = list(map(len, collections))
@@ -66,7 +71,7 @@ class KeptState:
         random_state = torch.get_rng_state()
         try:
             with nullcontext() if self._is_compiled else _GradientReads() as reads:
-                output = call()
+                yield
         finally:
             look.remove()
         self.reads_gradients = reads is not None and reads.found
@@ -74,15 +79,15 @@ class KeptState:
         self._num_hooks = RemovableHandle.next_id
         changed = any(_differ(old, part.__dict__) for old, part in zip(before, self._modules, strict=True))
         self._keeps_state = changed or any(grown) or self._num_hooks != num_hooks or self._has_hooks()
-        return output
 
-    def watch_backward(self, call: Callable[[], None]) -> None:
-        """Run the backward pass of the same micro-batch, and decide by whether it computes modules again
-        by other means than `strategy.recompute`, which restores random numbers."""
+    @contextmanager
+    def _watching_backward(self) -> Generator[None]:
+        """Look whether it computes modules again by other means than `strategy.recompute`, which restores random
+        numbers."""
         called: list[bool] = []
         look = register_module_forward_pre_hook(lambda *_: called.append(not is_recomputing()))
         try:
-            call()
+            yield
         finally:
             look.remove()
             self._num_hooks = RemovableHandle.next_id

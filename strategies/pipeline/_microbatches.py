@@ -2,9 +2,10 @@
 
 import threading
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -19,18 +20,26 @@ from ..core.module_log import Receiver
 from ._gradients import EarlyGradients
 from ._kept_state import KeptState
 from ._part_times import PartTimes
-from ._schedule import launch_order, stage_order
+from ._schedule import Phase, launch_order, stage_order
 from ._step_metrics import StepMetrics
 from ._turns import Ticket, Turns
 from .options import Overlap
 from .stages import Stages
 
+RunAs: TypeAlias = Callable[[int, Callable[[], Any]], Any]
+"""Calls a function for a micro-batch, given by its number."""
+
+
+def _run_plainly(_: int, call: Callable[[], Any]) -> Any:
+    return call()
+
 
 class MicroBatches:
     """Runs micro-batches on the stages of a layout, each forward and, as soon as the schedule says so, backward.
 
-    Each micro-batch has a thread; `_turns.py` says which of them may run. One after the other run those of the first
-    step, and all of a module that keeps state between its layers (see `_kept_state.py`) or is placed by hand.
+    There are as many threads as stages; `_turns.py` says which of their micro-batches may run. One after the other run
+    those of the first step, and all of a module that keeps state between its layers (see `_kept_state.py`) or is placed
+    by hand.
 
     Args:
         module: the placed module, whose steps are watched; None trusts it to keep no state.
@@ -42,7 +51,7 @@ class MicroBatches:
         self.times: PartTimes | None = None
         """Measures the parts of micro-batches, which then run one after the other."""
         self._in_order = Executor(threads=False)
-        self._threads = Executor(threads=True, one_per_device=False)
+        self._threads = Executor(threads=True, one_per_device=False, most=layout.num_stages)
 
     @property
     def overlap(self) -> Overlap | None:
@@ -55,13 +64,18 @@ class MicroBatches:
         return options.overlap or ("launch" if all(is_accelerator(device) for device in layout.devices) else "threads")
 
     def run(
-        self, names: Sequence[str], calls: Sequence[Callable[[], Any]], gradients: EarlyGradients | None
+        self,
+        names: Sequence[str],
+        calls: Sequence[Callable[[], Any]],
+        gradients: EarlyGradients | None,
+        run_as: RunAs = _run_plainly,
     ) -> list[Any]:
         """Run one training step per micro-batch, and go backward.
 
         Args:
             calls: one per micro-batch; each returns a loss, a mapping with `loss`, or None.
             gradients: collects their gradients; None if their outputs are to keep their graphs.
+            run_as: runs what a micro-batch does in a thread, forward and backward, with its number.
 
         Returns:
             Their results, in order.
@@ -69,19 +83,37 @@ class MicroBatches:
         Raises:
             Exception: the error of the first one that failed; its message names the micro-batch.
         """
+        if gradients is None:
+            return self._in_order.run(self._pieces(names, [partial(run_as, *item) for item in enumerate(calls)]))
         try:
-            if gradients is None or self._must_run_in_order():
-                return self._run_in_order(names, calls, gradients)
-            tickets = self._tickets(len(calls))
-            runs = [partial(self._run, *item, gradients) for item in zip(tickets, calls, strict=True)]
-            return self._threads.run(self._pieces(names, runs))
+            if self._must_run_in_order():
+                return self._run_in_order(names, calls, gradients, run_as)
+            microbatches = [
+                _MicroBatch(ticket.microbatch, call, gradients, run_as, partial(self._in_turns, ticket))
+                for ticket, call in zip(self._tickets(len(calls)), calls, strict=True)
+            ]
+            return self._run(self._threads, names, microbatches, self._layout.options.schedule == "gpipe")
         finally:
-            if gradients is not None:
-                gradients.collect()
+            gradients.collect()
 
     def shutdown(self) -> None:
         """Stop the threads."""
         self._threads.shutdown()
+
+    def _run(
+        self, executor: Executor, names: Sequence[str], microbatches: Sequence["_MicroBatch"], waits: bool
+    ) -> list[Any]:
+        """Run all forward, then all backward, the last one first; or each backward as soon as it has been forward."""
+        if not waits:
+            return executor.run(self._pieces(names, [one.forward_and_backward for one in microbatches]))
+        outputs = executor.run(self._pieces(names, [one.forward for one in microbatches]))
+        executor.run(self._pieces(names, [one.backward for one in microbatches])[::-1])
+        return outputs
+
+    @contextmanager
+    def _in_turns(self, ticket: Ticket, phase: Phase) -> Generator[None]:
+        with self._layout.ticketed(ticket), ticket.held(phase):
+            yield
 
     def _tickets(self, num: int) -> list[Ticket]:
         name, stages = self._layout.options.schedule, self._layout.num_stages
@@ -93,18 +125,6 @@ class MicroBatches:
         waits = [not is_accelerator(device) for device in self._layout.devices]
         return [Ticket(number, turns, waits) for number in range(num)]
 
-    def _run(self, ticket: Ticket, call: Callable[[], Any], gradients: EarlyGradients) -> Any:
-        with self._layout.ticketed(ticket), ticket.held():
-            output = call()
-            loss = gradients.weighed(ticket.microbatch, output)
-            if loss is not None:
-                ticket.turn_back()
-                self._go_backward(loss, gradients)
-            return _detached(output)
-
-    def _go_backward(self, loss: Tensor, gradients: EarlyGradients) -> None:
-        self._in_order.run([Piece(loss.device, "backward", partial(gradients.go_backward, loss))])
-
     def _must_run_in_order(self) -> bool:
         if self.overlap is None or self.times is not None:
             return True
@@ -112,39 +132,30 @@ class MicroBatches:
         return state is not None and (state.keeps_state or state.must_watch())
 
     def _run_in_order(
-        self, names: Sequence[str], calls: Sequence[Callable[[], Any]], gradients: EarlyGradients | None
+        self, names: Sequence[str], calls: Sequence[Callable[[], Any]], gradients: EarlyGradients, run_as: RunAs
     ) -> list[Any]:
-        if gradients is None:
-            return self._in_order.run(self._pieces(names, calls))
         state = self._kept_state
         watched = state if state is not None and state.must_watch() else None
         all_launch = all(is_accelerator(device) for device in self._layout.devices)
         # accelerators are at work on several micro-batches if all are launched before the first goes backward
         waits = self._layout.options.schedule == "gpipe" or (all_launch and watched is None)
-        waits &= self.times is None
-        pending: list[Callable[[], None]] = []
+        microbatches = [
+            _MicroBatch(i, call, gradients, run_as, partial(self._seen, watched if i == 0 else None))
+            for i, call in enumerate(calls)
+        ]
+        return self._run(self._in_order, names, microbatches, waits and self.times is None)
 
-        def run(microbatch: int, call: Callable[[], Any]) -> Any:
-            if self.times is not None:
-                self.times.begin_microbatch()
-            watching = watched if microbatch == 0 else None
-            output = call() if watching is None else watching.watch(call)
-            if watching is not None:
-                self._verify_reads(watching)
-            loss = gradients.weighed(microbatch, output)
-            if loss is not None:
-                go_backward = partial(self._go_backward, loss, gradients)
-                pending.append(go_backward if watching is None else partial(watching.watch_backward, go_backward))
-            while pending and not waits:
-                pending.pop()()
-            if self.times is not None:
-                self.times.end_microbatch()
-            return _detached(output)
-
-        outputs = self._in_order.run(self._pieces(names, [partial(run, i, call) for i, call in enumerate(calls)]))
-        while pending:
-            pending.pop()()
-        return outputs
+    @contextmanager
+    def _seen(self, watched: KeptState | None, phase: Phase) -> Generator[None]:
+        """Time what a micro-batch does, or watch it."""
+        if self.times is not None and phase == "F":
+            self.times.begin_microbatch()
+        with nullcontext() if watched is None else watched.watching(phase):
+            yield
+        if watched is not None and phase == "F":
+            self._verify_reads(watched)
+        if self.times is not None and phase == "B":
+            self.times.end_microbatch()
 
     def _verify_reads(self, state: KeptState) -> None:
         """Refuse a step that reads gradients, if other micro-batches go backward meanwhile."""
@@ -159,6 +170,44 @@ class MicroBatches:
     def _pieces(self, names: Sequence[str], calls: Sequence[Callable[[], Any]]) -> list[Piece]:
         device = self._layout.devices[0]
         return [Piece(device, *named) for named in zip(names, calls, strict=True)]
+
+
+@dataclass
+class _MicroBatch:
+    """One micro-batch of a step.
+
+    Args:
+        call: its step.
+        around: the context of what it does in a direction.
+    """
+
+    number: int
+    call: Callable[[], Any]
+    gradients: EarlyGradients
+    run_as: RunAs
+    around: Callable[[Phase], AbstractContextManager[Any]]
+    _loss: Tensor | None = None
+
+    def forward_and_backward(self) -> Any:
+        output = self.forward()
+        self.backward()
+        return output
+
+    def forward(self) -> Any:
+        with self.around("F"):
+            output = self.run_as(self.number, self.call)
+            self._loss = self.gradients.weighed(self.number, output)
+            return _detached(output)
+
+    def backward(self) -> None:
+        loss, self._loss = self._loss, None
+        with self.around("B"):
+            if loss is not None:
+                backward = Piece(loss.device, "backward", partial(self.gradients.go_backward, loss))
+                self.run_as(self.number, partial(_ONE.run, [backward]))
+
+
+_ONE = Executor(threads=False)
 
 
 def _detached(output: Any) -> Any:

@@ -7,12 +7,14 @@ from typing import Literal, NamedTuple, TypeAlias
 ScheduleName: TypeAlias = Literal["1f1b", "gpipe"]
 """Order of the work on each stage; see `stage_order`."""
 
+Phase: TypeAlias = Literal["F", "B"]
+"""`F` is forward, `B` is backward."""
+
 
 class Task(NamedTuple):
     """One micro-batch on one stage, in one direction."""
 
-    phase: Literal["F", "B"]
-    """`F` is forward, `B` is backward."""
+    phase: Phase
     microbatch: int
     stage: int
 

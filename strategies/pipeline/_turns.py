@@ -1,4 +1,4 @@
-"""Enforce a schedule on micro-batches that have a thread each: a stage serves one at a time, in the schedule's order.
+"""Enforce a schedule on micro-batches in threads: a stage serves one at a time, in the schedule's order.
 
 `threads`: a CPU works in the calling thread, so threads are on different stages at the same time.
 `launch`: an accelerator's work is only queued, so one thread at a time runs, on whatever stage, and queues it in the
@@ -8,12 +8,12 @@ order in which devices are to work. Between two stages it gives way to the next.
 import threading
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ._schedule import Task
+from ._schedule import Phase, Task
 
 
 class Turns:
@@ -46,10 +46,11 @@ class Turns:
             # a backward pass that branches reaches a stage before it has left another
             self._release(task.microbatch)
             self._wake()
-            changed = threading.Condition(self._lock)
-            self._waiting[task.microbatch] = (task, changed)
-            changed.wait_for(lambda: self._may_enter(task))
-            del self._waiting[task.microbatch]
+            if not self._may_enter(task):
+                changed = threading.Condition(self._lock)
+                self._waiting[task.microbatch] = (task, changed)
+                changed.wait_for(lambda: self._may_enter(task))
+                del self._waiting[task.microbatch]
             self._holder[self._index(task)] = task.microbatch
 
     def leave(self, task: Task, done: bool = True) -> None:
@@ -111,18 +112,22 @@ class Ticket:
         self._goes_back = False
 
     @contextmanager
-    def held(self) -> Generator[None]:
-        """Run a micro-batch in the block: forward, which starts on stage 0, and after `turn_back` backward."""
+    def held(self, phase: Phase) -> Generator[None]:
+        """Run a micro-batch forward in the block, from stage 0 on, or backward, from where forward ended."""
         try:
-            self._turns.enter(self._task("F", 0))
+            if phase == "F":
+                self._turns.enter(self._task("F", 0))
+            else:
+                self._turn_back()
             yield
-        finally:
+        except BaseException:
             self._turns.finish(self.microbatch)
+            raise
+        self._turns.finish(self.microbatch, phase)
 
-    def turn_back(self) -> None:
-        """Wait to go backward, from where forward ended, through the same crossings."""
+    def _turn_back(self) -> None:
+        """Wait to go backward, through the same crossings."""
         self._goes_back = True
-        self._turns.finish(self.microbatch, "F")
         if self._turns.one_at_a_time:
             self._turns.enter(self._task("B", len(self._waits) - 1))
         elif self._waits[self.stage]:
@@ -157,7 +162,7 @@ class Ticket:
             self._turns.leave(self._task("F", other))
         self._turns.enter(self._task("F", stage))
 
-    def _task(self, phase: Literal["F", "B"], stage: int) -> Task:
+    def _task(self, phase: Phase, stage: int) -> Task:
         return Task(phase, self.microbatch, stage)
 
 

@@ -205,8 +205,7 @@ class StageLayout(Layout):
         steps[0] = partial(self._watched, steps[0])
         gradients = self._gradients(sizes) if end is None else None
         with logs.recording(), self.stages.reading(batch):
-            calls = [partial(logs.run, i, s) for i, s in enumerate(steps)]
-            outputs = self._microbatches.run(names, calls, gradients)
+            outputs = self._microbatches.run(names, steps, gradients, logs.run)
         if end is not None:
             logs.replay(sizes)
             return end(results.join(outputs, sizes, self.stages.meeting_device))

@@ -192,10 +192,11 @@ def test_a_micro_batch_may_pass_over_a_stage_and_come_back_to_it(one_at_a_time: 
     every = orders(1, 3)
     turns = Turns([[*(t for o in every for t in o if t.phase == "F"), Task("B", 0, 2)]] if one_at_a_time else every)
     ticket = Ticket(0, turns, [True] * 3)
-    with ticket.held():
+    with ticket.held("F"):
         for stage in (2, 1, 0, 2):
             ticket.move_on(stage, [], lambda tensors: tensors)
-        ticket.turn_back()
+    with ticket.held("B"):
+        pass
     assert turns._due == [[]] * len(turns._due)
 
 
@@ -203,8 +204,9 @@ def test_backward_on_an_accelerator_never_waits_but_lets_forward_go_on() -> None
     turns = Turns(orders(3, 2))  # stage 0: F0 F1 B0 F2 B1 B2
     turns.finish(1)
     ticket = Ticket(0, turns, [False, False])
-    with ticket.held():
-        ticket.turn_back()
+    with ticket.held("F"):
+        pass
+    with ticket.held("B"):
         assert turns._holder == [None, None]
         assert not turns._may_enter(Task("F", 2, 0))
     assert turns._may_enter(Task("F", 2, 0))
