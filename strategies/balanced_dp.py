@@ -12,7 +12,7 @@ from typing_extensions import override
 from .balance.checkpointed import KeptController
 from .balance.controller import BalanceController, Objective
 from .batch.policies import FirstChunk, Policy, Weighted
-from .core.devices import memory_bytes, peak_memory_bytes
+from .core.devices import is_accelerator, memory_bytes, peak_memory_bytes
 from .core.errors import ConfigError
 from .core.module_checks import has_batchnorm
 from .core.private import of_lightning
@@ -23,8 +23,11 @@ from .replicas.measurement import Measurement
 Auto: TypeAlias = Literal["auto"]
 """Value of an option that is found by measuring."""
 
-NUM_MEMORY_STEPS, MEMORY_EVERY = 8, 50
-"""Number of first steps in which memory is measured; then once in as many steps, because it takes time."""
+FIRST_STEPS, THEN_EVERY = 48, 10
+"""Number of first steps that are measured; then one step in as many."""
+
+NUM_MEMORY_STEPS, MEMORY_EVERY = 8, 5
+"""Number of first measurements of memory, too; then one measurement in as many, because it takes time."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +92,7 @@ class BalancedDataParallelStrategy(DataParallelStrategy):
         BalanceController(1, objective, hysteresis)  # validates both
         self._kept = KeptController(self.strategy_name, "devices")
         self._pending: Measurement | None = None
-        self._num_measured = 0
+        self._num_steps = self._num_measured = 0
         self._is_batch_verified = False
 
     @property
@@ -121,10 +124,11 @@ class BalancedDataParallelStrategy(DataParallelStrategy):
         layout = self.layout
         if self.controller is None or not isinstance(layout, ReplicaLayout):
             return super().training_step(*args, **kwargs)
-        if self._pending is None:
+        if self._pending is None and (self._num_steps < FIRST_STEPS or self._num_steps % THEN_EVERY == 0):
             memory = self._num_measured < NUM_MEMORY_STEPS or self._num_measured % MEMORY_EVERY == 0
             self._pending = layout.runner.measure(memory)
             self._num_measured += 1
+        self._num_steps += 1
         output = super().training_step(*args, **kwargs)
         self._observe(self.controller, layout)
         self._log(self.controller)
@@ -153,7 +157,11 @@ class BalancedDataParallelStrategy(DataParallelStrategy):
         limits = [memory_bytes(device) / devices.count(device) for device in devices]
         only_first = self._gpu0_chunk == "auto"
         return BalanceController(
-            len(devices), only_first=only_first, limit_bytes=limits, **self._new_controller_options
+            len(devices),
+            only_first=only_first,
+            limit_bytes=limits,
+            in_turn=not any(map(is_accelerator, devices)),
+            **self._new_controller_options,
         )
 
     def _verify_batch(self, batch: Any) -> None:

@@ -24,6 +24,9 @@ LARGEST_CUT = 0.5
 MIN_MEASUREMENTS: dict[Objective, int] = {"time": 6, "memory": 3}
 """Measurements of every device at its current size before shares change: the median of fewer may be noise."""
 
+ORDER_GAIN = 0.2
+"""Fraction that new shares must save of even ones if devices work in turn: of two, one is half as slow again."""
+
 SHARED_CHANGE = 1.25
 """Ratio of the devices' common time per sample, then and now, from which old times are scaled to now's."""
 
@@ -130,6 +133,9 @@ class BalanceController:
         window: number of measurements of one size that count; of all sizes, three times as many.
         only_first: only find the first device's share; the others share the rest evenly.
         limit_bytes: memory per device in bytes; None for no limit.
+        in_turn: whether the devices work one after the other on one processor. Then the first one finds the caches
+            filled with other things, and looks up to a third slower than its equals; even shares are left only for a
+            gain that this does not explain.
 
     Raises:
         ConfigError: an option is out of range.
@@ -144,6 +150,7 @@ class BalanceController:
         window: int = 16,
         only_first: bool = False,
         limit_bytes: Sequence[float] | None = None,
+        in_turn: bool = False,
     ) -> None:
         verify_choice("balance: objective", objective, Objective)
         if not 0 <= hysteresis < 1:
@@ -154,6 +161,7 @@ class BalanceController:
         self._warmup = warmup
         self._window = window
         self._only_first = only_first
+        self._in_turn = in_turn
         self._fixed_bytes = [0.0] * num_devices
         self._limit_bytes = list(limit_bytes or [math.inf] * num_devices)
         self._seconds: list[deque[Timed]] = [deque(maxlen=3 * window) for _ in range(num_devices)]
@@ -304,7 +312,8 @@ class BalanceController:
         if self._objective == "memory":
             return self._hysteresis
         ratios = [[timed.seconds / timed.size / timed.level for timed in values] for values in measured]
-        return max(self._hysteresis, *map(relative_error, ratios))
+        order = ORDER_GAIN if self._in_turn and self._shares is None else 0.0
+        return max(self._hysteresis, order, *map(relative_error, ratios))
 
 
 def _as_now(values: Sequence[Timed], window: int) -> list[tuple[int, float]]:
