@@ -168,15 +168,19 @@ class FSDPStrategy(DDPStrategy):
 
     def _shard(self, module: nn.Module) -> ShardedModule:
         """Cut a module over the ranks, unless an earlier run of this process has done so."""
+        names = ("shard", "reshard_after_forward", "cpu_offload", "replicas")
+        options = {name: getattr(self, name) for name in names}
         found = sharded(module)
         if found is not None:
+            found.verify_same(options)
             return found
-        names = self.part_names(module)
+        parts = tuple(self.part_names(module))
         waiting = {name: tensor for name, tensor in _tensors(module) if tensor.is_meta}
         broadcast_states(module, self.root_device)
         shape = self._mesh_shape()
         mesh = init_device_mesh(self.root_device.type, shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
-        shards = ShardedModule(module, Sharding(tuple(names), mesh, self.reshard_after_forward, self.cpu_offload))
+        sharding = Sharding(parts, mesh, self.reshard_after_forward, self.cpu_offload, options)
+        shards = ShardedModule(module, sharding)
         if waiting:
             self._fill(shards, waiting)
         shards.prime()
@@ -300,7 +304,8 @@ class FSDPStrategy(DDPStrategy):
 
     @override
     def teardown(self) -> None:
-        shards, self._shards = self._shards, None
+        self._shards = None
+        shards = None if self.lightning_module is None else sharded(self.lightning_module)
         if shards is None:
             super().teardown()
             return

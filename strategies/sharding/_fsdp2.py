@@ -6,6 +6,7 @@ when it, or its backward pass, has ended; the parts keep torch's hooks.
 """
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, cast
 
 from torch import Tensor, nn
@@ -21,6 +22,12 @@ class ParameterGroup:
         """Indices of the parameters that had a gradient in the last backward pass."""
         self._after_backward: Callable[..., Any] = group.post_backward
         group.post_backward = self._post_backward
+        for parameter in group.fsdp_params:
+            parameter.free_unsharded_param = partial(_free_gathered, parameter)
+
+    def release(self) -> None:
+        """Put the shards back in the place of gathered parameters."""
+        self._group._to_sharded()
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -86,6 +93,11 @@ class RootState:
         """
         self._state._post_forward(self._root, None, output)
 
+    def release(self) -> None:
+        """Release all that is gathered."""
+        for group in self.groups:
+            group.release()
+
     def forget_forward(self) -> None:
         """Forget the forward passes so far, if no backward pass follows."""
         self._state._comm_ctx.post_forward_order.clear()
@@ -99,6 +111,13 @@ class RootState:
     def finish_backward(self) -> None:
         """Reduce the gradients that are left."""
         self._state._root_post_backward_final_callback()
+
+
+def _free_gathered(parameter: Any) -> None:
+    """Free the memory of a gathered parameter, unless a numpy array shares it: torch can't resize it then."""
+    for tensor in (*parameter.all_gather_outputs, *parameter._unsharded_inner_tensors):
+        if tensor.untyped_storage().resizable():
+            tensor.untyped_storage().resize_(0)
 
 
 def _groups(root: nn.Module) -> Iterator[Any]:

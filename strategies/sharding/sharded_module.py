@@ -1,8 +1,8 @@
 """A module whose parameters are cut over the ranks, and gathered part by part when they are used."""
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -28,12 +28,14 @@ class Sharding:
         mesh: the ranks; two dimensions replicate over the first.
         reshard_after_forward: release a part after its forward, and gather it again for its backward pass.
         cpu_offload: keep shards in host memory.
+        options: the strategy's, by name, from which these follow.
     """
 
     names: tuple[str, ...]
     mesh: DeviceMesh
     reshard_after_forward: bool = True
     cpu_offload: bool = False
+    options: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 
 class ShardedModule:
@@ -63,6 +65,28 @@ class ShardedModule:
         root.set_reduce_scatter_unused_params(True)
         self._state = RootState(module)
         self._handles = self._call_alone()
+        self._dtypes = [parameter.dtype for parameter in self.parameters]
+
+    def verify_same(self, options: Mapping[str, Any]) -> None:
+        """Refuse to go on with a module that was cut in another way than is asked for now.
+
+        Args:
+            options: as in `Sharding`.
+
+        Raises:
+            ConfigError: an option, or the dtype of a parameter, differs.
+        """
+        before = self.sharding.options
+        changed = [
+            f"{name}={before[name]}, now {name}={options[name]}" for name in options if before[name] != options[name]
+        ]
+        dtypes = zip(self._dtypes, [parameter.dtype for parameter in self.parameters], strict=True)
+        changed += sorted({f"{old}, now {new}" for old, new in dtypes if old != new})
+        if changed:
+            raise ConfigError(
+                f"fsdp: the module was cut in an earlier run of this process with {'; '.join(changed)}, and it stays "
+                "cut as it is. Give the same options and the same precision, or make the module anew."
+            )
 
     def allocate(self, device: torch.device) -> None:
         """Give what is on the meta device memory without values."""
@@ -117,8 +141,9 @@ class ShardedModule:
             self.release()
 
     def release(self) -> None:
-        """Release the root's own parameters."""
-        cast(FSDPModule, self.module).reshard()
+        """Release all that is gathered, also parts that are kept after their forward: outside of a step there are
+        shards only, which callbacks may change and checkpoints contain."""
+        self._state.release()
         self._state.forget_forward()
 
     def begin_backward(self, loss: Tensor) -> None:

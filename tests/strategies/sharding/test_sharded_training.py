@@ -7,7 +7,7 @@ import pytest
 import torch
 from distributed import run_ranks
 from pytorch_lightning.callbacks import EMAWeightAveraging, StochasticWeightAveraging
-from regression import Net, Numbered, quiet_trainer, weights
+from regression import Net, Numbered, quiet_trainer, weights, whole
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -80,6 +80,18 @@ class Sometimes(Net):
         return (out - y).square().mean()
 
 
+class Numeric(Net):
+    """Reads its weights as numpy arrays, whose memory torch can't resize."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.read.append(float(self.net[0].weight.detach().numpy().sum()))
+        return super().training_step(batch, batch_idx)
+
+
 MAKERS: dict[str, Callable[[], tuple[Net, dict[str, Any], dict[str, Any]]]] = {
     "two optimizers": lambda: (Generative(), {}, {}),
     "loose, tied, frozen": lambda: (Loose(), {}, {}),
@@ -87,6 +99,12 @@ MAKERS: dict[str, Callable[[], tuple[Net, dict[str, Any], dict[str, Any]]]] = {
     "not released after forward": lambda: (Net(), {"reshard_after_forward": False}, {}),
     "unused": lambda: (Sometimes(), {"find_unused_parameters": True}, {}),
     "moving average": lambda: (Net(), {}, {"callbacks": [EMAWeightAveraging(decay=0.7)]}),
+    "moving average, not released": lambda: (
+        Net(),
+        {"reshard_after_forward": False},
+        {"callbacks": [EMAWeightAveraging(decay=0.7)], "val_check_interval": 1},
+    ),
+    "weights as numpy": lambda: (Numeric(), {"shard": []}, {}),
     "stochastic average": lambda: (Net(), {}, {"callbacks": [StochasticWeightAveraging(0.1, 0.5)], "max_epochs": 4}),
     "groups of ranks": lambda: (Net(), {"replicas": 2}, {}),
 }
@@ -114,6 +132,67 @@ def test_modules_and_callbacks_train_as_on_one_device(num_ranks: int) -> None:
         for rank in by_rank:
             torch.testing.assert_close(rank[name][0], single, rtol=0, atol=1e-10, msg=lambda text: f"{name}: {text}")  # noqa: B023
         assert by_rank[0][name][1] == pytest.approx(metrics, abs=1e-12), name
+
+
+class EvaluatedNet(Net):
+    test_step = Net.validation_step
+
+
+def _runs(num_ranks: int, reshard_after_forward: bool, precision: Any) -> tuple[Tensor, list[Any]]:
+    """Every kind of run, one after the other in one process, and what each of them returned."""
+    ranked = FSDPStrategy(batch_size_is="global", reshard_after_forward=reshard_after_forward, timeout_s=60)
+    strategy = SingleDeviceStrategy() if num_ranks == 1 else ranked
+    module, loader = EvaluatedNet(), DataLoader(Numbered(11), 4)
+    trainer = quiet_trainer(strategy, num_ranks, precision=precision)
+    found: list[Any] = []
+    for _ in range(2):
+        trainer.fit(module, loader, loader)
+        trainer.fit_loop.max_epochs = (trainer.max_epochs or 0) + 1
+        found += [trainer.validate(module, loader, verbose=False), trainer.test(module, loader, verbose=False)]
+        found += [torch.cat(trainer.predict(module, loader))]  # type: ignore[arg-type]
+        found += [{name: whole(tensor).clone() for name, tensor in module.state_dict().items()}]
+    return weights(module), found
+
+
+WAYS = [(True, "64-true", 1e-10), (False, "64-true", 1e-10), (False, "32-true", 1e-10), (False, "bf16-true", 5e-2)]
+
+
+def _all_runs(num_ranks: int) -> list[Any]:
+    return [_runs(num_ranks, *way) for *way, _ in WAYS]
+
+
+def _second_runs(num_ranks: int) -> list[str]:
+    told, module = [], Net()
+    quiet_trainer(FSDPStrategy(), num_ranks, precision="64-true", max_steps=1).fit(module, DataLoader(Numbered(), 6))
+    for options, precision in (
+        ({"reshard_after_forward": False}, "64-true"),
+        ({"shard": []}, "32-true"),
+        ({}, "bf16-true"),
+    ):
+        trainer = quiet_trainer(FSDPStrategy(timeout_s=60, **options), num_ranks, precision=precision)
+        try:
+            trainer.validate(module, DataLoader(Numbered(), 6), verbose=False)
+        except ConfigError as exc:
+            told.append(str(exc))
+    return told
+
+
+def test_a_second_run_that_would_cut_the_module_in_another_way_is_refused() -> None:
+    for kept, parts, dtype in run_ranks(_second_runs, 2, 2):
+        assert "with reshard_after_forward=True, now reshard_after_forward=False, and it stays" in kept
+        assert "with shard=auto, now shard=[], and it stays" in parts
+        assert "with torch.float64, now torch.bfloat16, and it stays" in dtype
+
+
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_runs_follow_one_another_in_one_process(num_ranks: int) -> None:
+    """Parts stayed gathered after an evaluation step with `reshard_after_forward=false`."""
+    for rank, found in enumerate(run_ranks(_all_runs, num_ranks, num_ranks, timeout_s=400)):
+        for (*way, tolerance), (trained, shown) in zip(WAYS, found, strict=True):
+            single, expected = _runs(1, *way)
+            torch.testing.assert_close(trained, single, rtol=0, atol=tolerance)
+            if rank == 0:
+                torch.testing.assert_close(shown, expected, rtol=0, atol=max(tolerance, 1e-6))
 
 
 class Penalized(Net):
