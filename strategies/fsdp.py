@@ -30,6 +30,7 @@ from .pipeline.module_parts import find_parts
 from .pipeline.recompute import RecomputeOption
 from .sharding.deferred import DeferredTensors
 from .sharding.parts import automatic_parts, named_parts
+from .sharding.placed import ShardIO, Writers, place_shards
 from .sharding.sharded_module import ShardedModule, Sharding, broadcast_states, sharded, sync_buffers
 from .sharding.whole import gather_tree, holds_shards, shard_like, shard_optimizer_state
 
@@ -294,13 +295,24 @@ class FSDPStrategy(DDPStrategy):
                 getattr(self.module, step)(*args, **kwargs)
             return None
 
+    @property
+    def _shard_io(self) -> ShardIO | None:
+        """What writes and reads checkpoints, if it can do so in shards."""
+        io: Any = self.checkpoint_io
+        return io if isinstance(io, ShardIO) else None
+
+    def _gathered(self, tree: Any) -> Any:
+        """Whole tensors on rank 0, unless checkpoints are written in shards."""
+        io = self._shard_io
+        return tree if io is not None and io.sharded else gather_tree(tree, keep=self.is_global_zero)
+
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        return gather_tree(super().lightning_module_state_dict(), keep=self.is_global_zero)
+        return self._gathered(super().lightning_module_state_dict())
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Tensor]:
-        return gather_tree(super().optimizer_state(optimizer), keep=self.is_global_zero)
+        return self._gathered(super().optimizer_state(optimizer))
 
     @override
     def teardown(self) -> None:
@@ -332,9 +344,21 @@ class FSDPStrategy(DDPStrategy):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        io = self._shard_io
+        if io is not None and io.sharded:
+            writers = Writers(self.is_global_zero, self.broadcast, self.timeout_s)
+            io.save_shards(place_shards(checkpoint, self.is_global_zero), filepath, writers)
+            return
         if holds_shards(checkpoint):  # of a callback, such as the weights of a moving average
             checkpoint = gather_tree(checkpoint, keep=self.is_global_zero)
         super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    @override
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        io = self._shard_io
+        if io is None:
+            return super().load_checkpoint(checkpoint_path, weights_only)
+        return io.load_shards(checkpoint_path, self.global_rank, self.world_size)
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:

@@ -7,7 +7,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn.utils import get_total_norm
 
 
@@ -20,7 +20,7 @@ def gather_tree(tree: Any, keep: bool) -> Any:
         tree: the structure; it is not changed.
         keep: whether this rank needs the values: they are copied to host memory. Elsewhere they are on the meta device.
     """
-    return _map_tensors(tree, lambda tensor: _gathered(tensor, keep) if isinstance(tensor, DTensor) else tensor)
+    return map_tensors(tree, lambda tensor: _gathered(tensor, keep) if isinstance(tensor, DTensor) else tensor)
 
 
 def _gathered(tensor: DTensor, keep: bool) -> Tensor:
@@ -31,7 +31,7 @@ def _gathered(tensor: DTensor, keep: bool) -> Tensor:
 def holds_shards(tree: Any) -> bool:
     """Whether any tensor in nested dicts, lists and tuples is sharded."""
     found: list[bool] = []
-    _map_tensors(tree, lambda tensor: found.append(isinstance(tensor, DTensor)) or tensor)
+    map_tensors(tree, lambda tensor: found.append(isinstance(tensor, DTensor)) or tensor)
     return any(found)
 
 
@@ -48,7 +48,8 @@ def shard_like(whole: Tensor, shard: Any) -> Tensor:
         return whole
     as_cut = whole.shape == shard.shape
     placements = shard.placements if as_cut else [Replicate() for _ in shard.placements]
-    return distribute_tensor(whole.to(shard.device), shard.device_mesh, placements, src_data_rank=None)
+    cut = distribute_tensor(whole.to(shard.device), shard.device_mesh, placements, src_data_rank=None)
+    return cut.clone() if isinstance(placements[-1], Shard) else cut  # no view, which would keep the whole
 
 
 def shard_optimizer_state(state: Mapping[str, Any], parameters: list[Tensor]) -> dict[str, Any]:
@@ -93,12 +94,13 @@ def total_norm(tensors: Sequence[Tensor], norm_type: float) -> Tensor:
     return get_total_norm([*norms, *plain], norm_type)
 
 
-def _map_tensors(tree: Any, function: Callable[[Tensor], Any]) -> Any:
+def map_tensors(tree: Any, function: Callable[[Tensor], Any]) -> Any:
+    """Replace the tensors in nested dicts, lists and tuples."""
     if isinstance(tree, Tensor):
         return function(tree)
     if isinstance(tree, dict):
-        mapped = {key: _map_tensors(value, function) for key, value in cast("dict[Any, Any]", tree).items()}
+        mapped = {key: map_tensors(value, function) for key, value in cast("dict[Any, Any]", tree).items()}
         return OrderedDict(mapped) if isinstance(tree, OrderedDict) else mapped
     if type(tree) in (list, tuple):
-        return type(tree)(_map_tensors(value, function) for value in tree)
+        return type(tree)(map_tensors(value, function) for value in tree)
     return tree

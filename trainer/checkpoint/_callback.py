@@ -17,6 +17,7 @@ from pytorch_lightning.utilities.types import STEP_OUTPUT
 from torch import Tensor
 from typing_extensions import override
 
+from ...strategies import FSDPStrategy
 from ...strategies.core.errors import ConfigError
 from ...strategies.core.module_checks import has_nan
 from ...strategies.core.private import of_lightning
@@ -58,6 +59,8 @@ class Checkpoint(ModelCheckpoint):
         save_weights_only: omit the state that is only needed to resume.
         verbose: log a line for each checkpoint that is compared.
         background: write in a thread while training continues.
+        sharded: every rank writes its shards (`strategy=fsdp`), instead of rank 0 the whole; any number of ranks,
+            under any strategy, goes on from them.
         **options: `async`, the former name of `background`.
 
     Raises:
@@ -92,10 +95,11 @@ class Checkpoint(ModelCheckpoint):
         save_weights_only: bool = False,
         verbose: bool = False,
         background: bool = False,
+        sharded: bool = False,
         **options: bool,
     ) -> None:
         triggers = {"every_n_steps": every_n_steps, "every_n_epochs": every_n_epochs, "interval_s": interval_s}
-        _verify_options(triggers, on_error, {"background": background, **options})
+        _verify_options(triggers, on_error, {"background": background, "sharded": sharded, **options})
         if snapshot_every_n_steps is not None and snapshot_every_n_steps < 1:
             raise ConfigError(
                 f"checkpoint: snapshot_every_n_steps={snapshot_every_n_steps} is too small. Give at least 1, or null."
@@ -118,6 +122,7 @@ class Checkpoint(ModelCheckpoint):
         )
         self._on_error: Literal["raise", "warn"] = on_error
         self._background = background or options.get("async", False)
+        self._sharded = sharded
         self._interval = None if interval_s is None else Interval(interval_s)
         self._scores: dict[str, Tensor] = {}
         self._snapshot_every_n_steps = snapshot_every_n_steps
@@ -132,9 +137,19 @@ class Checkpoint(ModelCheckpoint):
             super().setup(trainer, pl_module, stage)
         if stage != "fit":
             return
+        if self._sharded and not isinstance(trainer.strategy, FSDPStrategy):
+            raise ConfigError(
+                f"checkpoint: sharded=true needs a strategy with shards, strategy=fsdp; got "
+                f"{type(trainer.strategy).__name__}. Set checkpoint.sharded=false: each checkpoint is whole then."
+            )
         if type(trainer.strategy.checkpoint_io) in (TorchCheckpointIO, VerifiedCheckpointIO):
-            self._io = VerifiedCheckpointIO(self._background, self._on_error)
+            self._io = VerifiedCheckpointIO(self._background, self._on_error, self._sharded)
             trainer.strategy.checkpoint_io = self._io
+        elif self._sharded:
+            raise ConfigError(
+                f"checkpoint: sharded=true is written by this project's own plugin, but the trainer was given "
+                f"{type(trainer.strategy.checkpoint_io).__name__}. Leave one of them out."
+            )
         self.snapshots = snapshots_of(trainer, self._snapshot_every_n_steps, self.dirpath)
         if trainer.is_global_zero and self.dirpath is not None:
             remove_leftovers(Path(self.dirpath))
@@ -398,7 +413,7 @@ def _verify_options(triggers: dict[str, float | None], on_error: str, options: d
             )
     if on_error not in ("raise", "warn"):
         raise ConfigError(f"checkpoint: on_error={on_error} is unknown. Choose raise or warn.")
-    if unknown := set(options) - {"background", "async"}:
+    if unknown := set(options) - {"background", "sharded", "async"}:
         raise ConfigError(f"checkpoint: unknown options: {', '.join(sorted(unknown))}. Remove them.")
     for name, value in options.items():
         if not isinstance(value, bool):

@@ -11,19 +11,18 @@ memory.
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ...strategies.sharding.placed import ALIGNMENT, PLACE
 from ._snapshot import copy_tensors
 
 FILE = "evener_tensors"
 """The key of a checkpoint with the name of the file that has its tensors."""
-_PLACE = "evener_place"
-_ALIGNMENT = 64
 _SMALLEST = 1024
 """Bytes from which a tensor is put into the file; a smaller one stays in the checkpoint."""
 
@@ -82,12 +81,14 @@ class TensorFiles:
         return held
 
 
-def with_tensors(checkpoint: dict[str, Any], directory: Path) -> dict[str, Any]:
+def with_tensors(checkpoint: dict[str, Any], directory: Path, mapped: Collection[str] = ()) -> dict[str, Any]:
     """Replace the places of tensors by copies of them.
 
     Args:
-        checkpoint: from `TensorFiles.take`; another one is returned as it is.
+        checkpoint: from `TensorFiles.take`, or with shards; another one is returned as it is.
         directory: where the file of its tensors is.
+        mapped: entries whose tensors are not copied: they stay in the file, which must outlive them, until they are
+            used.
 
     Raises:
         OSError: the file is gone.
@@ -99,13 +100,16 @@ def with_tensors(checkpoint: dict[str, Any], directory: Path) -> dict[str, Any]:
     buffer = torch.from_file(str(file), shared=False, size=file.stat().st_size, dtype=torch.uint8)
     found: dict[int, Tensor] = {}
 
-    def read(start: int, dtype: str, shape: list[int], stride: list[int]) -> Tensor:
+    def view(start: int, dtype: str, shape: list[int], stride: list[int]) -> Tensor:
+        return _view(buffer, start, getattr(torch, dtype), shape, stride)
+
+    def copy(start: int, dtype: str, shape: list[int], stride: list[int]) -> Tensor:
         if start not in found:
             own = buffer[start : start + _num_bytes(getattr(torch, dtype), shape)].clone()
             found[start] = _view(own, 0, getattr(torch, dtype), shape, stride)
         return found[start]
 
-    return _filled({key: value for key, value in checkpoint.items() if key != FILE}, read)
+    return {key: _filled(value, view if key in mapped else copy) for key, value in checkpoint.items() if key != FILE}
 
 
 def has_tensors(directory: Path) -> bool:
@@ -136,15 +140,15 @@ class _Layout:
         if same not in self._starts:
             self._starts[same] = self.end
             self.found.append((tensor, self.end))
-            self.end += -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+            self.end += -(-num_bytes // ALIGNMENT) * ALIGNMENT
         dtype = str(tensor.dtype).removeprefix("torch.")
-        return {_PLACE: [self._starts[same], dtype, list(tensor.shape), list(tensor.stride())]}
+        return {PLACE: [self._starts[same], dtype, list(tensor.shape), list(tensor.stride())]}
 
 
 def _filled(tree: Any, read: Callable[..., Tensor]) -> Any:
     if isinstance(tree, dict):
-        if _PLACE in tree:
-            return read(*tree[_PLACE])
+        if PLACE in tree:
+            return read(*tree[PLACE])
         return type(tree)((key, _filled(value, read)) for key, value in tree.items())
     if type(tree) in (list, tuple):
         return type(tree)(_filled(value, read) for value in tree)

@@ -24,9 +24,9 @@ import socket
 import struct
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Generator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import IO, Any, Literal
@@ -34,19 +34,24 @@ from typing import IO, Any, Literal
 import torch
 from lightning_fabric.plugins import TorchCheckpointIO
 from lightning_fabric.utilities.cloud_io import get_filesystem
+from torch import Tensor
 from typing_extensions import override
 
 from ...strategies.core.errors import ConfigError
 from ...strategies.core.files import is_alive, replacing
 from ...strategies.core.private.of_lightning import PATH
+from ...strategies.sharding.placed import Placed, ShardIO, Writers
 from ._plain_data import to_plain
+from ._shard_files import SHARDS, WEIGHTS, ShardFile, new_name, verify_rows
+from ._shard_files import remove_leftovers as remove_shards
 from ._snapshot import Snapshot
-from ._tensor_files import with_tensors
+from ._tensor_files import FILE, with_tensors
 
 logger = logging.getLogger(__name__)
 
 SUFFIX = ".ckpt"
 _MAGIC = b"EVENERv1"
+_MAGIC_OF_SHARDS = b"EVENERs1"
 _TRAILER = struct.Struct("<32sQ8s")
 _BLOCK = 1 << 20
 _MARK = "evener_file"
@@ -75,8 +80,8 @@ class _HashedFile:
     def flush(self) -> None:
         self._file.flush()
 
-    def trailer(self) -> bytes:
-        return _TRAILER.pack(self._hash.digest(), self.size, _MAGIC)
+    def trailer(self, magic: bytes) -> bytes:
+        return _TRAILER.pack(self._hash.digest(), self.size, magic)
 
 
 def write(checkpoint: dict[str, Any], path: str | Path) -> None:
@@ -99,7 +104,7 @@ def write(checkpoint: dict[str, Any], path: str | Path) -> None:
             except RuntimeError as exc:
                 # torch's archive writer replaces the cause by its own error.
                 raise exc.__cause__ or exc.__context__ or OSError(str(exc)) from exc
-            file.write(hashed.trailer())
+            file.write(hashed.trailer(_MAGIC_OF_SHARDS if SHARDS in checkpoint else _MAGIC))
             file.flush()
             os.fsync(file.fileno())
         _stamp(temporary)
@@ -127,7 +132,7 @@ def verify(path: str | Path) -> bool:
         size = file.seek(0, os.SEEK_END) - _TRAILER.size
         file.seek(max(size, 0))
         trailer = file.read()
-        if size < 0 or not trailer.endswith(_MAGIC):
+        if size < 0 or not trailer.endswith((_MAGIC, _MAGIC_OF_SHARDS)):
             return False
         digest, num_bytes, _ = _TRAILER.unpack(trailer)
         file.seek(0)
@@ -139,8 +144,13 @@ def verify(path: str | Path) -> bool:
     return True
 
 
-def read(path: str | Path) -> dict[str, Any]:
+def read(path: str | Path, mapped: Collection[str] = (), reader: int = 0, num_readers: int = 1) -> dict[str, Any]:
     """Read a checkpoint of this project, of Lightning or of torch into CPU memory.
+
+    Args:
+        path: the file.
+        mapped: entries whose tensors stay in their file until they are used, if it was written in shards.
+        reader: which of `num_readers` ranks this is; each verifies some of the shards.
 
     Raises:
         FileNotFoundError: the file does not exist.
@@ -156,10 +166,47 @@ def read(path: str | Path) -> dict[str, Any]:
         raise CheckpointError(f"The file {path} contains a {type(checkpoint).__name__}, which is not a checkpoint.")
     if checkpoint.pop(_MARK, None) is not None and not has_digest:
         raise CheckpointError(f"The checkpoint {path} is corrupted: its digest is missing. Use another one.")
+    _verify_shards(checkpoint, Path(path), reader, num_readers)
+    checkpoint.pop(SHARDS, None)
     try:
-        return with_tensors(checkpoint, Path(path).parent)
+        return with_tensors(checkpoint, Path(path).parent, mapped)
     except (OSError, RuntimeError, ValueError) as exc:
         raise CheckpointError(f"The checkpoint {path} is incomplete: the file of its tensors is gone.") from exc
+
+
+def _verify_shards(checkpoint: dict[str, Any], path: Path, reader: int = 0, num_readers: int = 1) -> None:
+    try:
+        if SHARDS in checkpoint:
+            verify_rows(checkpoint, path.parent, reader, num_readers)
+    except FileNotFoundError as exc:
+        raise CheckpointError(
+            f"The checkpoint {path} is incomplete: {checkpoint[FILE]}, which must lie beside it, is missing."
+        ) from exc
+    except ValueError as exc:
+        raise CheckpointError(f"The checkpoint {path} is corrupted: {exc}. Use another one.") from exc
+
+
+def shard_file(path: Path) -> Path | None:
+    """The file of tensors that belongs to a checkpoint; None if it has none, or there is no such checkpoint."""
+    with suppress(OSError, CheckpointError), open(path, "rb") as file:
+        file.seek(-len(_MAGIC), os.SEEK_END)
+        if file.read() == _MAGIC_OF_SHARDS:
+            return path.with_name(Path(_load(path)[FILE]).name)
+    return None
+
+
+def _shard_files(directory: Path) -> set[Path | None]:
+    """The files of tensors that belong to the checkpoints of a directory."""
+    return {shard_file(path) for path in directory.glob(f"*{SUFFIX}")}
+
+
+@contextmanager
+def _releasing(path: Path) -> Generator[None]:
+    """Remove, after the block has removed or replaced a checkpoint, its tensors if no other checkpoint has them."""
+    tensors = shard_file(path)
+    yield
+    if tensors is not None and tensors not in _shard_files(path.parent):
+        tensors.unlink(missing_ok=True)
 
 
 def _load(path: str | Path) -> Any:
@@ -185,6 +232,8 @@ def is_good(path: str | Path) -> bool:
     try:
         if not verify(path) and _LIGHTNINGS not in read(path):
             raise CheckpointError(f"The file {path} is not a checkpoint of a trainer.")
+        if shard_file(Path(path)) is not None:
+            _verify_shards(_load(path), Path(path))
     except (CheckpointError, OSError) as exc:
         logger.warning("%s It is skipped.", exc)
         return False
@@ -202,6 +251,7 @@ def remove_leftovers(directory: Path) -> None:
         if pid == os.getpid() or not is_alive(pid):
             with suppress(OSError):
                 path.unlink()
+    remove_shards(directory, {path.name for path in _shard_files(directory) if path is not None})
 
 
 def _is_address(path: PATH) -> bool:
@@ -221,7 +271,7 @@ def _stamp(path: Path) -> None:
     os.utime(path, ns=(now, now))
 
 
-class VerifiedCheckpointIO(TorchCheckpointIO):
+class VerifiedCheckpointIO(TorchCheckpointIO, ShardIO):
     """Lightning's checkpoint plugin for these files, optionally writing in the background.
 
     In the background a save copies the state (device to host), passes it to one thread and returns. Saves, links and
@@ -232,10 +282,14 @@ class VerifiedCheckpointIO(TorchCheckpointIO):
         background: write in a thread while training continues.
         on_error: `raise` stops training if a file can't be written; `warn` logs a warning and continues. Existing
             files are kept either way.
+        sharded: write in shards, where the strategy has them.
     """
 
-    def __init__(self, background: bool = False, on_error: Literal["raise", "warn"] = "raise") -> None:
+    def __init__(
+        self, background: bool = False, on_error: Literal["raise", "warn"] = "raise", sharded: bool = False
+    ) -> None:
         self.background = background
+        self.sharded = sharded
         self.on_error = on_error
         self._failed: list[str] = []
         self._kept: list[str] = []
@@ -260,9 +314,51 @@ class VerifiedCheckpointIO(TorchCheckpointIO):
             plain = self._snapshot.take(plain)
         self._submit(lambda: self._write(plain, str(path)))
 
+    @override
+    def save_shards(self, placed: Placed, path: PATH, writers: Writers) -> None:
+        """Write a checkpoint in shards; see `_shard_files`.
+
+        Raises:
+            CheckpointError: it, or in the background the previous one, could not be written; the path is an address.
+        """
+        if _is_address(path):
+            raise CheckpointError(
+                f"checkpoint.sharded=true can't write to {path}: the ranks write to one file, which needs a "
+                "file system that all of them see. Set checkpoint.sharded=false, or checkpoint.dirpath to a directory."
+            )
+        self.wait()  # before the name is told, so that one checkpoint at a time is written
+        file = ShardFile(Path(path).with_name(writers.broadcast(new_name())), placed)
+        rest = to_plain(placed.state) if writers.is_first else {}
+        parts = placed.parts
+        if self.background:
+            rest, parts = self._snapshot.take((rest, parts))
+        self._submit(lambda: self._write_shards(file, parts, rest, Path(path), writers))
+
+    def _write_shards(
+        self, file: ShardFile, parts: list[Tensor | None], rest: dict[str, Any], path: Path, writers: Writers
+    ) -> None:
+        def work() -> None:
+            file.write(parts)
+            if writers.is_first:
+                shards = {**file.layout, "digests": file.wait(writers.timeout_s)}
+                with _releasing(path):
+                    write({**rest, FILE: file.path.name, SHARDS: shards}, path)
+
+        self._last_failed = not self._attempt(str(path), work)
+        if self._last_failed and writers.is_first:
+            file.path.unlink(missing_ok=True)
+
+    @override
+    def load_shards(self, path: PATH, reader: int, num_readers: int) -> dict[str, Any]:
+        """Read a checkpoint; tensors of weights and optimizers that were written in shards stay in their file."""
+        self.wait()
+        if _is_address(path):
+            return self.load_checkpoint(path)
+        return read(str(path), WEIGHTS, reader, num_readers)
+
     def link_checkpoint(self, source: PATH, path: PATH) -> None:
         """Give the most recent checkpoint a second name; see `link`."""
-        copy = get_filesystem(path).copy if _is_address(path) else link
+        copy = get_filesystem(path).copy if _is_address(path) else _link_and_release
         self._submit(
             lambda: None if self._last_failed else self._attempt(str(path), partial(copy, str(source), str(path)))
         )
@@ -313,7 +409,8 @@ class VerifiedCheckpointIO(TorchCheckpointIO):
 
     def _write(self, plain: dict[str, Any], path: str) -> None:
         save = super().save_checkpoint if _is_address(path) else write
-        self._last_failed = not self._attempt(path, partial(save, plain, path))
+        with nullcontext() if _is_address(path) else _releasing(Path(path)):
+            self._last_failed = not self._attempt(path, partial(save, plain, path))
 
     def _attempt(self, path: str, work: Callable[[], object]) -> bool:
         """Write a file; if it fails, raise or warn as `on_error` says and return False."""
@@ -334,4 +431,10 @@ class VerifiedCheckpointIO(TorchCheckpointIO):
         elif _is_address(path):
             super().remove_checkpoint(path)
         else:
-            Path(path).unlink(missing_ok=True)
+            with _releasing(Path(path)):
+                Path(path).unlink(missing_ok=True)
+
+
+def _link_and_release(source: str, path: str) -> None:
+    with _releasing(Path(path)):
+        link(source, path)

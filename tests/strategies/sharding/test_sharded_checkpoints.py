@@ -1,0 +1,204 @@
+"""Checkpoints in shards: whole or not at all, the same on any number of ranks and under other strategies."""
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from distributed import run_ranks, run_ranks_unchecked
+from pytorch_lightning.callbacks import EMAWeightAveraging
+from regression import Net, Numbered, quiet_trainer, weights
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from evener.strategies import ConfigError, DDPStrategy, FSDPStrategy, SingleDeviceStrategy
+from evener.strategies.sharding.placed import Entry
+from evener.trainer.checkpoint import Checkpoint
+from evener.trainer.checkpoint.file_io import CheckpointError, read, shard_file, verify
+from evener.trainer.checkpoint.find import find_newest, good_or_newest
+
+STRATEGIES: dict[str, Any] = {"fsdp": FSDPStrategy, "ddp": DDPStrategy}
+
+
+def test_the_rows_of_all_ranks_are_the_tensor() -> None:
+    """7 rows of 16 bytes from byte 64 on 3 ranks: 3, 3 and 1; on 5 ranks two each, 1, and none."""
+    assert [Entry(64, 7, 16, 3).part(rank) for rank in range(3)] == [(64, 48), (112, 48), (160, 16)]
+    assert [Entry(64, 7, 16, 5).part(rank)[1] for rank in range(5)] == [32, 32, 32, 16, 0]
+
+
+class Odd(Net):
+    """Parameters that don't divide evenly, one in bfloat16, tied ones, and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.odd = nn.Linear(3, 5).double()
+        self.tied = nn.Linear(3, 5).double()
+        self.tied.weight = self.odd.weight
+        self.coarse = nn.Linear(3, 5).bfloat16().requires_grad_(False)
+        self.register_buffer("average", torch.arange(400.0, dtype=torch.float64))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.average += batch_idx
+        found = super().training_step(batch, batch_idx)
+        return found + (self.odd(batch[0]) * self.tied(batch[0])).square().mean()
+
+
+def _train(
+    kind: str, num_ranks: int, source: Path | None, target: Path | None, sharded: bool = True, **options: Any
+) -> Tensor:
+    """Train for two epochs of four batches of all ranks, from a checkpoint, or saving one after every step."""
+    given = {name: options.pop(name) for name in ("replicas",) if name in options}
+    ranked = {"batch_size_is": "global", "timeout_s": 60, **given}
+    strategy = SingleDeviceStrategy() if kind == "one" else STRATEGIES[kind](**ranked)
+    callbacks: list[Any] = [EMAWeightAveraging(decay=0.7)] if options.pop("averages", False) else []
+    if target is not None:
+        policy = {"every_n_steps": 1, "save_top_k": -1, **options}
+        callbacks.append(Checkpoint(target, "{step}", sharded=sharded, **policy))
+    module = Odd()
+    trainer = quiet_trainer(strategy, num_ranks, callbacks=callbacks, enable_checkpointing=target is not None)
+    trainer.fit(module, DataLoader(Numbered(), 6), ckpt_path=source)
+    return weights(module)
+
+
+def _trained(kind: str, num_ranks: int, *args: Any, **options: Any) -> list[Tensor]:
+    if kind == "one":
+        return [_train(kind, 1, *args, **options)]
+    return run_ranks(_Train(options), num_ranks, kind, num_ranks, *args)
+
+
+class _Train:
+    def __init__(self, options: dict[str, Any]) -> None:
+        self.options = options
+
+    def __call__(self, *args: Any) -> Tensor:
+        return _train(*args, **self.options)
+
+
+def _assert_same(found: Any, expected: Any, where: str = "") -> None:
+    if isinstance(expected, Tensor):
+        assert type(found) is Tensor
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12, msg=lambda text: f"{where}: {text}")
+    elif isinstance(expected, dict):
+        assert list(found) == list(expected), where
+        for key in expected:
+            _assert_same(found[key], expected[key], f"{where}.{key}")
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Checkpoints in shards after each of the 8 steps, written by 2 ranks while training went on."""
+    folder = tmp_path_factory.mktemp("saved")
+    _trained("fsdp", 2, None, folder, background=True)
+    return folder
+
+
+def _assert_equal_states(cut: Path, whole: Path) -> None:
+    assert shard_file(cut) is not None
+    found, expected = read(cut), read(whole)
+    _assert_same(found["state_dict"], expected["state_dict"], f"{cut.name}: state_dict")
+    _assert_same(found["optimizer_states"][0], expected["optimizer_states"][0], f"{cut.name}: optimizer")
+
+
+def test_shards_hold_what_a_whole_checkpoint_of_the_same_step_holds(tmp_path: Path, saved: Path) -> None:
+    """They are written in the background, while training changes the weights."""
+    _trained("fsdp", 2, None, tmp_path, False)
+    for step in range(1, 9):
+        _assert_equal_states(saved / f"{step}.ckpt", tmp_path / f"{step}.ckpt")
+
+
+@pytest.mark.slow
+def test_groups_of_ranks_write_each_row_once(tmp_path: Path) -> None:
+    """Of 4 ranks in 2 groups, those of the first write; without the thread, too."""
+    for kind in (True, False):
+        _trained("fsdp", 4, None, tmp_path / str(kind), kind, replicas=2)
+    for step in (1, 8):
+        _assert_equal_states(tmp_path / "True" / f"{step}.ckpt", tmp_path / "False" / f"{step}.ckpt")
+
+
+@pytest.mark.parametrize(
+    ("kind", "num"),
+    [
+        ("fsdp", 3),
+        ("one", 1),
+        *(pytest.param(*way, marks=pytest.mark.slow) for way in (("fsdp", 1), ("fsdp", 2), ("ddp", 2))),
+    ],
+)
+def test_a_run_goes_on_under_any_strategy_and_number_of_ranks(saved: Path, kind: str, num: int) -> None:
+    """In the middle of the first epoch."""
+    (expected,) = _trained("one", 1, None, None)
+    for rank in _trained(kind, num, saved / "2.ckpt", None):
+        torch.testing.assert_close(rank, expected, rtol=0, atol=1e-10)
+
+
+@pytest.mark.slow
+def test_the_moving_average_goes_on_too(tmp_path: Path) -> None:
+    (expected,) = _trained("one", 1, None, None, averages=True)
+    _trained("fsdp", 2, None, tmp_path, averages=True)
+    for kind, num in (("one", 1), ("fsdp", 3)):
+        for rank in _trained(kind, num, tmp_path / "2.ckpt", None, averages=True):
+            torch.testing.assert_close(rank, expected, rtol=0, atol=1e-10)
+
+
+def test_a_checkpoint_that_is_replaced_or_removed_takes_its_tensors_along(tmp_path: Path) -> None:
+    left = tmp_path / f"shards-{os.uname().nodename}-4194304-1"  # of a process that can't exist
+    left.touch()
+    _trained("fsdp", 2, None, tmp_path, save_top_k=1)
+    assert sorted(path.name for path in tmp_path.glob("*.ckpt")) == ["8.ckpt", "last.ckpt"]
+    named = {shard_file(path) for path in tmp_path.glob("*.ckpt")}
+    assert len(named) == 1  # last.ckpt is a second name
+    assert set(tmp_path.glob("shards-*")) == named
+    assert find_newest(tmp_path) in set(tmp_path.glob("*.ckpt"))
+
+
+def test_what_is_missing_or_damaged_is_named_and_passed_over(tmp_path: Path, saved: Path) -> None:
+    shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
+    damaged, missing = (shard_file(tmp_path / f"{step}.ckpt") for step in (8, 7))
+    assert damaged is not None
+    assert missing is not None
+    with open(damaged, "r+b") as file:
+        file.write(b"\xff\xfe")
+    missing.unlink()
+    (tmp_path / "last.ckpt").unlink()
+    with pytest.raises(CheckpointError, match=r"8\.ckpt is corrupted: the digest of .*shards-.* does not match"):
+        read(tmp_path / "8.ckpt")
+    with pytest.raises(CheckpointError, match=r"7\.ckpt is incomplete: shards-.*, which must lie beside it"):
+        read(tmp_path / "7.ckpt")
+    assert find_newest(tmp_path) == good_or_newest(tmp_path / "8.ckpt") == tmp_path / "6.ckpt"
+
+
+def _killed(num_ranks: int, target: Path, victim: int) -> None:
+    """Train until one rank dies in the middle of writing its rows after the third step."""
+    from evener.trainer.checkpoint import _shard_files as files
+
+    own, num = files._write_rows, [0]
+
+    def dying(*args: Any) -> None:
+        num[0] += 1
+        if int(os.environ["RANK"]) == victim and num[0] > 50:
+            os._exit(0)
+        own(*args)
+
+    files._write_rows = dying
+    _train("fsdp", num_ranks, None, target, background=True)
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_write_that_was_killed_never_becomes_the_newest_checkpoint(tmp_path: Path, victim: int) -> None:
+    run_ranks_unchecked(_killed, 2, 2, tmp_path, victim, timeout_s=30)
+    found = sorted(tmp_path.glob("*.ckpt"))
+    assert found
+    assert all(verify(path) for path in found)
+    newest = find_newest(tmp_path)
+    assert newest is not None
+    named = {shard_file(path) for path in found}
+    assert set(tmp_path.glob("shards-*")) > named  # the file of the killed write
+    (expected,) = _trained("one", 1, None, None)
+    (found_weights, _) = _trained("fsdp", 2, newest, None)
+    torch.testing.assert_close(found_weights, expected, rtol=0, atol=1e-10)
+
+
+def test_strategies_without_shards_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="sharded=true needs a strategy with shards, strategy=fsdp; got SingleDevice"):
+        _train("one", 1, None, tmp_path)

@@ -1,0 +1,174 @@
+"""Write a checkpoint in shards: every rank its rows of each tensor, to one file, and rank 0 all else, to another.
+
+    shards-…    tensor 0: rows of rank 0, rows of rank 1, …; tensor 1: …; a mark per rank, with the digest of its rows
+    last.ckpt   places in the stead of these tensors, the name of that file, and the digests
+
+The second file is written when the first has the marks of all ranks, and appears whole or not at all; the first has a
+new name each time. So a checkpoint that exists is complete, whichever process is killed when.
+
+torch.distributed.checkpoint is not used: its reader unpickles its metadata, and objects among the values, without
+restriction, so that loading a file could run any code.
+"""
+
+import hashlib
+import os
+import socket
+import struct
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...strategies.core.files import is_alive
+from ...strategies.sharding.placed import Entry, Placed
+from ._tensor_files import FILE
+
+SHARDS = "evener_shards"
+"""The key of a checkpoint with the layout of the file of its tensors, and the digests of all ranks."""
+WEIGHTS = ("state_dict", "optimizer_states", "current_model_state", "averaging_state")
+"""Entries of which a rank keeps its shards only, or copies to its own."""
+_PREFIX = "shards-"
+_MARK = struct.Struct("<32s8s")
+_WRITTEN, _FAILED = b"written.", b"failed.."
+_BLOCK = 1 << 20
+_POLL_S = 0.02
+
+
+def new_name() -> str:
+    """A name that no other file has, and that tells which process of which machine leads its writing."""
+    return f"{_PREFIX}{socket.gethostname()}-{os.getpid()}-{time.time_ns()}"
+
+
+class ShardFile:
+    """The file of tensors of a checkpoint.
+
+    Args:
+        path: beside the checkpoint; this rank makes it if it is the first.
+        placed: what is written.
+    """
+
+    def __init__(self, path: Path, placed: Placed) -> None:
+        self.path = path
+        self._placed = placed
+
+    @property
+    def layout(self) -> dict[str, Any]:
+        """What a checkpoint must know of the file."""
+        entries = [[e.start, e.num_rows, e.row_bytes, e.num_parts] for e in self._placed.entries]
+        return {"entries": entries, "num_bytes": self._placed.num_bytes}
+
+    def write(self, parts: Iterable[Tensor | None]) -> None:
+        """Write this rank's rows, and its mark when they are on the disk.
+
+        Args:
+            parts: as in `Placed`, or copies of them.
+
+        Raises:
+            OSError: the disk is full, ...; rank 0 learns of it.
+        """
+        writer = self._placed.writer
+        if writer is None:
+            return
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with open(os.open(self.path, os.O_WRONLY | os.O_CREAT, 0o666), "wb", buffering=0) as file:
+            try:
+                file.truncate(self._placed.num_bytes + self._placed.num_writers * _MARK.size)
+                digest = hashlib.sha256()
+                for entry, part in zip(self._placed.entries, parts, strict=True):
+                    if part is not None:
+                        _write_rows(file, entry.part(writer if entry.num_parts > 1 else 0)[0], part, digest)
+                os.fsync(file.fileno())
+                self._mark(file, writer, _MARK.pack(digest.digest(), _WRITTEN))
+            except OSError:
+                with suppress(OSError):
+                    self._mark(file, writer, _MARK.pack(bytes(32), _FAILED))
+                raise
+
+    def _mark(self, file: Any, writer: int, mark: bytes) -> None:
+        file.seek(self._placed.num_bytes + writer * _MARK.size)
+        file.write(mark)
+        os.fsync(file.fileno())
+
+    def wait(self, timeout_s: float) -> list[bytes]:
+        """Wait until all ranks have written their rows.
+
+        Returns:
+            Their digests.
+
+        Raises:
+            OSError: one could not, or did not in time.
+        """
+        deadline = time.monotonic() + timeout_s
+        while True:
+            with open(self.path, "rb") as file:  # opened anew: other machines' writes show then
+                file.seek(self._placed.num_bytes)
+                marks = list(_MARK.iter_unpack(file.read(self._placed.num_writers * _MARK.size)))
+            missing = [rank for rank, (_, mark) in enumerate(marks) if mark != _WRITTEN]
+            if not missing:
+                return [digest for digest, _ in marks]
+            failed = [rank for rank in missing if marks[rank][1] == _FAILED]
+            if failed or time.monotonic() > deadline:
+                why = f"could not be written by rank {failed[0]}" if failed else f"of ranks {missing} did not come"
+                raise OSError(f"the shards {why}")
+            time.sleep(_POLL_S)
+
+
+def _write_rows(file: Any, start: int, part: Tensor, digest: Any) -> None:
+    values: Any = part.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    data = memoryview(values)
+    digest.update(data)
+    file.seek(start)
+    while data:  # the system may write less than it is given
+        data = data[file.write(data) :]
+
+
+def verify_rows(checkpoint: dict[str, Any], directory: Path, reader: int = 0, num_readers: int = 1) -> None:
+    """Compare the file of a checkpoint's tensors with its digests.
+
+    Args:
+        reader: which of `num_readers` ranks this is; each verifies the rows of some.
+
+    Raises:
+        OSError: it is gone.
+        ValueError: it is shorter, or a digest does not match.
+    """
+    layout = checkpoint[SHARDS]
+    path = directory / Path(checkpoint[FILE]).name
+    if path.stat().st_size < layout["num_bytes"]:
+        raise ValueError(f"{path} is incomplete")
+    entries = [Entry(*entry) for entry in layout["entries"]]
+    with open(path, "rb") as file:
+        for writer in range(reader, len(layout["digests"]), num_readers):
+            digest = hashlib.sha256()
+            for block in _blocks(file, entries, writer):
+                digest.update(block)
+            if digest.digest() != layout["digests"][writer]:
+                raise ValueError(f"the digest of {path} does not match")
+
+
+def _blocks(file: Any, entries: list[Entry], writer: int) -> Iterator[bytes]:
+    for entry in entries:
+        if entry.num_parts > 1 or writer == 0:
+            start, left = entry.part(writer)
+            file.seek(start)
+            while left and (block := file.read(min(_BLOCK, left))):
+                left -= len(block)
+                yield block
+
+
+def remove_leftovers(directory: Path, used: set[str]) -> None:
+    """Remove the files of tensors that killed processes of this machine left without a checkpoint.
+
+    Args:
+        used: the names of those that belong to one.
+    """
+    for path in directory.glob(f"{_PREFIX}*"):
+        host, _, pid = path.name.removeprefix(_PREFIX).rpartition("-")[0].rpartition("-")
+        is_own = host == socket.gethostname() and pid.isdecimal()
+        if is_own and path.name not in used and (int(pid) == os.getpid() or not is_alive(int(pid))):
+            with suppress(OSError):
+                path.unlink()
