@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import torch
+from torch import get_rng_state
 
 RandomState: TypeAlias = tuple[torch.Tensor, Any, Any]
 """The global random states of torch (cpu), numpy and python."""
@@ -15,7 +16,7 @@ RandomState: TypeAlias = tuple[torch.Tensor, Any, Any]
 
 def random_state() -> RandomState:
     """Read the global random states of torch (cpu), numpy and python."""
-    return torch.get_rng_state(), np.random.get_state(), random.getstate()
+    return get_rng_state(), np.random.get_state(), random.getstate()
 
 
 def set_random_state(state: RandomState) -> None:
@@ -63,7 +64,7 @@ def capture(devices: Sequence[torch.device] = ()) -> dict[str, Any]:
     return {
         "python": (version, torch.tensor(internal), gauss),
         "numpy": (name, torch.from_numpy(np.asarray(keys, dtype=np.int64)), position, has_gauss, cached),
-        "torch": torch.get_rng_state(),
+        "torch": get_rng_state(),
         "devices": [_module(device).get_rng_state(device) for device in devices if device.type != "cpu"],
     }
 

@@ -13,13 +13,14 @@ from typing import Any
 
 import torch
 from pytorch_lightning import LightningModule
-from torch import Tensor, nn
+from torch import Tensor, get_rng_state, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 from torchmetrics import Metric, MetricCollection
 from typing_extensions import override
 
+from ..core.patching import replaced
 from ._recomputed_call import is_recomputing
 from ._schedule import Phase
 from .module_parts import is_compiled
@@ -68,17 +69,26 @@ class KeptState:
         grown: list[bool] = []
         look = register_module_forward_hook(lambda *_: grown.append(lengths != list(map(len, collections))))
         num_hooks = RemovableHandle.next_id
-        random_state = torch.get_rng_state()
+        random_state, saves = get_rng_state(), list[bool]()
+
+        def saved() -> Tensor:  # `torch.utils.checkpoint` does, to draw the same numbers again
+            saves.append(True)
+            return get_rng_state()
+
         try:
-            with nullcontext() if self._is_compiled else _GradientReads() as reads:
+            with replaced(torch, "get_rng_state", saved), self._reading() as reads:
                 yield
         finally:
             look.remove()
         self.reads_gradients = reads is not None and reads.found
-        self._draws = not torch.equal(random_state, torch.get_rng_state())
+        self._draws = not torch.equal(random_state, get_rng_state())
         self._num_hooks = RemovableHandle.next_id
         changed = any(_differ(old, part.__dict__) for old, part in zip(before, self._modules, strict=True))
-        self._keeps_state = changed or any(grown) or self._num_hooks != num_hooks or self._has_hooks()
+        draws_again = self._draws and any(saves)
+        self._keeps_state = changed or any(grown) or self._num_hooks != num_hooks or self._has_hooks() or draws_again
+
+    def _reading(self) -> AbstractContextManager["_GradientReads | None"]:
+        return nullcontext() if self._is_compiled else _GradientReads()
 
     @contextmanager
     def _watching_backward(self) -> Generator[None]:
