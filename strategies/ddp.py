@@ -156,7 +156,7 @@ class DDPStrategy(MultiProcessStrategy):
         """How this process uses its devices."""
         devices, name = self.process_devices, self.strategy_name
         if self.stage_options is not None:
-            return StageLayout(devices, self.recompute.stage_options(self.stage_options, devices), name)
+            return StageLayout(devices, self.recompute.stage_options(self.stage_options, devices), name, self.reduce)
         if len(devices) > 1:
             return ReplicaLayout(devices, ReplicaOptions(name, "strategy.devices_per_process=1"))
         return SingleLayout(devices)
@@ -216,12 +216,6 @@ class DDPStrategy(MultiProcessStrategy):
                 f"{self.strategy_name}: the stages of a process are on {', '.join(map(str, self.process_devices))}, "
                 "but DDP averages gradients on devices of one type only. Give each process GPUs or CPUs alone, or "
                 "choose strategy=model_parallel."
-            )
-        if self.stage_options is not None and self.stage_options.balance == "time":
-            raise ConfigError(
-                f"{self.strategy_name}: balance=time moves parameters to other devices, but DDP keeps each where it "
-                "was wrapped. Run strategy=model_parallel with balance=time once, and name its cut: "
-                "partition=[first module of each later stage]."
             )
         if self._ddp_kwargs.get("static_graph") and self.stage_options is not None and self.layout.cut_by:
             raise ConfigError(
@@ -483,7 +477,8 @@ class DDPStrategy(MultiProcessStrategy):
 
     def finish_step(self) -> None:
         """Have the layout learn that the optimizer has stepped."""
-        self.layout.finish_step()
+        if self.layout.finish_step():
+            self.wrap_again()
 
     def reduce_logged(self, value: Tensor, group: Any | None = None, reduce_op: Any = "mean") -> Any:
         """Reduce logged values; a mean over ranks weights each by its samples in the current batch."""

@@ -76,8 +76,13 @@ class Layout(Protocol):
     def weights_changed(self) -> None:
         """Learn that somebody may have written to parameters."""
 
-    def finish_step(self) -> None:
-        """Learn that the optimizer has stepped."""
+    def finish_step(self) -> bool:
+        """Learn that the optimizer has stepped.
+
+        Returns:
+            Whether parameters have moved to other devices.
+        """
+        return False
 
     def describe(self, module: nn.Module) -> str:
         """Draw what each device holds, as text; empty if there is nothing to draw."""

@@ -223,8 +223,12 @@ class MultiProcessStrategy(pl_strategies.DDPStrategy):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         # after the hooks of module and callbacks, which may freeze and unfreeze layers, on all ranks alike
         if self._trained is not None and self._trained.changed(self.optimizers):
-            assert isinstance(self.model, DistributedDataParallel)
             self._reduce_left(self._trained.frozen())
+            self.wrap_again()
+
+    def wrap_again(self) -> None:
+        """Have the wrapper reduce the parameters as they are now, with those and where they are."""
+        if isinstance(self.model, DistributedDataParallel):
             self.model = unwrap(self.model)
             self.configure_ddp()
 

@@ -1,9 +1,12 @@
 """Move the cut between stages once, to where they take the same time, measured in the first steps of a run."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytorch_lightning as pl
+import torch
+from torch import Tensor
 
+from ..core.devices import precise_dtype
 from ..core.errors import ConfigError
 from ..core.optimizer_states import state_to_parameters
 from ._part_times import PartTimes
@@ -20,11 +23,18 @@ class TimeBalance:
     Args:
         module: the placed module.
         stages: where its parts are.
+        mean_over_ranks: averages what the processes that hold a copy each have measured, so that all cut alike.
     """
 
-    def __init__(self, module: pl.LightningModule, stages: Stages) -> None:
+    def __init__(
+        self,
+        module: pl.LightningModule,
+        stages: Stages,
+        mean_over_ranks: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
         self._module = module
         self._stages = stages
+        self._mean_over_ranks = mean_over_ranks
         self._num_steps = 0
         self.times: PartTimes | None = None
         """What measures the steps now; None before and after."""
@@ -43,12 +53,20 @@ class TimeBalance:
             return None
         times, self.times = self.times, None
         times.close()
-        return self._move(times.seconds())
+        return self._move(self._agreed(times.seconds()))
 
     def close(self) -> None:
         """Stop measuring."""
         if self.times is not None:
             self.times.close()
+
+    def _agreed(self, seconds: dict[str, float]) -> dict[str, float]:
+        """What all ranks have measured on the average; the same on every rank."""
+        if self._mean_over_ranks is None:
+            return seconds
+        root = self._stages.devices[0]
+        means = self._mean_over_ranks(torch.tensor(list(seconds.values()), dtype=precise_dtype(root), device=root))
+        return dict(zip(seconds, means.tolist(), strict=True))
 
     def _move(self, seconds: dict[str, float]) -> str:
         stages, before = self._stages, self._stages.plan

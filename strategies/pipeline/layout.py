@@ -38,11 +38,13 @@ class StageLayout(Layout):
         devices: one per stage, the root device first; they may repeat and mix.
         options: how the module is cut into stages, and a batch into micro-batches.
         strategy: name that begins messages.
+        mean_over_ranks: averages a tensor, on the root device, over the processes that hold a copy; None for one.
     """
 
     devices: list[torch.device]
     options: StageOptions = field(default_factory=StageOptions)
     strategy: str = "model_parallel"
+    mean_over_ranks: Callable[[Tensor], Tensor] | None = None
 
     def __post_init__(self) -> None:
         self.stages = Stages(self.devices, self.options)
@@ -118,7 +120,7 @@ class StageLayout(Layout):
         self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self._new_logs(module)
         is_timed = self.options.balance == "time" and self.stages.num_stages > 1
-        self._balance = TimeBalance(module, self.stages) if is_timed else None
+        self._balance = TimeBalance(module, self.stages, self.mean_over_ranks) if is_timed else None
         self._has_moved = False
         plan = f"{type(module).__name__} in {self.stages.num_stages} stages:\n{self.describe(module)}"
         self._info_once(plan, plan)
@@ -149,16 +151,18 @@ class StageLayout(Layout):
             return step(batch, *args, **kwargs)
 
     @override
-    def finish_step(self) -> None:
+    def finish_step(self) -> bool:
         if self._balance is None:
-            return
+            return False
         before = self.stages.meeting_device
         moved = self._balance.finish_step()
         self._microbatches.times = self._balance.times
-        if moved is not None:
-            self._balance, self._has_moved = None, before != self.stages.meeting_device
-            self._go_on()
-            rank_zero_info(moved)
+        if moved is None:
+            return False
+        self._balance, self._has_moved = None, before != self.stages.meeting_device
+        self._go_on()
+        rank_zero_info(moved)
+        return True
 
     def _go_on(self) -> None:
         """Go on with the module cut elsewhere."""

@@ -273,8 +273,11 @@ class Stages:
     def _bring(self, stage: int, value: Any, min_dim: int = 0) -> Any:
         leaves, spec = of_torch.tree_flatten(value)
         where = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.dim() >= min_dim]
-        tensors = self._move(stage, [leaves[index] for index in where])
-        for index, tensor in zip(where, tensors, strict=True):
+        tensors = [leaves[index] for index in where]
+        moved = self._move(stage, tensors)
+        if moved is tensors:
+            return value
+        for index, tensor in zip(where, moved, strict=True):
             leaves[index] = tensor
         return of_torch.tree_unflatten(leaves, spec)
 
@@ -288,6 +291,8 @@ class Stages:
 
     def _cross(self, device: torch.device, tensors: list[Tensor]) -> list[Tensor]:
         """Move tensors, together those that come from one device and are ready at the same time."""
+        if all(tensor.device == device for tensor in tensors):
+            return tensors
         batch: BatchTensors = getattr(self._on_thread, "batch", None) or self._batch
         groups: dict[tuple[torch.device, bool], list[int]] = {}
         for i, tensor in enumerate(tensors):

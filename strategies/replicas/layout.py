@@ -170,9 +170,10 @@ class ReplicaLayout(Layout):
         self.runner.replicas.mark_changed()
 
     @override
-    def finish_step(self) -> None:
+    def finish_step(self) -> bool:
         self._open_batch = None
         self.runner.replicas.mark_changed(frozen=self.options.copy_frozen)
+        return False
 
     @override
     def close(self) -> None:

@@ -1,13 +1,16 @@
 """The cut that moves once to where stages take the same time; a clock that modules set stands for the host's."""
 
 import logging
+import os
 import random
+import warnings
 from functools import partial
 from itertools import combinations, pairwise
 from typing import Any
 
 import pytest
 import torch
+from distributed import run_ranks
 from parity import CLASSES, FEATURES, Case, Net, assert_equal, baseline, fit, make_module, run
 from torch import Tensor, nn
 
@@ -18,7 +21,6 @@ from evener.strategies.pipeline._plan import balanced_cut
 from evener.strategies.pipeline._time_balance import TimeBalance
 from evener.strategies.pipeline.options import StageOptions
 from evener.strategies.pipeline.stages import Stages
-from evener.trainer import Trainer
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 ByTime = partial(ModelParallelStrategy, balance="time", num_microbatches=2, deterministic=False, optimizer_copies=0)
@@ -184,8 +186,42 @@ def test_weights_of_other_numbers_of_devices_are_refused() -> None:
         fit(Case(), make_module(Case()), ModelParallelStrategy(device_weights=[1, 1, 2]))
 
 
-def test_ddp_keeps_parameters_where_they_were_wrapped() -> None:
-    strategy = DDPModelParallelStrategy(num_microbatches=2, balance="time")
-    strategy.parallel_devices = [CPU, CPU]
-    with pytest.raises(ConfigError, match="ddp_model_parallel: balance=time moves parameters"):
-        strategy.setup(Trainer(accelerator="cpu", devices=1, logger=False))
+def _train_by_time() -> tuple[list[int], int, Tensor]:
+    """A rank's stages at the end, the number of times that its module was wrapped, and the weights."""
+    warnings.simplefilter("ignore")  # Lightning's advice
+    _part_times.time_mark = lambda _: CLOCK[0]
+    wrapped: list[int] = []
+
+    class Counted(DDPModelParallelStrategy):
+        def configure_ddp(self) -> None:
+            super().configure_ddp()
+            wrapped.append(1)
+
+    case, module = Case(SlowNet, num=48), make_module(Case(SlowNet))
+    if os.environ["RANK"] == "1":  # where the other rank has 3 3 3 1 1 1, which it would cut into 6 and 6 alone
+        for layer, seconds in zip(module.net, (9.0, 1.0, 1.0, 1.0, 1.0, 1.0), strict=True):
+            layer.seconds = seconds
+    found: list[list[int]] = []
+    module.on_train_end = lambda: found.append(  # type: ignore[method-assign]
+        list(module.trainer.strategy.layout.stages.plan.stage_of.values())  # type: ignore[attr-defined]
+    )
+    strategy = Counted(
+        balance="time",
+        num_microbatches=2,
+        deterministic=False,
+        optimizer_copies=0,
+        batch_size_is="global",
+        timeout_s=60,
+    )
+    fit(case, module, strategy, devices=4)
+    return found[0], len(wrapped), torch.cat([p.detach().flatten() for p in module.parameters()])
+
+
+def test_ranks_cut_alike_by_their_average_times_and_train_as_one_device() -> None:
+    module = make_module(Case(SlowNet))
+    fit(Case(SlowNet, num=48), module, "single_device", devices=1)
+    expected = torch.cat([p.detach().flatten() for p in module.parameters()])
+    for stages_found, num_wrapped, weights in run_ranks(_train_by_time, 2, timeout_s=100):
+        assert stages_found == [0, 1, 1, 1, 1, 1]  # of 6 2 2 1 1 1 on the average: 6 and 7
+        assert num_wrapped == 2
+        assert (weights - expected).abs().max() <= 1e-10
