@@ -8,6 +8,7 @@ parameter its sum times N / Σ w. So hooks of parameters, DDP and accumulation s
 
 import threading
 from collections.abc import Generator, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -38,6 +39,7 @@ class EarlyGradients:
         reduction: whether a micro-batch's loss is a mean or a sum.
         strategy: name that begins messages.
         loss_scale: the gradient scaler's, of shape (), so that gradients in half precision don't vanish; None for 1.
+        unread: ids of the parameters whose gradients of the last step nobody reads any more.
     """
 
     def __init__(
@@ -47,12 +49,14 @@ class EarlyGradients:
         reduction: LossReduction,
         strategy: str,
         loss_scale: Tensor | None,
+        unread: AbstractSet[int] = frozenset(),
     ) -> None:
         self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
         self._sizes = list(sizes)
         self._reduction: LossReduction = reduction
         self._strategy = strategy
         self._loss_scale = loss_scale
+        self._unread = unread
         self._weights: list[Tensor | float] = [0.0] * len(self._sizes)
         self._lock = threading.Lock()
         self._before: list[Tensor | None] | None = None
@@ -84,7 +88,7 @@ class EarlyGradients:
         """Add the gradients of a micro-batch to the sums."""
         with self._lock:
             if self._before is None:  # not earlier: what runs until now may read the gradients of the last step
-                self._before = [parameter.grad for parameter in self._parameters]
+                self._before = [None if id(p) in self._unread else p.grad for p in self._parameters]
                 self._restoring.enter_context(without_hooks(self._parameters))
                 for parameter in self._parameters:
                     parameter.grad = None

@@ -10,6 +10,7 @@ import pytorch_lightning as pl
 import torch
 from lightning_fabric.utilities.apply_func import move_data_to_device
 from pytorch_lightning.trainer.states import TrainerFn
+from pytorch_lightning.utilities.model_helpers import is_overridden
 from pytorch_lightning.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from typing_extensions import override
@@ -21,7 +22,8 @@ from ..batch.run_structures import RunStructures
 from ..batch.structure import BatchStructure
 from ..core.devices import is_accelerator
 from ..core.errors import ConfigError
-from ..core.module_checks import end_of_step, ended, has_batchnorm, resting_device, verify_takes_batches
+from ..core.module_checks import end_of_step, ended, has_batchnorm, hooked, resting_device, verify_takes_batches
+from ..core.optimizer_states import unwrapped
 from ..core.types import Batch
 from ._gradients import EarlyGradients
 from ._microbatches import MicroBatches, MicroBatchLogs
@@ -225,10 +227,21 @@ class StageLayout(Layout):
     def _gradients(self, sizes: list[int]) -> EarlyGradients:
         module = self._module
         assert module is not None
-        optimized = (p for o in module.trainer.optimizers for group in o.param_groups for p in group["params"])
+        optimized = [p for o in module.trainer.optimizers for group in o.param_groups for p in group["params"]]
         parameters = {id(p): p for p in (*module.parameters(), *optimized)}.values()
+        unread = set(map(id, optimized)) if self._clears_gradients(module) else set[int]()
         scale = None if self._scaler is None else self._scaler.scale(torch.ones((), device=self.devices[0]))
-        return EarlyGradients(list(parameters), sizes, self.options.loss_reduction, self.strategy, scale)
+        return EarlyGradients(list(parameters), sizes, self.options.loss_reduction, self.strategy, scale, unread)
+
+    def _clears_gradients(self, module: pl.LightningModule) -> bool:
+        """Whether all that happens to the gradients of the last step after `training_step` is that they are cleared."""
+        trainer = module.trainer
+        return (
+            trainer.accumulate_grad_batches == 1
+            and not hooked("on_before_zero_grad", trainer)
+            and not is_overridden("optimizer_zero_grad", module)
+            and all(type(unwrapped(o)).zero_grad is torch.optim.Optimizer.zero_grad for o in trainer.optimizers)
+        )
 
     @property
     def _batch_structure(self) -> BatchStructure:

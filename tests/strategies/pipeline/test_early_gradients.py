@@ -1,8 +1,9 @@
 """Micro-batches that go backward before the loss of the batch is known: what is kept meanwhile, and what arrives."""
 
+import weakref
 from functools import partial
 from itertools import product
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import pytorch_lightning as pl
@@ -191,6 +192,59 @@ def test_hooks_of_parameters_see_whole_gradients_once(schedule: Any, overlap: An
     module = make_module(case)
     fit(case, module, strategy(), max_epochs=1)
     assert module.stepped == 2  # type: ignore[attr-defined]
+
+
+class OldGradients(Net):
+    """Notes, at each micro-batch of the second step, whether the last step's gradient is still in memory."""
+
+    old: Any = None
+    found: ClassVar[list[bool]] = []
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        if self.global_step == 0:
+            type(self).old = weakref.ref(self.net[0].weight.grad)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.global_step == 1 and type(self).old is not None:
+            type(self).found.append(type(self).old() is not None)
+        return super().training_step(batch, batch_idx)
+
+
+class ReadsOld(OldGradients):
+    """Reads the last step's gradient before it is cleared."""
+
+    norms: ClassVar[list[float]] = []
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        if self.net[0].weight.grad is not None:
+            self.norms.append(self.net[0].weight.grad.norm().item())
+
+
+@pytest.mark.parametrize(
+    ("module", "trainer", "expected"),
+    [
+        (OldGradients, {}, [True, True, False, False]),  # F0 F1 B0 F2 B1 F3
+        (ReadsOld, {}, [True] * 4),
+        (OldGradients, {"accumulate_grad_batches": 2}, [True] * 4 + [False] * 4),  # cleared after the first batch
+    ],
+)
+def test_gradients_of_the_last_step_make_room_if_nobody_reads_them(
+    module: type[OldGradients], trainer: dict[str, Any], expected: list[bool]
+) -> None:
+    case = Case(module, num=16, trainer={"max_epochs": 1, "limit_val_batches": 0, **trainer})
+    module.found, module.old = [], None
+    fit(case, make_module(case), ModelParallelStrategy(num_microbatches=4, deterministic=True))
+    assert module.found == expected
+
+
+def test_a_hook_that_reads_the_last_step_s_gradients_finds_them() -> None:
+    case, found = Case(ReadsOld), []
+    for strategy, devices in (("single_device", 1), (ModelParallelStrategy(num_microbatches=2), 2)):
+        ReadsOld.norms = []
+        fit(case, make_module(case), strategy, devices=devices)
+        found.append(ReadsOld.norms)
+    assert len(found[0]) > 2
+    assert found[1] == pytest.approx(found[0], abs=1e-10)
 
 
 class SparseNet(Net):
