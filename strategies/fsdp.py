@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 from typing_extensions import override
 
-from .batch.policies import Policy, Weighted
+from .balance.ranks import RankBalance
 from .batch.structure import BatchDims
 from .core.errors import ConfigError
 from .core.module_checks import hooked
@@ -89,6 +89,11 @@ class FSDPStrategy(DDPStrategy):
             raise ConfigError(f"fsdp: shard={shard} is unknown. Give auto, or a list of names of submodules.")
         if replicas < 1:
             raise ConfigError(f"fsdp: replicas must be at least 1; got {replicas}.")
+        if isinstance(weights, str):
+            raise ConfigError(
+                f"fsdp: weights={weights} can't be measured: ranks wait for each other at every part of the module, so "
+                "that all take the same time. Give a list of numbers, such as each device's samples per second."
+            )
         if weights is not None and batch_size_is != "global":
             raise ConfigError(
                 "fsdp: weights divide a global batch, but batch_size_is=per_device gives each rank a batch of its own. "
@@ -107,7 +112,8 @@ class FSDPStrategy(DDPStrategy):
         self.cpu_offload = cpu_offload
         self.replicas = replicas
         self.find_unused_parameters = find_unused_parameters
-        self.weights = weights
+        if weights is not None:
+            self.balance = RankBalance(self.strategy_name, weights, hysteresis=0.0)
         self._shards: ShardedModule | None = None
         self._deferred: DeferredTensors | None = None
         self._reduces = True
@@ -118,11 +124,6 @@ class FSDPStrategy(DDPStrategy):
         """The module, cut over the ranks."""
         assert self._shards is not None
         return self._shards
-
-    @property
-    @override
-    def policy(self) -> Policy:
-        return super().policy if self.weights is None else Weighted(tuple(self.weights))
 
     @property
     @override

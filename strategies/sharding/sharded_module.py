@@ -51,17 +51,16 @@ class ShardedModule:
         self.sharding = sharding
         self.in_step = False
         _verify_dtypes(module, sharding.names)
-        options: dict[str, Any] = {
-            "mesh": sharding.mesh,
-            "offload_policy": CPUOffloadPolicy() if sharding.cpu_offload else OffloadPolicy(),
-        }
+        on_cpu = sharding.mesh.device_type == "cpu"  # there is nothing to pin for there
+        offload = CPUOffloadPolicy(pin_memory=not on_cpu) if sharding.cpu_offload else OffloadPolicy()
+        options: dict[str, Any] = {"mesh": sharding.mesh, "offload_policy": offload}
         for name in sharding.names:
             fully_shard(module.get_submodule(name), reshard_after_forward=sharding.reshard_after_forward, **options)
         fully_shard(module, **options)
         vars(module)[_KEY] = self
         root = cast(FSDPModule, module)
         # gloo has no mean; a group must take part with the same parameters on all ranks
-        root.set_force_sum_reduction_for_comms(sharding.mesh.device_type == "cpu")
+        root.set_force_sum_reduction_for_comms(on_cpu)
         root.set_reduce_scatter_unused_params(True)
         self._state = RootState(module)
         self._handles = self._call_alone()

@@ -1,11 +1,13 @@
 """Law 1: every strategy trains as one device does. See support/plans.py and support/parity.py."""
 
+import warnings
 from typing import Any
 
 import pytest
 import pytorch_lightning as pl
-from parity import CASES, Case, assert_equal, baseline, run
-from plans import PLANS, balanced
+from distributed import run_ranks
+from parity import CASES, Case, Run, assert_equal, baseline, run
+from plans import PLANS, RANK_PLANS, balanced
 
 
 @pytest.mark.parametrize("plan", PLANS)
@@ -21,3 +23,26 @@ def test_training_equals_one_device_under_a_stock_trainer(case: Case, strategy: 
     """Pain 25: `strategy="dp"` works in Lightning again, and its loss curve is one device's."""
     found = run(case, strategy if isinstance(strategy, str) else strategy(), pl.Trainer, devices=2)
     assert_equal(found, run(case, "auto", pl.Trainer, devices=1), case.tolerance)
+
+
+OF_PROCESSES = ("sum",)
+"""Ways to train that a strategy of ranks serves by `loss_weight` only."""
+GATHERED: dict[str, Any] = {"groups_and_penalty": {"shard": []}}
+"""Options of fsdp for the ways to train that need them: a penalty on weights outside of their layer's forward."""
+
+
+def _run_all(plan: str) -> dict[str, Run]:
+    warnings.simplefilter("ignore")  # Lightning's advice on workers and the like
+    num_ranks, strategy = RANK_PLANS[plan]
+    given = GATHERED if plan.startswith("fsdp") else {}
+    names = [name for name in CASES if name not in OF_PROCESSES]
+    return {name: run(CASES[name], strategy(**given.get(name, {})), devices=num_ranks) for name in names}
+
+
+@pytest.mark.parametrize(
+    "plan", [name if name == "fsdp-2" else pytest.param(name, marks=pytest.mark.slow) for name in RANK_PLANS]
+)
+def test_training_on_ranks_equals_one_device(plan: str) -> None:
+    first, *_ = run_ranks(_run_all, RANK_PLANS[plan][0], plan, timeout_s=500)
+    for name, found in first.items():
+        assert_equal(found, baseline(CASES[name]), CASES[name].tolerance, of_a_rank=True)
