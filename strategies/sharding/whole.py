@@ -7,7 +7,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.nn.utils import get_total_norm
 
 
@@ -48,19 +48,18 @@ def shard_like(whole: Tensor, shard: Any) -> Tensor:
         return whole
     as_cut = whole.shape == shard.shape
     placements = shard.placements if as_cut else [Replicate() for _ in shard.placements]
-    cut = distribute_tensor(whole.to(shard.device), shard.device_mesh, placements, src_data_rank=None)
-    return cut.clone() if isinstance(placements[-1], Shard) else cut  # no view, which would keep the whole
+    return distribute_tensor(whole.to(shard.device), shard.device_mesh, placements, src_data_rank=None)
 
 
 def shard_optimizer_state(state: Mapping[str, Any], parameters: list[Tensor]) -> dict[str, Any]:
-    """Cut the tensors of an optimizer's state as its parameters are.
+    """Cut the tensors of an optimizer's state as its parameters are, and copy them: a view would keep the whole.
 
     Args:
         parameters: of all groups, in order.
     """
     entries = {
         index: {
-            name: shard_like(value, parameters[index]) if isinstance(value, Tensor) and value.dim() else value
+            name: shard_like(value, parameters[index]).clone() if isinstance(value, Tensor) and value.dim() else value
             for name, value in entry.items()
         }
         for index, entry in state["state"].items()

@@ -77,6 +77,7 @@ class ShardFile:
         with open(os.open(self.path, os.O_WRONLY | os.O_CREAT, 0o666), "wb", buffering=0) as file:
             try:
                 file.truncate(self._placed.num_bytes + self._placed.num_writers * _MARK.size)
+                self._mark(file, writer, bytes(_MARK.size))  # takes its space, lest the disk be full for it later
                 digest = hashlib.sha256()
                 for entry, part in zip(self._placed.entries, parts, strict=True):
                     if part is not None:
