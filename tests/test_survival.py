@@ -1,11 +1,11 @@
 """A short form of `benchmarks/survival.py`: what it does to runs and files is survived, and a defect is found."""
 
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import warm_python
 
 PROGRAM = Path(__file__).parents[1] / "benchmarks/survival.py"
 BAD = ("different", "lost", "hung", "orphans", "failed")
@@ -16,10 +16,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="finds the proce
 
 def survive(*words: str) -> tuple[int, dict[str, int]]:
     """Run the program; return its status and its table."""
-    done = subprocess.run(
-        [sys.executable, str(PROGRAM), "--commands", "0", *words],
-        timeout=550, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    done = warm_python.run(PROGRAM, "--commands", "0", *words, timeout=550)
     table = {name: int(number) for name, number in re.findall(r"^\| (.+) \| (\d+) \|$", done.stdout, re.MULTILINE)}
     assert table, done.stdout + done.stderr
     return done.returncode, table

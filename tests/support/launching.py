@@ -3,7 +3,6 @@
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -21,7 +20,8 @@ class Run:
     Args:
         folder: for everything that it writes.
         overrides: further words of the command line.
-        command: what runs `train.py`; python by default, torchrun where that is tested.
+        command: what runs `train.py`: torchrun where that is tested, which starts Python anew, because its agent looks
+            through all modules that are imported again and again; by default a forked process is Python.
         env: further environment variables.
     """
 
@@ -32,7 +32,7 @@ class Run:
         self.record = folder / "record"
         self.output = folder / "output"
         words = [
-            *(command or [sys.executable]), str(ROOT / "train.py"), "strategy=ddp", "devices=2", "accelerator=cpu",
+            str(ROOT / "train.py"), "strategy=ddp", "devices=2", "accelerator=cpu",
             f"log_dir={folder}/logs", "data=none", "module._target_=launched.Told", f"+module.record={self.record}",
             "trainer.max_epochs=3", "test_after_fit=false", "callbacks=none", *overrides,
         ]  # fmt: skip
@@ -41,15 +41,18 @@ class Run:
         paths = os.pathsep.join([str(ROOT / "tests/support"), *filter(None, [os.environ.get("PYTHONPATH")])])
         variables = {**os.environ, "PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": "", **(env or {})}
         self.process: warm_python.Process | subprocess.Popen[bytes]
-        if words[0] == sys.executable:
-            self.process = warm_python.Process(
-                *words[1:], cwd=folder, env=variables, output=self.output, new_session=True
-            )
+        if command is None:
+            self.process = warm_python.Process(*words, cwd=folder, env=variables, output=self.output, new_session=True)
             return
         with open(self.output, "w") as output:
             self.process = subprocess.Popen(
-                words, stdout=output, stderr=subprocess.STDOUT, env=variables, cwd=folder, start_new_session=True
-            )
+                [*command, *words],
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=variables,
+                cwd=folder,
+                start_new_session=True,
+            )  # fmt: skip
 
     def lines(self) -> list[tuple[int, int, int]]:
         """(rank, pid, step) of every step begun so far."""

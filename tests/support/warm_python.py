@@ -2,8 +2,8 @@
 
 To import torch and Lightning takes about five seconds of processor time, a fork hundredths of a second. A program has
 its own arguments, folder, environment, output, `__main__`, process id and exit status, and nothing imported is its own.
-Whoever tests what Python does as it starts (the order of imports, options of the interpreter, another installation of
-this package) starts `sys.executable`.
+Whoever tests the order of imports starts it without Lightning; whoever tests what Python itself does starts
+`sys.executable`, and so does who runs torchrun, whose `inspect.stack` is slow with many modules.
 """
 
 import atexit
@@ -23,6 +23,7 @@ import traceback
 import warnings
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from multiprocessing import forkserver, process, resource_tracker
 from pathlib import Path
 from types import ModuleType
@@ -42,11 +43,12 @@ class Process:
         env: all of its environment variables; those of this process by default.
         output: the file that its output and errors go to; without one `communicate` returns them.
         new_session: whether it leads a session of its own.
+        without_lightning: whether it is to import Lightning and this package itself.
     """
 
     def __init__(
         self, *words: str | Path, cwd: Path | None = None, env: dict[str, str] | None = None,
-        output: Path | None = None, new_session: bool = False,
+        output: Path | None = None, new_session: bool = False, without_lightning: bool = False,
     ) -> None:  # fmt: skip
         folder = tempfile.mkdtemp()
         weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
@@ -57,8 +59,10 @@ class Process:
             list(map(str, words)), os.path.abspath(cwd or "."), dict(os.environ if env is None else env),
             [str(file) for file in self._files], new_session,
         )  # fmt: skip
-        self._process = fork_server.context().Process(target=_main, args=arguments)
-        self._process.start()
+        context = multiprocessing.get_context("forkserver") if without_lightning else fork_server.context()
+        self._process = context.Process(target=_main, args=arguments)
+        with fork_server.without_lightning() if without_lightning else nullcontext():
+            self._process.start()
         self.args = list(words)
         self.pid = self._process.pid or 0
 
@@ -94,11 +98,9 @@ class Process:
         self.send_signal(signal.SIGKILL)
 
 
-def run(
-    *words: str | Path, cwd: Path | None = None, env: dict[str, str] | None = None, timeout: float = 300
-) -> "subprocess.CompletedProcess[str]":
-    """Run a program to its end, which must come in time; `words`, `cwd` and `env` are those of `Process`."""
-    program = Process(*words, cwd=cwd, env=env)
+def run(*words: str | Path, timeout: float = 300, **options: Any) -> "subprocess.CompletedProcess[str]":
+    """Run a program to its end, which must come in time; words and options are those of `Process`."""
+    program = Process(*words, **options)
     try:
         output, errors = program.communicate(timeout)
     finally:
@@ -129,11 +131,12 @@ def _main(words: list[str], cwd: str, env: dict[str, str], files: list[str], new
 
 def _forget_server() -> None:
     """Be a process that was not started by `multiprocessing`, and knows nothing of the server."""
-    from preloaded import MAIN_PROCESS, PATH  # the server has it
+    from preloaded_libraries import MAIN_PROCESS, PATH  # the server has it
 
     sys.path[:] = [*filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)), *PATH]
-    for name in ("__mp_main__", "preloaded", "fork_server", "warm_python", "distributed"):
+    for name in ("__mp_main__", "preloaded", "preloaded_libraries", "fork_server", "warm_python", "distributed"):
         sys.modules.pop(name, None)
+    process.ORIGINAL_DIR = os.getcwd()
     process._parent_process = None
     process._current_process = MAIN_PROCESS
     MAIN_PROCESS.name = "MainProcess"
@@ -155,6 +158,7 @@ def _program(words: list[str]) -> Callable[[], Any]:
     if words[0] == "-m":
         sys.argv = ["-m", *words[2:]]
         sys.path.insert(0, os.getcwd())
+        sys.modules.pop(words[1], None)  # it runs as `__main__`
         return lambda: runpy._run_module_as_main(words[1])  # pyright: ignore[reportAttributeAccessIssue]
     if words[0] == "-c":
         sys.argv = ["-c", *words[2:]]

@@ -1,16 +1,17 @@
 """`lightning.pytorch` and `pytorch_lightning` are one package, whichever was imported first and whichever is installed.
 
-Each case runs in an interpreter of its own, since what was imported before decides.
+Each case runs in a process of its own, since what was imported before decides; it is forked from one that has imported
+their libraries, but neither of them.
 """
 
 import os
 import re
 import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import warm_python
 
 from evener.strategies.core import lightning_names
 
@@ -98,15 +99,8 @@ def python(folder: Path, *command: str, **environment: str) -> subprocess.Comple
     """Run Python on a script, or with several words, in a folder that has the module `written`."""
     (folder / "written.py").write_text(MODULE)
     variables = {**os.environ, "PYTHONPATH": str(folder), "PYTHONWARNINGS": "ignore", **environment}
-    return subprocess.run(
-        [sys.executable, *(("-c",) if len(command) == 1 else ()), *command],
-        cwd=folder,
-        env=variables,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )  # fmt: skip
+    words = ["-c", *command] if len(command) == 1 else command
+    return warm_python.run(*words, cwd=folder, env=variables, without_lightning=True)
 
 
 @pytest.mark.long
@@ -241,7 +235,8 @@ else:
 
 @pytest.mark.long
 def test_the_version_is_verified_on_import() -> None:
-    subprocess.run([sys.executable, "-c", OLD], check=True, timeout=300)
+    done = warm_python.run("-c", OLD, without_lightning=True)
+    assert done.returncode == 0, done.stderr
 
 
 CLI = """

@@ -1,0 +1,28 @@
+"""What the second fork server of the tests imports: what Lightning and this package import, but neither of them."""
+
+import gc
+import multiprocessing
+import os
+import sys
+
+import hydra.experimental.callback
+import numpy
+import rich.console
+import rich.progress
+import rich.table
+import torch._dynamo
+import torch.distributed.fsdp
+import torch.distributed.launcher.api
+import torch.utils.tensorboard
+import torchmetrics
+
+__all__ = ["MAIN_PROCESS", "PATH", "hydra", "numpy", "rich", "torch", "torchmetrics"]
+
+PATH = [entry for entry in sys.path if entry and entry not in os.environ["PYTHONPATH"].split(os.pathsep)]
+"""Where any Python program of this environment finds modules."""
+
+MAIN_PROCESS = multiprocessing.current_process()
+"""What `current_process` returns in a process that `multiprocessing` has not started."""
+
+os.environ["PYTHONPATH"] = os.environ["PYTHONPATH"].partition(os.pathsep)[2]  # without this folder, as it was
+gc.freeze()  # a collection writes to every object: each process would copy all memory that it shares with the server
