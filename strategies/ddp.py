@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import pytorch_lightning as pl
 import torch
-from pytorch_lightning.utilities.rank_zero import rank_zero_info
+from pytorch_lightning.trainer.states import TrainerFn
 from pytorch_lightning.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -30,7 +30,7 @@ from .core.private import of_lightning, of_torch
 from .core.rng import seed_devices, seed_rank
 from .core.types import Batch
 from .data.loaders import BatchSizeIs, LoaderRole, RankLoaders, positions
-from .data.predictions import in_loader_order
+from .data.predictions import merge_predictions
 from .data.sampling import Share
 from .data.shares import RankShares
 from .distributed.base import MultiProcessStrategy, SideGroup
@@ -38,7 +38,7 @@ from .distributed.device_blocks import num_processes, own_devices
 from .distributed.metrics.run import RunMetrics
 from .distributed.objects import gather_on_first
 from .distributed.options import verify_backend
-from .distributed.sync_batchnorm import SyncedBatchNorm
+from .distributed.sync_batchnorm import needs_two_samples, verify_whole_batch
 from .distributed.wrapper import forward_through, reduce_finished, verify_reduced
 from .distributed.zero_weight_step import recompute_weights, zero_weight_step
 from .pipeline.layout import StageLayout
@@ -204,7 +204,7 @@ class DDPStrategy(MultiProcessStrategy):
         for optimizer in self.optimizers:
             state_to_parameters(optimizer)
         self._shares = RankShares(self.world_size, self.strategy_name)
-        self.metrics = RunMetrics(self.root_device, whole=not self.layout.cut_by)
+        self.metrics = RunMetrics(whole=not self.layout.cut_by)
         for module in lightning_modules(self.module):
             module_log(module)
         self.layout.begin(trainer, self.structures)
@@ -229,8 +229,10 @@ class DDPStrategy(MultiProcessStrategy):
             )
         if self.recompute.is_on:
             verify_threads(self.process_devices, None if self.stage_options is None else False, self.strategy_name)
-        if cut := self.layout.cut_by:
-            self.verify_batchnorm(trainer, cut, f"{cut.partition('=')[0]}=1")
+        cut = self.layout.cut_by
+        if cut and trainer.state.fn == TrainerFn.FITTING:
+            who, instead = f"{self.strategy_name}: {cut}", f"{cut.partition('=')[0]}=1"
+            verify_whole_batch(trainer.lightning_module, self._syncs_batchnorm, who, instead)
 
     def verify_threads(self) -> None:
         """Refuse an option of DDP that micro-batches in threads can't honour."""
@@ -278,11 +280,7 @@ class DDPStrategy(MultiProcessStrategy):
     def loaders(self) -> RankLoaders:
         """Makes this rank's loaders; created on first use, which may be in `configure_optimizers`."""
         if self._loaders is None:
-            normed = any(
-                isinstance(layer, of_torch.BatchNorm) and not isinstance(layer, SyncedBatchNorm)
-                for layer in self.module.modules()
-            )
-            sums, smallest = self._sums, 1 + normed
+            sums, smallest = self._sums, 1 + needs_two_samples(self.module)
             assert sums is not None
             self._loaders = RankLoaders(
                 self.global_rank,
@@ -332,16 +330,10 @@ class DDPStrategy(MultiProcessStrategy):
         self._shares.begin_training()
         self.layout.verify_loaders()
         self.layout.weights_changed()
-        self._tell_batch_size(self.trainer)
+        self.loaders.tell(of_lightning.combined_loader(self.trainer.fit_loop))
         if not self.trainer.fit_loop.restarting:  # a resumed run restores its saved streams
             seed_rank(self.global_rank)
             seed_devices(self.process_devices)
-
-    def _tell_batch_size(self, trainer: pl.Trainer) -> None:
-        loader = of_lightning.combined_loader(trainer.fit_loop)
-        size: Any = getattr(loader.flattened[0], "batch_size", None) if loader is not None else None
-        if isinstance(size, int):
-            rank_zero_info(self.loaders.told(size))
 
     @property
     def meeting_device(self) -> torch.device:
@@ -355,23 +347,7 @@ class DDPStrategy(MultiProcessStrategy):
 
     def begin_batch(self, dataloader_idx: int) -> None:
         """Read this rank's share of the global batch from its next batch."""
-        trainer = self.trainer
-        if trainer.training:
-            self._shares.read(getattr(of_lightning.combined_loader(trainer.fit_loop), "flattened", ()), trains=True)
-        else:
-            self._shares.read(self._evaluated_loaders(trainer, dataloader_idx))
-
-    def _evaluated_loaders(self, trainer: pl.Trainer, dataloader_idx: int) -> list[Any]:
-        """The loaders whose batch an evaluation loop has fetched, where their shares are needed."""
-        if not (trainer.evaluating or (self.evaluates_in_step and trainer.predicting)):
-            return []
-        loop: Any = trainer.predict_loop if trainer.predicting else self._evaluation_loop
-        combined = of_lightning.combined_loader(loop)
-        if combined is None:
-            return []
-        return (
-            [combined.flattened[dataloader_idx]] if of_lightning.mode(combined) == "sequential" else combined.flattened
-        )
+        self._shares.begin_batch(self.trainer, dataloader_idx, self.evaluates_in_step)
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
@@ -380,7 +356,7 @@ class DDPStrategy(MultiProcessStrategy):
         if self.balance is not None:
             self.balance.begin_step(self.module, self.root_device, self.loaders.divides)
         if not self.module.automatic_optimization:
-            self._verify_parts()  # the step itself steps the optimizer
+            self._shares.verify_parts(self.trainer.fit_loop)  # the step itself steps the optimizer
         with nullcontext() if counts else zero_weight_step(self.module):
             output = self._own_step(*args, **kwargs)
         module_weighs = isinstance(output, dict) and output.get("loss_weight") is not None
@@ -391,12 +367,8 @@ class DDPStrategy(MultiProcessStrategy):
             self._shares.weigh(own, self.total_loss_weight(own), self.layout.losses)
         self._weighs_in_loop = weighs_in_loop(self.trainer)
         if not module_weighs:
-            self._verify_parts()
+            self._shares.verify_parts(self.trainer.fit_loop)
         return output
-
-    def _verify_parts(self) -> None:
-        loop = self.trainer.fit_loop
-        self._shares.verify_parts(of_lightning.combined_loader(loop), loop.max_batches)
 
     def _own_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         """Run this rank's own step, through DDP's wrapper if that is to reduce gradients in the backward pass."""
@@ -524,13 +496,8 @@ class DDPStrategy(MultiProcessStrategy):
 
     @override
     def on_predict_end(self) -> None:
-        loop = self.trainer.predict_loop
-        if not loop.return_predictions:
-            return
-        loaders = of_lightning.combined_loader(loop).flattened
-        for loader, predictions in zip(loaders, of_lightning.predictions(loop), strict=True):
-            merged = in_loader_order(predictions, positions(loader), self.global_rank, gather_on_first)
-            predictions[:] = merged if self.is_global_zero else predictions
+        if self.trainer.predict_loop.return_predictions:
+            merge_predictions(self.trainer.predict_loop, self.global_rank, gather_on_first)
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:

@@ -1,7 +1,6 @@
 """Extend Lightning's Trainer with the lean loops and this project's strategies, given as objects or by name."""
 
 import inspect
-import logging
 import signal
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator
@@ -65,11 +64,6 @@ def _flat(values: Iterable[Any]) -> Iterator[Any]:
         yield from value if isinstance(value, (list, tuple)) else [value]
 
 
-def is_no_tip(record: logging.LogRecord) -> bool:
-    """Leave out Lightning's tips to install other products."""
-    return "Tip:" not in record.getMessage()
-
-
 _CHOSEN_BY_LIGHTNING: dict[type, str] = {
     pl_strategies.SingleDeviceStrategy: "single_device",
     pl_strategies.DDPStrategy: "ddp",
@@ -110,7 +104,7 @@ class Trainer(pl.Trainer):
         verify_family(strategy, *_flat(kwargs.values()))
         given = list(_flat([kwargs.get("callbacks") or []]))  # Lightning appends its own bar to the very list
         distinguish(given)
-        with filtered(LIGHTNING_TELLS, is_no_tip):
+        with filtered(LIGHTNING_TELLS, lambda record: "Tip:" not in record.getMessage()):
             super().__init__(strategy=strategy, **kwargs)
         if strategy == "auto":
             self._choose_own_strategy()

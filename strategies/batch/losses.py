@@ -6,6 +6,7 @@ which is the mean over the whole batch, however unequal the chunks.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import NoneType
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -98,7 +99,11 @@ def with_scalars(
         values = [output.get(key) for output in outputs]
         if key == "loss_weight":
             result[key] = losses.total(device)
-        elif structure.is_declared((key,)) or is_fraction(values[0]) or (_is_single(values[0]) and are_equal(values)):
+        elif (
+            structure.is_declared((key,))
+            or is_fraction(values[0])
+            or (isinstance(values[0], (str, bool, NoneType)) and are_equal(values))
+        ):
             result |= structure.join([{key: value} for value in values], sizes, device)
         else:
             left_out.append(key)
@@ -108,10 +113,6 @@ def with_scalars(
 def is_fraction(value: Any) -> bool:
     """Whether a value is a floating-point number, which is taken for a mean over samples; counts add up."""
     return isinstance(value, float) or (isinstance(value, Tensor) and not value.dim() and value.is_floating_point())
-
-
-def _is_single(value: Any) -> bool:
-    return value is None or isinstance(value, (str, bool))
 
 
 def _shares(weights: Sequence[Any]) -> list[Any]:

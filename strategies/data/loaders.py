@@ -12,6 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
+from pytorch_lightning.utilities.combined_loader import CombinedLoader
+from pytorch_lightning.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.distributed import Work
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
@@ -85,13 +87,17 @@ class RankLoaders:
             return self._keyed(loader, role)
         return self._cut(loader, self._way(role), self._joins(role))
 
-    def told(self, size: int) -> str:
-        """Describe the global batch of a loader with batches of `size` samples: a product or, if uneven, a sum."""
+    def tell(self, combined: CombinedLoader | None) -> None:
+        """Log how a full global batch is made up: a product or, if uneven, a sum."""
+        size: Any = None if combined is None else getattr(combined.flattened[0], "batch_size", None)
+        if not isinstance(size, int):
+            return
         divided = self.batch_size_is == "global"
         parts = self.policy.sizes(size, self.num_ranks) if divided else [size] * self.num_ranks
         if len(set(parts)) == 1:
-            return f"global batch {sum(parts)} = {len(parts)} ranks × {parts[0]} samples"
-        return f"global batch {sum(parts)} = {' + '.join(map(str, parts))} samples on {len(parts)} ranks"
+            rank_zero_info(f"global batch {sum(parts)} = {len(parts)} ranks × {parts[0]} samples")
+        else:
+            rank_zero_info(f"global batch {sum(parts)} = {' + '.join(map(str, parts))} samples on {len(parts)} ranks")
 
     def _joins(self, role: LoaderRole) -> bool:
         """Whether a rank joins a step for which it has no samples."""

@@ -3,25 +3,33 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from ..core.private import of_lightning
+from .loaders import positions
 
-def in_loader_order(
-    predictions: Sequence[Any], positions: Sequence[int] | None, rank: int, gather: Callable[[Any], list[Any] | None]
-) -> list[Any]:
-    """Gather predictions on rank 0.
+Gather = Callable[[Any], list[Any] | None]
+"""Gathers the objects of all ranks on rank 0, and returns None on the others."""
+
+
+def merge_predictions(loop: Any, rank: int, gather: Gather) -> None:
+    """Give rank 0's prediction loop the predictions of all ranks, each once; the others keep their own."""
+    loaders = of_lightning.combined_loader(loop).flattened
+    for loader, predictions in zip(loaders, of_lightning.predictions(loop), strict=True):
+        merged = in_loader_order(predictions, positions(loader), rank, gather)
+        predictions[:] = predictions if rank else merged
+
+
+def in_loader_order(predictions: Sequence[Any], places: Sequence[int] | None, rank: int, gather: Gather) -> list[Any]:
+    """Gather predictions on rank 0, in order; an empty list elsewhere.
 
     Args:
         predictions: one per batch of this rank, on the CPU.
-        positions: position of each among all ranks' batches; None if each rank reads its own stream: then predictions
+        places: position of each among all ranks' batches; None if each rank reads its own stream: then predictions
             are concatenated by rank.
-        gather: gathers the objects of all ranks on rank 0, and returns None on the others.
-
-    Returns:
-        On rank 0 all predictions in order, each once; an empty list elsewhere.
     """
-    if positions is None:
-        places = [(rank, number) for number in range(len(predictions))]
+    if places is None:
+        known = [(rank, number) for number in range(len(predictions))]
     else:
-        places = [(position, 0) for position in positions[: len(predictions)]]
-    gathered = gather(list(zip(places, predictions, strict=True)))
+        known = [(place, 0) for place in places[: len(predictions)]]
+    gathered = gather(list(zip(known, predictions, strict=True)))
     everything = [entry for part in gathered or [] for entry in part]
     return [prediction for _, prediction in sorted(everything, key=lambda entry: entry[0])]

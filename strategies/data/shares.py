@@ -3,11 +3,13 @@
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import pytorch_lightning as pl
 import torch
 from torch import Tensor
 
 from ..batch.loss_weight import WeighedLoss
 from ..core.errors import ConfigError
+from ..core.private import of_lightning
 from .combined import TRAINED, verify_side_by_side
 from .loaders import next_share
 from .sampling import Share
@@ -42,6 +44,21 @@ class RankShares:
         """What turns a mean over ranks into a mean over samples, when each rank's value is multiplied by it."""
         share = self.current
         return 1.0 if share is None else self._num_ranks * share.num / share.total
+
+    def begin_batch(self, trainer: pl.Trainer, dataloader_idx: int, in_step: bool) -> None:
+        """Take the shares of the batch that a trainer's loop has fetched.
+
+        Args:
+            in_step: whether ranks run as many prediction steps as well.
+        """
+        loop: Any = of_lightning.active_loop(trainer)
+        combined = getattr(loop, of_lightning.COMBINED_LOADER, None)
+        if combined is None or not (trainer.training or trainer.evaluating or (in_step and trainer.predicting)):
+            self.read((), trainer.training)
+        elif not trainer.training and of_lightning.mode(combined) == "sequential":
+            self.read([combined.flattened[dataloader_idx]])
+        else:
+            self.read(combined.flattened, trainer.training)
 
     def read(self, loaders: Iterable[Any], trains: bool = False) -> None:
         """Take the shares of the batch that was fetched from one loader, or from several side by side."""
@@ -80,18 +97,14 @@ class RankShares:
         """Refuse combined loaders whose batches ranks would not read side by side."""
         verify_side_by_side(combined, self._strategy)
 
-    def verify_parts(self, combined: Any, max_batches: float) -> None:
+    def verify_parts(self, loop: Any) -> None:
         """Refuse training loaders of which this rank has unequal parts, in any step where that can be known.
-
-        Args:
-            combined: the loop's loader.
-            max_batches: number of batches after which an epoch ends.
 
         Raises:
             ConfigError: the parts differ, so that no weight of this rank's loss is right.
         """
         if not self._knows_parts:
-            verify_side_by_side(combined, self._strategy, TRAINED, max_batches)
+            verify_side_by_side(of_lightning.combined_loader(loop), self._strategy, TRAINED, loop.max_batches)
             self._knows_parts = True
         if len(self._parts) > 1:
             raise ConfigError(

@@ -28,7 +28,7 @@ from .objects import backend_for, gather_objects
 from .options import Compression, compression_hook, name_unused_parameters, verified_options
 from .process_exit import leave_group_at_exit, prepare_forked
 from .scripts.launcher import ScriptLauncher
-from .sync_batchnorm import SyncBatchNorm, verify_whole_batch
+from .sync_batchnorm import SyncBatchNorm
 from .wrapper import ReducedParameters, unwrap
 
 
@@ -119,17 +119,6 @@ class MultiProcessStrategy(pl_strategies.DDPStrategy):
     @_layer_sync.setter
     def _layer_sync(self, layer_sync: object) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]  # an attribute
         self._syncs_batchnorm = layer_sync is not None or getattr(self, "_syncs_batchnorm", False)
-
-    def verify_batchnorm(self, trainer: pl.Trainer, who: str, instead: str) -> None:
-        """Refuse to train synchronized BatchNorm layers where a process has its batch in parts.
-
-        Args:
-            trainer: the trainer, its module connected.
-            who: what cuts the batch, to begin the message with.
-            instead: what to set to have it in one piece.
-        """
-        if trainer.state.fn == TrainerFn.FITTING:
-            verify_whole_batch(trainer.lightning_module, self._syncs_batchnorm, f"{self.strategy_name}: {who}", instead)
 
     @override
     def _configure_launcher(self) -> None:

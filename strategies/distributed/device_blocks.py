@@ -40,18 +40,6 @@ def num_processes(num_devices: int, devices_per_process: int) -> int:
     return num_devices // devices_per_process
 
 
-def device_block(local_rank: int, devices_per_process: int) -> range:
-    """Indices of the devices of one process: r·k, …, r·k + k − 1.
-
-    Args:
-        devices_per_process: k, devices that each process owns.
-
-    Returns:
-        Indices into the node's list of devices.
-    """
-    return range(local_rank * devices_per_process, (local_rank + 1) * devices_per_process)
-
-
 def own_devices(devices: Sequence[T], local_rank: int, devices_per_process: int) -> list[T]:
     """Select the devices of one process from those of its node.
 
@@ -61,4 +49,5 @@ def own_devices(devices: Sequence[T], local_rank: int, devices_per_process: int)
     Returns:
         `devices_per_process` devices, the process's root device first.
     """
-    return [devices[index] for index in device_block(local_rank, devices_per_process)]
+    first = local_rank * devices_per_process
+    return list(devices[first : first + devices_per_process])

@@ -36,9 +36,9 @@ def sends_cpu_tensors(group: Any = None) -> bool:
     return "cpu:" in dist.get_backend_config(group)
 
 
-def gather_objects(value: Any) -> list[Any]:
+def gather_objects(value: Any, group: Any = None) -> list[Any]:
     """Gather the values of all ranks on every rank, in order of rank; anything that can be pickled."""
-    return _gathered(value, only_first=False)
+    return _gathered(value, group)
 
 
 def gather_on_first(value: Any) -> list[Any] | None:
@@ -77,12 +77,12 @@ def exchange_bytes(content: Tensor, sizes: Sequence[int], group: Any = None, onl
     return received
 
 
-def _gathered(value: Any, only_first: bool) -> list[Any]:
-    device = torch.device("cpu") if sends_cpu_tensors() else torch.accelerator.current_accelerator()
+def _gathered(value: Any, group: Any = None, only_first: bool = False) -> list[Any]:
+    device = torch.device("cpu") if sends_cpu_tensors(group) else torch.accelerator.current_accelerator()
     content = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(device)
     own = torch.tensor([len(content)], device=device)
     # not a sum, which would meet the gradients' where ranks disagree on what they do
-    sizes = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-    dist.all_gather(sizes, own)
-    received = exchange_bytes(content, [int(size) for size in sizes], only_first=only_first)
+    sizes = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(sizes, own, group)
+    received = exchange_bytes(content, [int(size) for size in sizes], group, only_first)
     return [pickle.loads(whole.cpu().numpy().data) for whole in received]

@@ -183,6 +183,11 @@ class _SumOverRanks(torch.autograd.Function):
         return _SumOverRanks.apply(grad_outputs[0])
 
 
+def needs_two_samples(module: nn.Module) -> bool:
+    """Whether a module has a BatchNorm layer that can't train on a rank's single sample."""
+    return any(isinstance(layer, BatchNorm) and not isinstance(layer, SyncedBatchNorm) for layer in module.modules())
+
+
 def verify_whole_batch(module: nn.Module, synchronizes: bool, who: str, instead: str) -> None:
     """Refuse synchronized statistics where a process normalises its batch in several parts.
 

@@ -238,8 +238,9 @@ class Stages:
             enter = traced_around(module, partial(self._enter, self.plan.stage_of[name], name))
             self._hooks.append(part.register_forward_pre_hook(enter, with_kwargs=True))
         for last in list(parts.values())[-1:]:
-            self._hooks.append(last.register_forward_hook(traced_around(module, self._meet)))
-        self._hooks.append(module.register_forward_hook(traced_around(module, self._meet_but_scalars)))
+            self._hooks.append(last.register_forward_hook(traced_around(module, partial(self._meet, 0))))
+        # DDP also calls `training_step` through the root module: scalars (losses) stay
+        self._hooks.append(module.register_forward_hook(traced_around(module, partial(self._meet, 1))))
 
     def _enter(self, stage: int, name: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Move the inputs of a part to its stage."""
@@ -262,13 +263,9 @@ class Stages:
         finally:
             self._on_thread.route = None
 
-    def _meet(self, _: nn.Module, __: tuple[Any, ...], output: Any) -> Any:
+    def _meet(self, min_dim: int, _: nn.Module, __: tuple[Any, ...], output: Any) -> Any:
         """Move an output to the meeting device."""
-        return self._bring(self.meeting_stage, output)
-
-    def _meet_but_scalars(self, _: nn.Module, __: tuple[Any, ...], output: Any) -> Any:
-        """As above for the root module, through which DDP also calls `training_step`; scalars (losses) stay."""
-        return self._bring(self.meeting_stage, output, min_dim=1)
+        return self._bring(self.meeting_stage, output, min_dim)
 
     def _bring(self, stage: int, value: Any, min_dim: int = 0) -> Any:
         leaves, spec = of_torch.tree_flatten(value)

@@ -178,7 +178,7 @@ class ReplicaLayout(Layout):
     @override
     def close(self) -> None:
         if self._forward is not None:
-            self._forward.close()
+            self._forward.remove()
         if self._runner is not None:
             self._runner.close()
         if self.stages is not None:

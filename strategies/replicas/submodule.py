@@ -7,7 +7,7 @@ from torch import nn
 
 from ..batch.run_structures import RunStructures
 from ..core.errors import ConfigError
-from ..core.types import StaysOnRoot
+from ..core.patching import Replacement
 from .runner import ReplicaRunner
 
 
@@ -24,7 +24,7 @@ def find_submodule(root: nn.Module, name: str, strategy: str) -> nn.Module:
     return found[name]
 
 
-class ParallelForward(StaysOnRoot):
+class ParallelForward(Replacement):
     """Replaces a submodule's `forward`: cuts its inputs, runs the replicas, joins their outputs.
 
     Args:
@@ -40,29 +40,21 @@ class ParallelForward(StaysOnRoot):
         strategy: str,
         structures: RunStructures,
     ) -> None:
-        self._module = module
-        self._before = module.__dict__.get("forward")
+        super().__init__(module, "forward", self._run)
         self._sizes = sizes
         self._strategy = strategy
         self._inputs = structures.of_inputs(type(module).__name__)
         self._outputs = structures.of_results("submodule")
         self._runner = runner
-        module.__dict__["forward"] = self
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def _run(self, _: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Compute the submodule's outputs for the whole batch, on the root device."""
         num = self._inputs.num_samples((args, kwargs))
         if not num:
             raise ConfigError(
-                f"{self._strategy}: the inputs of {type(self._module).__name__} hold no tensor with a dimension, so "
+                f"{self._strategy}: the inputs of {type(self.owner).__name__} hold no tensor with a dimension, so "
                 "they can't be split. Choose a submodule that takes the batch."
             )
         sizes = self._outputs.unequal(self._sizes(num))
         outputs = self._runner.run("forward", self._inputs.split((args, kwargs), sizes), sizes)
         return self._outputs.join(outputs, [size for size in sizes if size > 0], self._runner.devices[0])
-
-    def close(self) -> None:
-        """Restore the submodule's own `forward`."""
-        del self._module.__dict__["forward"]
-        if self._before is not None:
-            self._module.__dict__["forward"] = self._before

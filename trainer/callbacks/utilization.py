@@ -79,7 +79,8 @@ class Utilization(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         self._phases.enter(None)
-        times = next((c.times for c in _callbacks(trainer) if isinstance(c, RunSummary)), None)
+        callbacks: list[Any] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]  # a list, untyped
+        times = next((c.times for c in callbacks if isinstance(c, RunSummary)), None)
         if times is None or times is self._seen:
             return
         self._seen = times
@@ -103,10 +104,6 @@ class Utilization(pl.Callback):
             log.info("The operations of a step can't be counted without values: %s", reason)
         if self.flops_per_sample and self.peak_tflops is None:
             self.peak_tflops = peak_flops(trainer.strategy.root_device, str(trainer.precision)) / 1e12
-
-
-def _callbacks(trainer: pl.Trainer) -> list[pl.Callback]:
-    return trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]  # a list, untyped
 
 
 def peak_flops(device: torch.device, precision: str) -> float:

@@ -17,7 +17,7 @@ from collections import abc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache, partial
-from itertools import islice
+from itertools import chain, islice
 from multiprocessing import forkserver
 from multiprocessing.queues import Queue
 from types import FrameType
@@ -183,7 +183,7 @@ class ResumableLoader(DataLoader[Any]):
         """Start the sampler, skip the batches already taken, and number the others' first samples."""
         if isinstance(self.dataset, IterableDataset):
             return enumerate(base)
-        ordered = base if isinstance(base, RankBatches) else in_one_order(base, 0, _alone)
+        ordered = base if isinstance(base, RankBatches) else in_one_order(base, 0, lambda value: value)
         if self._resumed is None or self._resumed["start"] is None:  # The order was not drawn yet.
             self._resumed = None
             self._start = self._capture()
@@ -195,7 +195,7 @@ class ResumableLoader(DataLoader[Any]):
             head = list(islice(numbered, self._position, self._position + 1))
             if isinstance(base, RankBatches):
                 base.forget(self._position)
-        return _chain(head, numbered)
+        return chain(head, numbered)
 
     def _return_to_start(self) -> None:
         assert self._resumed is not None
@@ -272,10 +272,6 @@ class _Indices:
         first = 0 if isinstance(loader.dataset, IterableDataset) else loader._position
         for position, (first_sample, indices) in enumerate(loader.begin(self._base), first):
             yield loader.seeded(indices, position, first_sample)
-
-
-def _alone(value: Any) -> Any:
-    return value
 
 
 def _numbered(base: Any, units: Iterator[Any]) -> Iterator[tuple[int, Any]]:
@@ -383,8 +379,3 @@ def _end_worker(exc: Exception, _: object) -> None:
     )
     sys.stderr.flush()
     os._exit(1)  # a thread can't end its process in another way
-
-
-def _chain(head: list[Any], tail: Iterator[Any]) -> Iterator[Any]:
-    yield from head
-    yield from tail

@@ -146,17 +146,18 @@ def withdraw_later_points(trainer: pl.Trainer) -> None:
 
 def _capture(metric: ResultMetric, given: dict[str, Any] | None) -> dict[str, Any]:
     meta = metric.meta
-    state = {name: _on_cpu(getattr(metric, name)) for name in _STATE if hasattr(metric, name)}
+    state = {name: on_cpu(getattr(metric, name)) for name in _STATE if hasattr(metric, name)}
     return {
         "meta": {name: getattr(meta, name) for name in _META},
         "reduce_fx": meta.reduce_fx.__name__,
         "sync": {"_should": meta.sync.should, "rank_zero_only": meta.sync.rank_zero_only, "_op": meta.sync.op},
         "state": state,
-        "given": None if given is None else {name: _on_cpu(value) for name, value in given.items()},
+        "given": None if given is None else {name: on_cpu(value) for name, value in given.items()},
         "has_reset": metric.has_reset,
         "num_updates": of_metrics.update_count(metric),
     }
 
 
-def _on_cpu(value: Any) -> Any:
+def on_cpu(value: Any) -> Any:
+    """A tensor on the CPU, without its graph; anything else as it is."""
     return value.detach().cpu() if isinstance(value, torch.Tensor) else value

@@ -17,6 +17,8 @@ from typing import Any
 
 import pytorch_lightning as pl
 import torch
+from lightning_fabric.utilities import move_data_to_device
+from lightning_utilities.core.apply_func import apply_to_collection
 from pytorch_lightning.utilities.combined_loader import CombinedLoader
 from torch import Tensor
 from torchmetrics import Metric
@@ -74,7 +76,7 @@ def restore(trainer: pl.Trainer, state: dict[str, Any]) -> None:
             saved.give(metric)
             if sync is not None:
                 sync.restore_marks(metric, [Mark((0, *mark.place), mark.sizes) for mark in saved.marks])
-    _weights(trainer).total = _to(state["weights"], trainer.strategy.root_device)
+    _weights(trainer).total = move_data_to_device(state["weights"], trainer.strategy.root_device)
     if state["gradients"] is not None:
         _restore_gradients(trainer, state["gradients"])
     if state["random"] is None:  # a rank that was not there before
@@ -171,14 +173,4 @@ def _metrics(module: torch.nn.Module) -> list[tuple[str, Metric]]:
 
 
 def _on_cpu(tree: Any) -> Any:
-    if isinstance(tree, Tensor):
-        return tree.detach().cpu()
-    if isinstance(tree, dict):
-        return {key: _on_cpu(value) for key, value in tree.items()}
-    return [_on_cpu(value) for value in tree] if isinstance(tree, list) else tree
-
-
-def _to(tree: Any, device: torch.device) -> Any:
-    if isinstance(tree, Tensor):
-        return tree.to(device)
-    return [_to(value, device) for value in tree] if isinstance(tree, list) else tree
+    return apply_to_collection(tree, Tensor, _logged_values.on_cpu)

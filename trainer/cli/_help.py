@@ -8,7 +8,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from ..config.descriptions import Option, all_options, first_sentence, group_notes, kind_of, options
+from ..config.descriptions import Option, all_options, as_given, first_sentence, group_notes, kind_of, leaves, options
 from ..config.group_files import Source
 
 INDENT = 34
@@ -50,7 +50,7 @@ def key_lines(source: Source, cfg: DictConfig, choices: dict[str, Any]) -> Itera
     meanings = comments(source, choices)
     for key, value in values(cfg):
         kind = kind_of(value)
-        yield from entry(f"  {key}={text_of(value)}", f"{kind and f'({kind}) '}{meanings.get(key, '')}")
+        yield from entry(f"  {key}={as_given(value)}", f"{kind and f'({kind}) '}{meanings.get(key, '')}")
 
 
 def comments(source: Source, choices: dict[str, Any]) -> dict[str, str]:
@@ -71,23 +71,9 @@ def comments(source: Source, choices: dict[str, Any]) -> dict[str, str]:
 def values(cfg: DictConfig) -> Iterator[tuple[str, Any]]:
     """Every key and its value, interpolations unresolved; without Hydra's own and `_target_`."""
     plain: Any = OmegaConf.to_container(cfg, resolve=False)
-    yield from leaves({key: value for key, value in plain.items() if key != "hydra"})
-
-
-def leaves(plain: dict[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
-    """The values of nested dicts with their keys joined by dots."""
-    for key, value in plain.items():
-        if isinstance(value, dict) and value:
-            yield from leaves(value, f"{before}{key}.")
-        elif key != "_target_":
-            yield f"{before}{key}", value
-
-
-def text_of(value: Any) -> str:
-    """A value as it is written on the command line."""
-    if isinstance(value, list):
-        return f"[{','.join(map(text_of, value))}]"
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    for key, value in leaves({key: value for key, value in plain.items() if key != "hydra"}):
+        if key.rpartition(".")[2] != "_target_":
+            yield key, value
 
 
 def entry(name: str, meaning: str) -> list[str]:

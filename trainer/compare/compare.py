@@ -10,6 +10,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from ...strategies import STRATEGIES, ConfigError
 from ..config.checks import plain
 from ..config.group_files import file_names, file_options
+from ..config.instantiate import QUIET
 from ..config.nearest import did_you_mean
 from ..job.log_file import run_log
 from ._judge import REFERENCE, Comparison, judge, tolerance_of
@@ -130,18 +131,8 @@ def short_config(cfg: DictConfig, folder: Path) -> DictConfig:
 
 def short_run(cfg: DictConfig) -> dict[str, Any]:
     """The trainer's options for a few training steps."""
-    return {
-        "max_steps": cfg.compare.steps,
-        "max_epochs": -1,
-        "max_time": None,
-        "limit_val_batches": 0,
-        "num_sanity_val_steps": 0,
-        "fast_dev_run": False,
-        "profiler": None,
-        "log_every_n_steps": 10**9,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-    }
+    steps = {"max_steps": cfg.compare.steps, "max_epochs": -1}
+    return {**QUIET, **steps, "fast_dev_run": False, "log_every_n_steps": 10**9}
 
 
 def strategy_options(cfg: DictConfig, name: str) -> DictConfig:

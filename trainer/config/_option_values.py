@@ -9,6 +9,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 import pytorch_lightning as pl
 
 from ...strategies import ConfigError
+from .descriptions import as_given
 from .nearest import did_you_mean
 
 ROOT: dict[str, Any] = {
@@ -174,7 +175,7 @@ def verify_value(key: str, value: Any, hint: Any) -> None:
         ConfigError: it has another type, or is too small.
     """
     if not allows(hint, value):
-        raise ConfigError(f"{key}={told(value)} is not allowed. Give {describe(hint)}.")
+        raise ConfigError(f"{key}={as_given(value)} is not allowed. Give {describe(hint)}.")
     if not isinstance(value, (int, float)) or hint is Any or key not in LIMITS:
         return
     sign, limit = LIMITS[key]
@@ -182,11 +183,6 @@ def verify_value(key: str, value: Any, hint: Any) -> None:
         raise ConfigError(
             f"{key}={value} is too small. Give {f'{limit} or more' if sign == '>=' else f'more than {limit}'}."
         )
-
-
-def told(value: Any) -> str:
-    """Format a value as on the command line."""
-    return str(value).lower() if isinstance(value, bool) else "null" if value is None else str(value)
 
 
 def annotations(cls: type) -> dict[str, tuple[Any, Any]]:
@@ -253,7 +249,7 @@ def _words(hint: Any) -> Iterator[str]:
         for argument in get_args(hint):
             yield from _words(argument)
     elif kind is Literal:
-        yield from map(told, get_args(hint))
+        yield from map(as_given, get_args(hint))
     elif isinstance(kind, type) and issubclass(kind, Mapping):
         yield "a mapping"
     elif isinstance(kind, type) and (kind is tuple or issubclass(list, kind)):

@@ -1,7 +1,7 @@
 """Read what the comments in configuration files say about groups, files and options."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,22 @@ class Option:
     name: str
     default: str
     comment: str
+
+
+def leaves(options: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
+    """The values of nested mappings with their keys joined by dots; an empty mapping is a value."""
+    for key, value in options.items():
+        if isinstance(value, Mapping) and value:
+            yield from leaves(value, f"{before}{key}.")
+        else:
+            yield f"{before}{key}", value
+
+
+def as_given(value: Any) -> str:
+    """A value as it is written on the command line."""
+    if isinstance(value, list):
+        return f"[{','.join(map(as_given, value))}]"
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def kind_of(value: Any) -> str:

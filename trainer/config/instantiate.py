@@ -8,6 +8,12 @@ from pytorch_lightning.utilities.exceptions import MisconfigurationException
 
 from ...strategies import ConfigError
 
+QUIET: dict[str, Any] = {
+    "max_time": None, "limit_val_batches": 0, "num_sanity_val_steps": 0, "profiler": None,
+    "enable_progress_bar": False, "enable_model_summary": False,
+}  # fmt: skip
+"""The trainer's options for steps that are not the run's own."""
+
 
 def instantiate(key: str, options: Any, **hydra_options: Any) -> Any:
     """Instantiate the object of one config group.

@@ -10,21 +10,7 @@ from ...strategies import ConfigError
 from ...strategies.core import rng
 from ..callbacks import LearningRateFinder
 from ..config.checks import entries, verify_target
-from ..config.instantiate import instantiate
-
-QUIET = {
-    "max_epochs": -1,
-    "max_time": None,
-    "limit_val_batches": 0,
-    "num_sanity_val_steps": 0,
-    "accumulate_grad_batches": 1,
-    "profiler": None,
-    "logger": False,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-}
-"""The trainer's options for a search."""
+from ..config.instantiate import QUIET, instantiate
 
 
 def with_learning_rate(cfg: DictConfig, checkpoint: str | None) -> DictConfig:
@@ -72,6 +58,7 @@ def _search(cfg: DictConfig, finder: LearningRateFinder) -> None:
         module: pl.LightningModule = instantiate("module", cfg.module)
         data: pl.LightningDataModule | None = instantiate("data", cfg.data) if cfg.get("data") else None
         make_trainer = instantiate("trainer", cfg.trainer, _partial_=True)
-        options = {**QUIET, "max_steps": finder.num_steps, "callbacks": [finder]}
+        options = {**QUIET, "max_epochs": -1, "max_steps": finder.num_steps, "accumulate_grad_batches": 1}
+        options |= {"callbacks": [finder], "logger": False, "enable_checkpointing": False}
         trainer: pl.Trainer = make_trainer(strategy=instantiate("strategy", cfg.strategy), **options)
         trainer.fit(module, datamodule=data)

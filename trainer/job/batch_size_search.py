@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 from ...strategies.core import rng
 from ...strategies.core.devices import is_out_of_memory
 from ...strategies.core.errors import ConfigError
+from ..config.instantiate import QUIET
 
 logger = logging.getLogger(__name__)
 
@@ -93,17 +94,8 @@ def find_batch_size(
 
 
 def _steps(module: pl.LightningModule, data: pl.LightningDataModule, make_trainer: Callable[..., pl.Trainer]) -> None:
-    trainer = make_trainer(
-        max_epochs=-1,
-        max_steps=CONFIRMING_STEPS,
-        limit_val_batches=0,
-        num_sanity_val_steps=0,
-        logger=False,
-        callbacks=[],
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    options = {**QUIET, "max_epochs": -1, "max_steps": CONFIRMING_STEPS, "callbacks": []}
+    trainer = make_trainer(**options, logger=False, enable_checkpointing=False)
     trainer.fit(module, datamodule=data)
 
 

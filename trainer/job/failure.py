@@ -40,7 +40,8 @@ class Failure:
         sentence = sentence_of(exc)
         if sentence is not None:
             return cls(rank, sentence)
-        return cls(rank, name_and_text(exc), "".join(traceback.format_exception(exc)))
+        last_line = "".join(traceback.format_exception_only(exc)).strip()
+        return cls(rank, last_line, "".join(traceback.format_exception(exc)))
 
     @property
     def short(self) -> str:
@@ -58,11 +59,6 @@ def sentence_of(exc: BaseException) -> str | None:
             "another disk."
         )
     return None
-
-
-def name_and_text(exc: BaseException) -> str:
-    """An exception as the last line of its traceback has it."""
-    return "".join(traceback.format_exception_only(exc)).strip()
 
 
 def users_frames(trace: str, rest: str = "HYDRA_FULL_ERROR=1 shows them") -> str:

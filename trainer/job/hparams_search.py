@@ -4,7 +4,7 @@ import importlib
 import importlib.util
 import logging
 import time
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from ...strategies import ConfigError
 from ..config.checks import plain
+from ..config.descriptions import leaves
 from ..config.instantiate import instantiate
 from ..config.nearest import did_you_mean
 from ._prune_trial import PRUNED_AT, PruneTrial, open_storage
@@ -48,7 +49,7 @@ class Search:
         self.options: DictConfig = cfg.hparams_search
         self.optuna = importlib.import_module("optuna")
         self.optuna.logging.set_verbosity(self.optuna.logging.WARNING)
-        self.space = {key: self._distribution(key, text) for key, text in flat(plain(self.options.space))}
+        self.space = {key: self._distribution(key, text) for key, text in flat(plain(self.options.space)).items()}
         if not self.space:
             raise ConfigError(f"hparams_search.space is empty. Give keys with {ALLOWED}.")
         self.storage = str(self.options.storage or run_dir / "optuna.log")
@@ -197,13 +198,9 @@ class Search:
             )
 
 
-def flat(space: Mapping[str, Any], above: str = "") -> Generator[tuple[str, Any]]:
-    """The leaves of a nested mapping as (dotted key, value); None removes one."""
-    for name, value in (space or {}).items():
-        if isinstance(value, Mapping):
-            yield from flat(value, f"{above}{name}.")
-        elif value is not None:
-            yield f"{above}{name}", value
+def flat(space: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The leaves of a nested mapping by dotted keys; None removes one."""
+    return {key: value for key, value in leaves(space or {}) if value not in (None, {})}
 
 
 def last_value(trial: Any) -> float | None:

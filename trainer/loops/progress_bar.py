@@ -1,6 +1,7 @@
 """Refresh the default progress bar at a time interval instead of every few steps."""
 
 import time
+from functools import partialmethod
 from typing import Any
 
 import pytorch_lightning as pl
@@ -40,19 +41,8 @@ class TimedBar:
             batch_idx, self._behind = self._behind, None
             self.bar.on_train_batch_end(trainer, trainer.lightning_module, None, None, batch_idx)
 
-    def on_validation_batch_end(self, trainer: pl.Trainer, module: Any, *args: Any) -> None:
-        """Refresh if the interval is over."""
-        self._evaluation("on_validation_batch_end", trainer, module, *args)
-
-    def on_test_batch_end(self, trainer: pl.Trainer, module: Any, *args: Any) -> None:
-        """Refresh if the interval is over."""
-        self._evaluation("on_test_batch_end", trainer, module, *args)
-
-    def on_predict_batch_end(self, trainer: pl.Trainer, module: Any, *args: Any) -> None:
-        """Refresh if the interval is over."""
-        self._evaluation("on_predict_batch_end", trainer, module, *args)
-
     def _evaluation(self, hook: str, trainer: pl.Trainer, module: Any, *args: Any) -> None:
+        """Refresh if the interval is over."""
         batch_idx, dataloader_idx = args[2], args[3] if len(args) > 3 else 0
         loop = of_lightning.active_loop(trainer)
         sizes: Any = getattr(loop, "max_batches", None)
@@ -60,3 +50,7 @@ class TimedBar:
         if last or time.perf_counter() >= self._due_s:
             getattr(self.bar, hook)(trainer, module, *args)
             self._due_s = time.perf_counter() + REFRESH_S
+
+    on_validation_batch_end = partialmethod(_evaluation, "on_validation_batch_end")
+    on_test_batch_end = partialmethod(_evaluation, "on_test_batch_end")
+    on_predict_batch_end = partialmethod(_evaluation, "on_predict_batch_end")

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from omegaconf import DictConfig, open_dict
 
 from ...strategies.pipeline.in_flight import num_ticks
+from ..config.descriptions import as_given
 from ..config.group_files import file_options
 from ._topology import Topology
 
@@ -54,7 +55,8 @@ def choices(cfg: DictConfig, given: Topology, batch: int) -> list[Choice]:
                 continue
             with open_dict(strategy):
                 strategy.recompute = recompute
-            shown = tuple(_as_argument(key, value) for key, value in options.items())
+            names = {key: key if key == "strategy" else f"strategy.{key}" for key in options}
+            shown = tuple(f"{names[key]}={as_given(value)}" for key, value in options.items())
             chosen = shown if options and recompute == "never" else (*shown, f"strategy.recompute={recompute}")
             found.append(Choice(chosen, shown, strategy, loader_batch, computing * more, traffic))
     return sorted(found, key=lambda choice: (round(choice.computing, 3), choice.traffic))
@@ -87,12 +89,6 @@ def _spreads(given: Topology, batch: int, num_nodes: int) -> Iterator[Spread]:
         else:
             options = {"strategy": "ddp_model_parallel", "model_parallel_size": size, "num_microbatches": num}
             yield {**options, "batch_size_is": "global"}, everywhere, computing, 2.0 / size
-
-
-def _as_argument(key: str, value: object) -> str:
-    """An option as on the command line."""
-    text = str(value).lower() if isinstance(value, bool) else value
-    return f"{key}={text}" if key == "strategy" else f"strategy.{key}={text}"
 
 
 def _strategy(cfg: DictConfig, given: str, options: dict[str, object]) -> DictConfig:

@@ -167,10 +167,8 @@ def memory_of(topology: Topology, samples: int, known: dict[int, list[StageMemor
 def without_samples(memory: StageMemory) -> StageMemory:
     """The memory of a device without samples, which only holds the module and its optimizer."""
     static = memory.parameters + memory.gradients + memory.optimizer
-    return StageMemory(
-        memory.parameters, memory.gradients, memory.optimizer, 0, 0, static, static, static + update_extra(memory),
-        memory.gathered, memory.owned,
-    )  # fmt: skip
+    peaks = {"forward_peak": static, "backward_peak": static, "update_peak": static + update_extra(memory)}
+    return replace(memory, batch=0, activations=0, **peaks)
 
 
 def update_extra(memory: StageMemory) -> int:
@@ -178,23 +176,23 @@ def update_extra(memory: StageMemory) -> int:
     return max(0, memory.update_peak - memory.parameters - memory.gradients - memory.optimizer - memory.batch)
 
 
+def device_plan(memory: StageMemory, device: int, samples: int, communication: int, peak: int) -> DevicePlan:
+    """A device's plan with what its memory and the plan name alike."""
+    alike = (getattr(memory, name) for name in ("parameters", "gradients", "optimizer", "batch", "activations"))
+    return DevicePlan(device, samples, *alike, communication=communication, peak=peak)
+
+
 def whole(memory: StageMemory, device: int, samples: int, buckets: int) -> DevicePlan:
     """Plan a device that trains a module, or a stage of it, with its own optimizer."""
     peak = max(memory.forward_peak, memory.backward_peak, memory.update_peak) + buckets
-    return DevicePlan(
-        device, samples, memory.parameters, memory.gradients, memory.optimizer, memory.batch, memory.activations,
-        buckets + memory.gathered, peak,
-    )  # fmt: skip
+    return device_plan(memory, device, samples, buckets + memory.gathered, peak)
 
 
 def root(memory: StageMemory, samples: int, received: int) -> DevicePlan:
     """Plan the root device of replicas: it holds the optimizer and receives the other replicas' gradients."""
     meeting = memory.parameters + memory.gradients + memory.optimizer + memory.batch + received
     peak = max(memory.forward_peak, memory.backward_peak, memory.update_peak, meeting)
-    return DevicePlan(
-        0, samples, memory.parameters, memory.gradients, memory.optimizer, memory.batch, memory.activations,
-        received, peak,
-    )  # fmt: skip
+    return device_plan(memory, 0, samples, received, peak)
 
 
 def replica(memory: StageMemory, device: int, samples: int) -> DevicePlan:
@@ -203,9 +201,7 @@ def replica(memory: StageMemory, device: int, samples: int) -> DevicePlan:
         return DevicePlan(device, 0, memory.parameters, peak=memory.parameters)
     forward = memory.forward_peak - memory.optimizer - memory.gradients
     peak = max(forward, memory.backward_peak - memory.optimizer)
-    return DevicePlan(
-        device, samples, memory.parameters, memory.gradients, 0, memory.batch, memory.activations, 0, peak
-    )
+    return device_plan(replace(memory, optimizer=0), device, samples, 0, peak)
 
 
 def with_state(plan: DevicePlan, memory: StageMemory, owner: int) -> DevicePlan:

@@ -28,7 +28,7 @@ from ...strategies.pipeline.recompute import Recompute
 from ..compare.compare import short_config
 from ..compare.trial import Trial, run_trial
 from ..config.checks import plain
-from ..config.instantiate import instantiate
+from ..config.instantiate import QUIET, instantiate
 from ..job.log_file import run_log
 from ._choices import choices
 from ._search import MemoryPlan, Tried, questions
@@ -203,26 +203,19 @@ def quiet(name: str) -> Generator[None]:
 
 def one_device(cfg: DictConfig) -> dict[str, Any]:
     """The trainer's options for a simulated run."""
-    precision = str(cfg.precision)
     return {
+        **QUIET,
         "accelerator": "cpu",
         "devices": 1,
         "num_nodes": 1,
-        "precision": "bf16-mixed"
-        if precision == "16-mixed"
-        else precision,  # the same number of bytes; the CPU has no fp16 scaler
+        # the same number of bytes; the CPU has no fp16 scaler
+        "precision": "bf16-mixed" if str(cfg.precision) == "16-mixed" else str(cfg.precision),
         "max_steps": -1,
-        "max_time": None,
         "min_epochs": None,
         "limit_train_batches": None,
-        "limit_val_batches": 0,
-        "num_sanity_val_steps": 0,
         "val_check_interval": 1.0,
         "overfit_batches": 0,
         "fast_dev_run": False,
-        "profiler": None,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
         # from the second batch on, gradients exist in forward; further batches add no memory
         "accumulate_grad_batches": min(int(cfg.trainer.get("accumulate_grad_batches") or 1), 2),
     }

@@ -3,7 +3,6 @@
 from collections import Counter
 from collections.abc import Sequence
 
-import torch
 from torch import nn
 
 from .steps import MetricSteps
@@ -14,7 +13,6 @@ class RunMetrics:
     """Computes the values of metrics over all ranks, from `__init__` until `end`.
 
     Args:
-        root_device: this rank's device, on which tensors are exchanged if the group can't send CPU tensors.
         whole: whether a step calls a metric once, with all samples of this rank.
 
     Attributes:
@@ -22,8 +20,8 @@ class RunMetrics:
         steps: computes the values that metrics have for one global batch.
     """
 
-    def __init__(self, root_device: torch.device, whole: bool) -> None:
-        self.sync, self.steps = MetricSync(root_device), MetricSteps(whole)
+    def __init__(self, whole: bool) -> None:
+        self.sync, self.steps = MetricSync(), MetricSteps(whole)
         self.sync.start()
         self.steps.start()
         self._num_passes = 0

@@ -8,9 +8,8 @@ once, each part with the batch it belongs to:
     rank 1   batch 0: c d
 """
 
-import math
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,27 +21,15 @@ from torchmetrics.wrappers import Running
 
 from ...core.errors import ConfigError
 from ...core.private import of_metrics, put
-from ..objects import exchange_bytes, sends_cpu_tensors
+from ..objects import gather_objects
 from ..store import RankError
 from .states import BEFORE, Mark, Part, Place, Sent, combined, growing, metric_classes, parts_by_batch, ranges
 
 
-class _Content(NamedTuple):
-    """Stands for a tensor whose content is sent as bytes."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-
 class MetricSync:
-    """Replaces torchmetrics' own exchange between ranks while a run lasts.
+    """Replaces torchmetrics' own exchange between ranks while a run lasts."""
 
-    Args:
-        root_device: this rank's device, on which tensors are exchanged if the group can't send CPU tensors.
-    """
-
-    def __init__(self, root_device: torch.device) -> None:
-        self._device = torch.device("cpu") if sends_cpu_tensors() else root_device
+    def __init__(self) -> None:
         self._marks: dict[int, list[Mark]] = {}
         self._metrics: list[Metric] = []
         self._windows: dict[int, Running] = {}
@@ -98,7 +85,7 @@ class MetricSync:
         """
         window = self._windows.get(id(metric))
         own = Sent(type(metric).__name__, of_metrics.update_count(metric), self._parts(metric, window))
-        ranks = _gather(own, self._device, metric.device, group)
+        ranks = _gather(own, metric.device, group)
         if window is not None:
             ranks = _last_batches(ranks, window)
         reductions: dict[str, Any] = of_metrics.reductions(metric)
@@ -179,27 +166,20 @@ def _last_batches(ranks: list[Sent], window: Running) -> list[Sent]:
     return [rank._replace(parts=[part for part in rank.parts if part.place in places]) for rank in ranks]
 
 
-def _gather(own: Sent, device: torch.device, home: torch.device, group: Any) -> list[Sent]:
-    """Gather what all ranks send: a description, which holds all that is no tensor, then the tensors as bytes.
-
-    Args:
-        home: where the other ranks' tensors are wanted.
-    """
-    rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
-    heads: list[Any] = [None] * num_ranks
-    dist.all_gather_object(heads, own._replace(parts=[_without_content(part) for part in own.parts]), group)
-    _verify_alike(heads)
-    sizes = [sum(_num_bytes(part.value) for part in head.parts) for head in heads]
-    tensors = [part.value for part in own.parts if isinstance(part.value, Tensor)]
-    content = [as_bytes(tensor.detach().to(device)) for tensor in tensors]
-    sent = torch.cat([torch.zeros(0, dtype=torch.uint8, device=device), *content])
-    received = exchange_bytes(sent, sizes, group)
-    return [own if i == rank else _with_content(head, received[i].to(home)) for i, head in enumerate(heads)]
+def _gather(own: Sent, home: torch.device, group: Any) -> list[Sent]:
+    """Gather what all ranks send; the other ranks' tensors are moved to `home`."""
+    ranks: list[Sent] = gather_objects(_moved(own, torch.device("cpu")), group)
+    _verify_alike(ranks)
+    return [own if rank == dist.get_rank(group) else _moved(sent, home) for rank, sent in enumerate(ranks)]
 
 
-def as_bytes(tensor: Tensor) -> Tensor:
-    """Copy a tensor to bytes; a single element counts as contiguous whatever its stride, but can't be viewed so."""
-    return tensor.clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
+def _moved(sent: Sent, device: torch.device) -> Sent:
+    """With copies of its tensors on a device: of a slice, which would be sent with all of its storage."""
+    parts = [
+        part._replace(value=part.value.detach().to(device, copy=True)) if isinstance(part.value, Tensor) else part
+        for part in sent.parts
+    ]
+    return sent._replace(parts=parts)
 
 
 def _verify_alike(heads: list[Sent]) -> None:
@@ -209,26 +189,3 @@ def _verify_alike(heads: list[Sent]) -> None:
                 f"rank 0 computes the metric {heads[0].kind} over all ranks, but rank {rank} computes {head.kind}. "
                 "Compute the same metrics in the same order on all ranks."
             )
-
-
-def _without_content(part: Part) -> Part:
-    value = part.value
-    return part._replace(value=_Content(value.dtype, tuple(value.shape))) if isinstance(value, Tensor) else part
-
-
-def _num_bytes(value: Any) -> int:
-    return math.prod(value.shape) * value.dtype.itemsize if isinstance(value, _Content) else 0
-
-
-def _with_content(head: Sent, content: Tensor) -> Sent:
-    parts: list[Part] = []
-    start = 0
-    for part in head.parts:
-        end = start + _num_bytes(part.value)
-        if isinstance(part.value, _Content):
-            # a copy, because another dtype's view must start at a multiple of its size
-            tensor = content[start:end].clone().view(part.value.dtype).reshape(part.value.shape)
-            part = part._replace(value=tensor)
-        parts.append(part)
-        start = end
-    return head._replace(parts=parts)

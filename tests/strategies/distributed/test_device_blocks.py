@@ -3,7 +3,7 @@
 import pytest
 
 from evener.strategies import ConfigError
-from evener.strategies.distributed.device_blocks import device_block, num_processes, own_devices
+from evener.strategies.distributed.device_blocks import num_processes, own_devices
 
 
 @pytest.mark.parametrize(
@@ -26,7 +26,7 @@ def test_num_processes(num_devices: int, per_process: int, expected: int) -> Non
 )
 def test_blocks_cover_the_devices_in_order(num_devices: int, per_process: int, blocks: list[list[int]]) -> None:
     ranks = range(num_processes(num_devices, per_process))
-    assert [list(device_block(rank, per_process)) for rank in ranks] == blocks
+    assert [own_devices(range(num_devices), rank, per_process) for rank in ranks] == blocks
 
 
 def test_two_nodes_of_four_devices_by_hand() -> None:

@@ -16,7 +16,7 @@ from torchmetrics.wrappers import Running
 
 from evener.strategies import BalancedDDPStrategy, DDPStrategy, SingleDeviceStrategy
 from evener.strategies.core.errors import ConfigError
-from evener.strategies.distributed.metrics.sync import MetricSync, as_bytes
+from evener.strategies.distributed.metrics.sync import MetricSync
 from evener.strategies.distributed.store import RankError
 
 STRATEGIES: dict[str, Any] = {
@@ -143,7 +143,7 @@ class BatchMean(torchmetrics.Metric):
 def _exchange() -> dict[str, Any]:
     torch.distributed.init_process_group("gloo", init_method="env://", timeout=timedelta(seconds=20))
     rank = torch.distributed.get_rank()
-    sync = MetricSync(torch.device("cpu"))
+    sync = MetricSync()
     found: dict[str, Any] = {}
     sync.start()
     tuples = Tuples()
@@ -177,13 +177,6 @@ def test_states_that_are_not_sums() -> None:
         assert rank["after"] == (3, False, True)
 
 
-def test_a_state_of_one_element_is_sent_whatever_its_stride() -> None:
-    """Cause: `contiguous()` left the stride of 6, with which torch can't view doubles as bytes."""
-    one = torch.arange(12, dtype=torch.float64).reshape(2, 6)[1:, 2]
-    assert one.stride() == (6,)
-    assert as_bytes(one).tolist() == list(torch.tensor([8.0], dtype=torch.float64).numpy().tobytes())
-
-
 def _correlations(num_outputs: int) -> list[Tensor]:
     """Pearson's and the concordance coefficient of four samples, of which each rank has two with one target."""
     rank = int(os.environ["RANK"])
@@ -192,7 +185,7 @@ def _correlations(num_outputs: int) -> list[Tensor]:
     if num_outputs > 1:
         x, y = x[:, None].repeat(1, num_outputs), y[:, None].repeat(1, num_outputs)
     torch.distributed.init_process_group("gloo", init_method="env://", timeout=timedelta(seconds=20))
-    sync = MetricSync(torch.device("cpu"))
+    sync = MetricSync()
     sync.start()
     try:
         metrics = [cls(num_outputs) for cls in (torchmetrics.PearsonCorrCoef, torchmetrics.ConcordanceCorrCoef)]
