@@ -234,14 +234,6 @@ class DDPStrategy(MultiProcessStrategy):
             who, instead = f"{self.strategy_name}: {cut}", f"{cut.partition('=')[0]}=1"
             verify_whole_batch(trainer.lightning_module, self._syncs_batchnorm, who, instead)
 
-    def verify_threads(self) -> None:
-        """Refuse an option of DDP that micro-batches in threads can't honour."""
-        if self.layout.finishes_later and self._ddp_kwargs.get("static_graph"):
-            raise ConfigError(
-                f"{self.strategy_name}: static_graph=True needs one backward pass per step, but micro-batches in "
-                "threads have one each. Set static_graph=false, or deterministic=true."
-            )
-
     @override
     def model_to_device(self) -> None:
         self.layout.place(self.module)

@@ -51,14 +51,16 @@ class RankShares:
         Args:
             in_step: whether ranks run as many prediction steps as well.
         """
-        loop: Any = of_lightning.active_loop(trainer)
-        combined = getattr(loop, of_lightning.COMBINED_LOADER, None)
-        if combined is None or not (trainer.training or trainer.evaluating or (in_step and trainer.predicting)):
-            self.read((), trainer.training)
-        elif not trainer.training and of_lightning.mode(combined) == "sequential":
-            self.read([combined.flattened[dataloader_idx]])
+        if trainer.training:
+            self.read(getattr(of_lightning.combined_loader(trainer.fit_loop), "flattened", ()), trains=True)
+            return
+        loop = of_lightning.active_loop(trainer) if trainer.evaluating or (in_step and trainer.predicting) else None
+        combined: Any = getattr(loop, of_lightning.COMBINED_LOADER, None)
+        if combined is None:
+            self.read(())
         else:
-            self.read(combined.flattened, trainer.training)
+            one = of_lightning.mode(combined) == "sequential"
+            self.read([combined.flattened[dataloader_idx]] if one else combined.flattened)
 
     def read(self, loaders: Iterable[Any], trains: bool = False) -> None:
         """Take the shares of the batch that was fetched from one loader, or from several side by side."""

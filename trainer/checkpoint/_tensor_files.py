@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
 from ...strategies.sharding.placed import ALIGNMENT, PLACE
@@ -54,7 +55,7 @@ class TensorFiles:
         """
         self._turn = 1 - self._turn
         layout = _Layout()
-        placed = layout.place(state)
+        placed: dict[str, Any] = apply_to_collection(state, Tensor, layout.place)
         buffer = self._buffer(max(layout.end, 1))
         copy_tensors(
             (tensor, _view(buffer, start, tensor.dtype, tensor.shape, tensor.stride()))
@@ -125,14 +126,8 @@ class _Layout:
         self.found: list[tuple[Tensor, int]] = []
         self._starts: dict[tuple[Any, ...], int] = {}
 
-    def place(self, tree: Any) -> Any:
-        if isinstance(tree, dict):
-            return type(tree)((key, self.place(value)) for key, value in tree.items())
-        if type(tree) in (list, tuple):
-            return type(tree)(self.place(value) for value in tree)
-        return self._place(tree.detach()) if isinstance(tree, Tensor) else tree
-
-    def _place(self, tensor: Tensor) -> Any:
+    def place(self, tensor: Tensor) -> Any:
+        tensor = tensor.detach()
         num_bytes = _num_bytes(tensor.dtype, tensor.shape)
         if num_bytes < _SMALLEST or not _is_dense(tensor):
             return tensor
