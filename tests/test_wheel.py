@@ -9,6 +9,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import warm_python
 
 ROOT = Path(__file__).parents[1]
 
@@ -65,10 +66,7 @@ def test_wheel_runs_from_an_empty_directory(installed: Path, tmp_path: Path) -> 
     )
     assert found.stdout.startswith(str(installed)), "not the checkout's own files"
     options = ["accelerator=cpu", "trainer.max_epochs=1", "trainer.limit_train_batches=2"]
-    run = subprocess.run(
-        [sys.executable, "-m", "evener.trainer", *options],
-        cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
+    run = warm_python.run("-m", "evener.trainer", *options, cwd=tmp_path, env=environment, without_lightning=True)
     assert run.returncode == 0, run.stderr
     assert "fit finished" in run.stdout
     assert [path.name for path in tmp_path.iterdir()] == ["logs"]
@@ -77,15 +75,14 @@ def test_wheel_runs_from_an_empty_directory(installed: Path, tmp_path: Path) -> 
 @pytest.mark.long
 def test_a_new_project_runs_on_the_wheel(installed: Path, tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
-    new = [sys.executable, "-c", "from evener.trainer.cli.tool import main; main()", "new", "project"]
     environment = {**os.environ, "PYTHONPATH": str(installed)}
-    subprocess.run(new, cwd=tmp_path, env=environment, capture_output=True, timeout=300, check=True)
+    words = ["-c", "from evener.trainer.cli.tool import main; main()", "new", "project"]
+    new = warm_python.run(*words, cwd=tmp_path, env=environment, without_lightning=True)
+    assert new.returncode == 0, new.stderr
     options = ["strategy=ddp", "devices=2", "accelerator=cpu", "trainer.enable_progress_bar=false"]
-    run = subprocess.run(
-        [sys.executable, str(tmp_path / "project" / "train.py"), *options],
-        cwd=tmp_path / "elsewhere", env=environment,
-        capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
+    run = warm_python.run(
+        tmp_path / "project" / "train.py", *options, cwd=tmp_path / "elsewhere", env=environment, without_lightning=True
+    )
     assert run.returncode == 0, run.stderr
     (written,) = (tmp_path / "elsewhere" / "logs" / "project" / "ddp").rglob("result.json")
     result = json.loads(written.read_text())

@@ -3,6 +3,7 @@
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -20,8 +21,7 @@ class Run:
     Args:
         folder: for everything that it writes.
         overrides: further words of the command line.
-        command: what runs `train.py`: torchrun where that is tested, which starts Python anew, because its agent looks
-            through all modules that are imported again and again; by default a forked process is Python.
+        command: what runs `train.py`; python by default, torchrun where that is tested.
         env: further environment variables.
     """
 
@@ -41,12 +41,15 @@ class Run:
         paths = os.pathsep.join([str(ROOT / "tests/support"), *filter(None, [os.environ.get("PYTHONPATH")])])
         variables = {**os.environ, "PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": "", **(env or {})}
         self.process: warm_python.Process | subprocess.Popen[bytes]
-        if command is None:
-            self.process = warm_python.Process(*words, cwd=folder, env=variables, output=self.output, new_session=True)
+        python, *before = command or [sys.executable]
+        if python == sys.executable:
+            self.process = warm_python.Process(
+                *before, *words, cwd=folder, env=variables, output=self.output, new_session=True
+            )
             return
         with open(self.output, "w") as output:
             self.process = subprocess.Popen(
-                [*command, *words],
+                [python, *before, *words],
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 env=variables,

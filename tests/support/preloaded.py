@@ -1,6 +1,7 @@
 """What the fork server of the tests imports before it forks: the libraries of every rank, and those of commands."""
 
 import gc
+import inspect
 
 gc.disable()  # while importing, which makes no garbage
 
@@ -18,5 +19,6 @@ import evener.trainer.trainer
 
 __all__ = ["evener", "preloaded_libraries", "pytest"]
 
+inspect.stack()  # torchrun's agent does so again and again; the first time it looks for the file of every module
 gc.freeze()
 gc.enable()

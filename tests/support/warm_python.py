@@ -2,8 +2,8 @@
 
 To import torch and Lightning takes about five seconds of processor time, a fork hundredths of a second. A program has
 its own arguments, folder, environment, output, `__main__`, process id and exit status, and nothing imported is its own.
-Whoever tests the order of imports starts it without Lightning; whoever tests what Python itself does starts
-`sys.executable`, and so does who runs torchrun, whose `inspect.stack` is slow with many modules.
+Workers of torchrun (`-m torch.distributed.run`) are forked, too. Whoever tests the order of imports starts a program
+without Lightning; whoever tests what Python itself does starts `sys.executable`.
 """
 
 import atexit
@@ -22,16 +22,17 @@ import threading
 import traceback
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from multiprocessing import forkserver, process, resource_tracker
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NoReturn
+from typing import IO, Any, NoReturn
 
 import fork_server
 import numpy
 import torch
+from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
 
 class Process:
@@ -98,6 +99,22 @@ class Process:
         self.send_signal(signal.SIGKILL)
 
 
+class Worker(Process):
+    """What torchrun's agent takes for the `subprocess.Popen` of a worker: a process forked from the agent."""
+
+    def __init__(
+        self, args: Sequence[str], env: dict[str, str], stdout: IO[str] | None, stderr: IO[str] | None, **_: Any
+    ) -> None:
+        words = [word for word in args[1:] if word != "-u"]
+        files = [file and file.name for file in (stdout, stderr)]
+        self._process = multiprocessing.get_context("fork").Process(
+            target=_main, args=(words, os.getcwd(), env, files, True)
+        )
+        self._process.start()
+        self.args = list(args)
+        self.pid = self._process.pid or 0
+
+
 def run(*words: str | Path, timeout: float = 300, **options: Any) -> "subprocess.CompletedProcess[str]":
     """Run a program to its end, which must come in time; words and options are those of `Process`."""
     program = Process(*words, **options)
@@ -108,11 +125,17 @@ def run(*words: str | Path, timeout: float = 300, **options: Any) -> "subprocess
     return subprocess.CompletedProcess(program.args, program.wait(60), output, errors)
 
 
-def _main(words: list[str], cwd: str, env: dict[str, str], files: list[str], new_session: bool) -> NoReturn:
+def _main(words: list[str], cwd: str, env: dict[str, str], files: list[str | None], new_session: bool) -> NoReturn:
     """Be the program: the process has just been forked."""
     if new_session:
         os.setsid()
+    for signum in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1):
+        if callable(signal.getsignal(signum)):
+            signal.signal(signum, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     for descriptor, name in ((0, os.devnull), (1, files[0]), (2, files[1])):
+        if name is None:
+            continue
         opened = os.open(name, os.O_APPEND | (os.O_WRONLY if descriptor else os.O_RDONLY))
         os.dup2(opened, descriptor)
         os.close(opened)
@@ -134,7 +157,7 @@ def _forget_server() -> None:
     from preloaded_libraries import MAIN_PROCESS, PATH  # the server has it
 
     sys.path[:] = [*filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)), *PATH]
-    for name in ("__mp_main__", "preloaded", "preloaded_libraries", "fork_server", "warm_python", "distributed"):
+    for name in ("__mp_main__", "preloaded", "fork_server", "warm_python", "distributed"):
         sys.modules.pop(name, None)
     process.ORIGINAL_DIR = os.getcwd()
     process._parent_process = None
@@ -143,10 +166,11 @@ def _forget_server() -> None:
     multiprocessing.set_start_method(None, force=True)
     server: Any = forkserver._forkserver
     tracker: Any = resource_tracker._resource_tracker
-    os.close(server._forkserver_alive_fd)
+    for descriptor in (server._forkserver_alive_fd, tracker._fd):
+        if descriptor is not None:
+            os.close(descriptor)
     server._forkserver_address = server._forkserver_alive_fd = server._forkserver_pid = None
     server._preload_modules = ["__main__"]
-    os.close(tracker._fd)
     tracker._fd = tracker._pid = None
 
 
@@ -159,6 +183,8 @@ def _program(words: list[str]) -> Callable[[], Any]:
         sys.argv = ["-m", *words[2:]]
         sys.path.insert(0, os.getcwd())
         sys.modules.pop(words[1], None)  # it runs as `__main__`
+        if words[1] == "torch.distributed.run":
+            subprocess_handler.Popen = Worker
         return lambda: runpy._run_module_as_main(words[1])  # pyright: ignore[reportAttributeAccessIssue]
     if words[0] == "-c":
         sys.argv = ["-c", *words[2:]]

@@ -299,10 +299,7 @@ def test_an_unwritable_log_directory_is_told_in_one_sentence(tmp_path: Path, mon
 
 @pytest.mark.long
 def test_a_refusal_exits_1_without_a_traceback(tmp_path: Path) -> None:
-    run = subprocess.run(
-        [sys.executable, "-m", "evener.trainer", "devices=0"],
-        cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
+    run = warm_python.run("-m", "evener.trainer", "devices=0", cwd=tmp_path)
     assert run.returncode == 1
     assert run.stderr.strip().startswith("Error: devices=0: at least one device is needed.")
     assert "Traceback" not in run.stderr

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
+import warm_python
 from omegaconf import OmegaConf
 from torch.distributed import HashStore
 
@@ -63,13 +64,11 @@ def test_a_process_ends_with_its_status_while_threads_are_in_native_code(tmp_pat
 @pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the threads of a process from /proc")
 def test_the_groups_threads_end_before_the_interpreter(tmp_path: Path) -> None:
-    subprocess.run(
-        [
-            sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone",
-            str(SUPPORT / "plain_script.py"), str(tmp_path / "log"), "threads",
-        ],
-        timeout=300, check=True,
+    done = warm_python.run(
+        "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", SUPPORT / "plain_script.py",
+        tmp_path / "log", "threads",
     )  # fmt: skip
+    assert done.returncode == 0, done.stderr
     for rank in range(2):
         names = (tmp_path / f"log.threads{rank}").read_text().split()
         assert not [name for name in names if "gloo" in name], names

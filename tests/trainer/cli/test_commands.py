@@ -47,7 +47,7 @@ CANNOT_RUN = {
     'eval "$(python train.py -sc install=bash)"': "changes the shell; tests/trainer/cli/test_start.py completes words",
     "python -m torch.distributed.launch": "named only; torchrun is its successor",
     "python -m build": "tests/test_wheel.py builds the wheel",
-    "ruff check . && ruff format --check . && lint-imports && basedpyright && pytest -n 2 --dist worksteal": (
+    "ruff check . && ruff format --check . && lint-imports && basedpyright && pytest -n 3 --dist worksteal": (
         ".ci/run runs it"
     ),
     "pytest -m slow": "this test is a part of it",
