@@ -101,7 +101,7 @@ def with_owner(memory: StageMemory, owner: int) -> StageMemory:
 def in_flight(memory: Sequence[StageMemory], most: Sequence[int], num_samples: int, samples: int) -> list[StageMemory]:
     """The memory of stages that keep the activations of several micro-batches at one time.
 
-    They go backward before the gradients of the last step are cleared, beside which theirs are collected.
+    All but the first one find, when they go backward, the gradients that were collected so far.
 
     Args:
         memory: of a step with one micro-batch, by stage.
