@@ -1,18 +1,20 @@
-"""Measure the memory that each part of a module keeps for backward, without computing anything.
+"""Measure the memory that each part of a module keeps for backward, or its operations, without computing anything.
 
 The forward pass runs on fake tensors, which have shapes but no values, so it takes no memory and draws no random
 numbers. Gradients are on, and every tensor that autograd saves is counted once, for the part that is running.
 
-Source: `torch._subclasses.FakeTensorMode` and `torch.autograd.graph.saved_tensors_hooks` (PyTorch 2.13).
+Source: `torch._subclasses.FakeTensorMode`, `torch.autograd.graph.saved_tensors_hooks` and
+`torch.utils.flop_counter.FlopCounterMode` (PyTorch 2.13).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.utils.flop_counter import FlopCounterMode
 
 from ..core.private import of_torch
 from .module_parts import Part
@@ -29,38 +31,67 @@ def profile_activations(module: nn.Module, parts: Sequence[Part], args: Sequence
     Returns:
         Bytes by part name, without parameters and buffers.
     """
+    meter = _Meter(parts[0].name)
+    with torch.autograd.graph.saved_tensors_hooks(meter.save, lambda tensor: tensor):
+        _run_on_fakes(module, parts, args, meter.enter, meter.known)
+    return meter.bytes_of
+
+
+def profile_flops(module: nn.Module, parts: Sequence[Part], args: Sequence[Any]) -> dict[str, int]:
+    """Count the floating-point operations of a forward pass, by part; arguments as above."""
+    counter, part = FlopCounterMode(display=False), [parts[0].name]
+    totals = dict.fromkeys((p.name for p in parts), 0)
+
+    def enter(name: str, *_: Any) -> None:
+        totals[part[0]] += counter.get_total_flops() - sum(totals.values())
+        part[0] = name
+
+    with counter:
+        _run_on_fakes(module, parts, args, enter)
+    enter("")
+    return totals
+
+
+def _run_on_fakes(
+    module: nn.Module,
+    parts: Sequence[Part],
+    args: Sequence[Any],
+    enter: Callable[..., None],
+    known: set[int] | None = None,
+) -> None:
+    """Run forward without computing, telling which part runs; `known` gets the memory of parameters and buffers."""
     fake = of_torch.FakeTensorMode()
     tensors = (*module.named_parameters(), *module.named_buffers())
     state: dict[str, Tensor] = {name: fake.from_tensor(tensor) for name, tensor in tensors}
     inputs = of_torch.tree_map_only(Tensor, fake.from_tensor, tuple(args))
-    meter = _Meter(parts[0].name, {_storage(tensor) for tensor in state.values()})
+    if known is not None:
+        known.update(map(_storage, state.values()))
     hooks = [
-        module.get_submodule(part.name).register_forward_pre_hook(partial(meter.enter, part.name))
+        module.get_submodule(part.name).register_forward_pre_hook(partial(enter, part.name))
         for part in parts
         if not part.loose
     ]
     try:
-        with fake, torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(meter.save, lambda tensor: tensor):
+        with fake, torch.enable_grad():
             functional_call(module, state, inputs, tie_weights=True)
     finally:
         for hook in hooks:
             hook.remove()
-    return meter.bytes_of
 
 
 class _Meter:
-    def __init__(self, first: str, known: set[int]) -> None:
+    def __init__(self, first: str) -> None:
         self.bytes_of: dict[str, int] = {}
+        self.known: set[int] = set()
         self._part = first
-        self._counted = known
 
     def enter(self, part: str, *_: Any) -> None:
         self._part = part
 
     def save(self, tensor: Tensor) -> Tensor:
         storage = _storage(tensor)
-        if storage not in self._counted:
-            self._counted.add(storage)
+        if storage not in self.known:
+            self.known.add(storage)
             size = tensor.untyped_storage().nbytes()
             self.bytes_of[self._part] = self.bytes_of.get(self._part, 0) + size
         return tensor

@@ -17,8 +17,8 @@ from ..core.errors import ConfigError
 from ..core.private import of_torch
 from ..core.side_streams import arrival, cross, from_host, is_plain, work_so_far
 from ..core.types import Batch
-from ._activation_memory import profile_activations
-from ._plan import StagePlan, auto_plan, found_plan, named_plan, plan_table, verify_manual
+from ._activation_memory import profile_activations, profile_flops
+from ._plan import StagePlan, auto_plan, balanced_plan, found_plan, named_plan, plan_table, verify_manual
 from ._turns import Ticket
 from .module_parts import find_parts, is_compiled, place_parts
 from .options import StageOptions
@@ -214,6 +214,10 @@ class Stages:
     def _make_plan(self, module: LightningModule) -> StagePlan:
         if not isinstance(self.options.partition, str):
             return named_plan(module, self.num_stages, self.options.partition)
+        if self.options.balance == "time" and module.example_input_array is not None:
+            flops = profile_flops(module, find_parts(module), example_inputs(module))
+            costs = {name: max(count, 1) for name, count in flops.items()}  # a part without any may be cut off, too
+            return balanced_plan(module, costs, self.options.device_weights or [1.0] * self.num_stages)
         kept = None
         if self.options.profile_activations:
             kept = profile_activations(module, find_parts(module), example_inputs(module))

@@ -89,6 +89,27 @@ def test_the_cut_moves_to_where_stages_take_the_same_time(caplog: pytest.LogCapt
     ]
 
 
+def test_before_anything_is_measured_parts_are_cut_by_their_operations() -> None:
+    class Example(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Sequential(
+                *(nn.Conv1d(3, 3, 1) for _ in range(4)), nn.Flatten(), nn.Linear(96, 3), nn.Linear(3, 3)
+            )
+            self.example_input_array = torch.zeros(2, 3, 32)
+
+    def cut(**options: Any) -> list[int]:
+        layout = Stages([CPU, CPU], StageOptions(num_microbatches=2, optimizer_copies=0, **options))
+        layout.place(Example())
+        assert layout.plan is not None
+        return list(layout.plan.stage_of.values())
+
+    assert cut() == [0, 0, 0, 0, 1, 1]  # 291 of 351 parameters are those of the wide layer
+    # of 2 samples: 2·2·3·3·32 = 1152 by each convolution, 2·2·96·3 = 1152 and 36 by the linear layers
+    assert cut(balance="time") == [0, 0, 0, 1, 1, 1]  # 3456 and 2340
+    assert cut(balance="time", device_weights=[1, 3]) == [0, 1, 1, 1, 1, 1]
+
+
 def test_a_device_of_twice_the_speed_gets_twice_the_work() -> None:
     # measured on devices of speeds 1 and 2, each layer's work is 3 3 3 2 2 2: 3 | 12 / 2, and not 6 | 9 / 2
     assert stages_of(make_module(Case(SlowNet)), device_weights=[1, 2]) == [0, 0, 1, 1, 1, 1]
