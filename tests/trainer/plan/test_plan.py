@@ -13,6 +13,7 @@ The module is Linear(4, 8), ReLU, Linear(8, 2) with cross entropy and SGD with m
 """
 
 import sys
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,12 +22,13 @@ import pytest
 import pytorch_lightning as pl
 import torch
 import torch.nn.functional as F
+from distributed import run_ranks
 from omegaconf import DictConfig
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils.data import DataLoader, TensorDataset
 
-from evener.strategies import ConfigError, ModelParallelStrategy, SingleDeviceStrategy
+from evener.strategies import ConfigError, FSDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
 from evener.trainer import Trainer, compose
 from evener.trainer.cli.main import main
 from evener.trainer.cli.train import prepare
@@ -196,6 +198,30 @@ class Deep(Small):
         self.net = nn.Sequential(*(Wide() for _ in range(num_blocks)), nn.Linear(4, 2))
 
 
+QUIET: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "max_epochs": 3}
+QUIET |= {"enable_model_summary": False}
+
+
+class Watch(pl.Callback):
+    """Counts the bytes that the last step takes from the allocator."""
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        self.profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True).__enter__()
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.profile.__exit__(None, None, None)
+
+    def peak(self) -> int:
+        """The most bytes beyond those at the beginning of the step."""
+        live = peak = 0
+        kineto: Any = self.profile.profiler
+        for event in sorted(kineto.kineto_results.events(), key=lambda event: event.start_ns()):
+            if event.name() == "[memory]":
+                live += event.nbytes()
+                peak = max(peak, live)
+        return peak
+
+
 @pytest.mark.parametrize(
     ("module", "recompute", "most"),
     [(Small, "never", 1e6), (Deep, "never", 1e7), (Deep, "always", 2e6), (Deep, "except_last", 2e6)],
@@ -206,27 +232,47 @@ def test_the_plan_is_within_a_tenth_of_what_a_run_allocates(
     plan = plan_memory(small(tmp_path, f"strategy.recompute={recompute}", module=module.__name__, batch_size=2000))
     assert plan.peak < most
 
-    class Watch(pl.Callback):
-        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-            self.profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True).__enter__()
-
-        def on_train_batch_end(self, *args: Any) -> None:
-            self.profile.__exit__(None, None, None)
-
     watch = Watch()
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "max_epochs": 3}
     strategy = SingleDeviceStrategy(recompute=recompute)
-    trainer = Trainer(accelerator="cpu", strategy=strategy, callbacks=[watch], enable_model_summary=False, **quiet)
-    trainer.fit(module(batch_size=2000))
-    live = peak = 0
-    kineto: Any = watch.profile.profiler
-    for event in sorted(kineto.kineto_results.events(), key=lambda event: event.start_ns()):
-        if event.name() == "[memory]":
-            live += event.nbytes()
-            peak = max(peak, live)
+    Trainer(accelerator="cpu", strategy=strategy, callbacks=[watch], **QUIET).fit(module(batch_size=2000))
     # the profiled step began with parameters, gradients, momentum and the batch
     (device,) = plan.devices
-    assert plan.peak == pytest.approx(3 * device.parameters + 2000 * 24 + peak, rel=0.1)
+    assert plan.peak == pytest.approx(3 * device.parameters + 2000 * 24 + watch.peak(), rel=0.1)
+
+
+class Blocks(Small):
+    """Eight blocks of two layers of 512 features, 16.8 MB."""
+
+    def __init__(self, batch_size: int = 5) -> None:
+        super().__init__(batch_size)
+        blocks = (nn.Sequential(nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 512)) for _ in range(8))
+        self.net = nn.Sequential(nn.Linear(4, 512), *blocks, nn.Linear(512, 2))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters())
+
+
+def _peak_of_a_rank(num_ranks: int, keeps: bool) -> int:
+    """The most bytes in the third step beyond those that it began with."""
+    warnings.simplefilter("ignore")  # Lightning's advice on workers and the like
+    watch = Watch()
+    strategy = FSDPStrategy(reshard_after_forward=not keeps, timeout_s=60)
+    Trainer(accelerator="cpu", devices=num_ranks, strategy=strategy, callbacks=[watch], **QUIET).fit(Blocks())
+    return watch.peak()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("keeps", [False, True])
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_the_plan_of_shards_is_within_a_tenth_of_what_a_rank_allocates(
+    num_ranks: int, keeps: bool, tmp_path: Path
+) -> None:
+    reshard = f"strategy.reshard_after_forward={not keeps}"
+    plan = plan_memory(small(tmp_path, "strategy=fsdp", f"devices={num_ranks}", reshard, module="Blocks"))
+    peaks = run_ranks(_peak_of_a_rank, num_ranks, num_ranks, keeps, timeout_s=120)
+    # the profiled step began with parameters, gradients, two averages of AdamW and the batch
+    (device, *_) = plan.devices
+    assert plan.peak == pytest.approx(4 * device.parameters + 5 * 24 + max(peaks), rel=0.1)
 
 
 @pytest.mark.parametrize(("recompute", "num_copies"), [("never", 2), ("always", 1), ("except_last", 1)])
