@@ -349,7 +349,7 @@ class DDPStrategy(MultiProcessStrategy):
             self.balance.begin_step(self.module, self.root_device, self.loaders.divides)
         if not self.module.automatic_optimization:
             self._shares.verify_parts(self.trainer.fit_loop)  # the step itself steps the optimizer
-        with nullcontext() if counts else zero_weight_step(self.module):
+        with self.states.watching(self.module), nullcontext() if counts else zero_weight_step(self.module):
             output = self._own_step(*args, **kwargs)
         module_weighs = isinstance(output, dict) and output.get("loss_weight") is not None
         if not counts and output is not None:  # None in manual optimization

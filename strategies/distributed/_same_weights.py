@@ -1,4 +1,4 @@
-"""Give all ranks the weights of rank 0 before anything reads them.
+"""Give all ranks the weights of rank 0 before anything reads them, and warn about state that they do not share.
 
 DistributedDataParallel does so when it wraps the module. That is after the hooks `setup`: what a callback copies there,
 such as the initial weights of a lottery ticket, would be each rank's own where the ranks were not seeded alike. An
@@ -6,12 +6,17 @@ evaluation does not wrap the module at all.
 """
 
 import hashlib
+from collections.abc import Generator
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
+from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torchmetrics import Metric
 
+from ..core.private.of_torch import BatchNorm
 from .objects import gather_objects, sends_cpu_tensors
 
 _SAMPLED = 256
@@ -40,9 +45,56 @@ def give_same_weights(module: nn.Module, root_device: torch.device) -> None:
             tensor.copy_(sent)
 
 
+class StateWatch:
+    """Warns, once, about tensors that a training step carries to the next, if each rank has its own.
+
+    A moving average of a reward or of a codebook is one: each rank's is of the samples that the rank has seen. Metrics
+    combine their states, and BatchNorm's are documented. The second step shows which tensors the first one left.
+    """
+
+    def __init__(self, strategy: str) -> None:
+        self._strategy = strategy
+        self._num_steps = 0
+
+    @contextmanager
+    def watching(self, module: nn.Module) -> Generator[None]:
+        """Watch one training step; every rank must call it."""
+        self._num_steps += 1
+        before = _states(module) if self._num_steps == 2 else {}
+        yield
+        if self._num_steps != 2:
+            return
+        after = _states(module)
+        kept = before.keys() & after.keys()
+        changed = {name: _sample(after[name][0]) for name in kept if _differ(before[name], after[name])}
+        told = gather_objects(changed)
+        if names := sorted(name for name in {*changed}.union(*told) if len({rank.get(name) for rank in told}) > 1):
+            rank_zero_warn(
+                f"{self._strategy}: training_step changes {', '.join(names)} on each rank by its own samples. If later "
+                "steps read it, training is not one device's: combine it over the ranks "
+                "(self.trainer.strategy.reduce(value)), or use strategy=single_device."
+            )
+
+
+def _states(module: nn.Module) -> dict[str, tuple[Tensor, int]]:
+    """Tensors of the module that are neither parameters nor a metric's or a BatchNorm layer's, with their versions."""
+    parts = [(name, part) for name, part in module.named_modules() if not isinstance(part, (Metric, BatchNorm))]
+    values = {
+        f"{prefix}.{name}".lstrip("."): value
+        for prefix, part in parts
+        for name, value in [*vars(part).items(), *part.named_buffers(recurse=False)]
+        if isinstance(value, Tensor) and value.is_floating_point() and not value.requires_grad and _is_plain(value)
+    }
+    return {name: (value, value._version) for name, value in values.items()}
+
+
+def _differ(before: tuple[Tensor, int], after: tuple[Tensor, int]) -> bool:
+    return before[0] is not after[0] or before[1] != after[1]
+
+
 def _is_plain(tensor: Tensor) -> bool:
-    """Whether a tensor has elements of its own on one device."""
-    return not is_lazy(tensor) and not tensor.is_meta and type(tensor.data) is Tensor
+    """Whether a tensor has elements of its own on one device, and counts writes to them."""
+    return not is_lazy(tensor) and not tensor.is_meta and not tensor.is_inference() and type(tensor.data) is Tensor
 
 
 def _sample(tensor: Tensor) -> str:

@@ -22,7 +22,7 @@ from ..core.errors import ConfigError
 from ..core.module_checks import hooked
 from ..core.private import of_lightning, put
 from ._coordinator import RankCoordinator
-from ._same_weights import give_same_weights
+from ._same_weights import StateWatch, give_same_weights
 from .environment import kubeflow
 from .objects import backend_for, gather_objects
 from .options import Compression, compression_hook, name_unused_parameters, verified_options
@@ -178,6 +178,7 @@ class MultiProcessStrategy(pl_strategies.DDPStrategy):
 
     def place(self, trainer: pl.Trainer) -> None:
         """Put the module on this process's devices, wrap it, and make the optimizers."""
+        self.states = StateWatch(self.strategy_name)
         super().setup(trainer)
 
     @override

@@ -69,7 +69,10 @@ def train(library: str, strategy: str) -> Trained:
     except Exception as exc:  # noqa: BLE001  # a row of the table, whatever it is
         return Trained({}, {}, f"{type(exc).__name__}: {' '.join(str(exc).split())}", trainer.global_step)
     metrics = {key: float(value) for key, value in trainer.callback_metrics.items() if not key.endswith("_step")}
-    return Trained({key: value.clone() for key, value in module.state_dict().items()}, metrics, "", trainer.global_step)
+    tensors = {
+        key: value for key, value in module.state_dict().items() if isinstance(value, torch.Tensor) and value.numel()
+    }
+    return Trained({key: value.clone() for key, value in tensors.items()}, metrics, "", trainer.global_step)
 
 
 def train_with(library: str, strategy: str) -> Trained:

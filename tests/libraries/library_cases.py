@@ -32,10 +32,12 @@ def both(loader: Callable[[], Any]) -> dict[str, Any]:
 
 
 def without_batchnorm(module: Any) -> Any:
-    for name, child in list(module.named_modules()):
+    instead: dict[nn.Module, nn.Module] = {}
+    for name, child in list(module.named_modules(remove_duplicate=False)):  # TerraTorch has an encoder under two names
         if isinstance(child, nn.BatchNorm2d):
             parent, _, last = name.rpartition(".")
-            setattr(module.get_submodule(parent), last, nn.GroupNorm(1, child.num_features))
+            new = instead.setdefault(child, nn.GroupNorm(1, child.num_features))
+            setattr(module.get_submodule(parent), last, new)
     return module
 
 

@@ -171,7 +171,7 @@ def _healthy(folder: str) -> dict[str, Any]:
     trainer.fit(Counting(), DataLoader(Numbered(210), 1))
     for name, function in originals.items():
         setattr(dist, name, function)
-    found["counted"] = (Counting.at[0], Counting.at[-1], len(Counting.at))
+    found["counted"] = (Counting.at[2], Counting.at[-1], len(Counting.at))  # the second step compares states
 
     return found
 

@@ -9,6 +9,7 @@ once, each part with the batch it belongs to:
 """
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -85,6 +86,9 @@ class MetricSync:
         """
         window = self._windows.get(id(metric))
         own = Sent(type(metric).__name__, of_metrics.update_count(metric), self._parts(metric, window))
+        for part in own.parts:
+            if isinstance(part.value, Tensor) and part.value.requires_grad:
+                part.value.register_hook(partial(_refuse_as_loss, own.kind))
         ranks = _gather(own, metric.device, group)
         if window is not None:
             ranks = _last_batches(ranks, window)
@@ -124,6 +128,14 @@ def widen_deviations(metric: PearsonCorrCoef) -> None:
         own: Any = getattr(metric, f"max_abs_dev_{axis}")
         offsets = (means - (num * means).sum(0) / total).abs()
         setattr(metric, f"max_abs_dev_{axis}", torch.where(num > 0, own + offsets, own))
+
+
+def _refuse_as_loss(metric: str, gradient: Tensor) -> None:
+    raise ConfigError(
+        f"The loss is the value of a metric, and {metric} has the samples of all ranks (dist_sync_on_step=True), but "
+        "the strategy weights each rank's loss as one of its own samples. Set dist_sync_on_step=False; if the loss is "
+        'a mean over something other than samples, also return {"loss": loss, "loss_weight": n} from training_step.'
+    )
 
 
 def _sizes(metric: Metric) -> dict[str, int]:

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torchmetrics
 from distributed import run_ranks
-from regression import Net, Numbered, quiet_trainer
+from regression import Net, Numbered, quiet_trainer, weights
 from torch import Tensor
 from torch.utils.data import DataLoader
 from torchmetrics.text import ROUGEScore
@@ -206,3 +206,44 @@ def test_correlations_of_ranks_with_equal_targets_are_one_devices(num_outputs: i
     for found in run_ranks(_correlations, 2, num_outputs):
         for value, expected in zip(found, (pearson, concordance), strict=True):
             torch.testing.assert_close(value.double(), torch.full_like(value, expected).double(), rtol=0, atol=1e-6)
+
+
+class SyncedError(Net):
+    """Logs the error of all ranks' samples, or trains with it."""
+
+    def __init__(self, is_loss: bool) -> None:
+        super().__init__()
+        self.is_loss = is_loss
+        self.mse = torchmetrics.MeanSquaredError(dist_sync_on_step=True).set_dtype(torch.float64)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        error = self.mse(self.net(batch[0]), batch[1])
+        return error if self.is_loss else loss
+
+
+def _fit_synced(is_loss: bool, num_ranks: int) -> tuple[Tensor, str, int]:
+    module = SyncedError(is_loss)
+    strategy = DDPStrategy(batch_size_is="global", timeout_s=120) if num_ranks > 1 else SingleDeviceStrategy()
+    trainer = quiet_trainer(strategy, num_ranks, max_epochs=1)
+    refused = ""
+    try:
+        trainer.fit(module, DataLoader(Numbered(9), 4))
+    except ConfigError as exc:
+        refused = str(exc)
+    return weights(module), refused, trainer.global_step
+
+
+def test_a_loss_of_all_ranks_samples_is_refused() -> None:
+    # nequip's loss is such a metric. Each rank has the gradient of its own samples within the mean of all, which
+    # weighting by samples made too small by the number of ranks; where the batch is uneven also wrong in direction.
+    for _, refused, num_steps in run_ranks(_fit_synced, 2, True, 2):
+        assert num_steps == 0
+        assert "MeanSquaredError has the samples of all ranks (dist_sync_on_step=True)" in refused
+
+
+def test_a_synchronized_metric_that_is_no_loss_may_have_gradients() -> None:
+    expected, _, num_steps = _fit_synced(False, 1)
+    for found, refused, num in run_ranks(_fit_synced, 2, False, 2):
+        assert (refused, num) == ("", num_steps)
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
