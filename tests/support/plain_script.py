@@ -83,7 +83,7 @@ BOUNDED = {"hang", "freeze0", "freeze1", "linger", "tarry"}
 
 def make_trainer() -> Trainer:
     return Trainer(
-        strategy=DDPStrategy(timeout_s=3 if BOUNDED & set(sys.argv) else 20), devices=2, accelerator="cpu",
+        strategy=DDPStrategy(timeout_s=3 if BOUNDED & set(sys.argv) else 120), devices=2, accelerator="cpu",
         max_epochs=10**6 if "long" in sys.argv else 20, callbacks=[TellStop()],
         logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip

@@ -80,7 +80,7 @@ def test_no_thread_runs_on_after_an_error() -> None:
     release = threading.Event()
 
     def slow() -> None:
-        release.wait(5)
+        release.wait(60)
         done.set()
 
     def fail() -> None:
@@ -118,7 +118,7 @@ def test_repeated_accelerators_share_a_thread_and_others_have_one_each(monkeypat
 def test_pieces_that_wait_for_each_other_have_a_thread_each() -> None:
     together = threading.Barrier(12)
     executor = Executor(threads=True, one_per_device=False)
-    assert len(executor.run(pieces(*[lambda: together.wait(20)] * 12))) == 12  # more than a pool has by itself
+    assert len(executor.run(pieces(*[lambda: together.wait(100)] * 12))) == 12  # more than a pool has by itself
     executor.shutdown()
 
 

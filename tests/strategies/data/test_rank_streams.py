@@ -120,7 +120,7 @@ def _evaluate(folder: str) -> list[list[tuple[int | None, dict[str, float]]]]:
     loaders = [DataLoader(Numbered(5), 3), DataLoader(Numbered(3), 2), DataLoader(Ends(), None)]
     for loader, batch_size_is in zip(loaders, ("global", "global", "per_device"), strict=True):
         logger = Points(folder)
-        strategy = DDPStrategy(batch_size_is=batch_size_is, timeout_s=5)
+        strategy = DDPStrategy(batch_size_is=batch_size_is, timeout_s=120)
         quiet_trainer(strategy, 2, logger=logger).validate(Evaluated(), loader, verbose=False)
         found.append(logger.points)
     return found
@@ -150,7 +150,7 @@ def _log_steps() -> tuple[list[float], list[float]]:
 
 
 def _log_ambiguous() -> None:
-    quiet_trainer(DDPStrategy(timeout_s=5), 2, max_epochs=1).fit(Ambiguous(), DataLoader(Numbered(8), 2))
+    quiet_trainer(DDPStrategy(timeout_s=120), 2, max_epochs=1).fit(Ambiguous(), DataLoader(Numbered(8), 2))
 
 
 def test_values_of_a_step_weigh_by_samples_and_one_trainer_fits_tests_and_fits() -> None:

@@ -80,7 +80,7 @@ def _fit(reads: bool, folder: str) -> dict[str, Any]:
     module = Read(reads)
     logger = TensorBoardLogger(folder, name=None, default_hp_metric=False)
     options: dict[str, Any] = {"logger": logger, "enable_checkpointing": True, "log_every_n_steps": 1}
-    trainer = quiet_trainer(DDPStrategy(timeout_s=8), 2, num_sanity_val_steps=1, **options)
+    trainer = quiet_trainer(DDPStrategy(timeout_s=120), 2, num_sanity_val_steps=1, **options)
     trainer.fit(module, DataLoader(Numbered(), 4), DataLoader(Numbered(), 4))
     if reads and trainer.is_global_zero:
         module.num_read += read_all(trainer)

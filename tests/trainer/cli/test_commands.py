@@ -253,7 +253,7 @@ def test_command_runs_in_short(case: tuple[str, str], tmp_path: Path, monkeypatc
     cfg = composed(words)
     words += shortened(words, cfg)
     if num := num_processes(words, cfg):
-        run_ranks(train_in_rank, num, tmp_path, project, words, timeout_s=90)
+        run_ranks(train_in_rank, num, tmp_path, project, words, timeout_s=300)
     else:
         train_here(project, words)
     if not any(word in command for word in SHOWS):

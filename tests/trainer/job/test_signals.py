@@ -181,7 +181,7 @@ class SlowFirst(Signalled):
 def test_a_rank_stops_in_a_validation_that_another_has_ended(tmp_path: Path) -> None:
     """Found by `benchmarks/survival.py`: at its end the other one waited for values of the one that had stopped."""
     trainer = Trainer(
-        strategy=DDPStrategy(timeout_s=15), callbacks=[Checkpoint(tmp_path, interval_s=1e9)], max_epochs=2, devices=2,
+        strategy=DDPStrategy(timeout_s=120), callbacks=[Checkpoint(tmp_path, interval_s=1e9)], max_epochs=2, devices=2,
         accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
     loader = DataLoader(torch.arange(24.0)[:, None], 2)
@@ -305,5 +305,5 @@ def test_a_data_worker_that_hangs_is_ended_with_its_loader(monkeypatch: pytest.M
     trainer.fit_loop._combined_loader = None
     gc.collect()
     for process in multiprocessing.active_children():
-        process.join(timeout=30)
+        process.join(timeout=120)
     assert multiprocessing.active_children() == []

@@ -107,7 +107,7 @@ def test_a_run_that_is_killed_before_it_could_save_says_so(tmp_path: Path) -> No
 def test_a_signal_after_the_last_step_ends_the_run_before_its_test(tmp_path: Path, cut: tuple[str, ...]) -> None:
     late = ("trainer.max_steps=4", "++module.fault=late", "test_after_fit=true")
     with running(tmp_path, *late, *cut) as run:
-        assert run.wait(90) == 143, run.output.read_text()
+        assert run.wait(300) == 143, run.output.read_text()
         assert not (tmp_path / "tested").exists()
         assert saved_step(run) == 4
 
@@ -167,7 +167,7 @@ def test_a_rank_that_raises_before_a_restart_is_printed_once(tmp_path: Path) -> 
         tmp_path, "++module.fault=raise", f"++module.once={tmp_path}/once", "launcher.max_restarts=1",
         "trainer.max_epochs=1", "trainer.limit_train_batches=8",
     ) as run:  # fmt: skip
-        assert run.wait(100) == 0, run.output.read_text()
+        assert run.wait(300) == 0, run.output.read_text()
         assert run.output.read_text().count("KeyError: 'rank 1 had enough'") == 1
         (log,) = tmp_path.glob("logs/*/*/*/train.log")
         assert "rank 1 failed: Traceback" in log.read_text()
@@ -180,7 +180,7 @@ def test_a_killed_rank_is_restarted_from_the_newest_checkpoint(tmp_path: Path) -
         tmp_path, "++module.fault=kill", f"++module.once={tmp_path}/once", "launcher.max_restarts=1",
         "checkpoint=every_n_steps", "checkpoint.every_n_steps=2", "trainer.max_epochs=1",
     ) as run:  # fmt: skip
-        assert run.wait(100) == 0, run.output.read_text()
+        assert run.wait(300) == 0, run.output.read_text()
         steps = [step for rank, _, step in run.lines() if rank == 1]
         assert steps == [0, 1, 2, 3, *range(2, 64)]
         assert len(list(tmp_path.glob("logs/*/*/*/train.log"))) == 1

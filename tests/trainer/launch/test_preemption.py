@@ -59,11 +59,11 @@ def test_a_run_that_is_pre_empted_saves_and_goes_on_in_its_directory(
         for run in first:
             run.process.send_signal(signum)
         for run in first:
-            ended = run.wait(200)
+            ended = run.wait(300)
             assert ended == status or (status is None and ended != 0), run.output.read_text()
         allow(tmp_path, NUM_BATCHES)
         for run in (*start(stack, tmp_path, "second"), undisturbed):
-            assert run.wait(200) == 0, run.output.read_text()
+            assert run.wait(300) == 0, run.output.read_text()
     batches = [line.split()[1:4] for line in (tmp_path / "samples").read_text().splitlines()]
     assert len(batches) == len(set(map(tuple, batches))) == 2 * NUM_BATCHES, "a step was computed twice"
     verify_same(tmp_path, tmp_path / "alone")
@@ -79,7 +79,7 @@ def test_max_time_ends_with_a_checkpoint_from_which_the_same_command_goes_on(tmp
     for attempt in range(60):
         (own := tmp_path / str(attempt)).mkdir()
         with running(own, *command) as run:
-            assert run.wait(200) == 0, run.output.read_text()
+            assert run.wait(300) == 0, run.output.read_text()
             found = [step for _, _, step in run.lines()]
         assert found, "no step in this run"
         steps += found

@@ -63,7 +63,7 @@ def test_an_elastic_restart_loses_and_repeats_no_row(tmp_path: Path) -> None:
         "checkpoint=every_n_steps", "checkpoint.every_n_steps=2", "trainer.max_epochs=1", "trainer.log_every_n_steps=1",
         "logger.csv.flush_logs_every_n_steps=1",
     ) as run:  # fmt: skip
-        assert run.wait(100) == 0, run.output.read_text()
+        assert run.wait(300) == 0, run.output.read_text()
     assert [int(row["step"]) for row in rows_of(tmp_path) if "val/loss" in row] == list(range(64))
 
 
