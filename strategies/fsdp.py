@@ -13,7 +13,7 @@ from pytorch_lightning.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Adafactor, Optimizer
 from torch.optim.swa_utils import AveragedModel
 from typing_extensions import override
 
@@ -166,6 +166,7 @@ class FSDPStrategy(DDPStrategy):
             for name in _TOGGLES if not module.automatic_optimization else ():
                 vars(module)[name] = _Toggle(module, name, self._shards)
             self.setup_optimizers(trainer)
+            _verify_optimizers(self.optimizers)
         self.setup_precision_plugin()
 
     def _shard(self, module: nn.Module) -> ShardedModule:
@@ -375,6 +376,16 @@ class FSDPStrategy(DDPStrategy):
             for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True)
         ]
         super().load_optimizer_state_dict({**checkpoint, "optimizer_states": states})
+
+
+def _verify_optimizers(optimizers: Sequence[Optimizer]) -> None:
+    """Refuse torch's optimizers that compute with more of a parameter than its elements, which shards can't do."""
+    for optimizer in optimizers:
+        if isinstance(optimizer, (LBFGS, Adafactor)):
+            raise ConfigError(
+                f"fsdp: {type(optimizer).__name__} computes with whole parameters, but each rank has a shard of each. "
+                "Choose an optimizer that updates each element by itself, such as AdamW, or strategy=ddp."
+            )
 
 
 def _copies(trainer: pl.Trainer, module: pl.LightningModule) -> list[nn.Module]:

@@ -210,9 +210,19 @@ class Mixed(Net):
         self.shift = nn.Parameter(torch.ones(2, dtype=torch.float32))
 
 
+class Searching(Net):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters())
+
+
+class Factored(Net):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adafactor(self.parameters())
+
+
 def _refusals(num_ranks: int) -> list[str]:
     told = []
-    for module in (Sometimes(), Penalized(), Mixed()):
+    for module in (Sometimes(), Penalized(), Mixed(), Searching(), Factored()):
         trainer = quiet_trainer(FSDPStrategy(batch_size_is="global", timeout_s=60), num_ranks)
         try:
             trainer.fit(module, DataLoader(Numbered(), 6))
@@ -222,10 +232,12 @@ def _refusals(num_ranks: int) -> list[str]:
 
 
 def test_what_cannot_be_trained_exactly_is_refused_before_the_first_step() -> None:
-    for unused, outside, dtypes in run_ranks(_refusals, 2, 2):
+    for unused, outside, dtypes, lbfgs, adafactor in run_ranks(_refusals, 2, 2):
         assert unused.startswith("0: fsdp: parameters took no part in the loss: extra.weight, extra.bias. Set ")
         assert outside.startswith("0: fsdp: a step uses a parameter of a part outside of the part's forward")
         assert dtypes.startswith("0: fsdp: the parameters of Mixed have several dtypes")
+        assert lbfgs.startswith("0: fsdp: LBFGS computes with whole parameters, but each rank has a shard of each.")
+        assert adafactor.startswith("0: fsdp: Adafactor computes with whole parameters")
 
 
 def _uneven(num_ranks: int) -> Tensor:
