@@ -57,6 +57,8 @@ class ShardedModule:
         for name in sharding.names:
             fully_shard(module.get_submodule(name), reshard_after_forward=sharding.reshard_after_forward, **options)
         fully_shard(module, **options)
+        for part in (module, *(module.get_submodule(name) for name in sharding.names)):
+            setattr(type(part), "__deepcopy__", _refuse_copy)  # noqa: B010  # a class that `fully_shard` has made
         vars(module)[_KEY] = self
         root = cast(FSDPModule, module)
         # gloo has no mean; a group must take part with the same parameters on all ranks
@@ -203,6 +205,14 @@ class ShardedModule:
 def sharded(module: nn.Module) -> ShardedModule | None:
     """What has cut a module, or None."""
     return vars(module).get(_KEY)
+
+
+def _refuse_copy(module: nn.Module, memo: Any) -> None:
+    raise ConfigError(
+        f"fsdp: {type(module).__name__.removeprefix('FSDP')} is cut over the ranks, so that it can't be copied "
+        "(copy.deepcopy), as a callback or a hook tries to. Copy it in __init__; for a second run with a callback that "
+        "copies it, make the module anew."
+    )
 
 
 def _verify_dtypes(module: nn.Module, names: Sequence[str]) -> None:

@@ -184,7 +184,7 @@ def _killed(num_ranks: int, target: Path, victim: int) -> None:
     _train("fsdp", num_ranks, None, target, background=True)
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_write_that_was_killed_never_becomes_the_newest_checkpoint(tmp_path: Path, victim: int) -> None:
     run_ranks_unchecked(_killed, 2, 2, tmp_path, victim, timeout_s=30)
     found = sorted(tmp_path.glob("*.ckpt"))

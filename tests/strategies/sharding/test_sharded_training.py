@@ -174,14 +174,20 @@ def _second_runs(num_ranks: int) -> list[str]:
             trainer.validate(module, DataLoader(Numbered(), 6), verbose=False)
         except ConfigError as exc:
             told.append(str(exc))
+    averages = quiet_trainer(FSDPStrategy(timeout_s=60), num_ranks, callbacks=[EMAWeightAveraging()])
+    try:
+        averages.fit(module, DataLoader(Numbered(), 6))
+    except ConfigError as exc:
+        told.append(str(exc))
     return told
 
 
 def test_a_second_run_that_would_cut_the_module_in_another_way_is_refused() -> None:
-    for kept, parts, dtype in run_ranks(_second_runs, 2, 2):
+    for kept, parts, dtype, copied in run_ranks(_second_runs, 2, 2):
         assert "with reshard_after_forward=True, now reshard_after_forward=False, and it stays" in kept
         assert "with shard=auto, now shard=[], and it stays" in parts
         assert "with torch.float64, now torch.bfloat16, and it stays" in dtype
+        assert copied.startswith("fsdp: Net is cut over the ranks, so that it can't be copied (copy.deepcopy)")
 
 
 @pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
