@@ -1,5 +1,6 @@
 """Record what modules log on each replica, and log it once for the whole batch."""
 
+import threading
 from collections import Counter
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.devices import scalar
+from ..core.errors import ConfigError
 from ..core.module_log import LOG_OPTIONS, Receiver, module_log, received
 from .given_sizes import GivenSizes
 from .losses import ChunkLosses
@@ -49,6 +51,7 @@ class LogRecorder:
         self._modules = [[m for m in replica if isinstance(m, pl.LightningModule)] for replica in modules]
         self._calls: list[list[_Call]] = []
         self._given = GivenSizes()
+        self._running = threading.local()
         self.losses: list[Tensor] = []
         """What `replay` logged as the loss of the batch."""
         for i, copies in enumerate(self._modules[1:], start=1):  # a copy runs in steps alone
@@ -63,9 +66,29 @@ class LogRecorder:
         with received((module_log(module), self._root_receiver(j)) for j, module in enumerate(self._modules[0])):
             yield
 
+    def run(self, replica: int, call: Callable[[], Any]) -> Any:
+        """Run the step of a replica, in the thread that calls this."""
+        self._running.replica = replica
+        try:
+            return call()
+        finally:
+            self._running.replica = 0
+
     def _root_receiver(self, module: int) -> Receiver:
         """What records the calls of a module of the root."""
-        return partial(self._record, 0, module)
+        return partial(self._record_root, module)
+
+    def _record_root(self, module: int, *args: Any, **options: Any) -> None:
+        replica: int = getattr(self._running, "replica", 0)
+        root = self._modules[0][module]
+        if self._modules[replica][module] is not root:
+            name = type(root).__name__
+            raise ConfigError(
+                f"The step of a replica called the original {name}.log, not its own: an object that {name} holds, and "
+                "that is not an nn.Module, refers to the original and would run all chunks on the first device. Pass "
+                "it the module in the step, or use strategy=ddp."
+            )
+        self._record(replica, module, *args, **options)
 
     def replay(self, sizes: Sequence[int], losses: ChunkLosses | None = None) -> None:
         """Log the recorded values on the root.

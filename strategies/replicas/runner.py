@@ -165,7 +165,7 @@ class ReplicaRunner:
             arguments = from_host(arguments, device)
         call = self._root_call if i == 0 and self._root_call is not None else getattr(self.replicas[i], method)
         name = f"chunk {i + 1} of {len(sizes)}, {sizes[i]} of {sum(sizes)} samples,"
-        call = partial(call, *arguments[0], **arguments[1])
+        call = partial(self.logs.run, i, partial(call, *arguments[0], **arguments[1]))
         return Piece(device, name, call if self._stages is None else partial(self._call_on_block, i, call))
 
     def _call_on_block(self, i: int, call: Callable[[], Any]) -> Any:

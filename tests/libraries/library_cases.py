@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 Made = tuple[Any, dict[str, Any]]
 NUM_SAMPLES = 11
@@ -138,6 +138,110 @@ def anomalib() -> Made:
     return without_batchnorm(model), {"train_dataloaders": loader()}
 
 
+def terratorch() -> Made:
+    """The classification task of TerraTorch on a residual network of timm; batches are dicts of images and labels."""
+    task = importlib.import_module("terratorch.tasks").ClassificationTask(
+        model_factory="EncoderDecoderFactory", lr=0.01, model_args={
+            "backbone": "timm_resnet10t", "backbone_pretrained": False, "backbone_in_chans": 3,
+            "decoder": "IdentityDecoder", "num_classes": 3, "necks": [],
+        },
+    )  # fmt: skip
+    image = torch.rand(NUM_SAMPLES, 3, 32, 32, generator=generator(), dtype=torch.float64)
+    return without_batchnorm(task), both(lambda: rows(image=image, label=torch.arange(NUM_SAMPLES) % 3))
+
+
+def nequip() -> Made:
+    """An energy model of NequIP; its batch is one graph of all atoms, its loss a metric over all ranks."""
+    importlib.import_module("nequip.utils.global_state").set_global_state()
+    data, train = importlib.import_module("nequip.data"), importlib.import_module("nequip.train")
+    neighbors = importlib.import_module("nequip.data._nl").compute_neighborlist_
+    g = generator()
+
+    def molecule(num_atoms: int) -> Any:
+        drawn = {name: torch.randn(num_atoms, 3, generator=g, dtype=torch.float64) for name in ("pos", "forces")}
+        energy = torch.randn(1, 1, generator=g, dtype=torch.float64)
+        atoms = data.from_dict({**drawn, "atom_types": torch.arange(num_atoms) % 2, "total_energy": energy})
+        return neighbors(atoms, r_max=4.0, backend="ase")
+
+    molecules = [molecule(3 + i % 3) for i in range(NUM_SAMPLES)]
+    model = {
+        "_target_": "nequip.model.NequIPGNNModel", "seed": 1, "model_dtype": "float64", "type_names": ["H", "O"],
+        "r_max": 4.0, "num_layers": 1, "num_features": 4, "radial_mlp_width": 8, "avg_num_neighbors": 3.0,
+        "per_type_energy_scales": 1.0, "per_type_energy_shifts": 0.0, "compile_mode": "eager",
+    }  # fmt: skip
+    module = train.NequIPLightningModule(
+        model, {"train": 1, "val": 1, "test": 0, "predict": 0}, {"_target_": "torch.optim.Adam", "lr": 0.01},
+        loss={"_target_": "nequip.train.EnergyForceLoss"}, val_metrics={"_target_": "nequip.train.EnergyForceMetrics"},
+    )  # fmt: skip
+    collate = data.AtomicDataDict.batched_from_list
+    return module, both(lambda: DataLoader(molecules, batch_size=4, collate_fn=collate))
+
+
+def pyannote() -> Made:
+    """Voice activity detection of pyannote.audio; its module has a task, and the task the module."""
+    core, protocols = importlib.import_module("pyannote.core"), importlib.import_module("pyannote.database.protocol")
+    models = importlib.import_module("pyannote.audio.models.segmentation.debug")
+    noise = torch.randn(1, NUM_SAMPLES * 16000, generator=generator())
+    speech = core.Annotation()
+    for i in range(NUM_SAMPLES):
+        speech[core.Segment(i, i + i / NUM_SAMPLES + 0.05)] = "speaker"
+
+    class Recording(protocols.SpeakerDiarizationProtocol):
+        name = "made.up.protocol"
+
+        def train_iter(self) -> Any:
+            described = {"uri": "noise", "database": "made_up", "audio": "noise.wav", "scope": "file"}
+            yield {**described, "annotation": speech, "annotated": core.Timeline([core.Segment(0, NUM_SAMPLES)])}
+
+        development_iter = train_iter
+
+    class Detection(importlib.import_module("pyannote.audio.tasks").VoiceActivityDetection):
+        def get_file(self, file_id: int) -> dict[str, Any]:
+            return {"waveform": noise, "sample_rate": 16000}
+
+        def default_loss(self, specifications: Any, target: Tensor, prediction: Tensor, weight: Any = None) -> Tensor:
+            return nn.functional.binary_cross_entropy(prediction, target.double())  # the library's casts to float32
+
+    # batch_size: of the pictures that it draws of its validation
+    task = Detection(Recording(), duration=1.0, batch_size=1, num_workers=0)
+    module = models.SimpleSegmentationModel(task=task)
+    module.prepare_data()
+
+    class Seconds(Dataset[Any]):
+        def __len__(self) -> int:
+            return NUM_SAMPLES
+
+        def __getitem__(self, index: int) -> Any:
+            return task.prepare_chunk(0, float(index), 0.99)
+
+    def collate(samples: list[Any]) -> Any:
+        return tree_map(doubled, task.collate_fn(samples, stage="val"))
+
+    return module, both(lambda: DataLoader(Seconds(), batch_size=4, collate_fn=collate))
+
+
+def rl4co(baseline: str = "no") -> Made:
+    """The attention model of RL4CO on travelling salesmen, which decodes greedily; batches are TensorDicts."""
+    models, data = importlib.import_module("rl4co.models"), importlib.import_module("rl4co.data.dataset")
+    env = importlib.import_module("rl4co.envs").TSPEnv(generator_params={"num_loc": 6})
+    policy = models.AttentionModelPolicy(
+        env_name="tsp", embed_dim=16, num_encoder_layers=1, num_heads=2, feedforward_hidden=8,
+        normalization="instance", train_decode_type="greedy",
+    )  # fmt: skip
+    # not Adam: the gradient of a bias before a normalization is 0, of which rounding makes a step of the full size
+    module = models.AttentionModel(
+        env, policy, baseline, batch_size=4, train_data_size=NUM_SAMPLES, val_data_size=NUM_SAMPLES, optimizer="SGD",
+        optimizer_kwargs={"lr": 0.01},
+    )  # fmt: skip
+    places = torch.rand(NUM_SAMPLES, 6, 2, generator=generator(), dtype=torch.float64)
+    towns = importlib.import_module("tensordict").TensorDict({"locs": places}, batch_size=[NUM_SAMPLES])
+    salesmen = data.TensorDictDataset(towns)
+    return module, both(lambda: DataLoader(salesmen, batch_size=4, collate_fn=salesmen.collate_fn))
+
+
 CASES: dict[str, Callable[[], Made]] = {
-    make.__name__: make for make in (chemprop, scvi, pytorch_forecasting, gluonts, torchgeo, anomalib)
-}
+    make.__name__: make
+    for make in (
+        chemprop, scvi, pytorch_forecasting, gluonts, torchgeo, anomalib, terratorch, nequip, pyannote, rl4co
+    )
+}  # fmt: skip
