@@ -66,9 +66,9 @@ class LogRecorder:
         with received((module_log(module), self._root_receiver(j)) for j, module in enumerate(self._modules[0])):
             yield
 
-    def run(self, replica: int, call: Callable[[], Any]) -> Any:
-        """Run the step of a replica, in the thread that calls this."""
-        self._running.replica = replica
+    def run(self, part: int, call: Callable[[], Any]) -> Any:
+        """Run the step of a replica, or of a micro-batch, in the thread that calls this."""
+        self._running.replica = part
         try:
             return call()
         finally:

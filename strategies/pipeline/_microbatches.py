@@ -246,9 +246,10 @@ class MicroBatchLogs(LogRecorder):
         """Restore the methods of the module's metrics."""
         self._metrics.close()
 
-    def run(self, microbatch: int, call: Callable[[], Any]) -> Any:
+    @override
+    def run(self, part: int, call: Callable[[], Any]) -> Any:
         """Run a micro-batch's step, and record what this thread logs as that micro-batch's."""
-        self._on_thread.microbatch = microbatch
+        self._on_thread.microbatch = part
         return call()
 
     @override
