@@ -33,7 +33,7 @@ for pair in "${pairs[@]}"; do
         cd "$scratch/checkout"
         . "$scratch/venv/bin/activate"
         uv pip install -q -c "$scratch/constraints.txt" "torch==$torch.*" -e ".[test]"
-        pytest -q -n 2 --dist worksteal "$@"
+        pytest -q -n 3 --dist worksteal "$@"
     ) > "$log" 2>&1 || status=1
     versions=$("$scratch/venv/bin/python" -c 'if True:
         import platform, pytorch_lightning, torch

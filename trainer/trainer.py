@@ -21,6 +21,7 @@ from typing_extensions import override
 
 from ..strategies import STRATEGIES
 from ..strategies.core.device_names import are_names, give_devices
+from ..strategies.core.errors import ConfigError
 from ..strategies.core.lightning_names import verify_family
 from ..strategies.core.patching import LIGHTNING_TELLS, filtered
 from ..strategies.core.private import of_lightning, put
@@ -64,6 +65,29 @@ def _flat(values: Iterable[Any]) -> Iterator[Any]:
         yield from value if isinstance(value, (list, tuple)) else [value]
 
 
+<<<<<<< HEAD
+=======
+def _verify_arguments(arguments: dict[str, Any]) -> None:
+    """Refuse words and numbers with which Lightning would fail in the middle of a run, without naming the argument."""
+    for name, example in (("callbacks", "EarlyStopping('val/loss')"), ("logger", "TensorBoardLogger('logs')")):
+        for value in _flat([arguments.get(name)]):
+            if isinstance(value, str):
+                raise ConfigError(f"Trainer: {name}={value!r} is a word, not an object. Give one, such as {example}.")
+    for name in ("max_epochs", "min_epochs", "max_steps", "min_steps", "accumulate_grad_batches"):
+        if isinstance(value := arguments.get(name), str):
+            raise ConfigError(f"Trainer: {name}={value!r} is a word. Give a whole number.")
+    if (number := arguments.get("accumulate_grad_batches")) is not None and number < 1:
+        raise ConfigError(
+            f"Trainer: accumulate_grad_batches={number} is not positive. Give a number of batches from 1 on."
+        )
+
+
+def is_no_tip(record: logging.LogRecord) -> bool:
+    """Leave out Lightning's tips to install other products."""
+    return "Tip:" not in record.getMessage()
+
+
+>>>>>>> 458fe51 (Trainer names arguments with which Lightning fails unnamed)
 _CHOSEN_BY_LIGHTNING: dict[type, str] = {
     pl_strategies.SingleDeviceStrategy: "single_device",
     pl_strategies.DDPStrategy: "ddp",
@@ -101,6 +125,7 @@ class Trainer(pl.Trainer):
             strategy = STRATEGIES[strategy]()
         if are_names(kwargs.get("devices")):
             kwargs |= give_devices(strategy, kwargs["devices"])
+        _verify_arguments(kwargs)
         verify_family(strategy, *_flat(kwargs.values()))
         given = list(_flat([kwargs.get("callbacks") or []]))  # Lightning appends its own bar to the very list
         distinguish(given)

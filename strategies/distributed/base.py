@@ -79,7 +79,7 @@ class MultiProcessStrategy(pl_strategies.DDPStrategy):
         sync_batchnorm: bool = False,
         **ddp_options: Any,
     ) -> None:
-        if not timeout_s > 0:
+        if isinstance(timeout_s, str) or not timeout_s > 0:  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ConfigError(f"ddp: timeout_s={timeout_s} is not positive. Give seconds, such as timeout_s=1800.")
         super().__init__(
             cluster_environment=kubeflow(),

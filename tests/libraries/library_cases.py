@@ -32,12 +32,10 @@ def both(loader: Callable[[], Any]) -> dict[str, Any]:
 
 
 def without_batchnorm(module: Any) -> Any:
-    instead: dict[nn.Module, nn.Module] = {}
-    for name, child in list(module.named_modules(remove_duplicate=False)):  # TerraTorch has an encoder under two names
+    for name, child in list(module.named_modules()):
         if isinstance(child, nn.BatchNorm2d):
             parent, _, last = name.rpartition(".")
-            new = instead.setdefault(child, nn.GroupNorm(1, child.num_features))
-            setattr(module.get_submodule(parent), last, new)
+            setattr(module.get_submodule(parent), last, nn.GroupNorm(1, child.num_features))
     return module
 
 
@@ -138,18 +136,6 @@ def anomalib() -> Made:
     return without_batchnorm(model), {"train_dataloaders": loader()}
 
 
-def terratorch() -> Made:
-    """The classification task of TerraTorch on a residual network of timm; batches are dicts of images and labels."""
-    task = importlib.import_module("terratorch.tasks").ClassificationTask(
-        model_factory="EncoderDecoderFactory", lr=0.01, model_args={
-            "backbone": "timm_resnet10t", "backbone_pretrained": False, "backbone_in_chans": 3,
-            "decoder": "IdentityDecoder", "num_classes": 3, "necks": [],
-        },
-    )  # fmt: skip
-    image = torch.rand(NUM_SAMPLES, 3, 32, 32, generator=generator(), dtype=torch.float64)
-    return without_batchnorm(task), both(lambda: rows(image=image, label=torch.arange(NUM_SAMPLES) % 3))
-
-
 def nequip() -> Made:
     """An energy model of NequIP; its batch is one graph of all atoms, its loss a metric over all ranks."""
     importlib.import_module("nequip.utils.global_state").set_global_state()
@@ -242,6 +228,6 @@ def rl4co(baseline: str = "no") -> Made:
 CASES: dict[str, Callable[[], Made]] = {
     make.__name__: make
     for make in (
-        chemprop, scvi, pytorch_forecasting, gluonts, torchgeo, anomalib, terratorch, nequip, pyannote, rl4co
+        chemprop, scvi, pytorch_forecasting, gluonts, torchgeo, anomalib, nequip, pyannote, rl4co
     )
 }  # fmt: skip

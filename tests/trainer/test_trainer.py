@@ -1,5 +1,7 @@
 """The trainer takes a strategy object or a name."""
 
+from typing import Any
+
 import pytest
 from pytorch_lightning.callbacks import Callback, TQDMProgressBar
 
@@ -51,3 +53,23 @@ def test_the_bar_that_lightning_appends_to_a_list_of_callbacks_is_the_timed_one(
 def test_a_bar_that_was_given_keeps_its_own_rate() -> None:
     callbacks: list[Callback] = [TQDMProgressBar(refresh_rate=7)]
     assert Trainer(callbacks=callbacks, **QUIET | {"enable_progress_bar": True}).timed_bar is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"callbacks": ["early_stopping"]}, "callbacks='early_stopping' is a word, not an object"),
+        ({"logger": "tensorboard"}, "logger='tensorboard' is a word, not an object"),
+        ({"max_epochs": "3"}, "max_epochs='3' is a word"),
+        ({"accumulate_grad_batches": 0}, "accumulate_grad_batches=0 is not positive"),
+    ],
+)
+def test_arguments_with_which_lightning_fails_unnamed_are_refused(arguments: dict[str, Any], message: str) -> None:
+    # 'str' object has no attribute 'on_exception', a bare AssertionError, integer modulo by zero
+    with pytest.raises(ConfigError, match=message):
+        Trainer(**QUIET | arguments)
+
+
+def test_a_timeout_that_is_no_number_is_refused() -> None:
+    with pytest.raises(ConfigError, match="timeout_s=soon is not positive"):
+        DDPStrategy(timeout_s="soon")  # pyright: ignore[reportArgumentType]

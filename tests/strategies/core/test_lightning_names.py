@@ -331,7 +331,6 @@ if __name__ == "__main__":
         pytest.param("workers", "forkserver", 2, marks=pytest.mark.long),
         pytest.param("ranks", "fork", 2, marks=pytest.mark.slow),
         pytest.param("ranks", "spawn", 2, marks=pytest.mark.slow),
-        pytest.param("ranks", "forkserver", 2, marks=pytest.mark.slow),
     ],
 )
 def test_both_names_are_one_in_processes_that_import_the_script(
