@@ -65,8 +65,6 @@ def _flat(values: Iterable[Any]) -> Iterator[Any]:
         yield from value if isinstance(value, (list, tuple)) else [value]
 
 
-<<<<<<< HEAD
-=======
 def _verify_arguments(arguments: dict[str, Any]) -> None:
     """Refuse words and numbers with which Lightning would fail in the middle of a run, without naming the argument."""
     for name, example in (("callbacks", "EarlyStopping('val/loss')"), ("logger", "TensorBoardLogger('logs')")):
@@ -82,12 +80,6 @@ def _verify_arguments(arguments: dict[str, Any]) -> None:
         )
 
 
-def is_no_tip(record: logging.LogRecord) -> bool:
-    """Leave out Lightning's tips to install other products."""
-    return "Tip:" not in record.getMessage()
-
-
->>>>>>> 458fe51 (Trainer names arguments with which Lightning fails unnamed)
 _CHOSEN_BY_LIGHTNING: dict[type, str] = {
     pl_strategies.SingleDeviceStrategy: "single_device",
     pl_strategies.DDPStrategy: "ddp",
