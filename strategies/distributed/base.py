@@ -98,6 +98,7 @@ class MultiProcessStrategy(pl_strategies.DDPStrategy):
         self._trained: ReducedParameters | None = None
         self._recorded: nn.Module | None = None
         self._failed = False
+        self.states = StateWatch(self.strategy_name)
 
     @property
     def module(self) -> pl.LightningModule:
@@ -178,7 +179,6 @@ class MultiProcessStrategy(pl_strategies.DDPStrategy):
 
     def place(self, trainer: pl.Trainer) -> None:
         """Put the module on this process's devices, wrap it, and make the optimizers."""
-        self.states = StateWatch(self.strategy_name)
         super().setup(trainer)
 
     @override
