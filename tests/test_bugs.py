@@ -184,3 +184,29 @@ def test_batches_of_several_loaders_that_ranks_share_in_unequal_parts_are_refuse
         shares.verify_parts(loop)
     shares.read(combined.flattened)
     assert shares.current == Share(1, 3)
+
+
+def test_a_wrapper_that_has_taken_over_the_layers_and_the_forward_of_a_module_runs_its_own_in_a_replica() -> None:
+    # The module itself is none of the wrapper's, and was not copied: its forward ran the root's layers (terratorch).
+    class Inner(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(2, 1, bias=False)
+
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            return self.layer(inputs)
+
+    class Wrapper(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self._modules.update(inner._modules)
+            self.forward = inner.forward
+
+    wrapper: Any = Wrapper(Inner())
+    copied: Any = ModuleCopy(wrapper, torch.device("cpu"), torch.device("cpu"))
+    with torch.no_grad():
+        wrapper.layer.weight.fill_(1.0)
+        copied.module.layer.weight.fill_(3.0)
+    assert float(copied.module(torch.ones(1, 2)).detach()) == 6.0
+    assert float(wrapper(torch.ones(1, 2)).detach()) == 2.0
+    assert len(copied.pairs) == 2  # as many as the wrapper has modules

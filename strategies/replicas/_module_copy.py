@@ -176,6 +176,8 @@ class ModuleCopy:
         """Replace references to the root in a value by references to the copy; without any, return the same object."""
         if id(value) in self._copies:
             return self._copies[id(value)][1]
+        if isinstance(value, nn.Module) and self._is_of_root(value):
+            return self._copy_hidden(value)
         if isinstance(value, Tensor):
             place = self._places.get(value.device, value.device)
             return value if place == value.device else value.detach().to(place)
@@ -186,6 +188,21 @@ class ModuleCopy:
         translated = translate(self, value)
         self._open.discard(id(value))
         return translated
+
+    def _is_of_root(self, module: nn.Module) -> bool:
+        """Whether all tensors of a module are the root's: a wrapper may have taken over its layers and forward."""
+        tensors = [*module.parameters(), *module.buffers()]
+        return bool(tensors) and all(id(tensor) in self._copies for tensor in tensors)
+
+    def _copy_hidden(self, module: nn.Module) -> nn.Module:
+        registered, self.pairs = self.pairs, []
+        made = self._copy_module(module)
+        hidden, self.pairs = self.pairs, registered
+        for original, replica in hidden:
+            for key, value in original.__dict__.items():
+                self.set_attribute(replica, key, value)
+            self.update_hooks(original, ((),) * len(HOOKS))
+        return made
 
     def _sequence(self, value: Any) -> Any:
         items = [self._translated(item) for item in value]
@@ -198,8 +215,9 @@ class ModuleCopy:
         return type(value)(items) if changed else value
 
     def _method(self, value: types.MethodType) -> Any:
-        owner = self.counterpart(value.__self__)
-        return value if owner is None else types.MethodType(value.__func__, owner)
+        owner: Any = value.__self__
+        other = self._translated(owner) if isinstance(owner, nn.Module) else self.counterpart(owner)
+        return value if other is None or other is owner else types.MethodType(value.__func__, other)
 
     def _partial(self, value: Any) -> Any:
         func, args = self._translated(value.func), self._translated(value.args)
