@@ -115,14 +115,22 @@ class Searching(Tokens):
         return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=3)
 
 
-def _fit_searching() -> Any:
-    return fit(Searching(), DDPStrategy(batch_size_is="global", timeout_s=120), 2, 17, 4)
+class LogsBetween(Searching):
+    """Logs in another hook after each call, for which Lightning drops what the first batch's earlier calls logged."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.log("hook", 1.0)
 
 
-def test_every_call_of_a_closure_logs_one_devices_loss() -> None:
+def _fit_searching(module: type[Searching]) -> Any:
+    return fit(module(), DDPStrategy(batch_size_is="global", timeout_s=120), 2, 17, 4)
+
+
+@pytest.mark.parametrize("module", [Searching, LogsBetween])
+def test_every_call_of_a_closure_logs_one_devices_loss(module: type[Searching]) -> None:
     """Only the loss of the last call had the module's `loss_weight`; the epoch's mean is over all calls."""
-    expected = fit(Searching(), SingleDeviceStrategy(), 1, 17, 4)
-    for found in run_ranks(_fit_searching, 2):
+    expected = fit(module(), SingleDeviceStrategy(), 1, 17, 4)
+    for found in run_ranks(_fit_searching, 2, module):
         assert_same(found, expected)
 
 

@@ -149,6 +149,8 @@ class LeanResults(of_lightning.ResultCollection):
         for metric in self.values():
             if metric.has_reset:
                 vars(metric).pop(GIVEN, None)
+        if self.tracked:  # Lightning drops what the first batch logged before another hook did
+            self.tracked[:] = [logged for logged in self.tracked if not logged.metric.has_reset]
 
     @override
     def to(self, *args: Any, **kwargs: Any) -> "LeanResults":
