@@ -23,6 +23,11 @@ READY = ("iterable", "iterable_unsized", "batches", "no_batching")
 ROWS = {"one": 1, "row": 1, "vector2": 2, "vector3": 3, "class_weights": 3, "time_first": 3, "vector4": 4, "matrix4": 4}
 """Constants that a stream's first batch of so many samples makes look like samples."""
 
+RANKED = ("auroc", "average_precision", "spearman")
+"""Metrics that order scores: a sample drawn twice has equal ones in one batch, and not to the last bit in two."""
+REPEATS = ("replacement", "weighted")
+"""Loaders that draw a sample more than once."""
+
 
 def settled(case: Case, spread: Spread) -> Case:
     """A case that is likely to run on one device, and that must be equal or refused under a strategy."""
@@ -51,6 +56,8 @@ def whole(case: Case, spread: Spread) -> Case:
 def _as_the_law_says(case: Case, spread: Spread) -> Case:
     """Without what docs/law_1.md excludes."""
     net = case.net
+    if case.loading.kind in REPEATS and any(log.value in RANKED for log in case.logs):
+        case = replace(case, loading=replace(case.loading, kind="shuffle"))
     unweighted = "weight" in case.returns.train and is_paired(case.loading, True)  # the weight is one loader's
     case = replace(case, returns=replace(case.returns, train="tensor")) if unweighted else case
     if case.loading.kind in READY:
