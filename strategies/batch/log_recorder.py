@@ -68,18 +68,18 @@ class LogRecorder:
 
     def run(self, part: int, call: Callable[[], Any]) -> Any:
         """Run the step of a replica, or of a micro-batch, in the thread that calls this."""
-        self._running.replica = part
+        self._running.part = part
         try:
             return call()
         finally:
-            self._running.replica = 0
+            self._running.part = 0
 
     def _root_receiver(self, module: int) -> Receiver:
         """What records the calls of a module of the root."""
         return partial(self._record_root, module)
 
     def _record_root(self, module: int, *args: Any, **options: Any) -> None:
-        replica: int = getattr(self._running, "replica", 0)
+        replica: int = getattr(self._running, "part", 0)
         root = self._modules[0][module]
         if self._modules[replica][module] is not root:
             name = type(root).__name__

@@ -1,6 +1,5 @@
 """Run a training step in micro-batches, forward and backward, on overlapping stages."""
 
-import threading
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -226,8 +225,7 @@ class MicroBatchLogs(LogRecorder):
     """
 
     def __init__(self, module: nn.Module, num_microbatches: int, device: torch.device) -> None:
-        self._on_thread = threading.local()
-        self._metrics = StepMetrics(module, num_microbatches, lambda: self._on_thread.microbatch)
+        self._metrics = StepMetrics(module, num_microbatches, lambda: self._running.part)
         super().__init__([list(module.modules())] * num_microbatches, device, self._metrics.settle)
 
     @override
@@ -249,9 +247,9 @@ class MicroBatchLogs(LogRecorder):
     @override
     def run(self, part: int, call: Callable[[], Any]) -> Any:
         """Run a micro-batch's step, and record what this thread logs as that micro-batch's."""
-        self._on_thread.microbatch = part
+        self._running.part = part
         return call()
 
     @override
     def _root_receiver(self, module: int) -> Receiver:
-        return lambda *args, **options: self._record(self._on_thread.microbatch, module, *args, **options)
+        return lambda *args, **options: self._record(self._running.part, module, *args, **options)
