@@ -63,4 +63,6 @@ def _is_training(trainer: pl.Trainer) -> bool:
 def loss(run_dir: str) -> str:
     """Say what is lost of a run that was killed."""
     newest = find_newest(run_dir)
-    return "nothing of this run was saved" if newest is None else f"what was trained since {newest} is lost"
+    if newest is None:
+        return "nothing of this run was saved"
+    return f"what was trained after its newest checkpoint, {newest}, is lost"

@@ -114,10 +114,10 @@ def can_fork(plan: LaunchPlan) -> bool:
 
 
 def cut_off(cfg: DictConfig, signum: int, num_processes: int) -> WorkerError:
-    """Tell what a signal has cost where the workers were killed before they could save."""
+    """Tell what a signal has cost where the workers were killed before they had stopped by themselves."""
     reason = (
-        f"{signal.Signals(signum).name} ended this run before it could save: a step, or a batch of validation, took "
-        f"longer than launcher.shutdown_timeout_s={cfg.launcher.shutdown_timeout_s:g} s, and {loss(cfg.run_dir)}. "
+        f"{signal.Signals(signum).name} ended this run: a step, a batch of validation or the writing of a checkpoint "
+        f"took longer than launcher.shutdown_timeout_s={cfg.launcher.shutdown_timeout_s:g} s, and {loss(cfg.run_dir)}. "
         "Give more seconds."
     )
     report_killed(cfg, Failure(0, reason), num_processes)
