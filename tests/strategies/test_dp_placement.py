@@ -50,6 +50,7 @@ class Everything(pl.LightningModule):
 
 
 @pytest.mark.filterwarnings("ignore:PyTorch was compiled without cuDNN")  # what a GPU that is not there lacks
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")  # by nn.RNN, of CUDA builds
 @pytest.mark.parametrize("second", ["cuda:1", "cpu"])
 def test_replicas_use_their_own_device_only(monkeypatch: pytest.MonkeyPatch, second: str) -> None:
     monkeypatch.setattr(executor, "on_device", lambda *_: nullcontext())  # there is no such device to make current

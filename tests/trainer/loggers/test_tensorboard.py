@@ -170,7 +170,7 @@ def fit(tmp_path: Path, module: Tiny) -> None:
     logger.close()
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.trace:DeprecationWarning")  # torch's own add_graph
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace")  # torch's own add_graph
 def test_the_graph_is_shown_by_option(tmp_path: Path) -> None:
     fit(tmp_path, Tiny(torch.ones(1, 3)))
     assert read(tmp_path).Tags()["graph"]
