@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pytorch_lightning.utilities.rank_zero import rank_zero_only
 from typing_extensions import override
@@ -18,7 +18,11 @@ FORMAT = "[%(asctime)s][%(name)s][%(levelname)s] - %(message)s"
 LIGHTNING_LOGGERS = ("pytorch_lightning", "lightning_fabric", "lightning.pytorch", "lightning.fabric", "lightning")
 
 
-class ConsoleHandler(logging.StreamHandler[Any]):
+# in Python 3.10 the class takes no parameter at run time
+_StreamHandler = logging.StreamHandler[Any] if TYPE_CHECKING else logging.StreamHandler
+
+
+class ConsoleHandler(_StreamHandler):
     """Write to the `sys.stdout` of the moment: a progress bar replaces it, to keep lines above itself."""
 
     def __init__(self) -> None:
