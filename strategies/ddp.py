@@ -39,7 +39,7 @@ from .distributed.metrics.run import RunMetrics
 from .distributed.objects import gather_on_first
 from .distributed.options import verify_backend
 from .distributed.sync_batchnorm import needs_two_samples, verify_whole_batch
-from .distributed.wrapper import forward_through, reduce_finished, verify_reduced
+from .distributed.wrapper import StepReduction, forward_through, reduce_finished, reduces_in_step, verify_reduced
 from .distributed.zero_weight_step import recompute_weights, zero_weight_step
 from .pipeline.layout import StageLayout
 from .pipeline.options import StageOptions
@@ -116,6 +116,7 @@ class DDPStrategy(MultiProcessStrategy):
         self._manages_samples = True
         self._shares = RankShares(1, self.strategy_name)
         self._weighs_in_loop = False
+        self._reduction: StepReduction | None = None
         self._without_gradient: list[nn.Parameter] = []
         self.metrics: RunMetrics | None = None
         """Computes the values of metrics over all ranks; None outside a run."""
@@ -156,7 +157,8 @@ class DDPStrategy(MultiProcessStrategy):
         """How this process uses its devices."""
         devices, name = self.process_devices, self.strategy_name
         if self.stage_options is not None:
-            return StageLayout(devices, self.recompute.stage_options(self.stage_options, devices), name, self.reduce)
+            options = self.recompute.stage_options(self.stage_options, devices)
+            return StageLayout(devices, options, name, self.reduce, self._new_reduction)
         if len(devices) > 1:
             return ReplicaLayout(devices, ReplicaOptions(name, "strategy.devices_per_process=1"))
         return SingleLayout(devices)
@@ -364,15 +366,33 @@ class DDPStrategy(MultiProcessStrategy):
 
     def _own_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         """Run this rank's own step, through DDP's wrapper if that is to reduce gradients in the backward pass."""
+        self._reduction = None
         with self.precision_plugin.train_step_context():
             if isinstance(self.model, DistributedDataParallel) and not self.layout.finishes_later:
-                return forward_through(self.model, self._step_in_layout, *args, **kwargs)
+                return forward_through(
+                    self.model, self._step_in_layout, *args, is_reduced=lambda: self._is_reduced, **kwargs
+                )
             self._sync_buffers()
             return self._step_in_layout(*args, **kwargs)
 
     def _step_in_layout(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         with nullcontext() if self.balance is None else self.balance.forward():
             return self.layout.step("training_step", *args, **kwargs)
+
+    def _new_reduction(self) -> StepReduction | None:
+        """What reduces this step's gradients before its loss is known; None if they can't be scaled afterwards."""
+        model, shares = self.model, self._shares
+        if not isinstance(model, DistributedDataParallel) or not reduces_in_step(model) or self._hook is not None:
+            return None
+        if self.controller is not None:  # what measures ranks would measure their wait for each other
+            return None
+        self._reduction = StepReduction(model, shares.weight, shares.per_weight)
+        return self._reduction
+
+    @property
+    def _is_reduced(self) -> bool:
+        """Whether the gradients of the step were reduced within it."""
+        return self._reduction is not None and self._reduction.is_done
 
     def _sync_buffers(self) -> None:
         if isinstance(self.model, DistributedDataParallel) and self.model.will_sync_module_buffers():
@@ -388,7 +408,7 @@ class DDPStrategy(MultiProcessStrategy):
             self._without_gradient = [p for p in self._trained.frozen() if p.grad is None]
         if self.balance is not None:
             self.balance.begin_backward()
-        return self._shares.scaled(loss, self._weighs_in_loop)
+        return self._shares.scaled(loss, self._weighs_in_loop, self._is_reduced)
 
     def _separate_from_buckets(self) -> None:
         """Give parameters tensors of their own for gradients that are views of the wrapper's buckets.

@@ -116,7 +116,7 @@ _BATCH_HOOKS = tuple(
 )
 _TRANSFER_HOOKS = ("transfer_batch_to_device", "on_after_batch_transfer")
 _OWN = ("evener.", "pytorch_lightning.", "lightning.pytorch.")
-"""Packages whose hooks are known to read no more of a batch than its sizes."""
+"""Packages whose hooks are known to read no more of a batch than its sizes, and to compute no gradients."""
 
 
 def batch_reader(trainer: pl.Trainer) -> str | None:
@@ -131,10 +131,19 @@ def batch_reader(trainer: pl.Trainer) -> str | None:
     ]
     for owner, names in owners:
         for name in names:
-            hook = getattr(owner, name, None)
-            if hook is not None and not f"{getattr(hook, '__module__', None)}.".startswith(_OWN):
+            if _is_users(getattr(owner, name, None)):
                 return f"{type(owner).__name__}.{name}"
     return None
+
+
+def hooked_by_user(name: str, trainer: pl.Trainer) -> bool:
+    """Whether the module or a callback, other than Lightning's and this project's own, defines a hook."""
+    callbacks: list[Any] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]  # a list, untyped
+    return any(_is_users(getattr(owner, name, None)) for owner in (trainer.lightning_module, *callbacks))
+
+
+def _is_users(hook: Any) -> bool:
+    return hook is not None and not f"{getattr(hook, '__module__', None)}.".startswith(_OWN)
 
 
 def resting_device(trainer: pl.Trainer, device: torch.device, tell: Callable[[str], None]) -> torch.device:

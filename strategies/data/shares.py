@@ -29,6 +29,7 @@ class RankShares:
         self._strategy = strategy
         self.scale: Tensor | float = 1.0
         """What the loss of the training batch is multiplied by: `weight`, or by the module's `loss_weight`."""
+        self._late: Tensor | float = 1.0
         self.weighed_losses: list[WeighedLoss] = []
         """The losses of the batch for which the module returned a `loss_weight`; several if a closure ran again."""
         self._parts: set[float] = set()
@@ -44,6 +45,12 @@ class RankShares:
         """What turns a mean over ranks into a mean over samples, when each rank's value is multiplied by it."""
         share = self.current
         return 1.0 if share is None else self._num_ranks * share.num / share.total
+
+    @property
+    def per_weight(self) -> float | None:
+        """What a sum of losses times `loss_weight` is multiplied by before the weights of other ranks are known."""
+        share = self.current
+        return None if share is None else float(self.counts) * self._num_ranks / share.total
 
     def begin_batch(self, trainer: pl.Trainer, dataloader_idx: int, in_step: bool) -> None:
         """Take the shares of the batch that a trainer's loop has fetched.
@@ -69,7 +76,7 @@ class RankShares:
         self.current = shares[0] if shares else None
         self._parts = {share.num / share.total for share in shares}
         if trains:
-            self.scale = self.weight
+            self.scale, self._late = self.weight, 1.0
 
     def weigh(self, own: Tensor | float, total: Tensor, losses: Sequence[Tensor]) -> None:
         """Weight the loss by what the module returned as its `loss_weight`, in place of its samples.
@@ -80,15 +87,19 @@ class RankShares:
             losses: see `WeighedLoss`.
         """
         self.scale = torch.where(total > 0, own / total, 0.0)
+        if self.current is not None:
+            self._late = torch.where(total > 0, self.current.total / (self._num_ranks * total), 0.0)
         self.weighed_losses.append(WeighedLoss(losses, self.scale))
 
-    def scaled(self, loss: Tensor, in_loop: bool = False) -> Tensor:
+    def scaled(self, loss: Tensor, in_loop: bool = False, is_reduced: bool = False) -> Tensor:
         """Weight this rank's loss, so that the mean of all ranks' gradients is the gradient of the global batch.
 
         Args:
             in_loop: whether the loop divides the sum of the ranks' gradients by the sum of all weights.
+            is_reduced: whether it is the mean of gradients that were multiplied by `weight` or `per_weight`: what is
+                left is the same on all ranks.
         """
-        scale = float(self._num_ranks) if in_loop else self.scale
+        scale = float(self._num_ranks) if in_loop else self._late if is_reduced else self.scale
         return loss if isinstance(scale, float) and scale == 1.0 else loss * torch.as_tensor(scale, dtype=loss.dtype)
 
     def begin_training(self) -> None:

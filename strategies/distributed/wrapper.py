@@ -2,7 +2,7 @@
 and track the parameters that it reduces.
 
 DDP's reducer fires during backward, whenever a parameter's gradient is accumulated. If a process sums gradients first
-(over replicas), they are passed on afterwards in one backward pass that does nothing else.
+(over replicas, or micro-batches), they are passed on afterwards in one backward pass that does nothing else.
 
 The wrapper reduces the parameters that required gradients when it was created. A parameter unfrozen later would be
 trained by each rank separately, and the wrapper would wait for one frozen later.
@@ -23,16 +23,60 @@ from ..core.private import of_torch
 
 def reduce_finished(model: DistributedDataParallel) -> None:
     """Average the parameters' gradients over all ranks, unless DDP's synchronization is off (accumulation)."""
-    if not model.require_backward_grad_sync:
-        return
-    parameters = [p for p in model.parameters() if p.requires_grad and p.grad is not None]
-    gradients = [p.grad for p in parameters]
-    for parameter in parameters:
-        parameter.grad = None
-    handover = _FinishedGradients.apply(gradients, *parameters)
-    prepare_for_backward(model, handover)
-    with without_hooks(parameters):  # they have seen these gradients already
-        handover.backward()
+    if model.require_backward_grad_sync:
+        StepReduction(model).reduce([p for p in model.parameters() if p.requires_grad and p.grad is not None])
+
+
+class StepReduction:
+    """Reduces the gradients of one step before the loss of the batch goes backward, by the wrapper's own buckets.
+
+    Args:
+        share: what a mean over this rank's samples is multiplied by, so that the mean over ranks is one over samples.
+        per_weight: the same for a sum of losses times their `loss_weight`, up to a factor that all ranks find later;
+            None if there is no such number.
+    """
+
+    def __init__(self, model: DistributedDataParallel, share: float = 1.0, per_weight: float | None = None) -> None:
+        self.share = share
+        self.per_weight = per_weight
+        self.is_done = False
+        self._model = model
+        self._has_begun = False
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether gradients may be reduced while others are computed; unused parameters are found before."""
+        return not self._model.find_unused_parameters
+
+    def reduce(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Reduce the finished gradients of parameters; and those of others, from now on, as a backward pass adds to
+        them."""
+        gradients = [parameter.grad for parameter in parameters]
+        for parameter in parameters:
+            parameter.grad = None
+        with torch.enable_grad():  # within a backward pass it is off
+            handover = _FinishedGradients.apply(gradients, *parameters) if parameters else None
+            if not self._has_begun:
+                self._has_begun = True
+                prepare_for_backward(self._model, handover)
+        del gradients  # the wrapper takes them
+        if handover is not None:
+            with without_hooks(parameters):  # they have seen these gradients, or will
+                handover.backward()
+
+    def finish(self) -> None:
+        """Verify that all gradients are reduced.
+
+        Raises:
+            RuntimeError: a parameter has none.
+        """
+        verify_reduced(self._model)
+        self.is_done = True
+
+
+def reduces_in_step(model: DistributedDataParallel) -> bool:
+    """Whether a wrapper reduces in this step, and takes gradients that are multiplied by one factor later."""
+    return model.require_backward_grad_sync and model.mixed_precision is None
 
 
 class _FinishedGradients(torch.autograd.Function):
@@ -58,12 +102,19 @@ def verify_reduced(model: DistributedDataParallel) -> None:
         of_torch.rebuild_buckets(model.reducer)()  # what the next forward begins with
 
 
-def forward_through(wrapper: DistributedDataParallel, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def forward_through(
+    wrapper: DistributedDataParallel,
+    step: Callable[..., Any],
+    *args: Any,
+    is_reduced: Callable[[], bool] = lambda: False,
+    **kwargs: Any,
+) -> Any:
     """Run a step in the place of the wrapped module's forward; the step itself may call that.
 
     Args:
         step: a step of the wrapped module, a LightningModule.
         *args: arguments of the step, passed through the wrapper.
+        is_reduced: tells after the step whether it has reduced its gradients.
         **kwargs: keyword arguments of the step, likewise.
 
     Returns:
@@ -74,6 +125,8 @@ def forward_through(wrapper: DistributedDataParallel, step: Callable[..., Any], 
         of_torch.root_copy_hook(wrapper)()  # a hook of the module's forward
     with of_torch.inside_ddp_forward(wrapper)():
         output = step(*args, **kwargs)
+    if is_reduced():
+        return output
     module: Any = wrapper.module
     if module.automatic_optimization:
         return of_torch.post_forward(wrapper)(output)

@@ -4,12 +4,16 @@ Micro-batch i goes backward on w_i·L_i / N as soon as the schedule says so, wit
 those of the micro-batch, or the `loss_weight` that it returned. The sums are kept beside `.grad`. The loss of the whole
 batch has one node as its graph: its backward pass, whenever it comes and whatever factor it brings, hands each
 parameter its sum times N / Σ w. So hooks of parameters, DDP and accumulation see one backward pass, of whole gradients.
+
+Where ranks may reduce the sums before (see `_reduction.py`), each multiplies its own by its share, so that the factor
+that is left is the same on all ranks: with n of a global batch's T samples on one of R ranks a mean over samples by
+n·R / (T·N), and a loss with a `loss_weight` by R / T, which leaves T / Σ w over all ranks.
 """
 
 import threading
 from collections.abc import Generator, Sequence
 from collections.abc import Set as AbstractSet
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -22,6 +26,7 @@ from ..core.devices import precise_dtype
 from ..core.executor import AUTOCAST_TYPES
 from ..core.patching import without_hooks
 from ..core.private import of_torch
+from ._reduction import LastBackward, Reduction
 
 _FUSED = (torch.float32, torch.float64)
 """Types for which one operation scales all gradients of a device: the factor is as exact as they are."""
@@ -40,6 +45,7 @@ class EarlyGradients:
         strategy: name that begins messages.
         loss_scale: the gradient scaler's, of shape (), so that gradients in half precision don't vanish; None for 1.
         unread: ids of the parameters whose gradients of the last step nobody reads any more.
+        ranks: reduces the sums over ranks; None if that is left to the backward pass of the loss.
     """
 
     def __init__(
@@ -50,6 +56,7 @@ class EarlyGradients:
         strategy: str,
         loss_scale: Tensor | None,
         unread: AbstractSet[int] = frozenset(),
+        ranks: Reduction | None = None,
     ) -> None:
         self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
         self._sizes = list(sizes)
@@ -57,6 +64,9 @@ class EarlyGradients:
         self._strategy = strategy
         self._loss_scale = loss_scale
         self._unread = unread
+        self._ranks = ranks
+        self.last = None if ranks is None else LastBackward(self._parameters, len(self._sizes), ranks)
+        """Reduces the sums over ranks; None if nothing does."""
         self._weights: list[Tensor | float] = [0.0] * len(self._sizes)
         self._lock = threading.Lock()
         self._before: list[Tensor | None] | None = None
@@ -78,11 +88,19 @@ class EarlyGradients:
         loss, factor = found.losses[0], self._loss_scale
         if self._reduction == "mean":
             weight = self._weights[microbatch] = _not_zero(found.weights[0])
-            share = weight / sum(self._sizes)
+            share = weight * self._per_weight(output)
             factor = share if factor is None else factor.to(loss.device) * _on(share, loss.device)
         if not loss.requires_grad:
             return None
         return loss.reshape(()) if factor is None else loss.reshape(()) * _on(factor, loss.device)
+
+    def _per_weight(self, output: Any) -> float:
+        """What the loss of a micro-batch times its weight is multiplied by."""
+        if self._ranks is not None and isinstance(output, dict) and output.get("loss_weight") is not None:
+            if self._ranks.per_weight is not None:
+                return self._ranks.per_weight
+            self._ranks = self.last = None
+        return (1.0 if self._ranks is None else self._ranks.share) / sum(self._sizes)
 
     def go_backward(self, loss: Tensor) -> None:
         """Add the gradients of a micro-batch to the sums."""
@@ -92,16 +110,28 @@ class EarlyGradients:
                 self._restoring.enter_context(without_hooks(self._parameters))
                 for parameter in self._parameters:
                     parameter.grad = None
-        with _without_autocast():
+        with _without_autocast(), nullcontext() if self.last is None else self.last.one():
             loss.backward()
+
+    def crossed(self) -> None:
+        """Learn that a micro-batch goes backward on another stage."""
+        if self.last is not None:
+            self.last.begin()
+
+    def reduce(self) -> None:
+        """Have the sums reduced over the ranks, now that all micro-batches have been backward."""
+        if self.last is not None:
+            self.last.finish()
 
     def collect(self) -> None:
         """Take the sums, and put back the gradients of the last step."""
+        if self.last is not None:
+            self.last.close()
         if self._before is None:
             return
         for parameter, before in zip(self._parameters, self._before, strict=True):
-            if parameter.grad is not None:
-                self._sums.append((parameter, parameter.grad))
+            if parameter.grad is not None:  # a tensor of its own, which may share the memory of a bucket
+                self._sums.append((parameter, parameter.grad.detach()))
             parameter.grad = before
         self._before = None
         self._restoring.close()
@@ -116,9 +146,9 @@ class EarlyGradients:
         return _Delivered.apply(loss.detach(), factor, list(gradients), *parameters)
 
     def _factor(self, device: torch.device) -> Tensor | float:
-        """N / Σ w, without the gradient scaler's scale."""
+        """N / Σ w, without the gradient scaler's scale; or without either what is left for the ranks."""
         factor: Any = 1.0
-        if self._reduction == "mean":
+        if self._reduction == "mean" and self._ranks is None:
             factor = sum(self._sizes) / sum(_on(weight, device) for weight in self._weights)
         return factor if self._loss_scale is None else factor / self._loss_scale.to(device)
 

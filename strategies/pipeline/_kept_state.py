@@ -47,6 +47,8 @@ class KeptState:
         self._draws = False
         self.reads_gradients = False
         """Whether the step read `.grad` of a parameter."""
+        self.computes_again = False
+        """Whether modules are called in the backward pass, by other means than `strategy.recompute`."""
 
     def must_watch(self) -> bool:
         """Whether nothing is known yet, or hooks were registered since the last look."""
@@ -92,8 +94,7 @@ class KeptState:
 
     @contextmanager
     def _watching_backward(self) -> Generator[None]:
-        """Look whether it computes modules again by other means than `strategy.recompute`, which restores random
-        numbers."""
+        """Look whether it computes modules again; `strategy.recompute` restores random numbers."""
         called: list[bool] = []
         look = register_module_forward_pre_hook(lambda *_: called.append(not is_recomputing()))
         try:
@@ -101,7 +102,8 @@ class KeptState:
         finally:
             look.remove()
             self._num_hooks = RemovableHandle.next_id
-        self._keeps_state |= self._draws and any(called)
+        self.computes_again = any(called)
+        self._keeps_state |= self._draws and self.computes_again
 
     def _has_hooks(self) -> bool:
         hooks = (number for part in self._modules for key in _HOOKS for number in part.__dict__.get(key, ()))

@@ -84,16 +84,15 @@ class MicroBatches:
         """
         if gradients is None:
             return self._in_order.run(self._pieces(names, [partial(run_as, *item) for item in enumerate(calls)]))
+        if gradients.last is not None:
+            gradients.last.may_begin &= self._knows_backward()
         try:
-            if self._must_run_in_order():
-                return self._run_in_order(names, calls, gradients, run_as)
-            microbatches = [
-                _MicroBatch(ticket.microbatch, call, gradients, run_as, partial(self._in_turns, ticket))
-                for ticket, call in zip(self._tickets(len(calls)), calls, strict=True)
-            ]
-            return self._run(self._threads, names, microbatches, self._layout.options.schedule == "gpipe")
+            run = self._run_in_order if self._must_run_in_order() else self._run_in_turns
+            outputs = run(names, calls, gradients, run_as)
+            gradients.reduce()
         finally:
             gradients.collect()
+        return outputs
 
     def shutdown(self) -> None:
         """Stop the threads."""
@@ -114,7 +113,16 @@ class MicroBatches:
         with self._layout.ticketed(ticket), ticket.held(phase):
             yield
 
-    def _tickets(self, num: int) -> list[Ticket]:
+    def _run_in_turns(
+        self, names: Sequence[str], calls: Sequence[Callable[[], Any]], gradients: EarlyGradients, run_as: RunAs
+    ) -> list[Any]:
+        microbatches = [
+            _MicroBatch(ticket.microbatch, call, gradients, run_as, partial(self._in_turns, ticket))
+            for ticket, call in zip(self._tickets(len(calls), gradients.crossed), calls, strict=True)
+        ]
+        return self._run(self._threads, names, microbatches, self._layout.options.schedule == "gpipe")
+
+    def _tickets(self, num: int, crossed: Callable[[], None]) -> list[Ticket]:
         name, stages = self._layout.options.schedule, self._layout.num_stages
         if self.overlap == "launch":
             orders = [launch_order(name, num, stages)]
@@ -122,13 +130,18 @@ class MicroBatches:
             orders = [stage_order(name, num, stages, stage) for stage in range(stages)]
         turns = Turns(orders)
         waits = [not is_accelerator(device) for device in self._layout.devices]
-        return [Ticket(number, turns, waits) for number in range(num)]
+        return [Ticket(number, turns, waits, crossed) for number in range(num)]
 
     def _must_run_in_order(self) -> bool:
         if self.overlap is None or self.times is not None:
             return True
         state = self._kept_state
         return state is not None and (state.keeps_state or state.must_watch())
+
+    def _knows_backward(self) -> bool:
+        """Whether a backward pass adds to each parameter once, as far as is known, and is not measured."""
+        state = self._kept_state
+        return self.times is None and (state is None or not (state.must_watch() or state.computes_again))
 
     def _run_in_order(
         self, names: Sequence[str], calls: Sequence[Callable[[], Any]], gradients: EarlyGradients, run_as: RunAs

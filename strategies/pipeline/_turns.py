@@ -101,13 +101,21 @@ class Ticket:
     Args:
         waits_in_backward: by stage, whether backward takes turns there. Not on an accelerator: its work is queued
             already, and one autograd thread serves all its micro-batches, so none may block it.
+        crossed: called when backward has left a stage and entered another.
     """
 
-    def __init__(self, microbatch: int, turns: Turns, waits_in_backward: Sequence[bool]) -> None:
+    def __init__(
+        self,
+        microbatch: int,
+        turns: Turns,
+        waits_in_backward: Sequence[bool],
+        crossed: Callable[[], None] = lambda: None,
+    ) -> None:
         self.microbatch = microbatch
         self.stage = 0
         self._turns = turns
         self._waits = waits_in_backward
+        self._crossed = crossed
         self._visited = {0}
         self._goes_back = False
 
@@ -151,9 +159,13 @@ class Ticket:
                 self._change_stage(left, stage)
             return move(tensors)
         if self._waits[left]:
-            tensors = on_backward(tensors, lambda: self._turns.enter(self._task("B", left)))
+            tensors = on_backward(tensors, lambda: self._cross_back(left))
         self._change_stage(left, stage)
         return on_backward(move(tensors), lambda: self._turns.leave(self._task("B", stage), done=is_first))
+
+    def _cross_back(self, stage: int) -> None:
+        self._turns.enter(self._task("B", stage))
+        self._crossed()
 
     def _change_stage(self, left: int, stage: int) -> None:
         skipped = set(range(stage)) - self._visited

@@ -22,11 +22,20 @@ from ..batch.run_structures import RunStructures
 from ..batch.structure import BatchStructure
 from ..core.devices import is_accelerator
 from ..core.errors import ConfigError
-from ..core.module_checks import end_of_step, ended, has_batchnorm, hooked, resting_device, verify_takes_batches
+from ..core.module_checks import (
+    end_of_step,
+    ended,
+    has_batchnorm,
+    hooked,
+    hooked_by_user,
+    resting_device,
+    verify_takes_batches,
+)
 from ..core.optimizer_states import unwrapped
 from ..core.types import Batch
 from ._gradients import EarlyGradients
 from ._microbatches import MicroBatches, MicroBatchLogs
+from ._reduction import Reduction
 from ._time_balance import TimeBalance
 from .options import StageOptions
 from .stages import Stages
@@ -41,12 +50,14 @@ class StageLayout(Layout):
         options: how the module is cut into stages, and a batch into micro-batches.
         strategy: name that begins messages.
         mean_over_ranks: averages a tensor, on the root device, over the processes that hold a copy; None for one.
+        new_reduction: makes what reduces the gradients of a step over the ranks, if that can be done within the step.
     """
 
     devices: list[torch.device]
     options: StageOptions = field(default_factory=StageOptions)
     strategy: str = "model_parallel"
     mean_over_ranks: Callable[[Tensor], Tensor] | None = None
+    new_reduction: Callable[[], Reduction | None] = lambda: None
 
     def __post_init__(self) -> None:
         self.stages = Stages(self.devices, self.options)
@@ -60,6 +71,8 @@ class StageLayout(Layout):
         self._scaler: Any = None
         self._balance: TimeBalance | None = None
         self._has_moved = False
+        self._clears: bool | None = None
+        self._reduces = False
 
     @property
     @override
@@ -123,7 +136,7 @@ class StageLayout(Layout):
         self._new_logs(module)
         is_timed = self.options.balance == "time" and self.stages.num_stages > 1
         self._balance = TimeBalance(module, self.stages, self.mean_over_ranks) if is_timed else None
-        self._has_moved = False
+        self._has_moved, self._clears = False, None
         plan = f"{type(module).__name__} in {self.stages.num_stages} stages:\n{self.describe(module)}"
         self._info_once(plan, plan)
 
@@ -197,7 +210,9 @@ class StageLayout(Layout):
         results, reduction = self.structures.of_results("training_step"), self.options.loss_reduction
         if end is not None:
             sizes = [size for size in results.unequal(sizes) if size]
-        if len(sizes) == 1:
+        gradients = None if end is not None else self._gradients(sizes)
+        # ranks with one micro-batch reduce when the others do
+        if len(sizes) == 1 and (gradients is None or gradients.last is None):
             with logs.recording():
                 output = self._watched(partial(logs.run, 0, partial(step, batch, *args, **kwargs)))
             output = ended(self._module, output)
@@ -209,7 +224,6 @@ class StageLayout(Layout):
         ]
         steps = [partial(step, chunk, *args, **kwargs) for chunk in self._batch_structure.split(batch, sizes)]
         steps[0] = partial(self._watched, steps[0])
-        gradients = self._gradients(sizes) if end is None else None
         with logs.recording(), self.stages.reading(batch):
             outputs = self._microbatches.run(names, steps, gradients, logs.run)
         if end is not None:
@@ -218,6 +232,8 @@ class StageLayout(Layout):
         assert gradients is not None
         result, left_out = combine_outputs(outputs, sizes, logs, reduction, self.strategy, self.devices[0], results)
         self.losses = logs.losses
+        if len(sizes) == 1 and isinstance(result, dict):
+            result, left_out = {**outputs[0], **result}, []
         for key in left_out:
             self._info_once(key, f"{self.strategy}: {LEFT_OUT.format(key=key)}")
         if isinstance(result, dict):
@@ -229,19 +245,22 @@ class StageLayout(Layout):
         assert module is not None
         optimized = [p for o in module.trainer.optimizers for group in o.param_groups for p in group["params"]]
         parameters = {id(p): p for p in (*module.parameters(), *optimized)}.values()
-        unread = set(map(id, optimized)) if self._clears_gradients(module) else set[int]()
+        if self._clears is None:
+            self._clears = _clears_gradients(module)
+            self._reduces = self._all_reduce(module)
+        clears = self._clears and module.trainer.accumulate_grad_batches == 1
+        unread = set(map(id, optimized)) if clears else set[int]()
+        ranks = self.new_reduction() if clears and self._reduces else None
         scale = None if self._scaler is None else self._scaler.scale(torch.ones((), device=self.devices[0]))
-        return EarlyGradients(list(parameters), sizes, self.options.loss_reduction, self.strategy, scale, unread)
+        return EarlyGradients(list(parameters), sizes, self.options.loss_reduction, self.strategy, scale, unread, ranks)
 
-    def _clears_gradients(self, module: pl.LightningModule) -> bool:
-        """Whether all that happens to the gradients of the last step after `training_step` is that they are cleared."""
-        trainer = module.trainer
-        return (
-            trainer.accumulate_grad_batches == 1
-            and not hooked("on_before_zero_grad", trainer)
-            and not is_overridden("optimizer_zero_grad", module)
-            and all(type(unwrapped(o)).zero_grad is torch.optim.Optimizer.zero_grad for o in trainer.optimizers)
-        )
+    def _all_reduce(self, module: pl.LightningModule) -> bool:
+        """Whether all ranks reduce gradients within steps, where nobody computes others between them and their loss."""
+        if self.mean_over_ranks is None:
+            return False
+        adds = hooked_by_user("on_before_backward", module.trainer) or is_overridden("backward", module)
+        own = self._clears and not adds and self.options.loss_reduction == "mean"
+        return bool(self.mean_over_ranks(torch.tensor(float(bool(own)), device=self.devices[0])) == 1)
 
     @property
     def _batch_structure(self) -> BatchStructure:
@@ -268,3 +287,13 @@ class StageLayout(Layout):
         if self._has_batchnorm:
             sizes = without_single_samples(sizes)
         return [size for size in sizes if size] or [num]
+
+
+def _clears_gradients(module: pl.LightningModule) -> bool:
+    """Whether all that happens to the gradients of the last step after `training_step` is that they are cleared."""
+    trainer = module.trainer
+    return (
+        not hooked("on_before_zero_grad", trainer)
+        and not is_overridden("optimizer_zero_grad", module)
+        and all(type(unwrapped(o)).zero_grad is torch.optim.Optimizer.zero_grad for o in trainer.optimizers)
+    )

@@ -1,0 +1,249 @@
+"""Ranks reduce gradients while the last micro-batch goes backward: when, in how many buckets, and with what result."""
+
+import warnings
+from functools import partial
+from typing import Any
+
+import pytest
+import pytorch_lightning as pl
+import torch
+import torch.distributed as dist
+from distributed import run_ranks
+from parity import Case, Net, TokenNet, baseline, run
+from regression import Numbered, quiet_trainer
+from stage_modules import DeepNet, SquareNet
+from torch import Tensor, nn
+from torch.futures import Future
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader
+
+from evener.strategies import BalancedDDPModelParallelStrategy, DDPModelParallelStrategy
+from evener.strategies.pipeline._reduction import LastBackward
+
+EVENTS: list[str] = []
+
+
+class Passed(torch.autograd.Function):
+    """The identity, which notes that a gradient has passed it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        EVENTS.append("backward")
+        return grads[0]
+
+
+class Half(nn.Module):
+    """A stage; gradients pass between its two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(Passed.apply(self.first(x)))
+
+
+class Halves(pl.LightningModule):
+    """Two stages of two layers, with eight parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stages = nn.Sequential(Half(), Half()).double()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.stages(batch[0]).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Buckets(pl.Callback):
+    """Notes each bucket that is reduced, one per parameter, and where each step begins."""
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        names = {id(parameter): name for name, parameter in pl_module.named_parameters()}
+        wrapper: Any = trainer.strategy.model
+        wrapper.register_comm_hook(names, noted)
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        EVENTS.append("step")
+
+
+class Penalty(Buckets):
+    """Might compute gradients before those of the loss; on rank 1 only."""
+
+    def on_before_backward(self, *_: Any) -> None: ...
+
+
+def noted(names: dict[int, str], bucket: dist.GradBucket) -> Future[Tensor]:
+    EVENTS.extend(names[id(parameter)] for parameter in bucket.parameters())
+    work = dist.all_reduce(bucket.buffer().div_(dist.get_world_size()), async_op=True)
+    assert work is not None
+    return work.get_future().then(lambda future: future.value()[0])
+
+
+def events_of_last_step(callback: pl.Callback, **options: Any) -> list[str]:
+    EVENTS.clear()
+    strategy = DDPModelParallelStrategy(num_microbatches=3, bucket_cap_mb=1e-6, timeout_s=60, **options)
+    quiet_trainer(strategy, 4, callbacks=[callback], max_steps=4).fit(Halves(), DataLoader(Numbered(36), 3))
+    return " ".join(EVENTS).split("step")[-1].split()
+
+
+WAYS = [
+    {"overlap": overlap, "schedule": schedule} for overlap in ("launch", "threads") for schedule in ("1f1b", "gpipe")
+]
+
+
+def _watch_all() -> list[list[str]]:
+    found = [events_of_last_step(Buckets(), deterministic=False, **way) for way in WAYS]
+    found.append(events_of_last_step(Buckets(), deterministic=True))
+    found.append(events_of_last_step(Buckets(), deterministic=False, find_unused_parameters=True))
+    found.append(events_of_last_step(Penalty() if dist.get_rank() else Buckets(), deterministic=False))
+    return found
+
+
+def test_a_stage_is_reduced_before_the_last_micro_batch_has_been_backward() -> None:
+    last = {f"stages.1.{layer}.{kind}" for layer in ("first", "second") for kind in ("weight", "bias")}
+    first = {name.replace("1", "0", 1) for name in last}
+    for found in run_ranks(_watch_all, 2, timeout_s=120):
+        *overlapping, unused, penalty = found
+        for events in overlapping:
+            buckets = [event for event in events if event != "backward"]
+            assert set(buckets) == first | last
+            assert len(buckets) == 8  # each once
+            ended = len(events) - 1 - events[::-1].index("backward")  # the last pass between the layers of stage 0
+            assert last <= set(events[:ended]), events
+            assert "stages.0.first.weight" in events[ended:]
+        for events in (unused, penalty):
+            assert events[:6] == ["backward"] * 6
+            assert sorted(events[6:]) == sorted(first | last)
+
+
+class SometimesUnused(Net):
+    """A layer for some samples only, none of which is in the last micro-batch of a rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.side = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen = (torch.arange(len(x)) % 3 != 2) if len(x) > 1 else torch.zeros(1, dtype=torch.bool)
+        out = self.net(x)
+        return (
+            out + torch.zeros_like(out).index_put((chosen.nonzero()[:, 0],), self.side(x[chosen]))
+            if chosen.any()
+            else out
+        )
+
+
+class Again(Net):
+    """Runs one layer twice, computed again in the backward pass, where its gradients arrive one by one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.net[0](x)
+        for _ in range(2):
+            x = checkpoint(self.net[1], x, use_reentrant=True)
+        return self.net[2](x)
+
+
+CASES = {
+    "ragged": Case(DeepNet, num=22, batch_size=7, trainer={"gradient_clip_val": 0.1}),
+    "loss_weight": Case(TokenNet, num=11, batch_size=5),
+    "tied": Case(SquareNet, num=11, batch_size=5),
+    "unused": Case(SometimesUnused, num=12, batch_size=6),
+    "again": Case(Again, num=12, batch_size=6),
+    "float32": Case(TokenNet, num=11, batch_size=5, dtype=torch.float32, tolerance=1e-5),
+}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "threads": {},
+    "launch": {"overlap": "launch"},
+    "gpipe": {"schedule": "gpipe"},
+    "views": {"gradient_as_bucket_view": True},
+    "uneven": {"weights": [3, 1]},
+    "optimizer shards": {"shard_optimizer": True},
+}
+
+
+def _train_all() -> dict[Any, tuple[Tensor, Tensor]]:
+    warnings.simplefilter("ignore")  # Lightning's advice
+    found = {}
+    for name, options in OPTIONS.items():
+        kind = (
+            BalancedDDPModelParallelStrategy
+            if "weights" in options
+            else partial(DDPModelParallelStrategy, batch_size_is="global")
+        )
+        for case_name, case in CASES.items():
+            if case_name == "unused" and "weights" in options:
+                continue  # each rank has three samples of six
+            strategy: Any = kind(num_microbatches=2, deterministic=False, bucket_cap_mb=1e-4, timeout_s=60, **options)
+            one = run(case, strategy, devices=4)
+            found[case_name, name] = one.weights, one.gradients
+    return found
+
+
+@pytest.mark.filterwarnings("ignore")  # Lightning's advice, and a way back to stage 0
+def test_ranks_that_reduce_early_train_as_one_device() -> None:
+    first, second = run_ranks(_train_all, 2, timeout_s=240)
+    for (case, way), (weights, gradients) in first.items():
+        one, tolerance = baseline(CASES[case]), CASES[case].tolerance
+        torch.testing.assert_close(weights, one.weights, rtol=0, atol=tolerance, msg=f"{case}, {way}")
+        torch.testing.assert_close(gradients, one.gradients, rtol=0, atol=tolerance, msg=f"{case}, {way}")
+        assert (weights == second[case, way][0]).all(), f"{case}, {way}: ranks have gone apart"
+
+
+class Recorded:
+    """In the place of the ranks: notes what it is given."""
+
+    share, per_weight, overlaps = 1.0, None, True
+
+    def __init__(self) -> None:
+        self.given: list[list[nn.Parameter]] = []
+
+    def reduce(self, parameters: Any) -> None:
+        self.given.append(list(parameters))
+
+    def finish(self) -> None: ...
+
+
+def test_gradients_of_earlier_micro_batches_are_not_final() -> None:
+    first, second = (nn.Parameter(torch.ones(())) for _ in range(2))
+    ranks = Recorded()
+    last = LastBackward([first, second], 2, ranks)
+    with last.one():
+        (first * second).backward()
+    assert ranks.given == []
+    with last.one():
+        assert ranks.given == [[]]  # from here on the ranks listen
+        first.square().backward()
+    last.finish()
+    last.close()
+    assert ranks.given == [[], [second]]  # the last micro-batch has not used it
+    (first * second).backward()
+    assert ranks.given == [[], [second]]
+
+
+def test_what_was_final_before_the_others_had_ended_is_handed_over() -> None:
+    first, second = (nn.Parameter(torch.ones(())) for _ in range(2))
+    ranks = Recorded()
+    last = LastBackward([first, second], 2, ranks)
+    other = last.one()
+    other.__enter__()
+    with last.one():
+        second.square().backward()
+        assert ranks.given == []
+        other.__exit__(None, None, None)
+        last.begin()
+        assert ranks.given == [[second]]
+        first.square().backward()
+    last.finish()
+    last.close()
+    assert ranks.given == [[second]]
