@@ -298,6 +298,7 @@ SHORT_BENCHMARKS = {
     "data_parallel.py": ["--rounds", "2", "--layers", "10"],
     "many_ranks.py": ["--ranks", "4", "--processes", "2", "--seconds", "1"],
     "pipeline.py": ["--rounds", "1", "--steps", "2", "--batch", "64", "--microbatches", "1,4"],
+    "reduction.py": ["--rounds", "1", "--steps", "5", "--microbatches", "2"],
     "snapshots.py": ["--rounds", "1", "--steps", "13", "--megabytes", "50", "--every", "2"],
     "step_overhead.py": ["--rounds", "1", "--steps", "80"],
     "uneven_ranks.py": ["--rounds", "1", "--steps", "10"],
