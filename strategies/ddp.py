@@ -55,7 +55,7 @@ class DDPStrategy(MultiProcessStrategy):
     is weighted by its samples (or by the `loss_weight` that the module returns). Evaluation sees every sample once.
 
     Under `train.py`, torchrun, SLURM or Kubeflow the processes exist already. In a plain script the trainer starts
-    them, by fork on CPU and by spawn on accelerators, so that the script does not run once per device.
+    them, by fork on CPU and by spawn on accelerators (or `start_method`), so that it does not run once per device.
 
     Args:
         batch_size_is: meaning of the loader's batch. `per_device`: the batch of one rank; the global batch is that
@@ -64,8 +64,9 @@ class DDPStrategy(MultiProcessStrategy):
         shard_optimizer: cut the optimizers' state over the ranks (ZeRO, stage 1): each updates some of the parameters.
         recompute: parts of the module whose activations are computed once more in the backward pass: `never`,
             `always`, `except_last`, or names of submodules.
-        **options: options of `MultiProcessStrategy` and of `torch.nn.parallel.DistributedDataParallel`:
-            `find_unused_parameters`, `static_graph`, `gradient_as_bucket_view`, `bucket_cap_mb`, ...
+        **options: options of `MultiProcessStrategy` (`timeout_s`, `start_method`, ...) and of
+            `torch.nn.parallel.DistributedDataParallel`: `find_unused_parameters`, `static_graph`,
+            `gradient_as_bucket_view`, `bucket_cap_mb`, ...
 
     Raises:
         ConfigError: an option has an invalid value.

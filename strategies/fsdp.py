@@ -25,6 +25,7 @@ from .core.patching import replaced
 from .core.types import StaysOnRoot
 from .data.loaders import BatchSizeIs
 from .ddp import DDPStrategy
+from .distributed.scripts.launcher import StartMethod
 from .distributed.zero_weight_step import zero_weight_step
 from .pipeline.module_parts import find_parts
 from .pipeline.recompute import RecomputeOption
@@ -62,6 +63,7 @@ class FSDPStrategy(DDPStrategy):
         timeout_s: as in `DDPStrategy`.
         backend: as in `DDPStrategy`.
         sync_batchnorm: as in `DDPStrategy`.
+        start_method: as in `DDPStrategy`.
         recompute: as in `DDPStrategy`.
 
     Raises:
@@ -84,6 +86,7 @@ class FSDPStrategy(DDPStrategy):
         backend: str | None = None,
         sync_batchnorm: bool = False,
         recompute: RecomputeOption = "never",
+        start_method: StartMethod | None = None,
     ) -> None:
         if isinstance(shard, str) and shard != "auto":
             raise ConfigError(f"fsdp: shard={shard} is unknown. Give auto, or a list of names of submodules.")
@@ -106,6 +109,7 @@ class FSDPStrategy(DDPStrategy):
             backend=backend,
             sync_batchnorm=sync_batchnorm,
             recompute=recompute,
+            start_method=start_method,
         )
         self.shard: Shard = shard
         self.reshard_after_forward = reshard_after_forward

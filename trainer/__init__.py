@@ -3,8 +3,10 @@
 What is named here is imported when it is first used: `main` answers `--help` without torch and Lightning.
 """
 
+import sys
 from importlib import import_module
-from importlib.util import find_spec
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -25,15 +27,25 @@ _PLACES = {
     "train": ".cli.train",
 }
 
-if find_spec("pytorch_lightning") is None:
-    import_module("..strategies", __name__)  # first: it has `lightning` stand for that name, which every room imports
+
+def _unify_lightning() -> None:
+    """Make both names of Lightning one package, before anything imports either, without the rest of `strategies`."""
+    name = __name__.replace("trainer", "strategies.core.lightning_names")
+    if name not in sys.modules:
+        found: Any = spec_from_file_location(name, Path(__file__).parents[1] / "strategies/core/lightning_names.py")
+        sys.modules[name] = module_from_spec(found)
+        found.loader.exec_module(sys.modules[name])
+    sys.modules[name].unify()
+
+
+_unify_lightning()
 
 
 def __getattr__(name: str) -> Any:
     if name not in _PLACES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if name != "main":
-        import_module("..strategies", __name__)  # first: it makes both names of Lightning one package
+        import_module("..strategies", __name__)  # first: it verifies Lightning's version
     return getattr(import_module(_PLACES[name], __name__), name)
 
 

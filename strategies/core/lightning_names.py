@@ -11,9 +11,12 @@ other's trainer. `unify` installs an import hook that loads one name as the very
 | both                                           | both; `verify_family` refuses objects of the other one |
 
 Their loggers are then one, too. `EVENER_LIGHTNING_ALIAS=0` leaves both names as they are.
+
+`evener.trainer` loads this file without the rest of `strategies`, which imports torch: it must not import anything of
+this project.
 """
 
-import importlib
+import importlib.util
 import logging
 import os
 import re
@@ -26,8 +29,6 @@ from types import ModuleType
 from typing import Any
 
 from typing_extensions import override
-
-from .errors import ConfigError
 
 SWITCH = "EVENER_LIGHTNING_ALIAS"
 """Environment variable: `0` switches the import hook off."""
@@ -118,6 +119,8 @@ def verify_family(*objects: object) -> None:
     Raises:
         ConfigError: both packages were imported before the import hook was installed, or it is switched off.
     """
+    from .errors import ConfigError
+
     for value in objects:
         cls: type = value if isinstance(value, type) else type(value)
         if foreign := _foreign_base(cls):
@@ -142,7 +145,8 @@ class _AliasFinder(MetaPathFinder):
     ) -> ModuleSpec | None:
         if real := _real_name(fullname, self._aliases):
             self._warn()
-            return ModuleSpec(fullname, _AliasLoader(real), is_package=True)
+            is_there = fullname in self._aliases or importlib.util.find_spec(real) is not None
+            return ModuleSpec(fullname, _AliasLoader(real), is_package=True) if is_there else None
         if fullname == "lightning" and "lightning.pytorch" in self._aliases and PathFinder.find_spec(fullname) is None:
             return ModuleSpec(fullname, _FaceLoader(), is_package=True)
         return None

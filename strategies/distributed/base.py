@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from ..core.devices import is_accelerator, precise_dtype, scalar
-from ..core.errors import ConfigError
+from ..core.errors import ConfigError, verify_choice
 from ..core.module_checks import hooked
 from ..core.private import of_lightning, put
 from ._coordinator import RankCoordinator
@@ -27,7 +27,7 @@ from .environment import kubeflow
 from .objects import backend_for, gather_objects
 from .options import Compression, compression_hook, name_unused_parameters, verified_options
 from .process_exit import leave_group_at_exit, prepare_forked
-from .scripts.launcher import ScriptLauncher
+from .scripts.launcher import ScriptLauncher, StartMethod
 from .sync_batchnorm import SyncBatchNorm
 from .wrapper import ReducedParameters, unwrap
 
@@ -63,6 +63,7 @@ class MultiProcessStrategy(pl_strategies.DDPStrategy):
         backend: `gloo`, `nccl`, ...; None chooses by the device. CPU tensors and objects go by gloo beside NCCL.
         compression: compression of gradients between ranks: `fp16`, `bf16`, `powersgd`, or None.
         sync_batchnorm: normalise by the statistics of the global batch, like `Trainer(sync_batchnorm=True)`.
+        start_method: how a plain script's processes start: `fork`, `spawn` or `forkserver`; None chooses by the device.
         ddp_options: keyword arguments of `torch.nn.parallel.DistributedDataParallel`.
 
     Raises:
@@ -77,10 +78,13 @@ class MultiProcessStrategy(pl_strategies.DDPStrategy):
         backend: str | None = None,
         compression: Compression | None = None,
         sync_batchnorm: bool = False,
+        start_method: StartMethod | None = None,
         **ddp_options: Any,
     ) -> None:
         if isinstance(timeout_s, str) or not timeout_s > 0:  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ConfigError(f"ddp: timeout_s={timeout_s} is not positive. Give seconds, such as timeout_s=1800.")
+        if start_method is not None:
+            verify_choice("ddp: start_method", start_method, StartMethod)
         super().__init__(
             cluster_environment=kubeflow(),
             process_group_backend=backend,
@@ -91,6 +95,7 @@ class MultiProcessStrategy(pl_strategies.DDPStrategy):
         self.coordinator: RankCoordinator | None = None
         self.stop_signal: int | None = None
         self.at_teardown: Callable[[], None] | None = None
+        self._given_start_method: StartMethod | None = start_method
         self._hook = compression_hook(compression)
         self._small_groups: list[SideGroup] = []
         self._syncs_batchnorm = sync_batchnorm
@@ -125,7 +130,12 @@ class MultiProcessStrategy(pl_strategies.DDPStrategy):
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
         if not self.cluster_environment.creates_processes_externally:
-            self._launcher = ScriptLauncher(self, self.timeout_s)
+            self._launcher = ScriptLauncher(self, self.timeout_s, self._given_start_method)
+        elif self._given_start_method is not None:
+            raise ConfigError(
+                f"ddp: start_method={self._given_start_method} was given, but train.py, torchrun or the cluster has "
+                "started the processes. Leave it out; it is for plain scripts."
+            )
 
     @override
     def _get_process_group_backend(self) -> str:

@@ -46,6 +46,12 @@ def die_with_parent(parent: int | None = None) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
+def _die_with(parent: Any) -> None:
+    """End with the process that asked a fork server for this one, which the kernel takes for a child of the server."""
+    parent.join()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 _ASKS_TO_STOP = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
 
@@ -162,7 +168,10 @@ def prepare_forked(timeout_s: float) -> None:
     parent = multiprocessing.parent_process()
     if parent is None:
         return
-    die_with_parent(parent.pid)
+    if multiprocessing.current_process().__class__.__name__ == "ForkServerProcess":
+        threading.Thread(target=_die_with, args=(parent,), name="evener-parent", daemon=True).start()
+    else:
+        die_with_parent(parent.pid)
     leave_in_time(min(timeout_s, FORKED_GRACE_S))
-    if multiprocessing.current_process().__class__.__name__ == "ForkProcess" and not _openmp_released:
+    if multiprocessing.current_process().__class__.__name__ != "SpawnProcess" and not _openmp_released:
         torch.set_num_threads(1)

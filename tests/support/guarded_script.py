@@ -1,6 +1,9 @@
-"""A script guarded by `__main__`, whose processes are spawned as on accelerators: they only import it."""
+"""A script guarded by `__main__`, whose processes are not forked from it: they only import it."""
 
+import os
+import resource
 import sys
+import time
 import warnings
 
 import pytorch_lightning as pl
@@ -9,18 +12,22 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from evener.strategies import DDPStrategy
-from evener.strategies.distributed.scripts import launcher as script_launcher
 from evener.trainer import Trainer
 
 warnings.simplefilter("ignore")
+resource.setrlimit(resource.RLIMIT_NOFILE, (256, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
 
 
 class Line(pl.LightningModule):
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(1, 1)
+        self.unused = nn.ParameterList(nn.Parameter(torch.ones(1), requires_grad=False) for _ in range(300))
 
     def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
+        if "sleep" in sys.argv:
+            write(str(os.getpid()))
+            time.sleep(600)
         loss = (self.layer(batch[0]) - 3 * batch[0]).square().mean()
         self.log("loss", loss, sync_dist=True)
         return loss
@@ -39,14 +46,13 @@ def fit() -> None:
     loader = DataLoader(TensorDataset(torch.linspace(-1, 1, 32)[:, None]), 4)
     module = Line()
     trainer = Trainer(
-        strategy=DDPStrategy(timeout_s=120), devices=2, accelerator="cpu", max_epochs=20, logger=False,
-        enable_checkpointing=False, enable_model_summary=False,
+        strategy=DDPStrategy(timeout_s=120, start_method=sys.argv[2]), devices=2, accelerator="cpu", max_epochs=20,
+        logger=False, enable_checkpointing=False, enable_model_summary=False,
     )  # fmt: skip
     trainer.fit(module, loader)
     write(f"after {module.layer.weight.item():.2f} {float(trainer.callback_metrics['loss']):.4f}")
 
 
-script_launcher.start_method = lambda device: "spawn"
 if "unguarded" in sys.argv:
     fit()
 if __name__ == "__main__":

@@ -8,12 +8,14 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
+
+import torch.multiprocessing as multiprocessing_of_torch
 
 from ...core.errors import ConfigError
 from ...core.files import replacing
@@ -28,7 +30,7 @@ class RankProcesses:
     """Processes that do the same work, each as one rank.
 
     Args:
-        method: how they start: `fork` or `spawn`.
+        method: how they start: `fork`, `spawn` or `forkserver`.
         folder: where a rank that fails leaves its traceback.
         timeout_s: seconds from the first end of a rank to that of the last.
     """
@@ -42,7 +44,7 @@ class RankProcesses:
     def start(self, work: Callable[..., None], num_ranks: int, *args: Any) -> None:
         """Start `work(rank, *args)` in a process per rank."""
         context: Any = multiprocessing.get_context(self.method)
-        with forking() if self.method == "fork" else nullcontext():
+        with forking() if self.method == "fork" else _shared_by_name():
             for rank in range(num_ranks):
                 process = context.Process(target=_main, args=(work, rank, str(self.folder), args))
                 process.start()
@@ -108,6 +110,20 @@ class RankProcesses:
         code = process.exitcode or 0
         how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"exited with status {code}"
         return RankError(f"rank {rank} {how} (process {process.pid}).")
+
+
+@contextmanager
+def _shared_by_name() -> Generator[None]:
+    """Send tensors to processes inside the block by the names of files in shared memory, however many there are.
+
+    By default each takes a file descriptor of the sender's and the receiver's, and a fork server passes 252 at most.
+    """
+    before = multiprocessing_of_torch.get_sharing_strategy()
+    multiprocessing_of_torch.set_sharing_strategy("file_system")
+    try:
+        yield
+    finally:
+        multiprocessing_of_torch.set_sharing_strategy(before)
 
 
 def _main(work: Callable[..., None], rank: int, folder: str, args: tuple[Any, ...]) -> None:

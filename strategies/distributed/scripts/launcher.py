@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import pytorch_lightning as pl
 import pytorch_lightning.strategies as pl_strategies
@@ -27,6 +27,9 @@ from ..store import hosted_store, leave_store
 from ._handback import known_objects, pack, unpack
 from ._processes import RankProcesses
 
+StartMethod: TypeAlias = Literal["fork", "spawn", "forkserver"]
+"""How a plain script's processes start, in the words of `multiprocessing`."""
+
 RESULT = "result"
 """The file in which rank 0 leaves what it brings back."""
 
@@ -37,29 +40,36 @@ _handlers_before: dict[int, Any] = {}
 """The script's own signal handlers, replaced while it waits for its processes."""
 
 
-def start_method(device: torch.device) -> str:
+def start_method(device: torch.device, given: StartMethod | None = None) -> StartMethod:
     """Choose how a plain script's processes start, so that the script does not run once per process.
+
+    Args:
+        device: a device of the processes.
+        given: what the user has chosen, if anything.
 
     Returns:
         `fork` on the CPU and in notebooks; `spawn` for accelerators, because a forked process can't use their state.
 
     Raises:
-        ConfigError: a notebook has used its accelerator already, so neither works.
+        ConfigError: the processes could not use the accelerator, or could not import a notebook's cells.
     """
-    if device.type == "cpu":
-        return "fork"
-    if not IS_INTERACTIVE:
-        return "spawn"
-    if torch.cuda.is_initialized():
+    if IS_INTERACTIVE and given not in (None, "fork"):
         raise ConfigError(
-            "ddp: this notebook has used the GPU already, so it can't start processes. Use strategy=dp, which "
-            "needs one process; or restart the kernel and call fit before anything uses the GPU; or run a script."
+            f"ddp: start_method={given} was given in a notebook, whose cells a new process can't import. "
+            "Use start_method=fork, or run a script."
         )
-    return "fork"
+    method = given or ("fork" if device.type == "cpu" or IS_INTERACTIVE else "spawn")
+    if method == "fork" and device.type != "cpu" and torch.cuda.is_initialized():
+        raise ConfigError(
+            "ddp: this process has used the GPU already, so it can't fork ranks. Use strategy=dp, which needs one "
+            "process; or call fit before anything uses the GPU (in a notebook after a restart of the kernel); or run a "
+            "script without start_method=fork."
+        )
+    return method
 
 
 def verify_guarded() -> None:
-    """Verify that a script does not call `fit` on import, because spawned processes import it.
+    """Verify that a script does not call `fit` on import, because processes that are not forked import it.
 
     Raises:
         ConfigError: it does, so each process would run the script up to that line.
@@ -86,12 +96,15 @@ class ScriptLauncher(Launcher):
     Args:
         strategy: it has the devices, and the timeout.
         timeout_s: seconds from the first end of a rank to that of the last.
+        method: how they start; None chooses by the device.
     """
 
-    def __init__(self, strategy: pl_strategies.DDPStrategy, timeout_s: float) -> None:
+    def __init__(
+        self, strategy: pl_strategies.DDPStrategy, timeout_s: float, method: StartMethod | None = None
+    ) -> None:
         self._strategy = strategy
         self._timeout_s = timeout_s
-        self._method = start_method(strategy.root_device)
+        self._method = start_method(strategy.root_device, method)
         self._processes: RankProcesses | None = None
 
     @property
@@ -110,7 +123,7 @@ class ScriptLauncher(Launcher):
             RankError: a rank failed; the message holds its traceback.
             ConfigError: a rank refused what was asked.
         """
-        if self._method == "spawn":
+        if self._method != "fork":
             verify_guarded()
         try:
             return self._launch(partial(function, *args, **kwargs), trainer)

@@ -127,6 +127,37 @@ def test_a_module_written_for_the_other_name_trains(before: str, real: str, tmp_
     assert f"trained with {real}" in ended.stdout
 
 
+TRAINER_ALONE = """
+import sys
+import evener.trainer
+assert "evener.strategies" not in sys.modules
+import lightning as L, pytorch_lightning as pl
+from evener.strategies.core import lightning_names
+assert lightning_names is sys.modules["evener.strategies.core.lightning_names"]
+print(L.LightningModule is pl.LightningModule, sum(type(finder).__name__ == "_AliasFinder" for finder in sys.meta_path))
+"""
+
+
+@pytest.mark.long
+def test_evener_trainer_makes_both_names_one_before_it_imports_torch(tmp_path: Path) -> None:
+    # It did so when `Trainer` was first used: modules of `import evener.trainer; import lightning` were refused.
+    ended = python(tmp_path, TRAINER_ALONE)
+    assert ended.stdout == "True 1\n", ended.stderr
+
+
+@pytest.mark.long
+def test_a_module_that_is_not_there_is_not_found_under_the_other_name_either(tmp_path: Path) -> None:
+    # `find_spec`, by which libraries ask for optional parts, found whatever began with the other name.
+    script = (
+        "import evener.trainer\nfrom importlib.util import find_spec\n"
+        "print(find_spec('lightning.pytorch.nothing'), find_spec('lightning.pytorch.cli').name)\n"
+        "import lightning.pytorch.nothing"
+    )
+    ended = python(tmp_path, script)
+    assert ended.stdout == "None lightning.pytorch.cli\n", ended.stderr
+    assert "No module named 'lightning.pytorch.nothing'" in ended.stderr
+
+
 LOGGERS = """
 import logging
 {before}
@@ -164,18 +195,30 @@ def test_what_is_set_on_a_logger_of_either_name_counts(before: str, other: str, 
     assert ended.stderr == "first\n"
 
 
+LIGHTNING, STANDALONE = {"lightning"}, {"pytorch_lightning", "lightning_fabric"}
+
+
 @pytest.mark.long
-def test_what_is_saved_with_one_name_loads_where_only_the_other_is_installed(tmp_path: Path) -> None:
-    saved = python(tmp_path, HIDE.format(hidden={"pytorch_lightning", "lightning_fabric"}) + TRAIN)
-    assert "trained with lightning.pytorch" in saved.stdout, saved.stderr
-    loaded = python(tmp_path, HIDE.format(hidden={"lightning"}) + LOAD)
+@pytest.mark.parametrize(
+    ("without", "name", "then_without"),
+    [
+        (STANDALONE, "lightning.pytorch", LIGHTNING),
+        pytest.param(LIGHTNING, "pytorch_lightning", STANDALONE, marks=pytest.mark.slow),
+    ],
+)
+def test_what_is_saved_with_one_name_loads_where_only_the_other_is_installed(
+    without: set[str], name: str, then_without: set[str], tmp_path: Path
+) -> None:
+    saved = python(tmp_path, HIDE.format(hidden=without) + TRAIN)
+    assert f"trained with {name}" in saved.stdout, saved.stderr
+    loaded = python(tmp_path, HIDE.format(hidden=then_without) + LOAD)
     assert "resumed at 2 4\nunpickled 4" in loaded.stdout, loaded.stderr
 
 
 @pytest.mark.long
 def test_every_room_can_be_the_first_import_where_only_lightning_is_installed(tmp_path: Path) -> None:
     # `python train.py` ended in "No module named 'pytorch_lightning'": no import of `evener.strategies` came before.
-    hidden = HIDE.format(hidden={"pytorch_lightning", "lightning_fabric"})
+    hidden = HIDE.format(hidden=STANDALONE)
     ended = python(tmp_path, hidden + "from evener.trainer.cli import job\nprint(job.ClusterEnvironment.__module__)")
     assert ended.stdout.startswith("lightning.fabric."), ended.stderr
 
@@ -248,6 +291,7 @@ def test_the_version_is_verified_on_import() -> None:
 
 
 CLI = """
+{before}
 from evener.trainer import Trainer
 from lightning.pytorch.cli import LightningCLI
 import pytorch_lightning.cli
@@ -255,27 +299,47 @@ import written
 
 if __name__ == "__main__":
     assert LightningCLI is pytorch_lightning.cli.LightningCLI
-    cli = LightningCLI(written.Net, written.Data, trainer_class=Trainer)
+    cli = LightningCLI(
+        pytorch_lightning.LightningModule, pytorch_lightning.LightningDataModule, trainer_class=Trainer,
+        subclass_mode_model=True, subclass_mode_data=True,
+    )
     callbacks = cli.trainer.callbacks[:3]
     print(type(cli.trainer).__module__, [type(callback).__name__ for callback in callbacks], callbacks[2].batches)
 """
 
 
+CLI_CONFIG = """
+seed_everything: 1
+trainer:
+  accelerator: cpu
+  devices: 2
+  strategy: dp
+  max_epochs: 1
+  logger: false
+  enable_checkpointing: false
+  callbacks:
+    - class_path: lightning.pytorch.callbacks.ModelSummary
+    - class_path: pytorch_lightning.callbacks.LambdaCallback
+    - class_path: written.Count
+  plugins: {class_path: "%s.plugins.environments.LightningEnvironment"}
+model:
+  class_path: written.Net
+  init_args: {width: 4}
+data: {class_path: written.Data}
+"""
+
+
 @pytest.mark.long
 @pytest.mark.skipif(find_spec("jsonargparse") is None, reason="needs jsonargparse, which LightningCLI asks for")
-def test_lightning_cli_takes_classes_of_both_names(tmp_path: Path) -> None:
-    (tmp_path / "cli.py").write_text(CLI)
-    options = {"accelerator": "cpu", "devices": 2, "max_epochs": 1, "logger": "false", "enable_checkpointing": "false"}
-    callbacks = (
-        "lightning.pytorch.callbacks.ModelSummary",
-        "pytorch_lightning.callbacks.LambdaCallback",
-        "written.Count",
-    )
-    words = [
-        *(f"--trainer.{name}={value}" for name, value in options.items()),
-        *(f"--trainer.callbacks+={callback}" for callback in callbacks),
-    ]
-    ended = python(tmp_path, "cli.py", "fit", "--trainer.strategy=dp", "--seed_everything=1", *words)
+@pytest.mark.parametrize(
+    ("before", "other"),
+    [("", "lightning.pytorch"), pytest.param("import lightning", "pytorch_lightning", marks=pytest.mark.slow)],
+    ids=["evener first", "lightning first"],
+)
+def test_lightning_cli_takes_classes_of_both_names(before: str, other: str, tmp_path: Path) -> None:
+    (tmp_path / "cli.py").write_text(CLI.replace("{before}", before))
+    (tmp_path / "given.yaml").write_text(CLI_CONFIG % other)
+    ended = python(tmp_path, "cli.py", "fit", "--config=given.yaml")
     assert "evener.trainer.trainer ['ModelSummary', 'LambdaCallback', 'Count'] 4\n" in ended.stdout, ended.stderr
 
 
@@ -283,7 +347,6 @@ SPREAD = """
 import multiprocessing, os, sys
 from evener.trainer import Trainer
 from evener.strategies import DDPStrategy
-from evener.strategies.distributed.scripts import launcher
 import torch, written
 import lightning as L
 import pytorch_lightning as pl
@@ -316,8 +379,7 @@ if __name__ == "__main__":
         trainer = Trainer(**quiet)
         trainer.fit(written.Net(), DataLoader(Looks(), 3, num_workers=1, multiprocessing_context=method))
     else:
-        launcher.start_method = lambda device: method
-        trainer = Trainer(strategy=DDPStrategy(timeout_s=250), devices=2, **quiet)
+        trainer = Trainer(strategy=DDPStrategy(timeout_s=250, start_method=method), devices=2, **quiet)
         trainer.fit(Ranked(), written.Data())
     print("steps", trainer.global_step)
 """
@@ -331,6 +393,7 @@ if __name__ == "__main__":
         pytest.param("workers", "forkserver", 2, marks=pytest.mark.long),
         pytest.param("ranks", "fork", 2, marks=pytest.mark.slow),
         pytest.param("ranks", "spawn", 2, marks=pytest.mark.slow),
+        pytest.param("ranks", "forkserver", 2, marks=pytest.mark.slow),
     ],
 )
 def test_both_names_are_one_in_processes_that_import_the_script(

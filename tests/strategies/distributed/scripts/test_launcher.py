@@ -11,8 +11,9 @@ import pytest
 import torch
 import warm_python
 
-from evener.strategies import ConfigError
+from evener.strategies import ConfigError, DDPStrategy
 from evener.strategies.distributed.scripts import launcher as script_launcher
+from evener.trainer import Trainer
 
 SCRIPT = Path(__file__).parents[3] / "support/plain_script.py"
 
@@ -101,15 +102,31 @@ def wait_until(condition: Callable[[], bool], otherwise: str) -> None:
 
 
 @pytest.mark.slow  # three processes import torch, where forked ones share it
-def test_a_guarded_script_whose_processes_are_spawned_runs_once(tmp_path: Path) -> None:
-    done = warm_python.run(SCRIPT.with_name("guarded_script.py"), tmp_path / "log")
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_a_guarded_script_whose_processes_import_it_runs_once(method: str, tmp_path: Path) -> None:
+    # Each of its 302 tensors took a file descriptor: "Too many open files" (spawn), "too many fds" (forkserver).
+    done = warm_python.run(SCRIPT.with_name("guarded_script.py"), tmp_path / "log", method)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "log").read_text().splitlines() == ["before", "after 3.00 0.0000"]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_ranks_end_with_a_script_that_is_killed(method: str, tmp_path: Path) -> None:
+    # A rank from a fork server is a child of the server, which lives as long as any of the ranks.
+    log = tmp_path / "log"
+    script = warm_python.Process(SCRIPT.with_name("guarded_script.py"), log, method, "sleep")
+    try:
+        wait_until(lambda: log.exists() and len(log.read_text().splitlines()) == 3, "the ranks did not start")
+    finally:
+        script.kill()
+    for pid in log.read_text().splitlines()[1:]:
+        wait_until(lambda: not Path(f"/proc/{pid}").exists(), f"{pid} is alive")  # noqa: B023
+
+
 @pytest.mark.long
 def test_a_script_that_spawning_would_run_again_is_refused_at_once(tmp_path: Path) -> None:
-    done = warm_python.run(SCRIPT.with_name("guarded_script.py"), tmp_path / "log", "unguarded")
+    done = warm_python.run(SCRIPT.with_name("guarded_script.py"), tmp_path / "log", "spawn", "unguarded")
     assert done.returncode == 1
     told = (
         r"ddp: line \d+ of guarded_script.py starts processes that import the script.*Put that line under `if __name__"
@@ -123,8 +140,31 @@ def test_a_notebook_that_has_used_its_gpu_is_pointed_to_dp(monkeypatch: pytest.M
     assert script_launcher.start_method(torch.device("cpu")) == "fork"
     assert script_launcher.start_method(torch.device("cuda")) == "fork"
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    with pytest.raises(ConfigError, match=r"this notebook has used the GPU already.*Use strategy=dp"):
+    with pytest.raises(ConfigError, match=r"this process has used the GPU already.*Use strategy=dp"):
         script_launcher.start_method(torch.device("cuda"))
+    with pytest.raises(ConfigError, match=r"start_method=spawn was given in a notebook, .* Use start_method=fork"):
+        script_launcher.start_method(torch.device("cpu"), "spawn")
+
+
+def test_a_script_that_has_used_its_gpu_does_not_fork(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    assert script_launcher.start_method(torch.device("cuda")) == "spawn"
+    assert script_launcher.start_method(torch.device("cuda"), "forkserver") == "forkserver"
+    assert script_launcher.start_method(torch.device("cpu"), "fork") == "fork"
+    with pytest.raises(ConfigError, match=r"this process has used the GPU already.*without start_method=fork"):
+        script_launcher.start_method(torch.device("cuda"), "fork")
+
+
+def test_a_start_method_that_nothing_would_follow_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="ddp: start_method=popen is unknown; choose one of fork, spawn, forkserver"):
+        DDPStrategy(start_method="popen")  # pyright: ignore[reportArgumentType]
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    for name in ("RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(name, "1" if name.endswith("SIZE") else "0")
+    strategy = DDPStrategy(start_method="forkserver")
+    with pytest.raises(ConfigError, match=r"start_method=forkserver was given, but train.py, torchrun or the cluster"):
+        Trainer(strategy=strategy, accelerator="cpu", devices=1, logger=False)
 
 
 @pytest.mark.long
