@@ -145,8 +145,9 @@ class _AliasFinder(MetaPathFinder):
     ) -> ModuleSpec | None:
         if real := _real_name(fullname, self._aliases):
             self._warn()
-            is_there = fullname in self._aliases or importlib.util.find_spec(real) is not None
-            return ModuleSpec(fullname, _AliasLoader(real), is_package=True) if is_there else None
+            if fullname in self._aliases or real in sys.modules or importlib.util.find_spec(real) is not None:
+                return ModuleSpec(fullname, _AliasLoader(real), is_package=True)
+            return None
         if fullname == "lightning" and "lightning.pytorch" in self._aliases and PathFinder.find_spec(fullname) is None:
             return ModuleSpec(fullname, _FaceLoader(), is_package=True)
         return None
