@@ -10,7 +10,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 # evener before any library, so that one that imports `lightning` finds what evener makes of that name
-from evener.strategies import DataParallelStrategy, DDPStrategy, SingleDeviceStrategy
+from evener.strategies import (
+    BalancedDataParallelStrategy,
+    DataParallelStrategy,
+    DDPStrategy,
+    FSDPStrategy,
+    ModelParallelStrategy,
+    SingleDeviceStrategy,
+)
 from evener.trainer import Trainer
 
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1])]
@@ -22,7 +29,10 @@ from library_cases import CASES  # noqa: E402
 STRATEGIES: dict[str, Any] = {
     "single_device": lambda: (SingleDeviceStrategy(), 1),
     "dp": lambda: (DataParallelStrategy(), 2),
+    "balanced_dp": lambda: (BalancedDataParallelStrategy(gpu0_chunk=1), 2),
     "ddp": lambda: (DDPStrategy(batch_size_is="global"), 2),
+    "fsdp": lambda: (FSDPStrategy(batch_size_is="global"), 2),
+    "model_parallel": lambda: (ModelParallelStrategy(), 2),
 }
 TOLERANCE = 1e-10
 
@@ -77,7 +87,7 @@ def train(library: str, strategy: str) -> Trained:
 
 def train_with(library: str, strategy: str) -> Trained:
     """Rank 0's training, or the first that failed."""
-    if strategy != "ddp":
+    if strategy not in ("ddp", "fsdp"):
         return train(library, strategy)
     ranks = run_ranks(train, 2, library, strategy, timeout_s=180)
     found = next((rank for rank in ranks if rank.error), ranks[0])

@@ -6,12 +6,12 @@ Each is (module, data) as `trainer.fit(module, **data)` takes them, in float64 a
 
 import importlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, dataloader
 
 Made = tuple[Any, dict[str, Any]]
 NUM_SAMPLES = 11
@@ -225,9 +225,97 @@ def rl4co(baseline: str = "no") -> Made:
     return module, both(lambda: DataLoader(salesmen, batch_size=4, collate_fn=salesmen.collate_fn))
 
 
+def terratorch() -> Made:
+    """The segmentation task of TerraTorch on a small network of timm, whose `forward` its wrapper takes over."""
+    tasks = importlib.import_module("terratorch.tasks")
+    network = {
+        "backbone": "timm_resnet10t", "backbone_pretrained": False, "backbone_in_chans": 3, "num_classes": 3,
+        "decoder": "FCNDecoder", "decoder_channels": 8, "decoder_num_convs": 1, "necks": [], "rescale": True,
+    }  # fmt: skip
+    task = tasks.SemanticSegmentationTask(network, "EncoderDecoderFactory", lr=0.01, optimizer="SGD", ignore_index=-100)
+    image = torch.rand(NUM_SAMPLES, 3, 32, 32, generator=generator(), dtype=torch.float64)
+    mask = torch.randint(0, 3, (NUM_SAMPLES, 32, 32), generator=generator())
+    task, encoder = without_batchnorm(task), task.model.encoder
+    encoder.forward.__self__._modules.update(encoder._modules)  # whose layers it runs, the replaced one of the top too
+    return task, both(lambda: rows(image=image, mask=mask))
+
+
+def mean_absolute_error(targets: Any, predictions: Any) -> float:
+    return float(abs(targets - predictions).mean())
+
+
+def deeptab() -> Made:
+    """The multi-layer perceptron of DeepTab; its batches are ((list, list, list), labels), its metrics its own."""
+    training, data = importlib.import_module("deeptab.training"), importlib.import_module("deeptab.data")
+    metric = importlib.import_module("torchmetrics").MeanSquaredError
+    features = {f"x{i}": {"preprocessing": "none", "dimension": 1, "categories": None} for i in range(3)}
+    task = training.TaskModel(
+        importlib.import_module("deeptab.architectures").MLP,
+        importlib.import_module("deeptab.configs").MLPConfig(layer_sizes=[8, 8], dropout=0.0),
+        (features, {}, {}), lr=0.01, optimizer_type="SGD",
+        train_metrics={"mse": metric()}, val_metrics={"mse": metric(), "mae": mean_absolute_error},
+    )  # fmt: skip
+    g = generator()
+    columns = [torch.randn(NUM_SAMPLES, 1, generator=g, dtype=torch.float64) for _ in features]
+    labels = torch.randn(NUM_SAMPLES, 1, generator=g, dtype=torch.float64)
+    dataset = data.TabularDataset([], columns, labels=labels)
+    return task, both(lambda: DataLoader(dataset, batch_size=4))
+
+
+def schnetpack() -> Made:
+    """A potential of SchNetPack with forces; its batches are dicts of all atoms and all pairs, in a row."""
+    vars(dataloader).setdefault("T_co", TypeVar("T_co", covariant=True))  # schnetpack 2.2.0 imports it; torch had it
+    package, task = importlib.import_module("schnetpack"), importlib.import_module("schnetpack.task")
+    atomistic, metrics = importlib.import_module("schnetpack.atomistic"), importlib.import_module("torchmetrics")
+    keys = importlib.import_module("schnetpack.properties")
+    torch.set_default_dtype(torch.float32)  # the library makes its basis by torch.FloatTensor
+    radial_basis, cutoff = package.nn.GaussianRBF(4, 5.0), package.nn.CosineCutoff(5.0)
+    torch.set_default_dtype(torch.float64)
+    network = importlib.import_module("schnetpack.model").NeuralNetworkPotential(
+        package.representation.SchNet(n_atom_basis=8, n_interactions=1, radial_basis=radial_basis, cutoff_fn=cutoff),
+        [atomistic.PairwiseDistances()],
+        [atomistic.Atomwise(n_in=8, output_key="energy"), atomistic.Forces()],
+    )  # fmt: skip
+    outputs = [
+        task.ModelOutput(name, nn.MSELoss(), weight, {"mae": metrics.MeanAbsoluteError()})
+        for name, weight in (("energy", 0.1), ("forces", 0.9))
+    ]
+    module = task.AtomisticTask(network, outputs, torch.optim.SGD, {"lr": 0.01})
+    g = generator()
+
+    def molecule(index: int) -> dict[str, Tensor]:
+        size = 3 + index % 3
+        pairs = torch.tensor([(i, j) for i in range(size) for j in range(size) if i != j])
+        drawn = {name: torch.randn(size, 3, generator=g, dtype=torch.float64) for name in (keys.R, "forces")}
+        return {
+            **drawn, keys.Z: torch.ones(size, dtype=torch.long), keys.n_atoms: torch.tensor([size]),
+            "energy": torch.randn(1, generator=g, dtype=torch.float64), keys.idx_i: pairs[:, 0],
+            keys.idx_j: pairs[:, 1], keys.offsets: torch.zeros(len(pairs), 3, dtype=torch.float64),
+        }  # fmt: skip
+
+    molecules: Any = [molecule(i) for i in range(NUM_SAMPLES)]
+    return module, both(lambda: package.data.AtomsLoader(molecules, batch_size=4))
+
+
+def careamics() -> Made:
+    """Noise2Void of CAREamics on a small U-Net; its batches are lists of (patches, originals, masks)."""
+    create = importlib.import_module("careamics.lightning").create_careamics_module
+    module = create(
+        "n2v", "n2v", "UNet", {"depth": 1, "num_channels_init": 8, "n2v2": False}, "SGD", {"lr": 0.01},
+    )  # fmt: skip
+    g = generator()
+    clean, noisy = (torch.rand(NUM_SAMPLES, 1, 16, 16, generator=g, dtype=torch.float64) for _ in range(2))
+    # masks of as many pixels each, as the library draws them
+    mask = torch.zeros(NUM_SAMPLES, 1, 16, 16, dtype=torch.float64)
+    mask[..., ::4, ::4] = 1
+    samples = list(zip(noisy, clean, mask, strict=True))
+    return without_batchnorm(module), both(lambda: DataLoader(samples, batch_size=4))  # pyright: ignore[reportArgumentType]
+
+
 CASES: dict[str, Callable[[], Made]] = {
     make.__name__: make
     for make in (
-        chemprop, scvi, pytorch_forecasting, gluonts, torchgeo, anomalib, nequip, pyannote, rl4co
+        chemprop, scvi, pytorch_forecasting, gluonts, torchgeo, anomalib, nequip, pyannote, rl4co, terratorch, deeptab,
+        schnetpack, careamics,
     )
 }  # fmt: skip
