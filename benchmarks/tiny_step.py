@@ -84,6 +84,7 @@ class Module(pl.LightningModule):
         super().__init__()
         self.net, self.case = Net(), case
         self._tick: Callable[[], None] = timer.tick
+        self._own_id = id(self)
         if case not in ("bare", "typical"):
             self.metrics = make_metrics()
 
@@ -103,7 +104,7 @@ class Module(pl.LightningModule):
 
     def device_is_first(self) -> bool:
         """Whether this is the module itself, and no replica of it."""
-        return self.trainer.lightning_module is self
+        return id(self) == self._own_id
 
     def evaluation_step(self, batch: Any) -> None:
         if self.device_is_first():

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import pytorch_lightning as pl
 import torch
-from pytorch_lightning.trainer.states import TrainerFn
+from pytorch_lightning.trainer.states import RunningStage, TrainerFn
 from pytorch_lightning.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -119,6 +119,7 @@ class DDPStrategy(MultiProcessStrategy):
         self._weighs_in_loop = False
         self._reduction: StepReduction | None = None
         self._without_gradient: list[nn.Parameter] = []
+        self._evaluation_loop: Any = None
         self.metrics: RunMetrics | None = None
         """Computes the values of metrics over all ranks; None outside a run."""
 
@@ -299,25 +300,8 @@ class DDPStrategy(MultiProcessStrategy):
         """Begin a pass over loaders, refusing an evaluation that ranks would not read side by side."""
         assert self.metrics is not None
         self.metrics.begin_pass(self.module)
+        self._evaluation_loop = evaluation
         self._shares.verify_evaluation(getattr(evaluation, of_lightning.COMBINED_LOADER, None))
-
-    @property
-    def _evaluation_loop(self) -> Any:
-        return of_lightning.evaluation_loop(self._trainer)
-
-    def _tell_metrics(self) -> None:
-        """Tell metrics to which global batch the next step belongs."""
-        trainer, metrics, share = self.trainer, self.metrics, self.share
-        assert metrics is not None
-        metrics.steps.begin_batch(is_part=share is None or share.num < share.total, counts=self._shares.counts)
-        num_trained = trainer.fit_loop.epoch_loop.batch_progress.total.ready
-        if trainer.training:
-            metrics.begin_training_batch(num_trained)
-            return
-        loop = self._evaluation_loop
-        index = of_lightning.results(loop).dataloader_idx or 0
-        places = positions(of_lightning.combined_loader(loop).flattened[index])
-        metrics.begin_evaluated_batch(num_trained, index, places, self.world_size)
 
     @override
     def on_train_start(self) -> None:
@@ -341,13 +325,33 @@ class DDPStrategy(MultiProcessStrategy):
         return super().batch_to_device(batch, device or self.meeting_device, dataloader_idx)
 
     def begin_batch(self, dataloader_idx: int) -> None:
-        """Read this rank's share of the global batch from its next batch."""
-        self._shares.begin_batch(self.trainer, dataloader_idx, self.evaluates_in_step)
+        """Read this rank's share of the global batch from its next batch, and tell metrics which batch that is."""
+        trainer, shares = self.trainer, self._shares
+        stage = trainer.state.stage  # by identity: Lightning's properties compare the names of stages
+        if stage is None or stage is RunningStage.PREDICTING:
+            joins = stage is not None and self.evaluates_in_step
+            shares.begin_batch(of_lightning.combined_loader(trainer.predict_loop) if joins else None, dataloader_idx)
+            return
+        trains, metrics = stage is RunningStage.TRAINING, self.metrics
+        combined: Any = of_lightning.combined_loader(trainer.fit_loop if trains else self._evaluation_loop)
+        shares.begin_batch(combined, dataloader_idx, trains)
+        share = shares.current
+        assert metrics is not None
+        metrics.steps.begin_batch(is_part=share is None or share.num < share.total, counts=shares.counts)
+        num_trained: Any = trainer.fit_loop.epoch_loop.batch_progress.total.ready
+        if trains:
+            metrics.begin_training_batch(num_trained + 1)  # Lightning counts it after this
+        else:
+            places = positions(combined.flattened[dataloader_idx])
+            metrics.begin_evaluated_batch(num_trained, dataloader_idx, places, self.world_size)
+
+    def runs_alone(self, step: str) -> bool:
+        """Whether a step of evaluation is the module's own: nothing happens around it on the only device."""
+        return step != "training_step" and isinstance(self.layout, SingleLayout)
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         counts = self._shares.counts
-        self._tell_metrics()
         if self.balance is not None:
             self.balance.begin_step(self.module, self.root_device, self.loaders.divides)
         if not self.module.automatic_optimization:
@@ -484,18 +488,16 @@ class DDPStrategy(MultiProcessStrategy):
         return self._evaluate("predict_step", self.precision_plugin.predict_step_context, *args, **kwargs)
 
     def _evaluate(self, step: str, context: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
-        if step != "predict_step":
-            self._tell_metrics()
         with context():
             return self.layout.step(step, *args, **kwargs)
 
     @override
     def on_test_start(self) -> None:
-        self._begin_pass(self._evaluation_loop)
+        self._begin_pass(of_lightning.evaluation_loop(self.trainer))
 
     @override
     def on_validation_start(self) -> None:
-        self._begin_pass(self._evaluation_loop)
+        self._begin_pass(of_lightning.evaluation_loop(self.trainer))
         # evaluation bypasses the wrapper, which broadcasts rank 0's buffers in forward, because ranks may have unequal
         # numbers of batches
         self._sync_buffers()

@@ -134,6 +134,10 @@ class FSDPStrategy(DDPStrategy):
     def evaluates_in_step(self) -> bool:
         return True  # each rank's forward needs the shards of all
 
+    @override
+    def runs_alone(self, step: str) -> bool:
+        return False
+
     @property
     def stands_in(self) -> bool:
         """Whether this rank has no samples of the batch that is evaluated, so that nothing of its step may count."""

@@ -174,15 +174,16 @@ def test_batches_of_several_loaders_that_ranks_share_in_unequal_parts_are_refuse
     first, second = (SimpleNamespace(rank_batches=SimpleNamespace(shares=deque())) for _ in range(2))
     first.rank_batches.shares += [Share(2, 4), Share(2, 4)]
     second.rank_batches.shares += [Share(4, 8), Share(1, 1), Share(1, 3)]
-    combined: Any = SimpleNamespace(flattened=[first, second])
+    loaders = [first, second]
+    combined: Any = SimpleNamespace(flattened=loaders, _flattened=loaders, _mode="min_size")
     loop: Any = SimpleNamespace(_combined_loader=combined, max_batches=3)
-    shares.read(combined.flattened)
+    shares.begin_batch(combined, 0)
     assert shares.current == Share(2, 4)
     shares.verify_parts(loop)
-    shares.read(combined.flattened)
+    shares.begin_batch(combined, 0)
     with pytest.raises(ConfigError, match=r"this rank has 0\.5 and 1 of the batches of the loaders"):
         shares.verify_parts(loop)
-    shares.read(combined.flattened)
+    shares.begin_batch(combined, 0)
     assert shares.current == Share(1, 3)
 
 

@@ -27,6 +27,10 @@ class StepContract(Protocol):
     def begin_batch(self, dataloader_idx: int) -> None:
         """Learn that the next batch of a loader was fetched and will be moved to a device."""
 
+    def runs_alone(self, step: str) -> bool:
+        """Whether a step (`validation_step`, ...) only calls the module's, in the precision plugin's context."""
+        return False
+
     def scale_loss(self, loss: Tensor) -> Tensor:
         """Weight the loss before its backward pass."""
         return loss

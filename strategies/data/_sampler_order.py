@@ -27,9 +27,10 @@ def in_one_order(units: Iterable[Unit], rank: int, agree: Agree) -> Iterator[Uni
     after its first unit it draws from separate random streams, which training does not affect.
     """
     sampler = getattr(units, "sampler", units) if type(units) is BatchSampler else units
-    if type(sampler) is SequentialSampler:
-        yield from units
-        return
+    return iter(units) if type(sampler) is SequentialSampler else _drawn(units, sampler, rank, agree)
+
+
+def _drawn(units: Iterable[Unit], sampler: Any, rank: int, agree: Agree) -> Iterator[Unit]:
     stream = _Stream(agree((random_state(), _generator_state(sampler))), sampler)
     iterator = iter(units) if rank == 0 else stream.start(units)  # a loader draws the seed of its workers here
     first = next(iterator, None) if rank == 0 else stream.next(iterator)

@@ -23,11 +23,12 @@ from ..batch.structure import BatchStructure
 from ..core.errors import ConfigError
 from ..core.private import of_lightning, put
 from ._sampler_order import Agree, worker_seeds
-from .sampling import Cut, Deal, Divide, RankBatches, Share
+from .sampling import Cut, Deal, Divide, RankBatches
 from .streams import Divided, Lockstep, Stream
 
 LoaderRole: TypeAlias = Literal["train", "evaluate", "predict"]
 BatchSizeIs: TypeAlias = Literal["per_device", "global"]
+Source: TypeAlias = Stream | RankBatches
 
 
 @dataclass
@@ -173,13 +174,11 @@ def _distributed_sampler(loader: DataLoader[Any]) -> DistributedSampler[Any] | N
     return next((sampler for sampler in candidates if isinstance(sampler, DistributedSampler)), None)
 
 
-def next_share(loader: Any) -> Share | None:
-    """Take the share of the batch that a rank's loader yielded; None if all ranks have the same weight."""
-    source = loader if isinstance(loader, Stream) else getattr(loader, "rank_batches", None)
-    return source.shares.popleft() if source is not None and source.shares else None
+def source_of(loader: Any) -> Source | None:
+    """What cuts a rank's batches and knows their shares; None if all ranks have the same weight."""
+    return loader if isinstance(loader, Stream) else getattr(loader, "rank_batches", None)
 
 
 def positions(loader: Any) -> list[int] | None:
     """Positions of this rank's batches among all ranks' batches, in the order of the user's loader."""
-    source = loader if isinstance(loader, Stream) else getattr(loader, "rank_batches", None)
-    return getattr(source, "positions", None)
+    return getattr(source_of(loader), "positions", None)

@@ -30,7 +30,7 @@ from ..core.types import Unit
 from ._sampler_order import Agree, in_one_order
 
 
-@dataclass(frozen=True)
+@dataclass
 class Share:
     """This rank's part of one global batch.
 
@@ -73,9 +73,10 @@ class Deal:
     def parts(self, units: Iterator[Unit], num_ranks: int) -> Iterator[list[Unit]]:
         """See `Cut.parts`."""
         while group := list(islice(units, num_ranks)):
-            if self.spread:
-                group = _spread(group, num_ranks, self.smallest)
-            yield group + [[]] * (num_ranks - len(group))
+            if len(group) < num_ranks:
+                group = _spread(group, num_ranks, self.smallest) if self.spread else group
+                group += [[]] * (num_ranks - len(group))
+            yield group
 
     def count(self, num_units: int, num_ranks: int) -> int:
         """See `Cut.count`."""
@@ -178,7 +179,7 @@ class RankBatches(Sampler[Any]):
         num_before = 0
         units = in_one_order(self.units, self.rank, self.agree)
         for step, parts in enumerate(self.cut.parts(units, self.num_ranks)):
-            nums = [num_samples(part) for part in parts]
+            nums = [len(part) if type(part) is list else num_samples(part) for part in parts]
             mine, num, total = parts[self.rank], nums[self.rank], sum(nums)
             first, num_before = num_before + sum(nums[: self.rank]), num_before + total
             if not num and not self.joins:

@@ -1,17 +1,17 @@
 """Read this rank's share of each batch, by which its loss and its logged means weigh."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import pytorch_lightning as pl
 import torch
+from pytorch_lightning.utilities.combined_loader import CombinedLoader
 from torch import Tensor
 
 from ..batch.loss_weight import WeighedLoss
 from ..core.errors import ConfigError
 from ..core.private import of_lightning
 from .combined import TRAINED, verify_side_by_side
-from .loaders import next_share
+from .loaders import Source, source_of
 from .sampling import Share
 
 
@@ -34,6 +34,8 @@ class RankShares:
         """The losses of the batch for which the module returned a `loss_weight`; several if a closure ran again."""
         self._parts: set[float] = set()
         self._knows_parts = False
+        self._loaders: Sequence[Any] = ()
+        self._sources: list[Source | None] = []
 
     @property
     def counts(self) -> bool:
@@ -52,29 +54,23 @@ class RankShares:
         share = self.current
         return None if share is None else float(self.counts) * self._num_ranks / share.total
 
-    def begin_batch(self, trainer: pl.Trainer, dataloader_idx: int, in_step: bool) -> None:
-        """Take the shares of the batch that a trainer's loop has fetched.
+    def begin_batch(self, combined: CombinedLoader | None, dataloader_idx: int, trains: bool = False) -> None:
+        """Take the shares of the batch that was fetched.
 
         Args:
-            in_step: whether ranks run as many prediction steps as well.
+            combined: the loaders that it was fetched from; None if ranks need not know its share.
+            dataloader_idx: the one that it was fetched from, if they are read one after the other.
         """
-        if trainer.training:
-            self.read(getattr(of_lightning.combined_loader(trainer.fit_loop), "flattened", ()), trains=True)
-            return
-        loop = of_lightning.active_loop(trainer) if trainer.evaluating or (in_step and trainer.predicting) else None
-        combined: Any = getattr(loop, of_lightning.COMBINED_LOADER, None)
-        if combined is None:
-            self.read(())
-        else:
-            one = of_lightning.mode(combined) == "sequential"
-            self.read([combined.flattened[dataloader_idx]] if one else combined.flattened)
-
-    def read(self, loaders: Iterable[Any], trains: bool = False) -> None:
-        """Take the shares of the batch that was fetched from one loader, or from several side by side."""
         self.weighed_losses.clear()
-        shares = [share for share in map(next_share, loaders) if share is not None]
+        loaders: Sequence[Any] = () if combined is None else of_lightning.flattened(combined)
+        if loaders is not self._loaders:
+            self._loaders, self._sources = loaders, [source_of(loader) for loader in loaders]
+        sources = self._sources
+        if combined is not None and len(sources) > 1 and of_lightning.mode(combined) == "sequential":
+            sources = sources[dataloader_idx : dataloader_idx + 1]
+        shares = [source.shares.popleft() for source in sources if source is not None and source.shares]
         self.current = shares[0] if shares else None
-        self._parts = {share.num / share.total for share in shares}
+        self._parts = {share.num / share.total for share in shares} if len(sources) > 1 else set()
         if trains:
             self.scale, self._late = self.weight, 1.0
 

@@ -104,6 +104,7 @@ class MultiProcessStrategy(pl_strategies.DDPStrategy):
         self._recorded: nn.Module | None = None
         self._failed = False
         self.states = StateWatch(self.strategy_name)
+        self._num_ranks: int | None = None
 
     @property
     def module(self) -> pl.LightningModule:
@@ -140,6 +141,16 @@ class MultiProcessStrategy(pl_strategies.DDPStrategy):
     @override
     def _get_process_group_backend(self) -> str:
         return backend_for(self._process_group_backend, self.root_device)
+
+    @override
+    def set_world_ranks(self) -> None:
+        super().set_world_ranks()
+        self._num_ranks = super().world_size
+
+    @property
+    @override
+    def world_size(self) -> int:
+        return super().world_size if self._num_ranks is None else self._num_ranks  # mostly read from os.environ
 
     @property
     def process_devices(self) -> list[torch.device]:

@@ -333,6 +333,8 @@ class SeparateEvaluation(EvaluationLoop):
     _number = _num_batches = 0
     """Parts of validations that have ended, one per loader, and batches of the present one."""
     _has_ended = False
+    is_within_fit = False
+    """Whether a validation within training runs, which a signal may stop."""
 
     @override
     def run(self) -> Any:
@@ -348,6 +350,7 @@ class SeparateEvaluation(EvaluationLoop):
         self._num_batches, self._has_ended = 0, False
         progress = copy.deepcopy(self.batch_progress.state_dict())
         metrics = _run_state.metric_states(self.trainer.lightning_module)
+        self.is_within_fit = True
         try:
             results = super().run()
             if not self._has_ended:  # this rank has no batch, and others may
@@ -357,6 +360,8 @@ class SeparateEvaluation(EvaluationLoop):
             self.batch_progress.load_state_dict(progress)
             _run_state.restore_metrics(self.trainer.lightning_module, metrics)
             raise
+        finally:
+            self.is_within_fit = False
 
     def after_batch(self) -> None:
         """Stop between two batches of a validation within training, if a signal asked for it; the subclass calls it.
@@ -364,7 +369,7 @@ class SeparateEvaluation(EvaluationLoop):
         Raises:
             ValidationStopped: all ranks stop here.
         """
-        if self._is_within_fit():
+        if self.is_within_fit:
             self._num_batches += 1
             if not self.batch_progress.is_last_batch:
                 self._stop(ended=False)
@@ -372,12 +377,9 @@ class SeparateEvaluation(EvaluationLoop):
     @override
     def _store_dataloader_outputs(self) -> None:
         # ranks exchange the values of this loader's batches, and one that has stopped before would not come
-        if self._is_within_fit():
+        if self.is_within_fit:
             self._end()
         super()._store_dataloader_outputs()
-
-    def _is_within_fit(self) -> bool:
-        return self.trainer.validating and self.trainer.state.fn == TrainerFn.FITTING
 
     def _end(self) -> None:
         self._has_ended = True

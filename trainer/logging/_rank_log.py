@@ -11,7 +11,7 @@ A rank sees its own part of the global batch. A value that it logs counts by sam
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from math import inf, nan
-from typing import Any
+from typing import Any, NamedTuple
 
 from lightning_fabric.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
@@ -116,8 +116,7 @@ def over_ranks(kind: str, values: Sequence[float], weights: Sequence[float]) -> 
     return sum(value * weight for value, weight in zip(values, weights, strict=True)) / total if total else nan
 
 
-@dataclass
-class Logged:
+class Logged(NamedTuple):
     """One value that this rank logged in the batch at hand.
 
     Args:

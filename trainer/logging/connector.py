@@ -6,6 +6,7 @@ read: by a logger at its step, the progress bar at its refresh, a callback at an
 """
 
 from contextlib import nullcontext
+from functools import cached_property
 from typing import Any
 
 import pytorch_lightning as pl
@@ -19,6 +20,7 @@ from ...strategies.core.module_log import ModuleLog
 from ...strategies.core.private import of_lightning, of_metrics
 from ...strategies.core.types import Batch
 from ...strategies.data.sampling import Share
+from ...strategies.ddp import DDPStrategy
 from ...strategies.registry import ranks_of
 from ._empty_ranks import fill_empty
 from ._epoch_sync import is_shared_by, own_values, share
@@ -46,12 +48,19 @@ class LeanResults(of_lightning.ResultCollection):
         self.share: Share | None = None
         """This rank's part of the batch in process; None if all ranks count the same."""
         self.tracked: list[Logged] | None = None
-        """What this rank logged in the batch in process; None if the strategy does not share batches among ranks."""
+        """What this rank logged in the training batch in process; None if ranks do not share batches, or outside it."""
+        self.shares_steps = False
+        """Whether a step value of a metric was logged with `sync_dist=True`."""
         self.restored: dict[str, Any] = {}
         """Entries that a checkpoint had, by key, until they are logged again."""
         self.deferred = StepSync()
         self.defers = False
         """Whether the loop reduces values logged by step at the end of the step."""
+
+    @cached_property
+    def ranks(self) -> DDPStrategy | None:
+        """The strategy, if there are several ranks that share batches; it is the same as long as the trainer runs."""
+        return ranks_of(self.trainer.strategy) if self.trainer.world_size > 1 else None
 
     @override
     def log(self, fx: str, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
@@ -64,6 +73,7 @@ class LeanResults(of_lightning.ResultCollection):
                 if steps is not None and of_metrics.forward_cache(value) is not None:
                     steps.verify_whole(name)
                 self.waits_for_epoch |= steps is not None and not self.training
+                self.shares_steps = True
         if self.restored:
             self._renew_sync(fx, name, kwargs)
         # pyright can't resolve Lightning's `torch.compiler.disable`
@@ -116,9 +126,9 @@ class LeanResults(of_lightning.ResultCollection):
             )
 
     def track(self, metric: Any, value: Any, copy: Tensor | None, size: Any, given: bool) -> None:
-        """Remember a value for the corrections at the end of the batch; see `Logged`."""
-        assert self.tracked is not None
-        self.tracked.append(Logged(metric, value, copy, size, given))
+        """Remember a value for the corrections at the end of the batch, and of the epoch; see `Logged`."""
+        if self.tracked is not None:
+            self.tracked.append(Logged(metric, value, copy, size, given))
         if given and self.share is not None and metric.is_tensor and metric.meta.on_epoch:
             vars(metric).setdefault(GIVEN, GivenSizes()).add(value if copy is None else copy, size, self.share)
 
@@ -186,6 +196,7 @@ class LeanLoggerConnector(of_lightning.LoggerConnector):
         """The results of the loop that is processing a batch; None between batches."""
         self._unread: LeanResults | None = None
         self._evaluated = EvalStepSync()
+        self._weightless: ModuleLog | None = None
         self.collected: dict[str, dict[str, Any]] = {}
         super().__init__(trainer)
 
@@ -198,21 +209,24 @@ class LeanLoggerConnector(of_lightning.LoggerConnector):
         if results.dataloader_idx != dataloader_idx:
             self.settle()
             results.dataloader_idx = dataloader_idx
-        results.deferred.clear()
-        ranks = ranks_of(self.trainer.strategy) if self.trainer.world_size > 1 else None
-        results.share = results.tracked = None
+        if results.deferred.values:
+            results.deferred.values.clear()  # of an interrupted step
+        ranks = results.ranks
         if ranks is not None:
-            results.share, results.tracked = ranks.share, []
-            self._weigh_hooks(results.share)
+            share = results.share = ranks.share
+            if results.training:
+                results.tracked = []
+            if share is not None and not share.num:
+                self._log_without_weight()
         self.batch_results = results
         results.batch = batch
         results.batch_size = None
 
-    def _weigh_hooks(self, share: Share | None) -> None:
+    def _log_without_weight(self) -> None:
         """Give what hooks log no weight while this rank has no samples of the batch, as a step without samples does."""
         log = vars(self.trainer.lightning_module).get("log")
         if isinstance(log, ModuleLog):
-            log.receiver = log.without_weight if share is not None and not share.num else None
+            log.receiver, self._weightless = log.without_weight, log
 
     def enter(self, fx: str) -> None:
         """Learn which hook logs, as Lightning does by its own check of each call."""
@@ -220,38 +234,37 @@ class LeanLoggerConnector(of_lightning.LoggerConnector):
 
     def exchange(self, results: LeanResults) -> None:
         """Bring the values that this rank logged in the batch to what they are for the global batch."""
-        ranks = ranks_of(self.trainer.strategy)
-        if results.tracked and results.training and ranks is not None and ranks.weighed_losses:
-            reweigh_losses(results.tracked, ranks.weighed_losses, results.share, ranks.world_size)
-        if results.deferred:
+        ranks, tracked = results.ranks, results.tracked
+        if tracked and ranks is not None and ranks.weighed_losses:
+            reweigh_losses(tracked, ranks.weighed_losses, results.share, ranks.world_size)
+        if results.deferred.values:
             results.deferred.flush()
-        if results.training and results.share is not None and results.share.some_empty:
+        if tracked is None:
+            return
+        if results.share is not None and results.share.some_empty:
             results.settle()
             fill_empty(self.trainer.strategy, results, results.share.num)
-        if results.tracked:
-            if results.training and ranks is not None:
-                share_step_values(ranks, results.tracked)
-            results.tracked.clear()
+        if tracked and results.shares_steps and ranks is not None:
+            share_step_values(ranks, tracked)
+        tracked.clear()
 
     def finish_batch(self, results: LeanResults) -> None:
         """Like Lightning's `on_batch_end`, for a loop that has its results at hand; metrics are collected later."""
-        if results.tracked is not None or results.deferred:
+        if results.tracked is not None or results.deferred.values:
             self.exchange(results)
         if results and self._unread is not results:
             self.settle()
             self._unread = results
         results.batch = None
         results.batch_size = None
-        if results.tracked is None:
-            self.batch_results = None
-        else:
-            self._leave_batch()
+        self._leave_batch()
 
     def _leave_batch(self) -> None:
         results, self.batch_results = self.batch_results, None
-        if results is not None and results.tracked is not None:
+        if results is not None:
             results.tracked = None
-            self._weigh_hooks(None)
+        if self._weightless is not None:
+            self._weightless.receiver = self._weightless = None
 
     def log_train_step(self, num_steps: int) -> None:
         """Send a step's values to the loggers every `log_every_n_steps` steps.
@@ -263,11 +276,6 @@ class LeanLoggerConnector(of_lightning.LoggerConnector):
         every = trainer.log_every_n_steps
         if (every and (num_steps % every == 0 or trainer.should_stop)) or trainer.fast_dev_run:
             self.log_metrics(self.metrics["log"])
-
-    def log_evaluation_step(self, results: LeanResults, step: int) -> None:
-        """Send the step's values to the loggers, if any are logged by step."""
-        if results.logs_steps:
-            self.update_eval_step_metrics(step)
 
     def settle(self) -> None:
         """Collect the metrics of the last step, if not done yet."""

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torchmetrics import Metric
 
 from ...strategies.core.devices import scalar
 from ...strategies.core.private.of_lightning import ResultMetric
@@ -120,7 +119,7 @@ class Slot:
 
     def _add_metric(self, value: Any) -> bool:
         state = self.state
-        if self.is_tensor or not isinstance(value, Metric) or value is not state["value"]:
+        if self.is_tensor or value is not state["value"]:  # which is a metric then
             return False
         state[COMPUTED] = None
         state[UPDATE_COUNT] += 1

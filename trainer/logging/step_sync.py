@@ -26,12 +26,10 @@ class StepSync:
         """Whether the running loop reduces its values after the step."""
         self.weighs = False
         """Whether a value is being logged, whose mean over ranks must be one over samples."""
-        self._values: list[tuple[Tensor, str | None, Any]] = []
+        self.values: list[tuple[Tensor, str | None, Any]] = []
+        """The values that wait, each with its operation and group."""
         self._reduce: Reduce | None = None
         self._weighed: Reduce | None = None
-
-    def __len__(self) -> int:
-        return len(self._values)
 
     def through(self, reduce: Reduce, weighed: Reduce) -> Reduce:
         """Return the reduction function for Lightning: it defers inside `log`, and reduces at once elsewhere.
@@ -46,15 +44,11 @@ class StepSync:
     def reduce(self, value: Tensor, group: Any = None, reduce_op: str | None = "mean") -> Tensor:
         """Defer a value; the returned tensor holds the reduced value after `flush`."""
         if self.waits:
-            self._values.append((value, reduce_op, group))
+            self.values.append((value, reduce_op, group))
             return value
         reduce = self._weighed if self.weighs else self._reduce
         assert reduce is not None
         return reduce(value, group=group, reduce_op=reduce_op)
-
-    def clear(self) -> None:
-        """Discard the values of an interrupted step."""
-        self._values.clear()
 
     def flush(self) -> None:
         """Reduce all waiting values, with one collective for all that share operation and group.
@@ -63,7 +57,7 @@ class StepSync:
         on other ranks.
         """
         assert self._weighed is not None
-        values, self._values = self._values, []
+        values, self.values = self.values, []
         kinds: dict[tuple[Any, ...], list[Tensor]] = {}
         for value, reduce_op, group in values:
             kinds.setdefault((reduce_op, group), []).append(value)

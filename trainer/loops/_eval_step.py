@@ -6,7 +6,7 @@ from pytorch_lightning.callbacks import BasePredictionWriter
 from pytorch_lightning.utilities.exceptions import SIGTERMException
 from pytorch_lightning.utilities.signature_utils import is_param_in_hook_signature
 
-from ...strategies.core.private import of_lightning, put
+from ...strategies.core.private import of_lightning
 from ...strategies.core.private.of_lightning import (
     DataLoaderIterDataFetcher,
     EvaluationLoop,
@@ -36,6 +36,7 @@ class StepPlan:
         fetcher = of_lightning.data_fetcher(loop)
         self.loader = OneLoader(fetcher) if fetcher is not None and OneLoader.fits(fetcher) else None
         self.sanity_checks = trainer.sanity_checking
+        self.may_stand_in = hasattr(trainer.strategy, "stands_in")
         self.names_loader = of_lightning.mode(combined) == "sequential" and loop.num_dataloaders > 1
         self.resolve()
 
@@ -62,7 +63,7 @@ class StepPlan:
 
     def stands_in(self) -> bool:
         """Whether the step only takes part in what other ranks' steps need, and leaves no trace."""
-        return getattr(self.hooks.strategy, "stands_in", False)
+        return self.hooks.strategy.stands_in  # pyright: ignore[reportAttributeAccessIssue]  # `may_stand_in`
 
     def step(self, args: tuple[Any, ...]) -> Any:
         """Call the module's step, through the strategy if the strategy overrides it."""
@@ -88,30 +89,39 @@ def step_plan(loop: EvaluationLoop | PredictionLoop, stage: str) -> StepPlan | N
 
 def evaluate(loop: EvaluationLoop, plan: StepPlan, batch: Batch, batch_idx: int, dataloader_idx: int) -> None:
     """Run one step of validation or test, with Lightning's hooks and counters in Lightning's order."""
-    trainer, progress, hooks = loop.trainer, loop.batch_progress, plan.hooks
+    trainer, hooks = loop.trainer, plan.hooks
+    total: Any = loop.batch_progress.total
+    current: Any = loop.batch_progress.current
     connector: LeanLoggerConnector = of_lightning.logger_connector(trainer)  # type: ignore[assignment]
     results: Any = of_lightning.results(loop)
     args = plan.begin(batch, batch_idx, dataloader_idx)
-    if plan.stands_in():
+    if plan.may_stand_in and plan.stands_in():
         plan.step(args)
         return
-    progress.increment_ready()
+    total.ready += 1
+    current.ready += 1
     connector.start_batch(results, args[0], dataloader_idx if plan.names_loader else None)
-    hooks.call(plan.start_name, *args)
-    progress.increment_started()
+    if plan.start_name in hooks.work:
+        hooks.call(plan.start_name, *args)
+    total.started += 1
+    current.started += 1
     output = plan.step(args)
-    progress.increment_processed()
-    hooks.call(plan.end_name, output, *args)
+    total.processed += 1
+    current.processed += 1
+    if plan.end_name in hooks.work:
+        hooks.call(plan.end_name, output, *args)
     connector.finish_batch(results)
-    progress.increment_completed()
+    total.completed += 1
+    current.completed += 1
     if not plan.sanity_checks:
-        put(loop, has_run=True)
-        connector.log_evaluation_step(results, of_lightning.seen_batches_per_dataloader(loop)[dataloader_idx])
-        of_lightning.seen_batches_per_dataloader(loop)[dataloader_idx] += 1
+        seen = of_lightning.seen_batches_per_dataloader(loop)
+        if results.logs_steps:
+            connector.update_eval_step_metrics(seen[dataloader_idx])
+        seen[dataloader_idx] += 1
     # the trainer's own property checks the stage first, which costs several times as much
     if (
         of_lightning.signal_connector(trainer).received_sigterm
-        and not progress.is_last_batch
+        and not loop.batch_progress.is_last_batch
         and trainer.received_sigterm
     ):
         raise SIGTERMException
@@ -119,21 +129,29 @@ def evaluate(loop: EvaluationLoop, plan: StepPlan, batch: Batch, batch_idx: int,
 
 def predict(loop: PredictionLoop, plan: StepPlan, batch: Batch, batch_idx: int, dataloader_idx: int) -> None:
     """Run one step of prediction, with Lightning's hooks and counters in Lightning's order."""
-    progress, hooks = loop.batch_progress, plan.hooks
+    hooks = plan.hooks
+    total: Any = loop.batch_progress.total
+    current: Any = loop.batch_progress.current
     args = plan.begin(batch, batch_idx, dataloader_idx)
-    if plan.stands_in():
+    if plan.may_stand_in and plan.stands_in():
         plan.step(args)
         return
-    progress.increment_ready()
+    total.ready += 1
+    current.ready += 1
     writes_at_end = plan.writes and of_lightning.store_data_for_prediction_writer(loop)(batch_idx, dataloader_idx)
-    hooks.call(plan.start_name, *args)
-    progress.increment_started()
+    if plan.start_name in hooks.work:
+        hooks.call(plan.start_name, *args)
+    total.started += 1
+    current.started += 1
     predictions = plan.step(args)
     if predictions is None:
         of_lightning.warning_cache(loop).warn("predict returned None if it was on purpose, ignore this warning...")
-    progress.increment_processed()
-    hooks.call(plan.end_name, predictions, *args)
-    progress.increment_completed()
+    total.processed += 1
+    current.processed += 1
+    if plan.end_name in hooks.work:
+        hooks.call(plan.end_name, predictions, *args)
+    total.completed += 1
+    current.completed += 1
     if loop.return_predictions or writes_at_end:
         of_lightning.predictions(loop)[dataloader_idx].append(to_cpu(predictions))
 

@@ -196,11 +196,9 @@ class HookPlan:
     def step_is_the_modules(self, step: str) -> bool:
         """Whether the strategy's step only calls the module's, without a wrapper, autocast or a conversion."""
         context = f"{step.replace('training', 'train').replace('validation', 'val')}_context"
-        return (
-            not overridden(self.strategy, step, STRATEGY)
-            and not any_overridden(self.precision, (context, "forward_context"), PRECISION)
-            and self.strategy.model is self.module
-        )
+        plain = not overridden(self.strategy, step, STRATEGY) and self.strategy.model is self.module
+        alone = self.keeps_contract(step) and self.contract.runs_alone(step)
+        return (plain or alone) and not any_overridden(self.precision, (context, "forward_context"), PRECISION)
 
     def reads_outputs(self) -> bool:
         """Whether any callback may read the output of `training_step`; Lightning's own are known to ignore it."""

@@ -20,11 +20,15 @@ def _run_rest(loop: Any, plan: StepPlan, step: Callable[[Batch, int], None]) -> 
     Raises:
         StopIteration: the loader has ended before it was known, as Lightning's loop expects.
     """
-    loader = None if loop.restarting else plan.loader
-    while loader is not None and not loader.fetcher.done:
+    loader = plan.loader
+    if loader is None or loop.restarting:
+        return
+    fetcher, progress, number = loader.fetcher, loop.batch_progress, loader.num_read
+    while not fetcher.done:
         batch = next(loader)
-        loop.batch_progress.is_last_batch = loader.fetcher.done
-        step(batch, loader.num_read - 1)
+        progress.is_last_batch = fetcher.done
+        step(batch, number)
+        number += 1
 
 
 class LeanEvaluationLoop(SeparateEvaluation, EvaluationLoop):
@@ -52,11 +56,13 @@ class LeanEvaluationLoop(SeparateEvaluation, EvaluationLoop):
             self.after_batch()
             return
         self._evaluate(self._plan, dataloader_idx, batch, batch_idx)
+        self._has_run = not self._plan.sanity_checks
         _run_rest(self, self._plan, partial(self._evaluate, self._plan, 0))
 
     def _evaluate(self, plan: StepPlan, dataloader_idx: int, batch: Any, batch_idx: int) -> None:
         evaluate(self, plan, batch, batch_idx, dataloader_idx)
-        self.after_batch()
+        if self.is_within_fit:
+            self.after_batch()
 
     @override
     def _store_dataloader_outputs(self) -> None:

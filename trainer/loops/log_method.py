@@ -2,7 +2,7 @@
 
 import inspect
 from collections import OrderedDict
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -66,13 +66,13 @@ class LeanLog(ModuleLog):
         )  # fmt: skip
         if self.receiver is not None:
             self.receiver(name, value, batch_size=batch_size, **dict(zip(_OPTIONS, options, strict=True)))
-        elif not self.add(name, value, options, batch_size):
+        elif torch.compiler.is_compiling() or not self.add(name, value, options, batch_size):
             self._log_first(name, value, options, batch_size)
 
     @override
     def keep(self, name: str, value: Any, *args: Any, batch_size: Any = None, **given: Any) -> None:
-        options = tuple([given.get(option, default) for option, default in _DEFAULTS.items()])
-        if not self.add(name, value, options, batch_size):
+        options = slot_options(given)
+        if torch.compiler.is_compiling() or not self.add(name, value, options, batch_size):
             self._log_first(name, value, options, batch_size)
 
     def add(self, name: str, value: Any, options: tuple[Any, ...], batch_size: int | None) -> bool:
@@ -87,7 +87,7 @@ class LeanLog(ModuleLog):
         fx: str = self.state["_current_fx_name"]
         connector = self.connector
         results = connector.batch_results
-        if results is None or torch.compiler.is_compiling():
+        if results is None:
             return False
         slot = results.slots.get((fx, name, results.dataloader_idx))
         if slot is None:
@@ -102,7 +102,7 @@ class LeanLog(ModuleLog):
             if slot.add(value, size):
                 if of_lightning.current_fx(connector) != fx:
                     connector.enter(fx)
-                if results.tracked is not None:
+                if results.tracked is not None or (batch_size is not None and results.share is not None):
                     results.track(slot.metric, value, slot.last, size, batch_size is not None)
                 return True
         slot.settle()
@@ -117,7 +117,7 @@ class LeanLog(ModuleLog):
             index = results.dataloader_idx
             key = f"{fx}.{name}.{index}" if given["add_dataloader_idx"] and index is not None else f"{fx}.{name}"
             metric: Any = results.get(key)
-            if metric is not None and results.tracked is not None:
+            if metric is not None and results.ranks is not None:
                 copy = value.detach().clone().reshape(()) if isinstance(value, Tensor) else None
                 size = self._batch_size(results, batch_size) if _counts_samples(metric) else 1
                 results.track(metric, value, copy, size, batch_size is not None)
@@ -143,6 +143,8 @@ class LeanLogDict(StaysOnRoot):
 
     def __init__(self, log: LeanLog) -> None:
         self.log, self.module = log, log.module
+        self._given: dict[str, Any] = {}
+        self._options = slot_options({})
         self.full: Callable[..., None] = MODULE["log_dict"].__get__(log.module)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -155,6 +157,7 @@ class LeanLogDict(StaysOnRoot):
         if type(dictionary) is MetricCollection and shares_states(dictionary):
             values = of_metrics.to_renamed_dict(dictionary)()
         by_name = not args and kwargs.keys() <= _DICT_OPTIONS and self.log.receiver is None
+        by_name = by_name and not torch.compiler.is_compiling()
         if type(values) in (dict, OrderedDict) and by_name and self.module.__dict__.get("log") is self.log:
             values = self._without_slot(values, **kwargs)
             if not values:
@@ -163,8 +166,15 @@ class LeanLogDict(StaysOnRoot):
 
     def _without_slot(self, values: dict[str, Any], batch_size: Any = None, **given: Any) -> dict[str, Any]:
         """Add all values that have slots to them, and return the others."""
-        add, options = self.log.add, tuple([given.get(name, default) for name, default in _DEFAULTS.items()])
+        if given != self._given:
+            self._given, self._options = given, slot_options(given)
+        add, options = self.log.add, self._options
         return {name: value for name, value in values.items() if not add(name, value, options, batch_size)}
+
+
+def slot_options(given: Mapping[str, Any]) -> tuple[Any, ...]:
+    """The options of a slot, of those that were given by name."""
+    return tuple([given.get(name, default) for name, default in _DEFAULTS.items()])
 
 
 def shares_states(collection: MetricCollection) -> bool:
@@ -196,10 +206,14 @@ def _samples(batch: Any) -> int:
     kind = type(batch)
     if kind is Tensor and batch.dim():
         return batch.shape[0]
-    if (kind is list or kind is tuple) and batch and all(type(item) is Tensor and item.dim() for item in batch):
-        size = batch[0].shape[0]
-        if all(item.shape[0] == size for item in batch):
-            return size
+    if kind is list or kind is tuple:
+        size = None
+        for item in batch:
+            if type(item) is not Tensor or not item.dim() or (size is not None and item.shape[0] != size):
+                break
+            size = item.shape[0]
+        else:
+            return extract_batch_size(batch) if size is None else size
     return extract_batch_size(batch)
 
 

@@ -173,7 +173,7 @@ class LeanTrainingEpochLoop(ResumingEpochLoop, TrainingEpochLoop):
     @override
     def update_lr_schedulers(self, interval: str, update_plateau_schedulers: bool) -> None:
         """Lightning's, which its own loop calls between the step and the hooks that read what was logged in it."""
-        if self._results.tracked or self._results.deferred:
+        if self._results.tracked is not None or self._results.deferred.values:
             self._connector.exchange(self._results)
         super().update_lr_schedulers(interval, update_plateau_schedulers)
 
@@ -249,7 +249,7 @@ class LeanTrainingEpochLoop(ResumingEpochLoop, TrainingEpochLoop):
         return batch
 
     def _end_batch(self, plan: HookPlan, output: Any, batch: Batch, batch_idx: int) -> None:
-        if self._results.tracked is not None or self._results.deferred:
+        if self._results.tracked is not None or self._results.deferred.values:
             self._connector.exchange(self._results)
         if plan.work and plan.stale():  # a hook of this step added or patched a hook
             self._resolve()

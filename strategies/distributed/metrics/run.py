@@ -38,9 +38,9 @@ class RunMetrics:
         self._num_evaluated.clear()
         self.sync.watch(module)
 
-    def begin_training_batch(self, num_trained: int) -> None:
-        """Record that the next step is the one after `num_trained` training batches."""
-        self.sync.begin_batch((self._num_passes, num_trained, 0, 0))
+    def begin_training_batch(self, number: int) -> None:
+        """Record that the next step is that of the training batch `number`."""
+        self.sync.begin_batch((self._num_passes, number, 0, 0))
 
     def begin_evaluated_batch(
         self, num_trained: int, loader: int, places: Sequence[int] | None, num_ranks: int
@@ -52,7 +52,7 @@ class RunMetrics:
             places: positions of this rank's batches among all ranks' batches of the loader; None if unknown.
         """
         number = self._num_evaluated[loader]
-        self._num_evaluated[loader] += 1
+        self._num_evaluated[loader] = number + 1
         step = -1 if places is None else places[number] // num_ranks
         self.sync.begin_batch((self._num_passes, num_trained, loader, step))
 

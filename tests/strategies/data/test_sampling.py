@@ -15,13 +15,19 @@ from evener.strategies import ConfigError
 from evener.strategies.batch.policies import Weighted
 from evener.strategies.core.rng import random_state, seed_rank, set_random_state
 from evener.strategies.data.combined import verify_side_by_side
-from evener.strategies.data.loaders import BatchSizeIs, LoaderRole, RankLoaders, next_share, positions
+from evener.strategies.data.loaders import BatchSizeIs, LoaderRole, RankLoaders, positions, source_of
 from evener.strategies.data.sampling import Divide, Share
 
 
 class Done:
     def wait(self) -> bool:
         return True
+
+
+def next_share(own: Any) -> Share | None:
+    """Take the share of the batch that a rank's loader yielded."""
+    source = source_of(own)
+    return source.shares.popleft() if source is not None and source.shares else None
 
 
 def rank_loaders(rank: int, num_ranks: int, batch_size_is: BatchSizeIs = "per_device") -> RankLoaders:
