@@ -22,7 +22,7 @@ from .batch.policies import Even, Policy
 from .batch.run_structures import RunStructures
 from .batch.structure import BatchDims, verify_batch_dims
 from .core.errors import ConfigError, verify_choice
-from .core.loop_contract import run_backward
+from .core.loop_contract import has_context, run_backward
 from .core.module_checks import verify_takes_parts
 from .core.module_log import lightning_modules, module_log, restore_logs
 from .core.optimizer_states import load_states, state_to_parameters, unwrapped
@@ -351,37 +351,46 @@ class DDPStrategy(MultiProcessStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        counts = self._shares.counts
+        counts, module, trainer = self._shares.counts, self.module, self.trainer
         if self.balance is not None:
-            self.balance.begin_step(self.module, self.root_device, self.loaders.divides)
-        if not self.module.automatic_optimization:
-            self._shares.verify_parts(self.trainer.fit_loop)  # the step itself steps the optimizer
-        with self.states.watching(self.module), nullcontext() if counts else zero_weight_step(self.module):
+            self.balance.begin_step(module, self.root_device, self.loaders.divides)
+        if not module.automatic_optimization:
+            self._shares.verify_parts(trainer.fit_loop)  # the step itself steps the optimizer
+        if counts and self.states.has_ended:
             output = self._own_step(*args, **kwargs)
+        else:
+            with self.states.watching(module), nullcontext() if counts else zero_weight_step(module):
+                output = self._own_step(*args, **kwargs)
         module_weighs = isinstance(output, dict) and output.get("loss_weight") is not None
         if not counts and output is not None:  # None in manual optimization
             output = {**(output if isinstance(output, dict) else {"loss": output}), "loss_weight": 0.0}
         if module_weighs:
             own = loss_weight(output, args[0])
             self._shares.weigh(own, self.total_loss_weight(own), self.layout.losses)
-        self._weighs_in_loop = weighs_in_loop(self.trainer)
+        self._weighs_in_loop = weighs_in_loop(trainer)
         if not module_weighs:
-            self._shares.verify_parts(self.trainer.fit_loop)
+            self._shares.verify_parts(trainer.fit_loop)
         return output
 
     def _own_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         """Run this rank's own step, through DDP's wrapper if that is to reduce gradients in the backward pass."""
+        if has_context(self.precision_plugin, "train_step_context"):
+            with self.precision_plugin.train_step_context():
+                return self._wrapped_step(*args, **kwargs)
+        return self._wrapped_step(*args, **kwargs)
+
+    def _wrapped_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         self._reduction = None
-        with self.precision_plugin.train_step_context():
-            if isinstance(self.model, DistributedDataParallel) and not self.layout.finishes_later:
-                return forward_through(
-                    self.model, self._step_in_layout, *args, is_reduced=lambda: self._is_reduced, **kwargs
-                )
-            self._sync_buffers()
-            return self._step_in_layout(*args, **kwargs)
+        wrapper = of_lightning.model(self)
+        if isinstance(wrapper, DistributedDataParallel) and not self.layout.finishes_later:
+            return forward_through(wrapper, self._step_in_layout, *args, is_reduced=self._is_reduced, **kwargs)
+        self._sync_buffers()
+        return self._step_in_layout(*args, **kwargs)
 
     def _step_in_layout(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        with nullcontext() if self.balance is None else self.balance.forward():
+        if self.balance is None:
+            return self.layout.step("training_step", *args, **kwargs)
+        with self.balance.forward():
             return self.layout.step("training_step", *args, **kwargs)
 
     def _new_reduction(self) -> StepReduction | None:
@@ -394,7 +403,6 @@ class DDPStrategy(MultiProcessStrategy):
         self._reduction = StepReduction(model, shares.weight, shares.per_weight)
         return self._reduction
 
-    @property
     def _is_reduced(self) -> bool:
         """Whether the gradients of the step were reduced within it."""
         return self._reduction is not None and self._reduction.is_done
@@ -407,13 +415,14 @@ class DDPStrategy(MultiProcessStrategy):
 
     def scale_loss(self, loss: Tensor) -> Tensor:
         """Weight this rank's loss, so that the mean of all ranks' gradients is the gradient of the global batch."""
-        self.verify_trained()
-        if not self.module.automatic_optimization and self._trained is not None:
+        if self.module.automatic_optimization:
+            self.verify_trained()
+        elif self._trained is not None:
             # frozen since the forward (`toggle_optimizer`): the wrapper will give them zeros
             self._without_gradient = [p for p in self._trained.frozen() if p.grad is None]
         if self.balance is not None:
             self.balance.begin_backward()
-        return self._shares.scaled(loss, self._weighs_in_loop, self._is_reduced)
+        return self._shares.scaled(loss, self._weighs_in_loop, self._is_reduced())
 
     def _separate_from_buckets(self) -> None:
         """Give parameters tensors of their own for gradients that are views of the wrapper's buckets.
@@ -427,10 +436,12 @@ class DDPStrategy(MultiProcessStrategy):
 
     def finish_backward(self) -> None:
         """Complete the gradients of this process, and average them over the ranks if the wrapper has not."""
+        wrapper = of_lightning.model(self)
+        is_wrapped = isinstance(wrapper, DistributedDataParallel)
         if self.layout.finishes_later:
             self.layout.finish_backward()
-            if isinstance(self.model, DistributedDataParallel):
-                reduce_finished(self.model)
+            if is_wrapped:
+                reduce_finished(wrapper)
         while self._without_gradient:  # hooks would see the zeros, and optimizers would step with them
             self._without_gradient.pop().grad = None
         if self.balance is not None:
@@ -439,9 +450,9 @@ class DDPStrategy(MultiProcessStrategy):
             self.balance.finish_backward(
                 num, self.global_rank, self.world_size, loaders.divides, loaders.sum_over_ranks
             )
-        if isinstance(self.model, DistributedDataParallel):
-            verify_reduced(self.model)
-            if self.model.gradient_as_bucket_view:  # last: the wrapper has new buckets after its first backward
+        if is_wrapped:
+            verify_reduced(wrapper)
+            if wrapper.gradient_as_bucket_view:  # last: the wrapper has new buckets after its first backward
                 self._separate_from_buckets()
 
     @override

@@ -1,7 +1,7 @@
 """Train with one process per device, cutting parameters, gradients and optimizer state over the ranks (FSDP2)."""
 
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal
 
 import pytorch_lightning as pl
@@ -20,7 +20,6 @@ from typing_extensions import override
 from .balance.ranks import RankBalance
 from .batch.structure import BatchDims
 from .core.errors import ConfigError
-from .core.module_checks import hooked
 from .core.patching import replaced
 from .core.types import StaysOnRoot
 from .data.loaders import BatchSizeIs
@@ -243,12 +242,12 @@ class FSDPStrategy(DDPStrategy):
         sync_buffers(self.module)
 
     @override
-    @contextmanager
-    def block_backward_sync(self) -> Generator[None]:
+    def accumulating(self, seen: bool) -> AbstractContextManager[None]:
         """Accumulate whole gradients on each rank without reducing them, where nobody sees the difference."""
-        if hooked("on_after_backward", self.trainer):
-            yield
-            return
+        return nullcontext() if seen else self._without_reduction()
+
+    @contextmanager
+    def _without_reduction(self) -> Generator[None]:
         self._reduces = False
         try:
             with self.shards.without_reduction():

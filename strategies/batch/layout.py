@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from ..core.module_checks import ended
 from .run_structures import RunStructures
 
 
@@ -118,10 +117,7 @@ class SingleLayout(Layout):
     @override
     def step(self, name: str, *args: Any, **kwargs: Any) -> Any:
         output = getattr(self._module, name)(*args, **kwargs)
-        if name != "training_step":
-            return output
-        output = ended(self._module, output)
-        self.losses = losses_in(output)
+        self.losses = losses_in(output) if isinstance(output, dict) else []  # which has a `loss_weight`, or none counts
         return output
 
 

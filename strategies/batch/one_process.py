@@ -138,6 +138,7 @@ class OneProcessStrategy(pl_strategies.SingleDeviceStrategy):
     # the batch and its loss are the global ones, and there are no other ranks
     begin_batch, scale_loss = StepContract.begin_batch, StepContract.scale_loss
     agrees_on_loss, runs_alone = StepContract.agrees_on_loss, StepContract.runs_alone
+    accumulating = StepContract.accumulating
 
     def finish_backward(self) -> None:
         """Complete the gradients of the root's parameters."""

@@ -10,9 +10,11 @@ Lightning's part itself calls the three methods below in its place.
 A strategy of another project, or a subclass that overrides `backward` again, is called as Lightning calls it.
 """
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
+from pytorch_lightning.plugins.precision import Precision
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -31,6 +33,14 @@ class StepContract(Protocol):
         """Whether a step (`validation_step`, ...) only calls the module's, in the precision plugin's context."""
         return False
 
+    def accumulating(self, seen: bool) -> AbstractContextManager[Any]:
+        """Accumulate gradients on each rank inside the block, where nobody sees the difference.
+
+        Args:
+            seen: whether `on_after_backward`, which sees gradients, is defined.
+        """
+        return nullcontext()
+
     def scale_loss(self, loss: Tensor) -> Tensor:
         """Weight the loss before its backward pass."""
         return loss
@@ -48,6 +58,19 @@ class StepContract(Protocol):
 
 class NothingToDo(StepContract):
     """The contract of a strategy that adds nothing to Lightning's part."""
+
+
+_CONTEXTS = {name: getattr(Precision, name) for name in ("train_step_context", "forward_context")}
+
+
+def has_context(precision: Precision, context: str) -> bool:
+    """Whether a precision plugin adds anything around a step: a default type, autocast or a conversion."""
+    kind = type(precision)
+    return not (
+        getattr(kind, context) is _CONTEXTS[context]
+        and kind.forward_context is _CONTEXTS["forward_context"]
+        and vars(precision).keys().isdisjoint(_CONTEXTS)
+    )
 
 
 def run_backward(self: Any, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:

@@ -27,6 +27,10 @@ class RankShares:
         """The share; None if all ranks have the same weight."""
         self._num_ranks = num_ranks
         self._strategy = strategy
+        self.counts = True
+        """Whether this rank has samples of the batch."""
+        self.weight = 1.0
+        """What turns a mean over ranks into a mean over samples, when each rank's value is multiplied by it."""
         self.scale: Tensor | float = 1.0
         """What the loss of the training batch is multiplied by: `weight`, or by the module's `loss_weight`."""
         self._late: Tensor | float = 1.0
@@ -36,17 +40,6 @@ class RankShares:
         self._knows_parts = False
         self._loaders: Sequence[Any] = ()
         self._sources: list[Source | None] = []
-
-    @property
-    def counts(self) -> bool:
-        """Whether this rank has samples of the batch."""
-        return self.current is None or self.current.num > 0
-
-    @property
-    def weight(self) -> float:
-        """What turns a mean over ranks into a mean over samples, when each rank's value is multiplied by it."""
-        share = self.current
-        return 1.0 if share is None else self._num_ranks * share.num / share.total
 
     @property
     def per_weight(self) -> float | None:
@@ -69,7 +62,9 @@ class RankShares:
         if combined is not None and len(sources) > 1 and of_lightning.mode(combined) == "sequential":
             sources = sources[dataloader_idx : dataloader_idx + 1]
         shares = [source.shares.popleft() for source in sources if source is not None and source.shares]
-        self.current = shares[0] if shares else None
+        self.current = share = shares[0] if shares else None
+        self.counts = share is None or share.num > 0
+        self.weight = 1.0 if share is None else self._num_ranks * share.num / share.total
         self._parts = {share.num / share.total for share in shares} if len(sources) > 1 else set()
         if trains:
             self.scale, self._late = self.weight, 1.0

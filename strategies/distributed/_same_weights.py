@@ -55,6 +55,8 @@ class StateWatch:
     def __init__(self, strategy: str) -> None:
         self._strategy = strategy
         self._num_steps = 0
+        self.has_ended = False
+        """Whether there is nothing left to watch."""
 
     @contextmanager
     def watching(self, module: nn.Module) -> Generator[None]:
@@ -68,6 +70,7 @@ class StateWatch:
         kept = before.keys() & after.keys()
         changed = {name: _sample(after[name][0]) for name in kept if _differ(before[name], after[name])}
         told = gather_objects(changed)
+        self.has_ended = True
         if names := sorted(name for name in {*changed}.union(*told) if len({rank.get(name) for rank in told}) > 1):
             rank_zero_warn(
                 f"{self._strategy}: training_step changes {', '.join(names)} on each rank by its own samples. If later "

@@ -2,7 +2,7 @@
 
 import signal
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, cast
 
@@ -23,6 +23,7 @@ from ..core.module_checks import hooked
 from ..core.private import of_lightning, put
 from ._coordinator import RankCoordinator
 from ._same_weights import StateWatch, give_same_weights
+from ._stop import StopAgreement as StopAgreement
 from .environment import kubeflow
 from .objects import backend_for, gather_objects
 from .options import Compression, compression_hook, name_unused_parameters, verified_options
@@ -167,7 +168,7 @@ class MultiProcessStrategy(pl_strategies.DDPStrategy):
         # as Lightning's, without its reset of the seed, which would change the order of samples from one device's
         if self._launcher is not None:
             prepare_forked(self.timeout_s)
-        self._failed = False
+        self._failed, self.stop_signal = False, None
         self.set_world_ranks()
         self._process_group_backend = self._get_process_group_backend()
         assert self.cluster_environment is not None
@@ -214,21 +215,23 @@ class MultiProcessStrategy(pl_strategies.DDPStrategy):
     @override
     @contextmanager
     def block_backward_sync(self) -> Generator[None]:
-        """Accumulate gradients without reducing them, where nobody sees the difference.
+        with self.accumulating(hooked("on_after_backward", self.trainer)):
+            yield
+
+    def accumulating(self, seen: bool) -> AbstractContextManager[Any]:
+        """Accumulate gradients inside the block without reducing them, where nobody sees the difference.
 
         `on_after_backward` sees the gradients of all ranks, and may change them. The wrapper records a static graph in
         its first backward pass, and fails if that does not reduce. Averaging a part of the accumulated gradients
         earlier does not change the average of their sum.
         """
-        if hooked("on_after_backward", self.trainer):
-            yield
-            return
-        if getattr(self.model, "static_graph", False) and self._recorded is not self.model:
-            self._recorded = self.model
-            yield
-            return
-        with super().block_backward_sync():
-            yield
+        model = of_lightning.model(self)
+        if seen or not isinstance(model, DistributedDataParallel):
+            return nullcontext()
+        if model.static_graph and self._recorded is not model:
+            self._recorded = model
+            return nullcontext()
+        return model.no_sync()
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -252,12 +255,12 @@ class MultiProcessStrategy(pl_strategies.DDPStrategy):
             parameter.grad = self.reduce(gradient, reduce_op="mean")
 
     def verify_trained(self) -> None:
-        """Refuse a parameter that was unfrozen too late to be reduced in this step.
+        """Refuse a parameter that was unfrozen too late to be reduced in this step of automatic optimization.
 
         Raises:
             ConfigError: `training_step` unfroze it.
         """
-        if self._trained is not None and self.module.automatic_optimization and self._trained.unfrozen():
+        if self._trained is not None and self._trained.unfrozen():
             raise ConfigError(
                 f"{self.strategy_name}: a parameter was unfrozen within training_step, too late for its gradient "
                 "to be reduced over the ranks. Unfreeze it in on_train_batch_start or on_train_epoch_start."
@@ -274,7 +277,7 @@ class MultiProcessStrategy(pl_strategies.DDPStrategy):
         self.coordinator.stop_agreement.request(signum)
 
     def agree_to_stop(self, received: bool) -> bool:
-        """Whether all ranks stop now, after a signal to any of them; called by all ranks before every micro-batch.
+        """Whether all ranks stop now, after a signal to any of them; called before every micro-batch once it is armed.
 
         Args:
             received: whether this rank was asked to stop by other means than a signal.

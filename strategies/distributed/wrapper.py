@@ -153,7 +153,8 @@ class ReducedParameters:
 
     def unfrozen(self) -> bool:
         """Whether a parameter that was frozen when the module was wrapped now requires a gradient."""
-        return any(now and not then for now, then in zip(self._read_flags(), self._flags, strict=True))
+        flags = self._read_flags()
+        return flags != self._flags and any(now and not then for now, then in zip(flags, self._flags, strict=True))
 
     def frozen(self) -> list[nn.Parameter]:
         """The parameters that required a gradient when the module was wrapped, and no longer do."""

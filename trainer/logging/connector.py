@@ -125,12 +125,10 @@ class LeanResults(of_lightning.ResultCollection):
                 f"tensors of {' and '.join(map(str, sizes))} rows. Pass batch_size= to self.log."
             )
 
-    def track(self, metric: Any, value: Any, copy: Tensor | None, size: Any, given: bool) -> None:
-        """Remember a value for the corrections at the end of the batch, and of the epoch; see `Logged`."""
-        if self.tracked is not None:
-            self.tracked.append(Logged(metric, value, copy, size, given))
-        if given and self.share is not None and metric.is_tensor and metric.meta.on_epoch:
-            vars(metric).setdefault(GIVEN, GivenSizes()).add(value if copy is None else copy, size, self.share)
+    def note_given(self, metric: Any, value: Any, size: Any) -> None:
+        """Note that a value of the batch in process, of which this rank has a share, was logged with `batch_size`."""
+        if metric.is_tensor and metric.meta.on_epoch:
+            vars(metric).setdefault(GIVEN, GivenSizes()).add(value, size, self.share)
 
     @staticmethod
     def given_of(metric: Any) -> dict[str, Any] | None:

@@ -81,8 +81,14 @@ class Slot:
                 copy = None
             else:
                 copy = scalar(value, self.device, _default_dtype())
+        elif self.is_tensor or value is not state["value"]:  # which is a metric then
+            return False
         else:
-            return self._add_metric(value)
+            state[COMPUTED] = None
+            state[UPDATE_COUNT] += 1
+            state["has_reset"] = False
+            state[FORWARD_CACHE] = forward_cache(value)
+            return True
         self.last = copy
         state[COMPUTED] = None
         state[UPDATE_COUNT] += 1
@@ -116,16 +122,6 @@ class Slot:
         deferred.waits = True
         self.state[FORWARD_CACHE] = deferred.reduce(step, group=sync.group, reduce_op=sync.op)
         deferred.waits = False
-
-    def _add_metric(self, value: Any) -> bool:
-        state = self.state
-        if self.is_tensor or value is not state["value"]:  # which is a metric then
-            return False
-        state[COMPUTED] = None
-        state[UPDATE_COUNT] += 1
-        state["has_reset"] = False
-        state[FORWARD_CACHE] = forward_cache(value)
-        return True
 
     def settle(self) -> None:
         """Write the state kept on the host, a number and a count of samples, to Lightning's metric."""

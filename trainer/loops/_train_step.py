@@ -9,7 +9,6 @@ strategy or precision plugin are called as in Lightning; everything that is not 
 """
 
 from collections.abc import Mapping
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -69,6 +68,7 @@ class TrainStep:
         self.clips_itself |= any_overridden(plan.precision, (of_lightning.CLIP_GRADIENTS, "clip_gradients"), PRECISION)
         self.post_training_step = overridden(strategy, "post_training_step", STRATEGY)
         self.blocks_sync = isinstance(strategy, ParallelStrategy)
+        self.knows_sync = self.blocks_sync and plan.keeps_contract("block_backward_sync")
         self.reads_outputs = plan.reads_outputs()
         self.hooked_backward = self.module_backward or not isinstance(self.contract, NothingToDo)
         self.hooked_backward |= "on_before_backward" in plan.work or "on_after_backward" in plan.work
@@ -104,8 +104,14 @@ class TrainStep:
         return reported
 
     def _accumulate(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
+        if not torch.is_grad_enabled():
+            with torch.enable_grad():
+                return self._accumulate(batch, batch_idx)
+        if not self.blocks_sync:
+            return self._forward_backward(batch, batch_idx, False)
         strategy: Any = self.plan.strategy
-        with strategy.block_backward_sync() if self.blocks_sync else nullcontext(), torch.enable_grad():
+        seen = "on_after_backward" in self.plan.work
+        with self.contract.accumulating(seen) if self.knows_sync else strategy.block_backward_sync():
             return self._forward_backward(batch, batch_idx, False)
 
     def _step_with_closure(self, batch: Batch, batch_idx: int) -> dict[str, Any]:

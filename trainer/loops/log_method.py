@@ -17,7 +17,7 @@ from typing_extensions import override
 from ...strategies.core.module_log import ModuleLog
 from ...strategies.core.private import of_lightning, of_metrics
 from ...strategies.core.types import StaysOnRoot
-from ..logging.connector import LeanLoggerConnector, LeanResults
+from ..logging.connector import LeanLoggerConnector, LeanResults, Logged
 from ..logging.slots import Slot
 from ._hook_plan import MODULE
 
@@ -102,8 +102,10 @@ class LeanLog(ModuleLog):
             if slot.add(value, size):
                 if of_lightning.current_fx(connector) != fx:
                     connector.enter(fx)
-                if results.tracked is not None or (batch_size is not None and results.share is not None):
-                    results.track(slot.metric, value, slot.last, size, batch_size is not None)
+                if batch_size is not None and results.share is not None:
+                    results.note_given(slot.metric, value if slot.last is None else slot.last, size)
+                if results.tracked is not None and (slot.is_tensor or slot.on_step):
+                    results.tracked.append(Logged(slot.metric, value, slot.last, size, batch_size is not None))
                 return True
         slot.settle()
         return False
@@ -120,7 +122,10 @@ class LeanLog(ModuleLog):
             if metric is not None and results.ranks is not None:
                 copy = value.detach().clone().reshape(()) if isinstance(value, Tensor) else None
                 size = self._batch_size(results, batch_size) if _counts_samples(metric) else 1
-                results.track(metric, value, copy, size, batch_size is not None)
+                if batch_size is not None and results.share is not None:
+                    results.note_given(metric, value if copy is None else copy, size)
+                if results.tracked is not None:
+                    results.tracked.append(Logged(metric, value, copy, size, batch_size is not None))
             if metric is not None:
                 shared = metric.is_tensor and metric.meta.on_step and metric.meta.sync.should
                 if self.trainer.lean and (not shared or results.defers):

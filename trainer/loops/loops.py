@@ -28,6 +28,7 @@ from ...strategies.core.private.of_lightning import (
     TrainingEpochLoop,
 )
 from ...strategies.core.types import Batch
+from ...strategies.distributed.base import StopAgreement
 from ...strategies.registry import ranks_of
 from ..checkpoint.clean_points import ExactCheckpoints, ResumingEpochLoop, ResumingFitLoop
 from ..logging.connector import LeanLoggerConnector, LeanResults
@@ -110,7 +111,7 @@ class LeanTrainingEpochLoop(ResumingEpochLoop, TrainingEpochLoop):
         self._plan: HookPlan | None = None
         self._step: TrainStep | None = None
         self._loader: OneLoader | None = None
-        self._agrees = False  # whether ranks agree between batches on when to stop
+        self._stop: StopAgreement | None = None  # by which ranks agree between batches on when to stop
 
     @override
     def on_run_start(self, data_fetcher: DataFetcher) -> None:
@@ -121,7 +122,9 @@ class LeanTrainingEpochLoop(ResumingEpochLoop, TrainingEpochLoop):
     def _make_plan(self, data_fetcher: DataFetcher) -> None:
         self.accumulation.verify()
         self._forget()
-        self._agrees = ranks_of(self.trainer.strategy) is not None
+        ranks = ranks_of(self.trainer.strategy)
+        together = None if ranks is None else ranks.coordinator
+        self._stop = None if together is None else together.stop_agreement
         if not may_be_lean(self.trainer):
             return
         of_lightning.fetch_unprofiled(data_fetcher)
@@ -182,11 +185,12 @@ class LeanTrainingEpochLoop(ResumingEpochLoop, TrainingEpochLoop):
         fit_loop: Any = self.trainer.fit_loop
         # before the first batch of an epoch a run can't be resumed exactly
         if self.batch_progress.current.ready and (
-            self._agrees or of_lightning.signal_connector(self.trainer).received_sigterm
+            (self._stop is not None and self._stop.armed)
+            or of_lightning.signal_connector(self.trainer).received_sigterm
         ):
             fit_loop.stop_between_batches()
         plan = self._plan
-        if plan is None or self._restarting or plan.module is not self.trainer.lightning_module:
+        if plan is None or self._restarting or plan.module is not of_lightning.lightning_module(plan.strategy):
             super().advance(data_fetcher)
             return
         if plan.stale():
@@ -259,8 +263,12 @@ class LeanTrainingEpochLoop(ResumingEpochLoop, TrainingEpochLoop):
 
     def _stepping(self) -> bool:
         """Whether the optimizer steps after this micro-batch."""
-        parts = self.trainer.accumulate_grad_batches
-        return parts == 1 or self.batch_progress.current.ready % parts == 0 or not self._should_accumulate()
+        parts, progress = self.trainer.accumulate_grad_batches, self.batch_progress
+        ready = progress.current.ready
+        if parts == 1 or ready % parts == 0:
+            return True
+        is_last = progress.is_last_batch or ready == self.trainer.fit_loop.max_batches
+        return is_last and not self._should_accumulate()
 
     def _optimize(self, plan: HookPlan, batch: Batch, batch_idx: int) -> Any:
         automatic = plan.module.automatic_optimization

@@ -114,6 +114,7 @@ every_n_train_steps = attrgetter("_every_n_train_steps")
 EXPERIMENT = "_experiment"
 experiment = attrgetter(EXPERIMENT)
 fabric = attrgetter("_fabric")
+lightning_module = attrgetter("_lightning_module")
 lightning_optimizers = attrgetter("_lightning_optimizers")
 model = attrgetter("_model")
 on_before_batch_transfer = attrgetter("_on_before_batch_transfer")
