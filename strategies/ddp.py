@@ -341,7 +341,7 @@ class DDPStrategy(MultiProcessStrategy):
         num_trained: Any = trainer.fit_loop.epoch_loop.batch_progress.total.ready
         if trains:
             metrics.begin_training_batch(num_trained + 1)  # Lightning counts it after this
-        else:
+        elif shares.counts:  # else the rank only joins in what the steps of others need
             places = positions(combined.flattened[dataloader_idx])
             metrics.begin_evaluated_batch(num_trained, dataloader_idx, places, self.world_size)
 
