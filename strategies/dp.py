@@ -13,14 +13,13 @@ from .batch.losses import LossReduction
 from .batch.one_process import OneProcessStrategy
 from .batch.policies import Even, Policy
 from .batch.structure import BatchDims
-from .core.errors import ConfigError
+from .core.errors import ConfigError, verify_submodules
 from .core.optimizer_states import unwrapped
 from .core.types import Device
 from .pipeline.options import StageOptions
 from .pipeline.recompute import Recompute, RecomputeOption, verify_threads
 from .pipeline.stages import Stages
 from .replicas.layout import ReplicaLayout, ReplicaOptions
-from .replicas.submodule import find_submodule
 from .sharding.device_shards import DeviceShards
 from .sharding.optimizer_shards import verify_elementwise
 
@@ -90,7 +89,8 @@ class DataParallelStrategy(OneProcessStrategy):
         verify_blocks(self.process_devices, self.model_parallel_size)
         self.policy.verify(len(self.process_devices) // self.model_parallel_size, self.strategy_name)
         if self.replica_options.submodule is not None:
-            find_submodule(trainer.lightning_module, self.replica_options.submodule, self.strategy_name)
+            option, name = f"{self.strategy_name}: submodule", self.replica_options.submodule
+            verify_submodules(option, [name], trainer.lightning_module)
         if self.recompute.is_on:
             verify_threads(self.process_devices, self.replica_options.threads, self.strategy_name)
         if self.shard_optimizer and self.model_parallel_size > 1:

@@ -14,7 +14,7 @@ import pytorch_lightning.strategies as pl_strategies
 import torch.distributed as dist
 from lightning_fabric.plugins import TorchCheckpointIO
 from pytorch_lightning.callbacks import Timer
-from pytorch_lightning.strategies import Strategy
+from pytorch_lightning.strategies import Strategy, StrategyRegistry
 from pytorch_lightning.trainer.states import RunningStage, TrainerFn
 from pytorch_lightning.utilities.exceptions import SIGTERMException
 from typing_extensions import override
@@ -29,13 +29,14 @@ from ..strategies.registry import ranks_of, stop_signal_of
 from .callbacks.nonfinite import DetectNonFinite
 from .checkpoint import Checkpoint, RunTimer, distinguish
 from .checkpoint.file_io import VerifiedCheckpointIO
+from .config.nearest import did_you_mean
 from .loggers.csv import open_files, refresh_files
 from .logging.connector import LeanLoggerConnector
 from .loops.evaluation_loops import LeanEvaluationLoop, LeanPredictionLoop
+from .loops.explained_errors import explained_errors
 from .loops.lean import is_lean
 from .loops.log_method import lean_logging
 from .loops.loops import ExactCheckpointConnector, LeanFitLoop, LeanTrainingEpochLoop
-from .loops.out_of_memory import explained_out_of_memory
 from .loops.progress_bar import TimedBar
 
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -80,6 +81,20 @@ def _verify_arguments(arguments: dict[str, Any]) -> None:
         )
 
 
+def _strategy_of(word: str) -> str | Strategy:
+    """The strategy of this project that a word names; the word, where it is Lightning's."""
+    word = word.lower()  # as Lightning does
+    if word in STRATEGIES:
+        return STRATEGIES[word]()
+    known = ["auto", *StrategyRegistry.available_strategies()]
+    if word not in known:
+        raise ConfigError(
+            f"Trainer: strategy={word!r} is unknown; choose one of auto, {', '.join(STRATEGIES)}, or a strategy of "
+            f"Lightning's.{did_you_mean(word, [*STRATEGIES, *known])}"
+        )
+    return word
+
+
 _CHOSEN_BY_LIGHTNING: dict[type, str] = {
     pl_strategies.SingleDeviceStrategy: "single_device",
     pl_strategies.DDPStrategy: "ddp",
@@ -113,8 +128,8 @@ class Trainer(pl.Trainer):
         lean: bool | None = None,
         **kwargs: Any,
     ) -> None:
-        if isinstance(strategy, str) and strategy in STRATEGIES:
-            strategy = STRATEGIES[strategy]()
+        if isinstance(strategy, str):
+            strategy = _strategy_of(strategy)
         if are_names(kwargs.get("devices")):
             kwargs |= give_devices(strategy, kwargs["devices"])
         _verify_arguments(kwargs)
@@ -189,7 +204,8 @@ class Trainer(pl.Trainer):
     @override
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         self._agreed_log_dir = None
-        return super()._run(*args, **kwargs)
+        with explained_errors(self):
+            return super()._run(*args, **kwargs)
 
     @property
     @override
@@ -209,7 +225,7 @@ class Trainer(pl.Trainer):
     def _run_stage(self) -> Any:
         self.agreed_to_stop, self._signal = False, None
         try:
-            with lean_logging(self), explained_out_of_memory(self), self._more_signals():
+            with lean_logging(self), self._more_signals():
                 return super()._run_stage()
         except SIGTERMException as exc:
             told = stop_signal_of(self.strategy) or self._signal

@@ -1,6 +1,10 @@
-"""The exception raised for user errors, and the check of options that are one of a few words."""
+"""The exception raised for user errors, and what its messages suggest in place of unknown words."""
 
+from collections.abc import Iterable
+from difflib import get_close_matches
 from typing import Any, get_args
+
+from torch import nn
 
 
 class ConfigError(ValueError):
@@ -24,3 +28,22 @@ def verify_choice(option: str, value: object, allowed: Any) -> None:
     words = get_args(allowed)
     if value not in words:
         raise ConfigError(f"{option}={value} is unknown; choose one of {', '.join(words)}.")
+
+
+def verify_submodules(option: str, names: Iterable[str], module: nn.Module) -> None:
+    """Refuse names that are not those of submodules.
+
+    Args:
+        option: the option that was given the names, as it begins the message.
+
+    Raises:
+        ConfigError: the module has no submodule of a name; the message lists the nearest names.
+    """
+    known = [name for name, _ in module.named_modules() if name]
+    for name in names:
+        if name not in known:
+            near = get_close_matches(name, known, n=3, cutoff=0.4) or known[:3]
+            raise ConfigError(
+                f"{option}: {type(module).__name__} has no module {name!r}; the nearest are {', '.join(near)}. Give "
+                "names of module.named_modules()."
+            )

@@ -206,6 +206,11 @@ class MultiProcessStrategy(pl_strategies.DDPStrategy):
     @override
     def configure_ddp(self) -> None:
         assert self.model is not None
+        if not any(parameter.requires_grad for parameter in self.model.parameters()):
+            raise ConfigError(
+                f"{self.strategy_name}: {type(self.module).__name__} has no parameter that requires a gradient, so "
+                "there is nothing to average over ranks. Unfreeze one, or choose strategy=single_device."
+            )
         self._trained = ReducedParameters(self.model)
         super().configure_ddp()
         assert isinstance(self.model, DistributedDataParallel)

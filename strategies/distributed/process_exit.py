@@ -133,11 +133,13 @@ def forking() -> Generator[None]:
     one: what exists now is kept out of collections, in forked processes for good.
     """
     release_openmp()
+    others = gc.get_freeze_count()  # kept out by whoever called: nothing but all can be given back
     gc.freeze()
     try:
         yield
     finally:
-        gc.unfreeze()
+        if not others:
+            gc.unfreeze()
 
 
 def release_openmp() -> None:

@@ -12,12 +12,11 @@ LM( tok: Embedding              tok                                  0
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 
 import torch
 from torch import nn
 
-from ..core.errors import ConfigError
+from ..core.errors import ConfigError, verify_submodules
 from ..core.text_table import draw_table
 from .module_parts import Part, find_parts, part_bytes
 
@@ -190,14 +189,7 @@ def verify_names(module: nn.Module, num_stages: int, names: Sequence[str]) -> No
             f"partition={list(names)} has {len(names)} names for {num_stages} stages. Give {num_stages - 1}: the first "
             "module of each stage after stage 0."
         )
-    known = [name for name, _ in module.named_modules() if name]
-    for name in names:
-        if name not in known:
-            near = get_close_matches(name, known, n=3, cutoff=0.4) or known[:3]
-            raise ConfigError(
-                f"partition: {type(module).__name__} has no module {name!r}; the nearest are {', '.join(near)}. "
-                "Give names of module.named_modules()."
-            )
+    verify_submodules("partition", names, module)
 
 
 def verify_manual(module: nn.Module, devices: Sequence[torch.device]) -> None:

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from difflib import get_close_matches
 from functools import partial
 from typing import Any, Literal, TypeAlias
 
@@ -13,7 +12,7 @@ from pytorch_lightning.trainer.states import TrainerFn, TrainerStatus
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from torch import nn
 
-from ..core.errors import ConfigError
+from ..core.errors import ConfigError, verify_submodules
 from ..core.private import of_torch
 from ._recomputed_call import Learned, recomputing
 from .module_parts import find_parts
@@ -124,7 +123,8 @@ class Recompute:
     def _units(self, module: nn.Module, cut_at: Sequence[str]) -> Iterator[tuple[str, int, int]]:
         """Names, numbers of segments, and how many of these at the end are not recomputed."""
         if not isinstance(self.option, str):
-            yield from ((_named(module, name, self._strategy), 1, 0) for name in self.option)
+            _verify_forward(module, self.option, self._strategy)
+            yield from ((name, 1, 0) for name in self.option)
             return
         found = list(units(module, cut_at))
         for i, (name, num_segments) in enumerate(found):
@@ -200,18 +200,11 @@ def _is_layer(module: nn.Module) -> bool:
     return ours and not any(True for _ in module.children()) and not isinstance(module, nn.RNNBase)
 
 
-def _named(module: nn.Module, name: str, strategy: str) -> str:
-    known = dict(module.named_modules())
-    part = known.get(name) if name else None
-    if part is None:
-        near = get_close_matches(name, known, n=3, cutoff=0.4) or sorted(filter(None, known))[:3]
-        raise ConfigError(
-            f"{strategy}: {type(module).__name__} has no module {name!r} to recompute; the nearest are "
-            f"{', '.join(near)}. Give names of module.named_modules()."
-        )
-    if type(part).forward is nn.Module.forward:
-        raise ConfigError(f"{strategy}: {name} has no forward to recompute. Name the modules in it.")
-    return name
+def _verify_forward(module: nn.Module, names: Sequence[str], strategy: str) -> None:
+    verify_submodules(f"{strategy}: recompute", names, module)
+    for name in names:
+        if type(module.get_submodule(name)).forward is nn.Module.forward:
+            raise ConfigError(f"{strategy}: {name} has no forward to recompute. Name the modules in it.")
 
 
 def _verify_not_compiled(module: nn.Module, strategy: str) -> None:

@@ -23,7 +23,7 @@ from ..core.module_checks import end_of_step, ended, has_batchnorm, resting_devi
 from ..core.private import of_lightning
 from ..core.types import Batch
 from .runner import CutsReplicas, ReplicaRunner
-from .submodule import ParallelForward, find_submodule
+from .submodule import ParallelForward
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ class ReplicaLayout(Layout):
         module, options = trainer.lightning_module, self.options
         self._module, self.structures = module, structures
         self._has_batchnorm = has_batchnorm(module)
-        part = module if options.submodule is None else find_submodule(module, options.submodule, options.strategy)
+        part = module if options.submodule is None else module.get_submodule(options.submodule)
         root_call = None if part is module else part.forward
         self._runner = ReplicaRunner(
             part, [block[0] for block in self.blocks], options.threads, options.strategy, root_call, structures.options,

@@ -11,19 +11,6 @@ from ..core.patching import Replacement
 from .runner import ReplicaRunner
 
 
-def find_submodule(root: nn.Module, name: str, strategy: str) -> nn.Module:
-    """Find a submodule by its dotted name.
-
-    Raises:
-        ConfigError: the name is unknown; the message lists the names down to its depth.
-    """
-    found = dict(root.named_modules())
-    if not name or name not in found:
-        names = ", ".join(key for key in found if key and key.count(".") <= name.count(".")) or "none"
-        raise ConfigError(f"{strategy}: submodule={name!r} is unknown; submodules of {type(root).__name__}: {names}.")
-    return found[name]
-
-
 class ParallelForward(Replacement):
     """Replaces a submodule's `forward`: cuts its inputs, runs the replicas, joins their outputs.
 

@@ -2,11 +2,10 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from difflib import get_close_matches
 
 from torch import nn
 
-from ..core.errors import ConfigError
+from ..core.errors import ConfigError, verify_submodules
 from ..core.private.of_torch import BatchNorm
 
 SMALLEST = 0.01
@@ -52,14 +51,7 @@ def named_parts(module: nn.Module, names: Sequence[str]) -> list[str]:
     Raises:
         ConfigError: a name is unknown, or a part shares a parameter with what is outside of it.
     """
-    known = {name for name, _ in module.named_modules() if name}
-    for name in names:
-        if name not in known:
-            near = get_close_matches(name, known, n=3, cutoff=0.4) or sorted(known)[:3]
-            raise ConfigError(
-                f"fsdp: {type(module).__name__} has no module {name!r} (shard={list(names)}); the nearest are "
-                f"{', '.join(near)}. Give names of module.named_modules(), or shard=auto."
-            )
+    verify_submodules("fsdp: shard", names, module)
     for name in names:
         own = {id(p) for p in module.get_submodule(name).parameters()}
         for other, parameter in module.named_parameters(remove_duplicate=False):

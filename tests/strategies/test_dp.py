@@ -436,7 +436,7 @@ def test_a_submodule_alone_is_replicated(num_devices: int) -> None:
 
 
 def test_an_unknown_submodule_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"submodule='block9' is unknown; submodules of BlockNet: block1, block2"):
+    with pytest.raises(ConfigError, match=r"dp: submodule: BlockNet has no module 'block9'; the nearest are .*block1"):
         fit(BlockNet().double(), DataParallelStrategy(submodule="block9"))
 
 

@@ -23,6 +23,13 @@ def test_a_name_resolves_to_our_strategy() -> None:
     assert type(Trainer(strategy="single_device", devices=1, **QUIET).strategy) is SingleDeviceStrategy
 
 
+def test_a_name_in_capitals_is_ours_too_and_an_unknown_one_is_refused_with_the_nearest() -> None:
+    # Lightning puts the word in lower case, so that its own strategy of the name was taken
+    assert type(Trainer(strategy="DDP", devices=2, **QUIET).strategy) is DDPStrategy
+    with pytest.raises(ConfigError, match=r"strategy='balanced_dpp' is unknown; .*Did you mean balanced_dp\?"):
+        Trainer(strategy="balanced_dpp", **QUIET)
+
+
 def test_auto_is_one_of_our_strategies() -> None:
     # Lightning's own DDP was taken for `devices=2`, under which none of this project's promises hold.
     assert type(Trainer(devices=1, **QUIET).strategy) is SingleDeviceStrategy

@@ -2,15 +2,18 @@
 
 import re
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import hydra
 from hydra.errors import CompactHydraException, MissingConfigException, OverrideParseException
+from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from ..config.descriptions import choices_with
 from ..config.group_files import PACKAGE, Source
-from ..config.nearest import did_you_mean, unknown_key
+from ..config.nearest import did_you_mean, nearest
 
 
 def composition_sentence(exc: Exception, source: Source = PACKAGE, overrides: Sequence[str] = ()) -> str | None:
@@ -40,5 +43,44 @@ def composition_sentence(exc: Exception, source: Source = PACKAGE, overrides: Se
         return f"{lines[0].rstrip('.')}. For a list use brackets, as in key=[a,b]; for a sweep add -m."
     unknown = re.match(r"Could not override '([^']+)'", lines[0])
     if unknown:
-        return unknown_key(unknown[1], source, overrides)
+        return _unknown_key(unknown[1], source, overrides)
     return f"{lines[0].rstrip('.')}. Run with --cfg job to print the configuration, or --help to list the groups."
+
+
+def _unknown_key(key: str, source: Source, overrides: Iterable[str]) -> str:
+    """Say what a key that does not exist may have meant.
+
+    Args:
+        key: as given, such as `trainer.max_epoch`.
+        source: where the configuration comes from.
+        overrides: all that were given; those that choose files of groups decide which keys exist.
+    """
+    groups = source.groups()
+    chosen = [word for word in overrides if _chooses(word, groups)]
+    cfg: Any = source.compose(chosen, return_hydra=True)
+    known = [*(key for key in _keys(cfg) if not key.startswith("hydra")), *groups]
+    group, _, option = key.partition(".")
+    chosen_one = cfg.hydra.runtime.choices.get(group)
+    others = choices_with(source, group, option.partition(".")[0]) if option else []
+    if others and chosen_one not in others:  # otherwise the unknown part comes later in the key
+        named = " and ".join(f"{group}={name}" for name in others)
+        return f"{key} is not an option of {group}={chosen_one}, but of {named}."
+    found = next((k for k in known if k.rpartition(".")[2] == key), None) or nearest(key, known)
+    if found:
+        return f"{key} is unknown. Did you mean {found}?"
+    return f"{key} is unknown: neither a key nor a group. Run --help to list them, or add a new key with +{key}=..."
+
+
+def _keys(options: Any, before: str = "") -> Iterator[str]:
+    """List the keys of a configuration, those of its parts joined by dots."""
+    plain: Any = OmegaConf.to_container(options, resolve=False) if OmegaConf.is_config(options) else options
+    for key, value in plain.items():
+        yield f"{before}{key}"
+        if isinstance(value, dict):
+            yield from _keys(value, f"{before}{key}.")
+
+
+def _chooses(word: str, groups: Iterable[str]) -> bool:
+    """Whether an override chooses one file of a group."""
+    name, _, value = word.partition("=")
+    return name in groups and "," not in value

@@ -1,5 +1,6 @@
 """How ranks end: nothing of torch's runs on while the interpreter is taken apart, and what was written is kept."""
 
+import gc
 import subprocess
 import sys
 import threading
@@ -13,6 +14,7 @@ from torch.distributed import HashStore
 
 from evener.strategies.distributed import store as store_module
 from evener.strategies.distributed._heartbeat import RANK_FAILED
+from evener.strategies.distributed.process_exit import forking
 from evener.strategies.distributed.store import leave_store
 from evener.trainer.launch import worker
 
@@ -114,3 +116,18 @@ def test_a_worker_ends_with_the_status_and_the_words_of_sys_exit(
         monkeypatch.setattr(worker, "work", lambda *_, given=given: sys.exit(given))
         assert worker.exit_status(OmegaConf.create(), Path()) == status
     assert capsys.readouterr().err == "no more data\n"
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_what_was_kept_out_of_collections_before_a_fork_stays_so(frozen: bool) -> None:
+    # the block gave back all that was frozen, what the command had frozen before included
+    before = gc.get_freeze_count()
+    gc.unfreeze()
+    try:
+        if frozen:
+            gc.freeze()
+        with forking():
+            assert gc.get_freeze_count() > 0
+        assert (gc.get_freeze_count() > 0) is frozen
+    finally:
+        gc.freeze() if before else gc.unfreeze()

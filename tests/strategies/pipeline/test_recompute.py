@@ -263,7 +263,7 @@ def test_weights_that_change_before_the_backward_pass_are_refused() -> None:
     ("option", "message"),
     [
         ("sometimes", "recompute=sometimes is unknown; choose one of never, always, except_last"),
-        (["net.nine"], r"BlockNet has no module 'net.nine' to recompute; the nearest are net"),
+        (["net.nine"], r"BlockNet has no module 'net.nine'; the nearest are net"),
     ],
 )
 def test_unknown_options_are_refused(option: Any, message: str) -> None:

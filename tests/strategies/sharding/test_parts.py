@@ -35,7 +35,7 @@ def test_named_parts_come_before_the_parts_that_they_are_in() -> None:
 @pytest.mark.parametrize(
     ("names", "sentence"),
     [
-        (["boddy"], r"Tied has no module 'boddy' \(shard=\['boddy'\]\); the nearest are body"),
+        (["boddy"], r"fsdp: shard: Tied has no module 'boddy'; the nearest are body"),
         (["head"], r"head shares the parameter embed.weight with the rest of the module"),
     ],
 )

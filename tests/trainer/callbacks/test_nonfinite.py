@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from evener.strategies import ConfigError
 from evener.trainer import Trainer
 from evener.trainer.callbacks import DetectNonFinite
-from evener.trainer.loops.out_of_memory import DeviceOutOfMemory
+from evener.trainer.loops.explained_errors import DeviceOutOfMemory
 
 QUIET = {
     "logger": False,

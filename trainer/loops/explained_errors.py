@@ -1,4 +1,4 @@
-"""Explain out-of-memory errors: which device, how many samples, and what to change."""
+"""Explain errors of torch that name neither the module nor what to change."""
 
 import re
 from collections.abc import Generator
@@ -17,19 +17,37 @@ class DeviceOutOfMemory(torch.OutOfMemoryError):
     """torch's error with the device, the number of samples and advice."""
 
 
+_ADVICE = {
+    "element 0 of tensors does not require grad": (
+        "The loss has no gradient: it was detached, computed without gradients or made of numbers, or all parameters "
+        "that it depends on are frozen. Return the loss as training_step has computed it from the module's parameters"
+    ),
+    "optimizer got an empty parameter list": (
+        "configure_optimizers gave an optimizer no parameters. Create the module's layers in __init__ or "
+        "configure_model, or return None if nothing is to be trained"
+    ),
+}
+"""What torch says, and what to say in its place."""
+
+
 @contextmanager
-def explained_out_of_memory(trainer: pl.Trainer) -> Generator[None]:
-    """Add device, chunk size, peak memory and advice to an out-of-memory error raised inside the block.
+def explained_errors(trainer: pl.Trainer) -> Generator[None]:
+    """Say what to change in errors of torch's that are raised inside the block.
+
+    An out-of-memory error also gets the device, the chunk's size and the peak memory.
 
     Raises:
         DeviceOutOfMemory: instead of torch's or a library's error.
     """
     try:
         yield
-    except RuntimeError as exc:
-        if isinstance(exc, DeviceOutOfMemory) or not is_out_of_memory(exc):
-            raise
-        raise DeviceOutOfMemory(_explain(trainer, exc)) from exc
+    except (RuntimeError, ValueError) as exc:
+        if isinstance(exc, RuntimeError) and is_out_of_memory(exc):
+            raise DeviceOutOfMemory(_explain(trainer, exc)) from exc
+        for words, advice in _ADVICE.items():
+            if words in str(exc):
+                exc.args = (f"{advice} ({exc}).",)
+        raise
 
 
 def _explain(trainer: pl.Trainer, exc: RuntimeError) -> str:

@@ -1,0 +1,49 @@
+"""Errors of torch that name neither the module nor what to change say so."""
+
+from typing import Any
+
+import pytest
+import pytorch_lightning as pl
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from evener.trainer import Trainer
+
+QUIET: dict[str, Any] = {
+    "logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False,
+    "accelerator": "cpu", "max_steps": 1,
+}  # fmt: skip
+
+
+class Detached(pl.LightningModule):
+    def __init__(self, num_layers: int = 1) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(1, 1) for _ in range(num_layers))
+
+    def training_step(self, batch: list[Tensor]) -> Tensor:
+        return sum((layer(batch[0]).mean() for layer in self.layers), batch[0].mean()).detach()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def fit(module: pl.LightningModule, **options: Any) -> None:
+    Trainer(**{**QUIET, **options}).fit(module, DataLoader(TensorDataset(torch.ones(4, 1)), batch_size=4))
+
+
+@pytest.mark.parametrize("options", [{"devices": 1}, {"strategy": "dp", "devices": ["cpu", "cpu"]}, {"lean": False}])
+def test_a_loss_without_a_gradient_is_explained(options: dict[str, Any]) -> None:
+    with pytest.raises(RuntimeError, match=r"^The loss has no gradient: it was detached.* Return the loss as"):
+        fit(Detached(), **options)
+
+
+def test_an_optimizer_without_parameters_is_explained() -> None:
+    with pytest.raises(ValueError, match=r"^configure_optimizers gave an optimizer no parameters\. Create"):
+        fit(Detached(num_layers=0))
+
+
+@pytest.mark.long
+def test_ddp_refuses_a_module_without_parameters() -> None:
+    with pytest.raises(Exception, match="ddp: Detached has no parameter that requires a gradient, so there is"):
+        fit(Detached(num_layers=0), strategy="ddp", devices=2)
