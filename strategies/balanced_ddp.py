@@ -2,8 +2,10 @@
 
 from typing import Any
 
+from .balance.controller import Hysteresis
 from .balance.ranks import RankBalance, Weights
 from .core.errors import ConfigError
+from .core.options import checked
 from .ddp import DDPStrategy
 
 
@@ -26,7 +28,8 @@ class BalancedDDPStrategy(DDPStrategy):
 
     strategy_name = "balanced_ddp"
 
-    def __init__(self, weights: Weights = "auto", hysteresis: float = 0.05, **options: Any) -> None:
+    @checked
+    def __init__(self, weights: Weights = "auto", hysteresis: Hysteresis = 0.05, **options: Any) -> None:
         verify_divides(options.pop("batch_size_is", "global"))
         super().__init__(batch_size_is="global", **options)
         self.balance = RankBalance(self.strategy_name, weights, hysteresis)

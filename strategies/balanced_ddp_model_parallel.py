@@ -2,8 +2,10 @@
 
 from typing import Any, ClassVar
 
+from .balance.controller import Hysteresis
 from .balance.ranks import RankBalance, Weights
 from .balanced_ddp import verify_divides
+from .core.options import Count, checked, hints_of
 from .ddp import DDPStrategy
 from .pipeline.options import StageOptions
 
@@ -17,13 +19,13 @@ class BalancedDDPModelParallelStrategy(DDPStrategy):
 
     strategy_name = "balanced_ddp_model_parallel"
     size_option: ClassVar[tuple[str, int]] = ("model_parallel_size", 2)
-    option_group: ClassVar[type[StageOptions] | None] = StageOptions
+    further_options: ClassVar[dict[str, Any]] = hints_of(StageOptions)
 
+    @checked
     def __init__(
-        self, weights: Weights = "auto", hysteresis: float = 0.05, model_parallel_size: int = 2, **options: Any
+        self, weights: Weights = "auto", hysteresis: Hysteresis = 0.05, model_parallel_size: Count = 2, **options: Any
     ) -> None:
-        stage_options = StageOptions.taken_from(options)
+        self.stage_options = StageOptions.taken_from(options)
         verify_divides(options.pop("batch_size_is", "global"))
         super().__init__(batch_size_is="global", devices_per_process=model_parallel_size, **options)
-        self.stage_options = stage_options
         self.balance = RankBalance(self.strategy_name, weights, hysteresis)

@@ -10,11 +10,12 @@ from torch import Tensor
 from typing_extensions import override
 
 from .balance.checkpointed import KeptController
-from .balance.controller import BalanceController, Objective
+from .balance.controller import BalanceController, Hysteresis, Objective
 from .batch.policies import FirstChunk, Policy, Weighted
 from .core.devices import is_accelerator, memory_bytes, peak_memory_bytes
 from .core.errors import ConfigError
 from .core.module_checks import has_batchnorm
+from .core.options import Natural, checked
 from .core.private import of_lightning
 from .dp import DataParallelStrategy
 from .replicas.layout import ReplicaLayout
@@ -64,12 +65,13 @@ class BalancedDataParallelStrategy(DataParallelStrategy):
 
     strategy_name = "balanced_dp"
 
+    @checked
     def __init__(
         self,
-        gpu0_chunk: int | Auto | None = None,
+        gpu0_chunk: Natural | Auto | None = None,
         weights: Sequence[float] | Auto | None = None,
         objective: Objective = "time",
-        hysteresis: float = 0.02,
+        hysteresis: Hysteresis = 0.02,
         **options: Any,
     ) -> None:
         super().__init__(**options)
@@ -82,14 +84,11 @@ class BalancedDataParallelStrategy(DataParallelStrategy):
             raise ConfigError(
                 f"balanced_dp: gpu0_chunk={gpu0_chunk} and weights={weights} were both given. Give one of them."
             )
-        if isinstance(weights, str) and weights != "auto":
-            raise ConfigError(f"balanced_dp: weights={weights} is unknown. Give a list of numbers, or auto.")
         if gpu0_chunk is None and weights is None:
             weights = "auto"
         self._gpu0_chunk = gpu0_chunk
         self._weights = weights
         self._new_controller_options: dict[str, Any] = {"objective": objective, "hysteresis": hysteresis}
-        BalanceController(1, objective, hysteresis)  # validates both
         self._kept = KeptController(self.strategy_name, "devices")
         self._pending: Measurement | None = None
         self._num_steps = self._num_measured = 0
@@ -145,9 +144,8 @@ class BalancedDataParallelStrategy(DataParallelStrategy):
 
     def make_policy(self) -> Policy:
         """Make the policy of the options for the devices."""
-        chunk: Any = self._gpu0_chunk  # the policy's `verify` refuses anything but a number of samples
-        if chunk not in (None, "auto"):
-            return FirstChunk(chunk)
+        if self._gpu0_chunk is not None and not isinstance(self._gpu0_chunk, str):
+            return FirstChunk(self._gpu0_chunk)
         if self._weights is not None and not isinstance(self._weights, str):
             return Weighted(tuple(self._weights))
         return Measured(self._kept.begin(len(self.parallel_devices), self._new_controller))

@@ -21,11 +21,12 @@ from .batch.loss_weight import WeighedLoss, loss_weight, weighs_in_loop
 from .batch.policies import Even, Policy
 from .batch.run_structures import RunStructures
 from .batch.structure import BatchDims, verify_batch_dims
-from .core.errors import ConfigError, verify_choice
+from .core.errors import ConfigError
 from .core.loop_contract import has_context, run_backward
 from .core.module_checks import verify_takes_parts
 from .core.module_log import lightning_modules, module_log, restore_logs
 from .core.optimizer_states import load_states, state_to_parameters, unwrapped
+from .core.options import Count, checked
 from .core.private import of_lightning, of_torch
 from .core.rng import seed_devices, seed_rank
 from .core.types import Batch
@@ -74,9 +75,6 @@ class DDPStrategy(MultiProcessStrategy):
 
     strategy_name = "ddp"
 
-    option_group: ClassVar[type[StageOptions] | None] = None
-    """The class of the options that a strategy takes one by one for its layout."""
-
     stage_options: StageOptions | None = None
     """How a process cuts its copy of the module across its devices; None if they hold replicas of it."""
 
@@ -86,19 +84,17 @@ class DDPStrategy(MultiProcessStrategy):
     balance: RankBalance | None = None
     """What divides global batches in shares that are not even."""
 
+    @checked
     def __init__(
         self,
         batch_size_is: BatchSizeIs = "per_device",
-        devices_per_process: int = 1,
+        devices_per_process: Count = 1,
         batch_dims: BatchDims | None = None,
         shard_optimizer: bool = False,
         recompute: RecomputeOption = "never",
         **options: Any,
     ) -> None:
-        verify_choice("ddp: batch_size_is", batch_size_is, BatchSizeIs)
-        if devices_per_process < 1:
-            raise ConfigError(f"ddp: {self.size_option[0]} must be at least 1; got {devices_per_process}.")
-        if devices_per_process > 1 and self.option_group is None and options.get("static_graph"):
+        if devices_per_process > 1 and self.stage_options is None and options.get("static_graph"):
             raise ConfigError(
                 f"ddp: static_graph=true can't be recorded with devices_per_process={devices_per_process}, whose "
                 "replicas have a backward pass of their own. Set static_graph=false, or devices_per_process=1."

@@ -2,6 +2,7 @@
 
 from typing import Any, ClassVar
 
+from .core.options import Count, checked, hints_of
 from .ddp import DDPStrategy
 from .pipeline.options import StageOptions
 
@@ -22,9 +23,9 @@ class DDPModelParallelStrategy(DDPStrategy):
 
     strategy_name = "ddp_model_parallel"
     size_option: ClassVar[tuple[str, int]] = ("model_parallel_size", 2)
-    option_group: ClassVar[type[StageOptions] | None] = StageOptions
+    further_options: ClassVar[dict[str, Any]] = hints_of(StageOptions)
 
-    def __init__(self, model_parallel_size: int = 2, **options: Any) -> None:
-        stage_options = StageOptions.taken_from(options)
+    @checked
+    def __init__(self, model_parallel_size: Count = 2, **options: Any) -> None:
+        self.stage_options = StageOptions.taken_from(options)
         super().__init__(devices_per_process=model_parallel_size, **options)
-        self.stage_options = stage_options

@@ -15,6 +15,7 @@ from .batch.policies import Even, Policy
 from .batch.structure import BatchDims
 from .core.errors import ConfigError, verify_submodules
 from .core.optimizer_states import unwrapped
+from .core.options import Count, checked
 from .core.types import Device
 from .pipeline.options import StageOptions
 from .pipeline.recompute import Recompute, RecomputeOption, verify_threads
@@ -54,6 +55,7 @@ class DataParallelStrategy(OneProcessStrategy):
 
     strategy_name = "dp"
 
+    @checked
     def __init__(
         self,
         devices: Sequence[Device] | None = None,
@@ -62,7 +64,7 @@ class DataParallelStrategy(OneProcessStrategy):
         copy_frozen: bool = False,
         threads: bool | None = None,
         batch_dims: BatchDims | None = None,
-        model_parallel_size: int = 1,
+        model_parallel_size: Count = 1,
         recompute: RecomputeOption = "never",
         shard_optimizer: bool = False,
     ) -> None:
@@ -130,7 +132,7 @@ class DataParallelStrategy(OneProcessStrategy):
 
 def verify_blocks(devices: list[torch.device], size: int) -> None:
     """Refuse devices that don't divide into replicas of stages."""
-    if size < 1 or len(devices) % size:
+    if len(devices) % size:
         raise ConfigError(
             f"dp: {len(devices)} devices don't divide into replicas of model_parallel_size={size} devices. Give a "
             "multiple of it."

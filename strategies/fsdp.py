@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import pytorch_lightning as pl
 import torch
@@ -20,6 +20,7 @@ from typing_extensions import override
 from .balance.ranks import RankBalance
 from .batch.structure import BatchDims
 from .core.errors import ConfigError
+from .core.options import Advice, Count, Positive, checked
 from .core.patching import replaced
 from .core.types import StaysOnRoot
 from .data.loaders import BatchSizeIs
@@ -36,6 +37,13 @@ from .sharding.whole import gather_tree, holds_shards, shard_like, shard_optimiz
 
 Shard = Literal["auto"] | Sequence[str]
 """Which parts of a module are gathered one by one: chosen by the strategy, or names of submodules."""
+
+GivenWeights = Annotated[
+    Sequence[float],
+    Advice(
+        "They can't be measured: ranks wait for each other at every part of the module, so that all take the same time."
+    ),
+]
 
 _MIXED = "mixed torch.Tensor and DTensor"
 
@@ -71,31 +79,23 @@ class FSDPStrategy(DDPStrategy):
 
     strategy_name = "fsdp"
 
+    @checked
     def __init__(
         self,
         shard: Shard = "auto",
         reshard_after_forward: bool = True,
         cpu_offload: bool = False,
-        replicas: int = 1,
+        replicas: Count = 1,
         find_unused_parameters: bool = False,
-        weights: Sequence[float] | None = None,
+        weights: GivenWeights | None = None,
         batch_size_is: BatchSizeIs = "per_device",
         batch_dims: BatchDims | None = None,
-        timeout_s: float = 1800.0,
+        timeout_s: Positive = 1800.0,
         backend: str | None = None,
         sync_batchnorm: bool = False,
         recompute: RecomputeOption = "never",
         start_method: StartMethod | None = None,
     ) -> None:
-        if isinstance(shard, str) and shard != "auto":
-            raise ConfigError(f"fsdp: shard={shard} is unknown. Give auto, or a list of names of submodules.")
-        if replicas < 1:
-            raise ConfigError(f"fsdp: replicas must be at least 1; got {replicas}.")
-        if isinstance(weights, str):
-            raise ConfigError(
-                f"fsdp: weights={weights} can't be measured: ranks wait for each other at every part of the module, so "
-                "that all take the same time. Give a list of numbers, such as each device's samples per second."
-            )
         if weights is not None and batch_size_is != "global":
             raise ConfigError(
                 "fsdp: weights divide a global batch, but batch_size_is=per_device gives each rank a batch of its own. "

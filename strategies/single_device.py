@@ -11,6 +11,7 @@ from typing_extensions import override
 
 from .core.errors import ConfigError
 from .core.module_checks import end_of_step
+from .core.options import checked
 from .core.types import Device
 from .pipeline.recompute import Recompute, RecomputeOption
 
@@ -29,6 +30,7 @@ class SingleDeviceStrategy(pl_strategies.SingleDeviceStrategy):
 
     strategy_name = "single_device"
 
+    @checked
     def __init__(self, device: Device | None = None, recompute: RecomputeOption = "never") -> None:
         super().__init__(device="cpu" if device is None else torch.device(device))
         self._given = device is not None

@@ -237,7 +237,7 @@ def test_steps_of_lightnings_training_loop_are_the_known_ones() -> None:
 # What the names in strategies/core/private do
 
 PRIVATE = ROOT / "strategies" / "core" / "private"
-ONE_PIECE_OF_TORCH = ("core/torch_loader.py", "sharding/_fsdp2.py", "loops/_torch_fast_path.py")
+ONE_PIECE_OF_TORCH = ("core/private/torch_loader.py", "sharding/_fsdp2.py", "loops/_torch_fast_path.py")
 """Files that do a piece of torch's own work again, and reach the names of that piece themselves."""
 PYTHONS = {"_replace", "_fields", "_exit", "_popen", "_getframe", "_current_frames", "_shutdown", "_run_exitfuncs"} | {
     "_on_queue_feeder_error"

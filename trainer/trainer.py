@@ -7,7 +7,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from functools import wraps
 from types import FrameType
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal, TypeAlias, TypeVar, cast
 
 import pytorch_lightning as pl
 import pytorch_lightning.strategies as pl_strategies
@@ -23,6 +23,7 @@ from ..strategies import STRATEGIES
 from ..strategies.core.device_names import are_names, give_devices
 from ..strategies.core.errors import ConfigError
 from ..strategies.core.lightning_names import verify_family
+from ..strategies.core.options import verify_value
 from ..strategies.core.patching import LIGHTNING_TELLS, filtered
 from ..strategies.core.private import of_lightning, put
 from ..strategies.registry import ranks_of, stop_signal_of
@@ -38,6 +39,8 @@ from .loops.lean import is_lean
 from .loops.log_method import lean_logging
 from .loops.loops import ExactCheckpointConnector, LeanFitLoop, LeanTrainingEpochLoop
 from .loops.progress_bar import TimedBar
+
+OnNonFinite: TypeAlias = Literal["raise", "skip_step", "off", False] | None
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -124,10 +127,11 @@ class Trainer(pl.Trainer):
         *,
         strategy: str | Strategy = "auto",
         exact_accumulation: bool = False,
-        detect_nonfinite: Literal["raise", "skip_step", "off", False] = "off",
+        detect_nonfinite: OnNonFinite = "off",
         lean: bool | None = None,
         **kwargs: Any,
     ) -> None:
+        verify_value("detect_nonfinite", detect_nonfinite, OnNonFinite, "Trainer: ")
         if isinstance(strategy, str):
             strategy = _strategy_of(strategy)
         if are_names(kwargs.get("devices")):

@@ -9,14 +9,18 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 
 from ..batch.policies import Even, Weighted
-from ..core.errors import ConfigError, verify_choice
+from ..core.errors import ConfigError
+from ..core.options import Limit
 from ._estimates import common_level, fitted_times, relative_error
 
 Objective: TypeAlias = Literal["time", "memory"]
 """Quantity to equalize: the time that devices take, or the fraction of their memory that they fill."""
+
+Hysteresis: TypeAlias = Annotated[float, Limit(">=", 0), Limit("<", 1)]
+"""Fraction of the largest time or memory that new shares must save to be adopted."""
 
 LARGEST_CUT = 0.5
 """Minimum fraction of its samples that a device keeps in one change: far from measured sizes, costs are guesses."""
@@ -136,9 +140,6 @@ class BalanceController:
         in_turn: whether the devices work one after the other on one processor. Then the first one finds the caches
             filled with other things, and looks up to a third slower than its equals; even shares are left only for a
             gain that this does not explain.
-
-    Raises:
-        ConfigError: an option is out of range.
     """
 
     def __init__(
@@ -152,9 +153,6 @@ class BalanceController:
         limit_bytes: Sequence[float] | None = None,
         in_turn: bool = False,
     ) -> None:
-        verify_choice("balance: objective", objective, Objective)
-        if not 0 <= hysteresis < 1:
-            raise ConfigError(f"balance: hysteresis must be a fraction in [0, 1); got {hysteresis}.")
         self._num_devices = num_devices
         self._objective: Objective = objective
         self._hysteresis = hysteresis

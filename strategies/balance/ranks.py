@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.distributed import Work
 
 from ..batch.policies import Even, Policy, Weighted
-from ..core.errors import ConfigError
 from ..core.private import of_lightning
 from .checkpointed import KeptController
 from .controller import BalanceController
@@ -40,15 +39,9 @@ class RankBalance:
         strategy: name of the strategy, which begins messages.
         weights: share of each rank, or `auto`.
         hysteresis: fraction of the slowest rank's time that new shares must save to be adopted.
-
-    Raises:
-        ConfigError: an option has an invalid value.
     """
 
     def __init__(self, strategy: str, weights: Weights, hysteresis: float) -> None:
-        if isinstance(weights, str) and weights != "auto":
-            raise ConfigError(f"{strategy}: weights={weights} is unknown. Give a list of numbers, or auto.")
-        BalanceController(1, hysteresis=hysteresis)  # validates the option
         self.kept = KeptController(strategy, "ranks")
         self._strategy = strategy
         self._weights = weights

@@ -72,12 +72,7 @@ class FirstChunk:
         return [first, *Even().sizes(num_samples - first, num_parts - 1)]
 
     def verify(self, num_parts: int, strategy: str) -> None:
-        """See `Policy.verify`: the size must be an integer >= 0."""
-        if type(self.size) is not int or self.size < 0:
-            raise ConfigError(
-                f"{strategy}: gpu0_chunk={self.size!r} is not a number of samples. "
-                "Give 0 (no samples on the first device) or a positive integer."
-            )
+        """See `Policy.verify`: any size will do."""
 
     def verify_batch(self, num_samples: int, num_parts: int, strategy: str) -> None:
         """Refuse a first part that is larger than an even share of a full batch.

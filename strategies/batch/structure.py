@@ -56,9 +56,6 @@ def verify_batch_dims(dims: BatchDims | None, strategy: str) -> dict[str, str]:
         ConfigError: a word is unknown.
     """
     words = _WORDS | _REDUCTIONS
-    given: Any = dims  # from a configuration it may be anything
-    if given is not None and not isinstance(given, Mapping):
-        raise ConfigError(f"{strategy}: batch_dims={dims!r} is no mapping. Give {{path: list, none or 0}}.")
     for key, word in (dims or {}).items():
         if word not in words or isinstance(word, bool):
             raise ConfigError(

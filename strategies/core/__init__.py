@@ -2,6 +2,6 @@
 
 Exports: errors, types, devices, device_names, executor, side_streams, rng, loop_contract,
     optimizer_states, module_checks, module_log,
-    lightning_names, patching, files, text_table, user_code, no_value, torch_loader.
+    lightning_names, patching, files, text_table, user_code, no_value, options.
 May import: nothing of this project.
 """

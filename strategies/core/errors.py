@@ -1,8 +1,7 @@
-"""The exception raised for user errors, and what its messages suggest in place of unknown words."""
+"""The exception raised for user errors, and the check of names of submodules."""
 
 from collections.abc import Iterable
 from difflib import get_close_matches
-from typing import Any, get_args
 
 from torch import nn
 
@@ -13,21 +12,6 @@ class ConfigError(ValueError):
     The message is one sentence or two: what was given, what is allowed, what to do. `train.py` prints it without a
     traceback; every other exception keeps its traceback.
     """
-
-
-def verify_choice(option: str, value: object, allowed: Any) -> None:
-    """Refuse a word that an option does not know.
-
-    Args:
-        option: its name, after the strategy's if that is to begin the message.
-        allowed: a `Literal`.
-
-    Raises:
-        ConfigError: the value is none of the words.
-    """
-    words = get_args(allowed)
-    if value not in words:
-        raise ConfigError(f"{option}={value} is unknown; choose one of {', '.join(words)}.")
 
 
 def verify_submodules(option: str, names: Iterable[str], module: nn.Module) -> None:

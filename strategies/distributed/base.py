@@ -4,7 +4,7 @@ import signal
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import pytorch_lightning as pl
 import pytorch_lightning.strategies as pl_strategies
@@ -18,15 +18,16 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from ..core.devices import is_accelerator, precise_dtype, scalar
-from ..core.errors import ConfigError, verify_choice
+from ..core.errors import ConfigError
 from ..core.module_checks import hooked
+from ..core.options import Positive, checked
 from ..core.private import of_lightning, put
 from ._coordinator import RankCoordinator
 from ._same_weights import StateWatch, give_same_weights
 from ._stop import StopAgreement as StopAgreement
 from .environment import kubeflow
 from .objects import backend_for, gather_objects
-from .options import Compression, compression_hook, name_unused_parameters, verified_options
+from .options import Compression, compression_hook, name_unused_parameters, reducer_options, verified_options
 from .process_exit import leave_group_at_exit, prepare_forked
 from .scripts.launcher import ScriptLauncher, StartMethod
 from .sync_batchnorm import SyncBatchNorm
@@ -73,24 +74,24 @@ class MultiProcessStrategy(pl_strategies.DDPStrategy):
 
     strategy_name: str
 
+    further_options: ClassVar[dict[str, Any]] = reducer_options()
+    """The options that `**options` of a constructor may hold, with their annotations."""
+
+    @checked
     def __init__(
         self,
-        timeout_s: float = 1800.0,
+        timeout_s: Positive = 1800.0,
         backend: str | None = None,
         compression: Compression | None = None,
         sync_batchnorm: bool = False,
         start_method: StartMethod | None = None,
         **ddp_options: Any,
     ) -> None:
-        if isinstance(timeout_s, str) or not timeout_s > 0:  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise ConfigError(f"ddp: timeout_s={timeout_s} is not positive. Give seconds, such as timeout_s=1800.")
-        if start_method is not None:
-            verify_choice("ddp: start_method", start_method, StartMethod)
         super().__init__(
             cluster_environment=kubeflow(),
             process_group_backend=backend,
             timeout=timedelta(seconds=timeout_s),
-            **verified_options(ddp_options),
+            **verified_options(self.strategy_name, ddp_options),
         )
         self.timeout_s = timeout_s
         self.coordinator: RankCoordinator | None = None

@@ -30,8 +30,6 @@ def num_processes(num_devices: int, devices_per_process: int) -> int:
     Raises:
         ConfigError: the devices don't divide into whole processes.
     """
-    if devices_per_process < 1:
-        raise ConfigError(f"devices per process must be at least 1; got {devices_per_process}.")
     if num_devices < 1 or num_devices % devices_per_process:
         raise ConfigError(
             f"{num_devices} devices don't divide into processes of {devices_per_process} devices. "

@@ -3,8 +3,8 @@
 import inspect
 import re
 from collections.abc import Callable, Sequence
-from types import NoneType
-from typing import Any, Literal, TypeAlias, get_args
+from functools import cache
+from typing import Any, Literal, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from ..core.errors import ConfigError
+from ..core.options import Positive, verify_value
 
 Compression: TypeAlias = Literal["fp16", "bf16", "powersgd"]
 """Compression of gradients between ranks."""
@@ -22,8 +23,21 @@ Compression: TypeAlias = Literal["fp16", "bf16", "powersgd"]
 _OURS = ("module", "device_ids", "output_device", "process_group", "self")
 
 
-def verified_options(options: dict[str, Any]) -> dict[str, Any]:
+@cache
+def reducer_options() -> dict[str, Any]:
+    """Names and annotations of the options of torch's DistributedDataParallel; None takes torch's own default."""
+    parameters = inspect.signature(DistributedDataParallel.__init__).parameters
+    hints: dict[str, Any] = {
+        name: bool | None if isinstance(parameter.default, bool) else Any for name, parameter in parameters.items()
+    }
+    return {name: hint for name, hint in (hints | {"bucket_cap_mb": Positive | None}).items() if name not in _OURS}
+
+
+def verified_options(strategy: str, options: dict[str, Any]) -> dict[str, Any]:
     """Verify the names and values of options.
+
+    Args:
+        strategy: name that begins messages.
 
     Returns:
         The options, without those that are None.
@@ -31,22 +45,17 @@ def verified_options(options: dict[str, Any]) -> dict[str, Any]:
     Raises:
         ConfigError: an option is unknown to torch, its value is invalid, or two options exclude each other.
     """
-    parameters = inspect.signature(DistributedDataParallel.__init__).parameters
-    allowed = [name for name in parameters if name not in _OURS]
+    allowed = reducer_options()
     unknown = [name for name in options if name not in allowed]
     if unknown:
-        raise ConfigError(f"ddp: {', '.join(unknown)} is unknown; choose from {', '.join(allowed)}.")
+        raise ConfigError(f"{strategy}: {', '.join(unknown)} is unknown; choose from {', '.join(allowed)}.")
+    for name, value in options.items():
+        verify_value(name, value, allowed[name], f"{strategy}: ")
     if options.get("static_graph") and options.get("find_unused_parameters"):
         raise ConfigError(
-            "ddp: static_graph=true and find_unused_parameters=true were both given. A static graph finds unused "
-            "parameters in the first step. Remove find_unused_parameters."
+            f"{strategy}: static_graph=true and find_unused_parameters=true were both given. A static graph finds "
+            "unused parameters in the first step. Remove find_unused_parameters."
         )
-    for name, value in options.items():
-        if isinstance(parameters[name].default, bool) and not isinstance(value, (bool, NoneType)):
-            raise ConfigError(f"ddp: {name} must be true or false; got {value}.")
-    size = options.get("bucket_cap_mb")
-    if size is not None and not (isinstance(size, (int, float)) and size > 0):
-        raise ConfigError(f"ddp: bucket_cap_mb must be a size in MiB > 0, or null for torch's 25; got {size}.")
     return {name: value for name, value in options.items() if value is not None}
 
 
@@ -98,14 +107,9 @@ def compression_hook(compression: Compression | None) -> Callable[[], tuple[Any,
 
     Returns:
         A function that returns the hook's state and the hook; None without compression.
-
-    Raises:
-        ConfigError: the compression is unknown.
     """
     if compression is None:
         return None
-    if compression not in get_args(Compression):
-        raise ConfigError(f"ddp: compression={compression} is unknown; choose one of fp16, bf16, powersgd, null.")
     if compression == "powersgd":
         return lambda: (powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=2), powerSGD_hook.powerSGD_hook)
     dtype = torch.float16 if compression == "fp16" else torch.bfloat16

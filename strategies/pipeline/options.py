@@ -1,14 +1,15 @@
 """Define and validate the options of model parallelism."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
-from typing import Any, Literal, TypeAlias
+from dataclasses import dataclass
+from typing import Annotated, Literal, TypeAlias
 
 import torch
-from typing_extensions import Self
+from typing_extensions import override
 
 from ..batch.losses import LossReduction
-from ..core.errors import ConfigError, verify_choice
+from ..core.errors import ConfigError
+from ..core.options import Advice, Count, NotNegative, Options, Positive
 from ._schedule import ScheduleName
 
 Partition: TypeAlias = Literal["auto", "manual"] | Sequence[str]
@@ -20,7 +21,7 @@ Overlap: TypeAlias = Literal["launch", "threads"]
 
 
 @dataclass(frozen=True)
-class StageOptions:
+class StageOptions(Options):
     """How a module is cut into stages, and a batch into micro-batches.
 
     Args:
@@ -49,38 +50,21 @@ class StageOptions:
         ConfigError: an option has an invalid value.
     """
 
-    partition: Partition = "auto"
-    num_microbatches: int = 1
+    partition: Annotated[Partition, Advice("A list names the first module of each stage after stage 0.")] = "auto"
+    num_microbatches: Count = 1
     schedule: ScheduleName = "1f1b"
     overlap: Overlap | None = None
     output_device: Literal["last", "first"] = "last"
-    optimizer_copies: float = 2
+    optimizer_copies: NotNegative = 2
     balance: Literal["memory", "time"] = "memory"
-    device_weights: Sequence[float] | None = None
+    device_weights: Sequence[Positive] | None = None
     profile_activations: bool = False
     loss_reduction: LossReduction = "mean"
     deterministic: bool | None = None
 
+    @override
     def __post_init__(self) -> None:
-        named: Any = self.partition  # a configuration may hold anything
-        if self.partition not in ("auto", "manual") and (isinstance(named, str) or not isinstance(named, Sequence)):
-            raise ConfigError(
-                f"partition={self.partition} is unknown. Give auto, manual, or a list with the first module of each "
-                "stage after stage 0."
-            )
-        if type(self.num_microbatches) is not int or self.num_microbatches < 1:
-            raise ConfigError(f"num_microbatches must be an integer >= 1; got {self.num_microbatches!r}.")
-        verify_choice("schedule", self.schedule, ScheduleName)
-        if self.overlap is not None:
-            verify_choice("overlap", self.overlap, Overlap)
-        verify_choice("output_device", self.output_device, Literal["last", "first"])
-        verify_choice("loss_reduction", self.loss_reduction, LossReduction)
-        verify_choice("balance", self.balance, Literal["memory", "time"])
-        self._verify_balance()
-        if not self.optimizer_copies >= 0:
-            raise ConfigError(f"optimizer_copies must be >= 0 (Adam: 2); got {self.optimizer_copies}.")
-
-    def _verify_balance(self) -> None:
+        super().__post_init__()
         if self.partition != "auto" and (self.balance != "memory" or self.device_weights is not None):
             raise ConfigError(
                 f"balance={self.balance}, device_weights={self.device_weights}: partition={self.partition} says where "
@@ -92,15 +76,8 @@ class StageOptions:
                 "stages wait for each other only with micro-batches, and a measured cut is not the same in every run. "
                 "Set num_microbatches=2 or more and deterministic=false, or balance=memory."
             )
-        if self.device_weights is not None and not all(weight > 0 for weight in self.device_weights):
-            raise ConfigError(f"device_weights must be positive; got {list(self.device_weights)}.")
 
     @property
     def is_deterministic(self) -> bool:
         """Whether random numbers must be taken in the same order in every run."""
         return torch.are_deterministic_algorithms_enabled() if self.deterministic is None else self.deterministic
-
-    @classmethod
-    def taken_from(cls, options: dict[str, Any]) -> Self:
-        """Take these options out of a dict of several kinds of options."""
-        return cls(**{field.name: options.pop(field.name) for field in fields(cls) if field.name in options})

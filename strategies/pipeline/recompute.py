@@ -31,20 +31,9 @@ class Recompute:
     Args:
         option: which parts.
         strategy: name that begins messages.
-
-    Raises:
-        ConfigError: the option has an invalid value.
     """
 
     def __init__(self, option: RecomputeOption, strategy: str) -> None:
-        named: Any = option  # a configuration may hold anything
-        if isinstance(named, str) and named not in ("never", "always", "except_last"):
-            raise ConfigError(
-                f"{strategy}: recompute={named} is unknown; choose one of never, always, except_last, or give a list "
-                "of names of submodules."
-            )
-        if not isinstance(named, (str, Sequence)) or not all(isinstance(name, str) for name in named):
-            raise ConfigError(f"{strategy}: recompute={named} is unknown. Give never, always, except_last, or names.")
         self.option: RecomputeOption = option if isinstance(option, str) else list(option)
         self._strategy = strategy
         self._trainer: pl.Trainer | None = None

@@ -18,7 +18,7 @@ from ..batch.policies import Even, Policy, without_single_samples
 from ..batch.run_structures import RunStructures, dataloader_index
 from ..batch.structure import BatchStructure
 from ..core.devices import is_accelerator
-from ..core.errors import ConfigError, verify_choice
+from ..core.errors import ConfigError
 from ..core.module_checks import end_of_step, ended, has_batchnorm, resting_device, verify_takes_batches
 from ..core.private import of_lightning
 from ..core.types import Batch
@@ -37,9 +37,6 @@ class ReplicaOptions:
         submodule: dotted name of the submodule to replicate; None replicates the whole module.
         copy_frozen: copy parameters without gradients after every optimizer step.
         threads: run replicas in threads; None decides by the devices.
-
-    Raises:
-        ConfigError: `loss_reduction` is not `mean` or `sum`.
     """
 
     strategy: str = "dp"
@@ -48,9 +45,6 @@ class ReplicaOptions:
     submodule: str | None = None
     copy_frozen: bool = False
     threads: bool | None = None
-
-    def __post_init__(self) -> None:
-        verify_choice(f"{self.strategy}: loss_reduction", self.loss_reduction, LossReduction)
 
 
 @dataclass

@@ -214,10 +214,10 @@ def test_options_and_shares_do_not_change_training() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"timeout_s": 0}, r"timeout_s=0 is not positive"),
-        ({"batch_size_is": "each"}, r"batch_size_is=each is unknown; choose one of per_device, global"),
-        ({"devices_per_process": 0}, r"devices_per_process must be at least 1; got 0"),
-        ({"compression": "zip"}, r"compression=zip is unknown; choose one of fp16, bf16, powersgd, null"),
+        ({"timeout_s": 0}, r"ddp: timeout_s=0 is not allowed. Give a number > 0"),
+        ({"batch_size_is": "each"}, r"batch_size_is=each is not allowed. Give per_device or global"),
+        ({"devices_per_process": 0}, r"devices_per_process=0 is not allowed. Give a whole number >= 1"),
+        ({"compression": "zip"}, r"compression=zip is not allowed. Give fp16, bf16, powersgd or null"),
         ({"find_unused": True}, r"find_unused is unknown; choose from .*find_unused_parameters"),
         ({"static_graph": True, "find_unused_parameters": True}, r"were both given"),
         (
@@ -234,5 +234,5 @@ def test_what_cannot_be_honoured_is_refused(options: dict[str, Any], message: st
 def test_balanced_refuses_what_it_cannot_divide() -> None:
     with pytest.raises(ConfigError, match="batch_size_is=per_device was given"):
         BalancedDDPStrategy(batch_size_is="per_device")
-    with pytest.raises(ConfigError, match=r"weights=fast is unknown. Give a list of numbers, or auto"):
+    with pytest.raises(ConfigError, match=r"weights=fast is not allowed. Give a list \(each a number\) or auto"):
         BalancedDDPStrategy("fast")  # type: ignore[arg-type]

@@ -537,18 +537,33 @@ class Manual(Net):
     [
         (VectorLoss, DataParallelStrategy, {}, r"returned a loss of shape \(2,\) for a chunk of 2 samples"),
         (Manual, DataParallelStrategy, {}, "dp: manual optimization .* Use strategy=ddp"),
-        (Net, DataParallelStrategy, {"loss_reduction": "max"}, "loss_reduction=max is unknown"),
+        (
+            Net,
+            DataParallelStrategy,
+            {"loss_reduction": "max"},
+            "loss_reduction=max is not allowed",
+        ),
         (Net, DataParallelStrategy, {"model_parallel_size": 3}, "dp: 2 devices don't divide into replicas of model"),
         (Net, BalancedDataParallelStrategy, {"model_parallel_size": 2}, "only dp cuts its replicas into stages"),
         (Net, BalancedDataParallelStrategy, {"gpu0_chunk": 3}, "gpu0_chunk=3 is larger than an even share: 4 samples"),
-        (Net, BalancedDataParallelStrategy, {"gpu0_chunk": -1}, "balanced_dp: gpu0_chunk=-1 is not a number of"),
-        (Net, BalancedDataParallelStrategy, {"gpu0_chunk": "half"}, "gpu0_chunk='half' is not a number of samples"),
+        (Net, BalancedDataParallelStrategy, {"gpu0_chunk": -1}, "balanced_dp: gpu0_chunk=-1 is not allowed. Give a"),
+        (
+            Net,
+            BalancedDataParallelStrategy,
+            {"gpu0_chunk": "half"},
+            "gpu0_chunk=half is not allowed. Give a",
+        ),
         (Net, BalancedDataParallelStrategy, {"weights": [1, 2, 3]}, "weights has 3 entries for 2 devices"),
         (Net, BalancedDataParallelStrategy, {"weights": [0, 0]}, "all weights are zero"),
         (Net, BalancedDataParallelStrategy, {"weights": [1, float("nan")]}, "negative, infinite or not a number"),
-        (Net, BalancedDataParallelStrategy, {"weights": "even"}, "weights=even is unknown"),
+        (Net, BalancedDataParallelStrategy, {"weights": "even"}, "weights=even is not allowed. Give a list"),
         (Net, BalancedDataParallelStrategy, {"weights": [1, 1], "gpu0_chunk": 1}, "were both given"),
-        (Net, BalancedDataParallelStrategy, {"objective": "speed"}, "objective=speed is unknown"),
+        (
+            Net,
+            BalancedDataParallelStrategy,
+            {"objective": "speed"},
+            "objective=speed is not allowed",
+        ),
     ],
 )
 def test_what_cannot_be_honoured_is_refused(module: Any, strategy: Any, options: Any, message: str) -> None:

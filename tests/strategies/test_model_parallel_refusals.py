@@ -13,14 +13,14 @@ from evener.strategies import ConfigError, ModelParallelStrategy
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"partition": "half"}, "partition=half is unknown. Give auto, manual, or a list"),
+        ({"partition": "half"}, "partition=half is not allowed. Give auto, manual or a list"),
         ({"partition": ["net.3"]}, r"Net has no module 'net\.3'; the nearest are net\.2"),
         ({"partition": ["net.2", "net.2"]}, "2 names for 2 stages. Give 1"),
-        ({"num_microbatches": 0}, "num_microbatches must be an integer >= 1; got 0"),
-        ({"num_microbatches": 1.5}, "num_microbatches must be an integer >= 1; got 1.5"),
-        ({"output_device": "middle"}, "output_device=middle is unknown; choose one of last, first"),
-        ({"optimizer_copies": -1}, "optimizer_copies must be >= 0"),
-        ({"loss_reduction": "max"}, "loss_reduction=max is unknown; choose one of mean, sum"),
+        ({"num_microbatches": 0}, "num_microbatches=0 is not allowed. Give a whole number >= 1"),
+        ({"num_microbatches": 1.5}, "num_microbatches=1.5 is not allowed. Give a whole number >= 1"),
+        ({"output_device": "middle"}, "output_device=middle is not allowed. Give last or first"),
+        ({"optimizer_copies": -1}, "optimizer_copies=-1 is not allowed. Give a number >= 0"),
+        ({"loss_reduction": "max"}, "loss_reduction=max is not allowed. Give mean or sum"),
         ({"profile_activations": True}, "profile_activations needs inputs, but Net has no example_input_array"),
     ],
 )

@@ -78,5 +78,5 @@ def test_arguments_with_which_lightning_fails_unnamed_are_refused(arguments: dic
 
 
 def test_a_timeout_that_is_no_number_is_refused() -> None:
-    with pytest.raises(ConfigError, match="timeout_s=soon is not positive"):
+    with pytest.raises(ConfigError, match="timeout_s=soon is not allowed"):
         DDPStrategy(timeout_s="soon")  # pyright: ignore[reportArgumentType]

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from ...strategies.core.errors import ConfigError
+from ...strategies.core.options import checked
 from ...strategies.sharding.whole import own_part, total_norm
 
 logger = logging.getLogger(__name__)
@@ -32,9 +33,8 @@ class DetectNonFinite(pl.Callback):
             on an accelerator with an optimizer that can't skip a step without a host synchronization.
     """
 
+    @checked
     def __init__(self, action: Literal["raise", "skip_step"]) -> None:
-        if action not in ("raise", "skip_step"):
-            raise ConfigError(f"detect_nonfinite={action} is unknown. Choose raise, skip_step or off.")
         self.action = action
         self.num_skipped = 0
         """Number of skipped steps that the host knows of."""

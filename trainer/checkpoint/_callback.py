@@ -20,6 +20,7 @@ from typing_extensions import override
 from ...strategies import FSDPStrategy
 from ...strategies.core.errors import ConfigError
 from ...strategies.core.module_checks import has_nan
+from ...strategies.core.options import Count, NotNegative, checked
 from ...strategies.core.private import of_lightning
 from ._interval import Interval
 from .file_io import VerifiedCheckpointIO, remove_leftovers
@@ -79,6 +80,7 @@ class Checkpoint(ModelCheckpoint):
     _io: VerifiedCheckpointIO | None = None
     _saved_now = ""
 
+    @checked
     def __init__(
         self,
         dirpath: str | Path | None = None,
@@ -87,10 +89,10 @@ class Checkpoint(ModelCheckpoint):
         mode: Literal["min", "max"] = "min",
         save_top_k: int = 1,
         save_last: bool = True,
-        every_n_steps: int | None = None,
-        every_n_epochs: int | None = None,
-        interval_s: float | None = None,
-        snapshot_every_n_steps: int | None = None,
+        every_n_steps: Count | None = None,
+        every_n_epochs: Count | None = None,
+        interval_s: NotNegative | None = None,
+        snapshot_every_n_steps: Count | None = None,
         on_error: Literal["raise", "warn"] = "raise",
         save_weights_only: bool = False,
         verbose: bool = False,
@@ -99,12 +101,15 @@ class Checkpoint(ModelCheckpoint):
         **options: bool,
     ) -> None:
         triggers = {"every_n_steps": every_n_steps, "every_n_epochs": every_n_epochs, "interval_s": interval_s}
-        _verify_options(triggers, on_error, {"background": background, "sharded": sharded, **options})
-        if snapshot_every_n_steps is not None and snapshot_every_n_steps < 1:
-            raise ConfigError(
-                f"checkpoint: snapshot_every_n_steps={snapshot_every_n_steps} is too small. Give at least 1, or null."
-            )
+        if unknown := options.keys() - {"async"}:
+            raise ConfigError(f"checkpoint: unknown options: {', '.join(sorted(unknown))}. Remove them.")
         self._triggers = {name: value for name, value in triggers.items() if value is not None}
+        if len(self._triggers) > 1:
+            raise ConfigError(
+                "checkpoint: expected at most one trigger, got "
+                f"{' and '.join(f'{name}={value}' for name, value in self._triggers.items())}. "
+                "Set the others to null, or add a second Checkpoint callback."
+            )
         self._key_triggers: dict[str, float] = {}
         super().__init__(
             dirpath=dirpath,
@@ -397,24 +402,3 @@ def _flush_logs(trainer: pl.Trainer) -> None:
         flush = getattr(getattr(log, "experiment", None), "flush", None)
         if flush is not None:
             flush()
-
-
-def _verify_options(triggers: dict[str, float | None], on_error: str, options: dict[str, Any]) -> None:
-    given = [f"{name}={value}" for name, value in triggers.items() if value is not None]
-    if len(given) > 1:
-        raise ConfigError(
-            f"checkpoint: expected at most one trigger, got {' and '.join(given)}. "
-            "Set the others to null, or add a second Checkpoint callback."
-        )
-    for name, value in triggers.items():  # every 0 seconds is after every step
-        if value is not None and not (value > 0 or (value == 0 and name == "interval_s")):
-            raise ConfigError(
-                f"checkpoint: {name}={value} is too small. Give more than 0, or null to disable this trigger."
-            )
-    if on_error not in ("raise", "warn"):
-        raise ConfigError(f"checkpoint: on_error={on_error} is unknown. Choose raise or warn.")
-    if unknown := set(options) - {"background", "sharded", "async"}:
-        raise ConfigError(f"checkpoint: unknown options: {', '.join(sorted(unknown))}. Remove them.")
-    for name, value in options.items():
-        if not isinstance(value, bool):
-            raise ConfigError(f"checkpoint: {name} must be true or false; got {name}={value}.")

@@ -30,7 +30,7 @@ from typing_extensions import override
 
 from ...strategies.core import rng
 from ...strategies.core.private.of_torch import data_worker as worker
-from ...strategies.core.torch_loader import next_of
+from ...strategies.core.private.torch_loader import next_of
 from ...strategies.data.sampling import RankBatches, in_one_order, num_samples
 from ...strategies.data.streams import Divided, Stream
 

@@ -15,6 +15,7 @@ from torch.utils.tensorboard.summary import custom_scalars, hparams
 from typing_extensions import override
 
 from ...strategies import ConfigError
+from ...strategies.core.options import Count
 from ...strategies.core.private import of_lightning, of_torch, put
 from ._event_file import ContinuingWriter
 from .custom_scalars import Layout, layout, with_data
@@ -40,7 +41,7 @@ class TensorBoardLogger(pl_loggers.TensorBoardLogger):
     """
 
     def __init__(
-        self, save_dir: str | Path, flush_secs: int = 30, log_graph: bool = False, sub_runs: bool = False
+        self, save_dir: str | Path, flush_secs: Count = 30, log_graph: bool = False, sub_runs: bool = False
     ) -> None:
         options: dict[str, Any] = {"default_hp_metric": False, "flush_secs": flush_secs, "log_graph": log_graph}
         super().__init__(save_dir=str(save_dir), name="", version="", **options)

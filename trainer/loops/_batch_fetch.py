@@ -11,8 +11,8 @@ from torch import Tensor
 from ...strategies.core.loop_contract import NothingToDo
 from ...strategies.core.private import of_lightning
 from ...strategies.core.private.of_lightning import DataFetcher, MaxSizeCycle, PrefetchDataFetcher, Sequential
+from ...strategies.core.private.torch_loader import next_of
 from ...strategies.core.side_streams import from_host
-from ...strategies.core.torch_loader import next_of
 from ...strategies.core.types import Batch
 from ._hook_plan import DATA_MODULE, MODULE, PRECISION, HookPlan, any_overridden, overridden
 

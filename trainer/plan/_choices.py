@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 from omegaconf import DictConfig, open_dict
 
+from ...strategies.core.options import as_given
 from ...strategies.pipeline.in_flight import num_ticks
-from ..config.descriptions import as_given
 from ..config.group_files import file_options
 from ._topology import Topology
 

@@ -1,7 +1,7 @@
 """Private names of torch.
 
 Three files do a piece of torch's own work again and reach the names of that piece themselves:
-`core/torch_loader.py` (the iterator of a DataLoader), `sharding/_fsdp2.py` (FSDP2) and
+`core/private/torch_loader.py` (the iterator of a DataLoader), `sharding/_fsdp2.py` (FSDP2) and
 `trainer/loops/_torch_fast_path.py` (backward and the step of an optimizer).
 """
 

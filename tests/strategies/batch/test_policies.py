@@ -51,8 +51,6 @@ def test_one_part_takes_the_whole_batch_whatever_the_first_chunk() -> None:
 @pytest.mark.parametrize(
     ("policy", "message"),
     [
-        (FirstChunk(-1), "dp: gpu0_chunk=-1 is not a number of samples"),
-        (FirstChunk(1.5), "dp: gpu0_chunk=1.5 is not a number of samples"),  # pyright: ignore[reportArgumentType]  # the mistake
         (Weighted((1, 2, 2)), "dp: weights has 3 entries for 2 devices"),
         (Weighted((0, 0)), "dp: all weights are zero"),
         (Weighted((1, -1)), "dp: a weight is negative, infinite or not a number"),

@@ -7,7 +7,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from evener.strategies.core.torch_loader import next_of
+from evener.strategies.core.private.torch_loader import next_of
 
 
 def read(iterator: Iterator[Any]) -> list[list[int]]:

@@ -46,5 +46,3 @@ def test_indivisible_counts_are_refused_with_both_numbers() -> None:
         num_processes(7, 2)
     with pytest.raises(ConfigError, match="1 devices don't divide into processes of 2 devices"):
         num_processes(1, 2)
-    with pytest.raises(ConfigError, match="devices per process must be at least 1; got 0"):
-        num_processes(4, 0)

@@ -262,7 +262,7 @@ def test_weights_that_change_before_the_backward_pass_are_refused() -> None:
 @pytest.mark.parametrize(
     ("option", "message"),
     [
-        ("sometimes", "recompute=sometimes is unknown; choose one of never, always, except_last"),
+        ("sometimes", "recompute=sometimes is not allowed. Give never, always, except_last or a list"),
         (["net.nine"], r"BlockNet has no module 'net.nine'; the nearest are net"),
     ],
 )

@@ -47,8 +47,8 @@ def test_names_that_cannot_be_parts_are_refused(names: list[str], sentence: str)
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"shard": "all"}, r"fsdp: shard=all is unknown"),
-        ({"replicas": 0}, r"fsdp: replicas must be at least 1; got 0"),
+        ({"shard": "all"}, r"fsdp: shard=all is not allowed. Give auto or a list"),
+        ({"replicas": 0}, r"fsdp: replicas=0 is not allowed. Give a whole number >= 1"),
         ({"weights": [3, 1]}, r"weights divide a global batch, but batch_size_is=per_device"),
     ],
 )

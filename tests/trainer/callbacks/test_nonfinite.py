@@ -84,7 +84,7 @@ def test_off_looks_at_nothing(off: Any) -> None:
 
 
 def test_an_unknown_word_is_refused() -> None:
-    with pytest.raises(ConfigError, match="detect_nonfinite=warn is unknown"):
+    with pytest.raises(ConfigError, match=r"Trainer: detect_nonfinite=warn is not allowed\. Give raise, skip_step"):
         Trainer(detect_nonfinite="warn", **QUIET)  # type: ignore[arg-type]
 
 

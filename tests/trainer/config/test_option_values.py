@@ -11,33 +11,37 @@ from omegaconf import OmegaConf
 
 from evener.strategies import ConfigError, DDPModelParallelStrategy, DDPStrategy
 from evener.strategies.core.device_names import resolve_devices
+from evener.strategies.core.options import Count, Positive, allows, describe
 from evener.strategies.distributed.options import verify_backend
 from evener.strategies.pipeline.options import StageOptions
 from evener.trainer import Trainer
 from evener.trainer.checkpoint._callback import Checkpoint
 from evener.trainer.cli.main import explain
 from evener.trainer.cli.train import compose, default_run_dir, prepare, train
-from evener.trainer.config._option_values import allows, annotations, describe, verify_options
+from evener.trainer.config._option_values import annotations, verify_options
 from evener.trainer.config.checks import verify_checkpoint_path
 from evener.trainer.launch.launcher import launch
 
 MISTAKES = [
-    ("trainer.max_steps=two", r"trainer\.max_steps=two is not allowed\. Give a whole number\."),
-    ("trainer.max_epochs=1.5", r"trainer\.max_epochs=1\.5 is not allowed\. Give a whole number or null\."),
+    ("trainer.max_steps=two", r"trainer\.max_steps=two is not allowed\. Give a whole number >= -1\."),
+    ("trainer.max_epochs=1.5", r"trainer\.max_epochs=1\.5 is not allowed\. Give a whole number >= -1 or null\."),
     ("trainer.max_epochs=true", r"trainer\.max_epochs=true is not allowed"),
-    ("trainer.accumulate_grad_batches=-2", r"accumulate_grad_batches=-2 is too small\. Give 1 or more\."),
-    ("trainer.check_val_every_n_epoch=0", r"check_val_every_n_epoch=0 is too small\. Give 1 or more\."),
-    ("trainer.val_check_interval=0", r"val_check_interval=0 is too small\. Give more than 0\."),
-    ("trainer.gradient_clip_val=-1", r"gradient_clip_val=-1 is too small\. Give 0 or more\."),
+    ("trainer.accumulate_grad_batches=-2", r"accumulate_grad_batches=-2 is not allowed\. Give a whole number >= 1\."),
+    (
+        "trainer.check_val_every_n_epoch=0",
+        r"n_epoch=0 is not allowed\. Give a whole number >= 1 or null\.",
+    ),
+    ("trainer.val_check_interval=0", r"val_check_interval=0 is not allowed\. Give a number > 0 or null\."),
+    ("trainer.gradient_clip_val=-1", r"gradient_clip_val=-1 is not allowed\. Give a number >= 0 or null\."),
     ("trainer.deterministic=perhaps", r"deterministic=perhaps is not allowed\. Give true, false, warn or null\."),
     ("trainer.enable_progress_bar=x", r"enable_progress_bar=x is not allowed\. Give true, false or null\."),
     ("+trainer.strategy=ddp", r"trainer\.strategy would be ignored.* Use strategy=<name>\."),
     ("+trainer.logger=false", r"trainer\.logger would be ignored.* Use logger=<name>, or logger=none\."),
     ("precision=float8", r"precision=float8 is not allowed\. Give .*bf16-mixed.* or null\."),
-    ("num_nodes=0", r"num_nodes=0 is too small\. Give 1 or more\."),
-    ("seed=x", r"seed=x is not allowed\. Give a whole number or null\."),
-    ("seed=-1", r"seed=-1 is too small\. Give 0 or more\."),
-    ("seed=4294967296", r"seed=4294967296 is too large\. Give at most 4294967295, or null\."),
+    ("num_nodes=0", r"num_nodes=0 is not allowed\. Give a whole number >= 1\."),
+    ("seed=x", r"seed=x is not allowed\. Give a whole number >= 0 and < 4294967296 or null\."),
+    ("seed=-1", r"seed=-1 is not allowed"),
+    ("seed=4294967296", r"seed=4294967296 is not allowed\. Give .* < 4294967296 or null\."),
     ("name=''", r"name='' must be a relative path within log_dir"),
     ("name=../up", r"name='\.\./up' must be a relative path within log_dir"),
     ("name=null", r"name=null is not allowed\. Give text\."),
@@ -46,22 +50,30 @@ MISTAKES = [
     ("resume=true", r"resume=true is not allowed\. Give text or null\."),
     ("devices=null", r"devices must be a count, a list or 'auto'; got None\. Give a count"),
     ("devices=1.5", r"got 1\.5\. Give a count"),
-    ("launcher.max_restarts=-1", r"launcher\.max_restarts=-1 is too small\. Give 0 or more\."),
-    ("launcher.monitor_interval_s=0", r"launcher\.monitor_interval_s=0 is too small\. Give more than 0\."),
-    ("device_memory_gb=0", r"device_memory_gb=0 is too small\. Give more than 0\."),
+    ("launcher.max_restarts=-1", r"launcher\.max_restarts=-1 is not allowed\. Give a whole number >= 0\."),
+    ("launcher.monitor_interval_s=0", r"launcher\.monitor_interval_s=0 is not allowed\. Give a number > 0\."),
+    ("device_memory_gb=0", r"device_memory_gb=0 is not allowed\. Give a number > 0 or null\."),
     ("compare.options=3", r"compare\.options=3 is not allowed\. Give a mapping\."),
-    ("data.batch_size=0", r"data\.batch_size=0 is too small\. Give 1 or more\."),
-    ("data.num_workers=-1", r"data\.num_workers=-1 is too small\. Give 0 or more\."),
-    ("module.lr=fast", r"module\.lr=fast is not allowed\. Give a number\."),
+    ("data.batch_size=0", r"data\.batch_size=0 is not allowed\. Give a whole number >= 1\."),
+    ("data.num_workers=-1", r"data\.num_workers=-1 is not allowed\. Give a whole number >= 0\."),
+    ("module.lr=fast", r"module\.lr=fast is not allowed\. Give a number >= 0\."),
+    (
+        "strategy=ddp_model_parallel +strategy.num_microbatch=2",
+        r"num_microbatch is not an option .*Did you mean strategy.num_microbatches\?",
+    ),
+    ("strategy=ddp +strategy.find_unused=2", r"find_unused is not an option of .*DDPStrategy\. Did you mean"),
     ("checkpoint.save_last=x", r"checkpoint\.save_last=x is not allowed\. Give true or false\."),
-    ("logger.tensorboard.flush_secs=x", r"logger\.tensorboard\.flush_secs=x is not allowed\. Give a whole number\."),
+    (
+        "logger.tensorboard.flush_secs=x",
+        r"flush_secs=x is not allowed\. Give a whole number >= 1\.",
+    ),
 ]
 
 
 @pytest.mark.parametrize(("override", "sentence"), MISTAKES, ids=[override for override, _ in MISTAKES])
 def test_a_value_that_is_not_allowed_is_refused_with_what_is(override: str, sentence: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=sentence):
-        prepare(compose([override, *([] if override.startswith("run_dir") else [f"run_dir={tmp_path}"])]))
+        prepare(compose([*override.split(), *([] if override.startswith("run_dir") else [f"run_dir={tmp_path}"])]))
 
 
 @pytest.mark.parametrize(
@@ -93,7 +105,12 @@ def test_a_name_of_digits_is_text_and_all_devices_are_auto(tmp_path: Path) -> No
     ("hint", "value", "fits"),
     [
         (int, 3, True),
-        (int, 3.0, True),  # 3e0 on the command line
+        (int, 3.0, False),
+        (Count, 0, False),
+        (Count | None, 1, True),
+        (Count | None, None, True),
+        (Sequence[Positive], [1, 0], False),
+        (Positive, float("nan"), False),
         (int, float("inf"), False),
         (int, True, False),
         (float, 3, True),
@@ -122,11 +139,13 @@ def test_a_plain_value_fits_a_type(hint: Any, value: Any, fits: bool) -> None:
 def test_a_type_is_told_in_words() -> None:
     assert describe(Sequence[float] | Literal["auto"] | None) == "a list (each a number), auto or null"
     assert describe(int | float | bool) == "a number, true or false"
+    assert describe(Sequence[Positive] | None) == "a list (each a number > 0) or null"
 
 
 def test_options_that_are_handed_on_have_the_types_of_those_who_take_them() -> None:
-    assert annotations(DDPStrategy)["timeout_s"] == (float, 1800.0)
-    assert annotations(DDPModelParallelStrategy)["num_microbatches"][0] is int
+    assert annotations(DDPStrategy)["timeout_s"] == (Positive, 1800.0)
+    assert annotations(DDPModelParallelStrategy)["num_microbatches"][0] is Count
+    assert annotations(DDPStrategy)["bucket_cap_mb"][0] == Positive | None
     assert annotations(Trainer)["max_steps"] == (int, -1)
 
 
@@ -143,17 +162,20 @@ def test_what_others_annotate_is_theirs() -> None:
 
 
 def test_options_of_strategies_are_refused_from_python_too() -> None:
-    with pytest.raises(ConfigError, match=r"bucket_cap_mb must be a size in MiB > 0, or null for torch.s 25; got 0"):
+    with pytest.raises(ConfigError, match=r"ddp: bucket_cap_mb=0 is not allowed\. Give a number > 0 or null\."):
         DDPStrategy(bucket_cap_mb=0)
-    with pytest.raises(ConfigError, match=r"find_unused_parameters must be true or false; got x"):
+    with pytest.raises(ConfigError, match=r"ddp: find_unused_parameters=x is not allowed\. Give true, false or null\."):
         DDPStrategy(find_unused_parameters="x")
     with pytest.raises(ConfigError, match=r"backend=smoke is not available in this build of torch; choose from .*gloo"):
         DDPStrategy(backend="smoke")
-    with pytest.raises(ConfigError, match=r"partition=3 is unknown\. Give auto, manual, or a list"):
+    with pytest.raises(
+        ConfigError,
+        match=r"partition=3 is not allowed\. Give auto, manual or a list .*\. A list names the first",
+    ):
         StageOptions(partition=3)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ConfigError, match=r"every_n_steps=0 is too small\. Give more than 0, or null"):
+    with pytest.raises(ConfigError, match=r"Checkpoint: every_n_steps=0 is not allowed\. Give a whole"):
         Checkpoint(every_n_steps=0)
-    with pytest.raises(ConfigError, match=r"interval_s=-1 is too small"):
+    with pytest.raises(ConfigError, match=r"interval_s=-1 is not allowed\. Give a number >= 0 or null"):
         Checkpoint(interval_s=-1)
     with pytest.raises(ConfigError, match=r"devices must be a count, a list or 'auto'; got None"):
         resolve_devices(None)  # pyright: ignore[reportArgumentType]

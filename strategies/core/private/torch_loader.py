@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
 
-from .types import Batch
+from ..types import Batch
 
 _NEXT = _BaseDataLoaderIter.__next__
 
