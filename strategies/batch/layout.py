@@ -6,7 +6,7 @@ ReplicaLayout   a copy per device, the batch is cut  strategies/replicas/layout.
 StageLayout     one copy, cut across its devices     strategies/pipeline/layout.py
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
+from ..core.module_checks import end_of_step
 from .run_structures import RunStructures
 
 
@@ -109,14 +110,18 @@ class SingleLayout(Layout):
         self.devices = list(devices)
         self.losses = []
         self._module: pl.LightningModule | None = None
+        self._end: Callable[[Any], Any] | None = None
 
     @override
     def begin(self, trainer: pl.Trainer, structures: RunStructures) -> None:
         self._module = trainer.lightning_module
+        self._end = end_of_step(self._module)
 
     @override
     def step(self, name: str, *args: Any, **kwargs: Any) -> Any:
         output = getattr(self._module, name)(*args, **kwargs)
+        if self._end is not None and name == "training_step":
+            output = self._end(output)
         self.losses = losses_in(output) if isinstance(output, dict) else []  # which has a `loss_weight`, or none counts
         return output
 

@@ -113,7 +113,9 @@ def test_a_place_in_memory_that_others_can_write_to_is_refused(tmp_path: Path, m
     monkeypatch.setattr(snapshots, "MEMORY", tmp_path / "none")
     with pytest.raises(ConfigError, match=r"snapshot_every_n_steps=2 needs .*, which this system does not have"):
         fit(tmp_path / "own", Fails(), snapshot_every_n_steps=2)
-    with pytest.raises(ConfigError, match=r"snapshot_every_n_steps=0 is too small\. Give at least 1, or null"):
+    with pytest.raises(
+        ConfigError, match=r"snapshot_every_n_steps=0 is not allowed\. Give a whole number >= 1 or null"
+    ):
         Checkpoint(snapshot_every_n_steps=0)
 
 
