@@ -22,10 +22,12 @@ else the machine does only adds time.
 import argparse
 import logging
 import os
+import queue
 import statistics
 import threading
 import time
 import warnings
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -173,6 +175,45 @@ def threads_speedup(args: argparse.Namespace) -> float:
     return statistics.median(seconds(1) / seconds(2) for _ in range(args.steps))
 
 
+def by_hand_seconds(num_microbatches: int, args: argparse.Namespace) -> float:
+    """Median time of a step of two waiting stages, 1F1B, in a thread each that do nothing else."""
+    stages = [WaitingStage(), WaitingStage()]
+    chunks = torch.randn(args.batch, 1).chunk(num_microbatches)
+    forth: queue.SimpleQueue[Tensor] = queue.SimpleQueue()
+    back: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    kept: deque[Tensor] = deque()
+
+    def first_forward(chunk: Tensor) -> None:
+        kept.append(stages[0](chunk))
+        forth.put(kept[-1].detach().requires_grad_())
+
+    def second_stage() -> None:
+        for _ in chunks:
+            received = forth.get()
+            (stages[1](received).square().mean() / num_microbatches).backward()
+            back.put(received.grad)
+
+    def step() -> float:
+        start = time.perf_counter()
+        thread = threading.Thread(target=second_stage)
+        thread.start()
+        for i in range(num_microbatches + 2):
+            if i >= 2:  # two are forward before the first goes backward
+                kept.popleft().backward(back.get())
+            if i < num_microbatches:
+                first_forward(chunks[i])
+        thread.join()
+        return time.perf_counter() - start
+
+    times = [step() for _ in range(args.steps)]
+    return min(times) if args.best else statistics.median(times)
+
+
+def speedups(one: Sequence[float], many: Sequence[float]) -> list[float]:
+    """The speed-up of each round."""
+    return [before / after for before, after in zip(one, many, strict=True)]
+
+
 def compare_balance(args: argparse.Namespace) -> None:
     """Print the time of a step with stages of equal bytes and of equal time."""
     devices = [torch.device("cpu")] * 4
@@ -211,18 +252,22 @@ def main() -> None:
         compare_balance(args)
         return
     seconds: dict[int, list[float]] = {count: [] for count in (1, *counts)}  # one, to compare with
+    by_hand: dict[int, list[float]] = {count: [] for count in seconds}
     limits: list[float] = []
     for _ in range(args.rounds):
         for count in seconds:
             seconds[count].append(step_seconds(devices, count, args, schedule=args.schedule))
-        limits.append(threads_speedup(args))
-    print("micro-batches  ms/step  speed-up  best round  ideal m·k/(m+k−1)  of it")
+            if args.wait:
+                by_hand[count].append(by_hand_seconds(count, args))
+        if not args.wait:
+            limits.append(threads_speedup(args))
+    print("micro-batches  ms/step  speed-up  best round  ideal m·k/(m+k−1)  of it" + "  by hand" * args.wait)
     for count, times in seconds.items():
-        ratios = [one / many for one, many in zip(seconds[1], times, strict=True)]
-        speedup, ideal = statistics.median(ratios), ideal_speedup(count, len(devices))
+        ratios, ideal = speedups(seconds[1], times), ideal_speedup(count, len(devices))
         print(
-            f"{count:13d}{statistics.median(times) * 1e3:9.1f}{speedup:10.2f}{max(ratios):12.2f}{ideal:19.2f}"
-            f"{speedup / ideal:7.2f}"
+            f"{count:13d}{statistics.median(times) * 1e3:9.1f}{statistics.median(ratios):10.2f}{max(ratios):12.2f}"
+            f"{ideal:19.2f}{statistics.median(ratios) / ideal:7.2f}"
+            + (f"{statistics.median(speedups(by_hand[1], by_hand[count])):9.2f}" if args.wait else "")
         )
     if not args.wait:
         print(f"two independent threads: {statistics.median(limits):.2f}, best round {max(limits):.2f}")

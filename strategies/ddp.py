@@ -40,7 +40,7 @@ from .distributed.metrics.run import RunMetrics
 from .distributed.objects import gather_on_first
 from .distributed.options import verify_backend
 from .distributed.sync_batchnorm import needs_two_samples, verify_whole_batch
-from .distributed.wrapper import StepReduction, forward_through, reduce_finished, reduces_in_step, verify_reduced
+from .distributed.wrapper import StepReduction, forward_through, reduce_finished, verify_reduced
 from .distributed.zero_weight_step import recompute_weights, zero_weight_step
 from .pipeline.layout import StageLayout
 from .pipeline.options import StageOptions
@@ -391,12 +391,10 @@ class DDPStrategy(MultiProcessStrategy):
 
     def _new_reduction(self) -> StepReduction | None:
         """What reduces this step's gradients before its loss is known; None if they can't be scaled afterwards."""
-        model, shares = self.model, self._shares
-        if not isinstance(model, DistributedDataParallel) or not reduces_in_step(model) or self._hook is not None:
-            return None
-        if self.controller is not None:  # what measures ranks would measure their wait for each other
-            return None
-        self._reduction = StepReduction(model, shares.weight, shares.per_weight)
+        model, is_plain = self.model, self._hook is None and self._ddp_kwargs.get("mixed_precision") is None
+        # what measures ranks would measure their wait for each other
+        if isinstance(model, DistributedDataParallel) and is_plain and self.controller is None:
+            self._reduction = StepReduction(model, self._shares.weight, self._shares.per_weight)
         return self._reduction
 
     def _is_reduced(self) -> bool:

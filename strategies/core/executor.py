@@ -1,10 +1,12 @@
 """Run one piece of work on each device: in order on CPUs, in threads, one per device, if any is an accelerator."""
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from typing import Any
+from itertools import cycle, islice
+from typing import Any, TypeAlias
 
 import torch
 
@@ -37,14 +39,13 @@ class Executor:
 
     Args:
         threads: run in threads; None decides by the devices.
-        one_per_device: whether pieces on the same accelerator run in order; not if they wait for each other.
-        most: most threads, which take the pieces in order; None for one per piece.
+        most: most threads, which take the pieces in order, so that these may wait for those before them; None for one
+            per CPU piece and per accelerator.
     """
 
-    def __init__(self, threads: bool | None = None, one_per_device: bool = True, most: int | None = None) -> None:
+    def __init__(self, threads: bool | None = None, most: int | None = None) -> None:
         self._threads = threads
         self._most = most
-        self._one_per_device = one_per_device
         self._num_threads = 0
         self._pool: ThreadPoolExecutor | None = None
 
@@ -62,22 +63,24 @@ class Executor:
             threads = any(is_accelerator(piece.device) for piece in pieces)
         context = _Context()
         if len(pieces) == 1 or not threads:
-            return [_reraised(piece, context.run, piece) for piece in pieces]
+            return [reraised(piece, context.run, piece) for piece in pieces]
         return self._run_in_threads(pieces, context)
 
     def _run_in_threads(self, pieces: Sequence[Piece], context: "_Context") -> list[Any]:
-        queues: dict[object, list[tuple[Piece, torch.Stream | None, Future[Any]]]] = {}
+        queues: dict[object, _Queue] = {}
         futures: list[Future[Any]] = []
         for i, piece in enumerate(pieces):
-            key = piece.device if self._one_per_device and is_accelerator(piece.device) else i
+            of_one_thread = piece.device if is_accelerator(piece.device) else i
             futures.append(Future())
-            queues.setdefault(key, []).append((piece, current_stream(piece.device), futures[i]))
-        pool = self._pool_of(min(len(queues), self._most or len(queues)))
-        for queue in queues.values():
+            queue = queues.setdefault(of_one_thread if self._most is None else None, deque())
+            queue.append((piece, current_stream(piece.device), futures[i]))
+        num_threads = len(queues) if self._most is None else min(self._most, len(pieces))
+        pool = self._pool_of(num_threads)
+        for queue in islice(cycle(queues.values()), num_threads):
             pool.submit(_run_queue, context, queue)
         for future in futures:
             future.exception()  # waits: no thread may still run when an error is raised
-        return [_reraised(piece, future.result) for piece, future in zip(pieces, futures, strict=True)]
+        return [reraised(piece, future.result) for piece, future in zip(pieces, futures, strict=True)]
 
     def _pool_of(self, num_threads: int) -> ThreadPoolExecutor:
         """A pool with so many threads at least."""
@@ -91,6 +94,9 @@ class Executor:
         if self._pool is not None:
             self._pool.shutdown()
             self._pool = None
+
+
+_Queue: TypeAlias = deque[tuple[Piece, torch.Stream | None, "Future[Any]"]]
 
 
 class _Context:
@@ -124,16 +130,18 @@ class _Context:
             stack.enter_context(torch.autocast(device.type, dtype, cache_enabled=self._cache))
 
 
-def _run_queue(context: _Context, queue: Sequence[tuple[Piece, torch.Stream | None, "Future[Any]"]]) -> None:
-    """Run the pieces of one thread in order; the error of one does not keep the next from running."""
-    for piece, stream, future in queue:
-        try:
-            future.set_result(context.enter_and_run(piece, stream))
-        except BaseException as exc:  # noqa: BLE001  # raised again in the caller's thread
-            future.set_exception(exc)
+def _run_queue(context: _Context, queue: _Queue) -> None:
+    """Run the pieces of a queue in order; the error of one does not keep the next from running."""
+    with suppress(IndexError):  # another thread may take the last one
+        while True:
+            piece, stream, future = queue.popleft()
+            try:
+                future.set_result(context.enter_and_run(piece, stream))
+            except BaseException as exc:  # noqa: BLE001  # raised again in the caller's thread
+                future.set_exception(exc)
 
 
-def _reraised(piece: Piece, call: Callable[..., Any], *args: Any) -> Any:
+def reraised(piece: Piece, call: Callable[..., Any], *args: Any) -> Any:
     """Call, and add the piece's name to any error, keeping its type and traceback."""
     try:
         return call(*args)

@@ -103,11 +103,16 @@ def verify_takes_parts(module: nn.Module, who: str) -> None:
             )
 
 
-def hooked(name: str, trainer: pl.Trainer) -> bool:
-    """Whether the module or a callback of a trainer defines a hook."""
+def hooked(name: str, trainer: pl.Trainer, by_user: bool = False) -> bool:
+    """Whether the module or a callback of a trainer defines a hook.
+
+    Args:
+        by_user: leave out Lightning's callbacks and this project's.
+    """
     callbacks: list[Any] = getattr(trainer, "callbacks")  # noqa: B009  # not annotated by Lightning
     return is_overridden(name, trainer.lightning_module) or any(
-        is_overridden(name, callback, parent=pl.Callback) for callback in callbacks
+        is_overridden(name, callback, parent=pl.Callback) and (not by_user or _is_users(getattr(callback, name)))
+        for callback in callbacks
     )
 
 
@@ -134,12 +139,6 @@ def batch_reader(trainer: pl.Trainer) -> str | None:
             if _is_users(getattr(owner, name, None)):
                 return f"{type(owner).__name__}.{name}"
     return None
-
-
-def hooked_by_user(name: str, trainer: pl.Trainer) -> bool:
-    """Whether the module or a callback, other than Lightning's and this project's own, defines a hook."""
-    callbacks: list[Any] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]  # a list, untyped
-    return any(_is_users(getattr(owner, name, None)) for owner in (trainer.lightning_module, *callbacks))
 
 
 def _is_users(hook: Any) -> bool:

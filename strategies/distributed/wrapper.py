@@ -39,14 +39,10 @@ class StepReduction:
     def __init__(self, model: DistributedDataParallel, share: float = 1.0, per_weight: float | None = None) -> None:
         self.share = share
         self.per_weight = per_weight
+        self.overlaps = not model.find_unused_parameters  # which are found before the first gradient is reduced
         self.is_done = False
         self._model = model
         self._has_begun = False
-
-    @property
-    def overlaps(self) -> bool:
-        """Whether gradients may be reduced while others are computed; unused parameters are found before."""
-        return not self._model.find_unused_parameters
 
     def reduce(self, parameters: Sequence[nn.Parameter]) -> None:
         """Reduce the finished gradients of parameters; and those of others, from now on, as a backward pass adds to
@@ -72,11 +68,6 @@ class StepReduction:
         """
         verify_reduced(self._model)
         self.is_done = True
-
-
-def reduces_in_step(model: DistributedDataParallel) -> bool:
-    """Whether a wrapper reduces in this step, and takes gradients that are multiplied by one factor later."""
-    return model.require_backward_grad_sync and model.mixed_precision is None
 
 
 class _FinishedGradients(torch.autograd.Function):

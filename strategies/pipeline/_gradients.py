@@ -73,11 +73,11 @@ class EarlyGradients:
         self._restoring = ExitStack()
         self._sums: list[tuple[nn.Parameter, Tensor]] = []
 
-    def weighed(self, microbatch: int, output: Any) -> Tensor | None:
+    def weighed(self, microbatch: int, output: Any) -> tuple[Tensor, Tensor | None] | None:
         """Weight the loss of a micro-batch.
 
         Returns:
-            What to go backward on; None if there is nothing to differentiate.
+            The loss to go backward on, and its gradient, None for 1; None if there is nothing to differentiate.
 
         Raises:
             ConfigError: the loss is not a scalar.
@@ -92,7 +92,7 @@ class EarlyGradients:
             factor = share if factor is None else factor.to(loss.device) * _on(share, loss.device)
         if not loss.requires_grad:
             return None
-        return loss.reshape(()) if factor is None else loss.reshape(()) * _on(factor, loss.device)
+        return loss, None if factor is None else _filled(factor, loss)
 
     def _per_weight(self, output: Any) -> float:
         """What the loss of a micro-batch times its weight is multiplied by."""
@@ -102,7 +102,7 @@ class EarlyGradients:
             self._ranks = self.last = None
         return (1.0 if self._ranks is None else self._ranks.share) / sum(self._sizes)
 
-    def go_backward(self, loss: Tensor) -> None:
+    def go_backward(self, loss: Tensor, gradient: Tensor | None = None) -> None:
         """Add the gradients of a micro-batch to the sums."""
         with self._lock:
             if self._before is None:  # not earlier: what runs until now may read the gradients of the last step
@@ -111,7 +111,7 @@ class EarlyGradients:
                 for parameter in self._parameters:
                     parameter.grad = None
         with _without_autocast(), nullcontext() if self.last is None else self.last.one():
-            loss.backward()
+            loss.backward(gradient)
 
     def crossed(self) -> None:
         """Learn that a micro-batch goes backward on another stage."""
@@ -207,3 +207,8 @@ def _not_zero(weight: Tensor | float) -> Tensor | float:
 
 def _on(value: Tensor | float, device: torch.device) -> Any:
     return value.to(device) if isinstance(value, Tensor) else value
+
+
+def _filled(value: Tensor | float, like: Tensor) -> Tensor:
+    """A number as a tensor of one element, like another one."""
+    return value.to(like).reshape(like.shape) if isinstance(value, Tensor) else torch.full_like(like, value)

@@ -12,9 +12,9 @@ from typing_extensions import override
 
 from ..batch.log_recorder import LogRecorder
 from ..batch.losses import ChunkLosses
-from ..core.devices import is_accelerator
+from ..core.devices import is_accelerator, on_device
 from ..core.errors import ConfigError
-from ..core.executor import Executor, Piece
+from ..core.executor import Executor, Piece, reraised
 from ..core.module_log import Receiver
 from ._gradients import EarlyGradients
 from ._kept_state import KeptState
@@ -50,7 +50,7 @@ class MicroBatches:
         self.times: PartTimes | None = None
         """Measures the parts of micro-batches, which then run one after the other."""
         self._in_order = Executor(threads=False)
-        self._threads = Executor(threads=True, one_per_device=False, most=layout.num_stages)
+        self._threads = Executor(threads=True, most=layout.num_stages)
 
     @property
     def overlap(self) -> Overlap | None:
@@ -108,16 +108,11 @@ class MicroBatches:
         executor.run(self._pieces(names, [one.backward for one in microbatches])[::-1])
         return outputs
 
-    @contextmanager
-    def _in_turns(self, ticket: Ticket, phase: Phase) -> Generator[None]:
-        with self._layout.ticketed(ticket), ticket.held(phase):
-            yield
-
     def _run_in_turns(
         self, names: Sequence[str], calls: Sequence[Callable[[], Any]], gradients: EarlyGradients, run_as: RunAs
     ) -> list[Any]:
         microbatches = [
-            _MicroBatch(ticket.microbatch, call, gradients, run_as, partial(self._in_turns, ticket))
+            _MicroBatch(ticket.microbatch, call, gradients, run_as, partial(self._layout.ticketed, ticket))
             for ticket, call in zip(self._tickets(len(calls), gradients.crossed), calls, strict=True)
         ]
         return self._run(self._threads, names, microbatches, self._layout.options.schedule == "gpipe")
@@ -198,7 +193,7 @@ class _MicroBatch:
     gradients: EarlyGradients
     run_as: RunAs
     around: Callable[[Phase], AbstractContextManager[Any]]
-    _loss: Tensor | None = None
+    _loss: tuple[Tensor, Tensor | None] | None = None
 
     def forward_and_backward(self) -> Any:
         output = self.forward()
@@ -212,14 +207,13 @@ class _MicroBatch:
             return _detached(output)
 
     def backward(self) -> None:
-        loss, self._loss = self._loss, None
+        weighed, self._loss = self._loss, None
         with self.around("B"):
-            if loss is not None:
-                backward = Piece(loss.device, "backward", partial(self.gradients.go_backward, loss))
-                self.run_as(self.number, partial(_ONE.run, [backward]))
-
-
-_ONE = Executor(threads=False)
+            if weighed is not None:
+                device = weighed[0].device
+                backward = Piece(device, "backward", partial(self.gradients.go_backward, *weighed))
+                with on_device(device):
+                    self.run_as(self.number, partial(reraised, backward, backward.call))
 
 
 def _detached(output: Any) -> Any:

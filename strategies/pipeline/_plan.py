@@ -12,6 +12,7 @@ LM( tok: Embedding              tok                                  0
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import nn
@@ -28,6 +29,11 @@ class StagePlan:
     num_stages: int
     stage_of: Mapping[str, int]
     """Stage by part name, in order of registration."""
+
+    @cached_property
+    def last_part_stage(self) -> int:
+        """The stage of the module's last part; the last one of a module without parts."""
+        return [self.num_stages - 1, *self.stage_of.values()][-1]
 
 
 def balanced_cut(costs: Sequence[float], weights: Sequence[float]) -> list[int]:

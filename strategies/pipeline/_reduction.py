@@ -24,15 +24,12 @@ class Reduction(Protocol):
     Attributes:
         share: what a loss is multiplied by, if it is a mean over the samples of this rank.
         per_weight: what a loss times its `loss_weight` is multiplied by; None if no number is right on all ranks.
+        overlaps: whether it may begin while gradients are computed.
     """
 
     share: float
     per_weight: float | None
-
-    @property
-    def overlaps(self) -> bool:
-        """Whether it may begin while gradients are computed."""
-        ...
+    overlaps: bool
 
     def reduce(self, parameters: Sequence[nn.Parameter]) -> None:
         """Reduce the gradients of parameters, and from the first call on those that a backward pass adds to."""

@@ -6,8 +6,10 @@ order in which devices are to work. Between two stages it gives way to the next.
 """
 
 import threading
-from collections.abc import Callable, Generator, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Generator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,30 +30,33 @@ class Turns:
     """
 
     def __init__(self, orders: Sequence[Sequence[Task]]) -> None:
-        self._due = [list(order) for order in orders]
+        self._due = [deque(order) for order in orders]
+        self._open = {task for order in orders for task in order}
         self._holder: list[int | None] = [None] * len(orders)
+        self._held: dict[int, int] = {}
         self._lock = threading.Lock()
-        self._waiting: dict[int, tuple[Task, threading.Condition]] = {}
-
-    @property
-    def one_at_a_time(self) -> bool:
+        self._waiting: dict[int, tuple[Task, threading.Lock]] = {}
+        self.one_at_a_time = len(orders) == 1
         """Whether there is one order for all stages."""
-        return len(self._due) == 1
 
-    def enter(self, task: Task) -> None:
-        """Wait for the stage and take it. While waiting the micro-batch holds no stage."""
+    def enter(self, task: Task, done: Collection[Task] = ()) -> None:
+        """Wait for the stage and take it. While waiting the micro-batch holds no stage.
+
+        Args:
+            done: tasks that are complete, so that the next ones may begin.
+        """
         with self._lock:
-            if self._holder[self._index(task)] == task.microbatch and task not in self._due[self._index(task)][1:]:
+            self._open.difference_update(done)
+            index = self._index(task)
+            if self._holder[index] == task.microbatch and self._is_due(index, task):
                 return
             # a backward pass that branches reaches a stage before it has left another
             self._release(task.microbatch)
+            granted = threading.Lock()
+            granted.acquire()
+            self._waiting[task.microbatch] = (task, granted)
             self._wake()
-            if not self._may_enter(task):
-                changed = threading.Condition(self._lock)
-                self._waiting[task.microbatch] = (task, changed)
-                changed.wait_for(lambda: self._may_enter(task))
-                del self._waiting[task.microbatch]
-            self._holder[self._index(task)] = task.microbatch
+        granted.acquire()
 
     def leave(self, task: Task, done: bool = True) -> None:
         """Release the stage, if this micro-batch holds it.
@@ -60,11 +65,10 @@ class Turns:
             done: whether the task is complete, so that the next one may begin.
         """
         with self._lock:
-            index = self._index(task)
-            if self._holder[index] == task.microbatch:
-                self._holder[index] = None
-            if done and task in self._due[index]:
-                self._due[index].remove(task)
+            if self._held.get(task.microbatch) == self._index(task):
+                self._release(task.microbatch)
+            if done:
+                self._open.discard(task)
             self._wake()
 
     def finish(self, microbatch: int, phases: str = "FB") -> None:
@@ -75,24 +79,36 @@ class Turns:
         """
         with self._lock:
             self._release(microbatch)
-            for due in self._due:
-                due[:] = [task for task in due if task.microbatch != microbatch or task.phase not in phases]
+            self._open -= {task for task in self._open if task.microbatch == microbatch and task.phase in phases}
             self._wake()
 
     def _index(self, task: Task) -> int:
         return 0 if self.one_at_a_time else task.stage
 
     def _release(self, microbatch: int) -> None:
-        self._holder = [None if holder == microbatch else holder for holder in self._holder]
+        index = self._held.pop(microbatch, None)
+        if index is not None:
+            self._holder[index] = None
+
+    def _is_due(self, index: int, task: Task) -> bool:
+        """Whether no open task comes before this one, or it is done already."""
+        due = self._due[index]
+        while due and due[0] not in self._open:
+            due.popleft()
+        return task not in self._open or due[0] == task
 
     def _may_enter(self, task: Task) -> bool:
-        due = self._due[self._index(task)]
-        return self._holder[self._index(task)] is None and (task not in due or due[0] == task)
+        index = self._index(task)
+        return self._holder[index] is None and self._is_due(index, task)
 
     def _wake(self) -> None:
-        for task, changed in self._waiting.values():
+        """Give stages to those who wait for them and may enter."""
+        for microbatch, (task, granted) in list(self._waiting.items()):
             if self._may_enter(task):
-                changed.notify()
+                self._holder[self._index(task)] = microbatch
+                self._held[microbatch] = self._index(task)
+                del self._waiting[microbatch]
+                granted.release()
 
 
 class Ticket:
@@ -158,21 +174,21 @@ class Ticket:
             if is_first:
                 self._change_stage(left, stage)
             return move(tensors)
-        if self._waits[left]:
-            tensors = on_backward(tensors, lambda: self._cross_back(left))
         self._change_stage(left, stage)
-        return on_backward(move(tensors), lambda: self._turns.leave(self._task("B", stage), done=is_first))
+        return on_backward(move(tensors), partial(self._cross_back, stage, left, is_first))
 
-    def _cross_back(self, stage: int) -> None:
-        self._turns.enter(self._task("B", stage))
+    def _cross_back(self, left: int, stage: int, done: bool) -> None:
+        task = self._task("B", left)
+        if self._waits[stage]:
+            self._turns.enter(self._task("B", stage), [task] if done else [])
+        else:
+            self._turns.leave(task, done)
         self._crossed()
 
     def _change_stage(self, left: int, stage: int) -> None:
         skipped = set(range(stage)) - self._visited
         self._visited.add(stage)
-        for other in (left, *skipped):
-            self._turns.leave(self._task("F", other))
-        self._turns.enter(self._task("F", stage))
+        self._turns.enter(self._task("F", stage), [self._task("F", other) for other in (left, *skipped)])
 
     def _task(self, phase: Phase, stage: int) -> Task:
         return Task(phase, self.microbatch, stage)

@@ -16,21 +16,13 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from ..batch.layout import Layout, losses_in
-from ..batch.outputs import LEFT_OUT, combine_outputs, losses_of
+from ..batch.outputs import LEFT_OUT, combine_outputs
 from ..batch.policies import Even, without_single_samples
 from ..batch.run_structures import RunStructures
 from ..batch.structure import BatchStructure
 from ..core.devices import is_accelerator
 from ..core.errors import ConfigError
-from ..core.module_checks import (
-    end_of_step,
-    ended,
-    has_batchnorm,
-    hooked,
-    hooked_by_user,
-    resting_device,
-    verify_takes_batches,
-)
+from ..core.module_checks import end_of_step, ended, has_batchnorm, hooked, resting_device, verify_takes_batches
 from ..core.optimizer_states import unwrapped
 from ..core.types import Batch
 from ._gradients import EarlyGradients
@@ -210,20 +202,13 @@ class StageLayout(Layout):
         results, reduction = self.structures.of_results("training_step"), self.options.loss_reduction
         if end is not None:
             sizes = [size for size in results.unequal(sizes) if size]
-        gradients = None if end is not None else self._gradients(sizes)
-        # ranks with one micro-batch reduce when the others do
-        if len(sizes) == 1 and (gradients is None or gradients.last is None):
-            with logs.recording():
-                output = self._watched(partial(logs.run, 0, partial(step, batch, *args, **kwargs)))
-            output = ended(self._module, output)
-            logs.replay(sizes, None if output is None else losses_of([output], sizes, reduction, self.strategy))
-            self.losses = logs.losses
-            return output
         names = [
             f"micro-batch {i + 1} of {len(sizes)}, {size} of {sum(sizes)} samples," for i, size in enumerate(sizes)
         ]
-        steps = [partial(step, chunk, *args, **kwargs) for chunk in self._batch_structure.split(batch, sizes)]
+        chunks = [batch] if len(sizes) == 1 else self._batch_structure.split(batch, sizes)
+        steps = [partial(step, chunk, *args, **kwargs) for chunk in chunks]
         steps[0] = partial(self._watched, steps[0])
+        gradients = self._gradients(sizes) if end is None else None
         with logs.recording(), self.stages.reading(batch):
             outputs = self._microbatches.run(names, steps, gradients, logs.run)
         if end is not None:
@@ -258,7 +243,7 @@ class StageLayout(Layout):
         """Whether all ranks reduce gradients within steps, where nobody computes others between them and their loss."""
         if self.mean_over_ranks is None:
             return False
-        adds = hooked_by_user("on_before_backward", module.trainer) or is_overridden("backward", module)
+        adds = hooked("on_before_backward", module.trainer, by_user=True) or is_overridden("backward", module)
         own = self._clears and not adds and self.options.loss_reduction == "mean"
         return bool(self.mean_over_ranks(torch.tensor(float(bool(own)), device=self.devices[0])) == 1)
 

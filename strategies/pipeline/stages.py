@@ -19,6 +19,7 @@ from ..core.side_streams import arrival, cross, from_host, is_plain, work_so_far
 from ..core.types import Batch
 from ._activation_memory import profile_activations, profile_flops
 from ._plan import StagePlan, auto_plan, balanced_plan, found_plan, named_plan, plan_table, verify_manual
+from ._schedule import Phase
 from ._turns import Ticket
 from .module_parts import find_parts, is_compiled, place_parts
 from .options import StageOptions
@@ -96,6 +97,15 @@ def example_inputs(module: LightningModule) -> tuple[Any, ...]:
     return tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)
 
 
+class _OnThread(threading.local):
+    """What a thread is at."""
+
+    devices: list[torch.device] | None = None
+    ticket: Ticket | None = None
+    route: Route | None = None
+    batch: BatchTensors | None = None
+
+
 class Stages:
     """Runs one module in stages, one per device of a process.
 
@@ -110,7 +120,7 @@ class Stages:
         self.plan: StagePlan | None = None
         """The assignment of parts to stages; None before placement and under `partition=manual`."""
         self._hooks: list[RemovableHandle] = []
-        self._on_thread = threading.local()
+        self._on_thread = _OnThread()
         self._batch = BatchTensors(None)
         self._is_watched = False
         self._manual: dict[str, torch.device] = {}
@@ -131,7 +141,7 @@ class Stages:
         """The stage that holds the batch, the outputs and the loss."""
         if self.options.output_device == "first":
             return 0
-        return list(self.plan.stage_of.values())[-1] if self.plan and self.plan.stage_of else self.num_stages - 1
+        return self.num_stages - 1 if self.plan is None else self.plan.last_part_stage
 
     @property
     def meeting_device(self) -> torch.device:
@@ -248,9 +258,11 @@ class Stages:
 
     def _enter(self, stage: int, name: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Move the inputs of a part to its stage."""
-        route: Route | None = getattr(self._on_thread, "route", None)
+        route = self._on_thread.route
         if route is not None:
             route.enter(stage, name, of_torch.tree_leaves((args, kwargs)))
+        if not kwargs and all(isinstance(arg, Tensor) for arg in args):  # most calls: torch's trees take longer
+            return tuple(self._move(stage, list(args))), kwargs
         return self._bring(stage, (args, kwargs))
 
     @contextmanager
@@ -272,6 +284,8 @@ class Stages:
         return self._bring(self.meeting_stage, output, min_dim)
 
     def _bring(self, stage: int, value: Any, min_dim: int = 0) -> Any:
+        if isinstance(value, Tensor):
+            return value if value.dim() < min_dim else self._move(stage, [value])[0]
         leaves, spec = of_torch.tree_flatten(value)
         where = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.dim() >= min_dim]
         tensors = [leaves[index] for index in where]
@@ -283,18 +297,17 @@ class Stages:
         return of_torch.tree_unflatten(leaves, spec)
 
     def _move(self, stage: int, tensors: list[Tensor]) -> list[Tensor]:
-        devices: list[torch.device] = getattr(self._on_thread, "devices", None) or self.devices
-        move = partial(self._cross, devices[stage])
-        ticket: Ticket | None = getattr(self._on_thread, "ticket", None)
+        device = (self._on_thread.devices or self.devices)[stage]
+        ticket = self._on_thread.ticket
         if ticket is None or ticket.stage == stage:
-            return move(tensors)
-        return ticket.move_on(stage, tensors, move)
+            return self._cross(device, tensors)
+        return ticket.move_on(stage, tensors, partial(self._cross, device))
 
     def _cross(self, device: torch.device, tensors: list[Tensor]) -> list[Tensor]:
         """Move tensors, together those that come from one device and are ready at the same time."""
         if all(tensor.device == device for tensor in tensors):
             return tensors
-        batch: BatchTensors = getattr(self._on_thread, "batch", None) or self._batch
+        batch = self._on_thread.batch or self._batch
         groups: dict[tuple[torch.device, bool], list[int]] = {}
         for i, tensor in enumerate(tensors):
             groups.setdefault((tensor.device, batch.holds(tensor)), []).append(i)
@@ -333,11 +346,12 @@ class Stages:
             self._on_thread.batch = None
 
     @contextmanager
-    def ticketed(self, ticket: Ticket) -> Generator[None]:
-        """Make the modules that this thread calls take turns with those of other threads."""
+    def ticketed(self, ticket: Ticket, phase: Phase) -> Generator[None]:
+        """Run a micro-batch in one direction, taking turns with those of other threads."""
         self._on_thread.ticket = ticket
         try:
-            yield
+            with ticket.held(phase):
+                yield
         finally:
             self._on_thread.ticket = None
 

@@ -117,8 +117,8 @@ def test_repeated_accelerators_share_a_thread_and_others_have_one_each(monkeypat
 
 def test_pieces_that_wait_for_each_other_have_a_thread_each() -> None:
     together = threading.Barrier(12)
-    executor = Executor(threads=True, one_per_device=False)
-    assert len(executor.run(pieces(*[lambda: together.wait(100)] * 12))) == 12  # more than a pool has by itself
+    executor = Executor(threads=True, most=12)
+    assert len(executor.run(pieces(*[lambda: together.wait(100)] * 12))) == 12
     executor.shutdown()
 
 

@@ -122,7 +122,7 @@ def gradients_of(weights: list[Any], scale: Tensor | None = None, factor: float 
     for i, weight in enumerate(weights):
         loss = early.weighed(i, {"loss": (i + 1) * theta, "loss_weight": weight})
         assert loss is not None
-        early.go_backward(loss)
+        early.go_backward(*loss)
     early.collect()
     assert theta.grad is None
     loss = early.attach(torch.tensor(7.0, dtype=torch.float64))
@@ -150,7 +150,7 @@ def test_gradients_in_half_precision_do_not_vanish() -> None:
     for i in range(2):
         loss = early.weighed(i, (theta * 2.0**-12 * 2.0**-12).float())
         assert loss is not None
-        early.go_backward(loss)
+        early.go_backward(*loss)
     early.collect()
     (early.attach(torch.zeros(())) * 2.0**14).backward()
     assert theta.grad == 2.0**-10  # 2^-24 is half of the smallest number that a half has room for
