@@ -93,32 +93,39 @@ def events_of_last_step(callback: pl.Callback, **options: Any) -> list[str]:
     return " ".join(EVENTS).split("step")[-1].split()
 
 
-WAYS = [
-    {"overlap": overlap, "schedule": schedule} for overlap in ("launch", "threads") for schedule in ("1f1b", "gpipe")
-]
+THREADS, LAUNCH = {"overlap": "threads"}, {"overlap": "launch"}
+WAYS = [THREADS, LAUNCH]
+ALL_WAYS = [*({**way, "schedule": "gpipe"} for way in WAYS), {"deterministic": True}]
+AT_THE_END = [(Buckets, {"find_unused_parameters": True}), (Penalty, {})]
 
 
-def _watch_all() -> list[list[str]]:
-    found = [events_of_last_step(Buckets(), deterministic=False, **way) for way in WAYS]
-    found.append(events_of_last_step(Buckets(), deterministic=True))
-    found.append(events_of_last_step(Buckets(), deterministic=False, find_unused_parameters=True))
-    found.append(events_of_last_step(Penalty() if dist.get_rank() else Buckets(), deterministic=False))
+def _watch(ways: list[dict[str, Any]], at_the_end: list[tuple[Any, dict[str, Any]]]) -> list[list[str]]:
+    found = [events_of_last_step(Buckets(), **{"deterministic": False, **way}) for way in ways]
+    for penalty, options in at_the_end:
+        callback = penalty() if dist.get_rank() else Buckets()
+        found.append(events_of_last_step(callback, deterministic=False, **options))
     return found
 
 
-def test_a_stage_is_reduced_before_the_last_micro_batch_has_been_backward() -> None:
+def assert_reduced_before_the_end(events: list[str], first: set[str], last: set[str]) -> None:
+    buckets = [event for event in events if event != "backward"]
+    assert set(buckets) == first | last
+    assert len(buckets) == 8  # each once
+    ended = len(events) - 1 - events[::-1].index("backward")  # the last pass between the layers of stage 0
+    assert last <= set(events[:ended]), events
+    assert "stages.0.first.weight" in events[ended:]
+
+
+@pytest.mark.parametrize(
+    ("ways", "at_the_end"), [(WAYS, AT_THE_END), pytest.param(ALL_WAYS, [], marks=pytest.mark.slow)]
+)
+def test_a_stage_is_reduced_before_the_last_micro_batch_has_been_backward(ways: Any, at_the_end: Any) -> None:
     last = {f"stages.1.{layer}.{kind}" for layer in ("first", "second") for kind in ("weight", "bias")}
     first = {name.replace("1", "0", 1) for name in last}
-    for found in run_ranks(_watch_all, 2, timeout_s=120):
-        *overlapping, unused, penalty = found
-        for events in overlapping:
-            buckets = [event for event in events if event != "backward"]
-            assert set(buckets) == first | last
-            assert len(buckets) == 8  # each once
-            ended = len(events) - 1 - events[::-1].index("backward")  # the last pass between the layers of stage 0
-            assert last <= set(events[:ended]), events
-            assert "stages.0.first.weight" in events[ended:]
-        for events in (unused, penalty):
+    for found in run_ranks(_watch, 2, ways, at_the_end, timeout_s=120):
+        for events in found[: len(ways)]:
+            assert_reduced_before_the_end(events, first, last)
+        for events in found[len(ways) :]:
             assert events[:6] == ["backward"] * 6
             assert sorted(events[6:]) == sorted(first | last)
 
@@ -163,36 +170,35 @@ CASES = {
     "float32": Case(TokenNet, num=11, batch_size=5, dtype=torch.float32, tolerance=1e-5),
 }
 OPTIONS: dict[str, dict[str, Any]] = {
-    "threads": {},
-    "launch": {"overlap": "launch"},
     "gpipe": {"schedule": "gpipe"},
     "views": {"gradient_as_bucket_view": True},
     "uneven": {"weights": [3, 1]},
     "optimizer shards": {"shard_optimizer": True},
 }
+FEW = [(case, "threads") for case in ("loss_weight", "unused", "again")] + [("loss_weight", "launch")]
+ALL = [(case, way) for case in CASES for way in ("threads", "launch", *OPTIONS) if (case, way) != ("unused", "uneven")]
+"""In `unused` each rank has three samples of six."""
 
 
-def _train_all() -> dict[Any, tuple[Tensor, Tensor]]:
+def _train(runs: list[tuple[str, str]]) -> dict[Any, tuple[Tensor, Tensor]]:
     warnings.simplefilter("ignore")  # Lightning's advice
     found = {}
-    for name, options in OPTIONS.items():
-        kind = (
-            BalancedDDPModelParallelStrategy
-            if "weights" in options
-            else partial(DDPModelParallelStrategy, batch_size_is="global")
-        )
-        for case_name, case in CASES.items():
-            if case_name == "unused" and "weights" in options:
-                continue  # each rank has three samples of six
-            strategy: Any = kind(num_microbatches=2, deterministic=False, bucket_cap_mb=1e-4, timeout_s=60, **options)
-            one = run(case, strategy, devices=4)
-            found[case_name, name] = one.weights, one.gradients
+    for case, way in runs:
+        options: dict[str, Any] = OPTIONS.get(way) or {"overlap": way}
+        even = partial(DDPModelParallelStrategy, batch_size_is="global")
+        kind = BalancedDDPModelParallelStrategy if "weights" in options else even
+        strategy: Any = kind(num_microbatches=2, deterministic=False, bucket_cap_mb=1e-4, timeout_s=60, **options)
+        one = run(CASES[case], strategy, devices=4)
+        found[case, way] = one.weights, one.gradients
     return found
 
 
 @pytest.mark.filterwarnings("ignore")  # Lightning's advice, and a way back to stage 0
-def test_ranks_that_reduce_early_train_as_one_device() -> None:
-    first, second = run_ranks(_train_all, 2, timeout_s=240)
+@pytest.mark.parametrize(
+    "runs", [FEW, pytest.param(sorted({*ALL} - {*FEW}), marks=pytest.mark.slow)], ids=["few", "all"]
+)
+def test_ranks_that_reduce_early_train_as_one_device(runs: list[tuple[str, str]]) -> None:
+    first, second = run_ranks(_train, 2, runs, timeout_s=240)
     for (case, way), (weights, gradients) in first.items():
         one, tolerance = baseline(CASES[case]), CASES[case].tolerance
         torch.testing.assert_close(weights, one.weights, rtol=0, atol=tolerance, msg=f"{case}, {way}")
