@@ -5,9 +5,9 @@ those of the micro-batch, or the `loss_weight` that it returned. The sums are ke
 batch has one node as its graph: its backward pass, whenever it comes and whatever factor it brings, hands each
 parameter its sum times N / Σ w. So hooks of parameters, DDP and accumulation see one backward pass, of whole gradients.
 
-Where ranks may reduce the sums before that pass (see `_reduction.py`), each multiplies its own by its share, so that the factor
-that is left is the same on all ranks: with n of a global batch's T samples on one of R ranks a mean over samples by
-n·R / (T·N), and a loss with a `loss_weight` by R / T, which leaves T / Σ w over all ranks.
+Where ranks may reduce the sums before that pass (see `_reduction.py`), each multiplies its own by its share, so that
+the factor that is left is the same on all ranks: with n of a global batch's T samples on one of R ranks a mean over
+samples by n·R / (T·N), and a loss with a `loss_weight` by R / T, which leaves T / Σ w over all ranks.
 """
 
 import threading
