@@ -49,6 +49,7 @@ class Turns:
             self._open.difference_update(done)
             index = self._index(task)
             if self._holder[index] == task.microbatch and self._is_due(index, task):
+                self._wake()
                 return
             # a backward pass that branches reaches a stage before it has left another
             self._release(task.microbatch)

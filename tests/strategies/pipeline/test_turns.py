@@ -173,6 +173,21 @@ def test_first_visits_wait_for_those_before_them_and_later_visits_do_not() -> No
 
 
 @pytest.mark.timeout(600, method="thread")
+def test_a_stage_that_is_done_goes_to_who_waits_for_it() -> None:
+    turns = Turns([stage_order("gpipe", 2, 2, stage) for stage in range(2)])
+    for microbatch in range(2):
+        turns.finish(microbatch, "F")
+    turns.enter(Task("B", 1, 0))  # a branch of it has skipped stage 1, where it comes first
+    other = threading.Thread(target=turns.enter, args=[Task("B", 0, 1)])
+    other.start()
+    while 0 not in turns._waiting:
+        threading.Event().wait(0.001)
+    turns.enter(Task("B", 1, 0), done=[Task("B", 1, 1)])
+    other.join(WAIT_S)
+    assert turns._holder == [1, 0]
+
+
+@pytest.mark.timeout(600, method="thread")
 def test_whoever_waits_has_no_stage() -> None:
     turns = Turns([stage_order("gpipe", 2, 2, stage) for stage in range(2)])
     for microbatch in range(2):
