@@ -25,6 +25,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve
 import torch  # noqa: E402
 from distributed import run_ranks  # noqa: E402
 from library_cases import CASES  # noqa: E402
+from torch.distributed.tensor import DTensor  # noqa: E402
 
 STRATEGIES: dict[str, Any] = {
     "single_device": lambda: (SingleDeviceStrategy(), 1),
@@ -80,7 +81,9 @@ def train(library: str, strategy: str) -> Trained:
         return Trained({}, {}, f"{type(exc).__name__}: {' '.join(str(exc).split())}", trainer.global_step)
     metrics = {key: float(value) for key, value in trainer.callback_metrics.items() if not key.endswith("_step")}
     tensors = {
-        key: value for key, value in module.state_dict().items() if isinstance(value, torch.Tensor) and value.numel()
+        key: value.full_tensor() if isinstance(value, DTensor) else value
+        for key, value in module.state_dict().items()
+        if isinstance(value, torch.Tensor) and value.numel()
     }
     return Trained({key: value.clone() for key, value in tensors.items()}, metrics, "", trainer.global_step)
 
