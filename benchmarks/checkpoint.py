@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from lightning_fabric.plugins import TorchCheckpointIO
 
-from evener.trainer.checkpoint.file_io import VerifiedCheckpointIO, link
+from evener.trainer.checkpoint.checkpoint_io import VerifiedCheckpointIO
+from evener.trainer.checkpoint.file_io import link
 
 
 def state(num_bytes: int) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from .core.errors import ConfigError
 from .core.loop_contract import has_context, run_backward
 from .core.module_checks import verify_takes_parts
 from .core.module_log import lightning_modules, module_log, restore_logs
-from .core.optimizer_states import load_states, state_to_parameters, unwrapped
+from .core.optimizer_states import load_states, state_to_parameters
 from .core.options import Count, checked
 from .core.private import of_lightning, of_torch
 from .core.rng import seed_devices, seed_rank
@@ -46,7 +46,7 @@ from .pipeline.layout import StageLayout
 from .pipeline.options import StageOptions
 from .pipeline.recompute import Recompute, RecomputeOption, verify_threads
 from .replicas.layout import ReplicaLayout, ReplicaOptions
-from .sharding.optimizer_shards import OptimizerShards, verify_elementwise
+from .sharding.optimizer_shards import CutStates, OptimizerShards
 
 
 class DDPStrategy(MultiProcessStrategy):
@@ -107,7 +107,7 @@ class DDPStrategy(MultiProcessStrategy):
         self.devices_per_process = devices_per_process
         self.shard_optimizer = shard_optimizer
         self.recompute = Recompute(recompute, self.strategy_name)
-        self._optimizer_shards: dict[Optimizer, OptimizerShards] = {}
+        self._cut_states = CutStates()
         self._loaders: RankLoaders | None = None
         self._sums: SideGroup | None = None
         self._manages_samples = True
@@ -253,20 +253,19 @@ class DDPStrategy(MultiProcessStrategy):
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         super().setup_optimizers(trainer)
         if self.shard_optimizer and self.world_size > 1:
-            verify_elementwise(self.optimizers, self.strategy_name)
             rank, num = self.global_rank, self.world_size
-            self._optimizer_shards = {o: OptimizerShards(o, rank, num, gather_on_first) for o in self.optimizers}
+            part = partial(OptimizerShards, rank=rank, num_ranks=num, gather=gather_on_first)
+            self._cut_states.cut(self.optimizers, self.strategy_name, part)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        shards = self._optimizer_shards.get(unwrapped(optimizer))
-        return super().optimizer_state(optimizer) if shards is None else shards.whole_state()
+        whole = self._cut_states.state(optimizer)
+        return super().optimizer_state(optimizer) if whole is None else whole
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         load_states(self.optimizers, checkpoint)
-        for shards in self._optimizer_shards.values():
-            shards.drop_others()
+        self._cut_states.take()
 
     @property
     def loaders(self) -> RankLoaders:

@@ -1,6 +1,7 @@
 """Train with a copy of the module per device in one process, cutting every batch among them."""
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import pytorch_lightning as pl
@@ -14,7 +15,6 @@ from .batch.one_process import OneProcessStrategy
 from .batch.policies import Even, Policy
 from .batch.structure import BatchDims
 from .core.errors import ConfigError, verify_submodules
-from .core.optimizer_states import unwrapped
 from .core.options import Count, checked
 from .core.types import Device
 from .pipeline.options import StageOptions
@@ -22,7 +22,7 @@ from .pipeline.recompute import Recompute, RecomputeOption, verify_threads
 from .pipeline.stages import Stages
 from .replicas.layout import ReplicaLayout, ReplicaOptions
 from .sharding.device_shards import DeviceShards
-from .sharding.optimizer_shards import verify_elementwise
+from .sharding.optimizer_shards import CutStates
 
 
 class DataParallelStrategy(OneProcessStrategy):
@@ -76,7 +76,7 @@ class DataParallelStrategy(OneProcessStrategy):
         self.model_parallel_size = model_parallel_size
         self.recompute = Recompute(recompute, self.strategy_name)
         self.shard_optimizer = shard_optimizer
-        self._optimizer_shards: dict[Optimizer, DeviceShards] = {}
+        self._cut_states = CutStates()
 
     @override
     def new_layout(self) -> Layout:
@@ -107,22 +107,20 @@ class DataParallelStrategy(OneProcessStrategy):
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         super().setup_optimizers(trainer)
-        self._optimizer_shards = {}
+        self._cut_states = CutStates()
         if self.shard_optimizer and len(self.process_devices) > 1:
-            verify_elementwise(self.optimizers, self.strategy_name)
-            devices, name = self.process_devices, self.strategy_name
-            self._optimizer_shards = {o: DeviceShards(o, devices, name) for o in self.optimizers}
+            part = partial(DeviceShards, devices=self.process_devices, strategy=self.strategy_name)
+            self._cut_states.cut(self.optimizers, self.strategy_name, part)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        shards = self._optimizer_shards.get(unwrapped(optimizer))
-        return super().optimizer_state(optimizer) if shards is None else shards.whole_state()
+        whole = self._cut_states.state(optimizer)
+        return super().optimizer_state(optimizer) if whole is None else whole
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         super().load_optimizer_state_dict(checkpoint)
-        for shards in self._optimizer_shards.values():
-            shards.take_state()
+        self._cut_states.take()
 
     @override
     def teardown(self) -> None:

@@ -12,8 +12,7 @@ from pytorch_lightning.trainer.states import TrainerFn
 from pytorch_lightning.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
-from torch.optim import LBFGS, Adafactor, Optimizer
+from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 from typing_extensions import override
 
@@ -32,8 +31,17 @@ from .pipeline.recompute import RecomputeOption
 from .sharding.deferred import DeferredTensors
 from .sharding.parts import automatic_parts, named_parts
 from .sharding.placed import ShardIO, Writers, place_shards
+from .sharding.refusals import (
+    unused_parameters,
+    verify_batches,
+    verify_optimizers,
+    verify_plain,
+    verify_replicas,
+    without_values,
+)
 from .sharding.sharded_module import ShardedModule, Sharding, broadcast_states, sharded, sync_buffers
 from .sharding.whole import gather_tree, holds_shards, shard_like, shard_optimizer_state
+from .sharding.whole_calls import WholeCalls
 
 Shard = Literal["auto"] | Sequence[str]
 """Which parts of a module are gathered one by one: chosen by the strategy, or names of submodules."""
@@ -44,8 +52,6 @@ GivenWeights = Annotated[
         "They can't be measured: ranks wait for each other at every part of the module, so that all take the same time."
     ),
 ]
-
-_MIXED = "mixed torch.Tensor and DTensor"
 
 
 class FSDPStrategy(DDPStrategy):
@@ -96,11 +102,7 @@ class FSDPStrategy(DDPStrategy):
         recompute: RecomputeOption = "never",
         start_method: StartMethod | None = None,
     ) -> None:
-        if weights is not None and batch_size_is != "global":
-            raise ConfigError(
-                "fsdp: weights divide a global batch, but batch_size_is=per_device gives each rank a batch of its own. "
-                "Set batch_size_is=global, or weights=null."
-            )
+        verify_batches(weights, batch_size_is)
         super().__init__(
             batch_size_is=batch_size_is,
             batch_dims=batch_dims,
@@ -118,6 +120,7 @@ class FSDPStrategy(DDPStrategy):
         if weights is not None:
             self.balance = RankBalance(self.strategy_name, weights, hysteresis=0.0)
         self._shards: ShardedModule | None = None
+        self._calls: WholeCalls | None = None
         self._deferred: DeferredTensors | None = None
         self._reduces = True
         self._had_none: set[int] = set()
@@ -173,8 +176,9 @@ class FSDPStrategy(DDPStrategy):
             for name in _TOGGLES if not module.automatic_optimization else ():
                 vars(module)[name] = _Toggle(module, name, self._shards)
             self.setup_optimizers(trainer)
-            _verify_optimizers(self.optimizers)
+            verify_optimizers(self.optimizers)
         self.setup_precision_plugin()
+        self._calls = WholeCalls(self._shards)
 
     def _shard(self, module: nn.Module) -> ShardedModule:
         """Cut a module over the ranks, unless an earlier run of this process has done so."""
@@ -205,11 +209,7 @@ class FSDPStrategy(DDPStrategy):
     def _fill(self, shards: ShardedModule, waiting: Mapping[str, Tensor]) -> None:
         """Compute the tensors that `configure_model` has only announced, one by one, and keep this rank's shards."""
         if self._deferred is None:
-            name = next(iter(waiting))
-            raise ConfigError(
-                f"fsdp: {name} is on the meta device, so that it has no values. Build the layers in configure_model, "
-                "without torch.device('meta'): they take no memory there before they are cut."
-            )
+            raise ConfigError(without_values(next(iter(waiting))))
         shards.allocate(self.root_device)
         for name, tensor in _tensors(shards.module):
             if name in waiting:
@@ -220,21 +220,19 @@ class FSDPStrategy(DDPStrategy):
         self._deferred = None
 
     def _mesh_shape(self) -> tuple[int, ...]:
-        if self.world_size % self.replicas:
-            raise ConfigError(
-                f"fsdp: {self.world_size} ranks don't divide into replicas={self.replicas} groups. Give a divisor of "
-                "the number of ranks."
-            )
+        verify_replicas(self.world_size, self.replicas)
         return (self.world_size,) if self.replicas == 1 else (self.replicas, self.world_size // self.replicas)
 
     @override
     def _own_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         module, shards = self.module, self.shards
+        assert self._calls is not None
+        self._calls.verify_unshared()
         self._sync_buffers()
         context = self.precision_plugin.train_step_context
-        with _named_errors(), shards.step(backward_follows=module.automatic_optimization), context():
+        with shards.step(backward_follows=module.automatic_optimization), context():
             output = self._step_in_layout(*args, **kwargs)
-        _verify_plain(output)
+        verify_plain(output)
         return output
 
     @override
@@ -274,10 +272,7 @@ class FSDPStrategy(DDPStrategy):
         if self.find_unused_parameters or not self.module.automatic_optimization:
             self._take_away_zeros(self.shards)
         elif unused := self.shards.unused():
-            raise RuntimeError(
-                f"fsdp: parameters took no part in the loss: {', '.join(unused)}. "
-                "Set strategy.find_unused_parameters=true, or freeze them with requires_grad_(False)."
-            )
+            raise RuntimeError(unused_parameters(unused))
 
     def _take_away_zeros(self, shards: ShardedModule) -> None:
         """Leave parameters without a gradient that no rank has used, as on one device."""
@@ -291,13 +286,18 @@ class FSDPStrategy(DDPStrategy):
                 parameter.grad = None
 
     @override
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
+        self.shards.put_back()
+        return super().optimizer_step(optimizer, closure, *args, **kwargs)
+
+    @override
     def finish_step(self) -> None:
         super().finish_step()
         self.shards.refresh()
 
     @override
     def _evaluate(self, step: str, context: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
-        with _named_errors(), self.shards.step(backward_follows=False):
+        with self.shards.step(backward_follows=False):
             if not self.stands_in:
                 return super()._evaluate(step, context, *args, **kwargs)
             with zero_weight_step(self.module, silent=True), context():
@@ -326,6 +326,9 @@ class FSDPStrategy(DDPStrategy):
     @override
     def teardown(self) -> None:
         self._shards = None
+        if self._calls is not None:
+            self._calls.close()
+            self._calls = None
         shards = None if self.lightning_module is None else sharded(self.lightning_module)
         if shards is None:
             super().teardown()
@@ -385,16 +388,6 @@ class FSDPStrategy(DDPStrategy):
         super().load_optimizer_state_dict({**checkpoint, "optimizer_states": states})
 
 
-def _verify_optimizers(optimizers: Sequence[Optimizer]) -> None:
-    """Refuse torch's optimizers that compute with more of a parameter than its elements, which shards can't do."""
-    for optimizer in optimizers:
-        if isinstance(optimizer, (LBFGS, Adafactor)):
-            raise ConfigError(
-                f"fsdp: {type(optimizer).__name__} computes with whole parameters, but each rank has a shard of each. "
-                "Choose an optimizer that updates each element by itself, such as AdamW, or strategy=ddp."
-            )
-
-
 def _copies(trainer: pl.Trainer, module: pl.LightningModule) -> list[nn.Module]:
     """The copies of the module that callbacks keep, such as those of a moving average."""
     callbacks: list[Any] = getattr(trainer, "callbacks")  # noqa: B009  # not annotated by Lightning
@@ -409,20 +402,6 @@ def _tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
 
 def _shapes(module: nn.Module) -> dict[str, torch.Size]:
     return {name: parameter.shape for name, parameter in module.named_parameters()}
-
-
-def _verify_plain(output: Any) -> None:
-    """Refuse a loss that was computed of shards: its gradient would not be averaged over the ranks."""
-    loss = output.get("loss") if isinstance(output, dict) else output
-    if isinstance(loss, DTensor):
-        raise ConfigError(_OUTSIDE)
-
-
-_OUTSIDE = (
-    "fsdp: a step uses a parameter of a part outside of the part's forward, where only this rank's shard of it is "
-    "there. Leave the part out of strategy.shard, so that it is gathered for the whole step, or set "
-    "strategy.shard=[] to gather all."
-)
 
 
 class _Toggle(StaysOnRoot):
@@ -443,13 +422,3 @@ class _Toggle(StaysOnRoot):
 
 
 _TOGGLES = ("toggle_optimizer", "untoggle_optimizer")
-
-
-@contextmanager
-def _named_errors() -> Generator[None]:
-    try:
-        yield
-    except RuntimeError as exc:
-        if _MIXED in str(exc):
-            raise ConfigError(_OUTSIDE) from exc
-        raise

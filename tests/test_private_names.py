@@ -23,6 +23,7 @@ from pytorch_lightning.strategies import DDPStrategy
 from pytorch_lightning.utilities.enums import GradClipAlgorithmType
 from torch import Tensor, nn
 from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
+from torch.distributed.tensor import DTensor
 from torch.multiprocessing.spawn import ProcessContext
 from torch.utils.data import DataLoader
 from torch.utils.tensorboard import SummaryWriter
@@ -124,6 +125,8 @@ pytorch_lightning.callbacks.model_checkpoint ModelCheckpoint._save_checkpoint
 pytorch_lightning.callbacks.model_checkpoint ModelCheckpoint._save_last_checkpoint
 pytorch_lightning.callbacks.model_checkpoint ModelCheckpoint._save_topk_checkpoint
 pytorch_lightning.callbacks.model_checkpoint ModelCheckpoint._should_remove_checkpoint
+pytorch_lightning.callbacks.model_checkpoint ModelCheckpoint._remove_checkpoint
+pytorch_lightning.core.saving pl_load
 pytorch_lightning.loops.fit_loop _FitLoop._load_combined_loader_states
 pytorch_lightning.loops.fit_loop _FitLoop.load_state_dict
 pytorch_lightning.loops.fit_loop _FitLoop.on_advance_end
@@ -157,6 +160,10 @@ torch.distributed.fsdp._fully_shard._fsdp_state FSDPState._pre_forward
 torch.distributed.fsdp._fully_shard._fsdp_state FSDPState._post_forward
 torch.distributed.fsdp._fully_shard._fsdp_state FSDPState._pre_backward
 torch.distributed.fsdp._fully_shard._fsdp_state FSDPState._root_post_backward_final_callback
+torch.distributed.fsdp._fully_shard._fsdp_param FSDPParam.to_sharded
+torch.distributed.fsdp._fully_shard._fsdp_param FSDPParam.to_unsharded
+torch.distributed.fsdp._fully_shard._fsdp_param FSDPParam.reset_sharded_param
+torch.distributed.tensor DTensor._local_tensor
 torchmetrics Metric._reduce_states
 torchmetrics Metric.merge_state
 """
@@ -469,6 +476,8 @@ def test_names_of_torch_do_what_they_are_read_for(tmp_path: Path) -> None:
     array = sums[0].detach()
     assert of_torch.storage_use_count(storage) == alone + 1
     del array, view
+    assert [norm.item() for norm in of_torch.foreach_norm([torch.full((4,), 2.0)], 2)] == [4.0]
+    assert not of_torch.is_dispatch_key_excluded("Python")
     assert of_torch.schema(torch.ops.aten.add_.Tensor).is_mutable
     assert not of_torch.schema(torch.ops.aten.add.Tensor).is_mutable
     assert torch.ops.aten._local_scalar_dense is of_torch.local_scalar_dense
@@ -508,3 +517,28 @@ def test_every_name_of_the_private_files_is_tested_here_or_used() -> None:
     used |= {alias.name for _, tree in _product() for node in ast.walk(tree)
              if isinstance(node, ast.ImportFrom) for alias in node.names}  # fmt: skip
     assert public - used == set()
+
+
+class _Called(torch.Tensor):
+    """Counts the calls of functions with it."""
+
+    num = 0
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        cls.num += 1
+        return super().__torch_function__(func, types, args, kwargs)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise AssertionError("it has no elements to compute with")
+
+
+def test_a_wrapper_has_a_layout_without_memory_and_calls_can_be_left_to_torch() -> None:
+    made = of_torch.make_wrapper_subclass(torch.Tensor)(_Called, (3, 2), strides=(1, 3), dtype=torch.float64)
+    with of_torch.DisableTorchFunctionSubclass():
+        assert (tuple(made.shape), made.stride(), made.dtype) == ((3, 2), (1, 3), torch.float64)
+    assert _Called.num == 0
+    assert made.dim() == 2
+    assert _Called.num > 0
+    assert vars(DTensor)["__torch_function__"] is torch._C._disabled_torch_function_impl

@@ -29,7 +29,7 @@ from ..strategies.core.private import of_lightning, put
 from ..strategies.registry import ranks_of, stop_signal_of
 from .callbacks.nonfinite import DetectNonFinite
 from .checkpoint import Checkpoint, RunTimer, distinguish
-from .checkpoint.file_io import VerifiedCheckpointIO
+from .checkpoint.checkpoint_io import VerifiedCheckpointIO
 from .config.nearest import did_you_mean
 from .loggers.csv import open_files, refresh_files
 from .logging.connector import LeanLoggerConnector

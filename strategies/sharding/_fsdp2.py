@@ -9,8 +9,12 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from .whole import shard_like
 
 
 class ParameterGroup:
@@ -24,6 +28,8 @@ class ParameterGroup:
         group.post_backward = self._post_backward
         for parameter in group.fsdp_params:
             parameter.free_unsharded_param = partial(_free_gathered, parameter)
+            parameter.to_unsharded = partial(_gather, parameter, parameter.to_unsharded)
+            parameter.to_sharded = partial(_release, parameter, parameter.to_sharded)
 
     def release(self) -> None:
         """Put the shards back in the place of gathered parameters."""
@@ -33,6 +39,21 @@ class ParameterGroup:
     def parameters(self) -> list[nn.Parameter]:
         """The shards, as the module and its optimizers have them."""
         return [parameter.sharded_param for parameter in self._group.fsdp_params]
+
+    def put_back(self) -> None:
+        """Give the shards what was written to gathered parameters."""
+        for parameter in self._group.fsdp_params:
+            _put_back(parameter)
+
+    def replaced(self) -> list[str]:
+        """Names of the parameters in whose place the module has others."""
+        found = list[str]()
+        for parameter in self._group.fsdp_params:
+            place = parameter._module_info
+            now = place.module._parameters.get(place.param_name)
+            if now is not parameter.sharded_param and now is not getattr(parameter, "_unsharded_param", None):
+                found.append(parameter._param_fqn or place.param_name)
+        return found
 
     @property
     def names(self) -> list[str]:
@@ -57,6 +78,19 @@ class ParameterGroup:
                 self.used.add(i)
         self._after_backward(*args)
 
+    def assign(self, shard: Any, value: Any) -> bool:
+        """Give a parameter the memory of another shard; False if it is of another group."""
+        for parameter in self._group.fsdp_params:
+            if parameter.sharded_param is shard:
+                set_local_part(shard, value)
+                own, num = value._local_tensor, parameter.padded_sharded_param_size.numel()
+                if own.untyped_storage().nbytes() == num * own.itemsize:  # it was a parameter's, with its padding
+                    parameter._sharded_param_data = own.as_strided((num,), (1,), 0)
+                parameter.reset_sharded_param()
+                set_local_part(value, shard)  # it may have been padded
+                return True
+        return False
+
 
 class RootState:
     """Gathers and releases the parameters that the root of a sharded module holds itself.
@@ -71,6 +105,11 @@ class RootState:
         self._state._pre_forward_hook_handle.remove()
         self._state._post_forward_hook_handle.remove()
         self.groups = [ParameterGroup(group) for group in _groups(root)]
+
+    @property
+    def replaced(self) -> list[str]:
+        """Names of the parameters in whose place the module has others."""
+        return [name for group in self.groups for name in group.replaced()]
 
     def prime(self) -> None:
         """Find out which group each parameter is in; from then on they must have memory."""
@@ -113,6 +152,51 @@ class RootState:
         self._state._root_post_backward_final_callback()
 
 
+class _Gathered(nn.Parameter):
+    """A gathered parameter, which tells whether it may have been written to.
+
+    A write raises its version; one through `.data` does not, so that reading that counts as a write.
+    """
+
+    touched: bool
+    seen: int
+
+    @property
+    def data(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]  # an attribute, to torch's stubs
+        self.touched = True
+        return _DATA.__get__(self)
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        self.touched = True
+        _DATA.__set__(self, value)
+
+
+_DATA: Any = Tensor.data
+
+
+def _gather(parameter: Any, own: Callable[[], None]) -> None:
+    own()
+    gathered = parameter._unsharded_param
+    gathered.__class__ = _Gathered
+    gathered.touched, gathered.seen = False, gathered._version
+
+
+def _put_back(parameter: Any) -> None:
+    """Give a parameter's shard what was written to the gathered one."""
+    gathered = getattr(parameter, "_unsharded_param", None)
+    if isinstance(gathered, _Gathered) and (gathered.touched or gathered._version != gathered.seen):
+        shard = parameter.sharded_param.detach()
+        with torch.no_grad():
+            shard.copy_(shard_like(gathered.detach(), shard))
+        gathered.touched, gathered.seen = False, gathered._version
+
+
+def _release(parameter: Any, own: Callable[[], None]) -> None:
+    _put_back(parameter)
+    own()
+
+
 def _free_gathered(parameter: Any) -> None:
     """Free the memory of a gathered parameter, unless a numpy array shares it: torch can't resize it then."""
     for tensor in (*parameter.all_gather_outputs, *parameter._unsharded_inner_tensors):
@@ -134,3 +218,13 @@ def _idle() -> Any:
     from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
     return TrainingState.IDLE
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor that may be sharded, itself."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def set_local_part(tensor: Any, source: Any) -> None:
+    """Have a sharded tensor share the memory of another."""
+    tensor._local_tensor = source._local_tensor

@@ -25,6 +25,7 @@ from ..core.private.of_torch import (
     tree_flatten,
     tree_map_only,
 )
+from .refusals import without_values
 
 LARGE = 4096
 """Number of elements from which a tensor is deferred; smaller ones are made at once."""
@@ -133,10 +134,7 @@ class DeferredTensors(TorchDispatchMode):
         """
         tensor = self._fakes.get(id(tensor), (tensor, tensor))[1]
         if not isinstance(tensor, FakeTensor) or _view(tensor).key not in self._devices:
-            raise ConfigError(
-                "fsdp: a parameter is on the meta device without values. Build the layers in configure_model without "
-                "torch.device('meta'), so that their values are known."
-            )
+            raise ConfigError(without_values("a parameter"))
         memory: dict[int, Tensor] = {}
         for operation in self._needed(_view(tensor).key):
             _run(operation, memory)

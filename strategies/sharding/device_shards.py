@@ -54,6 +54,7 @@ class DeviceShards(OwnPart):
         """The optimizer of each device, the root's first."""
         return [self._optimizer, *(other for other in self._others if other is not None)]
 
+    @override
     def whole_state(self) -> dict[str, Any]:
         """The optimizer's `state_dict`, with the state of all devices."""
         found = self._optimizer.state_dict()
@@ -64,6 +65,7 @@ class DeviceShards(OwnPart):
         found["state"] = dict(sorted(found["state"].items()))
         return found
 
+    @override
     def take_state(self) -> None:
         """Move the state that was loaded into the optimizer to the devices that keep it."""
         self._load(dict(self._optimizer.state))

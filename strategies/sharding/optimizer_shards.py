@@ -20,6 +20,7 @@ from typing_extensions import override
 
 from ..core.devices import buckets, flattened, unflattened
 from ..core.errors import ConfigError
+from ..core.optimizer_states import unwrapped
 
 ELEMENTWISE: tuple[type[Optimizer], ...] = (
     optim.SGD, optim.Adam, optim.AdamW, optim.Adamax, optim.NAdam, optim.RAdam, optim.RMSprop, optim.Rprop,
@@ -78,6 +79,14 @@ class OwnPart:
         optimizer.register_step_pre_hook(self._before_step)
         optimizer.register_step_post_hook(self._after_step)
 
+    def whole_state(self) -> dict[str, Any]:
+        """The optimizer's `state_dict`, with the state of all owners; every rank must call it."""
+        raise NotImplementedError
+
+    def take_state(self) -> None:
+        """Keep this owner's part of a whole state that was loaded into the optimizer, or give each owner its part."""
+        raise NotImplementedError
+
     def _update_others(self) -> None:
         """Bring the parameters of other owners up to date, after this one's."""
         raise NotImplementedError
@@ -110,6 +119,37 @@ class OwnPart:
                 parameter.grad = None
 
 
+class CutStates:
+    """The parts of the optimizers of a strategy, by optimizer; none where each optimizer has its whole state."""
+
+    def __init__(self) -> None:
+        self._parts: dict[Optimizer, OwnPart] = {}
+
+    def cut(self, optimizers: Iterable[Optimizer], strategy: str, part: Callable[[Optimizer], OwnPart]) -> None:
+        """Cut the state of optimizers.
+
+        Args:
+            strategy: name that begins messages.
+            part: makes the part of an optimizer.
+
+        Raises:
+            ConfigError: the update of a parameter may depend on other parameters.
+        """
+        optimizers = list(optimizers)
+        verify_elementwise(optimizers, strategy)
+        self._parts = {optimizer: part(optimizer) for optimizer in optimizers}
+
+    def state(self, optimizer: Optimizer) -> dict[str, Any] | None:
+        """The whole state of an optimizer, perhaps a wrapped one; None if it is not cut."""
+        part = self._parts.get(unwrapped(optimizer))
+        return None if part is None else part.whole_state()
+
+    def take(self) -> None:
+        """Cut the states that were loaded."""
+        for part in self._parts.values():
+            part.take_state()
+
+
 class OptimizerShards(OwnPart):
     """The part of an optimizer's state that this rank keeps.
 
@@ -125,14 +165,16 @@ class OptimizerShards(OwnPart):
     ) -> None:
         self._gather = gather
         super().__init__(optimizer, rank, num_ranks)
-        self.drop_others()
+        self.take_state()
 
-    def drop_others(self) -> None:
-        """Forget the state of parameters that other ranks update, after a whole state was loaded."""
+    @override
+    def take_state(self) -> None:
+        """Forget the state of parameters that other ranks update."""
         for parameter, owner in zip(self._parameters, self._owners, strict=True):
             if owner != self._rank:
                 self._optimizer.state.pop(parameter, None)
 
+    @override
     def whole_state(self) -> dict[str, Any]:
         """The optimizer's whole `state_dict` on rank 0, and this rank's part on the others; every rank must call it."""
         found = self._optimizer.state_dict()

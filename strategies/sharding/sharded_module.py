@@ -1,6 +1,6 @@
 """A module whose parameters are cut over the ranks, and gathered part by part when they are used."""
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -12,9 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from torch.utils.hooks import RemovableHandle
 
-from ..core.errors import ConfigError
 from ..core.private import of_torch
-from ._fsdp2 import RootState
+from ._fsdp2 import RootState, set_local_part
+from .refusals import refuse_assigned, refuse_copy, verify_dtypes, verify_kept, verify_same_cut
 
 _KEY = "evener_shards"
 
@@ -50,7 +50,7 @@ class ShardedModule:
         self.module = module
         self.sharding = sharding
         self.in_step = False
-        _verify_dtypes(module, sharding.names)
+        verify_dtypes(module, sharding.names)
         on_cpu = sharding.mesh.device_type == "cpu"  # there is nothing to pin for there
         offload = CPUOffloadPolicy(pin_memory=not on_cpu) if sharding.cpu_offload else OffloadPolicy()
         options: dict[str, Any] = {"mesh": sharding.mesh, "offload_policy": offload}
@@ -58,7 +58,8 @@ class ShardedModule:
             fully_shard(module.get_submodule(name), reshard_after_forward=sharding.reshard_after_forward, **options)
         fully_shard(module, **options)
         for part in (module, *(module.get_submodule(name) for name in sharding.names)):
-            setattr(type(part), "__deepcopy__", _refuse_copy)  # noqa: B010  # a class that `fully_shard` has made
+            setattr(type(part), "__deepcopy__", refuse_copy)  # noqa: B010  # a class that `fully_shard` has made
+            part.register_load_state_dict_pre_hook(refuse_assigned)
         vars(module)[_KEY] = self
         root = cast(FSDPModule, module)
         # gloo has no mean; a group must take part with the same parameters on all ranks
@@ -77,17 +78,9 @@ class ShardedModule:
         Raises:
             ConfigError: an option, or the dtype of a parameter, differs.
         """
-        before = self.sharding.options
-        changed = [
-            f"{name}={before[name]}, now {name}={options[name]}" for name in options if before[name] != options[name]
-        ]
-        dtypes = zip(self._dtypes, [parameter.dtype for parameter in self.parameters], strict=True)
-        changed += sorted({f"{old}, now {new}" for old, new in dtypes if old != new})
-        if changed:
-            raise ConfigError(
-                f"fsdp: the module was cut in an earlier run of this process with {'; '.join(changed)}, and it stays "
-                "cut as it is. Give the same options and the same precision, or make the module anew."
-            )
+        verify_same_cut(
+            self.sharding.options, options, self._dtypes, [parameter.dtype for parameter in self.parameters]
+        )
 
     def allocate(self, device: torch.device) -> None:
         """Give what is on the meta device memory without values."""
@@ -131,6 +124,7 @@ class ShardedModule:
         Args:
             backward_follows: keep them for a backward pass after the step, at whose end they are released.
         """
+        verify_kept(self._state.replaced)
         self.in_step = True
         self._state.begin_forward()
         try:
@@ -163,6 +157,11 @@ class ShardedModule:
         for group in self._state.groups:
             group.follow_flags()
 
+    def put_back(self) -> None:
+        """Give the shards what a step has written to gathered parameters, before an optimizer updates the shards."""
+        for group in self._state.groups:
+            group.put_back()
+
     def refresh(self) -> None:
         """Gather the root's own parameters again, if an optimizer has changed them within a step."""
         if self.in_step:
@@ -187,6 +186,11 @@ class ShardedModule:
         """Reduce the gradients that were accumulated without; gradients that are added later do not change these."""
         self._state.finish_backward()
 
+    def assign(self, tensor: Any, value: Any) -> None:
+        """Give a shard the memory of another one, as `tensor.data = value` does with whole tensors."""
+        if not any(group.assign(tensor, value) for group in self._state.groups):
+            set_local_part(tensor, value)
+
     @property
     def parameters(self) -> list[nn.Parameter]:
         """The shards, also while the module has gathered parameters in their places; group by group."""
@@ -205,31 +209,6 @@ class ShardedModule:
 def sharded(module: nn.Module) -> ShardedModule | None:
     """What has cut a module, or None."""
     return vars(module).get(_KEY)
-
-
-def _refuse_copy(module: nn.Module, memo: Any) -> None:
-    raise ConfigError(
-        f"fsdp: {type(module).__name__.removeprefix('FSDP')} is cut over the ranks, so that it can't be copied "
-        "(copy.deepcopy), as a callback or a hook tries to. Copy it in __init__; for a second run with a callback that "
-        "copies it, make the module anew."
-    )
-
-
-def _verify_dtypes(module: nn.Module, names: Sequence[str]) -> None:
-    """Refuse parameters of several dtypes that would be reduced together."""
-    taken: set[int] = set()
-    for name in (*names, ""):
-        part = module.get_submodule(name)
-        trained = [(key, p) for key, p in part.named_parameters() if p.requires_grad and id(p) not in taken]
-        taken |= {id(p) for p in part.parameters()}
-        dtypes = {p.dtype: key for key, p in trained}
-        if len(dtypes) > 1:
-            shown = ", ".join(f"{key} is {dtype}" for dtype, key in dtypes.items())
-            raise ConfigError(
-                f"fsdp: the parameters of {name or type(module).__name__} have several dtypes ({shown}), but those "
-                "that are gathered together must have one. Name the modules of one dtype in strategy.shard, or choose "
-                "strategy=ddp."
-            )
 
 
 @torch.no_grad()

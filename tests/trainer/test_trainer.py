@@ -7,7 +7,7 @@ from pytorch_lightning.callbacks import Callback, TQDMProgressBar
 
 from evener.strategies import ConfigError, DDPStrategy, SingleDeviceStrategy
 from evener.trainer import Trainer
-from evener.trainer.checkpoint.file_io import VerifiedCheckpointIO
+from evener.trainer.checkpoint.checkpoint_io import VerifiedCheckpointIO
 
 QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "accelerator": "cpu"}
 

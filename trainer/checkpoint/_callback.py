@@ -4,6 +4,7 @@ import logging
 import re
 import warnings
 from collections.abc import Iterable
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
@@ -23,7 +24,8 @@ from ...strategies.core.module_checks import has_nan
 from ...strategies.core.options import Count, NotNegative, checked
 from ...strategies.core.private import of_lightning
 from ._interval import Interval
-from .file_io import VerifiedCheckpointIO, remove_leftovers
+from .checkpoint_io import VerifiedCheckpointIO
+from .file_io import remove_leftovers
 from .find import find_newest, good_or_newest
 from .snapshots import MemorySnapshots, snapshots_of
 
@@ -147,8 +149,10 @@ class Checkpoint(ModelCheckpoint):
                 f"checkpoint: sharded=true needs a strategy with shards, strategy=fsdp; got "
                 f"{type(trainer.strategy).__name__}. Set checkpoint.sharded=false: each checkpoint is whole then."
             )
-        if type(trainer.strategy.checkpoint_io) in (TorchCheckpointIO, VerifiedCheckpointIO):
-            self._io = VerifiedCheckpointIO(self._background, self._on_error, self._sharded)
+        before = trainer.strategy.checkpoint_io
+        if type(before) in (TorchCheckpointIO, VerifiedCheckpointIO):
+            others = before if isinstance(before, VerifiedCheckpointIO) else None
+            self._io = VerifiedCheckpointIO(self._background, self._on_error, self._sharded, others)
             trainer.strategy.checkpoint_io = self._io
         elif self._sharded:
             raise ConfigError(
@@ -286,7 +290,8 @@ class Checkpoint(ModelCheckpoint):
 
     @override
     def _save_checkpoint(self, trainer: pl.Trainer, filepath: str) -> None:
-        super()._save_checkpoint(trainer, filepath)
+        with nullcontext() if self._io is None else self._io.saving(trainer):
+            super()._save_checkpoint(trainer, filepath)
         self._scores = {**self._scores, **self.best_k_models}
         self._saved_now = filepath
 
@@ -324,6 +329,11 @@ class Checkpoint(ModelCheckpoint):
 
     def _score_of(self, path: str) -> float:
         return float(self.best_k_models[path])
+
+    @override
+    def _remove_checkpoint(self, trainer: pl.Trainer, filepath: str) -> None:
+        with nullcontext() if self._io is None else self._io.saving(trainer):
+            super()._remove_checkpoint(trainer, filepath)
 
     @override
     def _should_remove_checkpoint(self, trainer: pl.Trainer, previous: str, current: str) -> bool:

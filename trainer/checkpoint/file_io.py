@@ -10,8 +10,7 @@ A file is torch's own zip archive followed by 48 bytes that torch ignores:
 | 8 | `EVENERv1` |
 
 The archive says, under the key `evener_file`, that a digest follows, so that a file without it is refused.
-`torch.load` and Lightning can read these files, and their own files, which have no digest, can be read here. URLs (`s3://…`,
-`memory://…`) are left to Lightning, without a digest.
+`torch.load` and Lightning can read these files, and their own files, which have no digest, can be read here.
 """
 
 import hashlib
@@ -25,26 +24,19 @@ import struct
 import time
 import warnings
 from collections.abc import Callable, Collection, Generator
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext, suppress
-from functools import partial
+from contextlib import contextmanager, suppress
+from functools import wraps
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import IO, Any
 
 import torch
-from lightning_fabric.plugins import TorchCheckpointIO
-from lightning_fabric.utilities.cloud_io import get_filesystem
-from torch import Tensor
-from typing_extensions import override
+from pytorch_lightning.core import saving
 
 from ...strategies.core.errors import ConfigError
 from ...strategies.core.files import is_alive, replacing
-from ...strategies.core.private.of_lightning import PATH
-from ...strategies.sharding.placed import Placed, ShardIO, Writers
-from ._plain_data import to_plain
-from ._shard_files import SHARDS, WEIGHTS, ShardFile, new_name, verify_rows
+from ...strategies.sharding.whole import map_tensors
+from ._shard_files import SHARDS, verify_rows
 from ._shard_files import remove_leftovers as remove_shards
-from ._snapshot import Snapshot
 from ._tensor_files import FILE, with_tensors
 
 logger = logging.getLogger(__name__)
@@ -174,6 +166,25 @@ def read(path: str | Path, mapped: Collection[str] = (), reader: int = 0, num_re
         raise CheckpointError(f"The checkpoint {path} is incomplete: the file of its tensors is gone.") from exc
 
 
+def _load_whole(own: Callable[..., Any]) -> Callable[..., Any]:
+    """Have Lightning's `load_from_checkpoint` read checkpoints whose tensors are in a file of shards."""
+
+    @wraps(own)
+    def load(path: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
+        checkpoint = own(path, map_location, *args, **kwargs)
+        if not (isinstance(path, (str, Path)) and isinstance(checkpoint, dict) and SHARDS in checkpoint):
+            return checkpoint
+        whole = read(path)
+        if isinstance(map_location, (str, torch.device)):
+            return map_tensors(whole, lambda tensor: tensor.to(map_location))
+        return whole
+
+    return load
+
+
+saving.pl_load = _load_whole(saving.pl_load)
+
+
 def _verify_shards(checkpoint: dict[str, Any], path: Path, reader: int = 0, num_readers: int = 1) -> None:
     try:
         if SHARDS in checkpoint:
@@ -201,7 +212,7 @@ def _shard_files(directory: Path) -> set[Path | None]:
 
 
 @contextmanager
-def _releasing(path: Path) -> Generator[None]:
+def releasing(path: Path) -> Generator[None]:
     """Remove, after the block has removed or replaced a checkpoint, its tensors if no other checkpoint has them."""
     tensors = shard_file(path)
     yield
@@ -254,10 +265,6 @@ def remove_leftovers(directory: Path) -> None:
     remove_shards(directory, {path.name for path in _shard_files(directory) if path is not None})
 
 
-def _is_address(path: PATH) -> bool:
-    return "://" in str(path)
-
-
 def _copy(source: str | Path, path: Path) -> None:
     with open(source, "rb") as original, open(path, "wb") as file:
         shutil.copyfileobj(original, file, _BLOCK)
@@ -269,172 +276,3 @@ def _stamp(path: Path) -> None:
     """Date a file to the nanosecond: two files of one tick of the kernel (4 ms) would be equally new."""
     now = time.time_ns()
     os.utime(path, ns=(now, now))
-
-
-class VerifiedCheckpointIO(TorchCheckpointIO, ShardIO):
-    """Lightning's checkpoint plugin for these files, optionally writing in the background.
-
-    In the background a save copies the state (device to host), passes it to one thread and returns. Saves, links and
-    removals keep their order, a save waits for the previous one, and `teardown` waits for all, so that memory holds
-    at most one copy and the last file is never lost.
-
-    Args:
-        background: write in a thread while training continues.
-        on_error: `raise` stops training if a file can't be written; `warn` logs a warning and continues. Existing
-            files are kept either way.
-        sharded: write in shards, where the strategy has them.
-    """
-
-    def __init__(
-        self, background: bool = False, on_error: Literal["raise", "warn"] = "raise", sharded: bool = False
-    ) -> None:
-        self.background = background
-        self.sharded = sharded
-        self.on_error = on_error
-        self._failed: list[str] = []
-        self._kept: list[str] = []
-        self._last_failed = False
-        self._snapshot = Snapshot()
-        self._executor: ThreadPoolExecutor | None = None
-        self._pending: list[Future[object]] = []
-
-    @override
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: PATH, storage_options: Any = None) -> None:
-        """Write a checkpoint; see `write`.
-
-        Raises:
-            CheckpointError: it, or in the background the previous one, could not be written.
-            TypeError: `storage_options` are given, which Lightning's own plugin does not accept either.
-        """
-        if storage_options is not None:
-            raise TypeError("storage_options are not supported. Use a CheckpointIO plugin that supports them.")
-        self.wait()
-        plain = to_plain(checkpoint)
-        if self.background:
-            plain = self._snapshot.take(plain)
-        self._submit(lambda: self._write(plain, str(path)))
-
-    @override
-    def save_shards(self, placed: Placed, path: PATH, writers: Writers) -> None:
-        """Write a checkpoint in shards; see `_shard_files`.
-
-        Raises:
-            CheckpointError: it, or in the background the previous one, could not be written; the path is an address.
-        """
-        if _is_address(path):
-            raise CheckpointError(
-                f"checkpoint.sharded=true can't write to {path}: the ranks write to one file, which needs a "
-                "file system that all of them see. Set checkpoint.sharded=false, or checkpoint.dirpath to a directory."
-            )
-        self.wait()  # before the name is told, so that one checkpoint at a time is written
-        file = ShardFile(Path(path).with_name(writers.broadcast(new_name())), placed)
-        rest = to_plain(placed.state) if writers.is_first else {}
-        parts = placed.parts
-        if self.background:
-            rest, parts = self._snapshot.take((rest, parts))
-        self._submit(lambda: self._write_shards(file, parts, rest, Path(path), writers))
-
-    def _write_shards(
-        self, file: ShardFile, parts: list[Tensor | None], rest: dict[str, Any], path: Path, writers: Writers
-    ) -> None:
-        def work() -> None:
-            file.write(parts)
-            if writers.is_first:
-                shards = {**file.layout, "digests": file.wait(writers.timeout_s)}
-                with _releasing(path):
-                    write({**rest, FILE: file.path.name, SHARDS: shards}, path)
-
-        self._last_failed = not self._attempt(str(path), work)
-        if self._last_failed and writers.is_first:
-            file.path.unlink(missing_ok=True)
-
-    @override
-    def load_shards(self, path: PATH, reader: int, num_readers: int) -> dict[str, Any]:
-        """Read a checkpoint; tensors of weights and optimizers that were written in shards stay in their file."""
-        self.wait()
-        if _is_address(path):
-            return self.load_checkpoint(path)
-        return read(str(path), WEIGHTS, reader, num_readers)
-
-    def link_checkpoint(self, source: PATH, path: PATH) -> None:
-        """Give the most recent checkpoint a second name; see `link`."""
-        copy = get_filesystem(path).copy if _is_address(path) else _link_and_release
-        self._submit(
-            lambda: None if self._last_failed else self._attempt(str(path), partial(copy, str(source), str(path)))
-        )
-
-    @override
-    def remove_checkpoint(self, path: PATH) -> None:
-        """Remove a file, unless the save that should have replaced it failed."""
-        self._submit(lambda: self._remove(str(path)))
-
-    def take_failures(self) -> tuple[list[str], list[str]]:
-        """Return, and clear, the files that could not be written and the ones kept that they should have replaced."""
-        failures = (self._failed, self._kept)
-        self._failed, self._kept = [], []
-        return failures
-
-    @override
-    def load_checkpoint(self, path: PATH, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
-        """Read a checkpoint to the CPU; see `read`. The strategy moves it to the devices.
-
-        `weights_only=False` has no effect: a file that needs it is refused.
-        """
-        self.wait()
-        if _is_address(path):
-            return super().load_checkpoint(path, weights_only=True)
-        return read(str(path))
-
-    @override
-    def teardown(self) -> None:
-        """Wait until every file is written."""
-        self.wait()
-        if self._executor is not None:
-            self._executor.shutdown()
-            self._executor = None
-
-    def wait(self) -> None:
-        """Wait for the background thread; raise its error if a write failed."""
-        pending, self._pending = self._pending, []
-        for future in pending:
-            future.result()
-
-    def _submit(self, work: Callable[[], object]) -> None:
-        if not self.background:
-            work()
-            return
-        if self._executor is None:
-            self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
-        self._pending.append(self._executor.submit(work))
-
-    def _write(self, plain: dict[str, Any], path: str) -> None:
-        save = super().save_checkpoint if _is_address(path) else write
-        with nullcontext() if _is_address(path) else _releasing(Path(path)):
-            self._last_failed = not self._attempt(path, partial(save, plain, path))
-
-    def _attempt(self, path: str, work: Callable[[], object]) -> bool:
-        """Write a file; if it fails, raise or warn as `on_error` says and return False."""
-        try:
-            work()
-        except OSError as exc:
-            self._failed.append(path)
-            message = f"The checkpoint {path} could not be written ({exc.strerror or exc}); existing files are intact."
-            if self.on_error == "raise":
-                raise CheckpointError(f"{message} Free some space, or set checkpoint.on_error=warn.") from exc
-            logger.warning("%s Training continues without it.", message)
-            return False
-        return True
-
-    def _remove(self, path: str) -> None:
-        if self._last_failed:
-            self._kept.append(path)
-        elif _is_address(path):
-            super().remove_checkpoint(path)
-        else:
-            with _releasing(Path(path)):
-                Path(path).unlink(missing_ok=True)
-
-
-def _link_and_release(source: str, path: str) -> None:
-    with _releasing(Path(path)):
-        link(source, path)

@@ -9,8 +9,7 @@ import os
 import shutil
 import stat
 import time
-from collections.abc import Generator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,8 @@ from typing_extensions import override
 
 from ...strategies.core.errors import ConfigError
 from ._tensor_files import TensorFiles, has_tensors
-from .file_io import VerifiedCheckpointIO, is_good, read, write
+from .checkpoint_io import VerifiedCheckpointIO
+from .file_io import is_good, read, write
 
 MEMORY = Path("/dev/shm")
 NAME = "snapshot.ckpt"
@@ -121,16 +121,8 @@ class MemorySnapshots:
     def take(self, trainer: pl.Trainer) -> None:
         """Copy the state of the run to memory. Every rank must call it."""
         self.due, self._last_step = False, trainer.global_step
-        with self._writing(trainer):
+        with self._io.saving(trainer):
             trainer.save_checkpoint(directory_in_memory(self.dirpath) / NAME)
-
-    @contextmanager
-    def _writing(self, trainer: pl.Trainer) -> Generator[None]:
-        before, trainer.strategy.checkpoint_io = trainer.strategy.checkpoint_io, self._io
-        try:
-            yield
-        finally:
-            trainer.strategy.checkpoint_io = before
 
     def end(self) -> None:
         """Give the memory back after the run, whose last state is on the disk."""

@@ -35,8 +35,12 @@ foreach_add_: Any = torch._foreach_add_
 foreach_copy_: Any = torch._foreach_copy_
 foreach_div_: Any = torch._foreach_div_
 foreach_mul_: Any = torch._foreach_mul_
+foreach_norm: Any = torch._foreach_norm
 cdata = attrgetter("_cdata")
 """Of a storage: what identifies its memory."""
+make_wrapper_subclass = attrgetter("_make_wrapper_subclass")
+is_dispatch_key_excluded: Any = torch._C._dispatch_tls_is_dispatch_key_excluded
+DisableTorchFunctionSubclass = torch._C.DisableTorchFunctionSubclass
 local_scalar_dense: Any = torch.ops.aten._local_scalar_dense
 schema = attrgetter("_schema")
 

@@ -52,5 +52,5 @@ def test_a_shape_that_depends_on_values_is_refused() -> None:
 
 
 def test_a_tensor_without_values_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"a parameter is on the meta device without values"):
+    with pytest.raises(ConfigError, match=r"a parameter is on the meta device, so that it has no values"):
         DeferredTensors().value(torch.empty(5, device="meta"))

@@ -202,3 +202,29 @@ def test_a_write_that_was_killed_never_becomes_the_newest_checkpoint(tmp_path: P
 def test_strategies_without_shards_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="sharded=true needs a strategy with shards, strategy=fsdp; got SingleDevice"):
         _train("one", 1, None, tmp_path)
+
+
+def _two_ways(num_ranks: int, directory: Path, first: bool) -> Tensor:
+    callbacks = [Checkpoint(directory / str(way), every_n_steps=2, sharded=way) for way in (first, not first)]
+    module = Odd()
+    quiet_trainer(
+        FSDPStrategy(batch_size_is="global"), num_ranks, callbacks=callbacks, enable_checkpointing=True, max_epochs=1
+    ).fit(module, DataLoader(Numbered(), 6))
+    return weights(module)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_each_of_two_callbacks_writes_its_own_way(first: bool, tmp_path: Path) -> None:
+    """The plugin of the callback that was set up last wrote the checkpoints of both."""
+    trained, _ = run_ranks(_two_ways, 2, 2, tmp_path, first)
+    for way in (True, False):
+        last = tmp_path / str(way) / "last.ckpt"
+        assert (shard_file(last) is not None) == way
+        assert len(list(last.parent.glob("shards-*"))) <= 2 * way
+        module = Odd()
+        module.load_state_dict(read(last)["state_dict"])
+        torch.testing.assert_close(weights(module), trained, rtol=0, atol=0)
+        loaded = Odd.load_from_checkpoint(last, map_location="cpu", weights_only=True)
+        torch.testing.assert_close(weights(loaded), trained, rtol=0, atol=0)
+    places = torch.load(tmp_path / "True" / "last.ckpt", weights_only=True)["state_dict"]
+    assert places["net.0.weight"] == {"evener_place": [0, "float64", [4, 3], [3, 1]]}

@@ -21,11 +21,11 @@ from omegaconf import OmegaConf
 from evener.strategies import ConfigError
 from evener.strategies.core.files import temporary_for
 from evener.trainer import Trainer
-from evener.trainer.checkpoint import file_io as checkpoint_io
+from evener.trainer.checkpoint import file_io
 from evener.trainer.checkpoint._plain_data import to_plain
+from evener.trainer.checkpoint.checkpoint_io import VerifiedCheckpointIO
 from evener.trainer.checkpoint.file_io import (
     CheckpointError,
-    VerifiedCheckpointIO,
     read,
     remove_leftovers,
     verify,
@@ -118,8 +118,8 @@ def test_the_newest_good_file_is_found_and_the_torn_one_named(tmp_path: Path, ca
 
 def test_a_file_is_dated_to_the_nanosecond(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Of a snapshot and a checkpoint that were written within one tick of the kernel, neither was the newer.
-    monkeypatch.setattr(checkpoint_io.time, "time_ns", lambda: 5_000_000_100)
-    checkpoint_io.write({"state": 1}, tmp_path / "a.ckpt")
+    monkeypatch.setattr(file_io.time, "time_ns", lambda: 5_000_000_100)
+    file_io.write({"state": 1}, tmp_path / "a.ckpt")
     assert (tmp_path / "a.ckpt").stat().st_mtime_ns == 5_000_000_100
 
 
@@ -218,7 +218,7 @@ def test_an_error_stops_training_where_that_is_asked_for(tmp_path: Path, monkeyp
     io = VerifiedCheckpointIO(background=True)
     io.save_checkpoint(STATE, tmp_path / "a.ckpt")
     io.wait()
-    monkeypatch.setattr(checkpoint_io.os, "fsync", full)
+    monkeypatch.setattr(file_io.os, "fsync", full)
     io.save_checkpoint(STATE, tmp_path / "a.ckpt")
     with pytest.raises(CheckpointError, match=r"a\.ckpt could not be written \(No space left on device\)"):
         io.teardown()
@@ -314,8 +314,8 @@ def test_a_second_name_that_cannot_be_written_is_handled_as_on_error_says(
 
     io = VerifiedCheckpointIO(on_error="warn")
     io.save_checkpoint(STATE, tmp_path / "a.ckpt")
-    monkeypatch.setattr(checkpoint_io.os, "link", fails)  # a file system without hard links ...
-    monkeypatch.setattr(checkpoint_io.shutil, "copyfileobj", fails)  # ... and without room
+    monkeypatch.setattr(file_io.os, "link", fails)  # a file system without hard links ...
+    monkeypatch.setattr(file_io.shutil, "copyfileobj", fails)  # ... and without room
     io.link_checkpoint(tmp_path / "a.ckpt", tmp_path / "last.ckpt")
     assert "last.ckpt could not be written (No space left on device)" in caplog.text
     assert os.listdir(tmp_path) == ["a.ckpt"]

@@ -1,0 +1,168 @@
+"""Refuse what can't be trained exactly where each rank has a shard of each parameter."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import LBFGS, Adafactor, Optimizer
+
+from ..core.errors import ConfigError
+
+OUTSIDE = (
+    "fsdp: a step uses a parameter of a part outside of the part's forward, where only this rank's shard of it is "
+    "there. Leave the part out of strategy.shard, so that it is gathered for the whole step, or set "
+    "strategy.shard=[] to gather all."
+)
+
+PICKLED = (
+    "fsdp: a parameter, a gradient or a state of an optimizer is saved or sent (torch.save, pickle), but this rank has "
+    "only a shard of it. Call trainer.save_checkpoint on all ranks, or save tensor.full_tensor(), which all ranks must "
+    "call."
+)
+
+OF_ELEMENTS = (
+    "fsdp: torch.tensor([...]) was given elements of a parameter, which torch reads without gathering it. Call .item() "
+    "on each, or torch.stack on all."
+)
+
+SHARES_MEMORY = (
+    "fsdp: a hook has set parameter.data to a tensor that is still used elsewhere. On one device training would change "
+    "both, but here the parameter is cut over the ranks. Call parameter.data.copy_(tensor) instead."
+)
+
+
+def verify_shape(attribute: str, tensor: Tensor, value: Tensor) -> None:
+    """Refuse values of another shape for what is cut over the ranks."""
+    if value.shape != tensor.shape:
+        raise ConfigError(
+            f"fsdp: parameter.{attribute} has the shape {tuple(tensor.shape)}, but was set to a tensor of the shape "
+            f"{tuple(value.shape)}. A parameter that is cut over the ranks keeps its shape; change it in __init__ or "
+            "configure_model."
+        )
+
+
+def verify_kept(replaced: Sequence[str]) -> None:
+    """Refuse parameters that a hook has put in the place of those that are cut over the ranks."""
+    if replaced:
+        raise ConfigError(
+            f"fsdp: {', '.join(replaced)} was replaced by another parameter after the module was cut over the ranks. "
+            "Replace it in __init__ or configure_model, or write to it: parameter.data.copy_(values)."
+        )
+
+
+def refuse_assigned(module: nn.Module, state: Any, prefix: str, metadata: dict[str, Any], *_: Any) -> None:
+    """Refuse `load_state_dict(assign=True)`, a hook of the modules that are cut."""
+    if metadata.get("assign_to_params_buffers"):
+        raise ConfigError(
+            "fsdp: load_state_dict(assign=True) would replace parameters that are cut over the ranks. Leave out "
+            "assign=True, so that the values are copied into the shards."
+        )
+
+
+def verify_batches(weights: Sequence[float] | None, batch_size_is: str) -> None:
+    """Refuse weights of ranks that have batches of their own.
+
+    Raises:
+        ConfigError: they are given.
+    """
+    if weights is not None and batch_size_is != "global":
+        raise ConfigError(
+            "fsdp: weights divide a global batch, but batch_size_is=per_device gives each rank a batch of its own. "
+            "Set batch_size_is=global, or weights=null."
+        )
+
+
+def verify_replicas(num_ranks: int, replicas: int) -> None:
+    """Refuse ranks that don't divide into groups which hold the whole module each."""
+    if num_ranks % replicas:
+        raise ConfigError(
+            f"fsdp: {num_ranks} ranks don't divide into replicas={replicas} groups. Give a divisor of the number of "
+            "ranks."
+        )
+
+
+def verify_optimizers(optimizers: Sequence[Optimizer]) -> None:
+    """Refuse torch's optimizers that compute with more of a parameter than its elements, which shards can't do."""
+    for optimizer in optimizers:
+        if isinstance(optimizer, (LBFGS, Adafactor)):
+            raise ConfigError(
+                f"fsdp: {type(optimizer).__name__} computes with whole parameters, but each rank has a shard of each. "
+                "Choose an optimizer that updates each element by itself, such as AdamW, or strategy=ddp."
+            )
+
+
+def verify_dtypes(module: nn.Module, names: Sequence[str]) -> None:
+    """Refuse parameters of several dtypes that would be reduced together.
+
+    Args:
+        names: the parts that are gathered one by one.
+    """
+    taken: set[int] = set()
+    for name in (*names, ""):
+        part = module.get_submodule(name)
+        trained = [(key, p) for key, p in part.named_parameters() if p.requires_grad and id(p) not in taken]
+        taken |= {id(p) for p in part.parameters()}
+        dtypes = {p.dtype: key for key, p in trained}
+        if len(dtypes) > 1:
+            shown = ", ".join(f"{key} is {dtype}" for dtype, key in dtypes.items())
+            raise ConfigError(
+                f"fsdp: the parameters of {name or type(module).__name__} have several dtypes ({shown}), but those "
+                "that are gathered together must have one. Name the modules of one dtype in strategy.shard, or choose "
+                "strategy=ddp."
+            )
+
+
+def verify_same_cut(
+    before: Mapping[str, Any], options: Mapping[str, Any], old: Sequence[torch.dtype], new: Sequence[torch.dtype]
+) -> None:
+    """Refuse to go on with a module that an earlier run has cut in another way than is asked for now.
+
+    Args:
+        before: the options of the earlier run.
+        options: those of this run.
+        old: the dtypes of the parameters when they were cut.
+        new: their dtypes now.
+    """
+    changed = [
+        f"{name}={before[name]}, now {name}={options[name]}" for name in options if before[name] != options[name]
+    ]
+    changed += sorted({f"{was}, now {now}" for was, now in zip(old, new, strict=True) if was != now})
+    if changed:
+        raise ConfigError(
+            f"fsdp: the module was cut in an earlier run of this process with {'; '.join(changed)}, and it stays "
+            "cut as it is. Give the same options and the same precision, or make the module anew."
+        )
+
+
+def verify_plain(output: Any) -> None:
+    """Refuse a loss that was computed of shards: its gradient would not be averaged over the ranks."""
+    loss = output.get("loss") if isinstance(output, dict) else output
+    if isinstance(loss, DTensor):
+        raise ConfigError(OUTSIDE)
+
+
+def unused_parameters(names: Iterable[str]) -> str:
+    """Say which parameters took no part in a loss."""
+    return (
+        f"fsdp: parameters took no part in the loss: {', '.join(names)}. "
+        "Set strategy.find_unused_parameters=true, or freeze them with requires_grad_(False)."
+    )
+
+
+def without_values(name: str) -> str:
+    """Say that a tensor of the module has no values."""
+    return (
+        f"fsdp: {name} is on the meta device, so that it has no values. Build the layers in configure_model, "
+        "without torch.device('meta'): they take no memory there before they are cut."
+    )
+
+
+def refuse_copy(module: nn.Module, memo: Any) -> None:
+    """Refuse `copy.deepcopy` of a module that is cut: its `__deepcopy__`."""
+    raise ConfigError(
+        f"fsdp: {type(module).__name__.removeprefix('FSDP')} is cut over the ranks, so that it can't be copied "
+        "(copy.deepcopy), as a callback or a hook tries to. Copy it in __init__; for a second run with a callback that "
+        "copies it, make the module anew."
+    )
