@@ -32,12 +32,12 @@ from .sharded_module import ShardedModule
 from .whole import shard_like
 
 _ELEMENTWISE = frozenset((
-    "abs", "add", "addcdiv", "addcmul", "clamp", "clamp_max", "clamp_min", "clip", "clone", "conj", "copy", "copysign",
-    "div", "empty_like", "eq", "exp", "exp2", "expm1", "fill", "floor", "full_like", "ge", "gt", "iadd", "idiv", "imul", "isfinite",
-    "isinf", "isnan", "isub", "itruediv", "le", "lerp", "log", "log1p", "logical_not", "lt", "masked_fill", "maximum",
-    "minimum", "mul", "nan_to_num", "ne", "neg", "negative", "ones_like", "pow", "radd", "rdiv", "reciprocal", "rmul",
-    "round", "rsqrt", "rsub", "rtruediv", "sgn", "sigmoid", "sign", "sqrt", "square", "sub", "tanh", "true_divide",
-    "truediv", "where", "zero", "zeros_like",
+    "abs", "add", "addcdiv", "addcmul", "clamp", "clamp_max", "clamp_min", "clip", "clone", "conj", "copy",
+    "copysign", "div", "empty_like", "eq", "exp", "exp2", "expm1", "fill", "floor", "full_like", "ge", "gt", "iadd",
+    "idiv", "imul", "isfinite", "isinf", "isnan", "isub", "itruediv", "le", "lerp", "log", "log1p", "logical_not",
+    "lt", "masked_fill", "maximum", "minimum", "mul", "nan_to_num", "ne", "neg", "negative", "ones_like", "pow",
+    "radd", "rdiv", "reciprocal", "rmul", "round", "rsqrt", "rsub", "rtruediv", "sgn", "sigmoid", "sign", "sqrt",
+    "square", "sub", "tanh", "true_divide", "truediv", "where", "zero", "zeros_like",
 ))  # fmt: skip
 """Functions and methods, without underscores, of which each element of the result depends on one of each tensor."""
 _AS_THEY_ARE = frozenset((
