@@ -35,10 +35,10 @@ from .data.predictions import merge_predictions
 from .data.sampling import Share
 from .data.shares import RankShares
 from .distributed.base import MultiProcessStrategy, SideGroup
-from .distributed.device_blocks import num_processes, own_devices
+from .distributed.device_blocks import num_processes, own_devices, verify_one_type
 from .distributed.metrics.run import RunMetrics
 from .distributed.objects import gather_on_first
-from .distributed.options import verify_backend
+from .distributed.options import verify_backend, verify_static
 from .distributed.sync_batchnorm import needs_two_samples, verify_whole_batch
 from .distributed.wrapper import StepReduction, forward_through, reduce_finished, verify_reduced
 from .distributed.zero_weight_step import recompute_weights, zero_weight_step
@@ -211,28 +211,15 @@ class DDPStrategy(MultiProcessStrategy):
 
     def _verify_options(self, trainer: pl.Trainer) -> None:
         """Refuse what torch's DDP can't do with the devices of a process."""
-        if self.stage_options is not None and len({device.type for device in self.process_devices}) > 1:
-            raise ConfigError(
-                f"{self.strategy_name}: the stages of a process are on {', '.join(map(str, self.process_devices))}, "
-                "but DDP averages gradients on devices of one type only. Give each process GPUs or CPUs alone, or "
-                "choose strategy=model_parallel."
-            )
-        if self._ddp_kwargs.get("static_graph") and self.stage_options is not None and self.layout.cut_by:
-            raise ConfigError(
-                f"{self.strategy_name}: static_graph=true needs one backward pass per step, but with "
-                f"{self.layout.cut_by} each micro-batch has one. Set static_graph=false, or num_microbatches=1."
-            )
-        if self._ddp_kwargs.get("static_graph") and not trainer.lightning_module.automatic_optimization:
-            raise ConfigError(
-                f"{self.strategy_name}: static_graph=true can't be recorded in manual optimization: the module runs "
-                "the backward passes. Set static_graph=false, or automatic_optimization=True."
-            )
+        module, name, cut = trainer.lightning_module, self.strategy_name, self.layout.cut_by
+        if self.stage_options is not None:
+            verify_one_type(self.process_devices, name)
+        if self._ddp_kwargs.get("static_graph"):
+            verify_static(module, cut, name)
         if self.recompute.is_on:
-            verify_threads(self.process_devices, None if self.stage_options is None else False, self.strategy_name)
-        cut = self.layout.cut_by
+            verify_threads(self.process_devices, None if self.stage_options is None else False, name)
         if cut and trainer.state.fn == TrainerFn.FITTING:
-            who, instead = f"{self.strategy_name}: {cut}", f"{cut.partition('=')[0]}=1"
-            verify_whole_batch(trainer.lightning_module, self._syncs_batchnorm, who, instead)
+            verify_whole_batch(module, self._syncs_batchnorm, f"{name}: {cut}", f"{cut.partition('=')[0]}=1")
 
     @override
     def model_to_device(self) -> None:
@@ -438,11 +425,7 @@ class DDPStrategy(MultiProcessStrategy):
         while self._without_gradient:  # hooks would see the zeros, and optimizers would step with them
             self._without_gradient.pop().grad = None
         if self.balance is not None:
-            num = 0.0 if self.share is None else self.share.num
-            loaders = self.loaders
-            self.balance.finish_backward(
-                num, self.global_rank, self.world_size, loaders.divides, loaders.sum_over_ranks
-            )
+            self.balance.finish_backward(0.0 if self.share is None else self.share.num, self.loaders)
         if is_wrapped:
             verify_reduced(wrapper)
             if wrapper.gradient_as_bucket_view:  # last: the wrapper has new buckets after its first backward

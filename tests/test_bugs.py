@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 import threading
-from collections import deque
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +19,7 @@ from torch.utils.data import DataLoader, RandomSampler
 
 from evener.strategies import BalancedDDPModelParallelStrategy, ConfigError
 from evener.strategies.batch.losses import ChunkLosses
-from evener.strategies.data.sampling import Share
+from evener.strategies.data.sampling import Passes, Share
 from evener.strategies.data.shares import RankShares
 from evener.strategies.replicas._module_copy import ModuleCopy
 from evener.trainer import Trainer, compose
@@ -171,11 +170,11 @@ def test_batches_of_several_loaders_that_ranks_share_in_unequal_parts_are_refuse
     # A rank's loss was weighed by its part of the first loader's batch, whatever its part of the others' was; where
     # the first loader was exhausted, by nothing.
     shares = RankShares(2, "ddp")
-    first, second = (SimpleNamespace(rank_batches=SimpleNamespace(shares=deque())) for _ in range(2))
-    first.rank_batches.shares += [Share(2, 4), Share(2, 4)]
-    second.rank_batches.shares += [Share(4, 8), Share(1, 1), Share(1, 3)]
+    first, second = (SimpleNamespace(rank_batches=SimpleNamespace(passes=Passes())) for _ in range(2))
+    first.rank_batches.passes.latest.shares += [Share(2, 4), Share(2, 4)]
+    second.rank_batches.passes.latest.shares += [Share(4, 8), Share(1, 1), Share(1, 3)]
     loaders = [first, second]
-    combined: Any = SimpleNamespace(flattened=loaders, _flattened=loaders, _mode="min_size")
+    combined: Any = SimpleNamespace(flattened=loaders, _flattened=loaders, _mode="max_size", _iterator=None)
     loop: Any = SimpleNamespace(_combined_loader=combined, max_batches=3)
     shares.begin_batch(combined, 0)
     assert shares.current == Share(2, 4)

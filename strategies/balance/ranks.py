@@ -32,6 +32,19 @@ class Cut(Protocol):
         ...
 
 
+class Loaders(Protocol):
+    """Makes a rank's loaders."""
+
+    rank: int
+    num_ranks: int
+    sum_over_ranks: Callable[[Tensor], Work]
+
+    @property
+    def divides(self) -> Sequence[Cut]:
+        """The cuts made for training."""
+        ...
+
+
 class RankBalance:
     """The policy of the balanced DDP strategies; with `auto` it measures, and agrees with the other ranks.
 
@@ -90,17 +103,16 @@ class RankBalance:
         if self._timer is not None:
             self._timer.begin_backward()
 
-    def finish_backward(
-        self, num: float, rank: int, num_ranks: int, cuts: Sequence[Cut], sum_over_ranks: Callable[[Tensor], Work]
-    ) -> None:
+    def finish_backward(self, num: float, loaders: Loaders) -> None:
         """Send this rank's samples and seconds, and its sampler's position, to all ranks."""
         timer, self._timer = self._timer, None
         if timer is None:
             return
         timer.finish_backward()
-        table = torch.zeros(num_ranks, 3, dtype=torch.float64)
-        table[rank] = torch.tensor([num, timer.seconds(), max((cut.num_cut for cut in cuts), default=0)])
-        sum_over_ranks(table).wait()
+        table = torch.zeros(loaders.num_ranks, 3, dtype=torch.float64)
+        num_cut = max((cut.num_cut for cut in loaders.divides), default=0)
+        table[loaders.rank] = torch.tensor([num, timer.seconds(), num_cut])
+        loaders.sum_over_ranks(table).wait()
         self._exchanged = table
 
     def _adopt(self, controller: BalanceController, cuts: Sequence[Cut]) -> None:

@@ -181,4 +181,5 @@ def source_of(loader: Any) -> Source | None:
 
 def positions(loader: Any) -> list[int] | None:
     """Positions of this rank's batches among all ranks' batches, in the order of the user's loader."""
-    return getattr(source_of(loader), "positions", None)
+    source = source_of(loader)
+    return None if source is None or isinstance(source, Lockstep) else source.passes.current.positions

@@ -45,6 +45,46 @@ class Share:
     some_empty: bool = field(default=False, compare=False)
 
 
+@dataclass(eq=False)
+class Pass:
+    """What one pass over a rank's batches has yielded so far.
+
+    Args:
+        shares: one entry per batch that nobody has taken the share of yet; the consumer takes them from the left.
+        positions: position of each batch with samples among all ranks' parts.
+        first_samples: place of the first sample of each batch in the order of all samples.
+    """
+
+    shares: deque[Share] = field(default_factory=deque[Share])
+    positions: list[int] = field(default_factory=list[int])
+    first_samples: list[int] = field(default_factory=list[int])
+
+
+class Passes:
+    """Tells the pass that a loop reads from others over the same batches, such as a callback's that looks at one."""
+
+    def __init__(self) -> None:
+        self.latest = Pass()
+        """The pass that has begun last."""
+        self._read = self.latest
+        self._reader: object = None
+
+    @property
+    def current(self) -> Pass:
+        """The pass that a loop reads; without one the latest."""
+        return self.latest if self._reader is None else self._read
+
+    def read_by(self, reader: object) -> Pass:
+        """The pass that a loop reads: the one that had begun last when it took its first batch.
+
+        Args:
+            reader: the loop's iterator; another one for each pass, except for a shorter loader that begins anew.
+        """
+        if reader is not self._reader or not self._read.shares:
+            self._reader, self._read = reader, self.latest
+        return self._read
+
+
 class Cut(Protocol):
     """Cuts a stream of units into global batches, one part per rank."""
 
@@ -155,9 +195,7 @@ class RankBatches(Sampler[Any]):
         agree: returns rank 0's random state on all ranks, so that all use the same order.
 
     Attributes:
-        shares: one entry per batch yielded since the last `__iter__`; the consumer takes them from the left.
-        positions: position of each batch with samples yielded since the last `__iter__` among all ranks' parts.
-        first_samples: place of the first sample of each batch yielded in the order of all samples.
+        passes: what each pass has yielded.
     """
 
     def __init__(self, units: Iterable[Unit], cut: Cut, rank: int, num_ranks: int, joins: bool, agree: Agree) -> None:
@@ -167,15 +205,11 @@ class RankBatches(Sampler[Any]):
         self.num_ranks = num_ranks
         self.joins = joins
         self.agree = agree
-        self.shares: deque[Share] = deque()
-        self.positions: list[int] = []
-        self.first_samples: list[int] = []
+        self.passes = Passes()
 
     @override
     def __iter__(self) -> Iterator[Unit]:
-        self.shares.clear()
-        self.positions.clear()
-        self.first_samples.clear()
+        self.passes.latest = now = Pass()
         num_before = 0
         units = in_one_order(self.units, self.rank, self.agree)
         for step, parts in enumerate(self.cut.parts(units, self.num_ranks)):
@@ -184,16 +218,11 @@ class RankBatches(Sampler[Any]):
             first, num_before = num_before + sum(nums[: self.rank]), num_before + total
             if not num and not self.joins:
                 continue
-            self.shares.append(Share(num, total, not all(nums)))
+            now.shares.append(Share(num, total, not all(nums)))
             if num:
-                self.positions.append(step * self.num_ranks + self.rank)
-            self.first_samples.append(first)
+                now.positions.append(step * self.num_ranks + self.rank)
+            now.first_samples.append(first)
             yield mine if num else _stand_in(parts)
-
-    def forget(self, num: int) -> None:
-        """Drop the shares of the first batches, which a resumed loader skipped."""
-        for _ in range(num):
-            self.shares.popleft()
 
     def __len__(self) -> int:
         """Number of steps, the same on every rank."""

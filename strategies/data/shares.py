@@ -53,6 +53,9 @@ class RankShares:
         Args:
             combined: the loaders that it was fetched from; None if ranks need not know its share.
             dataloader_idx: the one that it was fetched from, if they are read one after the other.
+
+        Raises:
+            ConfigError: the batch has no share, since something else than the loop has read the loader.
         """
         self.weighed_losses.clear()
         loaders: Sequence[Any] = () if combined is None else of_lightning.flattened(combined)
@@ -61,7 +64,15 @@ class RankShares:
         sources = self._sources
         if combined is not None and len(sources) > 1 and of_lightning.mode(combined) == "sequential":
             sources = sources[dataloader_idx : dataloader_idx + 1]
-        shares = [source.shares.popleft() for source in sources if source is not None and source.shares]
+        reader = None if combined is None else of_lightning.iterator(combined)
+        passes = [source.passes.read_by(reader) for source in sources if source is not None]
+        if not all(one.shares for one in passes) and of_lightning.mode(combined) != "max_size":
+            raise ConfigError(
+                f"{self._strategy}: it isn't known which part of a global batch this batch is, because something else "
+                "has read the loader in the same epoch (a callback with next(iter(trainer.train_dataloader)), or "
+                "another call of batch_to_device). Read a loader of its own there."
+            )
+        shares = [one.shares.popleft() for one in passes if one.shares]  # of "max_size" one may be exhausted
         self.current = share = shares[0] if shares else None
         self.counts = share is None or share.num > 0
         self.weight = 1.0 if share is None else self._num_ranks * share.num / share.total

@@ -1,6 +1,5 @@
 """Divide among ranks loaders without an index (iterable datasets, any iterable)."""
 
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -13,7 +12,7 @@ from ..core.errors import ConfigError
 from ..core.private import of_lightning, put
 from ..core.types import Batch
 from ._sampler_order import Agree, in_one_order
-from .sampling import Divide, Share
+from .sampling import Divide, Pass, Passes, Share
 
 
 class Stream:
@@ -21,7 +20,7 @@ class Stream:
 
     def __init__(self, loader: Iterable[Batch]) -> None:
         self.loader = loader
-        self.shares: deque[Share] = deque()
+        self.passes = Passes()
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name == "loader":
@@ -63,7 +62,7 @@ class Lockstep(Stream):
         self._sum_over_ranks = sum_over_ranks
 
     def __iter__(self) -> Iterator[Batch]:
-        self.shares.clear()
+        self.passes.latest = now = Pass()
         iterator = iter(self.loader)
         last = None
         batch, num, sums, work = self._fetch(iterator)
@@ -78,7 +77,7 @@ class Lockstep(Stream):
                     "ddp: this rank's loader yielded no batch, but others did. Give every rank at least one "
                     "batch, or set batch_size_is=global with a stream that is the same on all ranks."
                 )
-            self.shares.append(Share(num, total, num_alive < self._num_ranks))
+            now.shares.append(Share(num, total, num_alive < self._num_ranks))
             batch, num, sums, work = self._fetch(iterator)
             yield last
 
@@ -118,11 +117,9 @@ class Divided(Stream):
         self.num_ranks = num_ranks
         self.joins = joins
         self.agree = agree
-        self.positions: list[int] = []
 
     def __iter__(self) -> Iterator[Batch]:
-        self.shares.clear()
-        self.positions.clear()
+        self.passes.latest = now = Pass()
         for step, batch in enumerate(in_one_order(self.loader, self.rank, self.agree)):
             total = self.structure.num_samples(batch)
             if not total:
@@ -133,9 +130,9 @@ class Divided(Stream):
             sizes = self.divide.sizes(total, self.num_ranks)
             if not sizes[self.rank] and not self.joins:
                 continue
-            self.shares.append(Share(sizes[self.rank], total, 0 in sizes))
+            now.shares.append(Share(sizes[self.rank], total, 0 in sizes))
             if sizes[self.rank]:
-                self.positions.append(step * self.num_ranks + self.rank)
+                now.positions.append(step * self.num_ranks + self.rank)
             stand_in = min(2, total)
             split = self.structure.split
             yield split(batch, sizes)[self.rank] if sizes[self.rank] else split(batch, [stand_in, total - stand_in])[0]

@@ -13,9 +13,24 @@ Every node has the same table over its own devices.
 from collections.abc import Sequence
 from typing import TypeVar
 
+import torch
+
 from ..core.errors import ConfigError
 
 T = TypeVar("T")
+
+
+def verify_one_type(devices: Sequence[torch.device], strategy: str) -> None:
+    """Refuse stages of a process whose gradients torch's DDP can't average.
+
+    Raises:
+        ConfigError: they are of several types.
+    """
+    if len({device.type for device in devices}) > 1:
+        raise ConfigError(
+            f"{strategy}: the stages of a process are on {', '.join(map(str, devices))}, but DDP averages gradients on "
+            "devices of one type only. Give each process GPUs or CPUs alone, or choose strategy=model_parallel."
+        )
 
 
 def num_processes(num_devices: int, devices_per_process: int) -> int:

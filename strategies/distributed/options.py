@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, Literal, TypeAlias
 
+import pytorch_lightning as pl
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -57,6 +58,28 @@ def verified_options(strategy: str, options: dict[str, Any]) -> dict[str, Any]:
             "unused parameters in the first step. Remove find_unused_parameters."
         )
     return {name: value for name, value in options.items() if value is not None}
+
+
+def verify_static(module: pl.LightningModule, cut_by: str, strategy: str) -> None:
+    """Refuse `static_graph` where a step has not one backward pass, in which the wrapper records the graph.
+
+    Args:
+        cut_by: the option that cuts a process's batch, as `name=value`, if it is cut.
+        strategy: name that begins messages.
+
+    Raises:
+        ConfigError: a batch is cut, or the module runs the backward passes.
+    """
+    if cut_by:
+        raise ConfigError(
+            f"{strategy}: static_graph=true needs one backward pass per step, but with {cut_by} each part of a batch "
+            f"has one. Set static_graph=false, or {cut_by.partition('=')[0]}=1."
+        )
+    if not module.automatic_optimization:
+        raise ConfigError(
+            f"{strategy}: static_graph=true can't be recorded in manual optimization: the module runs the backward "
+            "passes. Set static_graph=false, or automatic_optimization=True."
+        )
 
 
 def verify_backend(backend: str | None) -> None:

@@ -109,7 +109,7 @@ class ResumableStream(Stream):
                 rng.restore(resumed["start"]["random"])
                 for _ in range(self._position):
                     next(batches)
-                    self.shares.popleft()
+                    self.passes.latest.shares.popleft()
         for batch in batches:
             self._position += 1
             yield batch
@@ -194,7 +194,8 @@ class ResumableLoader(DataLoader[Any]):
             # Take one more, so that a sampler which draws its order at the first index has done so.
             head = list(islice(numbered, self._position, self._position + 1))
             if isinstance(base, RankBatches):
-                base.forget(self._position)
+                for _ in range(self._position):
+                    base.passes.latest.shares.popleft()
         return chain(head, numbered)
 
     def _return_to_start(self) -> None:
@@ -276,9 +277,11 @@ class _Indices:
 
 def _numbered(base: Any, units: Iterator[Any]) -> Iterator[tuple[int, Any]]:
     """Give each batch the place of its first sample in the order of the epoch."""
-    num_before = 0
+    num_before, now = 0, None
     for number, unit in enumerate(units):
-        yield base.first_samples[number] if isinstance(base, RankBatches) else num_before, unit
+        if isinstance(base, RankBatches):
+            now = now or base.passes.latest  # this one; somebody else may begin another later
+        yield num_before if now is None else now.first_samples[number], unit
         num_before += num_samples(unit)
 
 

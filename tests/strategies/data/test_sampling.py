@@ -9,7 +9,15 @@ import pytest
 import torch
 from lightning_fabric.utilities.data import _set_sampler_epoch
 from pytorch_lightning.utilities import CombinedLoader
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, RandomSampler, Sampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+)
 
 from evener.strategies import ConfigError
 from evener.strategies.batch.policies import Weighted
@@ -17,6 +25,7 @@ from evener.strategies.core.rng import random_state, seed_rank, set_random_state
 from evener.strategies.data.combined import verify_side_by_side
 from evener.strategies.data.loaders import BatchSizeIs, LoaderRole, RankLoaders, positions, source_of
 from evener.strategies.data.sampling import Divide, Share
+from evener.strategies.data.shares import RankShares
 
 
 class Done:
@@ -25,9 +34,8 @@ class Done:
 
 
 def next_share(own: Any) -> Share | None:
-    """Take the share of the batch that a rank's loader yielded."""
     source = source_of(own)
-    return source.shares.popleft() if source is not None and source.shares else None
+    return source.passes.latest.shares.popleft() if source is not None and source.passes.latest.shares else None
 
 
 def rank_loaders(rank: int, num_ranks: int, batch_size_is: BatchSizeIs = "per_device") -> RankLoaders:
@@ -300,3 +308,44 @@ def test_loaders_that_stay_together_are_taken() -> None:
     verify_side_by_side(combined("sequential", *odd), "ddp")
     dropped: Any = [DataLoader(range(9), 4, drop_last=True), DataLoader(range(5), 4, drop_last=True)]  # type: ignore[arg-type]
     verify_side_by_side(combined("min_size", *dropped), "ddp")
+
+
+def taken(shares: RankShares, combined: CombinedLoader) -> Share | None:
+    shares.begin_batch(combined, 0)
+    return shares.current
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_look_at_a_batch_within_a_pass_leaves_the_shares_of_the_others(num_workers: int) -> None:
+    # rank 0 of 2 has 2 of 4 samples, and 2 of the last 3; another pass took the shares of the one that trains
+    own = rank_loaders(0, 2, "global").process(DataLoader(Samples(7), 4, num_workers=num_workers), "train")
+    combined, shares = CombinedLoader(own), RankShares(2, "ddp")
+    found = []
+    for _ in iter(combined):
+        found.append(taken(shares, combined))
+        next(iter(own))
+    assert found == [Share(2, 4), Share(2, 3)]
+    assert positions(own) == [0, 2]
+
+
+def test_a_batch_without_a_share_is_refused_by_name() -> None:
+    # it was taken for one of which all ranks have as many samples
+    own = rank_loaders(0, 2, "global").process(DataLoader(Samples(7), 4), "train")
+    combined, shares = CombinedLoader(own), RankShares(2, "ddp")
+    next(iter(combined))
+    assert taken(shares, combined) == Share(2, 4)
+    with pytest.raises(ConfigError, match=r"ddp: it isn't known which part of a global batch .* Read a loader of its"):
+        shares.begin_batch(combined, 0)
+
+
+class Samples(Dataset[int]):
+    """Numbered samples, in processes too."""
+
+    def __init__(self, num: int) -> None:
+        self.num = num
+
+    def __len__(self) -> int:
+        return self.num
+
+    def __getitem__(self, index: int) -> int:
+        return index
