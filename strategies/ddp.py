@@ -312,7 +312,9 @@ class DDPStrategy(MultiProcessStrategy):
         stage = trainer.state.stage  # by identity: Lightning's properties compare the names of stages
         if stage is None or stage is RunningStage.PREDICTING:
             joins = stage is not None and self.evaluates_in_step
-            shares.begin_batch(of_lightning.combined_loader(trainer.predict_loop) if joins else None, dataloader_idx)
+            if joins or shares.current is not None:
+                combined = of_lightning.combined_loader(trainer.predict_loop) if joins else None
+                shares.begin_batch(combined, dataloader_idx)
             return
         trains, metrics = stage is RunningStage.TRAINING, self.metrics
         combined: Any = of_lightning.combined_loader(trainer.fit_loop if trains else self._evaluation_loop)

@@ -160,7 +160,8 @@ class LeanLogDict(StaysOnRoot):
         """Log values; see `LightningModule.log_dict`."""
         values: Any = dictionary
         if type(dictionary) is MetricCollection and shares_states(dictionary):
-            values = of_metrics.to_renamed_dict(dictionary)()
+            renames = dictionary.prefix is not None or dictionary.postfix is not None
+            values = of_metrics.to_renamed_dict(dictionary)() if renames else dict(dictionary._modules)
         by_name = not args and kwargs.keys() <= _DICT_OPTIONS and self.log.receiver is None
         by_name = by_name and not torch.compiler.is_compiling()
         if type(values) in (dict, OrderedDict) and by_name and self.module.__dict__.get("log") is self.log:
