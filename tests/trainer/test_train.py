@@ -202,7 +202,7 @@ MISTAKES = [
         ["+module.chanels=1"],
         r"module\.chanels is not an option of .*DigitsClassifier\. Did you mean module\.channels\?",
     ),
-    (["data=custom", "data._target_=test_train.Theirs", "+data.batch_size=0"], r"data\.batch_size=0 is too small\."),
+    (["data=custom", "data._target_=test_train.Theirs", "+data.batch_size=0"], r"data\.batch_size=0 is not allowed\."),
     (["data=custom", "data._target_=test_train.Theirs"], r"data: .*Theirs needs batch_size\. Give \+data\.batch_size="),
     (
         ["module._target_=evener.examples.digits.DigitsClasifier"],
