@@ -23,7 +23,7 @@ from .batch.run_structures import RunStructures
 from .batch.structure import BatchDims, verify_batch_dims
 from .core.errors import ConfigError
 from .core.loop_contract import has_context, run_backward
-from .core.module_checks import verify_takes_parts
+from .core.module_checks import verify_takes_batches, verify_takes_parts
 from .core.module_log import lightning_modules, module_log, restore_logs
 from .core.optimizer_states import load_states, state_to_parameters
 from .core.options import Count, checked
@@ -189,6 +189,7 @@ class DDPStrategy(MultiProcessStrategy):
     @override
     def setup(self, trainer: pl.Trainer) -> None:
         self._verify_options(trainer)
+        verify_takes_batches(trainer, self.strategy_name, "strategy=single_device")
         self.layout.verify(trainer)
         self.recompute.begin(trainer, "auto" if self.stage_options is None else self.stage_options.partition)
         verify_takes_parts(trainer.lightning_module, self.strategy_name)

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytorch_lightning as pl
 import torch
+from pytorch_lightning.trainer.states import TrainerFn
 from pytorch_lightning.utilities.model_helpers import is_overridden
 from pytorch_lightning.utilities.signature_utils import is_param_in_hook_signature
 from torch import nn
@@ -20,21 +21,30 @@ def has_batchnorm(module: nn.Module) -> bool:
     return any(isinstance(layer, BatchNorm) for layer in module.modules())
 
 
-def verify_takes_batches(module: pl.LightningModule, who: str, instead: str) -> None:
-    """Refuse a module with a training step that reads its own batches.
+_STEPS = {
+    TrainerFn.FITTING: ("training_step", "validation_step"),
+    TrainerFn.VALIDATING: ("validation_step",),
+    TrainerFn.TESTING: ("test_step",),
+    TrainerFn.PREDICTING: ("predict_step",),
+}
+
+
+def verify_takes_batches(trainer: pl.Trainer, who: str, instead: str) -> None:
+    """Refuse a module with a step that reads its own batches: they can't be cut, and their samples aren't counted.
 
     Args:
         who: name of the strategy, which begins the message.
         instead: the alternative to suggest.
 
     Raises:
-        ConfigError: the step takes `dataloader_iter`.
+        ConfigError: a step of the run takes `dataloader_iter`.
     """
-    if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
-        raise ConfigError(
-            f"{who}: training_step(dataloader_iter) reads its own batches, which can't be cut. "
-            f"Use training_step(batch, batch_idx), or {instead}."
-        )
+    for step in _STEPS[trainer.state.fn] if trainer.state.fn is not None else ():
+        if is_param_in_hook_signature(getattr(trainer.lightning_module, step), "dataloader_iter", explicit=True):
+            raise ConfigError(
+                f"{who}: {step}(dataloader_iter) reads its own batches, so that nobody knows their samples. "
+                f"Use {step}(batch, batch_idx), or {instead}."
+            )
 
 
 def end_of_step(module: pl.LightningModule | None) -> Callable[[Any], Any] | None:

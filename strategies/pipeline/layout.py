@@ -101,7 +101,7 @@ class StageLayout(Layout):
                 "deterministic=true and balance=time: a measured cut is not the same in every run. Set "
                 "strategy.balance=memory, or deterministic=false."
             )
-        verify_takes_batches(module, self.cut_by, "set num_microbatches=1")
+        verify_takes_batches(trainer, self.cut_by, "set num_microbatches=1")
 
     @override
     def creating(self) -> AbstractContextManager[Any]:

@@ -107,6 +107,7 @@ class ReplicaLayout(Layout):
     @override
     def verify(self, trainer: pl.Trainer) -> None:
         module, options = trainer.lightning_module, self.options
+        verify_takes_batches(trainer, options.strategy, options.instead)
         if trainer.state.fn != TrainerFn.FITTING:
             return
         if not module.automatic_optimization:
@@ -114,7 +115,6 @@ class ReplicaLayout(Layout):
                 f"{options.strategy}: manual optimization would step the optimizer once per replica. Use "
                 f"{options.instead}, or strategy=single_device, or set automatic_optimization=True."
             )
-        verify_takes_batches(module, options.strategy, options.instead)
 
     @override
     def creating(self) -> AbstractContextManager[Any]:

@@ -7,7 +7,7 @@ import torch
 from parity import Case, Net, fit, make_trainer
 from torch import Tensor
 
-from evener.strategies import ConfigError, ModelParallelStrategy
+from evener.strategies import ConfigError, DataParallelStrategy, DDPStrategy, ModelParallelStrategy
 
 
 @pytest.mark.parametrize(
@@ -55,6 +55,19 @@ def test_steps_that_read_their_own_batches_are_refused_in_micro_batches() -> Non
         ConfigError, match=r"num_microbatches=2: training_step\(dataloader_iter\) reads its own batches"
     ):
         fit(Case(), Reads(), ModelParallelStrategy(num_microbatches=2))
+
+
+@pytest.mark.filterwarnings("ignore:.*dataloader_iter.* step flavor")
+@pytest.mark.parametrize("step", ["training_step", "validation_step"])
+@pytest.mark.parametrize("strategy", [DDPStrategy, DataParallelStrategy])
+def test_steps_that_read_their_own_batches_are_refused(strategy: Any, step: str) -> None:
+    # Cause: without the loop's batch no share was read, so that ragged batches of ranks weighed the same.
+    def reads(self: Any, dataloader_iter: Any) -> None:
+        raise AssertionError("refused before")
+
+    devices = 1 if strategy is DDPStrategy else 2
+    with pytest.raises(ConfigError, match=rf"{step}\(dataloader_iter\) reads its own batches"):
+        fit(Case(), type("Reads", (Net,), {step: reads})(), strategy(), devices=devices)
 
 
 def test_sync_batchnorm_is_refused() -> None:
