@@ -340,7 +340,7 @@ class DDPStrategy(MultiProcessStrategy):
         if self.balance is not None:
             self.balance.begin_step(module, self.root_device, self.loaders.divides)
         if not module.automatic_optimization:
-            self._shares.verify_parts(trainer.fit_loop)  # the step itself steps the optimizer
+            self._shares.verify_parts(trainer.fit_loop, args[0])  # the step itself steps the optimizer
         if counts and self.states.has_ended:
             output = self._own_step(*args, **kwargs)
         else:
@@ -354,7 +354,7 @@ class DDPStrategy(MultiProcessStrategy):
             self._shares.weigh(own, self.total_loss_weight(own), self.layout.losses)
         self._weighs_in_loop = weighs_in_loop(trainer)
         if not module_weighs:
-            self._shares.verify_parts(trainer.fit_loop)
+            self._shares.verify_parts(trainer.fit_loop, args[0])
         return output
 
     def _own_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:

@@ -178,10 +178,10 @@ def test_batches_of_several_loaders_that_ranks_share_in_unequal_parts_are_refuse
     loop: Any = SimpleNamespace(_combined_loader=combined, max_batches=3)
     shares.begin_batch(combined, 0)
     assert shares.current == Share(2, 4)
-    shares.verify_parts(loop)
+    shares.verify_parts(loop, None)
     shares.begin_batch(combined, 0)
     with pytest.raises(ConfigError, match=r"this rank has 0\.5 and 1 of the batches of the loaders"):
-        shares.verify_parts(loop)
+        shares.verify_parts(loop, None)
     shares.begin_batch(combined, 0)
     assert shares.current == Share(1, 3)
 

@@ -1,18 +1,24 @@
 """Read this rank's share of each batch, by which its loss and its logged means weigh."""
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+from lightning_utilities.core.apply_func import apply_to_collection
+from lightning_utilities.core.rank_zero import rank_zero_only
 from pytorch_lightning.utilities.combined_loader import CombinedLoader
 from torch import Tensor
 
 from ..batch.loss_weight import WeighedLoss
 from ..core.errors import ConfigError
 from ..core.private import of_lightning
+from ..core.types import Batch
 from .combined import TRAINED, verify_side_by_side
 from .loaders import Source, source_of
 from .sampling import Share
+
+logger = logging.getLogger(__name__)
 
 
 class RankShares:
@@ -112,8 +118,12 @@ class RankShares:
         """Refuse combined loaders whose batches ranks would not read side by side."""
         verify_side_by_side(combined, self._strategy)
 
-    def verify_parts(self, loop: Any) -> None:
+    def verify_parts(self, loop: Any, batch: Batch) -> None:
         """Refuse training loaders of which this rank has unequal parts, in any step where that can be known.
+
+        Args:
+            loop: of the training.
+            batch: the first one is looked at for values that are not one per sample.
 
         Raises:
             ConfigError: the parts differ, so that no weight of this rank's loss is right.
@@ -121,8 +131,25 @@ class RankShares:
         if not self._knows_parts:
             verify_side_by_side(of_lightning.combined_loader(loop), self._strategy, TRAINED, loop.max_batches)
             self._knows_parts = True
+            self._tell_rows(batch)
         if len(self._parts) > 1:
             raise ConfigError(
                 f"{self._strategy}: this rank has {' and '.join(f'{part:.3g}' for part in sorted(self._parts))} of "
                 f"the batches of the loaders that are read side by side, {TRAINED}"
             )
+
+    def _tell_rows(self, batch: Batch) -> None:
+        """Tell how the loss is weighted where the batch shows that it may be a mean over something else."""
+        rows = set[int]()
+
+        def note(tensor: Tensor) -> None:
+            rows.update(tensor.shape[:1])
+
+        apply_to_collection(batch, Tensor, note)
+        num = 0 if self.current is None else self.current.num
+        if num > 0 and rows - {num}:
+            rank_zero_only(logger.warning)(
+                "%s: a batch of %d samples has tensors of %s rows. The loss is weighted by samples; if it is a mean "
+                'over something else (atoms, tokens), return {"loss": loss, "loss_weight": n} from training_step.',
+                self._strategy, num, " and ".join(map(str, sorted(rows))),
+            )  # fmt: skip
