@@ -37,7 +37,6 @@ from .sharding.refusals import (
     verify_optimizers,
     verify_plain,
     verify_replicas,
-    verify_torch,
     without_values,
 )
 from .sharding.sharded_module import ShardedModule, Sharding, broadcast_states, sharded, sync_buffers
@@ -103,7 +102,6 @@ class FSDPStrategy(DDPStrategy):
         recompute: RecomputeOption = "never",
         start_method: StartMethod | None = None,
     ) -> None:
-        verify_torch()
         verify_batches(weights, batch_size_is)
         super().__init__(
             batch_size_is=batch_size_is,

@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import LBFGS, Adafactor, Optimizer
 
@@ -59,15 +58,6 @@ def refuse_assigned(module: nn.Module, state: Any, prefix: str, metadata: dict[s
         raise ConfigError(
             "fsdp: load_state_dict(assign=True) would replace parameters that are cut over the ranks. Leave out "
             "assign=True, so that the values are copied into the shards."
-        )
-
-
-def verify_torch() -> None:
-    """Refuse versions of torch that can't reduce parameters which only some ranks have used."""
-    if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
-        raise ConfigError(
-            f"fsdp: torch {torch.__version__} is too old for it. Install torch 2.13 or a newer one, or choose "
-            "strategy=ddp strategy.shard_optimizer=true."
         )
 
 

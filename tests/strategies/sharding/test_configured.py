@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from distributed import run_ranks
 from regression import Net, Numbered, quiet_trainer, weights
@@ -12,8 +11,6 @@ from torch.utils.data import DataLoader
 
 from evener.strategies import FSDPStrategy, SingleDeviceStrategy
 from evener.trainer.checkpoint import Checkpoint
-
-pytestmark = pytest.mark.fsdp
 
 
 class Configured(Net):

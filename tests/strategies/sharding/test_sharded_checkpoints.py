@@ -19,8 +19,6 @@ from evener.trainer.checkpoint import Checkpoint
 from evener.trainer.checkpoint.file_io import CheckpointError, read, shard_file, verify
 from evener.trainer.checkpoint.find import find_newest, good_or_newest
 
-pytestmark = pytest.mark.fsdp
-
 STRATEGIES: dict[str, Any] = {"fsdp": FSDPStrategy, "ddp": DDPStrategy}
 
 

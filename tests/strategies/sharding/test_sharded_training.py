@@ -13,8 +13,6 @@ from torch.utils.data import DataLoader
 
 from evener.strategies import ConfigError, FSDPStrategy, SingleDeviceStrategy
 
-pytestmark = pytest.mark.fsdp
-
 
 class Generative(Net):
     """Two optimizers, each with its own loss; a scale that the module holds itself belongs to the second."""

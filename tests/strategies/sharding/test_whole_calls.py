@@ -17,8 +17,6 @@ from torch.utils.data import DataLoader
 
 from evener.strategies import ConfigError, FSDPStrategy, SingleDeviceStrategy
 
-pytestmark = pytest.mark.fsdp
-
 
 class Hooked(Net):
     """Holds what hooks combine with its parameters: plain tensors, and clones that are made when it is cut already."""

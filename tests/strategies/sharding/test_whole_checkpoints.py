@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from distributed import run_ranks
 from pytorch_lightning.callbacks import EMAWeightAveraging
@@ -13,8 +12,6 @@ from torch.utils.data import DataLoader
 
 from evener.strategies import DDPStrategy, FSDPStrategy, SingleDeviceStrategy
 from evener.trainer.checkpoint import Checkpoint
-
-pytestmark = pytest.mark.fsdp
 
 STRATEGIES: dict[str, Any] = {"fsdp": FSDPStrategy, "ddp": DDPStrategy}
 

@@ -49,7 +49,6 @@ def test_a_loss_that_only_rises_suggests_nothing() -> None:
     assert finder.suggestion is None
 
 
-@pytest.mark.fsdp
 def test_losses_are_the_same_under_every_strategy(tmp_path: Path) -> None:
     expected = losses(searched(tmp_path))
     assert len(expected) == 24

@@ -123,7 +123,6 @@ def test_histograms_are_of_every_parameter_and_epoch(split: Result) -> None:
     assert points[0].histogram_value.num == 64 * 10
 
 
-@pytest.mark.fsdp
 def test_histograms_of_shards_and_ranks_are_of_whole_tensors(tmp_path: Path) -> None:
     seen = {}
     for strategy in ("fsdp", "ddp"):
