@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Run the tests on other versions of Python and torch; print one line per pair, and exit 1 if a test failed.
 #
-#     tests/matrix.sh 3.10:2.11 3.12:2.15                 # each in an environment of its own, made anew
+#     tests/matrix.sh 3.10:2.13 3.12:2.14                 # each in an environment of its own, made anew
 #     tests/matrix.sh 3.13:2.14 -- -m fast                # pytest's options after --
 #
 # Needs uv, which shares the packages of its environments, and the Pythons. Tests run in a clone of HEAD. Environments are

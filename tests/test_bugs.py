@@ -186,6 +186,19 @@ def test_batches_of_several_loaders_that_ranks_share_in_unequal_parts_are_refuse
     assert shares.current == Share(1, 3)
 
 
+def test_a_batch_of_other_things_than_samples_says_how_its_loss_is_weighted(caplog: pytest.LogCaptureFixture) -> None:
+    # A loss of forces, a mean over atoms, was weighed by molecules without a word (schnetpack).
+    shares = RankShares(2, "ddp")
+    shares.current = Share(2, 4)
+    loop: Any = SimpleNamespace(_combined_loader=None, max_batches=1)
+    shares.verify_parts(loop, {"energy": torch.ones(2), "forces": torch.ones(7, 3), "count": torch.tensor(2)})
+    assert "ddp: a batch of 2 samples has tensors of 2 and 7 rows" in caplog.text
+    caplog.clear()
+    shares.begin_training()
+    shares.verify_parts(loop, [torch.ones(2, 5), torch.ones(2)])
+    assert not caplog.text
+
+
 def test_a_wrapper_that_has_taken_over_the_layers_and_the_forward_of_a_module_runs_its_own_in_a_replica() -> None:
     # The module itself is none of the wrapper's, and was not copied: its forward ran the root's layers (terratorch).
     class Inner(nn.Module):

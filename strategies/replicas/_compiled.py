@@ -5,7 +5,7 @@ from torch import nn
 from ..core.private import of_torch
 
 _LIMIT = 8
-"""Torch's own limit of compilations per function (torch 2.11 to 2.13), after which it runs without compiling."""
+"""Torch's own limit of compilations per function (torch 2.13), after which it runs without compiling."""
 
 
 def is_wrapper(module: nn.Module) -> bool:

@@ -228,7 +228,7 @@ BOUNDS = {
     "bare": 2,  # -27 when this was written, as torch's wrappers of `backward` and `step` are passed by; Lightning: 831
     "three values logged": 17,  # -12; 3165
     "three values logged, with logger and checkpoint": 17,  # -12; 3264
-    "typical": 25,  # 0 when this was written; Python 3.10 with torch 2.11 makes some twenty more
+    "typical": 30,  # 0 when this was written; some twenty with Python 3.10
     "rich": 95,  # 70, most of them Lightning's own clipping, scheduler and learning rate monitor
     "validation": 24,  # 4; 1334
 }

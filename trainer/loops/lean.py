@@ -10,7 +10,7 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 SWITCH = "EVENER_LEAN"
 """Environment variable: `0` has every step taken by Lightning's own loops and torch's own optimizer step."""
 
-TESTED = {"torch": ("2.11", "2.12", "2.13", "2.14", "2.15"), "Lightning": ("2.6",)}
+TESTED = {"torch": ("2.13", "2.14", "2.15"), "Lightning": ("2.6",)}
 """Minor versions that the lean steps were tested with."""
 
 

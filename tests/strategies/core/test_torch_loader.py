@@ -25,7 +25,6 @@ def test_batches_are_those_of_next(num_workers: int) -> None:
     assert iterator._num_yielded == 3
 
 
-@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")  # torch 2.11 warns with one cycle, too
 def test_a_profiler_sees_the_loader() -> None:
     iterator = iter(DataLoader(range(4), batch_size=2))  # type: ignore[arg-type]
     fetch = next_of(iterator)

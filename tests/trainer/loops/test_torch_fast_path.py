@@ -54,7 +54,6 @@ def test_a_hook_that_comes_late_is_called(register: str) -> None:
     assert parameter.item() == 0.75
 
 
-@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")  # torch 2.11 warns with one cycle, too
 def test_a_profiler_sees_step_and_zero_grad() -> None:
     parameter, optimizer = one_parameter()
     plain = PlainOptimizer(optimizer)
