@@ -6,6 +6,7 @@ Python check themselves by it (`checked`, `Options`), and a configuration is che
 
 import inspect
 import operator
+import re
 import types
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -42,6 +43,7 @@ NotNegative: TypeAlias = Annotated[float, Limit(">=", 0)]
 Natural: TypeAlias = Annotated[int, Limit(">=", 0)]
 
 _WORDS = {int: "a whole number", float: "a number", str: "text", type(None): "null"}
+_ONE, _SEVERAL = re.compile(r"^(?:a )?(whole number|number|text)"), r"\1s"
 
 Init = TypeVar("Init", bound=Callable[..., None])
 
@@ -145,7 +147,8 @@ def _words(hint: Any) -> Iterator[str]:
     elif isinstance(kind, type) and issubclass(kind, Mapping):
         yield "a mapping"
     elif isinstance(kind, type) and (kind is tuple or issubclass(list, kind)):
-        yield f"a list (each {describe(get_args(hint)[0])})" if get_args(hint) else "a list"
+        one = describe(get_args(hint)[0]) if get_args(hint) else ""
+        yield f"a list of {_ONE.sub(_SEVERAL, one)}" if one else "a list"
     elif kind is bool:
         yield from ("true", "false")
     else:

@@ -234,5 +234,5 @@ def test_what_cannot_be_honoured_is_refused(options: dict[str, Any], message: st
 def test_balanced_refuses_what_it_cannot_divide() -> None:
     with pytest.raises(ConfigError, match="batch_size_is=per_device was given"):
         BalancedDDPStrategy(batch_size_is="per_device")
-    with pytest.raises(ConfigError, match=r"weights=fast is not allowed. Give a list \(each a number\) or auto"):
+    with pytest.raises(ConfigError, match=r"weights=fast is not allowed. Give a list of numbers or auto"):
         BalancedDDPStrategy("fast")  # type: ignore[arg-type]

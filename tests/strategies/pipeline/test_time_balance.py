@@ -196,7 +196,7 @@ def test_weighted_cuts_equal_brute_force() -> None:
         ({"balance": "time", "num_microbatches": 2, "partition": ["net.1"]}, "says where the module is cut"),
         (
             {"device_weights": [1, 0]},
-            r"device_weights=\[1,0\] is not allowed. Give a list \(each a number > 0\)",
+            r"device_weights=\[1,0\] is not allowed. Give a list of numbers > 0",
         ),
     ],
 )

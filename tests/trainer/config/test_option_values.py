@@ -137,9 +137,9 @@ def test_a_plain_value_fits_a_type(hint: Any, value: Any, fits: bool) -> None:
 
 
 def test_a_type_is_told_in_words() -> None:
-    assert describe(Sequence[float] | Literal["auto"] | None) == "a list (each a number), auto or null"
+    assert describe(Sequence[float] | Literal["auto"] | None) == "a list of numbers, auto or null"
     assert describe(int | float | bool) == "a number, true or false"
-    assert describe(Sequence[Positive] | None) == "a list (each a number > 0) or null"
+    assert describe(Sequence[Positive] | None) == "a list of numbers > 0 or null"
 
 
 def test_options_that_are_handed_on_have_the_types_of_those_who_take_them() -> None:

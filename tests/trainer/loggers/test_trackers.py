@@ -171,7 +171,7 @@ def test_comet_offline_writes_one_archive(tmp_path: Path) -> None:
 
 
 def test_tags_and_notes_are_checked(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"tags=a is not allowed\. Give a list \(each text\)"):
+    with pytest.raises(ConfigError, match=r"tags=a is not allowed\. Give a list of texts"):
         prepared(tmp_path, "tags=a")
     cfg = prepared(tmp_path, "tags=[a,b]", "notes=first try", "logger=mlflow")
     assert (OmegaConf.to_container(cfg.logger.mlflow.tags), cfg.logger.mlflow.notes) == (["a", "b"], "first try")
