@@ -1,6 +1,7 @@
 """Run a case under a strategy and keep all that can be seen of it."""
 
 import logging
+import re
 import traceback
 import warnings
 from dataclasses import dataclass, field, replace
@@ -29,6 +30,8 @@ KINDS = {
     "ddp_model_parallel": S.DDPModelParallelStrategy,
     "balanced_ddp_model_parallel": S.BalancedDDPModelParallelStrategy, "fsdp": S.FSDPStrategy,
 }  # fmt: skip
+AMBIGUOUS = re.compile(r"(?s)self\.log\('(\w+)', batch_size=.*can't be told from the size")
+"""The warning that a mean depends on what a `batch_size` of one key means."""
 OWN_OPTIONS = ("exact_accumulation", "detect_nonfinite")
 
 
@@ -59,10 +62,11 @@ class Failure:
 
 @dataclass
 class Observed:
-    """What a run showed, and how it failed if it did."""
+    """What a run showed, how it failed if it did, and the keys of which it told that their mean is ambiguous."""
 
     seen: dict[str, Any] = field(default_factory=dict)
     failure: Failure | None = None
+    ambiguous: tuple[str, ...] = ()
 
 
 class Tuning(plc.BaseFinetuning):
@@ -129,16 +133,20 @@ def reductions(case: Case) -> dict[str, str]:
 
 def observe(case: Case, spread: Spread, folder: str) -> Observed:
     """Fit, test and predict."""
-    warnings.simplefilter("ignore")
     for name in ("pytorch_lightning", "lightning_fabric", "evener", "pytorch_lightning.utilities.rank_zero"):
         logging.getLogger(name).setLevel(logging.ERROR)
     torch.set_default_dtype(getattr(torch, case.dtype))
     pl.seed_everything(0)
     observed, state = Observed(), _State()
-    try:
-        _run(case, spread, Path(folder), observed.seen, state)
-    except BaseException as exc:  # noqa: BLE001  # an exit is an outcome, too
-        observed.failure = _failure(exc, state)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("ignore")
+        warnings.filterwarnings("always", AMBIGUOUS.pattern)
+        try:
+            _run(case, spread, Path(folder), observed.seen, state)
+        except BaseException as exc:  # noqa: BLE001  # an exit is an outcome, too
+            observed.failure = _failure(exc, state)
+    names = [AMBIGUOUS.match(str(warning.message)) for warning in caught]
+    observed.ambiguous = tuple(name[1] for name in names if name is not None)
     return observed
 
 

@@ -90,6 +90,7 @@ def _judge_failing_reference(pool: Pool, case: Case, spread: Spread, expected: O
 
 def _compare(case: Case, spread: Spread, expected: Observed, found: list[Observed], tolerance: float) -> Verdict:
     local = _local_names(case) if spread.is_of_ranks else ()
+    local += found[0].ambiguous
     local += ("balance/",) * spread.kind.startswith("balanced")  # what devices were measured to do
     wanted = dict(expected.seen)
     if any(float(weight.abs().max()) > DIVERGED for weight in wanted["weights"].values() if weight.numel()):

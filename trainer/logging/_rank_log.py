@@ -85,18 +85,21 @@ def are_constants(name: str, told: Sequence[Mapping[str, Any] | None]) -> bool:
     if not told or not all(one is not None and one["whole"] for one in told):
         return False
     known = [one for one in told if one is not None]
+    number = known[0]["smallest"]
+    own = all(one["own"] for one in known)
     one_number = min(one["smallest"] for one in known) == max(one["largest"] for one in known)
-    if not one_number or all(one["own"] for one in known):
+    if not one_number or (own and number != 1):
         return False
-    shares, totals = ({number for one in known for number in one[name]} for name in ("shares", "totals"))
-    if len(shares) == 1 < len(totals):
+    shares, totals = ({size for one in known for size in one[name]} for name in ("shares", "totals"))
+    if len(totals) > 1 and (own or len(shares) == 1):
+        had = "1 sample" if own else f"{shares.pop()}"
         rank_zero_warn(
-            f"self.log({name!r}, batch_size={known[0]['smallest']}): in this epoch every rank that had samples of a "
-            f"batch had {shares.pop()}, and ranks had none of some batches, so that a constant for the whole batch "
-            "can't be told from the size of a rank's part, and the epoch's mean depends on it. It is taken for a "
-            "constant. If it is not, leave batch_size out."
+            f"self.log({name!r}, batch_size={number}): in this epoch every part of a batch that had samples had {had}, "
+            "and batches differ in their number of parts, so that a constant for the whole batch can't be told from "
+            "the size of a part, and the epoch's mean depends on it. It is taken for "
+            f"{'the size' if own else 'a constant'}. If it is not, leave batch_size out."
         )
-    return True
+    return not own
 
 
 def over_ranks(kind: str, values: Sequence[float], weights: Sequence[float]) -> float:
