@@ -205,7 +205,7 @@ class StageLayout(Layout):
         names = [
             f"micro-batch {i + 1} of {len(sizes)}, {size} of {sum(sizes)} samples," for i, size in enumerate(sizes)
         ]
-        chunks = [batch] if len(sizes) == 1 else self._batch_structure.split(batch, sizes)
+        chunks = self._batch_structure.split(batch, sizes)
         steps = [partial(step, chunk, *args, **kwargs) for chunk in chunks]
         steps[0] = partial(self._watched, steps[0])
         gradients = self._gradients(sizes) if end is None else None

@@ -4,8 +4,9 @@ from typing import Any
 
 import pytest
 import torch
-from parity import Case, Net, fit, make_trainer
+from parity import FEATURES, Case, Net, fit, make_trainer
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from evener.strategies import ConfigError, DataParallelStrategy, DDPStrategy, ModelParallelStrategy
 
@@ -88,3 +89,22 @@ def test_a_batch_that_cannot_be_counted_is_refused() -> None:
         ConfigError, match="num_microbatches=2: the batch of type dict holds nothing to count samples by"
     ):
         make_trainer(Case(), ModelParallelStrategy(num_microbatches=2), devices=2).fit(Odd(), loader, loader)
+
+
+@pytest.mark.filterwarnings("ignore:You defined a `validation_step`")
+@pytest.mark.filterwarnings("ignore:The .* does not have many workers")
+def test_what_cannot_be_cut_is_refused_in_a_first_batch_of_one_sample() -> None:
+    # A first batch of one sample was a single micro-batch, and nothing was cut before the second step.
+    class Described(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return super().training_step(batch[:2], batch_idx)
+
+    class Opaque:
+        pass
+
+    rows = torch.zeros(4, FEATURES)
+    batches = [(rows[:1], rows[:1].sum(1).long(), Opaque()), (rows, rows.sum(1).long(), Opaque())]
+    trainer = make_trainer(Case(), ModelParallelStrategy(num_microbatches=2))
+    with pytest.raises(ConfigError, match=r"batch\[2\] is a Opaque, which can't be cut into chunks"):
+        trainer.fit(Described(), DataLoader(batches, batch_size=None))
+    assert trainer.global_step == 0
