@@ -341,10 +341,10 @@ class DDPStrategy(MultiProcessStrategy):
             self.balance.begin_step(module, self.root_device, self.loaders.divides)
         if not module.automatic_optimization:
             self._shares.verify_parts(trainer.fit_loop, args[0])  # the step itself steps the optimizer
-        if counts and self.states.has_ended:
+        if counts and self.states.has_ended and self.agreement.has_ended:
             output = self._own_step(*args, **kwargs)
         else:
-            with self.states.watching(module), nullcontext() if counts else zero_weight_step(module):
+            with self._watching(module), nullcontext() if counts else zero_weight_step(module):
                 output = self._own_step(*args, **kwargs)
         module_weighs = isinstance(output, dict) and output.get("loss_weight") is not None
         if not counts and output is not None:  # None in manual optimization
@@ -356,6 +356,15 @@ class DDPStrategy(MultiProcessStrategy):
         if not module_weighs:
             self._shares.verify_parts(trainer.fit_loop, args[0])
         return output
+
+    @contextmanager
+    def _watching(self, module: pl.LightningModule) -> Generator[None]:
+        """Watch one of the first steps for what ranks must have in common; every rank must call it."""
+        self.agreement.begin_step()
+        with self.states.watching(module):
+            yield
+        if not (self.agreement.has_ended or module.automatic_optimization):
+            self.agreement.verify_weights(module)
 
     def _own_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         """Run this rank's own step, through DDP's wrapper if that is to reduce gradients in the backward pass."""

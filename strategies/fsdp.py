@@ -178,7 +178,8 @@ class FSDPStrategy(DDPStrategy):
             self.setup_optimizers(trainer)
             verify_optimizers(self.optimizers)
         self.setup_precision_plugin()
-        self._calls = WholeCalls(self._shards)
+        self._calls = WholeCalls(self._shards, self.agreement.note)
+        self._shards.note_writes(self.agreement.note)
 
     def _shard(self, module: nn.Module) -> ShardedModule:
         """Cut a module over the ranks, unless an earlier run of this process has done so."""
@@ -267,6 +268,7 @@ class FSDPStrategy(DDPStrategy):
         A step of manual optimization often trains some parameters only, the same on all ranks or not.
         """
         super().finish_backward()
+        self.shards.finish_backward()
         if not self._reduces:
             return
         if self.find_unused_parameters or not self.module.automatic_optimization:
@@ -288,6 +290,8 @@ class FSDPStrategy(DDPStrategy):
     @override
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
         self.shards.put_back()
+        if not self.module.automatic_optimization:
+            self.shards.verify_reduced()
         return super().optimizer_step(optimizer, closure, *args, **kwargs)
 
     @override

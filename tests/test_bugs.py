@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 from recording import SmallModule, loader
 from torch import nn
 from torch.distributed.elastic.multiprocessing import api
+from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import DataLoader, RandomSampler
 
 from evener.strategies import BalancedDDPModelParallelStrategy, ConfigError
@@ -186,6 +188,13 @@ def test_batches_of_several_loaders_that_ranks_share_in_unequal_parts_are_refuse
     assert shares.current == Share(1, 3)
 
 
+@dataclass(frozen=True)
+class Frozen:
+    """A batch, or a part of one."""
+
+    x: torch.Tensor
+
+
 def test_a_batch_of_other_things_than_samples_says_how_its_loss_is_weighted(caplog: pytest.LogCaptureFixture) -> None:
     # A loss of forces, a mean over atoms, was weighed by molecules without a word (schnetpack).
     shares = RankShares(2, "ddp")
@@ -195,7 +204,9 @@ def test_a_batch_of_other_things_than_samples_says_how_its_loss_is_weighted(capl
     assert "ddp: a batch of 2 samples has tensors of 2 and 7 rows" in caplog.text
     caplog.clear()
     shares.begin_training()
-    shares.verify_parts(loop, [torch.ones(2, 5), torch.ones(2)])
+    # a walk that builds structures anew crashed on the last two
+    frozen = Frozen(torch.ones(2))
+    shares.verify_parts(loop, [torch.ones(2, 5), torch.ones(2), pack_sequence([torch.ones(3), torch.ones(1)]), frozen])
     assert not caplog.text
 
 

@@ -1,11 +1,12 @@
-"""Keep the state of optimizers beside the parameters that it belongs to."""
+"""What torch's optimizers leave open: where their state is, and what happens right before they update parameters."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from pytorch_lightning.core.optimizer import LightningOptimizer
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from .private import of_lightning
 
@@ -28,3 +29,23 @@ def state_to_parameters(optimizer: Optimizer) -> None:
         for key, value in state.items():
             if isinstance(value, Tensor) and value.dim():
                 state[key] = value.to(parameter.device)
+
+
+def before_update(optimizer: Optimizer, call: Callable[[], None]) -> RemovableHandle:
+    """Call a function right before an optimizer updates parameters: after its closure, which computes gradients."""
+
+    def hook(_: Optimizer, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        (this, *rest), options = args, dict(kwargs)
+        closure: Callable[[], Any] | None = rest[0] if rest else options.get("closure")
+        if closure is None:
+            call()
+            return args, kwargs
+
+        def evaluated() -> Any:
+            loss = closure()
+            call()
+            return loss
+
+        return (this,), {**options, "closure": evaluated}
+
+    return optimizer.register_step_pre_hook(hook)

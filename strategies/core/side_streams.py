@@ -18,6 +18,7 @@ from lightning_fabric.utilities import move_data_to_device
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.nn import Parameter
+from torch.nn.utils.rnn import PackedSequence
 
 from .devices import to_device
 from .types import Batch
@@ -86,8 +87,13 @@ def from_host(batch: Batch, device: torch.device) -> Batch:
         return move_data_to_device(batch, device)
     current, incoming = torch.cuda.current_stream(device), _stream(device, "incoming")
 
-    def copied(tensor: Tensor) -> Tensor:
-        if not is_plain(tensor) or not tensor.is_cpu or tensor.layout is not torch.strided:
+    def copied(tensor: Any) -> Any:
+        if (
+            isinstance(tensor, PackedSequence)
+            or not is_plain(tensor)
+            or not tensor.is_cpu
+            or tensor.layout is not torch.strided
+        ):
             return tensor
         pinned = tensor if tensor.is_pinned() else tensor.pin_memory()
         with torch.cuda.stream(incoming):
@@ -95,7 +101,7 @@ def from_host(batch: Batch, device: torch.device) -> Batch:
         copy.record_stream(current)  # it was allocated on the incoming stream
         return copy
 
-    batch = apply_to_collection(batch, Tensor, copied)
+    batch = apply_to_collection(batch, (Tensor, PackedSequence), copied, allow_frozen=True)
     current.wait_stream(incoming)
     return move_data_to_device(batch, device)
 

@@ -5,14 +5,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from lightning_utilities.core.apply_func import apply_to_collection
 from lightning_utilities.core.rank_zero import rank_zero_only
 from pytorch_lightning.utilities.combined_loader import CombinedLoader
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
 from ..batch.loss_weight import WeighedLoss
 from ..core.errors import ConfigError
-from ..core.private import of_lightning
+from ..core.private import of_lightning, of_torch
 from ..core.types import Batch
 from .combined import TRAINED, verify_side_by_side
 from .loaders import Source, source_of
@@ -140,12 +140,8 @@ class RankShares:
 
     def _tell_rows(self, batch: Batch) -> None:
         """Tell how the loss is weighted where the batch shows that it may be a mean over something else."""
-        rows = set[int]()
-
-        def note(tensor: Tensor) -> None:
-            rows.update(tensor.shape[:1])
-
-        apply_to_collection(batch, Tensor, note)
+        leaves = of_torch.tree_leaves(batch, is_leaf=lambda value: isinstance(value, PackedSequence))
+        rows = {len(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()}
         num = 0 if self.current is None else self.current.num
         if num > 0 and rows - {num}:
             rank_zero_only(logger.warning)(

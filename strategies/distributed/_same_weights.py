@@ -1,26 +1,44 @@
-"""Give all ranks the weights of rank 0 before anything reads them, and warn about state that they do not share.
+"""What ranks have in common: equal weights at the start, equal gradients, and no state of a rank's own.
 
-DistributedDataParallel does so when it wraps the module. That is after the hooks `setup`: what a callback copies there,
-such as the initial weights of a lottery ticket, would be each rank's own where the ranks were not seeded alike. An
-evaluation does not wrap the module at all.
+DistributedDataParallel gives all ranks the weights of rank 0 when it wraps the module. That is after the hooks `setup`:
+what a callback copies there, such as the initial weights of a lottery ticket, would be each rank's own where the ranks
+were not seeded alike. An evaluation does not wrap the module at all.
+
+`loss.backward()` and `torch.autograd.grad` in manual optimization compute a rank's own gradients, which nobody
+averages; so may a module that overrides `backward`; and a hook that adds noise to gradients draws its own on each rank.
+The ranks would train apart, without a word.
 """
 
 import hashlib
-from collections.abc import Generator
+import math
+from collections.abc import Generator, Iterable
 from contextlib import contextmanager
+from itertools import zip_longest
 
 import torch
 import torch.distributed as dist
+from pytorch_lightning import LightningModule, Trainer
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
 from torchmetrics import Metric
 
+from ..core.errors import ConfigError
+from ..core.module_checks import hooked
+from ..core.optimizer_states import before_update
 from ..core.private.of_torch import BatchNorm
 from .objects import gather_objects, sends_cpu_tensors
 
 _SAMPLED = 256
 """Elements per tensor that are compared; initial weights drawn under another seed differ in all of them."""
+_HOOKS = (
+    "backward", "on_after_backward", "on_before_optimizer_step", "optimizer_step", "configure_gradient_clipping",
+)  # fmt: skip
+"""What may change gradients after the ranks have averaged them."""
+_TOLERANCE = 1e-3
+"""Relative difference of norms and sums. Devices of several kinds round differently; other samples give other ones."""
 
 
 def give_same_weights(module: nn.Module, root_device: torch.device) -> None:
@@ -77,6 +95,108 @@ class StateWatch:
                 "steps read it, training is not one device's: combine it over the ranks "
                 "(self.trainer.strategy.reduce(value)), or use strategy=single_device."
             )
+
+
+class Agreement:
+    """Compares what is noted over the ranks, each by its norm and its sum.
+
+    Args:
+        strategy: what errors name.
+    """
+
+    def __init__(self, strategy: str) -> None:
+        self._strategy = strategy
+        self._noted: list[tuple[str, float, float]] = []
+        self._first_updates: list[_FirstUpdate] = []
+        self._has_begun = False
+        self.has_ended = True
+        """Whether there is nothing left to compare."""
+
+    def watch(self, trainer: Trainer, optimizers: Iterable[Optimizer]) -> None:
+        """Verify the gradients of each optimizer before its first step, if the user's code may write them."""
+        module = trainer.lightning_module
+        if module.automatic_optimization and not any(hooked(name, trainer, by_user=True) for name in _HOOKS):
+            return
+        self._first_updates = [_FirstUpdate(optimizer, module, self) for optimizer in optimizers]
+        self.has_ended = self._has_begun = False
+
+    def begin_step(self) -> None:
+        """End after the first step, if each optimizer has stepped."""
+        if self._has_begun and all(update.is_done for update in self._first_updates):
+            self.end()
+        self._has_begun = True
+
+    def end(self) -> None:
+        """Compare nothing any more."""
+        self.has_ended = True
+        while self._first_updates:
+            self._first_updates.pop().remove()
+
+    def note(self, name: str, tensor: Tensor) -> None:
+        """Note a tensor that is to be the same on all ranks; one that is cut over them is not."""
+        if self.has_ended or isinstance(tensor, DTensor):
+            return
+        values = tensor.detach().coalesce().values() if tensor.is_sparse else tensor.detach()
+        norm = torch.linalg.vector_norm(values, dtype=torch.float64)
+        self._noted.append((name, float(norm), float(values.sum(dtype=torch.float64))))
+
+    def verify(self, what: str, cause: str) -> None:
+        """Compare what was noted since the last call; every rank must call it.
+
+        Raises:
+            ConfigError: something differs between ranks; the message names it.
+        """
+        noted, self._noted = self._noted, []
+        for same in zip_longest(*gather_objects(noted)):
+            known = [one for one in same if one is not None]
+            if len(known) < len(same) or any(_disagree(known[0], other) for other in known):
+                raise ConfigError(
+                    f"{self._strategy}: the ranks have different {what} of {known[0][0]}: {cause}. Compute gradients "
+                    "by self.manual_backward(loss), which averages them over the ranks, or average them yourself "
+                    "(self.trainer.strategy.reduce(gradient)), or set strategy=single_device."
+                )
+
+    def verify_weights(self, module: nn.Module) -> None:
+        """Compare the weights after the first step of manual optimization.
+
+        Raises:
+            ConfigError: the step has changed them by what only one rank has.
+        """
+        for name, parameter in module.named_parameters():
+            self.note(name, parameter)
+        self.verify("values", "training_step has changed it by what this rank alone has computed")
+
+
+class _FirstUpdate:
+    """Compares an optimizer's gradients right before it first steps."""
+
+    def __init__(self, optimizer: Optimizer, module: LightningModule, agreement: Agreement) -> None:
+        self._optimizer, self._module, self._agreement = optimizer, module, agreement
+        self._handle = before_update(optimizer, self._verify)
+        self.is_done = False
+
+    def remove(self) -> None:
+        """Leave the optimizer."""
+        self._handle.remove()
+
+    def _verify(self) -> None:
+        if self.is_done:
+            return
+        self.is_done = True
+        names = {id(parameter): name for name, parameter in self._module.named_parameters()}
+        for group in self._optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._agreement.note(names.get(id(parameter), "a parameter"), parameter.grad)
+        self._agreement.verify("gradients", "training_step or a hook has computed them from what this rank alone has")
+
+
+def _disagree(one: tuple[str, float, float], other: tuple[str, float, float]) -> bool:
+    if one[0] != other[0]:
+        return True
+    if not all(map(math.isfinite, (*one[1:], *other[1:]))):
+        return False  # a gradient scaler leaves out this step
+    return max(abs(one[1] - other[1]), abs(one[2] - other[2])) > _TOLERANCE * max(one[1], other[1])
 
 
 def _states(module: nn.Module) -> dict[str, tuple[Tensor, int]]:

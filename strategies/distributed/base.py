@@ -23,7 +23,7 @@ from ..core.module_checks import hooked
 from ..core.options import Positive, checked
 from ..core.private import of_lightning, put
 from ._coordinator import RankCoordinator
-from ._same_weights import StateWatch, give_same_weights
+from ._same_weights import Agreement, StateWatch, give_same_weights
 from ._stop import StopAgreement as StopAgreement
 from .environment import kubeflow
 from .objects import backend_for, gather_objects
@@ -106,6 +106,7 @@ class MultiProcessStrategy(pl_strategies.DDPStrategy):
         self._recorded: nn.Module | None = None
         self._failed = False
         self.states = StateWatch(self.strategy_name)
+        self.agreement = Agreement(self.strategy_name)
         self._num_ranks: int | None = None
 
     @property
@@ -203,6 +204,12 @@ class MultiProcessStrategy(pl_strategies.DDPStrategy):
     def place(self, trainer: pl.Trainer) -> None:
         """Put the module on this process's devices, wrap it, and make the optimizers."""
         super().setup(trainer)
+
+    @override
+    def setup_optimizers(self, trainer: pl.Trainer) -> None:
+        super().setup_optimizers(trainer)
+        if self.world_size > 1:
+            self.agreement.watch(trainer, self.optimizers)
 
     @override
     def configure_ddp(self) -> None:
@@ -392,4 +399,5 @@ class MultiProcessStrategy(pl_strategies.DDPStrategy):
         while self._small_groups:
             self._small_groups.pop().end()
         self._trained = None
+        self.agreement.end()
         super().teardown()

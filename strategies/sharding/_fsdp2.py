@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from .refusals import refuse_unreduced
 from .whole import shard_like
 
 
@@ -22,14 +23,20 @@ class ParameterGroup:
 
     def __init__(self, group: Any) -> None:
         self._group = group
+        self.note: Callable[[str, Tensor], None] = _ignore
+        """Receives the name and the value of a gathered parameter that was written to."""
+        self.reduces = False
+        """Whether torch is reducing the gradients."""
+        self.is_announced = True
+        """Whether a backward pass may have gradients: its loss is weighted by the rank's samples."""
         self.used: set[int] = set()
         """Indices of the parameters that had a gradient in the last backward pass."""
         self._after_backward: Callable[..., Any] = group.post_backward
         group.post_backward = self._post_backward
         for parameter in group.fsdp_params:
             parameter.free_unsharded_param = partial(_free_gathered, parameter)
-            parameter.to_unsharded = partial(_gather, parameter, parameter.to_unsharded)
-            parameter.to_sharded = partial(_release, parameter, parameter.to_sharded)
+            parameter.to_unsharded = partial(_gather, self, parameter, parameter.to_unsharded)
+            parameter.to_sharded = partial(_release, self, parameter, parameter.to_sharded)
 
     def release(self) -> None:
         """Put the shards back in the place of gathered parameters."""
@@ -43,7 +50,12 @@ class ParameterGroup:
     def put_back(self) -> None:
         """Give the shards what was written to gathered parameters."""
         for parameter in self._group.fsdp_params:
-            _put_back(parameter)
+            _put_back(self, parameter)
+
+    def unreduced(self) -> list[str]:
+        """Names of the gathered parameters with gradients that were not reduced."""
+        gathered = [(p._param_fqn, getattr(p, "_unsharded_param", None)) for p in self._group.fsdp_params]
+        return [name or "" for name, one in gathered if isinstance(one, _Gathered) and one.own_grad is not None]
 
     def replaced(self) -> list[str]:
         """Names of the parameters in whose place the module has others."""
@@ -72,11 +84,17 @@ class ParameterGroup:
         self._group._post_forward_indices.clear()
 
     def _post_backward(self, *args: Any) -> None:
+        self.reduces = True
+        used = list[int]()
         for i, parameter in enumerate(self._group.fsdp_params):
             gathered = getattr(parameter, "_unsharded_param", None)
             if parameter.unsharded_accumulated_grad is not None or getattr(gathered, "grad", None) is not None:
-                self.used.add(i)
+                used.append(i)
+        if not self.is_announced:
+            refuse_unreduced([self.names[i] for i in used])
+        self.used.update(used)
         self._after_backward(*args)
+        self.reduces = False
 
     def assign(self, shard: Any, value: Any) -> bool:
         """Give a parameter the memory of another shard; False if it is of another group."""
@@ -153,13 +171,32 @@ class RootState:
 
 
 class _Gathered(nn.Parameter):
-    """A gathered parameter, which tells whether it may have been written to.
+    """A gathered parameter, which tells whether it may have been written to, and has the gradient of its shard.
 
     A write raises its version; one through `.data` does not, so that reading that counts as a write.
     """
 
     touched: bool
     seen: int
+    group: ParameterGroup
+    shard: nn.Parameter
+
+    @property
+    def own_grad(self) -> Tensor | None:
+        """What a backward pass of this rank has added, until torch reduces it."""
+        return _GRAD.__get__(self)
+
+    @property
+    def grad(self) -> Tensor | None:  # pyright: ignore[reportIncompatibleVariableOverride]  # as `data`
+        own = self.own_grad
+        return self.shard.grad if own is None and not self.group.reduces else own
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        if not self.group.reduces:
+            self.shard.grad = value
+            value = None
+        _GRAD.__set__(self, value)
 
     @property
     def data(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]  # an attribute, to torch's stubs
@@ -173,28 +210,35 @@ class _Gathered(nn.Parameter):
 
 
 _DATA: Any = Tensor.data
+_GRAD: Any = Tensor.grad
 
 
-def _gather(parameter: Any, own: Callable[[], None]) -> None:
+def _gather(group: ParameterGroup, parameter: Any, own: Callable[[], None]) -> None:
     own()
     gathered = parameter._unsharded_param
     gathered.__class__ = _Gathered
+    gathered.group, gathered.shard = group, parameter.sharded_param
     gathered.touched, gathered.seen = False, gathered._version
 
 
-def _put_back(parameter: Any) -> None:
+def _put_back(group: ParameterGroup, parameter: Any) -> None:
     """Give a parameter's shard what was written to the gathered one."""
     gathered = getattr(parameter, "_unsharded_param", None)
     if isinstance(gathered, _Gathered) and (gathered.touched or gathered._version != gathered.seen):
         shard = parameter.sharded_param.detach()
+        group.note(parameter._param_fqn or "a parameter", gathered)
         with torch.no_grad():
             shard.copy_(shard_like(gathered.detach(), shard))
         gathered.touched, gathered.seen = False, gathered._version
 
 
-def _release(parameter: Any, own: Callable[[], None]) -> None:
-    _put_back(parameter)
+def _release(group: ParameterGroup, parameter: Any, own: Callable[[], None]) -> None:
+    _put_back(group, parameter)
     own()
+
+
+def _ignore(name: str, value: Tensor) -> None:
+    pass
 
 
 def _free_gathered(parameter: Any) -> None:

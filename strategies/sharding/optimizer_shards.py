@@ -20,7 +20,7 @@ from typing_extensions import override
 
 from ..core.devices import buckets, flattened, unflattened
 from ..core.errors import ConfigError
-from ..core.optimizer_states import unwrapped
+from ..core.optimizer_states import before_update, unwrapped
 
 ELEMENTWISE: tuple[type[Optimizer], ...] = (
     optim.SGD, optim.Adam, optim.AdamW, optim.Adamax, optim.NAdam, optim.RAdam, optim.RMSprop, optim.Rprop,
@@ -76,7 +76,7 @@ class OwnPart:
         self._parameters: list[Tensor] = [p for group in optimizer.param_groups for p in group["params"]]
         self._owners = owners(self._parameters, num_owners)
         self._hidden: list[tuple[Tensor, Tensor | None]] = []
-        optimizer.register_step_pre_hook(self._before_step)
+        before_update(optimizer, self._hide)
         optimizer.register_step_post_hook(self._after_step)
 
     def whole_state(self) -> dict[str, Any]:
@@ -91,21 +91,6 @@ class OwnPart:
         """Bring the parameters of other owners up to date, after this one's."""
         raise NotImplementedError
 
-    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """Hide the gradients of other owners' parameters; of a closure's, after it has clipped and called hooks."""
-        (this, *rest), options = args, dict(kwargs)
-        closure: Callable[[], Any] | None = rest[0] if rest else options.get("closure")
-        if closure is None:
-            self._hide()
-            return args, kwargs
-
-        def evaluated() -> Any:
-            loss = closure()
-            self._hide()
-            return loss
-
-        return (this,), {**options, "closure": evaluated}
-
     def _after_step(self, *_: Any) -> None:
         while self._hidden:
             parameter, gradient = self._hidden.pop()
@@ -113,6 +98,7 @@ class OwnPart:
         self._update_others()
 
     def _hide(self) -> None:
+        """Hide the gradients of other owners' parameters, after the closure has clipped and called hooks."""
         for parameter, owner in zip(self._parameters, self._owners, strict=True):
             if owner != self._rank:
                 self._hidden.append((parameter, parameter.grad))

@@ -43,6 +43,15 @@ def verify_shape(attribute: str, tensor: Tensor, value: Tensor) -> None:
         )
 
 
+def refuse_unreduced(names: Sequence[str]) -> None:
+    """Refuse gradients that a step has computed without having them averaged over the ranks."""
+    if names:
+        raise ConfigError(
+            f"fsdp: training_step computed gradients of {', '.join(names[:3])} from this rank's samples alone. Compute "
+            "them by self.manual_backward(loss), which averages them over the ranks, or set strategy=single_device."
+        )
+
+
 def verify_kept(replaced: Sequence[str]) -> None:
     """Refuse parameters that a hook has put in the place of those that are cut over the ranks."""
     if replaced:

@@ -1,6 +1,6 @@
 """A module whose parameters are cut over the ranks, and gathered part by part when they are used."""
 
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..core.private import of_torch
 from ._fsdp2 import RootState, set_local_part
-from .refusals import refuse_assigned, refuse_copy, verify_dtypes, verify_kept, verify_same_cut
+from .refusals import refuse_assigned, refuse_copy, refuse_unreduced, verify_dtypes, verify_kept, verify_same_cut
 
 _KEY = "evener_shards"
 
@@ -126,11 +126,13 @@ class ShardedModule:
         """
         verify_kept(self._state.replaced)
         self.in_step = True
+        self._announce(False)
         self._state.begin_forward()
         try:
             yield
         finally:
             self.in_step = False
+            self._announce(True)
         self._state.end_forward(None)
         if not backward_follows:
             self.release()
@@ -141,12 +143,34 @@ class ShardedModule:
         self._state.release()
         self._state.forget_forward()
 
+    def note_writes(self, note: Callable[[str, Tensor], None]) -> None:
+        """Have a function receive what steps write to gathered parameters."""
+        for group in self._state.groups:
+            group.note = note
+
+    def verify_reduced(self) -> None:
+        """Refuse gradients of this rank's own, before an optimizer steps without them.
+
+        Raises:
+            ConfigError: there are some.
+        """
+        refuse_unreduced([name for group in self._state.groups for name in group.unreduced()])
+
     def begin_backward(self, loss: Tensor) -> None:
         """Have the gradients that are left at the end of the loss's backward pass reduced."""
+        self._announce(True)
         for group in self._state.groups:
             group.used.clear()
         if loss.requires_grad:
             loss.register_hook(self._state.begin_backward)
+
+    def finish_backward(self) -> None:
+        """Note that the backward pass has ended."""
+        self._announce(not self.in_step)
+
+    def _announce(self, is_announced: bool) -> None:
+        for group in self._state.groups:
+            group.is_announced = is_announced
 
     def keep_root(self, keep: bool) -> None:
         """Keep the root's own parameters after a backward pass: a step with several goes on with them."""

@@ -61,10 +61,11 @@ class WholeCalls:
 
     Args:
         shards: the module that is trained; while it runs a step, a shard that needs a gradient can't be used.
+        note: receives whole tensors that are assigned as gradients, which must be the same on all ranks.
     """
 
-    def __init__(self, shards: ShardedModule) -> None:
-        self._shards = shards
+    def __init__(self, shards: ShardedModule, note: Callable[[str, Tensor], None]) -> None:
+        self._shards, self._note = shards, note
         self._assigned: dict[int, torch.UntypedStorage] = {}
         self._own: Any = vars(DTensor)["__torch_function__"]
         setattr(DTensor, "__torch_function__", staticmethod(self._call))  # noqa: B010  # declared otherwise
@@ -104,6 +105,8 @@ class WholeCalls:
         given = value
         if isinstance(value, Tensor) and attribute in ("data", "grad"):
             verify_shape(attribute, tensor, value)
+            if attribute == "grad" and not isinstance(value, (DTensor, ShardView)):
+                self._note("a parameter", value)
             if not _cut_alike([tensor, value]):
                 value = shard_like(_whole_of(value, {}), tensor).clone()
         if attribute != "data":

@@ -45,6 +45,32 @@ class Generative(Net):
         return torch.optim.AdamW(self.net.parameters(), lr=0.05), torch.optim.Adam(judging, lr=0.02)
 
 
+class ByHand(Net):
+    """Reads, clips, scales and clears the gradients of its own parameters within a step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        x, y, _ = batch
+        optimizer: Any = self.optimizers()
+        for _ in range(2):
+            self.zero_grad()
+            self.manual_backward((self.net(x) - y).square().mean())
+            norm = nn.utils.clip_grad_norm_(self.parameters(), 0.3)
+            for parameter in self.parameters():
+                assert parameter.grad is not None
+                parameter.grad *= 1 + norm.detach()
+                parameter.grad = parameter.grad + 0.1 * parameter.detach()
+            self.log("norm", norm, on_step=False, on_epoch=True, batch_size=1)
+            optimizer.step()
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        norms = [parameter.grad.norm() for parameter in self.parameters() if parameter.grad is not None]
+        self.log("norms", torch.stack(norms).sum(), on_step=False, on_epoch=True, batch_size=1)
+
+
 class Loose(Net):
     """Parameters of the module's own, tied weights, a frozen layer that thaws, and one that is left out at times."""
 
@@ -94,6 +120,8 @@ class Numeric(Net):
 
 MAKERS: dict[str, Callable[[], tuple[Net, dict[str, Any], dict[str, Any]]]] = {
     "two optimizers": lambda: (Generative(), {}, {}),
+    "gradients by hand": lambda: (ByHand(), {}, {}),
+    "gradients by hand, gathered for the whole step": lambda: (ByHand(), {"shard": []}, {}),
     "loose, tied, frozen": lambda: (Loose(), {}, {}),
     "gathered for the whole step": lambda: (Loose(), {"shard": []}, {}),
     "not released after forward": lambda: (Net(), {"reshard_after_forward": False}, {}),

@@ -1,0 +1,115 @@
+"""Gradients and weights that each rank has of its own are refused before the first step; the mean of all is trained."""
+
+from typing import Any
+
+import pytest
+import torch
+from distributed import run_ranks
+from regression import Net, Numbered, quiet_trainer, weights
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from evener.strategies import ConfigError, DDPStrategy, FSDPStrategy, SingleDeviceStrategy
+from evener.strategies.distributed._same_weights import Agreement
+
+
+class Manual(Net):
+    """Computes gradients in several ways."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.way = way
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        x, y, _ = batch
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        loss = (self.net(x) - y).square().mean()
+        if self.way == "backward":
+            loss.backward()
+        elif self.way == "clipped":
+            self.manual_backward(loss)
+            nn.utils.clip_grad_norm_(self.parameters(), 0.1)
+        else:
+            own = list(self.parameters())
+            gradients = torch.autograd.grad(loss, own)
+            if self.way == "averaged":  # of ranks with equally many samples
+                gradients = [self.trainer.strategy.reduce(gradient) for gradient in gradients]
+            if self.way == "written":
+                for parameter, gradient in zip(own, gradients, strict=True):
+                    parameter.data -= 0.1 * gradient
+                return
+            for parameter, gradient in zip(own, gradients, strict=True):
+                parameter.grad = gradient
+        optimizer.step()
+
+
+class Noisy(Net):
+    """Adds noise to the gradients in a hook; what each rank draws, or what rank 0 draws."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way = way
+
+    def on_after_backward(self) -> None:
+        generator = torch.Generator().manual_seed(self.global_rank if self.way == "noise" else 5)
+        for parameter in self.parameters():
+            assert parameter.grad is not None
+            parameter.grad += torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+
+
+def _trained(num_ranks: int, strategy: Any, way: str) -> str | Tensor:
+    module = Noisy(way) if "noise" in way else Manual(way)
+    trainer = quiet_trainer(strategy, num_ranks)
+    try:
+        trainer.fit(module, DataLoader(Numbered(16), 4))
+    except ConfigError as exc:
+        return f"{trainer.global_step}: {exc}"
+    return weights(module)
+
+
+REFUSED = {
+    "backward": "net.0.weight: training_step or a hook has computed them",
+    "assigned": "net.0.weight: training_step or a hook has computed them",
+    "written": "values of net.0.weight: training_step has changed it",
+    "noise": "net.0.weight: training_step or a hook has computed them",
+}
+
+
+def _all_ways(num_ranks: int) -> dict[str, Any]:
+    ways = (*REFUSED, "clipped", "averaged", "common noise")
+    found: dict[str, Any] = {
+        way: _trained(num_ranks, DDPStrategy(batch_size_is="global", timeout_s=60), way) for way in ways
+    }
+    for way in ("backward", "assigned", "written", "clipped"):
+        fsdp = FSDPStrategy(batch_size_is="global", shard=[], timeout_s=60)
+        found[f"fsdp {way}"] = _trained(num_ranks, fsdp, way)
+    found["fsdp parts"] = _trained(num_ranks, FSDPStrategy(batch_size_is="global", timeout_s=60), "backward")
+    return found
+
+
+def test_a_ranks_own_gradients_are_refused_and_the_mean_of_all_is_trained() -> None:
+    # Each rank trained with its own gradients, without a word, and rank 0's weights were saved.
+    for rank in run_ranks(_all_ways, 2, 2, timeout_s=120):
+        for way, words in REFUSED.items():
+            assert rank[way].startswith("0: ddp: the ranks have different "), way
+            assert words in rank[way], way
+        for way in ("clipped", "averaged", "common noise"):
+            torch.testing.assert_close(rank[way], _trained(1, SingleDeviceStrategy(), way), rtol=0, atol=1e-10)
+        assert rank["fsdp backward"].startswith("0: fsdp: training_step computed gradients of net.0.weight, net.0.bias")
+        assert rank["fsdp assigned"].startswith("0: fsdp: the ranks have different gradients of a parameter")
+        assert rank["fsdp written"].startswith("0: fsdp: the ranks have different values of net.0.weight")
+        assert rank["fsdp parts"].startswith("0: fsdp: training_step computed gradients of net.2.weight, net.2.bias")
+        expected = _trained(1, SingleDeviceStrategy(), "clipped")
+        torch.testing.assert_close(rank["fsdp clipped"], expected, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("automatic", [True, False])
+def test_nothing_is_compared_where_ddp_alone_writes_gradients(automatic: bool) -> None:
+    module = Net() if automatic else Manual("clipped")
+    trainer = quiet_trainer(SingleDeviceStrategy())
+    trainer.strategy.connect(module)
+    agreement = Agreement("ddp")
+    agreement.watch(trainer, [module.configure_optimizers()])
+    assert agreement.has_ended is automatic
