@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from .refusals import refuse_unreduced
+from .refusals import refuse_sparse, refuse_unreduced
 from .whole import shard_like
 
 
@@ -88,7 +88,10 @@ class ParameterGroup:
         used = list[int]()
         for i, parameter in enumerate(self._group.fsdp_params):
             gathered = getattr(parameter, "_unsharded_param", None)
-            if parameter.unsharded_accumulated_grad is not None or getattr(gathered, "grad", None) is not None:
+            gradient: Tensor | None = getattr(gathered, "grad", None)
+            if gradient is not None and gradient.layout is not torch.strided:
+                refuse_sparse(self.names[i])
+            if parameter.unsharded_accumulated_grad is not None or gradient is not None:
                 used.append(i)
         if not self.is_announced:
             refuse_unreduced([self.names[i] for i in used])

@@ -52,6 +52,14 @@ def refuse_unreduced(names: Sequence[str]) -> None:
         )
 
 
+def refuse_sparse(name: str) -> None:
+    """Refuse a sparse gradient, which torch can't cut."""
+    raise ConfigError(
+        f"fsdp: the gradient of {name} is sparse, and can't be cut over the ranks. Set sparse=False where the layer is "
+        "made, or use strategy=ddp."
+    )
+
+
 def verify_kept(replaced: Sequence[str]) -> None:
     """Refuse parameters that a hook has put in the place of those that are cut over the ranks."""
     if replaced:

@@ -129,7 +129,14 @@ OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
     "lookahead": partial(Lookahead, lr=0.05),
     "odd_closure": partial(NoClosureOnOdd, lr=0.1),
 }
-MANUAL = ("manual", "manual_two", "manual_toggle", "manual_accumulating")
+MANUAL = (
+    "manual",
+    "manual_two",
+    "manual_toggle",
+    "manual_accumulating",
+    "manual_own_clipping",
+    "manual_plain_backward",
+)
 SPECIAL = ("groups", "groups_late", "half")
 SCHEDULERS = ("none", "step", "epoch", "lambda", "every_two_steps", "plateau_train", "plateau_val", "one_cycle",
               "cosine",
@@ -142,7 +149,7 @@ def configure(module: Any, optimizer: str, scheduler: str) -> Any:
     if optimizer in MANUAL:
         cut = len(params) // 2
         two = [torch.optim.SGD(params[:cut], 0.1), torch.optim.Adam(params[cut:], 0.01)]
-        return two if optimizer != "manual" else torch.optim.SGD(params, 0.1)
+        return two if optimizer not in ("manual", "manual_plain_backward") else torch.optim.SGD(params, 0.1)
     if optimizer in SPECIAL:
         cut = len(params) // 2
         groups = [{"params": params[:cut], "lr": 0.2}, {"params": params[cut:], "weight_decay": 0.1}]

@@ -300,8 +300,13 @@ class Subject(pl.LightningModule):
             if kind == "manual_toggle":
                 self.toggle_optimizer(optimizer)
             optimizer.zero_grad()
-            self.manual_backward(loss, retain_graph=i + 1 < len(optimizers))
-            if self.case.options.gradient_clip_val is None:
+            if kind == "manual_plain_backward":  # which no rank averages
+                loss.backward()
+            else:
+                self.manual_backward(loss, retain_graph=i + 1 < len(optimizers))
+            if kind == "manual_own_clipping":
+                nn.utils.clip_grad_norm_(self.parameters(), 0.2)
+            elif self.case.options.gradient_clip_val is None:
                 self.clip_gradients(optimizer, gradient_clip_val=0.5, gradient_clip_algorithm="norm")
             if kind == "manual_toggle":
                 self.untoggle_optimizer(optimizer)

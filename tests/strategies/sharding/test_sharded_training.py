@@ -254,9 +254,23 @@ class Factored(Net):
         return torch.optim.Adafactor(self.parameters())
 
 
+class Sparse(Net):
+    """An embedding whose gradient is sparse."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(4, 1, sparse=True).double()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) + self.table(batch[2] % 4).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
 def _refusals(num_ranks: int) -> list[str]:
     told = []
-    for module in (Sometimes(), Penalized(), Mixed(), Searching(), Factored()):
+    for module in (Sometimes(), Penalized(), Mixed(), Searching(), Factored(), Sparse()):
         trainer = quiet_trainer(FSDPStrategy(batch_size_is="global", timeout_s=60), num_ranks)
         try:
             trainer.fit(module, DataLoader(Numbered(), 6))
@@ -266,12 +280,13 @@ def _refusals(num_ranks: int) -> list[str]:
 
 
 def test_what_cannot_be_trained_exactly_is_refused_before_the_first_step() -> None:
-    for unused, outside, dtypes, lbfgs, adafactor in run_ranks(_refusals, 2, 2):
+    for unused, outside, dtypes, lbfgs, adafactor, sparse in run_ranks(_refusals, 2, 2):
         assert unused.startswith("0: fsdp: parameters took no part in the loss: extra.weight, extra.bias. Set ")
         assert outside.startswith("0: fsdp: a step uses a parameter of a part outside of the part's forward")
         assert dtypes.startswith("0: fsdp: the parameters of Mixed have several dtypes")
         assert lbfgs.startswith("0: fsdp: LBFGS computes with whole parameters, but each rank has a shard of each.")
         assert adafactor.startswith("0: fsdp: Adafactor computes with whole parameters")
+        assert sparse.startswith("0: fsdp: the gradient of table.weight is sparse, and can't be cut over the ranks")
 
 
 def _uneven(num_ranks: int) -> Tensor:
