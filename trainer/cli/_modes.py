@@ -5,9 +5,10 @@ from omegaconf import DictConfig
 from ...strategies import ConfigError
 from ..compare.compare import compare_strategies
 from ..compare.table import show_comparison
+from ..job import tables
 from ..launch import cluster
 from ..plan.plan import is_measured, measure, plan_memory
-from ..plan.table import show_measured, show_plan
+from ..plan.table import measured_lines, show_plan
 
 
 def run_advisory_mode(cfg: DictConfig) -> None:
@@ -39,4 +40,4 @@ def plan(cfg: DictConfig) -> None:
     planned = plan_memory(cfg)
     show_plan(planned)
     if measured:
-        show_measured(planned, measure(cfg, planned.strategy))
+        tables.show(None, measured_lines(planned, measure(cfg, planned.strategy)))

@@ -1,19 +1,16 @@
 """Run a search for hyperparameters and show its table: `hparams_search=optuna`."""
 
-import csv
-import importlib.util
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig
-from rich.table import Table
 
 from ...strategies import ConfigError
+from ..job import tables
 from ..job.hparams_search import Search, last_value
 from ..job.log_file import run_log
 from ..job.result import short_path
 from ..launch import cluster
-from .sweep_table import wide_console
 from .train import default_run_dir, inside_hydra, train
 
 
@@ -38,11 +35,6 @@ def run_search(cfg: DictConfig) -> float | None:
     return best.value
 
 
-def columns(search: Search) -> list[str]:
-    """Headings of the table."""
-    return ["trial", *search.space, "state", "seconds", search.cfg.monitor]
-
-
 def cells(search: Search, trial: Any) -> list[str]:
     """One string per column; a pruned trial shows its last value."""
     values = [trial.params.get(key, "") for key in search.space]
@@ -57,23 +49,16 @@ def show_search(search: Search) -> None:
     trials, best = search.study.trials, search.best()
     if not trials:
         return
-    names, rows = columns(search), [cells(search, trial) for trial in trials]
-    table = Table(title=f"{len(trials)} trials", title_justify="left")
-    for name in names:
-        table.add_column(name, justify="left" if name == "state" else "right")
+    names = ["trial", *search.space, "state", "seconds", str(search.cfg.monitor)]
+    rows = [cells(search, trial) for trial in trials]
+    table = tables.new_table(f"{len(trials)} trials", names, text=("state",))
     for trial, row in zip(trials, rows, strict=True):
         table.add_row(*row, style="bold green" if best and trial.number == best.number else None)
-    with (search.run_dir / "search.csv").open("w", newline="", encoding="utf-8") as file:
-        csv.writer(file).writerows([names, *rows])
-    if importlib.util.find_spec("PIL") is not None:
-        from ._sweep_picture import draw
-
-        draw(search.run_dir / "search.png", names, rows, bar_column=len(names) - 1)
-    console = wide_console()
-    console.print(table)
+    tables.write_files(search.run_dir / "search", names, rows, bar_column=len(names) - 1)
+    lines: list[str] = []
     if best is not None:
         values = " ".join(f"{key}={value}" for key, value in best.params.items())
-        console.print(f"best: trial {best.number}, {search.cfg.monitor} {best.value:.6g}: {values}", soft_wrap=True)
+        lines.append(f"best: trial {best.number}, {search.cfg.monitor} {best.value:.6g}: {values}")
         if result := search.results.get(best.number):
-            console.print(f"best checkpoint: {short_path(result.best_checkpoint)}", soft_wrap=True)
-    console.print(f"table: {short_path(str(search.run_dir / 'search.csv'))}", soft_wrap=True)
+            lines.append(f"best checkpoint: {short_path(result.best_checkpoint)}")
+    tables.show(table, [*lines, f"table: {short_path(str(search.run_dir / 'search.csv'))}"])

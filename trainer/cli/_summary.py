@@ -3,10 +3,9 @@
 import math
 from pathlib import Path
 
-from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
+from ..job import tables
 from ..job.result import DIVERGED, Result, short_path
 
 MEASURED = ("balance/", "device/", "lr-", "speed/")
@@ -80,18 +79,13 @@ def is_shown(name: str, result: Result) -> bool:
 def show_summary(result: Result, log_dir: str = "logs") -> None:
     """Print the summary table, the paths of the run, and the command that opens TensorBoard."""
     ended = "diverged: its weights contain nan" if result.status == DIVERGED else "finished"
-    table = Table(title=f"{result.mode} {ended}", show_header=False, title_justify="left")
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
+    table = tables.new_table(f"{result.mode} {ended}", ("what", "value"), text=("what",), folded=("value",))
+    table.show_header = False
     for label, value in summary_rows(result):
         table.add_row(label, Text(value))
-    console = Console()
-    if not (console.is_terminal or console.is_jupyter):
-        console = Console(width=80)
-    console.print(table)
     paths = path_rows(result)
     width = max(len(label) for label, _ in paths)
-    for label, path in paths:  # a path that is cut can't be pasted
-        console.print(Text(f"{label:<{width}}  {path}"), soft_wrap=True)
+    lines = [f"{label:<{width}}  {path}" for label, path in paths]  # not in the table: one that is cut can't be pasted
     if any(Path(result.run_dir).glob("events.out.tfevents.*")):
-        console.print(Text(f"tensorboard --logdir {log_dir}"), soft_wrap=True)
+        lines.append(f"tensorboard --logdir {log_dir}")
+    tables.show(table, lines)

@@ -1,8 +1,5 @@
 """Summarize a multirun: one table over all jobs, on the console, as CSV and as an image."""
 
-import csv
-import importlib.util
-import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -11,13 +8,10 @@ from typing import Any, ClassVar
 
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
-from rich.console import Console
-from rich.table import Table
 from typing_extensions import override
 
+from ..job import tables
 from ..job.result import DIVERGED, FAILED, RESULT_FILE, Result
-
-log = logging.getLogger(__name__)
 
 COLUMNS = ("job", "strategy", "overrides", "samples/s", "memory MiB", "metric", "value")
 
@@ -93,42 +87,19 @@ def show_table(home: Path) -> None:
     jobs = write_files(home)
     if not jobs:
         return
-    table = Table(title=f"{len(jobs)} jobs", title_justify="left")
-    for column in COLUMNS:
-        text = column in ("strategy", "overrides", "metric")
-        table.add_column(column, justify="left" if text else "right", overflow="fold", no_wrap=column != "overrides")
+    table = tables.new_table(f"{len(jobs)} jobs", COLUMNS, text=("strategy", "metric"), folded=("overrides",))
     best = best_job(jobs)
     for job in jobs:
         table.add_row(*job.cells(), style="bold green" if job is best else None)
-    console = wide_console()
-    console.print(table)
-    if best is not None:
-        console.print(" ".join([f"best: job {best.number}, {best.cells()[1]}", *best.overrides]), soft_wrap=True)
-    console.print(f"table: {home / 'sweep.csv'}", soft_wrap=True)
-
-
-def wide_console() -> Console:
-    """A console that is wide enough for the table if the output is not a terminal."""
-    console = Console()
-    return console if console.is_terminal or console.is_jupyter else Console(width=120)
+    found = [] if best is None else [" ".join([f"best: job {best.number}, {best.cells()[1]}", *best.overrides])]
+    tables.show(table, [*found, f"table: {home / 'sweep.csv'}"])
 
 
 def write_files(home: Path) -> list[Job]:
-    """Write `sweep.csv`, and `sweep.png` if Pillow is installed.
-
-    Args:
-        home: the sweep's directory.
-
-    Returns:
-        The jobs found there.
-    """
+    """Write the table's files, if there are jobs in a sweep's directory, and return those."""
     jobs = read_jobs(home)
     if jobs:
-        write_csv(home / "sweep.csv", jobs)
-    if jobs and importlib.util.find_spec("PIL") is not None:
-        from ._sweep_picture import draw
-
-        draw(home / "sweep.png", COLUMNS, [job.cells() for job in jobs], bar_column=COLUMNS.index("samples/s"))
+        tables.write_files(home / "sweep", COLUMNS, [job.cells() for job in jobs], COLUMNS.index("samples/s"))
     return jobs
 
 
@@ -164,14 +135,6 @@ def read_result(run_dir: Path) -> Result | None:
     """The outcome of a run; None if it failed."""
     result = Result.read(run_dir) if (run_dir / RESULT_FILE).exists() else None
     return None if result is None or result.status == FAILED else result
-
-
-def write_csv(path: Path, jobs: Sequence[Job]) -> None:
-    """Write the table with a header, one line per job."""
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file)
-        writer.writerow(COLUMNS)
-        writer.writerows(job.cells() for job in jobs)
 
 
 def best_job(jobs: Sequence[Job]) -> Job | None:

@@ -13,10 +13,8 @@ import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from rich.console import Console
-from rich.table import Table
-
 from ..config.descriptions import first_sentence
+from ..job import tables
 from . import main as command
 from ._help import entry
 
@@ -120,12 +118,11 @@ def strategies() -> None:
     """Print the table of strategies, those of a project in the current folder included."""
     source = command.Source(str(Path("conf").absolute()), "project") if Path("conf/strategy").is_dir() else None
     sources = [command.PACKAGE, *([source] if source else [])]
-    table = Table("strategy=", "what it does", title="Strategies", title_justify="left")
+    table = tables.new_table("Strategies", headings := ("strategy=", "what it does"), folded=headings)
     for found in sources:
         for name in found.files("strategy"):
             table.add_row(name, first_sentence(found.text(f"strategy/{name}")))
-    Console(width=None if sys.stdout.isatty() else 120).print(table)
-    sys.stdout.write("The options of one: evener train --help strategy=ddp. Which one? evener train mode=compare\n")
+    tables.show(table, ["The options of one: evener train --help strategy=ddp. Which one? evener train mode=compare"])
 
 
 def env() -> None:

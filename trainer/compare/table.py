@@ -1,9 +1,9 @@
 """Print the table of `mode=compare`."""
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from ..job import tables
 from ..job.result import short_path
 from ._judge import Comparison
 from .trial import OK, Trial
@@ -17,25 +17,17 @@ def show_comparison(comparison: Comparison, run_dir: str) -> None:
     Args:
         run_dir: directory of the trials.
     """
-    console = Console()
     trained = [trial for trial in comparison.trials if trial.status == OK]
-    if trained:
-        table = draw(comparison, trained)
-        # wide enough for whole cells, also if the output is a file
-        Console(
-            width=max(console.width, console.measure(table, options=console.options.update(width=200)).maximum)
-        ).print(table)
-    for line in [*reasons(comparison), *notes(comparison), recommendation(comparison), f"logs: {short_path(run_dir)}"]:
-        console.print(Text(line), soft_wrap=True)
+    lines = [*reasons(comparison), *notes(comparison), recommendation(comparison), f"logs: {short_path(run_dir)}"]
+    tables.show(draw(comparison, trained) if trained else None, lines)
 
 
 def draw(comparison: Comparison, trained: list[Trial]) -> Table:
     """Build the table, with one row per strategy that trained."""
     first = trained[0]
     title = f"compare: global batch {first.global_batch} samples, {len(first.losses)} steps"
-    table = Table(title=title, title_justify="left")
-    for heading in ("strategy", "processes", "samples/s", f"× {first.strategy}", "peak MiB", "losses"):
-        table.add_column(heading, no_wrap=True, justify="left" if heading in ("strategy", "losses") else "right")
+    headings = ("strategy", "processes", "samples/s", f"× {first.strategy}", "peak MiB", "losses")
+    table = tables.new_table(title, headings, text=("strategy", "losses"))
     for trial in trained:
         ratio = f"{trial.samples_per_s / first.samples_per_s:.2f}" if first.samples_per_s else ""
         name = Text(trial.strategy, style="bold" if trial.strategy == comparison.recommended else "")

@@ -3,50 +3,40 @@
 import shlex
 import sys
 from collections.abc import Sequence
+from itertools import groupby
 from pathlib import Path
 
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
-
 from ..compare.trial import OK, Trial
-from ._search import DevicePlan, MemoryPlan
+from ..job.tables import new_table, show
+from ._search import MemoryPlan
 from .plan import GB, plan_errors
 
 COLUMNS = ("parameters", "gradients", "optimizer", "batch", "activations", "communication", "peak")
+CELLS = ("samples", *COLUMNS)
 UNITS = (("GB", GB), ("MB", 10**6), ("kB", 10**3))
 
 
 def show_plan(plan: MemoryPlan) -> None:
     """Print the memory of each device, and the largest batch that fits."""
-    table = Table(title=title(plan), title_justify="left")
-    for heading in ("device", "samples", *COLUMNS):
-        table.add_column(heading, no_wrap=True, justify="right")
-    for first, last in alike(plan.devices):
-        name = str(first.device) if first is last else f"{first.device} to {last.device}"
-        table.add_row(name, str(first.samples), *(size_text(getattr(first, column)) for column in COLUMNS))
-    console = Console()
-    width = console.measure(table, options=console.options.update(width=200)).maximum
-    Console(width=max(console.width, width)).print(table)
-    for line in conclusions(plan):
-        console.print(Text(line), soft_wrap=True)
+    table = new_table(title(plan), ("device", *CELLS))
+    for amounts, alike in groupby(plan.devices, key=lambda device: [getattr(device, column) for column in CELLS]):
+        first, *others = (device.device for device in alike)
+        name = f"{first} to {others[-1]}" if others else str(first)
+        table.add_row(name, str(amounts[0]), *map(size_text, amounts[1:]))
+    show(table, conclusions(plan))
     if plan.tried:
-        show_tried(plan, console)
+        show_tried(plan)
 
 
-def show_tried(plan: MemoryPlan, console: Console) -> None:
+def show_tried(plan: MemoryPlan) -> None:
     """Print the other ways to train that were planned, and the command of the cheapest that fits."""
-    table = Table(title="the same global batch on the same devices, from cheap to expensive", title_justify="left")
-    for heading in ("options", "loader's batch", "computing", "sent", "peak"):
-        table.add_column(heading, overflow="fold", justify="left" if heading == "options" else "right")
+    headings = ("options", "loader's batch", "computing", "sent", "peak")
+    table = new_table("the same global batch on the same devices, from cheap to expensive", headings, text=headings[:1])
     for tried in plan.tried:
         peak = "refused" if tried.peak is None else size_text(tried.peak)
         cells = (str(tried.loader_batch), f"{tried.computing:.2f}", f"{tried.traffic:.1f} P", peak)
         table.add_row(" ".join(tried.options), *cells)
-    width = console.measure(table, options=console.options.update(width=200)).maximum
-    Console(width=max(console.width, width)).print(table)
-    for line in advice(plan, sys.argv):
-        console.print(Text(line), soft_wrap=True)
+    show(table, advice(plan, sys.argv))
 
 
 REPLACED = ("mode=", "device_memory_gb=", "strategy=", "plan.")
@@ -82,22 +72,6 @@ def title(plan: MemoryPlan) -> str:
     return f"plan: strategy={plan.strategy}, global batch {batch} samples"
 
 
-def alike(devices: list[DevicePlan]) -> list[tuple[DevicePlan, DevicePlan]]:
-    """Group adjacent devices with equal memory, as (first, last)."""
-    groups: list[tuple[DevicePlan, DevicePlan]] = []
-    for device in devices:
-        if groups and amounts(groups[-1][0]) == amounts(device):
-            groups[-1] = (groups[-1][0], device)
-        else:
-            groups.append((device, device))
-    return groups
-
-
-def amounts(device: DevicePlan) -> tuple[int, ...]:
-    """The cells of a row without the device's index."""
-    return (device.samples, *(int(getattr(device, column)) for column in COLUMNS))
-
-
 def conclusions(plan: MemoryPlan) -> list[str]:
     """Say whether the plan fits, and the largest batch that does."""
     if plan.device_bytes is None:
@@ -110,13 +84,6 @@ def conclusions(plan: MemoryPlan) -> list[str]:
     if not plan.largest_batch:
         return [line, f"A batch of one sample does not fit {room}: the module is too large for this strategy."]
     return [line, f"The largest batch of the loader that fits {room}: {plan.largest_batch:,} samples."]
-
-
-def show_measured(plan: MemoryPlan, measured: Trial) -> None:
-    """Print a plan's error relative to the measured peaks."""
-    console = Console()
-    for line in measured_lines(plan, measured):
-        console.print(Text(line), soft_wrap=True)
 
 
 def measured_lines(plan: MemoryPlan, measured: Trial) -> list[str]:

@@ -65,7 +65,7 @@ def test_the_smallest_metric_is_the_best_of_a_sweep_that_minimizes(
 def test_the_bars_of_the_picture_are_in_proportion(tmp_path: Path) -> None:
     from PIL import Image
 
-    from evener.trainer.cli._sweep_picture import BAR, BLUE, ROW, draw
+    from evener.trainer.job._table_picture import BAR, BLUE, ROW, draw
 
     draw(tmp_path / "t.png", ["job", "samples/s"], [["0", "50"], ["1", "100"], ["2", ""]], bar_column=1)
     picture = Image.open(tmp_path / "t.png").convert("RGB")

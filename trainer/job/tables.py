@@ -1,0 +1,56 @@
+"""Print tables on the console, and write them to files."""
+
+import csv
+import importlib.util
+from collections.abc import Collection, Iterable, Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+
+def new_table(title: str, headings: Iterable[str], text: Collection[str] = (), folded: Collection[str] = ()) -> Table:
+    """Make a table of numbers, aligned to the right.
+
+    Args:
+        text: the headings of columns that are aligned to the left.
+        folded: those of columns whose cells may take several lines.
+    """
+    table = Table(title=title, title_justify="left")
+    for heading in headings:
+        left = heading in text or heading in folded
+        table.add_column(heading, justify="left" if left else "right", overflow="fold", no_wrap=heading not in folded)
+    return table
+
+
+def show(table: Table | None, lines: Iterable[str] = ()) -> None:
+    """Print a table, if there is one, and lines below it that are not wrapped.
+
+    A table without folded columns is printed whole, however narrow the console is.
+    """
+    console = Console()
+    if table is not None:
+        if all(column.no_wrap for column in table.columns):
+            whole = console.measure(table, options=console.options.update(width=200)).maximum
+            console.width = max(console.width, whole)
+        elif not (console.is_terminal or console.is_jupyter):
+            console.width = 120
+        console.print(table)
+    for line in lines:
+        console.print(Text(line), soft_wrap=True)
+
+
+def write_files(path: Path, headings: Sequence[str], rows: Sequence[Sequence[str]], bar_column: int) -> None:
+    """Write a table as `.csv` and, if Pillow is installed, as `.png`.
+
+    Args:
+        path: without the suffixes.
+        bar_column: the column whose numbers get bars in the picture.
+    """
+    with path.with_suffix(".csv").open("w", newline="", encoding="utf-8") as file:
+        csv.writer(file).writerows([headings, *rows])
+    if importlib.util.find_spec("PIL") is not None:
+        from ._table_picture import draw
+
+        draw(path.with_suffix(".png"), headings, rows, bar_column)
