@@ -30,6 +30,7 @@ from ..strategies.registry import ranks_of, stop_signal_of
 from .callbacks.nonfinite import DetectNonFinite
 from .checkpoint import Checkpoint, RunTimer, distinguish
 from .checkpoint.checkpoint_io import VerifiedCheckpointIO
+from .checkpoint.clean_points import ExactCheckpoints
 from .config.nearest import did_you_mean
 from .loggers.csv import open_files, refresh_files
 from .logging.connector import LeanLoggerConnector
@@ -37,7 +38,7 @@ from .loops.evaluation_loops import LeanEvaluationLoop, LeanPredictionLoop
 from .loops.explained_errors import explained_errors
 from .loops.lean import is_lean
 from .loops.log_method import lean_logging
-from .loops.loops import ExactCheckpointConnector, LeanFitLoop, LeanTrainingEpochLoop
+from .loops.loops import LeanFitLoop, LeanTrainingEpochLoop
 from .loops.progress_bar import TimedBar
 
 OnNonFinite: TypeAlias = Literal["raise", "skip_step", "off", False] | None
@@ -144,15 +145,17 @@ class Trainer(pl.Trainer):
             super().__init__(strategy=strategy, **kwargs)
         if strategy == "auto":
             self._choose_own_strategy()
-        self._count_own_time(given)
+        callbacks: list[Any] = self.callbacks  # pyright: ignore[reportAttributeAccessIssue]  # a list, untyped
+        own = {id(callback) for callback in given}  # Lightning's bar, and its timer of `max_time`, are replaced
+        callbacks[:] = [RunTimer(cb) if isinstance(cb, Timer) and id(cb) not in own else cb for cb in callbacks]
+        bar = self.progress_bar_callback
+        self.timed_bar = None if bar is None or id(bar) in own else TimedBar(bar)
         self.exact_accumulation = exact_accumulation
         self.lean = is_lean(lean)
         self.agreed_to_stop = False
         self._signal: int | None = None
         self._agreed_log_dir: tuple[str | None] | None = None
-        self.timed_bar = self._own_bar(given)
         if detect_nonfinite not in ("off", False, None):
-            callbacks: list[pl.Callback] = self.callbacks  # pyright: ignore[reportAttributeAccessIssue]  # a list, untyped
             callbacks.insert(0, DetectNonFinite(detect_nonfinite))
         self._make_lean(bool(kwargs.get("inference_mode", True)))
         # Lightning's logs from within the handler; a strategy of several processes puts its own in this place
@@ -174,7 +177,7 @@ class Trainer(pl.Trainer):
         """Replace Lightning's loops, which have not run yet, with the lean ones, which also resume exactly."""
         connector: Any = LeanLoggerConnector(self)
         self._logger_connector = connector
-        self._checkpoint_connector = ExactCheckpointConnector(self)
+        self._checkpoint_connector = ExactCheckpoints(self)
         lightnings = self.fit_loop
         self.fit_loop = LeanFitLoop(self, lightnings.min_epochs, lightnings.max_epochs)
         self.fit_loop.epoch_loop = LeanTrainingEpochLoop(self, lightnings.min_steps, lightnings.max_steps)
@@ -185,20 +188,6 @@ class Trainer(pl.Trainer):
             self, TrainerFn.TESTING, RunningStage.TESTING, inference_mode=inference_mode
         )
         self.predict_loop = LeanPredictionLoop(self, inference_mode=inference_mode)
-
-    def _own_bar(self, given: list[Any]) -> TimedBar | None:
-        """Wrap Lightning's default progress bar; one that the user gave keeps its own refresh rate."""
-        bar = self.progress_bar_callback
-        if bar is None or any(bar is callback for callback in given):
-            return None
-        return TimedBar(bar)
-
-    def _count_own_time(self, given: list[Any]) -> None:
-        """Replace the timer that Lightning has made of `max_time`; one that the user gave stays."""
-        callbacks: list[Any] = self.callbacks  # pyright: ignore[reportAttributeAccessIssue]  # a list, untyped
-        for i, callback in enumerate(callbacks):
-            if isinstance(callback, Timer) and not any(callback is other for other in given):
-                callbacks[i] = RunTimer(callback)
 
     fit = _verified(pl.Trainer.fit)
     validate = _verified(pl.Trainer.validate)
@@ -242,7 +231,9 @@ class Trainer(pl.Trainer):
         received: list[int] = []
 
         def stop(signum: int, frame: FrameType | None) -> None:
-            if signum == signal.SIGINT and (received or not self._would_save()):
+            savers = [callback for callback in self.checkpoint_callbacks if isinstance(callback, Checkpoint)]
+            saves = self.fit_loop.takes_steps and any(saver.save_last for saver in savers)
+            if signum == signal.SIGINT and (received or not saves):  # stopping after this step would save nothing
                 raise KeyboardInterrupt
             received.append(signum)
             # a strategy of several processes has a function of its own in this place
@@ -263,11 +254,6 @@ class Trainer(pl.Trainer):
         finally:
             for signum, handler in before.items():
                 signal.signal(signum, handler)
-
-    def _would_save(self) -> bool:
-        """Whether stopping after this step would save anything."""
-        savers = [callback for callback in self.checkpoint_callbacks if isinstance(callback, Checkpoint)]
-        return self.fit_loop.takes_steps and any(saver.save_last for saver in savers)
 
     def _on_signal(self, signum: int, _: object) -> None:
         self._signal = signum

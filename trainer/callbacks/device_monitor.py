@@ -5,11 +5,11 @@ import torch
 from pytorch_lightning.strategies import Strategy
 from typing_extensions import override
 
-from ...strategies.core.devices import peak_memory_bytes, precise_dtype, reset_peak_memory_bytes
+from ...strategies.core.devices import precise_dtype
 from ...strategies.core.private import of_lightning
 from ...strategies.registry import process_devices
 from .batch_layout import global_sizes
-from .peak_memory import peak_resident_bytes, reset_peak_resident
+from .peak_memory import peak_bytes
 from .step_times import DDPTimes
 
 MIB = 2**20
@@ -64,7 +64,7 @@ def rank_times(strategy: Strategy, own_s: float | None) -> dict[str, float]:
 
 def gather_peak_memory_mib(strategy: Strategy) -> list[float]:
     """Peak memory of every device of every process in MiB; every rank must call it."""
-    return gather(strategy, [peak_memory_mib(device) for device in process_devices(strategy)])
+    return gather(strategy, [peak_bytes(device) / MIB for device in process_devices(strategy)])
 
 
 def gather(strategy: Strategy, values: list[float]) -> list[float]:
@@ -75,16 +75,3 @@ def gather(strategy: Strategy, values: list[float]) -> list[float]:
     places[rank] = torch.tensor(values, dtype=places.dtype)
     gathered: torch.Tensor = strategy.reduce(places, reduce_op="sum")
     return gathered.flatten().tolist()
-
-
-def peak_memory_mib(device: torch.device) -> float:
-    """Peak memory of a device in MiB; for the CPU the largest resident size of this process."""
-    measured = peak_memory_bytes(device)
-    return (peak_resident_bytes() if measured is None else measured) / MIB
-
-
-def reset_peak_memory(strategy: Strategy) -> None:
-    """Reset the peaks, which may stem from an earlier run in this process, such as another job of a sweep."""
-    for device in process_devices(strategy):
-        reset_peak_memory_bytes(device)
-    reset_peak_resident()

@@ -38,7 +38,9 @@ def count_flops(module: pl.LightningModule, batch: Batch) -> int:
         fake = copy.deepcopy(module, {**fakes, **shared})
         silence(fake)
         with counter:
-            output = fake.training_step(*_arguments(fake, apply_to_collection(batch, Tensor, mode.from_tensor)))
+            takes_index = is_param_in_hook_signature(fake.training_step, "batch_idx", min_args=2)
+            fake_batch = apply_to_collection(batch, Tensor, mode.from_tensor)
+            output = fake.training_step(fake_batch, *([0] if takes_index else []))
             loss: Any = output["loss"] if isinstance(output, dict) else output
             loss.backward()
     return counter.get_total_flops()
@@ -55,10 +57,6 @@ def silence(module: pl.LightningModule) -> None:
 def _leaf(mode: FakeTensorMode, tensor: Tensor) -> Tensor:
     fake: Tensor = mode.from_tensor(tensor.detach())
     return nn.Parameter(fake, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
-
-
-def _arguments(module: pl.LightningModule, batch: Batch) -> tuple[Any, ...]:
-    return (batch, 0) if is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2) else (batch,)
 
 
 def _nothing(*_: Any, **__: Any) -> None:

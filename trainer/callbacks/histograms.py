@@ -7,6 +7,7 @@ from pytorch_lightning.loggers import TensorBoardLogger
 from torch import Tensor
 from typing_extensions import override
 
+from ...strategies.core.options import Count, checked
 from ...strategies.core.private import of_lightning
 
 
@@ -19,14 +20,10 @@ class Histograms(pl.Callback):
 
     Args:
         every_n_epochs: number of epochs between histograms.
-
-    Raises:
-        ValueError: `every_n_epochs` is less than 1.
     """
 
-    def __init__(self, every_n_epochs: int = 1) -> None:
-        if every_n_epochs < 1:
-            raise ValueError(f"Histograms: every_n_epochs must be at least 1; got {every_n_epochs}.")
+    @checked
+    def __init__(self, every_n_epochs: Count = 1) -> None:
         self.every_n_epochs = every_n_epochs
 
     @override

@@ -89,9 +89,7 @@ class LearningRateFinder(pl.Callback):
             )
 
     @override
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
         """Set the rate of this step, whatever a scheduler says."""
         rate = self.min_lr * (self.max_lr / self.min_lr) ** (len(self.rates) / (self.num_steps - 1))
         self.rates.append(rate)

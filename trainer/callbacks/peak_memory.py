@@ -1,12 +1,23 @@
-"""Read and reset the peak resident size of this process."""
+"""Read and reset the peak memory of devices; that of the CPU is the resident size of this process."""
 
 import resource
 import sys
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
+import torch
+
+from ...strategies.core.devices import peak_memory_bytes, reset_peak_memory_bytes
+
 STATUS = Path("/proc/self/status")
 CLEAR = Path("/proc/self/clear_refs")
+
+
+def peak_bytes(device: torch.device) -> int:
+    """Peak memory of a device in bytes; for the CPU the largest resident size of this process."""
+    measured = peak_memory_bytes(device)
+    return peak_resident_bytes() if measured is None else measured
 
 
 def peak_resident_bytes() -> int:
@@ -18,7 +29,12 @@ def peak_resident_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-def reset_peak_resident() -> None:
-    """Reset the peak if the system supports it (Linux: proc_pid_clear_refs(5), value 5)."""
+def reset_peaks(devices: Iterable[torch.device]) -> None:
+    """Reset the peaks, which may stem from an earlier run in this process, such as another job of a sweep.
+
+    That of the CPU is reset if the system supports it (Linux: proc_pid_clear_refs(5), value 5).
+    """
+    for device in devices:
+        reset_peak_memory_bytes(device)
     with suppress(OSError):
         CLEAR.write_text("5")

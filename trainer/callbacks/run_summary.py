@@ -11,8 +11,9 @@ from typing_extensions import override
 from ...strategies.batch.chunks import num_samples
 from ...strategies.core.module_checks import has_nan
 from ...strategies.core.private import of_lightning
-from ...strategies.registry import ranks_of
-from .device_monitor import gather_peak_memory_mib, reset_peak_memory
+from ...strategies.registry import process_devices, ranks_of
+from .device_monitor import gather_peak_memory_mib
+from .peak_memory import reset_peaks
 from .step_times import DDPTimes, StepClock, StepTimes
 
 
@@ -42,7 +43,7 @@ class RunSummary(pl.Callback):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        reset_peak_memory(trainer.strategy)
+        reset_peaks(process_devices(trainer.strategy))
         self._clock.measure_on(trainer.strategy.root_device)
         self._last_step = of_lightning.log_step(trainer)
         self._ddp_times = DDPTimes.of(trainer)
@@ -52,9 +53,7 @@ class RunSummary(pl.Callback):
         self._clock.go()
 
     @override
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, *args: Any, **kwargs: Any) -> None:
         self._clock.start_batch()
 
     @override

@@ -50,12 +50,11 @@ def slow_rank(points: Sequence[Sequence[Spread]]) -> int | None:
     if len(slowest) != 1:
         return None
     (rank,) = slowest
-    return rank if all(_is_slower(ranks, rank) for ranks in points) else None
+    return rank if all(ranks[rank].low > SLOWER * _highest(ranks, rank) for ranks in points) else None
 
 
-def _is_slower(ranks: Sequence[Spread], rank: int) -> bool:
-    others = [spread.high for other, spread in enumerate(ranks) if other != rank]
-    return ranks[rank].low > SLOWER * max(others)
+def _highest(ranks: Sequence[Spread], but: int) -> float:
+    return max(spread.high for rank, spread in enumerate(ranks) if rank != but)
 
 
 class SlowRank(pl.Callback):
@@ -87,9 +86,7 @@ class SlowRank(pl.Callback):
         self._store = PrefixStore(f"speed/{fit}", ranks.coordinator.root_store)
 
     @override
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
         if self._times is None or self._store is None:
             return
         self._num_batches += 1

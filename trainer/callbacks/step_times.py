@@ -87,8 +87,13 @@ class HostSpans:
 
     def __init__(self, now: Callable[[], float]) -> None:
         self._now = now
-        self._since = 0.0
+        self._since: float | None = None
         self._seconds = 0.0
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a span has begun and not ended."""
+        return self._since is not None
 
     def start(self) -> None:
         """Begin a span."""
@@ -96,11 +101,11 @@ class HostSpans:
 
     def stop(self) -> None:
         """End it."""
-        self._seconds += self._now() - self._since
+        self._seconds, self._since = self.seconds(), None
 
     def seconds(self) -> float:
-        """The seconds of all spans so far."""
-        return self._seconds
+        """The seconds of all spans so far, of one that has not ended, too."""
+        return self._seconds + (0.0 if self._since is None else self._now() - self._since)
 
 
 class DeviceSpans:
@@ -185,16 +190,14 @@ class StepClock:
         now: reads a monotonic clock, in seconds.
 
     Attributes:
-        seconds: seconds of training so far, pauses excluded; complete while paused.
         num_samples: samples so far.
     """
 
     def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
         self.now = now
+        self._training = HostSpans(now)
         self._spans: HostSpans | DeviceSpans = HostSpans(now)
-        self.seconds = 0.0
         self.num_samples = 0
-        self._since: float | None = None
         self._last = (0.0, 0.0, 0.0, 0)
 
     def measure_on(self, device: torch.device) -> None:
@@ -203,15 +206,19 @@ class StepClock:
         seconds, _, wait, samples = self._last
         self._last = (seconds, 0.0, wait, samples)
 
+    @property
+    def seconds(self) -> float:
+        """Seconds of training so far, pauses excluded."""
+        return self._training.seconds()
+
     def go(self) -> None:
         """Start, or resume after a pause."""
-        self._since = self._since or self.now()
+        if not self._training.is_open:
+            self._training.start()
 
     def pause(self) -> None:
         """Pause, for anything that is not training."""
-        if self._since is not None:
-            self.seconds += self.now() - self._since
-        self._since = None
+        self._training.stop()
 
     def start_batch(self) -> None:
         """Record that a batch has arrived."""
@@ -232,9 +239,6 @@ class StepClock:
         Returns:
             The means; None if no time has passed.
         """
-        if self._since is not None:
-            self.pause()
-            self.go()
         current = (self.seconds, self._spans.seconds(), data_wait_s, self.num_samples)
         seconds, compute, wait, samples = (new - old for new, old in zip(current, self._last, strict=True))
         self._last = current

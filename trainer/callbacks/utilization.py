@@ -75,9 +75,7 @@ class Utilization(pl.Callback):
         self._phases.enter("optimizer")
 
     @override
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
         self._phases.enter(None)
         callbacks: list[Any] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]  # a list, untyped
         times = next((c.times for c in callbacks if isinstance(c, RunSummary)), None)

@@ -26,12 +26,9 @@ from ...strategies.core.private import of_lightning
 from ._interval import Interval
 from .checkpoint_io import VerifiedCheckpointIO
 from .file_io import remove_leftovers
-from .find import find_newest, good_or_newest
 from .snapshots import MemorySnapshots, snapshots_of
 
 log = logging.getLogger(__name__)
-
-__all__ = ["Checkpoint", "find_newest", "good_or_newest"]
 
 
 class Checkpoint(ModelCheckpoint):

@@ -64,9 +64,8 @@ def _subclass(resumable: type, cls: Any) -> Any:
     def reduce_as_plain(self: Any, protocol: Any) -> Any:
         # Pickle and copy as the original class, which can be imported; a trainer makes copies resumable again.
         maker, args, *rest = cls.__reduce_ex__(self, protocol)
-        maker = (
-            _new if maker.__name__ == "__newobj__" else maker
-        )  # pickle allows __newobj__ only for the object's own class
+        if maker.__name__ == "__newobj__":  # which pickle allows for the object's own class only
+            maker = _new
         return (maker, tuple(cls if arg is type(self) else arg for arg in args), *rest)
 
     members = {"__module__": cls.__module__, "__doc__": cls.__doc__, "__reduce_ex__": reduce_as_plain}
@@ -127,12 +126,8 @@ class ResumableLoader(DataLoader[Any]):
 
     def state_dict(self) -> dict[str, Any]:
         """The position in the current epoch: batches taken, the random state of its order, and its own generators."""
-        return {
-            "position": self._position,
-            "seed": self._seed,
-            "start": self._start,
-            "generators": self._generator_states(),
-        }
+        own = {"position": self._position, "seed": self._seed, "start": self._start}
+        return {**own, "generators": self._generator_states()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Start the next iteration at the saved position."""
@@ -233,18 +228,13 @@ class ResumableLoader(DataLoader[Any]):
         return iterator
 
     def _agreed_seed(self) -> int:
-        """The seed of this epoch's samples, the same on all ranks that share the loader."""
+        """The seed that torch's iterator will draw for this epoch, the same on all ranks that share the loader."""
         batches: RankBatches | None = getattr(self, "rank_batches", None)
-        seed = self._peek_seed()
-        return seed if batches is None or not self.num_workers else batches.agree(seed)
-
-    def _peek_seed(self) -> int:
-        """The seed that torch's iterator will draw for its workers."""
         generator = self.generator or torch.default_generator
         before = generator.get_state()
         seed = self._draw_seed()
         generator.set_state(before)
-        return seed
+        return seed if batches is None or not self.num_workers else batches.agree(seed)
 
     def _draw_seed(self) -> int:
         return int(torch.empty((), dtype=torch.int64).random_(generator=self.generator))

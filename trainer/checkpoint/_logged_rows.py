@@ -1,12 +1,20 @@
-"""Count the rows that loggers have written to files, so that a resumed run keeps those up to its checkpoint."""
+"""Withdraw what loggers have written after the checkpoint that a run resumes: rows of files, points of TensorBoard."""
 
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
+import pytorch_lightning as pl
+from pytorch_lightning.loggers import TensorBoardLogger
 from pytorch_lightning.loggers.logger import DummyLogger
+from tensorboard.compat.proto import event_pb2 as event_pb2_module
 
+from ...strategies.core.private import of_lightning, of_torch
 from ...strategies.core.private.of_lightning import EXPERIMENT
+
+# protobuf creates its classes at run time
+event_pb2: Any = event_pb2_module
 
 
 @runtime_checkable
@@ -42,6 +50,19 @@ def withdraw(trainer: Any, counted: Mapping[str, int]) -> None:
         rows = 0 if trainer.ckpt_path is None else counted.get(_name(file))
         if rows is not None:
             file.keep_rows(rows)
+
+
+def withdraw_later_points(trainer: pl.Trainer) -> None:
+    """Tell TensorBoard to discard later points, which were written before this run was interrupted."""
+    step = of_lightning.log_step(trainer)
+    logs = [logger for logger in trainer.loggers if isinstance(logger, TensorBoardLogger)]
+    logs += [log for logger in logs for log in getattr(logger, "sub_runs", ())]
+    for log in logs if trainer.is_global_zero else []:
+        writer: Any = log.experiment
+        several = len(list(Path(log.log_dir).glob("events.out.tfevents.*"))) > 1
+        if several or getattr(writer, "continues", False):
+            started = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+            of_torch.get_file_writer(writer)().add_event(event_pb2.Event(session_log=started), step)
 
 
 def _files(trainer: Any) -> list[RowsFile]:

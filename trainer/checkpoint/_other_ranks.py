@@ -20,7 +20,7 @@ from torchmetrics import Metric
 
 from ...strategies.core.errors import ConfigError
 from ...strategies.distributed.metrics.saved import SavedMetric, combined_states
-from ._logged_values import on_one_device, part_of
+from ..logging.entries import on_one_device, part_of
 
 State = dict[str, Any]
 

@@ -1,15 +1,19 @@
-"""Describe where a run goes on, for any number of ranks."""
+"""Describe where a run goes on, for any number of ranks, and where it has ended."""
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Literal, TypeAlias
 
 import pytorch_lightning as pl
+from pytorch_lightning.callbacks import Checkpoint as LightningCheckpoint
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 
+from ...strategies.core.private import of_lightning
 from ...strategies.registry import ranks_of
 from ._other_ranks import state_for
+from ._snapshot import Snapshot
 
 Place: TypeAlias = Literal["between_batches", "before_validation", "after_epoch"]
 BETWEEN_BATCHES: Place = "between_batches"
@@ -72,6 +76,41 @@ class ResumePoint:
         rank = trainer.global_rank
         own = self.ranks[rank] if same else state_for(self.ranks, rank, trainer.world_size, trainer.lightning_module)
         return replace(self, ranks=[own])
+
+
+@dataclass(frozen=True)
+class EndOfRun:
+    """Where training has ended, for what `trainer.save_checkpoint`, or a hook of the end of the epoch, saves then.
+
+    If steps or time are used up within an epoch, Lightning ends the epoch all the same: hooks run, metrics are reset,
+    and the next epoch is counted. A run that goes on with more steps must not see that.
+
+    Args:
+        point: with this rank's state.
+        entries: replace a checkpoint's.
+        callbacks: states of callbacks; those that save are left out, since they must know the files written since.
+    """
+
+    point: ResumePoint
+    entries: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+    callbacks: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+
+    @classmethod
+    def of(cls, trainer: pl.Trainer, point: ResumePoint) -> "EndOfRun":
+        """Copy the present state, between two batches or after an epoch."""
+        copied = replace(point, ranks=Snapshot().take(point.ranks))
+        if point.point == AFTER_EPOCH:
+            return cls(copied)
+        loops = of_lightning.get_loops_state_dict(of_lightning.connector(trainer))()
+        entries = {"epoch": trainer.current_epoch, "global_step": trainer.global_step, "loops": loops}
+        found: list[Any] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]  # a list, untyped
+        callbacks = {cb.state_key: cb.state_dict() for cb in found if not isinstance(cb, LightningCheckpoint)}
+        return cls(copied, copy.deepcopy(entries), Snapshot().take(callbacks))
+
+    def put_into(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a checkpoint, which was read since, with this state in the place of its own."""
+        callbacks = {key: self.callbacks.get(key, state) for key, state in checkpoint.get("callbacks", {}).items()}
+        return {**checkpoint, **self.entries, "callbacks": callbacks}
 
 
 def counts_global_batches(trainer: pl.Trainer) -> bool:

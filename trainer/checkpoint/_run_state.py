@@ -18,7 +18,6 @@ from typing import Any
 import pytorch_lightning as pl
 import torch
 from lightning_fabric.utilities import move_data_to_device
-from lightning_utilities.core.apply_func import apply_to_collection
 from pytorch_lightning.utilities.combined_loader import CombinedLoader
 from torch import Tensor
 from torchmetrics import Metric
@@ -30,7 +29,8 @@ from ...strategies.distributed.metrics.states import Mark
 from ...strategies.distributed.metrics.sync import MetricSync
 from ...strategies.distributed.objects import gather_on_first
 from ...strategies.registry import process_devices, ranks_of
-from . import _logged_values
+from ...strategies.sharding.whole import map_tensors
+from ..logging import entries
 from ._loader_state import ResumableLoader, is_resumable
 
 logger = logging.getLogger(__name__)
@@ -43,14 +43,17 @@ def capture(trainer: pl.Trainer, accumulating: bool) -> dict[str, Any]:
         accumulating: whether the gradients belong to an unfinished step.
     """
     loader = of_lightning.combined_loader(trainer.fit_loop)
-    module = trainer.lightning_module
+    module, sync = trainer.lightning_module, _metric_sync(trainer)
     return {
         "random": rng.capture(devices_in_use(trainer)),
         "loaders": [] if loader is None else _positions(trainer, loader),
         "gradients": _gradients(trainer) if accumulating else None,
         "weights": _on_cpu(_weights(trainer).total) if accumulating else 0.0,
-        "metrics": {name: _saved(metric, _metric_sync(trainer)) for name, metric in _metrics(module)},
-        "results": _logged_values.capture(of_lightning.results(trainer.fit_loop.epoch_loop)),
+        "metrics": {
+            name: SavedMetric.of(metric, [] if sync is None else sync.marks_of(metric)).to_dict()
+            for name, metric in _metrics(module)
+        },
+        "results": entries.capture(of_lightning.results(trainer.fit_loop.epoch_loop)),
         "logged": _on_cpu(dict(trainer.callback_metrics)),
     }
 
@@ -68,7 +71,7 @@ def restore(trainer: pl.Trainer, state: dict[str, Any]) -> None:
     """Restore a state that `capture` read; call it after everything that draws random numbers at the start of a run."""
     module = trainer.lightning_module
     of_lightning.callback_metrics(of_lightning.logger_connector(trainer)).update(state["logged"])
-    _logged_values.restore(trainer, of_lightning.results(trainer.fit_loop.epoch_loop), state["results"])
+    entries.restore(trainer, of_lightning.results(trainer.fit_loop.epoch_loop), state["results"])
     sync = _metric_sync(trainer)
     for name, metric in _metrics(module):
         if name in state["metrics"]:
@@ -145,11 +148,6 @@ def _metric_sync(trainer: Any) -> MetricSync | None:
     return None if ranks is None or ranks.metrics is None else ranks.metrics.sync
 
 
-def _saved(metric: Metric, sync: MetricSync | None) -> dict[str, Any]:
-    marks = [] if sync is None else sync.marks_of(metric)
-    return SavedMetric.of(metric, marks).to_dict()
-
-
 def _gradients(trainer: pl.Trainer) -> dict[str, Tensor]:
     whole = getattr(trainer.strategy, "whole_gradients", None)  # a strategy of shards has not all in `grad`
     if whole is not None:
@@ -173,4 +171,4 @@ def _metrics(module: torch.nn.Module) -> list[tuple[str, Metric]]:
 
 
 def _on_cpu(tree: Any) -> Any:
-    return apply_to_collection(tree, Tensor, _logged_values.on_cpu)
+    return map_tensors(tree, lambda tensor: tensor.detach().cpu())

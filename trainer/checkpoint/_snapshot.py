@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ...strategies.sharding.whole import map_tensors
+
 _PIECE = 2**21
 """Bytes that a thread copies at a time."""
 _MAX_THREADS = 4
@@ -22,44 +24,45 @@ class Snapshot:
     """
 
     def __init__(self) -> None:
-        self._buffers: dict[tuple[Any, ...], Tensor] = {}
-        self._used: dict[tuple[Any, ...], Tensor] = {}
-        self._seen: dict[tuple[Any, ...], Tensor] = {}
-        self._copies: list[tuple[Tensor, Tensor]] = []
+        self._buffers: dict[tuple[Any, ...], list[Tensor]] = {}
 
     def take(self, tree: Any) -> Any:
         """Copy all tensors of nested dicts, lists and tuples to the host.
 
         The copy is valid until the next call. A tensor that occurs several times is copied once and stays shared.
         """
-        self._used, self._seen, self._copies = {}, {}, []
-        copy = self._copy(tree, ())
-        copy_tensors(self._copies)
-        self._buffers, self._seen, self._copies = self._used, {}, []
+        free, used = self._buffers, dict[tuple[Any, ...], list[Tensor]]()
+        found: dict[tuple[Any, ...], Tensor] = {}
+        copies: list[tuple[Tensor, Tensor]] = []
+
+        def buffer_of(tensor: Tensor) -> Tensor:
+            tensor = tensor.detach()
+            if not is_strided(tensor):
+                return tensor.cpu().clone()
+            same = identity(tensor)
+            if same not in found or not tensor.numel():
+                kind = (tensor.device, tensor.shape, tensor.stride(), tensor.dtype)
+                kept, on_device = free.get(kind), tensor.device.type == "cuda"
+                buffer = kept.pop() if kept else torch.empty_like(tensor, device="cpu", pin_memory=on_device)
+                used.setdefault(kind, []).append(buffer)
+                copies.append((tensor, buffer))
+                found[same] = buffer
+            return found[same]
+
+        copy = map_tensors(tree, buffer_of)
+        copy_tensors(copies)
+        self._buffers = used
         return copy
 
-    def _copy(self, tree: Any, path: tuple[Any, ...]) -> Any:
-        if isinstance(tree, Tensor):
-            return self._copy_tensor(tree.detach(), path)
-        if isinstance(tree, dict):
-            return type(tree)((key, self._copy(value, (*path, key))) for key, value in tree.items())
-        if type(tree) in (list, tuple):
-            return type(tree)(self._copy(value, (*path, i)) for i, value in enumerate(tree))
-        return tree
 
-    def _copy_tensor(self, tensor: Tensor, path: tuple[Any, ...]) -> Tensor:
-        if type(tensor) is not Tensor or tensor.layout != torch.strided or tensor.device.type == "meta":
-            return tensor.cpu().clone()
-        same = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
-        if tensor.numel() and same in self._seen:
-            return self._seen[same]
-        key = (tensor.device, path, tensor.shape, tensor.stride(), tensor.dtype)
-        buffer = self._buffers.get(key)
-        if buffer is None:
-            buffer = torch.empty_like(tensor, device="cpu", pin_memory=tensor.device.type == "cuda")
-        self._copies.append((tensor, buffer))
-        self._used[key] = self._seen[same] = buffer
-        return buffer
+def is_strided(tensor: Tensor) -> bool:
+    """Whether a tensor is a plain one, whose elements are in memory."""
+    return type(tensor) is Tensor and tensor.layout == torch.strided and tensor.device.type != "meta"
+
+
+def identity(tensor: Tensor) -> tuple[Any, ...]:
+    """What two tensors have in common that show the same elements of memory."""
+    return tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
 
 def copy_tensors(copies: Iterable[tuple[Tensor, Tensor]]) -> None:

@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
 from ...strategies.sharding.placed import ALIGNMENT, PLACE
-from ._snapshot import copy_tensors
+from ...strategies.sharding.whole import map_tensors
+from ._snapshot import copy_tensors, identity, is_strided
 
 FILE = "evener_tensors"
 """The key of a checkpoint with the name of the file that has its tensors."""
@@ -55,7 +55,7 @@ class TensorFiles:
         """
         self._turn = 1 - self._turn
         layout = _Layout()
-        placed: dict[str, Any] = apply_to_collection(state, Tensor, layout.place)
+        placed: dict[str, Any] = map_tensors(state, layout.place)
         buffer = self._buffer(max(layout.end, 1))
         copy_tensors(
             (tensor, _view(buffer, start, tensor.dtype, tensor.shape, tensor.stride()))
@@ -104,10 +104,9 @@ def with_tensors(checkpoint: dict[str, Any], directory: Path, mapped: Collection
     def view(start: int, dtype: str, shape: list[int], stride: list[int]) -> Tensor:
         return _view(buffer, start, getattr(torch, dtype), shape, stride)
 
-    def copy(start: int, dtype: str, shape: list[int], stride: list[int]) -> Tensor:
+    def copy(start: int, *kind: Any) -> Tensor:
         if start not in found:
-            own = buffer[start : start + _num_bytes(getattr(torch, dtype), shape)].clone()
-            found[start] = _view(own, 0, getattr(torch, dtype), shape, stride)
+            found[start] = view(start, *kind).clone(memory_format=torch.preserve_format)
         return found[start]
 
     return {key: _filled(value, view if key in mapped else copy) for key, value in checkpoint.items() if key != FILE}
@@ -131,7 +130,7 @@ class _Layout:
         num_bytes = _num_bytes(tensor.dtype, tensor.shape)
         if num_bytes < _SMALLEST or not _is_dense(tensor):
             return tensor
-        same = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+        same = identity(tensor)
         if same not in self._starts:
             self._starts[same] = self.end
             self.found.append((tensor, self.end))
@@ -152,7 +151,7 @@ def _filled(tree: Any, read: Callable[..., Tensor]) -> Any:
 
 def _is_dense(tensor: Tensor) -> bool:
     """Whether the elements fill a stretch of memory, in whatever order."""
-    if type(tensor) is not Tensor or tensor.layout != torch.strided or tensor.device.type == "meta":
+    if not is_strided(tensor):
         return False
     span = sum((length - 1) * step for length, step in zip(tensor.shape, tensor.stride(), strict=True)) + 1
     return span == tensor.numel() and not tensor.is_quantized

@@ -107,7 +107,7 @@ class VerifiedCheckpointIO(TorchCheckpointIO, ShardIO):
                 with releasing(path):
                     write({**rest, FILE: file.path.name, SHARDS: shards}, path)
 
-        self._last_failed = not self._attempt(str(path), work)
+        self._attempt(str(path), work)
         if self._last_failed and writers.is_first:
             file.path.unlink(missing_ok=True)
 
@@ -187,20 +187,20 @@ class VerifiedCheckpointIO(TorchCheckpointIO, ShardIO):
     def _write(self, plain: dict[str, Any], path: str) -> None:
         save = super().save_checkpoint if _is_address(path) else write
         with nullcontext() if _is_address(path) else releasing(Path(path)):
-            self._last_failed = not self._attempt(path, partial(save, plain, path))
+            self._attempt(path, partial(save, plain, path))
 
-    def _attempt(self, path: str, work: Callable[[], object]) -> bool:
-        """Write a file; if it fails, raise or warn as `on_error` says and return False."""
+    def _attempt(self, path: str, work: Callable[[], object]) -> None:
+        """Write a file; if it fails, note it, and raise or warn as `on_error` says."""
+        self._last_failed = False
         try:
             work()
         except OSError as exc:
+            self._last_failed = True
             self._failed.append(path)
             message = f"The checkpoint {path} could not be written ({exc.strerror or exc}); existing files are intact."
             if self.on_error == "raise":
                 raise CheckpointError(f"{message} Free some space, or set checkpoint.on_error=warn.") from exc
             logger.warning("%s Training continues without it.", message)
-            return False
-        return True
 
     def _remove(self, path: str) -> None:
         if self._last_failed:

@@ -3,18 +3,15 @@
 Lightning saves inside hooks: the batch is trained but not logged, or validation is over but the epoch is not, and a
 restart has to guess the remaining work. Here a checkpoint is written *between* two batches, or after an epoch with all
 its hooks, and a resumed run simply takes the next batch.
-
-These classes are mixed into Lightning's private loops in `loops/loops.py` and `loops/evaluation_loops.py`, the only
-files that subclass those.
 """
 
 import copy
-from collections.abc import Callable
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from pytorch_lightning import Trainer
 from pytorch_lightning.trainer.states import TrainerFn
 from pytorch_lightning.utilities.exceptions import SIGTERMException
 from pytorch_lightning.utilities.rank_zero import rank_zero_info
@@ -22,20 +19,22 @@ from typing_extensions import override
 
 from ...strategies.core import rng
 from ...strategies.core.private import of_lightning, put
+from ...strategies.core.private.of_lightning import CheckpointConnector, EvaluationLoop, FitLoop, TrainingEpochLoop
 from ...strategies.registry import ranks_of
-from . import _logged_rows, _logged_values, _run_state
+from . import _logged_rows, _run_state
 from ._callback import Checkpoint
-from ._end_of_run import EndOfRun
 from ._loader_state import is_resumable, make_resumable
-from ._resume_point import AFTER_EPOCH, BEFORE_VALIDATION, BETWEEN_BATCHES, Place, ResumePoint, counts_global_batches
+from ._resume_point import (
+    AFTER_EPOCH,
+    BEFORE_VALIDATION,
+    BETWEEN_BATCHES,
+    EndOfRun,
+    Place,
+    ResumePoint,
+    counts_global_batches,
+)
 from ._run_timer import is_time_over
 from .file_io import CheckpointError
-
-if TYPE_CHECKING:
-    from ...strategies.core.private.of_lightning import CheckpointConnector, EvaluationLoop, FitLoop, TrainingEpochLoop
-else:
-    FitLoop = TrainingEpochLoop = EvaluationLoop = CheckpointConnector = object
-
 
 EXACT = "exact_resume"
 """The checkpoint key of the state that Lightning's checkpoints do not contain."""
@@ -99,7 +98,8 @@ class ResumingFitLoop(FitLoop):
             if saver.due and within:
                 self._save(saver, BETWEEN_BATCHES)
             elif saver.snapshots is not None and saver.snapshots.due and within:
-                self._at(BETWEEN_BATCHES, saver.take_snapshot)
+                with self._at(BETWEEN_BATCHES):
+                    saver.take_snapshot(self.trainer)
 
     def stop_between_batches(self) -> None:
         """Save and stop if a signal was received; with several processes, once all of them stop at this step.
@@ -153,11 +153,8 @@ class ResumingFitLoop(FitLoop):
             self.end = self._end_at(BETWEEN_BATCHES)
 
     def _end_at(self, point: Place) -> EndOfRun:
-        self._point = point
-        try:
-            return EndOfRun.of(self.trainer, self._resume_point().to_dict(), within_epoch=point == BETWEEN_BATCHES)
-        finally:
-            self._point = None
+        with self._at(point):
+            return EndOfRun.of(self.trainer, self._resume_point())
 
     def _save_and_stop(self, point: Place) -> None:
         self.trainer.agreed_to_stop = True  # pyright: ignore[reportAttributeAccessIssue]  # an attribute of our Trainer
@@ -176,12 +173,14 @@ class ResumingFitLoop(FitLoop):
         raise SIGTERMException
 
     def _save(self, saver: Checkpoint, point: Place) -> None:
-        self._at(point, saver.save)
+        with self._at(point):
+            saver.save(self.trainer)
 
-    def _at(self, point: Place, save: Callable[[Trainer], None]) -> None:
+    @contextmanager
+    def _at(self, point: Place) -> Generator[None]:
         self._point = point
         try:
-            save(self.trainer)
+            yield
         finally:
             self._point = None
 
@@ -197,7 +196,7 @@ class ResumingFitLoop(FitLoop):
 
     def resume_state(self) -> dict[str, Any]:
         """Capture the `EXACT` entry of a checkpoint; every rank must call it."""
-        point = ResumePoint.read(self.end.point) if self.end is not None else self._resume_point()
+        point = self._resume_point() if self.end is None else self.end.point
         assert point.own is not None
         return replace(point, ranks=_run_state.gather(self.trainer, point.own)).to_dict()
 
@@ -268,7 +267,7 @@ class ResumingFitLoop(FitLoop):
         own = self.resumed.own
         if own is not None:
             _run_state.restore(self.trainer, own)
-        _logged_values.withdraw_later_points(self.trainer)
+        _logged_rows.withdraw_later_points(self.trainer)
         _logged_rows.withdraw(self.trainer, self.resumed.rows)
         if self.resumed.point == AFTER_EPOCH:
             # Replace the iterator from the loop's setup, at the point where a running epoch creates it.

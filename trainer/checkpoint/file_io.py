@@ -99,7 +99,8 @@ def write(checkpoint: dict[str, Any], path: str | Path) -> None:
             file.write(hashed.trailer(_MAGIC_OF_SHARDS if SHARDS in checkpoint else _MAGIC))
             file.flush()
             os.fsync(file.fileno())
-        _stamp(temporary)
+        # to the nanosecond: two files of one tick of the kernel (4 ms) would be equally new
+        os.utime(temporary, ns=(now := time.time_ns(), now))
 
 
 def link(source: str | Path, path: str | Path) -> None:
@@ -270,9 +271,3 @@ def _copy(source: str | Path, path: Path) -> None:
         shutil.copyfileobj(original, file, _BLOCK)
         file.flush()
         os.fsync(file.fileno())
-
-
-def _stamp(path: Path) -> None:
-    """Date a file to the nanosecond: two files of one tick of the kernel (4 ms) would be equally new."""
-    now = time.time_ns()
-    os.utime(path, ns=(now, now))

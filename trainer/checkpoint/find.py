@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 
 from .file_io import SUFFIX, CheckpointError, is_good
@@ -42,11 +43,11 @@ def good_or_newest(path: str | Path) -> Path:
     Raises:
         CheckpointError: there is no valid checkpoint.
     """
-    if is_good(path):
-        return Path(path)
     beside = newest_first(Path(path).parent, within="")  # subdirectories belong to other runs
-    newest = next((file for file in beside if is_good(file)), None)
+    newest = next((file for file in chain([Path(path)], beside) if is_good(file)), None)
     if newest is None:
         raise CheckpointError(f"The checkpoint {path} can't be used, and its directory has no other valid checkpoint.")
+    if newest == Path(path):
+        return newest
     logger.warning("Instead of %s, training continues from %s.", path, newest)
     return newest

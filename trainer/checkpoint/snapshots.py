@@ -44,10 +44,10 @@ def saved_in_memory(dirpath: str | Path | None) -> Path | None:
     return path if is_whole and _is_own(path.parent.parent) else None
 
 
-def move_to_disk(dirpath: str | Path) -> Path | None:
+def move_to_disk(dirpath: str | Path | None) -> Path | None:
     """Move the snapshot, where there is one, beside the checkpoints; return its new path."""
     path = saved_in_memory(dirpath)
-    if path is None:
+    if dirpath is None or path is None:
         return None
     on_disk = Path(dirpath) / NAME
     on_disk.parent.mkdir(parents=True, exist_ok=True)
@@ -143,7 +143,7 @@ class _InMemory(VerifiedCheckpointIO):
             write(self._files.take(plain), path)
             self._files.remove_others()
 
-        self._last_failed = not self._attempt(path, take)
+        self._attempt(path, take)
 
 
 def snapshots_of(trainer: pl.Trainer, every_n_steps: int | None, dirpath: str | Path | None) -> MemorySnapshots | None:

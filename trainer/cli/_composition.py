@@ -1,4 +1,4 @@
-"""Describe a configuration that Hydra can't compose in one sentence."""
+"""Describe in one sentence a configuration that Hydra can't compose, or that does not resolve."""
 
 import re
 import traceback
@@ -8,12 +8,14 @@ from typing import Any
 
 import hydra
 from hydra.errors import CompactHydraException, MissingConfigException, OverrideParseException
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from ..config.descriptions import choices_with
 from ..config.group_files import PACKAGE, Source
 from ..config.nearest import did_you_mean, nearest
+
+_MISSING = re.compile(r"Interpolation key '(\w+)\.(\w+)' not found")
 
 
 def composition_sentence(exc: Exception, source: Source = PACKAGE, overrides: Sequence[str] = ()) -> str | None:
@@ -84,3 +86,29 @@ def _chooses(word: str, groups: Iterable[str]) -> bool:
     """Whether an override chooses one file of a group."""
     name, _, value = word.partition("=")
     return name in groups and "," not in value
+
+
+def incomplete(cfg: DictConfig, exc: OmegaConfBaseException) -> str:
+    """Say which value is missing and how to set it.
+
+    Args:
+        cfg: the composed configuration, which does not resolve.
+        exc: OmegaConf's error.
+
+    Returns:
+        One sentence. If one group reads an option that another group lacks, it lists the group's files that have it.
+    """
+    reason = str(exc).splitlines()[0]
+    if isinstance(exc, MissingMandatoryValue):
+        return f"The configuration is incomplete: {exc.full_key} has no value. Give {exc.full_key}=..."
+    missing = _MISSING.search(reason)
+    if missing is None or not isinstance(cfg.get(missing[1]), DictConfig):
+        return f"The configuration is incomplete: {reason}. Set that key."
+    group, option = missing.groups()
+    given = str(cfg[group].get("_target_", group)).rpartition(".")[2]
+    choices = (
+        " or ".join(f"{group}={name}" for name in choices_with(PACKAGE, group, option)) or f"a {group} that has it"
+    )
+    return (
+        f"{exc.full_key} reads {group}.{option}, which {given} does not have. Choose {choices}, or set {exc.full_key}."
+    )

@@ -18,6 +18,9 @@ def summary_rows(result: Result) -> list[tuple[str, str]]:
     Args:
         result: the run's outcome.
     """
+    untrained = result.mode != "fit" and result.started_from is None
+    nan = ["the weights"] if result.status == DIVERGED else []
+    nan += sorted(name for name, value in result.metrics.items() if math.isnan(value))
     processes = f", {result.num_processes} processes" if result.num_processes > 1 else ""
     rows = [
         ("strategy", result.strategy),
@@ -26,8 +29,8 @@ def summary_rows(result: Result) -> list[tuple[str, str]]:
         ("shares", shares_text(result.metrics)),
         ("speed", "" if result.samples_per_s is None else f"{result.samples_per_s:,.0f} samples/s"),
         ("peak memory", memory_text(result.peak_memory_mib)),
-        ("weights", weights_text(result)),
-        ("nan", ", ".join(what_is_nan(result))),
+        ("weights", "untrained: the module's own; resume=last takes trained ones" if untrained else ""),
+        ("nan", ", ".join(nan)),
         *((name, f"{value:.4f}") for name, value in sorted(result.metrics.items()) if is_shown(name, result)),
     ]
     return [(label, value) for label, value in rows if value]
@@ -42,18 +45,6 @@ def path_rows(result: Result) -> list[tuple[str, str]]:
         ("run directory", short_path(result.run_dir)),
     ]
     return [(label, path) for label, path in rows if path]
-
-
-def weights_text(result: Result) -> str:
-    """Warn of an evaluation without a checkpoint; empty otherwise."""
-    without = result.mode != "fit" and result.started_from is None
-    return "untrained: the module's own; resume=last takes trained ones" if without else ""
-
-
-def what_is_nan(result: Result) -> list[str]:
-    """The weights, if they contain nan, and the names of metrics that are nan."""
-    weights = ["the weights"] if result.status == DIVERGED else []
-    return weights + sorted(name for name, value in result.metrics.items() if math.isnan(value))
 
 
 def shares_text(metrics: dict[str, float]) -> str:
@@ -88,4 +79,4 @@ def show_summary(result: Result, log_dir: str = "logs") -> None:
     lines = [f"{label:<{width}}  {path}" for label, path in paths]  # not in the table: one that is cut can't be pasted
     if any(Path(result.run_dir).glob("events.out.tfevents.*")):
         lines.append(f"tensorboard --logdir {log_dir}")
-    tables.show(table, lines)
+    tables.show(table, lines, width=80)

@@ -122,19 +122,14 @@ def read_job(run_dir: Path) -> Job:
     strategy: str = hydra.hydra.runtime.choices.get("strategy", "")
     overrides = OmegaConf.to_container(hydra.hydra.overrides.task)
     assert isinstance(overrides, list)
+    result = Result.read(run_dir) if (run_dir / RESULT_FILE).exists() else None
     return Job(
         number=int(hydra.hydra.job.num),
         overrides=tuple(str(override) for override in overrides),
         strategy=strategy,
         maximizes=config.get("monitor_mode") == "max",
-        result=read_result(run_dir),
+        result=None if result is None or result.status == FAILED else result,
     )
-
-
-def read_result(run_dir: Path) -> Result | None:
-    """The outcome of a run; None if it failed."""
-    result = Result.read(run_dir) if (run_dir / RESULT_FILE).exists() else None
-    return None if result is None or result.status == FAILED else result
 
 
 def best_job(jobs: Sequence[Job]) -> Job | None:

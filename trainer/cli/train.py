@@ -12,11 +12,10 @@ from ...strategies import ConfigError
 from ..config.checks import leave_out_defaults, verify_config
 from ..config.group_files import CONFIG_MODULE, Source
 from ..config.launch_plan import strategy_name
-from ..config.missing_values import incomplete
 from ..job.earlier_run import module_of_run
 from ..job.result import Result
 from ..launch.launcher import launch
-from ._composition import composition_sentence
+from ._composition import composition_sentence, incomplete
 
 ADVISORY_MODES = ("compare", "plan")
 """The modes that only advise and return no result."""

@@ -1,8 +1,6 @@
 """Check whether strategies trained alike, and recommend one."""
 
-import json
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 
 from .trial import OK, Trial
 
@@ -37,12 +35,6 @@ class Comparison:
     excuses: dict[str, list[str]]
     recommended: str | None
     reason: str
-
-    def write(self, run_dir: str | Path) -> Path:
-        """Write `compare.json` into the run directory; returns its path."""
-        path = Path(run_dir) / "compare.json"
-        path.write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
-        return path
 
 
 def tolerance_of(precision: str) -> float:

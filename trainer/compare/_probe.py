@@ -14,11 +14,11 @@ from typing_extensions import override
 
 from ...strategies.batch.chunks import num_samples
 from ...strategies.batch.loss_weight import loss_weight
-from ...strategies.core.devices import is_accelerator, peak_memory_bytes
+from ...strategies.core.devices import is_accelerator
 from ...strategies.core.private.of_torch import BatchNorm, DropoutNd
 from ...strategies.distributed.sync_batchnorm import SyncedBatchNorm
 from ...strategies.registry import process_devices
-from ..callbacks.peak_memory import peak_resident_bytes
+from ..callbacks.peak_memory import peak_bytes
 
 WINDOW = 3
 """Number of batches between two readings of the clock."""
@@ -77,9 +77,7 @@ class Probe(pl.Callback):
         self._record.num_dropouts = sum(isinstance(m, DropoutNd) and m.p > 0 for m in modules)
 
     @override
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
         if self._num_batches == 0:
             self._streams = random_streams(process_devices(trainer.strategy))
 
@@ -92,7 +90,8 @@ class Probe(pl.Callback):
         count = 0 if isinstance(weight, float) and not weight else num_samples(batch) or 0
         if self._num_batches == 0:
             self._record.first_batch = count
-            self._record.draws = not same_tensors(self._streams, random_streams(devices))
+            streams = zip(self._streams, random_streams(devices), strict=True)
+            self._record.draws = not all(torch.equal(before, after) for before, after in streams)
         self._num_batches += 1
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         if isinstance(loss, Tensor):
@@ -118,7 +117,10 @@ class Probe(pl.Callback):
         record = self._record
         record.losses = [float(loss) for loss, _ in self._kept]
         record.weights = [float(weight) for _, weight in self._kept]
-        record.memory = peak_memory(process_devices(trainer.strategy), trainer.global_rank)
+        record.memory = {
+            f"process {trainer.global_rank}" if device.type == "cpu" else str(device): peak_bytes(device)
+            for device in process_devices(trainer.strategy)
+        }
         (self._folder / f"rank{trainer.global_rank}.json").write_text(json.dumps(asdict(record)), encoding="utf-8")
 
 
@@ -139,20 +141,8 @@ def random_streams(devices: list[torch.device]) -> list[Tensor]:
     return [torch.get_rng_state(), *(torch.cuda.get_rng_state(index) for index in cuda)]
 
 
-def same_tensors(tensors: list[Tensor], others: list[Tensor]) -> bool:
-    """Whether two lists hold equal tensors."""
-    return all(torch.equal(a, b) for a, b in zip(tensors, others, strict=True))
-
-
 def synchronized_time(devices: list[torch.device]) -> float:
     """Synchronize the devices, and return the time in seconds."""
     for device in {device for device in devices if is_accelerator(device)}:
         torch.accelerator.synchronize(device)
     return time.perf_counter()
-
-
-def peak_memory(devices: list[torch.device], rank: int) -> dict[str, int]:
-    """Peak bytes of this process: tensor memory on each accelerator; on the CPU the process's resident size."""
-    measured = {str(device): peak_memory_bytes(device) for device in devices}
-    known = {name: size for name, size in measured.items() if size is not None}
-    return known if len(known) == len(measured) else {**known, f"process {rank}": peak_resident_bytes()}

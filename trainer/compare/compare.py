@@ -3,16 +3,16 @@
 import logging
 import time
 from pathlib import Path
-from typing import Any
 
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, open_dict
 
 from ...strategies import STRATEGIES, ConfigError
 from ..config.checks import plain
-from ..config.group_files import file_names, file_options
+from ..config.group_files import PACKAGE
 from ..config.instantiate import QUIET
 from ..config.nearest import did_you_mean
 from ..job.log_file import run_log
+from ..job.result import write_json
 from ._judge import REFERENCE, Comparison, judge, tolerance_of
 from ._probe import WINDOW, Probe
 from .table import memory
@@ -45,7 +45,7 @@ def compare_strategies(cfg: DictConfig) -> Comparison:
             log.info(progress_line(trials, len(names), time.monotonic() - began_s))
     limit = cfg.get("device_memory_gb")
     comparison = judge(trials, tolerance_of(str(cfg.precision)), None if limit is None else limit * 1e9)
-    comparison.write(cfg.run_dir)
+    write_json(comparison, Path(cfg.run_dir) / "compare.json")
     return comparison
 
 
@@ -101,7 +101,8 @@ def trial_config(cfg: DictConfig, name: str, folder: Path) -> DictConfig:
     trial = short_config(cfg, folder)
     trial.strategy = strategy_options(cfg, name)
     if name == REFERENCE:
-        trial.devices = trial.trainer.devices = first_device(plain(cfg.devices))
+        devices = plain(cfg.devices)
+        trial.devices = trial.trainer.devices = devices[:1] if isinstance(devices, list) else 1
     return trial
 
 
@@ -123,16 +124,11 @@ def short_config(cfg: DictConfig, folder: Path) -> DictConfig:
         short.test_after_fit = False
         probe = {"_target_": f"{Probe.__module__}.{Probe.__qualname__}", "folder": str(folder)}
         short.callbacks = {"probe": {**probe, "warmup_steps": cfg.compare.warmup_steps}}
-        short.trainer = {**plain(cfg.trainer), **short_run(cfg), "default_root_dir": str(folder)}
+        steps = {"max_steps": cfg.compare.steps, "max_epochs": -1, "fast_dev_run": False, "log_every_n_steps": 10**9}
+        short.trainer = {**plain(cfg.trainer), **QUIET, **steps, "default_root_dir": str(folder)}
         if short.get("launcher"):
             short.launcher.max_restarts = 0
     return short
-
-
-def short_run(cfg: DictConfig) -> dict[str, Any]:
-    """The trainer's options for a few training steps."""
-    steps = {"max_steps": cfg.compare.steps, "max_epochs": -1}
-    return {**QUIET, **steps, "fast_dev_run": False, "log_every_n_steps": 10**9}
 
 
 def strategy_options(cfg: DictConfig, name: str) -> DictConfig:
@@ -140,21 +136,10 @@ def strategy_options(cfg: DictConfig, name: str) -> DictConfig:
 
     `compare.options.<name>` overrides them, and batch_size_is is always global.
     """
-    cls = STRATEGIES[name]
-    if str(cfg.strategy.get("_target_", "")).rpartition(".")[2] == cls.__name__:
-        options = cfg.strategy.copy()
-    elif name in file_names("strategy"):
-        options = file_options("strategy", name)
-    else:
-        options = OmegaConf.create({"_target_": f"{cls.__module__}.{cls.__qualname__}"})
-    assert isinstance(options, DictConfig)
+    is_users = str(cfg.strategy.get("_target_", "")).rpartition(".")[2] == STRATEGIES[name].__name__
+    options = cfg.strategy.copy() if is_users else PACKAGE.options("strategy", name)
     with open_dict(options):
         options.merge_with((cfg.compare.get("options") or {}).get(name) or {})
         if "batch_size_is" in options:
             options.batch_size_is = "global"
     return options
-
-
-def first_device(devices: Any) -> Any:
-    """The first device of a count or a list, in the form that `devices=` accepts."""
-    return list(devices)[:1] if isinstance(devices, (list, tuple)) else 1

@@ -104,16 +104,6 @@ PACKAGE = Source()
 """This package's own configuration."""
 
 
-def file_names(group: str) -> list[str]:
-    """List the files of a group of this package by the names that choose them, sorted."""
-    return PACKAGE.files(group)
-
-
-def file_options(group: str, name: str) -> DictConfig:
-    """Compose one file of a group of this package, with the bases in its defaults list."""
-    return PACKAGE.options(group, name)
-
-
 @contextmanager
 def _no_other_hydra() -> Generator[None]:
     """Put the command line's Hydra aside inside the block: there can be only one at a time."""

@@ -1,9 +1,12 @@
-"""Instantiate the object of a config group."""
+"""Instantiate the objects of config groups."""
 
 from typing import Any
 
 import hydra.utils
+import pytorch_lightning as pl
 from hydra.errors import InstantiationException
+from omegaconf import DictConfig
+from pytorch_lightning.strategies import Strategy
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 
 from ...strategies import ConfigError
@@ -34,3 +37,20 @@ def instantiate(key: str, options: Any, **hydra_options: Any) -> Any:
         if isinstance(cause, (TypeError, ValueError, MisconfigurationException)):
             raise ConfigError(f"{key}: {options.get('_target_')} refused its options: {cause}") from exc
         raise (cause or exc) from None
+
+
+def module_and_data(cfg: DictConfig) -> tuple[pl.LightningModule, pl.LightningDataModule | None]:
+    """Instantiate the module and the data; None if the module has its own."""
+    return instantiate("module", cfg.module), instantiate("data", cfg.data) if cfg.get("data") else None
+
+
+def quiet_trainer(cfg: DictConfig, strategy: Strategy | None = None, **options: Any) -> pl.Trainer:
+    """Instantiate the trainer for steps that are not the run's own: nothing is shown, logged or saved.
+
+    Args:
+        strategy: None for the configured one.
+        **options: replace the configured ones.
+    """
+    make = instantiate("trainer", cfg.trainer, _partial_=True)
+    fixed = {**QUIET, "logger": False, "enable_checkpointing": False}
+    return make(strategy=strategy or instantiate("strategy", cfg.strategy), **{**fixed, **options})

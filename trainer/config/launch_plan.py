@@ -32,23 +32,15 @@ class LaunchPlan:
         Raises:
             ConfigError: the devices do not exist here, or don't divide into processes.
         """
-        strategy, devices = strategy_class(cfg), resolve_devices(plain(cfg.devices), cfg.accelerator)
+        strategy = verify_target("strategy", cfg.strategy, Strategy)
+        devices = resolve_devices(plain(cfg.devices), cfg.accelerator)
         options = {key: value for key, value in plain(cfg.strategy).items() if key != "_target_"}
         if count := getattr(strategy, "count_processes", None):
             return cls(tuple(devices), count(len(devices), **options))
         return cls(tuple(devices), len(devices) if issubclass(strategy, ParallelStrategy) else None)
 
 
-def strategy_class(cfg: DictConfig) -> type[Strategy]:
-    """The class of the configured strategy.
-
-    Raises:
-        ConfigError: `_target_` does not name one.
-    """
-    return verify_target("strategy", cfg.strategy, Strategy)
-
-
 def strategy_name(cfg: DictConfig) -> str:
     """The name of the configured strategy: the one that `strategy=` takes, or its class's."""
-    cls = strategy_class(cfg)
+    cls = verify_target("strategy", cfg.strategy, Strategy)
     return getattr(cls, "strategy_name", cls.__name__)

@@ -1,6 +1,6 @@
 """Find a learning rate before training (`callbacks=lr_finder`)."""
 
-from typing import cast
+from typing import Any, cast
 
 import pytorch_lightning as pl
 from omegaconf import DictConfig, OmegaConf
@@ -10,7 +10,7 @@ from ...strategies import ConfigError
 from ...strategies.core import rng
 from ..callbacks import LearningRateFinder
 from ..config.checks import entries, verify_target
-from ..config.instantiate import QUIET, instantiate
+from ..config.instantiate import instantiate, module_and_data, quiet_trainer
 
 
 def with_learning_rate(cfg: DictConfig, checkpoint: str | None) -> DictConfig:
@@ -55,10 +55,6 @@ def with_learning_rate(cfg: DictConfig, checkpoint: str | None) -> DictConfig:
 def _search(cfg: DictConfig, finder: LearningRateFinder) -> None:
     """Run the search with a module, data, strategy and random state of its own."""
     with rng.isolated():
-        module: pl.LightningModule = instantiate("module", cfg.module)
-        data: pl.LightningDataModule | None = instantiate("data", cfg.data) if cfg.get("data") else None
-        make_trainer = instantiate("trainer", cfg.trainer, _partial_=True)
-        options = {**QUIET, "max_epochs": -1, "max_steps": finder.num_steps, "accumulate_grad_batches": 1}
-        options |= {"callbacks": [finder], "logger": False, "enable_checkpointing": False}
-        trainer: pl.Trainer = make_trainer(strategy=instantiate("strategy", cfg.strategy), **options)
-        trainer.fit(module, datamodule=data)
+        module, data = module_and_data(cfg)
+        steps: dict[str, Any] = {"max_epochs": -1, "max_steps": finder.num_steps, "accumulate_grad_batches": 1}
+        quiet_trainer(cfg, callbacks=[finder], **steps).fit(module, datamodule=data)

@@ -12,7 +12,6 @@ from torch.utils.data import DataLoader
 from ...strategies.core import rng
 from ...strategies.core.devices import is_out_of_memory
 from ...strategies.core.errors import ConfigError
-from ..config.instantiate import QUIET
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +64,7 @@ def find_batch_size(
     Args:
         make_module: returns a new module; called once per attempt.
         make_data: returns new data with batches of the given size in samples.
-        make_trainer: returns a new trainer of one process; takes further keyword arguments.
+        make_trainer: returns a new trainer of one process that writes nothing; takes further keyword arguments.
 
     Returns:
         Samples per batch.
@@ -94,9 +93,7 @@ def find_batch_size(
 
 
 def _steps(module: pl.LightningModule, data: pl.LightningDataModule, make_trainer: Callable[..., pl.Trainer]) -> None:
-    options = {**QUIET, "max_epochs": -1, "max_steps": CONFIRMING_STEPS, "callbacks": []}
-    trainer = make_trainer(**options, logger=False, enable_checkpointing=False)
-    trainer.fit(module, datamodule=data)
+    make_trainer(max_epochs=-1, max_steps=CONFIRMING_STEPS, callbacks=[]).fit(module, datamodule=data)
 
 
 def _num_samples(data: pl.LightningDataModule) -> int:

@@ -44,7 +44,8 @@ def module_of_run(cfg: DictConfig) -> DictConfig:
         raise ConfigError(
             f"config=run: no .hydra/config.yaml with a module belongs to {checkpoint}. Give the module's options."
         )
-    for key in given_options():
+    words = list(HydraConfig.get().overrides.task) if HydraConfig.initialized() else []
+    for key in [found[1] for word in words if (found := re.match(r"\+{0,2}module\.(\w+)=", word))]:
         here, there = cfg.module.get(key), module.get(key)
         if here != there:
             raise ConfigError(
@@ -52,12 +53,6 @@ def module_of_run(cfg: DictConfig) -> DictConfig:
                 "one of them."
             )
     return module
-
-
-def given_options() -> list[str]:
-    """The module's options that the command line sets; none outside Hydra's main."""
-    words = list(HydraConfig.get().overrides.task) if HydraConfig.initialized() else []
-    return [found[1] for word in words if (found := re.match(r"\+{0,2}module\.(\w+)=", word))]
 
 
 def _module_of(checkpoint: Path) -> DictConfig | None:

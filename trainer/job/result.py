@@ -4,6 +4,7 @@ import json
 import os
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 RESULT_FILE = "result.json"
 
@@ -71,7 +72,7 @@ class Result:
 
         path = Path(self.run_dir) / RESULT_FILE
         with replacing(path) as temporary:
-            self._write(temporary)
+            write_json(self, temporary)
         return path
 
     def write_first(self) -> bool:
@@ -85,7 +86,7 @@ class Result:
         path = Path(self.run_dir) / RESULT_FILE
         temporary = temporary_for(path)
         try:
-            self._write(temporary)
+            write_json(self, temporary)
             path.hardlink_to(temporary)
         except FileExistsError:
             if self.read(self.run_dir).num_restarts == self.num_restarts:
@@ -95,9 +96,6 @@ class Result:
             temporary.unlink(missing_ok=True)
         return True
 
-    def _write(self, path: Path) -> None:
-        path.write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
-
     @classmethod
     def read(cls, run_dir: str | Path) -> "Result":
         """Read the `result.json` of a run directory.
@@ -106,6 +104,11 @@ class Result:
             FileNotFoundError: the run was killed or stopped by a signal, so it wrote none.
         """
         return cls(**json.loads((Path(run_dir) / RESULT_FILE).read_text(encoding="utf-8")))
+
+
+def write_json(outcome: Any, path: Path) -> None:
+    """Write a dataclass as JSON."""
+    path.write_text(json.dumps(asdict(outcome), indent=2) + "\n", encoding="utf-8")
 
 
 def short_path(path: str | None) -> str:

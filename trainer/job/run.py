@@ -2,6 +2,7 @@
 
 import os
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -23,7 +24,7 @@ from ..callbacks import EpochLines, LogEveryEpoch, ModuleSummary, RunSummary, Sl
 from ..checkpoint.find import find_newest, good_or_newest
 from ..checkpoint.snapshots import move_to_disk, saved_in_memory
 from ..config.checks import AUTO, entries
-from ..config.instantiate import instantiate
+from ..config.instantiate import instantiate, module_and_data, quiet_trainer
 from ..loggers.custom_scalars import OUR_OWN
 from ..loggers.hparams import hyperparameters, in_order, overridden
 from ..loggers.tensorboard import TensorBoardLogger
@@ -77,7 +78,10 @@ def run(cfg: DictConfig) -> Result:
         metrics, predictions = work(parts, cfg, checkpoint)
     result = replace(collect(parts, cfg, metrics, predictions), started_from=checkpoint)
     if parts.trainer.is_global_zero:
-        finish_loggers(parts.trainer.loggers, result)
+        for logger in parts.trainer.loggers:
+            if isinstance(logger, TensorBoardLogger):
+                logger.log_final_metrics(in_order(result.metrics, result.monitor, OUR_OWN))
+                logger.close()
         result.write()
     return result
 
@@ -99,11 +103,7 @@ def with_batch_size(cfg: DictConfig) -> DictConfig:
     def make_data(size: int) -> pl.LightningDataModule:
         return instantiate("data", OmegaConf.merge(cfg.data, {"batch_size": size}))
 
-    def make_trainer(**options: Any) -> pl.Trainer:
-        make = instantiate("trainer", cfg.trainer, _partial_=True)
-        return make(strategy=instantiate("strategy", cfg.strategy), **options)
-
-    size = find_batch_size(lambda: instantiate("module", cfg.module), make_data, make_trainer)
+    size = find_batch_size(lambda: instantiate("module", cfg.module), make_data, partial(quiet_trainer, cfg))
     rank_zero_info(f"batch_size=auto: data.batch_size={size}")
     return cast("DictConfig", OmegaConf.merge(cfg, {"data": {"batch_size": size}}))
 
@@ -120,13 +120,11 @@ def starting_checkpoint(cfg: DictConfig) -> str | None:
         if newest is not None:
             rank_zero_info(f"Restarted: continuing from {newest}")
             return str(newest)
-    if cfg.resume == AUTO:
+    if cfg.resume == "last":
+        return str(newest_of_name(cfg))
+    if cfg.resume in (None, AUTO):
         return None
-    if cfg.resume is not None and cfg.resume != "last" and cfg.mode == "fit":
-        return str(good_or_newest(cfg.resume))
-    if cfg.resume != "last":
-        return cfg.resume
-    return str(newest_of_name(cfg))
+    return str(good_or_newest(cfg.resume)) if cfg.mode == "fit" else cfg.resume
 
 
 def in_memory(cfg: DictConfig) -> Path | None:
@@ -137,16 +135,13 @@ def in_memory(cfg: DictConfig) -> Path | None:
 
 def keep_snapshot(cfg: DictConfig) -> None:
     """Move what a run that has failed has left in memory to the disk."""
-    dirpath = (cfg.get("checkpoint") or {}).get("dirpath")
-    if dirpath is not None:
-        move_to_disk(dirpath)
+    move_to_disk((cfg.get("checkpoint") or {}).get("dirpath"))
 
 
 def build(cfg: DictConfig) -> Parts:
     """Instantiate the objects that the configuration names."""
     strategy = instantiate("strategy", cfg.strategy)
-    module: pl.LightningModule = instantiate("module", cfg.module)
-    data: pl.LightningDataModule | None = instantiate("data", cfg.data) if cfg.get("data") else None
+    module, data = module_and_data(cfg)
     summary = RunSummary()
     callbacks: list[pl.Callback] = [
         *(instantiate(key, options) for key, options in entries("callbacks", cfg.get("callbacks"))),
@@ -164,7 +159,8 @@ def build(cfg: DictConfig) -> Parts:
     if cfg.compile:
         module.compile()
     options = {"enable_model_summary": False}
-    if not can_draw():
+    console = Console()
+    if not (console.is_terminal or console.is_jupyter):  # nothing can draw a progress bar
         callbacks = [callback for callback in callbacks if not isinstance(callback, ProgressBar)]
         options["enable_progress_bar"] = False
     make_trainer = instantiate("trainer", cfg.trainer, _partial_=True, **options)
@@ -181,12 +177,6 @@ def build(cfg: DictConfig) -> Parts:
     return Parts(trainer, module, data, summary)
 
 
-def can_draw() -> bool:
-    """Whether the output can show a progress bar: a terminal or a notebook."""
-    console = Console()
-    return console.is_terminal or console.is_jupyter
-
-
 def log_config(trainer: pl.Trainer, cfg: DictConfig) -> None:
     """Send the hyperparameters to every logger, and the whole configuration as text to TensorBoard; on rank 0 only."""
     if not trainer.is_global_zero:
@@ -194,7 +184,7 @@ def log_config(trainer: pl.Trainer, cfg: DictConfig) -> None:
     for logger in trainer.loggers:
         logger.log_hyperparams(hyperparameters(cfg))
         if isinstance(logger, TensorBoardLogger):
-            logger.log_config(OmegaConf.to_yaml(cfg))
+            logger.log_text("config", OmegaConf.to_yaml(cfg))
             logger.log_layout(cfg.monitor)
             if told := [*cfg.tags, *([cfg.notes] if cfg.notes else [])]:
                 logger.log_text("notes", "\n".join(told))
@@ -289,11 +279,3 @@ def collect(parts: Parts, cfg: DictConfig, metrics: dict[str, float], prediction
         peak_memory_mib=parts.summary.peak_memory_mib,
         status=DIVERGED if parts.summary.diverged else FINISHED,
     )
-
-
-def finish_loggers(loggers: list[Logger], result: Result) -> None:
-    """Write the final metrics along with the hyperparameters, and close the event file."""
-    for logger in loggers:
-        if isinstance(logger, TensorBoardLogger):
-            logger.log_final_metrics(in_order(result.metrics, result.monitor, OUR_OWN))
-            logger.close()

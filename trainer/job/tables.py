@@ -24,10 +24,13 @@ def new_table(title: str, headings: Iterable[str], text: Collection[str] = (), f
     return table
 
 
-def show(table: Table | None, lines: Iterable[str] = ()) -> None:
+def show(table: Table | None, lines: Iterable[str] = (), width: int = 120) -> None:
     """Print a table, if there is one, and lines below it that are not wrapped.
 
     A table without folded columns is printed whole, however narrow the console is.
+
+    Args:
+        width: of one with folded columns, in characters, if the output is not a terminal.
     """
     console = Console()
     if table is not None:
@@ -35,7 +38,7 @@ def show(table: Table | None, lines: Iterable[str] = ()) -> None:
             whole = console.measure(table, options=console.options.update(width=200)).maximum
             console.width = max(console.width, whole)
         elif not (console.is_terminal or console.is_jupyter):
-            console.width = 120
+            console.width = width
         console.print(table)
     for line in lines:
         console.print(Text(line), soft_wrap=True)

@@ -119,15 +119,6 @@ class TensorBoardLogger(pl_loggers.TensorBoardLogger):
         super().log_graph(model, input_array)
 
     @rank_zero_only
-    def log_config(self, text: str) -> None:
-        """Show the composed configuration in the TEXT tab.
-
-        Args:
-            text: the configuration as YAML.
-        """
-        self.log_text("config", text)
-
-    @rank_zero_only
     def log_text(self, name: str, text: str) -> None:
         """Show preformatted text in the TEXT tab.
 

@@ -6,6 +6,7 @@ Each class is Lightning's with other defaults. The packages (`wandb`, `mlflow`, 
 import hashlib
 import importlib
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +28,13 @@ def run_name(run_dir: str | Path) -> str:
     return "/".join(Path(run_dir).absolute().parts[-2:])
 
 
-def verify_installed(package: str, word: str, found: bool) -> None:
+def verify_installed(package: str, word: str) -> None:
     """Refuse a logger whose package is not installed.
 
     Raises:
         ConfigError: it is not.
     """
-    if not found:
+    if find_spec(package) is None:
         raise ConfigError(
             f"logger={word} needs the package {package}, which is not installed. Run pip install 'evener[{word}]', or "
             "choose logger=tensorboard or csv."
@@ -54,9 +55,7 @@ class WandbLogger(pl_loggers.WandbLogger):
     def __init__(
         self, save_dir: str, offline: bool = False, tags: Sequence[str] = (), notes: str | None = None, **kwargs: Any
     ) -> None:
-        from ...strategies.core.private.of_lightning import WANDB_AVAILABLE
-
-        verify_installed("wandb", "wandb", bool(WANDB_AVAILABLE))
+        verify_installed("wandb", "wandb")
         chosen: dict[str, Any] = {
             "id": run_key(save_dir),
             "name": run_name(save_dir),
@@ -76,9 +75,7 @@ class MLFlowLogger(pl_loggers.MLFlowLogger):
     """
 
     def __init__(self, save_dir: str, tags: Sequence[str] = (), notes: str | None = None, **kwargs: Any) -> None:
-        from ...strategies.core.private.of_lightning import MLFLOW_AVAILABLE
-
-        verify_installed("mlflow", "mlflow", bool(MLFLOW_AVAILABLE))
+        verify_installed("mlflow", "mlflow")
         if getattr(rank_zero_only, "rank", 0) > 0:
             # Lightning's makes a client on every rank, and each would create the tables of the database
             pl_loggers.Logger.__init__(self)
@@ -114,9 +111,7 @@ class CometLogger(pl_loggers.CometLogger):
     """
 
     def __init__(self, save_dir: str, tags: Sequence[str] = (), notes: str | None = None, **kwargs: Any) -> None:
-        from ...strategies.core.private.of_lightning import COMET_AVAILABLE
-
-        verify_installed("comet_ml", "comet", bool(COMET_AVAILABLE))
+        verify_installed("comet_ml", "comet")
         chosen: dict[str, Any] = {"experiment_key": run_key(save_dir), "name": run_name(save_dir)}
         chosen["offline_directory"] = save_dir
         super().__init__(**{**chosen, **kwargs})

@@ -10,20 +10,18 @@ from typing import Any
 
 import pytorch_lightning as pl
 import torch
+from torch import Tensor
 from torchmetrics import Metric
 
-from ...strategies.core.private import of_metrics, put
-from ...strategies.core.private.of_lightning import Metadata, ResultCollection, ResultMetric, Sync
+from ...strategies.core.private import of_metrics
+from ...strategies.core.private.of_lightning import ResultCollection, ResultMetric, Sync
 from ...strategies.distributed.store import RankError
 from ...strategies.registry import ranks_of
+from ...strategies.sharding.whole import map_tensors
 from ._eval_step_sync import Step
 from ._hook_values import verify_hook_values
-from ._rank_log import GIVEN, GivenSizes, are_constants
-
-_META = (
-    "fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_graph", "add_dataloader_idx", "dataloader_idx",
-    "metric_attribute",
-)  # fmt: skip
+from ._rank_log import are_constants
+from .entries import REDUCTIONS, Entry, describe, made
 
 
 def is_shared_by(trainer: pl.Trainer) -> bool:
@@ -79,18 +77,19 @@ def share(trainer: pl.Trainer, results: ResultCollection, steps: list[Step]) -> 
     if ranks is None or ranks.world_size == 1:
         return [steps]
     own = {key: metric for key, metric in results.items() if _is_shared(metric, results)}
-    gathered = ranks.gather_objects(({key: _tell(metric) for key, metric in own.items()}, steps))
-    told: list[dict[str, dict[str, Any]]] = [keys for keys, _ in gathered]
+    described = {key: describe(metric) for key, metric in own.items()}
+    gathered = ranks.gather_objects((map_tensors(described, Tensor.item), steps))
+    told: list[dict[str, Entry]] = [keys for keys, _ in gathered]
     _verify_keys(told)
     verify_hook_values(trainer, told)
     for key in dict.fromkeys(key for entries in told for key in entries):
         entries = [entries[key] for entries in told if key in entries]
         metric = own.get(key) or _stand_in(trainer, results, key, entries[0])
-        if entries[0]["kind"] == "metric":
-            _compute(metric)
-        else:
+        if metric.is_tensor:
             like: Any = metric.value
             vars(metric)[of_metrics.COMPUTED] = torch.tensor(_combine(entries), dtype=like.dtype, device=like.device)
+        else:
+            _compute(metric)
     return [others for _, others in gathered]
 
 
@@ -100,27 +99,12 @@ def _is_shared(metric: ResultMetric, results: ResultCollection) -> bool:
     return current and not meta.sync.rank_zero_only and _awaits_exchange(metric)
 
 
-def _tell(metric: ResultMetric) -> dict[str, Any]:
-    """Describe a value to the other ranks."""
-    meta = metric.meta
-    told: dict[str, Any] = {"meta": {name: getattr(meta, name) for name in _META}, "asked": meta.sync.should}
-    if not metric.is_tensor:
-        return {**told, "kind": "metric"}
-    count: Any = metric.cumulated_batch_size if meta.is_mean_reduction else torch.zeros(())
-    value: Any = metric.value
-    given: GivenSizes | None = vars(metric).get(GIVEN)
-    return {
-        **told,
-        "kind": meta.reduce_fx.__name__,
-        "value": value.item(),
-        "count": count.item(),
-        "given": None if given is None else given.tell(metric),
-    }
-
-
-def _verify_keys(told: list[dict[str, dict[str, Any]]]) -> None:
+def _verify_keys(told: list[dict[str, Entry]]) -> None:
     asked = {
-        key: (rank, entry["meta"]) for rank, part in enumerate(told) for key, entry in part.items() if entry["asked"]
+        key: (rank, entry["meta"])
+        for rank, part in enumerate(told)
+        for key, entry in part.items()
+        if entry["sync"]["_should"]
     }
     for rank, entries in enumerate(told):
         hooks = {entry["meta"]["fx"] for entry in entries.values()}
@@ -133,31 +117,25 @@ def _verify_keys(told: list[dict[str, dict[str, Any]]]) -> None:
                 )
 
 
-def _combine(entries: list[dict[str, Any]]) -> float:
-    values = [entry["value"] for entry in entries]
-    kind = entries[0]["kind"]
-    if kind == "mean":
-        counted = [entry["given"] for entry in entries if entry["count"]]
-        if are_constants(entries[0]["meta"]["name"], counted):
-            return sum(given["value"] for given in counted) / sum(given["weight"] for given in counted)
-        count = sum(entry["count"] for entry in entries)
-        return sum(values) / count if count else float("nan")
-    return {"sum": sum, "max": max, "min": min}[kind](values)
+def _combine(entries: list[Entry]) -> float:
+    kind, states = entries[0]["reduce_fx"], [entry["state"] for entry in entries]
+    value = REDUCTIONS[kind](state["value"] for state in states)
+    if kind != "mean":
+        return value
+    counted = [entry["given"] for entry in entries if entry["state"]["cumulated_batch_size"]]
+    if are_constants(entries[0]["meta"]["name"], counted):
+        return sum(given["value"] for given in counted) / sum(given["weight"] for given in counted)
+    count = sum(state["cumulated_batch_size"] for state in states)
+    return value / count if count else float("nan")
 
 
-def _stand_in(trainer: pl.Trainer, results: ResultCollection, key: str, entry: dict[str, Any]) -> ResultMetric:
+def _stand_in(trainer: pl.Trainer, results: ResultCollection, key: str, entry: Entry) -> ResultMetric:
     """Create the entry of a key that only other ranks logged."""
-    meta = Metadata(**entry["meta"])
-    if entry["kind"] != "metric":
-        meta.reduce_fx = getattr(torch, entry["kind"])
-    meta.sync = Sync()
-    metric = ResultMetric(meta, is_tensor=entry["kind"] != "metric").to(trainer.strategy.root_device)
+    metric = results[key] = made(entry, Sync()).to(trainer.strategy.root_device)
     if not metric.is_tensor:
         attribute = trainer.lightning_module.get_submodule(entry["meta"]["metric_attribute"])
         assert isinstance(attribute, Metric)
         metric.value = attribute  # pyright: ignore[reportAttributeAccessIssue]  # as Lightning's own update does
-    put(metric, update_count=1)
-    results[key] = metric
     return metric
 
 

@@ -34,7 +34,7 @@ def verify_hook_values(trainer: pl.Trainer, told: Sequence[Mapping[str, Mapping[
         if not _is_hooks_mean(entries[0]) or _agree(entries):
             continue
         meta = entries[0]["meta"]
-        values = " and ".join(f"{entry['value'] / entry['count']:.6g}" for entry in entries[:3])
+        values = " and ".join(f"{entry['state']['value']:.6g}" for entry in entries[:3])
         message = (
             f"self.log({meta['name']!r}) in {meta['fx']}: the value is another one on each rank ({values}), so the "
             "mean over ranks is not one device's. Log it in the step, or pass sync_dist=True and batch_size=<number of "
@@ -52,13 +52,13 @@ def _is_hooks_mean(entry: Mapping[str, Any]) -> bool:
     """Whether a value was logged once, as a mean, without `sync_dist` or `batch_size`, outside of any batch."""
     hook: str = entry["meta"]["fx"]
     outside = hook.endswith(("_start", "_end")) and "batch" not in hook
-    return outside and entry["kind"] == "mean" and not entry["asked"] and entry["count"] == 1
+    once = entry["reduce_fx"] == "mean" and entry["state"]["cumulated_batch_size"] == 1
+    return outside and once and not entry["sync"]["_should"]
 
 
 def _agree(entries: Sequence[Mapping[str, Any]]) -> bool:
-    first = entries[0]["value"]
+    first, *others = (entry["state"]["value"] for entry in entries)
     return all(
-        math.isclose(entry["value"], first, rel_tol=1e-6, abs_tol=1e-12)
-        or (math.isnan(entry["value"]) and math.isnan(first))
-        for entry in entries
+        math.isclose(value, first, rel_tol=1e-6, abs_tol=1e-12) or (math.isnan(value) and math.isnan(first))
+        for value in others
     )

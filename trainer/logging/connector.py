@@ -130,17 +130,6 @@ class LeanResults(of_lightning.ResultCollection):
         if metric.is_tensor and metric.meta.on_epoch:
             vars(metric).setdefault(GIVEN, GivenSizes()).add(value, size, self.share)
 
-    @staticmethod
-    def given_of(metric: Any) -> dict[str, Any] | None:
-        """Return what a checkpoint keeps of the `batch_size` given for an entry; None if none was given."""
-        given: GivenSizes | None = vars(metric).get(GIVEN)
-        return None if given is None else dict(vars(given))
-
-    @staticmethod
-    def set_given(metric: Any, saved: dict[str, Any]) -> None:
-        """Restore what `given_of` returned."""
-        vars(metric)[GIVEN] = GivenSizes(**saved)
-
     @override
     def metrics(self, on_step: bool) -> Any:
         self.settle()

@@ -31,7 +31,7 @@ def _run_rest(loop: Any, plan: StepPlan, step: Callable[[Batch, int], None]) -> 
         number += 1
 
 
-class LeanEvaluationLoop(SeparateEvaluation, EvaluationLoop):
+class LeanEvaluationLoop(SeparateEvaluation):
     """Validation or test."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -21,7 +21,6 @@ from typing_extensions import override
 from ...strategies.core.private import of_lightning
 from ...strategies.core.private.of_lightning import (
     AutomaticOptimization,
-    CheckpointConnector,
     DataFetcher,
     DataLoaderIterDataFetcher,
     FitLoop,
@@ -30,7 +29,7 @@ from ...strategies.core.private.of_lightning import (
 from ...strategies.core.types import Batch
 from ...strategies.distributed.base import StopAgreement
 from ...strategies.registry import ranks_of
-from ..checkpoint.clean_points import ExactCheckpoints, ResumingEpochLoop, ResumingFitLoop
+from ..checkpoint.clean_points import ResumingEpochLoop, ResumingFitLoop
 from ..logging.connector import LeanLoggerConnector, LeanResults
 from ._batch_fetch import OneLoader, batch_mover
 from ._eval_step import validation_may_be_due
@@ -45,11 +44,7 @@ TRAIN_HOOKS = (
 )  # fmt: skip
 
 
-class ExactCheckpointConnector(ExactCheckpoints, CheckpointConnector):
-    """Lightning's checkpoint connector, with the state that exact resuming needs."""
-
-
-class LeanFitLoop(ResumingFitLoop, FitLoop):
+class LeanFitLoop(ResumingFitLoop):
     """The loop over epochs.
 
     Attributes:
@@ -88,7 +83,7 @@ class LeanFitLoop(ResumingFitLoop, FitLoop):
         return total.started
 
 
-class LeanTrainingEpochLoop(ResumingEpochLoop, TrainingEpochLoop):
+class LeanTrainingEpochLoop(ResumingEpochLoop):
     """The loop over the batches of a training epoch.
 
     Args:

@@ -7,7 +7,8 @@ from omegaconf import DictConfig, open_dict
 
 from ...strategies.core.options import as_given
 from ...strategies.pipeline.in_flight import num_ticks
-from ..config.group_files import file_options
+from ..config.group_files import PACKAGE
+from ._search import Tried
 from ._topology import Topology
 
 RECOMPUTE_TIME = {"never": 1.0, "except_last": 1.3, "always": 4 / 3}
@@ -20,23 +21,16 @@ MICROBATCHES = 4
 
 @dataclass(frozen=True)
 class Choice:
-    """One way to train.
+    """One way to train, before it is tried.
 
     Args:
-        options: what to set, as on the command line.
-        spread: those of them that say how the work is spread.
+        spread: those of its options that say how the work is spread.
         strategy: the configuration of its strategy.
-        loader_batch: samples of the loader's batch, for the same global batch.
-        computing: estimated time to compute a step, in multiples of the devices' shares of it.
-        traffic: estimated bytes that a device sends per step, in multiples of the parameters'.
     """
 
-    options: tuple[str, ...]
+    tried: Tried
     spread: tuple[str, ...]
     strategy: DictConfig
-    loader_batch: int
-    computing: float
-    traffic: float
 
 
 def choices(cfg: DictConfig, given: Topology, batch: int) -> list[Choice]:
@@ -58,8 +52,8 @@ def choices(cfg: DictConfig, given: Topology, batch: int) -> list[Choice]:
             names = {key: key if key == "strategy" else f"strategy.{key}" for key in options}
             shown = tuple(f"{names[key]}={as_given(value)}" for key, value in options.items())
             chosen = shown if options and recompute == "never" else (*shown, f"strategy.recompute={recompute}")
-            found.append(Choice(chosen, shown, strategy, loader_batch, computing * more, traffic))
-    return sorted(found, key=lambda choice: (round(choice.computing, 3), choice.traffic))
+            found.append(Choice(Tried(chosen, loader_batch, computing * more, traffic), shown, strategy))
+    return sorted(found, key=lambda choice: (round(choice.tried.computing, 3), choice.tried.traffic))
 
 
 Spread = tuple[dict[str, object], int, float, float]
@@ -94,7 +88,7 @@ def _spreads(given: Topology, batch: int, num_nodes: int) -> Iterator[Spread]:
 def _strategy(cfg: DictConfig, given: str, options: dict[str, object]) -> DictConfig:
     """The configuration of a strategy, with the user's other options where it is the configured one."""
     name = str(options.get("strategy", given))
-    strategy = cfg.strategy.copy() if name == given else file_options("strategy", name)
+    strategy = cfg.strategy.copy() if name == given else PACKAGE.options("strategy", name)
     with open_dict(strategy):
         strategy.update({key: value for key, value in options.items() if key != "strategy"})
     return strategy

@@ -1,13 +1,10 @@
 """Compute the memory plan of every device and the largest batch that fits from simulated steps."""
 
-import json
 from collections.abc import Generator
-from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
+from dataclasses import dataclass, field, replace
 
 from ...strategies.pipeline.in_flight import most_in_flight
-from ._memory import StageMemory
-from ._sharing import in_flight, with_owner
+from ._sharing import StageMemory, in_flight, with_owner
 from ._simulation import Questions
 from ._topology import Topology
 
@@ -96,12 +93,6 @@ class MemoryPlan:
         """Largest peak of all devices, in bytes."""
         return max(device.peak for device in self.devices)
 
-    def write(self, run_dir: str | Path) -> Path:
-        """Write `plan.json` into the run directory; returns its path."""
-        path = Path(run_dir) / "plan.json"
-        path.write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
-        return path
-
 
 def questions(topology: Topology, batch: int, device_bytes: float | None) -> Questions[MemoryPlan]:
     """Request the simulated steps that a plan needs.
@@ -146,12 +137,14 @@ def device_plans(topology: Topology, batch: int, known: dict[int, list[StageMemo
             if topology.num_owners > 1 and not (copy and topology.is_replicated):
                 memory = with_owner(memory, copy)
             if not topology.is_replicated:
-                plans.append(whole(memory, len(plans), samples, topology.buckets * memory.gradients))
+                buckets = topology.buckets * memory.gradients
+                plans.append(device_plan(memory, len(plans), samples, buckets + memory.gathered, memory.peak + buckets))
             elif copy:
                 plans.append(with_state(replica(memory, len(plans), samples), memory, copy))
-            else:
-                senders = sum(size > 0 for size in sizes[1:])
-                plans.append(root(memory, samples, senders * memory.gradients))
+            else:  # the root holds the optimizer, and receives the other replicas' gradients
+                received = sum(size > 0 for size in sizes[1:]) * memory.gradients
+                peak = max(memory.peak, memory.static + memory.batch + received)
+                plans.append(device_plan(memory, 0, samples, received, peak))
     return plans
 
 
@@ -166,33 +159,14 @@ def memory_of(topology: Topology, samples: int, known: dict[int, list[StageMemor
 
 def without_samples(memory: StageMemory) -> StageMemory:
     """The memory of a device without samples, which only holds the module and its optimizer."""
-    static = memory.parameters + memory.gradients + memory.optimizer
-    peaks = {"forward_peak": static, "backward_peak": static, "update_peak": static + update_extra(memory)}
-    return replace(memory, batch=0, activations=0, **peaks)
-
-
-def update_extra(memory: StageMemory) -> int:
-    """Temporaries of the optimizer's update."""
-    return max(0, memory.update_peak - memory.parameters - memory.gradients - memory.optimizer - memory.batch)
+    peaks = dict.fromkeys(("forward_peak", "backward_peak"), memory.static)
+    return replace(memory, batch=0, activations=0, update_peak=memory.static + memory.update_extra, **peaks)
 
 
 def device_plan(memory: StageMemory, device: int, samples: int, communication: int, peak: int) -> DevicePlan:
     """A device's plan with what its memory and the plan name alike."""
     alike = (getattr(memory, name) for name in ("parameters", "gradients", "optimizer", "batch", "activations"))
     return DevicePlan(device, samples, *alike, communication=communication, peak=peak)
-
-
-def whole(memory: StageMemory, device: int, samples: int, buckets: int) -> DevicePlan:
-    """Plan a device that trains a module, or a stage of it, with its own optimizer."""
-    peak = max(memory.forward_peak, memory.backward_peak, memory.update_peak) + buckets
-    return device_plan(memory, device, samples, buckets + memory.gathered, peak)
-
-
-def root(memory: StageMemory, samples: int, received: int) -> DevicePlan:
-    """Plan the root device of replicas: it holds the optimizer and receives the other replicas' gradients."""
-    meeting = memory.parameters + memory.gradients + memory.optimizer + memory.batch + received
-    peak = max(memory.forward_peak, memory.backward_peak, memory.update_peak, meeting)
-    return device_plan(memory, 0, samples, received, peak)
 
 
 def replica(memory: StageMemory, device: int, samples: int) -> DevicePlan:
@@ -210,7 +184,7 @@ def with_state(plan: DevicePlan, memory: StageMemory, owner: int) -> DevicePlan:
     if not own:
         return plan
     fraction = own / memory.optimizer
-    copies = round(fraction * (memory.parameters + memory.gradients + update_extra(memory)))
+    copies = round(fraction * (memory.parameters + memory.gradients + memory.update_extra))
     return replace(plan, optimizer=own, peak=max(plan.peak + own, plan.parameters + own + copies))
 
 

@@ -1,4 +1,4 @@
-"""Compute what ranks hold that share a module's parameters, or the state of its optimizers."""
+"""Describe the memory of a device in a simulated step, and of ranks that share parameters or optimizer states."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -6,10 +6,48 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from ...strategies.sharding.optimizer_shards import BUCKET_BYTES, MOST_BUCKETS
-from ._memory import StageMemory
 
 PartNames = Callable[[nn.Module], list[str]]
 """Names the parts of a module that are gathered one by one."""
+
+
+@dataclass
+class StageMemory:
+    """Bytes on one device while a module trains, once the optimizer's state exists.
+
+    Args:
+        activations: tensors that the training step saves for its backward pass.
+        forward_peak: largest number of bytes at one time during the training step, including all of the above.
+        backward_peak: the same during the backward pass.
+        gathered: parameters of other ranks that are gathered at one time.
+        owned: bytes of the optimizer's state by the rank that keeps it, where ranks share it.
+    """
+
+    parameters: int = 0
+    gradients: int = 0
+    optimizer: int = 0
+    batch: int = 0
+    activations: int = 0
+    forward_peak: int = 0
+    backward_peak: int = 0
+    update_peak: int = 0
+    gathered: int = 0
+    owned: tuple[int, ...] = ()
+
+    @property
+    def static(self) -> int:
+        """Bytes that are there whether or not a step runs."""
+        return self.parameters + self.gradients + self.optimizer
+
+    @property
+    def peak(self) -> int:
+        """Largest number of bytes at one time."""
+        return max(self.forward_peak, self.backward_peak, self.update_peak)
+
+    @property
+    def update_extra(self) -> int:
+        """Temporaries of the optimizer's update."""
+        return max(0, self.update_peak - self.static - self.batch)
 
 
 @dataclass(frozen=True)
@@ -85,16 +123,13 @@ def with_owner(memory: StageMemory, owner: int) -> StageMemory:
     own = memory.owned[owner]
     others = memory.optimizer - own
     fraction = own / max(memory.optimizer, 1)
-    held = memory.parameters + memory.gradients + memory.optimizer + memory.batch
-    extra = max(
-        round(fraction * max(0, memory.update_peak - held)), min(memory.parameters, MOST_BUCKETS * BUCKET_BYTES)
-    )
+    extra = max(round(fraction * memory.update_extra), min(memory.parameters, MOST_BUCKETS * BUCKET_BYTES))
     return replace(
         memory,
         optimizer=own,
         forward_peak=memory.forward_peak - others,
         backward_peak=memory.backward_peak - others,
-        update_peak=held - others + extra,
+        update_peak=memory.static + memory.batch - others + extra,
     )
 
 

@@ -25,9 +25,8 @@ from ...strategies.pipeline.stages import Stages
 from ...strategies.sharding.optimizer_shards import owners
 from ..callbacks.flops import silence
 from ._fake_tensors import Repeated, make_fake, resized
-from ._memory import StageMemory
 from ._memory_tracker import Cross, MemoryTracker
-from ._sharing import Shards, sharded
+from ._sharing import Shards, StageMemory, sharded
 
 Answer = TypeVar("Answer")
 
@@ -250,9 +249,7 @@ class Interview(pl.Callback):
         self._strategy.samples = next(self._questions)
 
     @override
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
         self._num_batches += 1
         if self._num_batches % trainer.accumulate_grad_batches:
             return

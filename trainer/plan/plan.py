@@ -1,10 +1,8 @@
 """Compute the memory that each device would need, without using one (`mode=plan`)."""
 
 import logging
-from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +14,7 @@ from torch import nn
 from ...strategies import ConfigError
 from ...strategies.core.device_names import resolve_devices
 from ...strategies.core.devices import is_accelerator
+from ...strategies.core.patching import LIGHTNING_TELLS, filtered
 from ...strategies.core.private.of_torch import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -28,8 +27,9 @@ from ...strategies.pipeline.recompute import Recompute
 from ..compare.compare import short_config
 from ..compare.trial import Trial, run_trial
 from ..config.checks import plain
-from ..config.instantiate import QUIET, instantiate
+from ..config.instantiate import instantiate, module_and_data, quiet_trainer
 from ..job.log_file import run_log
+from ..job.result import write_json
 from ._choices import choices
 from ._search import MemoryPlan, Tried, questions
 from ._sharing import Shards
@@ -37,7 +37,6 @@ from ._simulation import Finished, Interview, Questions, SimulatedStrategy
 from ._topology import Topology, count_devices, is_for_accelerator, topology_of
 
 GB = 10**9
-LIGHTNING_TALK = f"{pl.__name__}.utilities.rank_zero"
 
 UNREADABLE = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
 
@@ -68,7 +67,7 @@ def plan_memory(cfg: DictConfig) -> MemoryPlan:
         found = interview(cfg, strategy, topology, ask)
         if limit is not None and found.peak > limit * GB:
             found = replace(found, tried=list(others(cfg, topology, found, limit * GB)))
-    found.write(cfg.run_dir)
+    write_json(found, Path(cfg.run_dir) / "plan.json")
     return found
 
 
@@ -85,11 +84,11 @@ def others(cfg: DictConfig, given: Topology, plan: MemoryPlan, limit: float) -> 
     for choice in choices(cfg, given, plan.loader_batch):
         if choice.spread in too_large:
             continue  # to recompute activations takes nothing off the weights
-        tried = Tried(choice.options, choice.loader_batch, choice.computing, choice.traffic)
+        tried, batch = choice.tried, choice.tried.loader_batch
         try:
             strategy: Strategy = instantiate("strategy", choice.strategy)
             topology = topology_of(strategy, given.num_devices, int(cfg.num_nodes))
-            planned = interview(cfg, strategy, topology, partial(_one_batch, topology, choice.loader_batch))
+            planned = interview(cfg, strategy, topology, lambda _, t=topology, b=batch: questions(t, b, None))
         except ConfigError as exc:
             yield replace(tried, reason=str(exc))
             continue
@@ -98,11 +97,6 @@ def others(cfg: DictConfig, given: Topology, plan: MemoryPlan, limit: float) -> 
             return
         if max(d.parameters + d.gradients + d.optimizer for d in planned.devices) > limit:
             too_large.add(choice.spread)
-
-
-def _one_batch(topology: Topology, batch: int, _: int) -> Questions[MemoryPlan]:
-    """The questions of a plan for a given batch, whatever the loader's is."""
-    return questions(topology, batch, None)
 
 
 def is_measured(cfg: DictConfig) -> bool:
@@ -163,14 +157,12 @@ def interview(cfg: DictConfig, strategy: Strategy, topology: Topology, ask: Ask)
         topology.num_stages, options, is_for_accelerator(cfg), option, shards_of(strategy, topology, cfg),
         topology.num_owners,
     )  # fmt: skip
-    module: pl.LightningModule = instantiate("module", cfg.module)
-    data: pl.LightningDataModule | None = instantiate("data", cfg.data) if cfg.get("data") else None
+    module, data = module_and_data(cfg)
     talk = Interview(simulated, ask)
-    make_trainer = instantiate("trainer", cfg.trainer, _partial_=True)
-    options = {"callbacks": [talk], "logger": False, "enable_checkpointing": False, **one_device(cfg)}
     try:
-        with quiet(LIGHTNING_TALK):
-            make_trainer(strategy=simulated, **options).fit(module, datamodule=data)
+        # messages about a simulated trainer, such as unused GPUs, would mislead
+        with filtered(LIGHTNING_TELLS, lambda record: record.levelno >= logging.WARNING):
+            quiet_trainer(cfg, simulated, callbacks=[talk], **one_device(cfg)).fit(module, datamodule=data)
     except Finished:
         return talk.answer
     except UNREADABLE as exc:
@@ -189,22 +181,9 @@ def shards_of(strategy: Strategy, topology: Topology, cfg: DictConfig) -> Callab
     return lambda module: Shards.of(module, strategy.part_names(module), topology.num_shards, keeps, accumulates)
 
 
-@contextmanager
-def quiet(name: str) -> Generator[None]:
-    """Limit a logger to warnings: messages about a simulated trainer, such as unused GPUs, would mislead."""
-    logger = logging.getLogger(name)
-    before = logger.level
-    logger.setLevel(logging.WARNING)
-    try:
-        yield
-    finally:
-        logger.setLevel(before)
-
-
 def one_device(cfg: DictConfig) -> dict[str, Any]:
     """The trainer's options for a simulated run."""
     return {
-        **QUIET,
         "accelerator": "cpu",
         "devices": 1,
         "num_nodes": 1,

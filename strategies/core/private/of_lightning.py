@@ -5,7 +5,6 @@ from typing import Any
 
 from lightning_fabric.utilities import data as fabric_data
 from lightning_fabric.utilities import distributed, imports, types
-from pytorch_lightning.loggers import comet, mlflow, wandb
 from pytorch_lightning.loops import evaluation_loop as evaluation
 from pytorch_lightning.loops import fetchers, fit_loop, loop, prediction_loop, progress, training_epoch_loop
 from pytorch_lightning.loops.optimization import automatic
@@ -20,8 +19,6 @@ from pytorch_lightning.utilities import data
 
 PATH = types._PATH
 IS_INTERACTIVE: Any = imports._IS_INTERACTIVE
-COMET_AVAILABLE, MLFLOW_AVAILABLE = comet._COMET_AVAILABLE, mlflow._MLFLOW_AVAILABLE
-WANDB_AVAILABLE = wandb._WANDB_AVAILABLE
 interrupt = call._interrupt
 set_num_threads_if_needed = distributed._set_num_threads_if_needed
 set_sampler_epoch = fabric_data._set_sampler_epoch

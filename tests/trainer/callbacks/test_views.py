@@ -6,6 +6,7 @@ import logging
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -183,7 +184,8 @@ def test_without_a_terminal_an_epoch_is_one_line(digits: Result) -> None:
 def test_a_bar_is_drawn_on_a_terminal_only(own: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     cfg = compose(["accelerator=cpu", f"run_dir={tmp_path}", *own])
     for terminal in (True, False):
-        monkeypatch.setattr(run_module, "can_draw", lambda terminal=terminal: terminal)
+        console = SimpleNamespace(is_terminal=terminal, is_jupyter=False)
+        monkeypatch.setattr(run_module, "Console", lambda console=console: console)
         trainer = run_module.build(OmegaConf.create(OmegaConf.to_container(cfg, resolve=True))).trainer
         assert (trainer.progress_bar_callback is not None) is terminal
         assert any(isinstance(callback, EpochLines) for callback in trainer.callbacks)

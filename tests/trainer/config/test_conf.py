@@ -15,7 +15,7 @@ import evener.conf
 from evener.strategies import STRATEGIES, ConfigError, SingleDeviceStrategy
 from evener.trainer import compose, main
 from evener.trainer.cli.train import prepare
-from evener.trainer.config.group_files import PACKAGE, file_names, file_options
+from evener.trainer.config.group_files import PACKAGE
 from evener.trainer.job.run import build
 
 CONF = Path(next(iter(evener.conf.__path__)))
@@ -110,24 +110,24 @@ def test_what_files_of_a_group_share_is_written_once(group: str) -> None:
 
 
 def test_inherited_options_are_composed_with_a_file_s_own() -> None:
-    assert dict(file_options("strategy", "balanced_dp")) == {
+    assert dict(PACKAGE.options("strategy", "balanced_dp")) == {
         "_target_": "evener.strategies.BalancedDataParallelStrategy",
         "loss_reduction": "mean", "submodule": None, "copy_frozen": False, "threads": None,
         "gpu0_chunk": None, "weights": None, "objective": "time", "hysteresis": 0.02,
         "batch_dims": None, "model_parallel_size": 1, "recompute": "never", "shard_optimizer": False,
     }  # fmt: skip
-    best = file_options("checkpoint", "best")
+    best = PACKAGE.options("checkpoint", "best")
     assert (best.save_top_k, best.save_last, best.every_n_epochs, best.on_error) == (1, True, 1, "raise")
-    assert "filename" not in file_options("checkpoint", "last")
+    assert "filename" not in PACKAGE.options("checkpoint", "last")
 
 
 def test_files_are_composed_inside_a_run_of_hydra_which_goes_on() -> None:
     """A `mode=compare` of the command line ended: GlobalHydra is already initialized."""
     with initialize_config_module("evener.conf", version_base="1.3"):
         running = GlobalHydra.instance().hydra
-        assert file_options("strategy", "ddp").timeout_s == 1800
+        assert PACKAGE.options("strategy", "ddp").timeout_s == 1800
         with pytest.raises(MissingConfigException):
-            file_options("strategy", "ddpp")
+            PACKAGE.options("strategy", "ddpp")
         assert GlobalHydra.instance().hydra is running
     assert not GlobalHydra.instance().is_initialized()
 
@@ -137,11 +137,11 @@ def test_what_files_inherit_is_no_choice(monkeypatch: pytest.MonkeyPatch, capsys
     main()
     groups = capsys.readouterr().out.partition("== Groups ==")[2].partition("== Keys ==")[0]
     assert re.findall(r"^[* ] (\w+)", groups.partition("strategy: ")[2].partition("\ntrainer")[0], re.MULTILINE) == (
-        file_names("strategy")
+        PACKAGE.files("strategy")
     )
     assert re.findall(r"^[* ] *_\w*", groups, re.MULTILINE) == []
     with initialize_config_module("evener.conf", version_base="1.3"):
-        assert GlobalHydra.instance().config_loader().get_group_options("strategy") == file_names("strategy")
+        assert GlobalHydra.instance().config_loader().get_group_options("strategy") == PACKAGE.files("strategy")
     assert PACKAGE.groups() == GROUPS
 
 

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from evener.strategies import ConfigError
 from evener.trainer import Trainer
+from evener.trainer.config.instantiate import QUIET
 from evener.trainer.job.batch_size_search import find_batch_size, largest
 
 
@@ -45,7 +46,8 @@ class Numbers(pl.LightningDataModule):
 
 
 def trainer(**options: Any) -> Trainer:
-    return Trainer(accelerator="cpu", devices=1, strategy="single_device", **options)
+    quiet = {**QUIET, "logger": False, "enable_checkpointing": False}
+    return Trainer(accelerator="cpu", devices=1, strategy="single_device", **quiet, **options)
 
 
 @pytest.mark.parametrize("limit", [1, 37, 10**6])

@@ -135,7 +135,7 @@ def test_histograms_of_shards_and_ranks_are_of_whole_tensors(tmp_path: Path) -> 
 
 
 def test_histograms_refuse_an_interval_below_one() -> None:
-    with pytest.raises(ValueError, match="every_n_epochs must be at least 1; got 0"):
+    with pytest.raises(ValueError, match="every_n_epochs=0 is not allowed"):
         Histograms(0)
 
 

@@ -33,9 +33,8 @@ from evener.trainer import Trainer, compose
 from evener.trainer.cli.main import main
 from evener.trainer.cli.train import prepare
 from evener.trainer.compare.trial import FAILED, Trial
-from evener.trainer.plan._memory import StageMemory
 from evener.trainer.plan._search import DevicePlan, MemoryPlan, Tried
-from evener.trainer.plan._sharing import in_flight
+from evener.trainer.plan._sharing import StageMemory, in_flight
 from evener.trainer.plan.plan import is_measured, plan_errors, plan_memory
 from evener.trainer.plan.table import advice, conclusions, measured_lines, size_text
 
