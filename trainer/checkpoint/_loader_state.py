@@ -13,9 +13,7 @@ import os
 import signal
 import sys
 import traceback
-from collections import abc
 from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache, partial
 from itertools import chain, islice
 from multiprocessing import forkserver
@@ -218,10 +216,11 @@ class ResumableLoader(DataLoader[Any]):
         self.worker_init_fn = _WorkerStart(os.getpid(), given)
         if self.num_workers and (self.multiprocessing_context or multiprocessing).get_start_method() == "forkserver":
             forkserver.ensure_running()  # with signals as they are: whatever it starts inherits them
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, ASK_TO_STOP)  # until a worker has handlers of its own
         try:
-            with _signals_blocked():  # until a worker has handlers of its own
-                iterator: Any = super()._get_iterator()
+            iterator: Any = super()._get_iterator()
         finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
             self.worker_init_fn = given
         for process in getattr(iterator, "_workers", ()):
             process._popen.terminate = process._popen.kill  # how torch and Python end one that hangs
@@ -299,15 +298,6 @@ class _Seeded:
 
     def __reduce__(self) -> Any:
         return _arrive, (self.entropy, self.indices, self.each)
-
-
-@contextmanager
-def _signals_blocked() -> abc.Generator[None]:
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, ASK_TO_STOP)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 class _WorkerStart:

@@ -6,7 +6,7 @@ URLs (`s3://…`, `memory://…`) are left to Lightning, without a digest.
 import logging
 from collections.abc import Callable, Generator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -104,8 +104,7 @@ class VerifiedCheckpointIO(TorchCheckpointIO, ShardIO):
             file.write(parts)
             if writers.is_first:
                 shards = {**file.layout, "digests": file.wait(writers.timeout_s)}
-                with releasing(path):
-                    write({**rest, FILE: file.path.name, SHARDS: shards}, path)
+                write({**rest, FILE: file.path.name, SHARDS: shards}, path)
 
         self._attempt(str(path), work)
         if self._last_failed and writers.is_first:
@@ -121,7 +120,7 @@ class VerifiedCheckpointIO(TorchCheckpointIO, ShardIO):
 
     def link_checkpoint(self, source: PATH, path: PATH) -> None:
         """Give the most recent checkpoint a second name; see `link`."""
-        copy = get_filesystem(path).copy if _is_address(path) else _link_and_release
+        copy = get_filesystem(path).copy if _is_address(path) else link
         self._submit(
             lambda: None if self._last_failed else self._attempt(str(path), partial(copy, str(source), str(path)))
         )
@@ -186,8 +185,7 @@ class VerifiedCheckpointIO(TorchCheckpointIO, ShardIO):
 
     def _write(self, plain: dict[str, Any], path: str) -> None:
         save = super().save_checkpoint if _is_address(path) else write
-        with nullcontext() if _is_address(path) else releasing(Path(path)):
-            self._attempt(path, partial(save, plain, path))
+        self._attempt(path, partial(save, plain, path))
 
     def _attempt(self, path: str, work: Callable[[], object]) -> None:
         """Write a file; if it fails, note it, and raise or warn as `on_error` says."""
@@ -214,8 +212,3 @@ class VerifiedCheckpointIO(TorchCheckpointIO, ShardIO):
 
 def _is_address(path: PATH) -> bool:
     return "://" in str(path)
-
-
-def _link_and_release(source: str, path: str) -> None:
-    with releasing(Path(path)):
-        link(source, path)

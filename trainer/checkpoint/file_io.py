@@ -79,6 +79,8 @@ class _HashedFile:
 def write(checkpoint: dict[str, Any], path: str | Path) -> None:
     """Write a checkpoint atomically: at any time `path` is either the old file or the new one.
 
+    The tensors of the old one are removed, if they are in a file of shards that no other checkpoint needs.
+
     Args:
         checkpoint: plain data (`to_plain`).
         path: the file; missing directories are created.
@@ -88,7 +90,7 @@ def write(checkpoint: dict[str, Any], path: str | Path) -> None:
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(path, durable=True) as temporary:
+    with releasing(path), replacing(path, durable=True) as temporary:
         with open(temporary, "wb") as file:
             hashed = _HashedFile(file)
             try:
@@ -105,7 +107,8 @@ def write(checkpoint: dict[str, Any], path: str | Path) -> None:
 
 def link(source: str | Path, path: str | Path) -> None:
     """Give a checkpoint a second name without copying it, replacing any file of that name."""
-    with replacing(Path(path), durable=True) as temporary:
+    path = Path(path)
+    with releasing(path), replacing(path, durable=True) as temporary:
         try:
             os.link(source, temporary)
         except OSError:  # A file system without hard links.

@@ -17,7 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from ...strategies import ConfigError
 from ..config.checks import verify_config
-from ..launch.environment import AGENT
+from ..launch.environment import AGENT, importable
 from ..launch.launcher import launch
 from ._probe import RankRecord, read_records
 
@@ -135,11 +135,6 @@ def run_trial(cfg: DictConfig, strategy: str, timeout_s: float) -> Trial:
         finally:
             end(process)
     return read_trial(folder, strategy, process.returncode)
-
-
-def importable() -> str:
-    """This process's module search path, so that a child process finds the same modules."""
-    return os.pathsep.join(path or os.getcwd() for path in sys.path)
 
 
 def end(process: subprocess.Popen[bytes], patience_s: float = 8.0) -> None:

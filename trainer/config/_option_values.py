@@ -14,80 +14,52 @@ from .nearest import did_you_mean
 _FromMinusOne: TypeAlias = Annotated[int, Limit(">=", -1)]
 
 
-class Root:
-    """Options of the whole run."""
-
-    name: str
-    log_dir: str
-    run_dir: str
-    tags: list[str]
-    notes: str | None
-    num_nodes: Count
-    seed: Annotated[int, Limit(">=", 0), Limit("<", 2**32)] | None  # numpy's limit
-    resume: str | None
-    config: Literal["run"] | None
-    compile: bool
-    test_after_fit: bool
-    monitor: str | None
-    device_memory_gb: Positive | None
+def _or_null(hint: Any) -> Any:
+    return hint | None
 
 
-class Compare:
-    """Options of `mode=compare`."""
+ROOT: dict[str, Any] = {
+    "name": str,
+    "log_dir": str,
+    "run_dir": str,
+    "tags": list[str],
+    "notes": str | None,
+    "num_nodes": Count,
+    "seed": _or_null(Annotated[int, Limit(">=", 0), Limit("<", 2**32)]),  # numpy's limit
+    "resume": str | None,
+    "config": _or_null(Literal["run"]),
+    "compile": bool,
+    "test_after_fit": bool,
+    "monitor": str | None,
+    "device_memory_gb": _or_null(Positive),
+    "compare.strategies": list[str] | None,
+    "compare.steps": int,
+    "compare.warmup_steps": int,
+    "compare.timeout_s": Positive,
+    "compare.options": dict[str, Any],
+    "launcher.max_restarts": Natural,
+    "launcher.min_processes": _or_null(Count),
+    "launcher.monitor_interval_s": Positive,
+    "launcher.shutdown_timeout_s": NotNegative,
+}
+"""Options of the whole run, of `mode=compare` and of the launcher."""
 
-    strategies: list[str] | None
-    steps: int
-    warmup_steps: int
-    timeout_s: Positive
-    options: dict[str, Any]
-
-
-class Launcher:
-    """Options of the launcher."""
-
-    max_restarts: Natural
-    min_processes: Count | None
-    monitor_interval_s: Positive
-    shutdown_timeout_s: NotNegative
-
-
-class LightningsTrainer:
-    """Options of the trainer that take more or less than Lightning's annotations say."""
-
-    devices: int | str | list[int | str]
-    max_epochs: _FromMinusOne | None
-    max_steps: _FromMinusOne
-    log_every_n_steps: Natural | None
-    val_check_interval: Positive | None
-    check_val_every_n_epoch: Count | None
-    num_sanity_val_steps: _FromMinusOne | None
-    accumulate_grad_batches: Count
-    gradient_clip_val: NotNegative | None
-
-
-class EarlyStopping:
-    """As `LightningsTrainer`, of Lightning's callback."""
-
-    patience: Natural
-
-
-class Loader:
-    """Options whose limits hold for whole numbers given to users' own data modules, too."""
-
-    batch_size: Count
-    num_workers: Natural
-
-
-class Example:
-    """Options of the examples, which don't use this project's annotations."""
-
-    lr: NotNegative
-
-
-NARROWER: dict[str, type] = {
-    "trainer": LightningsTrainer, "callbacks.early_stopping": EarlyStopping, "data": Loader, "module": Example,
-}  # fmt: skip
-"""Options of groups whose classes don't declare them as narrowly."""
+NARROWER: dict[str, Any] = {
+    "trainer.devices": int | str | list[int | str],
+    "trainer.max_epochs": _or_null(_FromMinusOne),
+    "trainer.max_steps": _FromMinusOne,
+    "trainer.log_every_n_steps": _or_null(Natural),
+    "trainer.val_check_interval": _or_null(Positive),
+    "trainer.check_val_every_n_epoch": _or_null(Count),
+    "trainer.num_sanity_val_steps": _or_null(_FromMinusOne),
+    "trainer.accumulate_grad_batches": Count,
+    "trainer.gradient_clip_val": _or_null(NotNegative),
+    "callbacks.early_stopping.patience": Natural,
+    "data.batch_size": Count,  # limits of `data` hold for whole numbers given to users' own data modules, too
+    "data.num_workers": Natural,
+    "module.lr": NotNegative,
+}
+"""Options that take more or less than the annotations of their classes say."""
 
 SEARCHED = {"data.batch_size": "auto"}
 """Keywords that are replaced before the class is constructed."""
@@ -111,12 +83,10 @@ def verify_root(options: Mapping[str, Any]) -> None:
         ConfigError: the first value that is not allowed.
     """
     precision = annotations(pl.Trainer)["precision"][0]
-    for name, hint in {**hints_of(Root), "precision": precision}.items():
-        verify_value(name, _whole(options[name]), hint)
-    for group, types in (("compare", Compare), ("launcher", Launcher)):
-        for name, hint in hints_of(types).items():
-            if name in (options.get(group) or {}):
-                verify_value(f"{group}.{name}", _whole(options[group][name]), hint)
+    for key, hint in {**ROOT, "precision": precision}.items():
+        group, _, name = key.rpartition(".")
+        if not group or name in (options.get(group) or {}):
+            verify_value(key, _whole(options[group][name] if group else options[name]), hint)
     for key in ("log_dir", "run_dir"):
         if not options[key]:
             raise ConfigError(f"{key} is empty. Give the path of a directory.")
@@ -145,12 +115,12 @@ def verify_options(key: str, options: Mapping[str, Any], cls: type) -> None:
                 f"{key}.{name} would be ignored: it has its own config group. Use {MADE_ELSEWHERE[name]}."
             )
     verify_names(key, options, cls)
-    parameters, narrower = annotations(cls), hints_of(NARROWER[key]) if key in NARROWER else {}
+    parameters = annotations(cls)
     for name, value in options.items():
         path = f"{key}.{name}"
         hint, default = parameters.get(name, (Any, ...))
         if name in parameters or (key == "data" and type(value) is int):
-            hint = narrower.get(name, hint)
+            hint = NARROWER.get(path, hint)
         if value != default and SEARCHED.get(path, ...) != value:
             verify_value(path, _whole(value), hint)
 

@@ -33,7 +33,7 @@ from ..job.run import keep_snapshot
 from ..job.signals import ASKS_TO_STOP, Interrupted, loss
 from . import worker
 from ._rendezvous import options as rendezvous
-from .environment import AGENT, FAILURE_FILE, STOPPED_FILE, WorkerError, environment
+from .environment import AGENT, FAILURE_FILE, STOPPED_FILE, WorkerError, environment, importable
 from .worker import run_forked
 
 logger = logging.getLogger(__name__)
@@ -148,8 +148,7 @@ def worker_environment(num_processes: int) -> dict[str, str]:
         **loopback_device(),
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)),
         AGENT: str(os.getpid()),
-        # keep modules next to the user's train.py importable
-        "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
+        "PYTHONPATH": importable(),
     }
 
 

@@ -1,6 +1,7 @@
 """Set environment variables of worker processes, and report their failures."""
 
 import os
+import sys
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 
@@ -43,3 +44,8 @@ def environment(variables: Mapping[str, str]) -> Generator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
+
+
+def importable() -> str:
+    """This process's module search path, so that its children find the modules next to the user's `train.py`, too."""
+    return os.pathsep.join(path or os.getcwd() for path in sys.path)

@@ -56,15 +56,13 @@ class MetricsFile(ExperimentWriter):
             self._write(keys, rows)
             self.num_rows = len(rows)
 
-    def flush(self) -> None:
-        """Write the rows logged so far to the disk."""
-        self.save()
-
     @override
     def save(self) -> None:
         num_new = len(self.metrics)
         super().save()
         self.num_rows += num_new
+
+    flush = save
 
     @override
     def _rewrite_with_new_header(self, fieldnames: list[str]) -> None:

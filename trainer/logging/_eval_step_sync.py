@@ -4,7 +4,7 @@ Ranks may have unequal numbers of batches: with an exchange per step, they would
 Until the epoch ends each rank keeps its own values and their numbers of samples.
 """
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import pytorch_lightning as pl
@@ -17,8 +17,8 @@ from ...strategies.core.private import of_lightning, of_metrics
 from ...strategies.data.loaders import positions
 from ...strategies.data.sampling import Share
 from ...strategies.distributed.metrics.steps import MetricSteps, Sent
-from ._metric_values import has_step_value, metric_steps_of
 from ._rank_log import over_ranks
+from ._step_sync import has_step_value, metric_steps_of
 
 NUM_SAMPLES = "num_samples"
 """Attribute of a result entry that holds the number of samples of its last value."""
@@ -29,7 +29,7 @@ class Value:
     """The value that one rank logged under one name in one step.
 
     Args:
-        value: the value; a tensor of shape () until it is sent.
+        value: a tensor of shape () until it is sent, then a number.
         num: the `batch_size` that it was logged with, or else its number of samples.
         constant: the same, if it may be a constant for the whole batch.
         samples: its number of samples.
@@ -37,7 +37,7 @@ class Value:
         metric: for the kind `metric`, the name of the metric in the module, and its states for this rank's samples.
     """
 
-    value: Tensor | float
+    value: Any
     num: float
     constant: float | None
     samples: float
@@ -46,15 +46,15 @@ class Value:
     metric: tuple[str, list[Sent]] | None = None
 
 
-Step: TypeAlias = tuple[int, int, dict[str, dict[str, Any]]]
-"""Index of the global batch in the epoch, step for the loggers, and values by name as plain data."""
+Step: TypeAlias = tuple[int, int, dict[str, Value]]
+"""Index of the global batch in the epoch, step for the loggers, and values by name."""
 
 
 class EvalStepSync:
     """The steps of an evaluation whose values wait for the end of the epoch."""
 
     def __init__(self) -> None:
-        self._steps: list[tuple[int, int, dict[str, Value]]] = []
+        self._steps: list[Step] = []
 
     def add(self, trainer: pl.Trainer, results: of_lightning.ResultCollection, step: int) -> None:
         """Keep the values that this rank logged in the current batch.
@@ -78,14 +78,14 @@ class EvalStepSync:
         self._steps.append((index, step, logged))
 
     def take(self) -> list[Step]:
-        """Return all steps kept so far as plain data, and clear them."""
+        """Return all steps kept so far, to be sent, and clear them."""
         steps, self._steps = self._steps, []
         kept = [value for _, _, logged in steps for value in logged.values() if value.metric is None]
         if kept:
             numbers = torch.stack([torch.as_tensor(value.value, dtype=torch.float64, device="cpu") for value in kept])
             for value, number in zip(kept, numbers.tolist(), strict=True):
                 value.value = number
-        return [(index, step, {name: asdict(value) for name, value in logged.items()}) for index, step, logged in steps]
+        return steps
 
 
 def _kept(metric: of_lightning.ResultMetric, share: Share | None, steps: MetricSteps | None) -> Value:
@@ -121,16 +121,16 @@ def combine(
     return combined
 
 
-def _value(values: list[dict[str, Any]], module: pl.LightningModule, metric_steps: MetricSteps | None) -> Tensor:
-    if values[0]["metric"] is None or metric_steps is None:
-        return torch.tensor(_over_ranks(values), dtype=values[0]["dtype"])
-    metric = module.get_submodule(values[0]["metric"][0])
-    assert isinstance(metric, Metric)
-    return torch.as_tensor(metric_steps.value(metric, [value["metric"][1] for value in values]))
-
-
-def _over_ranks(values: list[dict[str, Any]]) -> float:
+def _value(values: list[Value], module: pl.LightningModule, metric_steps: MetricSteps | None) -> Tensor:
     """Combine the values that the ranks logged under a name."""
-    constants = {value["constant"] for value in values}
-    weight = "samples" if len(constants) == 1 and None not in constants else "num"
-    return over_ranks(values[0]["kind"], [value["value"] for value in values], [value[weight] for value in values])
+    first = values[0]
+    if first.metric is None or metric_steps is None:
+        constants = {value.constant for value in values}
+        by_samples = len(constants) == 1 and None not in constants
+        weights = [value.samples if by_samples else value.num for value in values]
+        return torch.tensor(over_ranks(first.kind, [value.value for value in values], weights), dtype=first.dtype)
+    metric = module.get_submodule(first.metric[0])
+    assert isinstance(metric, Metric)
+    return torch.as_tensor(
+        metric_steps.value(metric, [value.metric[1] for value in values if value.metric is not None])
+    )

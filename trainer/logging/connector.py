@@ -18,17 +18,16 @@ from typing_extensions import override
 from ...strategies.core.errors import ConfigError
 from ...strategies.core.module_log import ModuleLog
 from ...strategies.core.private import of_lightning, of_metrics
+from ...strategies.core.private.of_lightning import ResultMetric
 from ...strategies.core.types import Batch
 from ...strategies.data.sampling import Share
 from ...strategies.ddp import DDPStrategy
 from ...strategies.registry import ranks_of
-from ._empty_ranks import fill_empty
 from ._epoch_sync import is_shared_by, own_values, share
 from ._eval_step_sync import NUM_SAMPLES, EvalStepSync, combine
-from ._metric_values import metric_steps_of, share_step_values
 from ._rank_log import GIVEN, GivenSizes, Logged, reweigh_losses
+from ._step_sync import fill_empty, metric_steps_of, reduce_together, share_step_values
 from .slots import Slot
-from .step_sync import Reduce, StepSync
 
 
 class LeanResults(of_lightning.ResultCollection):
@@ -53,9 +52,9 @@ class LeanResults(of_lightning.ResultCollection):
         """Whether a step value of a metric was logged with `sync_dist=True`."""
         self.restored: dict[str, Any] = {}
         """Entries that a checkpoint had, by key, until they are logged again."""
-        self.deferred = StepSync()
-        self.defers = False
-        """Whether the loop reduces values logged by step at the end of the step."""
+        self.shared: dict[int, ResultMetric] = {}
+        """Entries logged by step in the training batch in process whose values the ranks have yet to combine, by id."""
+        self._logs = False
 
     @cached_property
     def ranks(self) -> DDPStrategy | None:
@@ -65,9 +64,7 @@ class LeanResults(of_lightning.ResultCollection):
     @override
     def log(self, fx: str, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         if kwargs.get("sync_dist"):
-            through = self.through(kwargs["sync_dist_fn"])
-            kwargs["sync_dist_fn"] = through if self.training else self._reduce_evaluated
-            self.deferred.waits, self.deferred.weighs = self.defers, True
+            kwargs["sync_dist_fn"] = self.reduce
             if kwargs.get("on_step") and isinstance(value, Metric):
                 steps = metric_steps_of(self.trainer.strategy)
                 if steps is not None and of_metrics.forward_cache(value) is not None:
@@ -77,29 +74,37 @@ class LeanResults(of_lightning.ResultCollection):
         if self.restored:
             self._renew_sync(fx, name, kwargs)
         # pyright can't resolve Lightning's `torch.compiler.disable`
+        self._logs = True
         super().log(fx, name, value, *args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
-        self.deferred.waits = self.deferred.weighs = False
+        self._logs = False
         self.logs_steps = self.logs_steps or bool(kwargs.get("on_step"))
 
-    def through(self, reduce: Reduce) -> Reduce:
-        """Return a reduction function that defers values logged by step, in the place of Lightning's."""
-        ranks = ranks_of(self.trainer.strategy)
-        return self.deferred.through(reduce, reduce if ranks is None else ranks.reduce_logged)
+    def key(self, fx: str, name: str, indexed: bool) -> str:
+        """The key of an entry, as Lightning makes it.
+
+        Args:
+            indexed: whether the index of the loader is added to it, if there are several.
+        """
+        return f"{fx}.{name}.{self.dataloader_idx}" if indexed and self.dataloader_idx is not None else f"{fx}.{name}"
+
+    def reduce(self, value: Tensor, group: Any = None, reduce_op: str | None = "mean") -> Tensor:
+        """Reduce a value over ranks as Lightning does, but for one that is logged by step.
+
+        In training it is reduced at the end of the step, in evaluation at that of the epoch.
+        """
+        if self._logs and self.training:
+            return value
+        if not self.training and is_shared_by(self.trainer):
+            self.waits_for_epoch = True
+            return value
+        return self.trainer.strategy.reduce(value, group=group, reduce_op=reduce_op)  # pyright: ignore[reportReturnType]  # of a tensor a tensor
 
     def _renew_sync(self, fx: str, name: str, options: dict[str, Any]) -> None:
         """Let an entry that a checkpoint had be reduced as this run does; one process, which saved, reduces nothing."""
-        indexed = options.get("add_dataloader_idx", True) and self.dataloader_idx is not None
-        metric = self.restored.pop(f"{fx}.{name}.{self.dataloader_idx}" if indexed else f"{fx}.{name}", None)
+        metric = self.restored.pop(self.key(fx, name, options.get("add_dataloader_idx", True)), None)
         if metric is not None:
             sync = metric.meta.sync
             sync.fn, sync.should, sync.group = options["sync_dist_fn"], options["sync_dist"], options["sync_dist_group"]
-
-    def _reduce_evaluated(self, value: Tensor, group: Any = None, reduce_op: str | None = "mean") -> Tensor:
-        """Defer a value of an evaluation step to the end of the epoch; reduce at once if Lightning does the sharing."""
-        if not is_shared_by(self.trainer):
-            return self.deferred.reduce(value, group=group, reduce_op=reduce_op)
-        self.waits_for_epoch = True
-        return value
 
     @override
     def _extract_batch_size(self, value: Any, batch_size: int | None, meta: Any) -> int:
@@ -114,6 +119,8 @@ class LeanResults(of_lightning.ResultCollection):
         size = super()._extract_batch_size(value, batch_size, meta)
         if waits:
             vars(value)[NUM_SAMPLES] = size
+        elif shared and value.is_tensor and meta.on_step and meta.sync.should and not meta.sync.rank_zero_only:
+            self.shared[id(value)] = value
         return size
 
     @staticmethod
@@ -146,7 +153,9 @@ class LeanResults(of_lightning.ResultCollection):
         for metric in self.values():
             if metric.has_reset:
                 vars(metric).pop(GIVEN, None)
-        if self.tracked:  # Lightning drops what the first batch logged before another hook did
+        # Lightning drops what the first batch logged before another hook did
+        self.shared = {key: metric for key, metric in self.shared.items() if not metric.has_reset}
+        if self.tracked:
             self.tracked[:] = [logged for logged in self.tracked if not logged.metric.has_reset]
 
     @override
@@ -196,8 +205,8 @@ class LeanLoggerConnector(of_lightning.LoggerConnector):
         if results.dataloader_idx != dataloader_idx:
             self.settle()
             results.dataloader_idx = dataloader_idx
-        if results.deferred.values:
-            results.deferred.values.clear()  # of an interrupted step
+        if results.shared:
+            results.shared.clear()  # of an interrupted step
         ranks = results.ranks
         if ranks is not None:
             share = results.share = ranks.share
@@ -224,8 +233,10 @@ class LeanLoggerConnector(of_lightning.LoggerConnector):
         ranks, tracked = results.ranks, results.tracked
         if tracked and ranks is not None and ranks.weighed_losses:
             reweigh_losses(tracked, ranks.weighed_losses, results.share, ranks.world_size)
-        if results.deferred.values:
-            results.deferred.flush()
+        if results.shared:
+            reduce = self.trainer.strategy.reduce if ranks is None else ranks.reduce_logged
+            reduce_together(results.shared.values(), reduce)  # pyright: ignore[reportArgumentType]  # of a tensor a tensor
+            results.shared.clear()
         if tracked is None:
             return
         if results.share is not None and results.share.some_empty:
@@ -237,7 +248,7 @@ class LeanLoggerConnector(of_lightning.LoggerConnector):
 
     def finish_batch(self, results: LeanResults) -> None:
         """Like Lightning's `on_batch_end`, for a loop that has its results at hand; metrics are collected later."""
-        if results.tracked is not None or results.deferred.values:
+        if results.tracked is not None or results.shared:
             self.exchange(results)
         if results and self._unread is not results:
             self.settle()

@@ -66,10 +66,7 @@ def restore(trainer: pl.Trainer, results: "LeanResults", saved: dict[str, Entry]
     if saved:  # Otherwise the first `self.log` of a loop resets its means.
         put(of_lightning.logger_connector(trainer), first_loop_iter=False)
     for key, entry in saved.items():
-        reduce = trainer.strategy.reduce
-        if entry["sync"]["_should"]:
-            reduce = results.through(reduce)  # as the collection does when such a value is logged
-        metric = made(entry, Sync(fn=reduce, **entry["sync"]))
+        metric = made(entry, Sync(fn=results.reduce, **entry["sync"]))  # as when such a value is logged
         for name, value in entry["state"].items():
             setattr(metric, name, value.to(device) if isinstance(value, Tensor) else value)
         if entry.get("given") is not None:

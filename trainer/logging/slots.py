@@ -13,7 +13,6 @@ from torch import Tensor
 from ...strategies.core.devices import scalar
 from ...strategies.core.private.of_lightning import ResultMetric
 from ...strategies.core.private.of_metrics import COMPUTED, FORWARD_CACHE, UPDATE_COUNT, forward_cache
-from .step_sync import StepSync
 
 _KEPT = (torch.float32, torch.float64)
 
@@ -28,15 +27,15 @@ class Slot:
         metric: Lightning's metric, to which the values are written in the end.
         options: the other arguments of `self.log`.
         needs_logger: whether Lightning warns on every call if the trainer has no logger.
-        deferred: holds each step's value until it is reduced over the ranks; None if values are not reduced.
+        shared: whether a step's value is reduced over the ranks, in place.
     """
 
     def __init__(
-        self, metric: ResultMetric, options: tuple[Any, ...], needs_logger: bool, deferred: StepSync | None = None
+        self, metric: ResultMetric, options: tuple[Any, ...], needs_logger: bool, shared: bool = False
     ) -> None:
         meta = metric.meta
         self.metric = metric
-        self.deferred = deferred
+        self.shared = shared
         self.options = options
         self.needs_logger = needs_logger
         # Metric.__setattr__ is a Python function; writing to the dictionary is faster
@@ -76,7 +75,7 @@ class Slot:
                     return False
                 copy = copy.squeeze()
         elif type(value) is float and self.is_tensor:
-            if self.step_only and self.deferred is None:
+            if self.step_only and not self.shared:
                 self._number, self._dtype = value, _default_dtype()  # which `64-true` sets within the step only
                 copy = None
             else:
@@ -93,9 +92,6 @@ class Slot:
         state[COMPUTED] = None
         state[UPDATE_COUNT] += 1
         state["has_reset"] = False
-        if self.deferred is not None:
-            assert copy is not None
-            self._defer(copy, self.deferred)
         if self.step_only:
             state["value"] = state[FORWARD_CACHE] = copy
         else:
@@ -105,8 +101,8 @@ class Slot:
 
     def _accumulate(self, copy: Tensor, batch_size: int) -> None:
         state = self.state
-        if self.on_step and self.deferred is None:
-            state[FORWARD_CACHE] = copy
+        if self.on_step:
+            state[FORWARD_CACHE] = copy.clone() if self.shared else copy
         if self.is_mean:
             state["value"] = state["value"] + copy * batch_size
             self._samples += batch_size
@@ -114,14 +110,6 @@ class Slot:
             state["value"] = state["value"] + copy
         else:
             state["value"] = self.reduce(state["value"], copy)
-
-    def _defer(self, copy: Tensor, deferred: StepSync) -> None:
-        """Defer the reduction of the step's value; the epoch's value accumulates this rank's own values."""
-        sync = self.metric.meta.sync
-        step = copy if self.step_only else copy.clone()
-        deferred.waits = True
-        self.state[FORWARD_CACHE] = deferred.reduce(step, group=sync.group, reduce_op=sync.op)
-        deferred.waits = False
 
     def settle(self) -> None:
         """Write the state kept on the host, a number and a count of samples, to Lightning's metric."""

@@ -106,6 +106,8 @@ class LeanLog(ModuleLog):
                     results.note_given(slot.metric, value if slot.last is None else slot.last, size)
                 if results.tracked is not None and (slot.is_tensor or slot.on_step):
                     results.tracked.append(Logged(slot.metric, value, slot.last, size, batch_size is not None))
+                if slot.shared:
+                    results.shared[id(slot.metric)] = slot.metric
                 return True
         slot.settle()
         return False
@@ -117,7 +119,7 @@ class LeanLog(ModuleLog):
         self.full(name, value, batch_size=batch_size, **given)
         if results is not None and not given["enable_graph"]:
             index = results.dataloader_idx
-            key = f"{fx}.{name}.{index}" if given["add_dataloader_idx"] and index is not None else f"{fx}.{name}"
+            key = results.key(fx, name, given["add_dataloader_idx"])
             metric: Any = results.get(key)
             if metric is not None and results.ranks is not None:
                 copy = value.detach().clone().reshape(()) if isinstance(value, Tensor) else None
@@ -126,11 +128,11 @@ class LeanLog(ModuleLog):
                     results.note_given(metric, value if copy is None else copy, size)
                 if results.tracked is not None:
                     results.tracked.append(Logged(metric, value, copy, size, batch_size is not None))
-            if metric is not None:
+            if metric is not None and self.trainer.lean:
                 shared = metric.is_tensor and metric.meta.on_step and metric.meta.sync.should
-                if self.trainer.lean and (not shared or results.defers):
-                    defer = results.deferred if shared else None
-                    results.slots[fx, name, index] = Slot(metric, options, bool(given["logger"]), defer)
+                if results.training or not shared:
+                    is_shared = id(metric) in results.shared
+                    results.slots[fx, name, index] = Slot(metric, options, bool(given["logger"]), is_shared)
 
     def _batch_size(self, results: LeanResults, given: int | None) -> int:
         size = results.batch_size if given is None else given

@@ -128,7 +128,6 @@ class LeanTrainingEpochLoop(ResumingEpochLoop):
             self._loader = OneLoader(data_fetcher) if OneLoader.fits(data_fetcher) else None
             self._step = TrainStep(self._plan, self.automatic_optimization, self.accumulation)
             self._resolve()
-            self._results.defers = True
 
     def _resolve(self) -> None:
         """Make the choices that do not change from step to step; repeated after a hook was added or patched."""
@@ -143,7 +142,6 @@ class LeanTrainingEpochLoop(ResumingEpochLoop):
 
     def _forget(self) -> None:
         self._plan = self._step = self._loader = None
-        self._results.defers = False
 
     @override
     def teardown(self) -> None:
@@ -171,7 +169,7 @@ class LeanTrainingEpochLoop(ResumingEpochLoop):
     @override
     def update_lr_schedulers(self, interval: str, update_plateau_schedulers: bool) -> None:
         """Lightning's, which its own loop calls between the step and the hooks that read what was logged in it."""
-        if self._results.tracked is not None or self._results.deferred.values:
+        if self._results.tracked is not None or self._results.shared:
             self._connector.exchange(self._results)
         super().update_lr_schedulers(interval, update_plateau_schedulers)
 
@@ -248,7 +246,7 @@ class LeanTrainingEpochLoop(ResumingEpochLoop):
         return batch
 
     def _end_batch(self, plan: HookPlan, output: Any, batch: Batch, batch_idx: int) -> None:
-        if self._results.tracked is not None or self._results.deferred.values:
+        if self._results.tracked is not None or self._results.shared:
             self._connector.exchange(self._results)
         if plan.work and plan.stale():  # a hook of this step added or patched a hook
             self._resolve()

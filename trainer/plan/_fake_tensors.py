@@ -1,6 +1,6 @@
 """Replace a module's tensors and a loader's batches with fake tensors, which have shapes but no values."""
 
-from collections.abc import Iterator
+from operator import length_hint
 from typing import Any
 
 import torch
@@ -12,28 +12,12 @@ from ...strategies.core.private.of_torch import FakeTensorMode
 from ...strategies.core.types import Batch
 
 
-class Repeated:
-    """Repeats the first batch of a loader.
-
-    Args:
-        loader: the loader; it is read once.
-    """
-
-    def __init__(self, loader: Any) -> None:
-        self.batch = next(iter(loader), None)
-        if self.batch is None:
-            raise ConfigError("mode=plan: the training loader is empty. Give it at least one batch.")
-        try:
-            self._length = max(len(loader), 1000)  # a learning rate schedule may use the length of an epoch
-        except TypeError:
-            self._length = 1000
-
-    def __len__(self) -> int:
-        return self._length
-
-    def __iter__(self) -> Iterator[Batch]:
-        while True:
-            yield self.batch
+def repeated(loader: Any) -> list[Batch]:
+    """The first batch of a loader, as many times as the loader has batches, and at least 1000 times."""
+    batch = next(iter(loader), None)
+    if batch is None:
+        raise ConfigError("mode=plan: the training loader is empty. Give it at least one batch.")
+    return [batch] * max(length_hint(loader), 1000)  # a learning rate schedule may use the length of an epoch
 
 
 def make_fake(module: nn.Module, mode: FakeTensorMode) -> None:

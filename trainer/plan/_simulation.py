@@ -24,7 +24,7 @@ from ...strategies.pipeline.recompute import RecomputeOption
 from ...strategies.pipeline.stages import Stages
 from ...strategies.sharding.optimizer_shards import owners
 from ..callbacks.flops import silence
-from ._fake_tensors import Repeated, make_fake, resized
+from ._fake_tensors import make_fake, repeated, resized
 from ._memory_tracker import Cross, MemoryTracker
 from ._sharing import Shards, StageMemory, sharded
 
@@ -101,9 +101,9 @@ class SimulatedStrategy(SingleDeviceStrategy):
 
     @override
     def process_dataloader(self, dataloader: Any) -> Any:
-        repeated = Repeated(dataloader)
-        self.loader_samples = num_samples(repeated.batch) or 1
-        return repeated
+        batches = repeated(dataloader)
+        self.loader_samples = num_samples(batches[0]) or 1
+        return batches
 
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:

@@ -90,14 +90,8 @@ def topology_of(strategy: Strategy, num_devices: int, num_nodes: int) -> Topolog
         owners = num_devices if strategy.shard_optimizer else 1
         return Topology(name, num_devices, is_replicated=True, policy=policy, num_owners=owners)
     if isinstance(strategy, ModelParallelStrategy):
-        stages = strategy.stage_options
-        return Topology(
-            name,
-            num_devices,
-            num_stages=num_devices,
-            num_microbatches=stages.num_microbatches,
-            schedule=stages.schedule,
-        )
+        cut = strategy.stage_options
+        return Topology(name, num_devices, num_devices, num_microbatches=cut.num_microbatches, schedule=cut.schedule)
     if not isinstance(strategy, DDPStrategy):
         raise ConfigError(f"mode=plan does not support the strategy {name}. Choose one of this project's, such as ddp.")
     if isinstance(strategy, FSDPStrategy):
