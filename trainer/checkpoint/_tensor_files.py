@@ -54,12 +54,27 @@ class TensorFiles:
             OSError: the memory does not suffice.
         """
         self._turn = 1 - self._turn
-        layout = _Layout()
-        placed: dict[str, Any] = map_tensors(state, layout.place)
-        buffer = self._buffer(max(layout.end, 1))
+        found: dict[tuple[Any, ...], tuple[Tensor, int]] = {}
+        end = 0
+
+        def place(tensor: Tensor) -> Any:
+            nonlocal end
+            tensor = tensor.detach()
+            num_bytes = _num_bytes(tensor.dtype, tensor.shape)
+            if num_bytes < _SMALLEST or not _is_dense(tensor):
+                return tensor
+            same = identity(tensor)  # one that occurs several times has one place
+            if same not in found:
+                found[same] = tensor, end
+                end += -(-num_bytes // ALIGNMENT) * ALIGNMENT
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            return {PLACE: [found[same][1], dtype, list(tensor.shape), list(tensor.stride())]}
+
+        placed: dict[str, Any] = map_tensors(state, place)
+        buffer = self._buffer(max(end, 1))
         copy_tensors(
             (tensor, _view(buffer, start, tensor.dtype, tensor.shape, tensor.stride()))
-            for tensor, start in layout.found
+            for tensor, start in found.values()
         )
         return {**placed, FILE: self._file().name}
 
@@ -115,28 +130,6 @@ def with_tensors(checkpoint: dict[str, Any], directory: Path, mapped: Collection
 def has_tensors(directory: Path) -> bool:
     """Whether there are files of tensors."""
     return any(directory.glob("tensors-*"))
-
-
-class _Layout:
-    """Gives each tensor a place in the file; one that occurs several times has one."""
-
-    def __init__(self) -> None:
-        self.end = 0
-        self.found: list[tuple[Tensor, int]] = []
-        self._starts: dict[tuple[Any, ...], int] = {}
-
-    def place(self, tensor: Tensor) -> Any:
-        tensor = tensor.detach()
-        num_bytes = _num_bytes(tensor.dtype, tensor.shape)
-        if num_bytes < _SMALLEST or not _is_dense(tensor):
-            return tensor
-        same = identity(tensor)
-        if same not in self._starts:
-            self._starts[same] = self.end
-            self.found.append((tensor, self.end))
-            self.end += -(-num_bytes // ALIGNMENT) * ALIGNMENT
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        return {PLACE: [self._starts[same], dtype, list(tensor.shape), list(tensor.stride())]}
 
 
 def _filled(tree: Any, read: Callable[..., Tensor]) -> Any:

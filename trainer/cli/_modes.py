@@ -26,16 +26,9 @@ def run_advisory_mode(cfg: DictConfig) -> None:
         raise ConfigError(
             f"data.batch_size must be a number with mode={cfg.mode}; got data.batch_size=auto. Set data.batch_size."
         )
-    {"compare": compare, "plan": plan}[cfg.mode](cfg)
-
-
-def compare(cfg: DictConfig) -> None:
-    """Compare the strategies and print which one to use."""
-    show_comparison(compare_strategies(cfg), cfg.run_dir)
-
-
-def plan(cfg: DictConfig) -> None:
-    """Print the memory that each device would need, and the estimate's error if it can be measured."""
+    if cfg.mode == "compare":
+        show_comparison(compare_strategies(cfg), cfg.run_dir)
+        return
     measured = is_measured(cfg)
     planned = plan_memory(cfg)
     show_plan(planned)

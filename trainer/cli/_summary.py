@@ -36,17 +36,6 @@ def summary_rows(result: Result) -> list[tuple[str, str]]:
     return [(label, value) for label, value in rows if value]
 
 
-def path_rows(result: Result) -> list[tuple[str, str]]:
-    """List the paths of a run as (label, path)."""
-    rows = [
-        ("started from", short_path(result.started_from)),
-        ("best checkpoint", short_path(result.best_checkpoint)),
-        ("predictions", short_path(result.predictions)),
-        ("run directory", short_path(result.run_dir)),
-    ]
-    return [(label, path) for label, path in rows if path]
-
-
 def shares_text(metrics: dict[str, float]) -> str:
     """Final batch shares of a balanced strategy, such as `47%, 53%, efficiency 0.90`; empty for other strategies."""
     shares = [value for name, value in metrics.items() if name.startswith("balance/share_")]
@@ -74,9 +63,11 @@ def show_summary(result: Result, log_dir: str = "logs") -> None:
     table.show_header = False
     for label, value in summary_rows(result):
         table.add_row(label, Text(value))
-    paths = path_rows(result)
-    width = max(len(label) for label, _ in paths)
-    lines = [f"{label:<{width}}  {path}" for label, path in paths]  # not in the table: one that is cut can't be pasted
+    named = {"started from": result.started_from, "best checkpoint": result.best_checkpoint}
+    named |= {"predictions": result.predictions, "run directory": result.run_dir}
+    paths = {label: short_path(path) for label, path in named.items() if path}
+    width = max(map(len, paths))
+    lines = [f"{label:<{width}}  {path}" for label, path in paths.items()]  # a path that is cut can't be pasted
     if any(Path(result.run_dir).glob("events.out.tfevents.*")):
         lines.append(f"tensorboard --logdir {log_dir}")
     tables.show(table, lines, width=80)

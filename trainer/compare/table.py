@@ -18,8 +18,7 @@ def show_comparison(comparison: Comparison, run_dir: str) -> None:
         run_dir: directory of the trials.
     """
     trained = [trial for trial in comparison.trials if trial.status == OK]
-    reasons = [f"{t.strategy} {t.status}: {t.reason}" for t in comparison.trials if t.status != OK]
-    lines = [*reasons, *notes(comparison), recommendation(comparison), f"logs: {short_path(run_dir)}"]
+    lines = [*reasons(comparison), *notes(comparison), recommendation(comparison), f"logs: {short_path(run_dir)}"]
     tables.show(draw(comparison, trained) if trained else None, lines)
 
 
@@ -72,6 +71,11 @@ def notes(comparison: Comparison) -> list[str]:
     if named and not found:
         found.append(f"Losses agree here, but may differ in general: {'; '.join(sorted(named))}.")
     return found
+
+
+def reasons(comparison: Comparison) -> list[str]:
+    """Explain why strategies did not train."""
+    return [f"{t.strategy} {t.status}: {t.reason}" for t in comparison.trials if t.status != OK]
 
 
 def recommendation(comparison: Comparison) -> str:

@@ -212,17 +212,12 @@ class LeanLoggerConnector(of_lightning.LoggerConnector):
             share = results.share = ranks.share
             if results.training:
                 results.tracked = []
-            if share is not None and not share.num:
-                self._log_without_weight()
+            log = vars(self.trainer.lightning_module).get("log") if share is not None and not share.num else None
+            if isinstance(log, ModuleLog):  # what hooks log has no weight either, as in a step without samples
+                log.receiver, self._weightless = log.without_weight, log
         self.batch_results = results
         results.batch = batch
         results.batch_size = None
-
-    def _log_without_weight(self) -> None:
-        """Give what hooks log no weight while this rank has no samples of the batch, as a step without samples does."""
-        log = vars(self.trainer.lightning_module).get("log")
-        if isinstance(log, ModuleLog):
-            log.receiver, self._weightless = log.without_weight, log
 
     def enter(self, fx: str) -> None:
         """Learn which hook logs, as Lightning does by its own check of each call."""
