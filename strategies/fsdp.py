@@ -194,7 +194,7 @@ class FSDPStrategy(DDPStrategy):
         broadcast_states(module, self.root_device)
         shape = self._mesh_shape()
         mesh = init_device_mesh(self.root_device.type, shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
-        sharding = Sharding(parts, mesh, self.reshard_after_forward, self.cpu_offload, options)
+        sharding = Sharding(parts, mesh, self.reshard_after_forward, self.cpu_offload, options, self._ends_with_run)
         shards = ShardedModule(module, sharding)
         if waiting:
             self._fill(shards, waiting)
@@ -344,6 +344,13 @@ class FSDPStrategy(DDPStrategy):
         # shards belong to their devices: `test` after `fit` goes on with them
         with replaced(shards.module, "cpu", lambda: shards.module):
             super().teardown()
+        if self._ends_with_run and not self._failed:
+            shards.put_together(self.optimizers, self.is_global_zero)
+
+    @property
+    def _ends_with_run(self) -> bool:
+        """Whether the ranks end with this run, after which a script goes on with the module."""
+        return self._launcher is not None
 
     def whole_gradients(self) -> dict[str, Tensor]:
         """The gradients of an unfinished step, averaged over the ranks so far, by name of the parameter."""

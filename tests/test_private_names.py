@@ -153,7 +153,10 @@ torch.optim.optimizer _global_optimizer_pre_hooks
 torch.optim SGD.step.__wrapped__
 pytorch_lightning.trainer.connectors.logger_connector.logger_connector _LoggerConnector.should_update_logs
 torch.distributed.fsdp FSDPModule._get_fsdp_state
+torch.distributed._composable.contract REGISTRY_KEY
+torch.distributed._composable.contract STATE_KEY
 torch.distributed.fsdp._fully_shard._fsdp_common TrainingState.IDLE
+torch.distributed.fsdp._fully_shard._fsdp_param _get_orig_param_uid
 torch.distributed.fsdp._fully_shard._fsdp_param_group FSDPParamGroup.post_backward
 torch.distributed.fsdp._fully_shard._fsdp_state FSDPState._lazy_init
 torch.distributed.fsdp._fully_shard._fsdp_state FSDPState._pre_forward

@@ -267,6 +267,18 @@ def _idle() -> Any:
     return TrainingState.IDLE
 
 
+def forget_sharding(part: nn.Module) -> None:
+    """Give a module its own class again, and take away what `fully_shard` has noted on it and its parameters."""
+    from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
+
+    if isinstance(part, FSDPModule):
+        part.__class__ = type(part).__bases__[1]  # `fully_shard` has made a class of both
+    for key in (REGISTRY_KEY, STATE_KEY):
+        vars(part).pop(key, None)
+    for parameter in part.parameters(recurse=False):
+        vars(parameter).pop("_fsdp_orig_uid", None)
+
+
 def local_part(tensor: Tensor) -> Tensor:
     """This rank's part of a tensor that may be sharded, itself."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor

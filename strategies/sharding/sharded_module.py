@@ -1,6 +1,6 @@
 """A module whose parameters are cut over the ranks, and gathered part by part when they are used."""
 
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -10,11 +10,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
+from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from ..core.private import of_torch
-from ._fsdp2 import RootState, set_local_part
+from ._fsdp2 import RootState, forget_sharding, set_local_part
 from .refusals import refuse_assigned, refuse_copy, refuse_unreduced, verify_dtypes, verify_kept, verify_same_cut
+from .whole import put_together
 
 _KEY = "evener_shards"
 
@@ -29,6 +31,7 @@ class Sharding:
         reshard_after_forward: release a part after its forward, and gather it again for its backward pass.
         cpu_offload: keep shards in host memory.
         options: the strategy's, by name, from which these follow.
+        keeps: keep the whole parameters, for a script that goes on with them; see `put_together`.
     """
 
     names: tuple[str, ...]
@@ -36,6 +39,7 @@ class Sharding:
     reshard_after_forward: bool = True
     cpu_offload: bool = False
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    keeps: bool = False
 
 
 class ShardedModule:
@@ -50,6 +54,8 @@ class ShardedModule:
         self.module = module
         self.sharding = sharding
         self.in_step = False
+        self._before = dict(module.named_parameters(remove_duplicate=False)) if sharding.keeps else {}
+        self._hooks = range(RemovableHandle.next_id, RemovableHandle.next_id)
         verify_dtypes(module, sharding.names)
         on_cpu = sharding.mesh.device_type == "cpu"  # there is nothing to pin for there
         offload = CPUOffloadPolicy(pin_memory=not on_cpu) if sharding.cpu_offload else OffloadPolicy()
@@ -98,6 +104,7 @@ class ShardedModule:
                 if isinstance(module, FSDPModule):
                     module.unshard()
                     module.reshard()
+        self._hooks = range(self._hooks.start, RemovableHandle.next_id)
 
     def _call_alone(self) -> list[RemovableHandle]:
         """Gather the root's parameters when the module itself is called outside of a step, in a hook of a callback."""
@@ -214,6 +221,16 @@ class ShardedModule:
         """Give a shard the memory of another one, as `tensor.data = value` does with whole tensors."""
         if not any(group.assign(tensor, value) for group in self._state.groups):
             set_local_part(tensor, value)
+
+    def put_together(self, optimizers: Sequence[Optimizer], is_first: bool) -> None:
+        """Make the module whole again on rank 0, which hands it back to a script; all ranks must call this."""
+        put_together(self.module, self._before, optimizers, is_first)
+        for part in self.module.modules():
+            forget_sharding(part)
+            for hooks in [value for key, value in vars(part).items() if key.endswith("_hooks")]:
+                for number in self._hooks:
+                    hooks.pop(number, None)
+        del vars(self.module)[_KEY]
 
     @property
     def parameters(self) -> list[nn.Parameter]:

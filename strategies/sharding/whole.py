@@ -6,9 +6,10 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.nn.utils import get_total_norm
+from torch.optim import Optimizer
 
 
 def gather_tree(tree: Any, keep: bool) -> Any:
@@ -26,6 +27,38 @@ def gather_tree(tree: Any, keep: bool) -> Any:
 def _gathered(tensor: DTensor, keep: bool) -> Tensor:
     whole = cast(DTensor, tensor.detach()).full_tensor()
     return whole.cpu() if keep else torch.empty_like(whole, device="meta")
+
+
+def put_together(
+    module: nn.Module, before: Mapping[str, nn.Parameter], optimizers: Sequence[Optimizer], keep: bool
+) -> None:
+    """Give a module, and the optimizers of it, whole parameters in the place of shards.
+
+    All ranks must call this.
+
+    Args:
+        before: the parameters, by name, that the shards were cut from; they are used again.
+        keep: whether this rank needs the values; see `gather_tree`.
+    """
+    whole: dict[Any, nn.Parameter] = {}
+    for name, shard in list(module.named_parameters(remove_duplicate=False)):
+        if shard not in whole:
+            gradient, value = gather_tree((shard.grad, shard.detach()), keep)
+            parameter = before[name]
+            parameter = nn.Parameter(value) if parameter.is_meta or not keep else parameter
+            parameter.grad = None
+            parameter.data = value
+            parameter.requires_grad_(shard.requires_grad)
+            parameter.grad = gradient
+            whole[shard] = parameter
+        owner, _, key = name.rpartition(".")
+        module.get_submodule(owner).register_parameter(key, whole[shard])
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["params"][:] = [whole.get(parameter, parameter) for parameter in group["params"]]
+        states = {whole.get(shard, shard): gather_tree(state, keep) for shard, state in optimizer.state.items()}
+        optimizer.state.clear()
+        optimizer.state.update(states)
 
 
 def holds_shards(tree: Any) -> bool:

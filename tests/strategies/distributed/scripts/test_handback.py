@@ -13,7 +13,7 @@ from distributed import run_script
 from pytorch_lightning.callbacks import EarlyStopping
 from torch.utils.data import DataLoader, TensorDataset
 
-from evener.strategies import ConfigError, DDPStrategy, SingleDeviceStrategy
+from evener.strategies import ConfigError, DDPStrategy, FSDPStrategy, SingleDeviceStrategy
 from evener.trainer import Trainer
 from evener.trainer.checkpoint import Checkpoint
 
@@ -71,9 +71,10 @@ def _halve(epoch: int) -> float:
 
 def trainer_of(strategy: str, folder: Path, **options: Any) -> tuple[Trainer, History]:
     history = History()
-    made = DDPStrategy(batch_size_is="global", timeout_s=300) if strategy == "ddp" else SingleDeviceStrategy()
+    ranked = {"ddp": DDPStrategy, "fsdp": FSDPStrategy}
+    made = ranked[strategy](batch_size_is="global", timeout_s=300) if strategy in ranked else SingleDeviceStrategy()
     trainer = Trainer(
-        strategy=made, devices=2 if strategy == "ddp" else 1, accelerator="cpu", logger=False,
+        strategy=made, devices=2 if strategy in ranked else 1, accelerator="cpu", logger=False,
         callbacks=[history, EarlyStopping("val", patience=5), Checkpoint(folder, monitor="val")],
         enable_progress_bar=False, enable_model_summary=False, precision="64-true", **{"max_epochs": 2, **options},
     )  # fmt: skip
@@ -145,8 +146,10 @@ def assert_same(ours: Any, single: Any, place: str) -> None:
         assert ours == single, place
 
 
-def test_a_script_goes_on_as_after_one_device(tmp_path: Path) -> None:
-    ours, single = (run_script(script, strategy, tmp_path / strategy) for strategy in ("ddp", "single"))
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
+def test_a_script_goes_on_as_after_one_device(strategy: str, tmp_path: Path) -> None:
+    # After fsdp the script's module had rank 0's shards, with which neither it nor the trainer could go on.
+    ours, single = (run_script(script, name, tmp_path / name) for name in (strategy, "single"))
     assert ours.keys() == single.keys()
     for name in single:
         assert_same(ours[name], single[name], name)
