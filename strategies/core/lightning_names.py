@@ -18,6 +18,7 @@ this project.
 
 import importlib.util
 import logging
+import multiprocessing
 import os
 import re
 import sys
@@ -25,6 +26,7 @@ from collections.abc import Iterable, Sequence
 from importlib import metadata
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
+from multiprocessing.reduction import ForkingPickler
 from types import ModuleType
 from typing import Any
 
@@ -66,6 +68,26 @@ def unify() -> None:
         aliases = {alias: real for real, alias in STANDALONE.items()}
     sys.meta_path.insert(0, _AliasFinder(aliases))
     _unify_loggers(aliases)
+    for method in multiprocessing.get_all_start_methods():
+        ForkingPickler.register(_kind_of_process(method), _reduced)
+
+
+def _kind_of_process(method: str) -> Any:
+    context: Any = multiprocessing.get_context(method)
+    return context.Process
+
+
+class _Evener:
+    """Is an import of `evener.trainer` when it is unpickled."""
+
+    @override
+    def __reduce__(self) -> tuple[Any, ...]:
+        return importlib.import_module, (__name__.replace("strategies.core.lightning_names", "trainer"),)
+
+
+def _reduced(process: Any) -> tuple[Any, ...]:
+    """Pickle a process that is not forked so that it installs the import hook before it imports what it works on."""
+    return type(process).__new__, (type(process),), {"_evener": _Evener(), **vars(process)}
 
 
 def _unify_loggers(aliases: dict[str, str]) -> None:

@@ -404,6 +404,38 @@ def test_both_names_are_one_in_processes_that_import_the_script(
     assert f"steps {steps}\n" in ended.stdout, ended.stderr
 
 
+STARTED = """
+import multiprocessing, sys
+
+if __name__ == "__main__":
+    import evener.trainer, child
+
+    process = multiprocessing.get_context(sys.argv[1]).Process(target=child.tell)
+    process.start()
+    process.join(60)
+"""
+CHILD = """
+import lightning.pytorch, pytorch_lightning
+
+def tell():
+    print(lightning.pytorch is pytorch_lightning)
+"""
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_both_names_are_one_in_processes_of_a_script_that_imports_evener_elsewhere(method: str, tmp_path: Path) -> None:
+    # ddp_spawn of Lightning's own Trainer under pytest, whose processes import pytest and no evener: they refused the
+    # module. The packages are stand-ins here: what counts is which is imported.
+    for folder in ("pytorch_lightning", "lightning/pytorch"):
+        (tmp_path / folder).mkdir(parents=True)
+    for file in ("pytorch_lightning", "lightning/pytorch", "lightning"):
+        (tmp_path / file / "__init__.py").touch()
+    (tmp_path / "main.py").write_text(STARTED)
+    (tmp_path / "child.py").write_text(CHILD)
+    ended = python(tmp_path, "main.py", method)
+    assert ended.stdout == "True\n", ended.stderr
+
+
 PLUGIN_TEST = """
 import written
 from evener.trainer import Trainer
