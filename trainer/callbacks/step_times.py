@@ -145,10 +145,6 @@ class DeviceSpans:
         return event
 
 
-def _spans_on(device: torch.device, now: Callable[[], float]) -> HostSpans | DeviceSpans:
-    return DeviceSpans(device) if is_accelerator(device) else HostSpans(now)
-
-
 class StepPhases:
     """Splits the time of training steps between phases that follow each other.
 
@@ -165,7 +161,8 @@ class StepPhases:
 
     def measure_on(self, device: torch.device) -> None:
         """Measure from now on what a device computes; by the host's clock if it is a CPU."""
-        self._spans = {name: _spans_on(device, self._now) for name in self._spans}
+        on_device = is_accelerator(device)
+        self._spans = {name: DeviceSpans(device) if on_device else HostSpans(self._now) for name in self._spans}
         self._read, self._current = dict.fromkeys(self._spans, 0.0), None
 
     def enter(self, name: str | None) -> None:
@@ -194,17 +191,11 @@ class StepClock:
     """
 
     def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
-        self.now = now
         self._training = HostSpans(now)
-        self._spans: HostSpans | DeviceSpans = HostSpans(now)
+        self._steps = StepPhases(("compute",), now)
+        self.measure_on = self._steps.measure_on
         self.num_samples = 0
-        self._last = (0.0, 0.0, 0.0, 0)
-
-    def measure_on(self, device: torch.device) -> None:
-        """Measure from now on what a device computes; by the host's clock if it is a CPU."""
-        self._spans = _spans_on(device, self.now)
-        seconds, _, wait, samples = self._last
-        self._last = (seconds, 0.0, wait, samples)
+        self._last = (0.0, 0.0, 0)
 
     @property
     def seconds(self) -> float:
@@ -222,11 +213,11 @@ class StepClock:
 
     def start_batch(self) -> None:
         """Record that a batch has arrived."""
-        self._spans.start()
+        self._steps.enter("compute")
 
     def end_batch(self, num_samples: int) -> None:
         """Record that its step has ended."""
-        self._spans.stop()
+        self._steps.enter(None)
         self.num_samples += num_samples
 
     def read(self, num_steps: int, data_wait_s: float) -> StepTimes | None:
@@ -239,10 +230,11 @@ class StepClock:
         Returns:
             The means; None if no time has passed.
         """
-        current = (self.seconds, self._spans.seconds(), data_wait_s, self.num_samples)
-        seconds, compute, wait, samples = (new - old for new, old in zip(current, self._last, strict=True))
+        current = (self.seconds, data_wait_s, self.num_samples)
+        seconds, wait, samples = (new - old for new, old in zip(current, self._last, strict=True))
         self._last = current
+        compute_ms = self._steps.read_ms(max(1, num_steps))["compute"]
         if seconds <= 0 or num_steps < 1:
             return None
         to_ms = 1000 / num_steps
-        return StepTimes(seconds * to_ms, compute * to_ms, wait * to_ms, samples / seconds)
+        return StepTimes(seconds * to_ms, compute_ms, wait * to_ms, samples / seconds)

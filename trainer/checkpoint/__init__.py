@@ -5,6 +5,6 @@ May import: logging.
 """
 
 from ._callback import Checkpoint, distinguish
-from ._run_timer import RunTimer
+from ._interval import RunTimer
 
 __all__ = ["Checkpoint", "RunTimer", "distinguish"]

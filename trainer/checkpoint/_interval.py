@@ -1,8 +1,13 @@
-"""Measure a time interval that ends on all ranks at the same batch, although their clocks differ."""
+"""Measure time intervals that end on all ranks at the same batch, although their clocks differ; one is `max_time`."""
 
 import time
+from typing import Any
 
 import pytorch_lightning as pl
+from pytorch_lightning.callbacks import Timer
+from typing_extensions import override
+
+from ...strategies.core.private import of_lightning
 
 
 class Interval:
@@ -40,3 +45,51 @@ class Interval:
         rest = (self.seconds - elapsed_s) / max(elapsed_s, 1e-9) * self._num_batches
         self._ask_at = self._num_batches + max(1, int(min(rest / 2, 1e9)))
         return False
+
+
+class RunTimer(Timer):
+    """Lightning's timer of `max_time`, which counts the time of this run alone.
+
+    Lightning's adds that of the runs before: one that was stopped by it and goes on with the same `max_time` would stop
+    again at once. Ranks ask rank 0 for its clock at a few batches, not at each.
+
+    Args:
+        timer: what Lightning has made of `max_time`.
+    """
+
+    def __init__(self, timer: Timer) -> None:
+        super().__init__()
+        self._duration = of_lightning.duration(timer)
+        self._rest = Interval(self._duration or 0.0)
+
+    @property
+    @override
+    def state_key(self) -> str:
+        return Timer.__qualname__
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Do nothing: the state is the time of earlier runs."""
+
+    @override
+    def on_fit_start(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
+        """Do nothing: no time has passed."""
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        super().on_train_start(trainer, pl_module)
+        self._rest.start()
+
+    @override
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
+        if not trainer.should_stop and self._rest.is_over(trainer):
+            self._check_time_remaining(trainer)
+
+
+def is_time_over(trainer: pl.Trainer) -> bool:
+    """Whether a run stops because its time is over, by rank 0's clock; every rank must call it."""
+    timers = [callback for callback in trainer.callbacks if isinstance(callback, Timer)]  # pyright: ignore[reportAttributeAccessIssue]  # a list, untyped
+    if not timers or not trainer.should_stop:
+        return False
+    over = any((rest := timer.time_remaining()) is not None and rest <= 0 for timer in timers)
+    return trainer.strategy.broadcast(over)

@@ -23,6 +23,7 @@ from ...strategies.core.private.of_lightning import CheckpointConnector, Evaluat
 from ...strategies.registry import ranks_of
 from . import _logged_rows, _run_state
 from ._callback import Checkpoint
+from ._interval import is_time_over
 from ._loader_state import is_resumable, make_resumable
 from ._resume_point import (
     AFTER_EPOCH,
@@ -33,7 +34,6 @@ from ._resume_point import (
     ResumePoint,
     counts_global_batches,
 )
-from ._run_timer import is_time_over
 from .file_io import CheckpointError
 
 EXACT = "exact_resume"
