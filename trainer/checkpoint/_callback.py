@@ -343,12 +343,8 @@ class Checkpoint(ModelCheckpoint):
     @property
     @override
     def state_key(self) -> str:
-        # Scores are kept if the trigger changes.
+        # Scores are kept if the trigger changes, unless the trainer has two callbacks with the same monitor.
         return self._generate_state_key(monitor=self.monitor, mode=self.mode, **self._key_triggers)
-
-    def distinguish(self) -> None:
-        """Make the trigger part of the state key, for a trainer that has two callbacks with the same monitor."""
-        self._key_triggers = self._triggers
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -385,7 +381,7 @@ def distinguish(callbacks: Iterable[object]) -> None:
     for callback in callbacks:
         if isinstance(callback, Checkpoint):
             if callback.state_key in keys:
-                callback.distinguish()
+                callback._key_triggers = callback._triggers
             keys.add(callback.state_key)
 
 

@@ -110,15 +110,6 @@ class ResumingFitLoop(FitLoop):
         if self._stops():
             self._save_and_stop(BETWEEN_BATCHES)
 
-    def stop_before_validation(self) -> None:
-        """Save the state before a validation that was stopped, and stop.
-
-        Raises:
-            SIGTERMException: the checkpoint is written.
-        """
-        self.trainer.training = True
-        self._save_and_stop(BEFORE_VALIDATION)
-
     def stops_validation(self, number: int, num_batches: int, ended: bool) -> bool:
         """Whether to stop within a validation; several processes agree, and wait for each other at its end."""
         received = of_lightning.signal_connector(self.trainer).received_sigterm
@@ -292,9 +283,8 @@ class ResumingEpochLoop(TrainingEpochLoop):
         super().reset()
         if self._fit_loop.resumed.is_between_batches:  # Nothing is half done, and no validation is pending.
             self._restarting = self.val_loop._restarting = False
-            self.trainer.should_stop = (
-                self._fit_loop.resumed.should_stop
-            )  # the rest of the epoch's end is still to come
+            # the rest of the epoch's end is still to come
+            self.trainer.should_stop = self._fit_loop.resumed.should_stop
 
     @override
     def run(self, data_fetcher: of_lightning.DataFetcher) -> None:
@@ -316,7 +306,8 @@ class ResumingEpochLoop(TrainingEpochLoop):
         try:
             super().on_advance_end(data_fetcher)
         except ValidationStopped:
-            fit_loop.stop_before_validation()
+            self.trainer.training = True
+            fit_loop._save_and_stop(BEFORE_VALIDATION)
         except SIGTERMException:  # raised by Lightning as its last action here
             fit_loop.stop_between_batches()
         fit_loop.between_batches()
@@ -398,13 +389,9 @@ class SeparateEvaluation(EvaluationLoop):
         combined, fit_loop = self._combined_loader, self.trainer.fit_loop
         if combined is None or combined is before or self.trainer.state.fn != TrainerFn.FITTING:
             return
-        trained_on = (
-            [] if of_lightning.combined_loader(fit_loop) is None else of_lightning.combined_loader(fit_loop).flattened
-        )
-        combined.flattened = [
-            _copy_of(loader) if any(loader is other for other in trained_on) else loader
-            for loader in combined.flattened
-        ]
+        trained = of_lightning.combined_loader(fit_loop)
+        trained_on = [] if trained is None else list(map(id, trained.flattened))
+        combined.flattened = [_copy_of(part) if id(part) in trained_on else part for part in combined.flattened]
         for loader in combined.flattened:
             make_resumable(loader, self.trainer.global_rank)
 

@@ -112,7 +112,9 @@ def link(source: str | Path, path: str | Path) -> None:
         try:
             os.link(source, temporary)
         except OSError:  # A file system without hard links.
-            _copy(source, temporary)
+            shutil.copyfile(source, temporary)
+            with open(temporary, "rb") as file:
+                os.fsync(file.fileno())
 
 
 def verify(path: str | Path) -> bool:
@@ -267,10 +269,3 @@ def remove_leftovers(directory: Path) -> None:
             with suppress(OSError):
                 path.unlink()
     remove_shards(directory, {path.name for path in _shard_files(directory) if path is not None})
-
-
-def _copy(source: str | Path, path: Path) -> None:
-    with open(source, "rb") as original, open(path, "wb") as file:
-        shutil.copyfileobj(original, file, _BLOCK)
-        file.flush()
-        os.fsync(file.fileno())

@@ -18,7 +18,10 @@ UNITS = (("GB", GB), ("MB", 10**6), ("kB", 10**3))
 
 def show_plan(plan: MemoryPlan) -> None:
     """Print the memory of each device, and the largest batch that fits."""
-    table = new_table(title(plan), ("device", *CELLS))
+    ranks = plan.global_batch // plan.loader_batch
+    batch = f"{plan.global_batch}" if ranks == 1 else f"{plan.global_batch} = {ranks} ranks × {plan.loader_batch}"
+    title = f"plan: strategy={plan.strategy}, global batch {batch} samples"
+    table = new_table(title, ("device", *CELLS))
     for amounts, alike in groupby(plan.devices, key=lambda device: [getattr(device, column) for column in CELLS]):
         first, *others = (device.device for device in alike)
         name = f"{first} to {others[-1]}" if others else str(first)
@@ -63,13 +66,6 @@ def advice(plan: MemoryPlan, argv: Sequence[str]) -> list[str]:
     if found.loader_batch != plan.loader_batch:
         lines.append(f"Set the loader's batch to {found.loader_batch} samples for the same global batch.")
     return lines
-
-
-def title(plan: MemoryPlan) -> str:
-    """The title of the table."""
-    ranks = plan.global_batch // plan.loader_batch
-    batch = f"{plan.global_batch}" if ranks == 1 else f"{plan.global_batch} = {ranks} ranks × {plan.loader_batch}"
-    return f"plan: strategy={plan.strategy}, global batch {batch} samples"
 
 
 def conclusions(plan: MemoryPlan) -> list[str]:
