@@ -73,8 +73,8 @@ class LeanResults(of_lightning.ResultCollection):
                 self.shares_steps = True
         if self.restored:
             self._renew_sync(fx, name, kwargs)
-        # pyright can't resolve Lightning's `torch.compiler.disable`
         self._logs = True
+        # pyright can't resolve Lightning's `torch.compiler.disable`
         super().log(fx, name, value, *args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
         self._logs = False
         self.logs_steps = self.logs_steps or bool(kwargs.get("on_step"))
