@@ -22,7 +22,7 @@ from .batch.policies import Even, Policy
 from .batch.run_structures import RunStructures
 from .batch.structure import BatchDims, verify_batch_dims
 from .core.errors import ConfigError
-from .core.loop_contract import has_context, run_backward
+from .core.loop_contract import StepContract, has_context, run_backward
 from .core.module_checks import verify_takes_batches, verify_takes_parts
 from .core.module_log import lightning_modules, module_log, restore_logs
 from .core.optimizer_states import load_states, state_to_parameters
@@ -404,6 +404,8 @@ class DDPStrategy(MultiProcessStrategy):
             of_torch.sync_buffers(self.model)()
 
     backward = run_backward
+    stands_in = StepContract.stands_in
+    whole_gradients, restore_gradients = StepContract.whole_gradients, StepContract.restore_gradients
 
     def scale_loss(self, loss: Tensor) -> Tensor:
         """Weight this rank's loss, so that the mean of all ranks' gradients is the gradient of the global batch."""

@@ -140,9 +140,8 @@ class FSDPStrategy(DDPStrategy):
     def runs_alone(self, step: str) -> bool:
         return False
 
-    @property
+    @override
     def stands_in(self) -> bool:
-        """Whether this rank has no samples of the batch that is evaluated, so that nothing of its step may count."""
         return not self.trainer.training and not self._shares.counts
 
     @override
@@ -302,7 +301,7 @@ class FSDPStrategy(DDPStrategy):
     @override
     def _evaluate(self, step: str, context: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
         with self.shards.step(backward_follows=False):
-            if not self.stands_in:
+            if not self.stands_in():
                 return super()._evaluate(step, context, *args, **kwargs)
             with zero_weight_step(self.module, silent=True), context():
                 getattr(self.module, step)(*args, **kwargs)
@@ -352,15 +351,16 @@ class FSDPStrategy(DDPStrategy):
         """Whether the ranks end with this run, after which a script goes on with the module."""
         return self._launcher is not None
 
-    def whole_gradients(self) -> dict[str, Tensor]:
-        """The gradients of an unfinished step, averaged over the ranks so far, by name of the parameter."""
+    @override
+    def whole_gradients(self, module: nn.Module) -> dict[str, Tensor]:
         self.shards.reduce_accumulated()
-        named = {name: p.grad.detach() for name, p in self.shards.module.named_parameters() if p.grad is not None}
+        named = {name: p.grad.detach() for name, p in module.named_parameters() if p.grad is not None}
         return gather_tree(named, keep=True)
 
-    def restore_gradients(self, gradients: Mapping[str, Tensor]) -> None:
+    @override
+    def restore_gradients(self, module: nn.Module, gradients: Mapping[str, Tensor]) -> None:
         """Set the gradients of an unfinished step; those of ranks that were not averaged are averaged now."""
-        for name, parameter in self.shards.module.named_parameters():
+        for name, parameter in module.named_parameters():
             if name in gradients:
                 mean = self.reduce(gradients[name].to(self.root_device, copy=True), reduce_op="mean")
                 parameter.grad = shard_like(mean, parameter)

@@ -1,18 +1,22 @@
 """Register the strategies by name, and answer what loops and callbacks ask of any strategy, of this project or not."""
 
+from typing import Any
+
 import torch
-from pytorch_lightning.strategies import Strategy, StrategyRegistry
+from pytorch_lightning.strategies import ParallelStrategy, Strategy, StrategyRegistry
 
 from .balanced_ddp import BalancedDDPStrategy
 from .balanced_ddp_model_parallel import BalancedDDPModelParallelStrategy
 from .balanced_dp import BalancedDataParallelStrategy
 from .batch.layout import Layout
 from .batch.one_process import OneProcessStrategy
+from .core.loop_contract import NothingToDo, StepContract
 from .ddp import DDPStrategy
 from .ddp_model_parallel import DDPModelParallelStrategy
 from .dp import DataParallelStrategy
 from .fsdp import FSDPStrategy
 from .model_parallel import ModelParallelStrategy
+from .pipeline.recompute import RecomputeOption
 from .single_device import SingleDeviceStrategy
 
 STRATEGIES: dict[str, type[Strategy]] = {
@@ -42,6 +46,11 @@ def name_of(strategy: Strategy) -> str:
     return getattr(strategy, "strategy_name", type(strategy).__name__)
 
 
+def contract_of(strategy: Strategy) -> StepContract:
+    """What the strategy does beside Lightning's part; one that is not of this project adds nothing."""
+    return strategy if isinstance(strategy, (OneProcessStrategy, DDPStrategy)) else NothingToDo()
+
+
 def ranks_of(strategy: Strategy) -> DDPStrategy | None:
     """The strategy as one whose ranks share batches, exchange values and stop together; None for any other."""
     return strategy if isinstance(strategy, DDPStrategy) else None
@@ -57,6 +66,29 @@ def process_devices(strategy: Strategy) -> list[torch.device]:
     if isinstance(strategy, (OneProcessStrategy, DDPStrategy)):
         return strategy.process_devices
     return [strategy.root_device]
+
+
+def node_devices(strategy: Strategy) -> list[torch.device]:
+    """The devices of all processes of this machine."""
+    given = strategy.parallel_devices if isinstance(strategy, ParallelStrategy) else None
+    return given or process_devices(strategy)
+
+
+def num_processes(strategy: type[Strategy], num_devices: int, options: dict[str, Any]) -> int | None:
+    """Count the processes of a machine that a strategy starts for its devices, by its options; None for one process.
+
+    Raises:
+        ConfigError: the devices don't divide into processes.
+    """
+    if issubclass(strategy, DDPStrategy):
+        return strategy.count_processes(num_devices, **options)
+    return num_devices if issubclass(strategy, ParallelStrategy) else None
+
+
+def recompute_of(strategy: Strategy) -> RecomputeOption:
+    """The parts of the module whose activations the strategy recomputes."""
+    known = (SingleDeviceStrategy, DataParallelStrategy, ModelParallelStrategy, DDPStrategy)
+    return strategy.recompute.option if isinstance(strategy, known) else "never"
 
 
 def stop_signal_of(strategy: Strategy) -> int | None:

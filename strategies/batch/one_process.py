@@ -138,7 +138,8 @@ class OneProcessStrategy(pl_strategies.SingleDeviceStrategy):
     # the batch and its loss are the global ones, and there are no other ranks
     begin_batch, scale_loss = StepContract.begin_batch, StepContract.scale_loss
     agrees_on_loss, runs_alone = StepContract.agrees_on_loss, StepContract.runs_alone
-    accumulating = StepContract.accumulating
+    accumulating, stands_in = StepContract.accumulating, StepContract.stands_in
+    whole_gradients, restore_gradients = StepContract.whole_gradients, StepContract.restore_gradients
 
     def finish_backward(self) -> None:
         """Complete the gradients of the root's parameters."""

@@ -1,4 +1,4 @@
-"""The contract between the loops and this project's strategies: what a step does beside Lightning's part.
+"""The contract between the loops and this project's strategies: what a strategy does beside Lightning's part.
 
 Lightning's `backward` and `optimizer_step` pass through five calls each. A strategy that only scales the loss before,
 or sums gradients after, need not send the loop through them: its `backward` is `run_backward`, and a loop that does
@@ -10,21 +10,26 @@ Lightning's part itself calls the three methods below in its place.
 A strategy of another project, or a subclass that overrides `backward` again, is called as Lightning calls it.
 """
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
 from pytorch_lightning.plugins.precision import Precision
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 
 class StepContract(Protocol):
-    """What a strategy does in a step; every method does nothing by default."""
+    """What a strategy does in a step, and with what a step leaves; every method adds nothing by default."""
 
     @property
     def meeting_device(self) -> torch.device | None:
         """The device that batches are moved to; None for the root device."""
+
+    def stands_in(self) -> bool:
+        """Whether this rank has no samples of the batch that is evaluated, so that nothing of its step may count."""
+        return False
 
     def begin_batch(self, dataloader_idx: int) -> None:
         """Learn that the next batch of a loader was fetched and will be moved to a device."""
@@ -54,6 +59,16 @@ class StepContract(Protocol):
     def agrees_on_loss(self, optimizer: Optimizer) -> bool:
         """Whether an optimizer gets another loss from its closure than the module's."""
         return False
+
+    def whole_gradients(self, module: nn.Module) -> dict[str, Tensor]:
+        """Copy the gradients of an unfinished step to the CPU, by name of the parameter."""
+        return {name: p.grad.detach().cpu() for name, p in module.named_parameters() if p.grad is not None}
+
+    def restore_gradients(self, module: nn.Module, gradients: Mapping[str, Tensor]) -> None:
+        """Set the gradients that `whole_gradients` returned."""
+        for name, parameter in module.named_parameters():
+            if name in gradients:
+                parameter.grad = gradients[name].to(parameter)
 
 
 class NothingToDo(StepContract):

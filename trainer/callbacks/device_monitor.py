@@ -69,9 +69,9 @@ def gather_peak_memory_mib(strategy: Strategy) -> list[float]:
 
 def gather(strategy: Strategy, values: list[float]) -> list[float]:
     """Gather the values of all ranks in rank order; the list must have the same length on every rank."""
-    rank, world = getattr(strategy, "global_rank", 0), getattr(strategy, "world_size", 1)
-    device = strategy.root_device
-    places = torch.zeros(world, len(values), dtype=precise_dtype(device), device=device)
-    places[rank] = torch.tensor(values, dtype=places.dtype)
+    assert strategy.lightning_module is not None
+    trainer, device = strategy.lightning_module.trainer, strategy.root_device
+    places = torch.zeros(trainer.world_size, len(values), dtype=precise_dtype(device), device=device)
+    places[trainer.global_rank] = torch.tensor(values, dtype=places.dtype)
     gathered: torch.Tensor = strategy.reduce(places, reduce_op="sum")
     return gathered.flatten().tolist()

@@ -19,7 +19,6 @@ import pytorch_lightning as pl
 import torch
 from lightning_fabric.utilities import move_data_to_device
 from pytorch_lightning.utilities.combined_loader import CombinedLoader
-from torch import Tensor
 from torchmetrics import Metric
 
 from ...strategies.core import rng
@@ -28,7 +27,7 @@ from ...strategies.distributed.metrics.saved import SavedMetric
 from ...strategies.distributed.metrics.states import Mark
 from ...strategies.distributed.metrics.sync import MetricSync
 from ...strategies.distributed.objects import gather_on_first
-from ...strategies.registry import process_devices, ranks_of
+from ...strategies.registry import contract_of, process_devices, ranks_of
 from ...strategies.sharding.whole import map_tensors
 from ..logging import entries
 from ._loader_state import ResumableLoader, is_resumable
@@ -43,11 +42,11 @@ def capture(trainer: pl.Trainer, accumulating: bool) -> dict[str, Any]:
         accumulating: whether the gradients belong to an unfinished step.
     """
     loader = of_lightning.combined_loader(trainer.fit_loop)
-    module, sync = trainer.lightning_module, _metric_sync(trainer)
+    module, sync, contract = trainer.lightning_module, _metric_sync(trainer), contract_of(trainer.strategy)
     return {
         "random": rng.capture(devices_in_use(trainer)),
         "loaders": [] if loader is None else _positions(trainer, loader),
-        "gradients": _gradients(trainer) if accumulating else None,
+        "gradients": contract.whole_gradients(module) if accumulating else None,
         "weights": _on_cpu(_weights(trainer).total) if accumulating else 0.0,
         "metrics": {
             name: SavedMetric.of(metric, [] if sync is None else sync.marks_of(metric)).to_dict()
@@ -81,7 +80,7 @@ def restore(trainer: pl.Trainer, state: dict[str, Any]) -> None:
                 sync.restore_marks(metric, [Mark((0, *mark.place), mark.sizes) for mark in saved.marks])
     _weights(trainer).total = move_data_to_device(state["weights"], trainer.strategy.root_device)
     if state["gradients"] is not None:
-        _restore_gradients(trainer, state["gradients"])
+        contract_of(trainer.strategy).restore_gradients(trainer.lightning_module, state["gradients"])
     if state["random"] is None:  # a rank that was not there before
         devices = devices_in_use(trainer)
         rng.seed_all(torch.initial_seed() % 2**63, trainer.global_rank, trainer.global_step, devices=devices)
@@ -146,24 +145,6 @@ def _metric_sync(trainer: Any) -> MetricSync | None:
     """The strategy's exchange of metrics between ranks; it knows which batches their states come from."""
     ranks = ranks_of(trainer.strategy)
     return None if ranks is None or ranks.metrics is None else ranks.metrics.sync
-
-
-def _gradients(trainer: pl.Trainer) -> dict[str, Tensor]:
-    whole = getattr(trainer.strategy, "whole_gradients", None)  # a strategy of shards has not all in `grad`
-    if whole is not None:
-        return whole()
-    named = trainer.lightning_module.named_parameters()
-    return {name: p.grad.detach().cpu() for name, p in named if p.grad is not None}
-
-
-def _restore_gradients(trainer: pl.Trainer, gradients: dict[str, Tensor]) -> None:
-    restore = getattr(trainer.strategy, "restore_gradients", None)
-    if restore is not None:
-        restore(gradients)
-        return
-    for name, parameter in trainer.lightning_module.named_parameters():
-        if name in gradients:
-            parameter.grad = gradients[name].to(parameter)
 
 
 def _metrics(module: torch.nn.Module) -> list[tuple[str, Metric]]:

@@ -4,9 +4,10 @@ from dataclasses import dataclass
 
 import torch
 from omegaconf import DictConfig
-from pytorch_lightning.strategies import ParallelStrategy, Strategy
+from pytorch_lightning.strategies import Strategy
 
 from ...strategies.core.device_names import resolve_devices
+from ...strategies.registry import num_processes
 from .checks import plain, verify_target
 
 
@@ -26,18 +27,13 @@ class LaunchPlan:
     def of(cls, cfg: DictConfig) -> "LaunchPlan":
         """Read the plan from a configuration.
 
-        A strategy class may define a class method `count_processes(num_devices, **options) -> int`; other parallel
-        strategies of Lightning take one process per device.
-
         Raises:
             ConfigError: the devices do not exist here, or don't divide into processes.
         """
         strategy = verify_target("strategy", cfg.strategy, Strategy)
         devices = resolve_devices(plain(cfg.devices), cfg.accelerator)
         options = {key: value for key, value in plain(cfg.strategy).items() if key != "_target_"}
-        if count := getattr(strategy, "count_processes", None):
-            return cls(tuple(devices), count(len(devices), **options))
-        return cls(tuple(devices), len(devices) if issubclass(strategy, ParallelStrategy) else None)
+        return cls(tuple(devices), num_processes(strategy, len(devices), options))
 
 
 def strategy_name(cfg: DictConfig) -> str:

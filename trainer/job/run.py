@@ -19,7 +19,7 @@ from rich.console import Console
 from ...strategies import ConfigError
 from ...strategies.core.files import replacing
 from ...strategies.core.private import of_lightning
-from ...strategies.registry import name_of, stop_signal_of
+from ...strategies.registry import name_of, node_devices, stop_signal_of
 from ..callbacks import EpochLines, LogEveryEpoch, ModuleSummary, RunSummary, SlowRank, StartUp
 from ..checkpoint.find import find_newest, good_or_newest
 from ..checkpoint.snapshots import move_to_disk, saved_in_memory
@@ -260,11 +260,10 @@ def write_predictions(trainer: pl.Trainer, run_dir: str, outputs: Any) -> str | 
 def collect(parts: Parts, cfg: DictConfig, metrics: dict[str, float], predictions: str | None) -> Result:
     """Assemble the result."""
     trainer, strategy = parts.trainer, parts.trainer.strategy
-    devices = getattr(strategy, "parallel_devices", None) or [strategy.root_device]
     return Result(
         mode=cfg.mode,
         strategy=name_of(strategy),
-        devices=[str(device) for device in devices],
+        devices=[str(device) for device in node_devices(strategy)],
         num_processes=trainer.world_size,
         run_dir=cfg.run_dir,
         metrics=metrics,

@@ -14,6 +14,7 @@ from ...strategies.core.private.of_lightning import (
     TrainingEpochLoop,
 )
 from ...strategies.core.types import Batch
+from ...strategies.registry import contract_of
 from ..logging.connector import LeanLoggerConnector
 from ._batch_fetch import OneLoader, batch_mover, to_cpu
 from ._hook_plan import HookPlan, may_be_lean
@@ -36,7 +37,7 @@ class StepPlan:
         fetcher = of_lightning.data_fetcher(loop)
         self.loader = OneLoader(fetcher) if fetcher is not None and OneLoader.fits(fetcher) else None
         self.sanity_checks = trainer.sanity_checking
-        self.may_stand_in = hasattr(trainer.strategy, "stands_in")
+        self.contract = contract_of(trainer.strategy)
         self.names_loader = of_lightning.mode(combined) == "sequential" and loop.num_dataloaders > 1
         self.resolve()
 
@@ -60,10 +61,6 @@ class StepPlan:
             self.resolve()
         batch = self.move(batch, dataloader_idx)
         return (batch, batch_idx, dataloader_idx) if self.names_loader else (batch, batch_idx)
-
-    def stands_in(self) -> bool:
-        """Whether the step only takes part in what other ranks' steps need, and leaves no trace."""
-        return self.hooks.strategy.stands_in  # pyright: ignore[reportAttributeAccessIssue]  # `may_stand_in`
 
     def step(self, args: tuple[Any, ...]) -> Any:
         """Call the module's step, through the strategy if the strategy overrides it."""
@@ -95,7 +92,7 @@ def evaluate(loop: EvaluationLoop, plan: StepPlan, batch: Batch, batch_idx: int,
     connector: LeanLoggerConnector = of_lightning.logger_connector(trainer)  # type: ignore[assignment]
     results: Any = of_lightning.results(loop)
     args = plan.begin(batch, batch_idx, dataloader_idx)
-    if plan.may_stand_in and plan.stands_in():
+    if plan.contract.stands_in():
         plan.step(args)
         return
     total.ready += 1
@@ -133,7 +130,7 @@ def predict(loop: PredictionLoop, plan: StepPlan, batch: Batch, batch_idx: int, 
     total: Any = loop.batch_progress.total
     current: Any = loop.batch_progress.current
     args = plan.begin(batch, batch_idx, dataloader_idx)
-    if plan.may_stand_in and plan.stands_in():
+    if plan.contract.stands_in():
         plan.step(args)
         return
     total.ready += 1

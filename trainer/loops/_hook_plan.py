@@ -19,8 +19,9 @@ from pytorch_lightning.trainer import call
 
 from ...strategies import DDPStrategy, SingleDeviceStrategy
 from ...strategies.batch.one_process import OneProcessStrategy
-from ...strategies.core.loop_contract import NothingToDo, StepContract
+from ...strategies.core.loop_contract import StepContract
 from ...strategies.core.private import of_lightning
+from ...strategies.registry import contract_of
 from .progress_bar import TimedBar
 
 Base = Mapping[str, Any]
@@ -103,8 +104,7 @@ class HookPlan:
     @property
     def contract(self) -> StepContract:
         """What the strategy does in a step beside Lightning's part."""
-        strategy = self.strategy
-        return strategy if isinstance(strategy, (OneProcessStrategy, DDPStrategy)) else NothingToDo()
+        return contract_of(self.strategy)
 
     def keeps_contract(self, *names: str) -> bool:
         """Whether methods of the strategy do Lightning's part and the contract's, and nothing else."""

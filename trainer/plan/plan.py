@@ -23,7 +23,7 @@ from ...strategies.core.private.of_torch import (
 from ...strategies.ddp import DDPStrategy
 from ...strategies.fsdp import FSDPStrategy
 from ...strategies.model_parallel import ModelParallelStrategy
-from ...strategies.pipeline.recompute import Recompute
+from ...strategies.registry import recompute_of
 from ..compare.compare import short_config
 from ..compare.trial import Trial, run_trial
 from ..config.checks import plain
@@ -151,11 +151,9 @@ def interview(cfg: DictConfig, strategy: Strategy, topology: Topology, ask: Ask)
     """
     options = strategy.stage_options if isinstance(strategy, (ModelParallelStrategy, DDPStrategy)) else None
     pl.seed_everything(cfg.seed or 0, workers=True, verbose=False)  # the first batch is the same as in a run
-    recompute: Recompute | None = getattr(strategy, "recompute", None)
-    option = "never" if recompute is None else recompute.option
     simulated = SimulatedStrategy(
-        topology.num_stages, options, is_for_accelerator(cfg), option, shards_of(strategy, topology, cfg),
-        topology.num_owners,
+        topology.num_stages, options, is_for_accelerator(cfg), recompute_of(strategy),
+        shards_of(strategy, topology, cfg), topology.num_owners,
     )  # fmt: skip
     module, data = module_and_data(cfg)
     talk = Interview(simulated, ask)
