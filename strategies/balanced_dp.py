@@ -32,17 +32,14 @@ NUM_MEMORY_STEPS, MEMORY_EVERY = 8, 5
 
 
 @dataclass(frozen=True)
-class Measured:
+class Measured(Policy):
     """The policy of `auto`: uses the shares of a controller."""
 
     controller: BalanceController
 
+    @override
     def sizes(self, num_samples: int, num_parts: int) -> list[int]:
-        """See `Policy.sizes`."""
         return self.controller.propose(num_samples)
-
-    def verify(self, num_parts: int, strategy: str) -> None:
-        """See `Policy.verify`: the controller has validated its options."""
 
 
 class BalancedDataParallelStrategy(DataParallelStrategy):

@@ -2,12 +2,13 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from pytorch_lightning.utilities.combined_loader import CombinedLoader
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from torch.utils.data.dataloader import default_collate
+from typing_extensions import override
 
 from ..core.rng import random_state, swapped_random_state
 from ..core.types import Batch
@@ -17,68 +18,47 @@ LOOKS = (2, 3)
 """Sizes of the batches that are made to be looked at."""
 
 
-class Evidence(Protocol):
-    """What is known of batches before one of them is cut.
+class Evidence:
+    """What is known of batches before one of them is cut; here nothing but the batch itself.
 
     Attributes:
-        asks: whether a list that is as long as the batch, of which nothing else is known, is asked for by name.
+        asks: whether a list that is as long as the batch, of which nothing else is known, is asked for by name;
+            otherwise it is taken for its samples.
     """
-
-    asks: bool
-
-    def is_stacked(self, path: Path) -> bool:
-        """Whether torch's own collate function made the value at a path."""
-        ...
-
-    def is_structure(self, path: Path) -> bool:
-        """Whether the value at a path is a structure for certain."""
-        ...
-
-    def shapes(self, path: Path) -> list[tuple[int, tuple[int, ...]]]:
-        """(samples, shape of the value at a path) of batches of several sizes; empty where none is known."""
-        ...
-
-    def batch_size(self) -> int | None:
-        """The samples of a full batch; None where the loader does not say."""
-        ...
-
-
-class NoEvidence:
-    """Nothing is known but the batch itself: a list as long as the batch is its samples."""
 
     asks: bool = False
 
     def is_stacked(self, path: Path) -> bool:
-        """See `Evidence`."""
+        """Whether torch's own collate function made the value at a path."""
         return False
 
     def is_structure(self, path: Path) -> bool:
-        """See `Evidence`."""
+        """Whether the value at a path is a structure for certain."""
         return False
 
     def shapes(self, path: Path) -> list[tuple[int, tuple[int, ...]]]:
-        """See `Evidence`."""
+        """(samples, shape of the value at a path) of batches of several sizes; empty where none is known."""
         return []
 
     def batch_size(self) -> int | None:
-        """See `Evidence`."""
+        """The samples of a full batch; None where the loader does not say."""
         return None
 
 
 @dataclass
-class Inputs(NoEvidence):
+class Inputs(Evidence):
     """Arguments of a call: what holds them is a structure."""
 
     paths: tuple[Path, ...]
     asks: bool = True
 
+    @override
     def is_structure(self, path: Path) -> bool:
-        """See `Evidence`."""
         return path in self.paths
 
 
 @dataclass
-class LoaderEvidence:
+class LoaderEvidence(Evidence):
     """What a loader, or several combined ones, show about their batches.
 
     Samples are read, and collated, only where the batch in hand does not settle everything; random states stay as
@@ -94,8 +74,8 @@ class LoaderEvidence:
     asks: bool = field(default=True, init=False)
     _batches: list[tuple[int, Batch]] | None = field(default=None, repr=False)
 
+    @override
     def is_stacked(self, path: Path) -> bool:
-        """See `Evidence`."""
         loader = self._loader_at(path)
         return (
             self.transform is None
@@ -104,12 +84,13 @@ class LoaderEvidence:
             and loader.batch_sampler is not None
         )
 
+    @override
     def is_structure(self, path: Path) -> bool:
-        """See `Evidence`."""
         return self.transform is None and any(
             len(prefix) > len(path) and prefix[: len(path)] == path for prefix, _ in self.loaders()
         )
 
+    @override
     def shapes(self, path: Path) -> list[tuple[int, tuple[int, ...]]]:
         """See `Evidence`; the shape of a list is its length."""
         if self._batches is None:
@@ -123,8 +104,8 @@ class LoaderEvidence:
                 return []
         return found
 
+    @override
     def batch_size(self) -> int | None:
-        """See `Evidence`."""
         sizes = {getattr(loader, "batch_size", None) for _, loader in self.loaders()}
         size = sizes.pop() if len(sizes) == 1 and self.transform is None else None
         return size if isinstance(size, int) else None

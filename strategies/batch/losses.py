@@ -53,13 +53,14 @@ def chunk_losses(outputs: Sequence[Any], sizes: Sequence[int], reduction: LossRe
 
     Args:
         outputs: one per chunk, a loss or a mapping with `loss`.
-        sizes: samples per chunk.
+        sizes: samples per chunk; of one without samples there is no output.
         reduction: whether a chunk's loss is a mean or a sum.
         strategy: name that begins error messages.
 
     Raises:
         ConfigError: a loss is missing, or is not a scalar.
     """
+    sizes = [size for size in sizes if size > 0]
     losses: list[Any] = [output.get("loss") if isinstance(output, dict) else output for output in outputs]
     for i, loss in enumerate(losses):
         if not isinstance(loss, Tensor) or loss.numel() != 1:

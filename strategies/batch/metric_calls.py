@@ -6,6 +6,8 @@ from functools import partial
 from typing import Any
 
 import torch
+from lightning_fabric.utilities import move_data_to_device
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection, SumMetric
 from torchmetrics.aggregation import BaseAggregator
@@ -65,7 +67,7 @@ class MetricCalls:
         try:
             if number is None or not outermost:
                 return call(*args, **kwargs)
-            self.calls.append(Call(number, method, _detached((args, kwargs))))
+            self.calls.append(Call(number, method, apply_to_collection((args, kwargs), Tensor, Tensor.detach)))
             if method == "update":
                 return None  # the root's is called with the inputs of all replicas
             with swapped_random_state(random_state()):
@@ -133,7 +135,7 @@ def outermost_metrics(value: nn.Module) -> list[Metric]:
 def _joined(metric: Metric, inputs: list[Any], sizes: list[int], strategy: str) -> Any:
     """The inputs of the whole batch; rows that are not samples (tokens, valid pixels) are concatenated in order."""
     if len(inputs) == 1:
-        return _moved(inputs[0], metric.device)
+        return move_data_to_device(inputs[0], metric.device)
     name = type(metric).__name__
     sums = any(isinstance(part, SumMetric) for part in metric.modules())
     flat = [_flat(parts) for parts in inputs]
@@ -150,13 +152,15 @@ def _joined_value(parts: list[Any], sizes: list[int], device: torch.device, name
             return moved[0]  # the same for all samples
         return torch.cat(moved)
     if isinstance(first, list):
-        return [element for part in parts for element in _moved(part, device)]
+        return [element for part in parts for element in move_data_to_device(part, device)]
     if type(first) is dict:
         columns = {key: [part[key] for part in parts] for key in first}
         return {key: _joined_value(column, sizes, device, name, sums) for key, column in columns.items()}
     if isinstance(first, float) or (isinstance(first, Tensor) and first.is_floating_point()):
         if not sums:
-            return sum(_moved(part, device) * size for part, size in zip(parts, sizes, strict=True)) / sum(sizes)
+            return sum(move_data_to_device(part, device) * size for part, size in zip(parts, sizes, strict=True)) / sum(
+                sizes
+            )
     elif not isinstance(first, Tensor):
         if parts == sizes:
             return sum(sizes)
@@ -177,19 +181,3 @@ def _flat(value: Any) -> list[Any]:
 def _unflat(like: Any, values: list[Any]) -> Any:
     args, kwargs = like
     return tuple(values[: len(args)]), dict(zip(sorted(kwargs), values[len(args) :], strict=True))
-
-
-def _detached(value: Any) -> Any:
-    return _mapped(value, Tensor.detach)
-
-
-def _moved(value: Any, device: torch.device) -> Any:
-    return _mapped(value, lambda tensor: tensor.to(device))
-
-
-def _mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    if isinstance(value, Tensor):
-        return change(value)
-    if type(value) in (list, tuple):
-        return type(value)(_mapped(item, change) for item in value)
-    return {key: _mapped(item, change) for key, item in value.items()} if type(value) is dict else value

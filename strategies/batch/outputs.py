@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from .log_recorder import LogRecorder
-from .losses import ChunkLosses, LossReduction, chunk_losses, with_scalars
+from .losses import LossReduction, chunk_losses, with_scalars
 from .structure import BatchStructure
 
 LEFT_OUT = (
@@ -15,12 +15,6 @@ LEFT_OUT = (
     "outputs of all chunks joined on the root device."
 )
 """What is told of a key that `combine_outputs` leaves out."""
-
-
-def losses_of(outputs: list[Any], sizes: Sequence[int], reduction: LossReduction, strategy: str) -> ChunkLosses:
-    """Read the losses of the chunks that have samples; the arguments are those of `combine_outputs`."""
-    used = [i for i, size in enumerate(sizes) if size > 0]
-    return chunk_losses(outputs, [sizes[i] for i in used], reduction, strategy)
 
 
 def combine_outputs(
@@ -51,7 +45,7 @@ def combine_outputs(
     if all(output is None for output in outputs):
         logs.replay(sizes)
         return None, []
-    losses = losses_of(outputs, sizes, reduction, strategy)
+    losses = chunk_losses(outputs, sizes, reduction, strategy)
     logs.replay(sizes, losses)
     loss = losses.combine(device)
     if not isinstance(outputs[0], dict):

@@ -13,12 +13,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Protocol
+
+from typing_extensions import override
 
 from ..core.errors import ConfigError
 
 
-class Policy(Protocol):
+class Policy:
     """Decides the sizes of the parts of a batch."""
 
     def sizes(self, num_samples: int, num_parts: int) -> list[int]:
@@ -27,7 +28,7 @@ class Policy(Protocol):
         Returns:
             One size per part, in order; they sum to `num_samples` and none is negative.
         """
-        ...
+        raise NotImplementedError
 
     def verify(self, num_parts: int, strategy: str) -> None:
         """Refuse options that can't be honoured for `num_parts` parts.
@@ -35,24 +36,20 @@ class Policy(Protocol):
         Raises:
             ConfigError: an option is invalid; the message begins with the strategy's name.
         """
-        ...
 
 
 @dataclass(frozen=True)
-class Even:
+class Even(Policy):
     """Equal parts; if the batch does not divide evenly, the first parts take one more sample."""
 
+    @override
     def sizes(self, num_samples: int, num_parts: int) -> list[int]:
-        """See `Policy.sizes`."""
         share, rest = divmod(num_samples, num_parts)
         return [share + (part < rest) for part in range(num_parts)]
 
-    def verify(self, num_parts: int, strategy: str) -> None:
-        """See `Policy.verify`: nothing to refuse."""
-
 
 @dataclass(frozen=True)
-class FirstChunk:
+class FirstChunk(Policy):
     """A fixed, small first part, so that the first device has room for what it alone holds.
 
     The first part takes `min(size, N // num_parts)` samples and the others share the rest evenly. A single part
@@ -64,15 +61,12 @@ class FirstChunk:
 
     size: int
 
+    @override
     def sizes(self, num_samples: int, num_parts: int) -> list[int]:
-        """See `Policy.sizes`."""
         if num_parts == 1:
             return [num_samples]
         first = min(self.size, num_samples // num_parts)
         return [first, *Even().sizes(num_samples - first, num_parts - 1)]
-
-    def verify(self, num_parts: int, strategy: str) -> None:
-        """See `Policy.verify`: any size will do."""
 
     def verify_batch(self, num_samples: int, num_parts: int, strategy: str) -> None:
         """Refuse a first part that is larger than an even share of a full batch.
@@ -89,7 +83,7 @@ class FirstChunk:
 
 
 @dataclass(frozen=True)
-class Weighted:
+class Weighted(Policy):
     """Parts in proportion to weights, each within one sample of its exact share.
 
     Source: the method of largest remainders (Hamilton's). Ties go to the earlier part. A part of weight 0 is empty.
@@ -100,8 +94,8 @@ class Weighted:
 
     weights: tuple[float, ...]
 
+    @override
     def sizes(self, num_samples: int, num_parts: int) -> list[int]:
-        """See `Policy.sizes`."""
         exact = [Fraction(weight) for weight in self.weights]
         total = sum(exact)
         quotas = [num_samples * weight / total for weight in exact]
@@ -111,8 +105,8 @@ class Weighted:
             sizes[part] += 1
         return sizes
 
+    @override
     def verify(self, num_parts: int, strategy: str) -> None:
-        """See `Policy.verify`: one finite weight per part, none negative, not all zero."""
         given = f"(weights={list(self.weights)})"
         if len(self.weights) != num_parts:
             raise ConfigError(

@@ -37,7 +37,7 @@ from ._tree import (
     row_counts,
     splits_itself,
 )
-from .evidence import Evidence, NoEvidence
+from .evidence import Evidence
 
 BatchDims: TypeAlias = Mapping[Any, Any]
 """The option `batch_dims`: for the path of a value `list`, `none` or 0; of a result also `sum` or `mean`."""
@@ -84,7 +84,7 @@ class BatchStructure:
     ) -> None:
         self._options = dict(options or {})
         self._prefix = prefix
-        self._evidence = NoEvidence() if evidence is None else evidence
+        self._evidence = evidence or Evidence()
         self._root = root
         self._roles: dict[tuple[Path, bool], str] = {}
         self._asks = False

@@ -12,13 +12,23 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from .errors import ConfigError
-from .private import of_metrics
+from .private import of_metrics, of_torch
 from .private.of_torch import BatchNorm
 
 
 def has_batchnorm(module: nn.Module) -> bool:
     """Whether the module has a BatchNorm layer, which can't train on a single sample."""
     return any(isinstance(layer, BatchNorm) for layer in module.modules())
+
+
+def is_compiler(module: nn.Module) -> bool:
+    """Whether a module is what `torch.compile(module)` returns."""
+    return type(module).__name__ == "OptimizedModule"  # importing the class would take a second
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether a module, or one in it, is compiled, by `torch.compile(module)` or `module.compile()`."""
+    return any(is_compiler(part) or of_torch.compiled_call_impl(part) is not None for part in module.modules())
 
 
 _STEPS = {

@@ -37,6 +37,29 @@ def swapped_random_state(state: RandomState) -> Generator[None]:
         set_random_state(own)
 
 
+def generator_state(device: torch.device) -> torch.Tensor:
+    """Read the state of a device's generator."""
+    return get_rng_state() if device.type == "cpu" else _module(device).get_rng_state(device)
+
+
+def _set_generator_state(device: torch.device, state: torch.Tensor) -> None:
+    if device.type == "cpu":
+        torch.set_rng_state(state)
+    else:
+        _module(device).set_rng_state(state, device)
+
+
+@contextmanager
+def swapped_generator(device: torch.device, state: torch.Tensor) -> Generator[None]:
+    """Draw from another state of a device's generator inside the block."""
+    own = generator_state(device)
+    _set_generator_state(device, state)
+    try:
+        yield
+    finally:
+        _set_generator_state(device, own)
+
+
 def seed_rank(rank: int) -> None:
     """Derive a rank's own random streams from the common seed; rank 0 keeps the common ones.
 
@@ -65,7 +88,7 @@ def capture(devices: Sequence[torch.device] = ()) -> dict[str, Any]:
         "python": (version, torch.tensor(internal), gauss),
         "numpy": (name, torch.from_numpy(np.asarray(keys, dtype=np.int64)), position, has_gauss, cached),
         "torch": get_rng_state(),
-        "devices": [_module(device).get_rng_state(device) for device in devices if device.type != "cpu"],
+        "devices": [generator_state(device) for device in devices if device.type != "cpu"],
     }
 
 
@@ -78,7 +101,7 @@ def restore(state: dict[str, Any], devices: Sequence[torch.device] = ()) -> None
     torch.set_rng_state(state["torch"])
     accelerators = [device for device in devices if device.type != "cpu"]
     for device, device_state in zip(accelerators, state["devices"], strict=False):
-        _module(device).set_rng_state(device_state, device)
+        _set_generator_state(device, device_state)
 
 
 @contextmanager

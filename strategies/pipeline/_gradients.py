@@ -20,8 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from ..batch.losses import LossReduction
-from ..batch.outputs import losses_of
+from ..batch.losses import LossReduction, chunk_losses
 from ..core.devices import precise_dtype
 from ..core.executor import AUTOCAST_TYPES
 from ..core.patching import without_hooks
@@ -84,7 +83,7 @@ class EarlyGradients:
         """
         if output is None:
             return None
-        found = losses_of([output], [self._sizes[microbatch]], self._reduction, self._strategy)
+        found = chunk_losses([output], [self._sizes[microbatch]], self._reduction, self._strategy)
         loss, factor = found.losses[0], self._loss_scale
         if self._reduction == "mean":
             weight = self._weights[microbatch] = _not_zero(found.weights[0])

@@ -20,10 +20,10 @@ from torch.utils.hooks import RemovableHandle
 from torchmetrics import Metric, MetricCollection
 from typing_extensions import override
 
+from ..core.module_checks import is_compiled
 from ..core.patching import replaced
 from ._recomputed_call import is_recomputing
 from ._schedule import Phase
-from .module_parts import is_compiled
 
 _HOOKS = tuple(key for key in nn.Module().__dict__ if "_hooks" in key and "state_dict" not in key)
 _LIGHTNING = LightningModule().__dict__.keys()

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ..core.errors import ConfigError
 from ..core.private import of_torch
-from ..core.rng import random_state, swapped_random_state
+from ..core.rng import generator_state, random_state, swapped_generator, swapped_random_state
 
 _RANDOM = threading.RLock()
 """Held while the process's random streams are set back."""
@@ -84,7 +84,7 @@ class _Call:
         self._devices = [device for device in devices if device.type not in ("cpu", "meta")]
         fake = any(isinstance(tensor, of_torch.FakeTensor) for tensor in (*inputs, *part.parameters()))
         self._random = None if fake else random_state()  # a simulated run draws nothing
-        self._device_random = [_generator(device).get_rng_state(device) for device in self._devices]
+        self._device_random = [generator_state(device) for device in self._devices]
 
     @contextmanager
     def first(self) -> Generator[None]:
@@ -115,7 +115,7 @@ class _Call:
             stack.enter_context(_RANDOM)
             stack.enter_context(swapped_random_state(self._random))
         for device, state in zip(self._devices, self._device_random, strict=True):
-            stack.enter_context(_swapped_generator(device, state))
+            stack.enter_context(swapped_generator(device, state))
         stack.enter_context(_default_dtype(self._dtype))
         stack.enter_context(self._as_before())
         self._open.append(stack)
@@ -196,16 +196,6 @@ def _differ(tensor: Tensor, before: Tensor) -> bool:
 
 
 @contextmanager
-def _swapped_generator(device: torch.device, state: Tensor) -> Generator[None]:
-    own = _generator(device).get_rng_state(device)
-    _generator(device).set_rng_state(state, device)
-    try:
-        yield
-    finally:
-        _generator(device).set_rng_state(own, device)
-
-
-@contextmanager
 def _default_dtype(dtype: torch.dtype) -> Generator[None]:
     own = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
@@ -213,7 +203,3 @@ def _default_dtype(dtype: torch.dtype) -> Generator[None]:
         yield
     finally:
         torch.set_default_dtype(own)
-
-
-def _generator(device: torch.device) -> Any:
-    return torch.get_device_module(device)

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from ..core.errors import ConfigError
-from ..core.private import of_torch
 
 
 @dataclass(frozen=True)
@@ -73,14 +72,6 @@ def _opens(module: nn.Module, *, alone: bool) -> bool:
         return True
     foreign = type(module).__module__.split(".")[0] != "torch"
     return alone and (foreign or any(isinstance(child, (nn.Sequential, nn.ModuleList)) for child in holders))
-
-
-def is_compiled(module: nn.Module) -> bool:
-    """Whether `torch.compile` traces the module, or one in it."""
-    return any(
-        of_torch.compiled_call_impl(part) is not None or type(part).__name__ == "OptimizedModule"
-        for part in module.modules()
-    )
 
 
 def part_bytes(part: Part, optimizer_copies: float) -> int:

@@ -13,7 +13,7 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from torch import nn
 
 from ..core.errors import ConfigError, verify_submodules
-from ..core.private import of_torch
+from ..core.module_checks import is_compiled
 from ._recomputed_call import Learned, recomputing
 from .module_parts import find_parts
 from .options import StageOptions
@@ -75,7 +75,12 @@ class Recompute:
         self.remove()
         if not self.is_on:
             return
-        _verify_not_compiled(module, self._strategy)
+        if is_compiled(module):
+            raise ConfigError(
+                f"{self._strategy}: recompute was given for a compiled module, whose compiler decides what is "
+                "recomputed (torch._functorch.config.activation_memory_budget). Set compile=false, or "
+                "strategy.recompute=never."
+            )
         cut_at = [str(name) for name in partition] if isinstance(partition, (list, tuple)) else ()
         for name, num_segments, num_kept in self._units(module, cut_at):
             part = module.get_submodule(name)
@@ -194,12 +199,3 @@ def _verify_forward(module: nn.Module, names: Sequence[str], strategy: str) -> N
     for name in names:
         if type(module.get_submodule(name)).forward is nn.Module.forward:
             raise ConfigError(f"{strategy}: {name} has no forward to recompute. Name the modules in it.")
-
-
-def _verify_not_compiled(module: nn.Module, strategy: str) -> None:
-    for part in module.modules():
-        if of_torch.compiled_call_impl(part) is not None or type(part).__name__ == "OptimizedModule":
-            raise ConfigError(
-                f"{strategy}: recompute was given for a compiled module, whose compiler decides what is recomputed "
-                "(torch._functorch.config.activation_memory_budget). Set compile=false, or strategy.recompute=never."
-            )

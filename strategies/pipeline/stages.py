@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ..core.errors import ConfigError
+from ..core.module_checks import is_compiled
 from ..core.private import of_torch
 from ..core.side_streams import arrival, cross, from_host, is_plain, work_so_far
 from ..core.types import Batch
@@ -21,7 +22,7 @@ from ._activation_memory import profile_activations, profile_flops
 from ._plan import StagePlan, auto_plan, balanced_plan, found_plan, named_plan, plan_table, verify_manual
 from ._schedule import Phase
 from ._turns import Ticket
-from .module_parts import find_parts, is_compiled, place_parts
+from .module_parts import find_parts, place_parts
 from .options import StageOptions
 
 

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from lightning_fabric.utilities import move_data_to_device
 from torch import Tensor
 from torchmetrics import Metric, MetricCollection
 from torchmetrics.utilities import dim_zero_cat, dim_zero_max, dim_zero_min, dim_zero_sum
@@ -213,12 +214,8 @@ def _append(metric: Metric, states: dict[str, Any]) -> None:
     """Append states to a metric's own; torchmetrics merges the other's in front, so the two are swapped."""
     own = _states(metric)
     for name, state in states.items():
-        setattr(metric, name, _moved(state, metric.device))
+        setattr(metric, name, move_data_to_device(state, metric.device))
     if type(metric).merge_state is not Metric.merge_state:
         metric.merge_state(own)
     else:
         of_metrics.reduce_states(metric)(own)
-
-
-def _moved(state: Tensor | list[Tensor], device: torch.device) -> Tensor | list[Tensor]:
-    return state.to(device) if isinstance(state, Tensor) else [part.to(device) for part in state]

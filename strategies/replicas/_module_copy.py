@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from torchmetrics import Metric, MetricCollection
 
+from ..core.module_checks import is_compiler
 from ..core.private import of_torch, put
 from ..core.types import StaysOnRoot
-from ._compiled import is_wrapper
 
 HOOKS = tuple(key for key, value in nn.Module().__dict__.items() if "hooks" in key and isinstance(value, dict))
 """The attributes in which a module keeps its hooks, each a dictionary from number to hook."""
@@ -142,7 +142,7 @@ class ModuleCopy:
             return self._copies[id(original)][1]
         if isinstance(original, (Metric, MetricCollection)):
             return self._copy_metric(original)
-        if is_wrapper(original):
+        if is_compiler(original):
             compiled: Any = original
             replica = type(compiled)(self._copy_module(of_torch.orig_mod(compiled)), compiled.dynamo_ctx)
             self._copies[id(original)] = (original, replica)

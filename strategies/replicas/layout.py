@@ -12,8 +12,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from ..batch.layout import Layout
-from ..batch.losses import LossReduction
-from ..batch.outputs import LEFT_OUT, combine_outputs, losses_of
+from ..batch.losses import LossReduction, chunk_losses
+from ..batch.outputs import LEFT_OUT, combine_outputs
 from ..batch.policies import Even, Policy, without_single_samples
 from ..batch.run_structures import RunStructures, dataloader_index
 from ..batch.structure import BatchStructure
@@ -226,7 +226,7 @@ class ReplicaLayout(Layout):
         outputs = self.runner.run(name, [((chunk, *rest), {}) for chunk in chunks], sizes)
         losses = None
         if name != "predict_step" and all(_has_loss(output) for output in outputs):
-            losses = losses_of(outputs, sizes, self.options.loss_reduction, self.options.strategy)
+            losses = chunk_losses(outputs, sizes, self.options.loss_reduction, self.options.strategy)
         self.runner.logs.replay(sizes, losses)
         joined = results.join(outputs, [size for size in sizes if size > 0], self.devices[0])
         return joined if losses is None else _with_loss(joined, losses.combine(self.devices[0]))

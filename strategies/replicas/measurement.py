@@ -1,6 +1,5 @@
 """Measure seconds and bytes of each chunk of a step, without synchronizing any device."""
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -8,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.devices import current_stream, is_accelerator
+from ..core.devices import seconds_between, time_mark
 
 
 @dataclass
@@ -22,16 +21,15 @@ class Reading:
 
     seconds: float = 0.0
     saved_bytes: float = 0.0
-    _events: tuple[torch.Event, torch.Event] | None = field(default=None, repr=False)
+    _marks: tuple[float | torch.Event, float | torch.Event] | None = field(default=None, repr=False)
 
     def is_ready(self) -> bool:
         """Whether the device has finished the chunk, so that `seconds` is known."""
-        if self._events is None:
-            return True
-        start, end = self._events
-        if not end.query():
-            return False
-        self.seconds, self._events = start.elapsed_time(end) / 1000, None
+        if self._marks is not None:
+            start, end = self._marks
+            if isinstance(end, torch.Event) and not end.query():
+                return False
+            self.seconds, self._marks = seconds_between(start, end), None
         return True
 
     def of(self, call: Callable[[], Any], device: torch.device, parameters: Sequence[Tensor] | None) -> Any:
@@ -57,16 +55,9 @@ class Reading:
             return self._timed(call, device)
 
     def _timed(self, call: Callable[[], Any], device: torch.device) -> Any:
-        if is_accelerator(device):
-            start, end = (torch.Event(device, enable_timing=True) for _ in range(2))
-            start.record(current_stream(device))
-            result = call()
-            end.record(current_stream(device))
-            self._events = (start, end)
-            return result
-        start_s = time.perf_counter()
+        start = time_mark(device)
         result = call()
-        self.seconds = time.perf_counter() - start_s
+        self._marks = (start, time_mark(device))
         return result
 
 

@@ -13,10 +13,11 @@ from torch import nn
 from ..batch.log_recorder import LogRecorder
 from ..core.devices import is_accelerator
 from ..core.executor import Executor, Piece
+from ..core.module_checks import is_compiled
+from ..core.private import of_torch
 from ..core.side_streams import from_host
 from ._attribute_watch import AttributeWatch
 from ._collected import CollectedLists
-from ._compiled import allow_recompiling, is_compiled
 from ._gradient_sum import GradientSum
 from ._metric_merge import MetricMerger
 from .measurement import Measurement, Reading
@@ -24,6 +25,9 @@ from .replicas import Replicas, by_device
 
 Arguments: TypeAlias = tuple[Sequence[Any], dict[str, Any]]
 """Positional and keyword arguments of one call."""
+
+_COMPILATIONS = 8
+"""Torch's own limit of compilations per function (torch 2.13), after which it runs without compiling."""
 
 
 class CutsReplicas(Protocol):
@@ -135,7 +139,7 @@ class ReplicaRunner:
 
     def _attach(self) -> None:
         """Set up metrics, logs and gradient sums for new replicas."""
-        if any(map(is_compiled, self.replicas.root.modules())):
+        if is_compiled(self.replicas.root):
             allow_recompiling(len(set(self.devices)))
         root, *others = self.replicas.parameters()
         self._gradients = [
@@ -172,3 +176,9 @@ class ReplicaRunner:
         assert self._stages is not None
         with self._stages.on_devices(self._blocks[i]):
             return call()
+
+
+def allow_recompiling(num_devices: int) -> None:
+    """Raise torch's limit of compilations, since a function is compiled for each device."""
+    known = of_torch.dynamo_config()
+    known.recompile_limit = max(known.recompile_limit, _COMPILATIONS * num_devices)

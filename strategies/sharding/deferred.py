@@ -7,6 +7,7 @@ repeats the operations that one tensor depends on.
 """
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +26,7 @@ from ..core.private.of_torch import (
     tree_flatten,
     tree_map_only,
 )
+from ..core.rng import generator_state, swapped_generator
 from .refusals import without_values
 
 LARGE = 4096
@@ -105,7 +107,7 @@ class DeferredTensors(TorchDispatchMode):
 
     def _record(self, func: Any, args: Any, kwargs: Any, device: torch.device, given: list[Tensor]) -> Any:
         draws = torch.Tag.nondeterministic_seeded in func.tags
-        random = _generator_state(device) if draws else None
+        random = generator_state(device) if draws else None
         if draws:
             func(*tree_map_only(Tensor, _like, args), **kwargs)
         try:
@@ -190,13 +192,9 @@ def _apply_anew(module: nn.Module, function: Callable[[Tensor], Tensor], recurse
 
 def _run(operation: _Operation, memory: dict[int, Tensor]) -> None:
     args, kwargs = tree_map_only(_View, lambda view: _real(view, memory), (operation.args, operation.kwargs))
-    before = None
-    if operation.random is not None:
-        before = _generator_state(operation.device)
-        _set_generator_state(operation.device, operation.random)
-    output = operation.function(*args, **kwargs)
-    if before is not None:
-        _set_generator_state(operation.device, before)
+    random = operation.random
+    with nullcontext() if random is None else swapped_generator(operation.device, random):
+        output = operation.function(*args, **kwargs)
     for view, real in zip(operation.outputs, _tensors(output), strict=True):
         memory.setdefault(view.key, real)
 
@@ -248,14 +246,3 @@ def _like(tensor: Tensor) -> Tensor:
 
 def _tensors(tree: Any) -> Iterator[Tensor]:
     return (value for value in tree_flatten(tree)[0] if isinstance(value, Tensor))
-
-
-def _generator_state(device: torch.device) -> Tensor:
-    return torch.get_rng_state() if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
-
-
-def _set_generator_state(device: torch.device, state: Tensor) -> None:
-    setter: Callable[..., None] = (
-        torch.set_rng_state if device.type == "cpu" else torch.get_device_module(device).set_rng_state
-    )
-    setter(state, *([] if device.type == "cpu" else [device]))

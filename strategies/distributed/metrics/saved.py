@@ -5,6 +5,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from lightning_fabric.utilities import move_data_to_device
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torchmetrics import Metric
 from torchmetrics.utilities import dim_zero_cat, dim_zero_max, dim_zero_mean, dim_zero_min, dim_zero_sum
@@ -30,17 +32,16 @@ class SavedMetric(NamedTuple):
     @classmethod
     def of(cls, metric: Metric, marks: Sequence[Mark]) -> "SavedMetric":
         """Copy what a metric has accumulated to the CPU."""
-        states = {name: _moved(state, torch.device("cpu")) for name, state in metric.metric_state.items()}
         return cls(
-            states,
+            _moved(metric.metric_state, torch.device("cpu")),
             of_metrics.num_vals_seen(metric) if isinstance(metric, Running) else of_metrics.update_count(metric),
             marks,
         )
 
     def give(self, metric: Metric) -> None:
         """Let a metric go on from here."""
-        for name, state in self.states.items():
-            setattr(metric, name, _moved(state, metric.device))
+        for name, state in _moved(self.states, metric.device).items():
+            setattr(metric, name, state)
         if isinstance(metric, Running):
             put(metric, num_vals_seen=self.num_updates)
         else:
@@ -107,7 +108,5 @@ def _copy(metric: Metric, rank: SavedMetric) -> Metric:
     return own
 
 
-def _moved(state: Any, device: torch.device) -> Any:
-    if isinstance(state, list):
-        return [_moved(part, device) for part in state]
-    return state.detach().to(device) if isinstance(state, Tensor) else state
+def _moved(states: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+    return move_data_to_device(apply_to_collection(dict(states), Tensor, Tensor.detach), device)
