@@ -34,7 +34,7 @@ from .data.loaders import BatchSizeIs, LoaderRole, RankLoaders, positions
 from .data.predictions import merge_predictions
 from .data.sampling import Share
 from .data.shares import RankShares
-from .distributed.base import MultiProcessStrategy, SideGroup
+from .distributed.base import MultiProcessStrategy
 from .distributed.device_blocks import num_processes, own_devices, verify_one_type
 from .distributed.metrics.run import RunMetrics
 from .distributed.objects import gather_on_first
@@ -109,7 +109,6 @@ class DDPStrategy(MultiProcessStrategy):
         self.recompute = Recompute(recompute, self.strategy_name)
         self._cut_states = CutStates()
         self._loaders: RankLoaders | None = None
-        self._sums: SideGroup | None = None
         self._manages_samples = True
         self._shares = RankShares(1, self.strategy_name)
         self._weighs_in_loop = False
@@ -200,7 +199,7 @@ class DDPStrategy(MultiProcessStrategy):
             self._manages_samples = connector.use_distributed_sampler
             connector.use_distributed_sampler = False  # Lightning's sampler pads; `process_dataloader` cuts instead
         self.structures = RunStructures(self._batch_dims)
-        self._loaders, self._sums = None, self.new_small_group()  # on all ranks: one alone may request loaders
+        self._loaders = None
         super().setup(trainer)
         for optimizer in self.optimizers:
             state_to_parameters(optimizer)

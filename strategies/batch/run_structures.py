@@ -1,7 +1,7 @@
 """The structures of all batches and results of a run, one per loader and kind of step."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -75,26 +75,36 @@ class RunStructures:
             for path, loader in LoaderEvidence(combined).loaders()
             if self.options.get(option_key(path)) != "shared" and (sizes := _sizes(loader))
         ]
-        if len(loaders) < 2 or not isinstance(combined, CombinedLoader) or of_lightning.mode(combined) == "sequential":
-            return
-        counts = [len(sizes) for _, sizes in loaders]
-        steps = min(counts) if of_lightning.mode(combined) == "min_size" else max(counts)
-        for step in range(int(min(steps, limit))):
-            # with max_size a loader that has ended gives nothing; with max_size_cycle it begins again
-            now = [
-                (path, sizes[step % len(sizes)])
-                for path, sizes in loaders
-                if step < len(sizes) or of_lightning.mode(combined) == "max_size_cycle"
-            ]
+        for step, now in steps_side_by_side(combined, loaders, limit):
             for path, size in now:
                 if size != now[0][1]:
                     first = option_key(now[0][0])
                     raise ConfigError(
                         f"The combined loaders give {_sum(now[0][1])} samples for {first!r} and {_sum(size)} for "
-                        f"{option_key(path)!r} in step {step + 1}, and a batch is cut by one number of samples. Give "
+                        f"{option_key(path)!r} in step {step}, and a batch is cut by one number of samples. Give "
                         "them one batch size and drop_last=True, or set strategy.batch_dims="
                         f"{{{option_key(path)}: none}} to give every device all of it."
                     )
+
+
+def steps_side_by_side(
+    combined: Any, loaders: Sequence[tuple[Any, Sequence[Any]]], limit: float
+) -> Iterator[tuple[int, list[tuple[Any, Any]]]]:
+    """Yield the number of each step of loaders that are read side by side, and which of them give how many samples.
+
+    Args:
+        combined: the loaders, combined.
+        loaders: names of those that are known, with the samples of each of their batches.
+        limit: steps that are read at most.
+    """
+    mode = of_lightning.mode(combined) if isinstance(combined, CombinedLoader) else "sequential"
+    if mode == "sequential" or len(loaders) < 2:
+        return
+    counts = [len(sizes) for _, sizes in loaders]
+    for step in range(int(min(min(counts) if mode == "min_size" else max(counts), limit))):
+        # with max_size a loader that has ended gives nothing; with max_size_cycle it begins again
+        reads = [(name, sizes) for name, sizes in loaders if sizes and (step < len(sizes) or mode == "max_size_cycle")]
+        yield step + 1, [(name, sizes[step % len(sizes)]) for name, sizes in reads]
 
 
 def run_structures(trainer: pl.Trainer) -> RunStructures:

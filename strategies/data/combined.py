@@ -1,10 +1,12 @@
 """Refuse loaders that are read side by side and that ranks would cut in unequal parts."""
 
+from collections.abc import Sequence
 from math import inf
 from typing import Any
 
 from pytorch_lightning.utilities.combined_loader import CombinedLoader
 
+from ..batch.run_structures import steps_side_by_side
 from ..core.errors import ConfigError
 from ..core.private import of_lightning
 from .sampling import RankBatches
@@ -34,23 +36,15 @@ def verify_side_by_side(combined: Any, strategy: str, why: str = EVALUATED, most
     Raises:
         ConfigError: the parts differ in some step.
     """
-    mode = of_lightning.mode(combined) if isinstance(combined, CombinedLoader) else "sequential"
-    if mode == "sequential" or len(combined.flattened) < 2:
-        return
-    read: list[RankBatches | None] = [getattr(loader, "rank_batches", None) for loader in combined.flattened]
-    steps = [sizes for one in read if one is not None and (sizes := one.part_sizes()) is not None]
-    for step in range(int(min(max(map(len, steps), default=0), most))):
-        if mode == "min_size" and step >= min(map(len, steps)):
-            return
-        cycles = mode == "max_size_cycle"
-        now = [sizes[step % len(sizes)] for sizes in steps if sizes and (step < len(sizes) or cycles)]
-        for sizes in now:
-            if any(mine * sum(now[0]) != first * sum(sizes) for mine, first in zip(sizes, now[0], strict=True)):
+    read: Sequence[Any] = combined.flattened if isinstance(combined, CombinedLoader) else ()
+    batches: list[RankBatches | None] = [getattr(loader, "rank_batches", None) for loader in read]
+    parts = [("", sizes) for one in batches if one is not None and (sizes := one.part_sizes()) is not None]
+    for step, now in steps_side_by_side(combined, parts, most):
+        first = now[0][1]
+        for _, sizes in now:
+            if any(mine * sum(first) != other * sum(sizes) for mine, other in zip(sizes, first, strict=True)):
                 raise ConfigError(
-                    f"{strategy}: the loaders combined by {mode!r} give the ranks unequal parts in step "
-                    f"{step + 1}: {_listed(now[0])} samples of one loader and {_listed(sizes)} of another, {why}"
+                    f"{strategy}: the loaders combined by {of_lightning.mode(combined)!r} give the ranks unequal parts "
+                    f"in step {step}: {' + '.join(map(str, first))} samples of one loader and "
+                    f"{' + '.join(map(str, sizes))} of another, {why}"
                 )
-
-
-def _listed(sizes: list[int]) -> str:
-    return " + ".join(map(str, sizes))

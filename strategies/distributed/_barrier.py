@@ -36,73 +36,60 @@ class Barrier:
             RankError: a rank did not arrive in time, or is at another place; the message names it.
         """
         self._count += 1
-        self.store.set(self._key(self._count, self.rank), place)
-        met = f"meeting/{self._count}/met"
-        if self.rank == 0:
-            self._collect(place, met)
-        elif wait_for(self.store, [met], self.timeout_s):
-            raise RankError(self._absence(place, self._missing() or [0]))
-        if self.store.get(met) == _APART:
+        if missing := self._meet(f"meeting/{self._count}", place):
+            raise RankError(self._absence(place, missing))
+        if self.store.get(f"meeting/{self._count}/met") == _APART:
             raise RankError(self._apart(place))
         if self._count > 2:  # all ranks that are here have left the barrier before the last
-            self.store.delete_key(self._key(self._count - 2, self.rank))
+            self.store.delete_key(f"meeting/{self._count - 2}/{self.rank}")
             if self.rank == 0:
                 self.store.delete_key(f"meeting/{self._count - 2}/met")
 
-    def _collect(self, place: str, met: str) -> None:
-        """Wait for all ranks, as rank 0 alone does, and tell the others whether they are at one place."""
-        if missing := wait_for(self.store, self._keys(), self.timeout_s):
-            raise RankError(self._absence(place, [self._keys().index(key) for key in missing]))
-        self.store.set(met, (_TOGETHER if len(set(self._places())) == 1 else _APART).decode())
+    def join(self) -> None:
+        """Wait until all ranks have joined.
 
-    def _keys(self) -> list[str]:
-        return [self._key(self._count, rank) for rank in range(self.num_ranks)]
+        Raises:
+            RankError: some did not join in time; the message names them.
+        """
+        if missing := self._meet("joined", ""):
+            ranks = f"rank {missing[0]}" if len(missing) == 1 else f"ranks {', '.join(map(str, missing))}"
+            raise RankError(
+                f"{ranks} did not join within {self.timeout_s:g} s ({self.num_ranks - len(missing)} of "
+                f"{self.num_ranks} did). See the output of that process; if it only needs more time to start, raise "
+                "strategy.timeout_s."
+            )
 
-    def _places(self) -> list[bytes]:
-        return self.store.multi_get(self._keys())
+    def _meet(self, key: str, value: str) -> list[int]:
+        """Wait for all ranks; rank 0 tells the others when all are there, and whether they have given one value.
 
-    def _missing(self) -> list[int]:
-        return [rank for rank, key in enumerate(self._keys()) if not self.store.check([key])]
+        Returns:
+            The ranks that did not come in time.
+        """
+        self.store.set(f"{key}/{self.rank}", value)
+        keys = self._keys(key)
+        if self.rank == 0:
+            if missing := wait_for(self.store, keys, self.timeout_s):
+                return [keys.index(one) for one in missing]
+            self.store.set(f"{key}/met", (_TOGETHER if len(set(self.store.multi_get(keys))) == 1 else _APART).decode())
+        elif wait_for(self.store, [f"{key}/met"], self.timeout_s):
+            return [rank for rank, one in enumerate(keys) if not self.store.check([one])] or [0]
+        return []
+
+    def _keys(self, key: str) -> list[str]:
+        return [f"{key}/{rank}" for rank in range(self.num_ranks)]
 
     def _apart(self, place: str) -> str:
-        places = [other.decode() for other in self._places()]
+        places = [other.decode() for other in self.store.multi_get(self._keys(f"meeting/{self._count}"))]
         where = ", ".join(f"rank {rank} is at {other!r}" for rank, other in enumerate(places) if other != place)
         return (
             f"rank {self.rank} waits at {place!r}, but {where}. All ranks must reach the same places in the same order."
         )
-
-    def _key(self, count: int, rank: int) -> str:
-        return f"meeting/{count}/{rank}"
 
     def _absence(self, place: str, missing: list[int]) -> str:
         where = "; ".join(f"rank {rank} did not arrive{self.describe(rank)}" for rank in missing)
         return (
             f"rank {self.rank} waited {self.timeout_s:g} s at {place!r}: {where}. All ranks must take part "
             "in collective operations (saving a checkpoint, ending an epoch)."
-        )
-
-
-def join(store: Store, rank: int, num_ranks: int, timeout_s: float) -> None:
-    """Wait until all ranks have joined.
-
-    Raises:
-        RankError: some did not join in time; the message names them.
-    """
-    store.set(f"joined/{rank}", "")
-    keys = [f"joined/{other}" for other in range(num_ranks)]
-    if rank == 0:
-        missing = [keys.index(key) for key in wait_for(store, keys, timeout_s)]
-        if not missing:
-            store.set("joined/all", "")
-    elif wait_for(store, ["joined/all"], timeout_s):
-        missing = [other for other, key in enumerate(keys) if not store.check([key])] or [0]
-    else:
-        missing = []
-    if missing:
-        ranks = f"rank {missing[0]}" if len(missing) == 1 else f"ranks {', '.join(map(str, missing))}"
-        raise RankError(
-            f"{ranks} did not join within {timeout_s:g} s ({num_ranks - len(missing)} of {num_ranks} did). See the "
-            "output of that process; if it only needs more time to start, raise strategy.timeout_s."
         )
 
 

@@ -3,7 +3,7 @@
 from lightning_fabric.plugins.environments import ClusterEnvironment
 from torch.distributed import PrefixStore
 
-from ._barrier import Barrier, join
+from ._barrier import Barrier
 from ._heartbeat import HeartbeatMonitor, is_about_communication
 from ._stop import StopAgreement
 from .signed_store import signed
@@ -33,10 +33,10 @@ class RankCoordinator:
         _num_runs += 1
         self.root_store = root_store(environment, timeout_s, num_nodes)
         self.store = signed(PrefixStore(f"run/{_num_runs}", self.root_store), f"run/{_num_runs}")
-        join(self.store, rank, num_ranks, timeout_s)
+        self.barrier = Barrier(self.store, rank, num_ranks, timeout_s, lambda other: self.heartbeat.where(other))
+        self.barrier.join()
         self.stop_agreement = StopAgreement(rank, num_ranks, self.store)
         self.heartbeat = HeartbeatMonitor(self.store, rank, num_ranks, self.stop_agreement, timeout_s)
-        self.barrier = Barrier(self.store, rank, num_ranks, timeout_s, self.heartbeat.where)
         self.heartbeat.start()
 
     def end(self) -> None:

@@ -11,6 +11,7 @@ A validation is such a stretch of steps too, its batches. Ranks may have unequal
 until all are through, so each rank then says whether it has stopped or ended, and one that stopped stops all.
 """
 
+import signal
 import time
 from collections.abc import Iterable
 
@@ -67,6 +68,16 @@ class StopAgreement:
         elif not self.armed and store.check([REQUEST]):
             self.signal = int(store.get(REQUEST))
             self.armed = True
+
+    def agreed(self, received: bool, step: int, devices: Iterable[torch.device], stretch: str = TRAINING) -> bool:
+        """Whether to stop now, as `due`, if any rank was asked to.
+
+        Args:
+            received: whether this rank was asked to stop by other means than a signal.
+        """
+        if received and not self.armed:
+            self.request(signal.SIGTERM)
+        return self.armed and self.due(step, devices, stretch)
 
     def due(self, step: int, devices: Iterable[torch.device] = (), stretch: str = TRAINING) -> bool:
         """Whether to stop now; the answer is the same on all ranks at the same step.

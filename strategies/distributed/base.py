@@ -1,6 +1,5 @@
 """Coordinate the ranks of any DDP strategy: start, synchronize, sum, stop at one step, name a rank that fails."""
 
-import signal
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
@@ -35,7 +34,7 @@ from .wrapper import ReducedParameters, unwrap
 
 
 class SideGroup:
-    """Starts sums of small CPU tensors over all ranks, in place.
+    """Starts sums of small CPU tensors over all ranks, in place, that run beside the gradients.
 
     Args:
         timeout: limit for each sum.
@@ -99,7 +98,7 @@ class MultiProcessStrategy(pl_strategies.DDPStrategy):
         self.at_teardown: Callable[[], None] | None = None
         self._given_start_method: StartMethod | None = start_method
         self._hook = compression_hook(compression)
-        self._small_groups: list[SideGroup] = []
+        self._sums: SideGroup | None = None
         self._syncs_batchnorm = sync_batchnorm
         self._trainer: pl.Trainer | None = None
         self._trained: ReducedParameters | None = None
@@ -199,6 +198,7 @@ class MultiProcessStrategy(pl_strategies.DDPStrategy):
             put(of_lightning.signal_connector(trainer), sigterm_notifier_fn=self._on_signal)
         if self.coordinator is not None:
             self.coordinator.heartbeat.count_steps = lambda: trainer.global_step
+        self._sums = SideGroup(cast(timedelta, self._timeout))  # on all ranks: one alone may request loaders
         self.place(trainer)
 
     def place(self, trainer: pl.Trainer) -> None:
@@ -279,11 +279,6 @@ class MultiProcessStrategy(pl_strategies.DDPStrategy):
                 "to be reduced over the ranks. Unfreeze it in on_train_batch_start or on_train_epoch_start."
             )
 
-    def new_small_group(self) -> SideGroup:
-        """Make a group for small sums of CPU tensors that run beside the gradients; it ends with the run."""
-        self._small_groups.append(SideGroup(cast(timedelta, self._timeout)))
-        return self._small_groups[-1]
-
     def _on_signal(self, signum: int, _: object) -> None:
         if self.coordinator is None or self.trainer.state.fn != TrainerFn.FITTING:
             raise SIGTERMException
@@ -301,9 +296,7 @@ class MultiProcessStrategy(pl_strategies.DDPStrategy):
         """
         assert self.coordinator is not None
         stopping = self.coordinator.stop_agreement
-        if received and not stopping.armed:
-            stopping.request(signal.SIGTERM)
-        stops = stopping.armed and stopping.due(self.trainer.global_step, self.process_devices)
+        stops = stopping.agreed(received, self.trainer.global_step, self.process_devices)
         self.stop_signal = stopping.signal if stops else None
         return stops
 
@@ -321,9 +314,7 @@ class MultiProcessStrategy(pl_strategies.DDPStrategy):
         """
         assert self.coordinator is not None
         stopping, stretch = self.coordinator.stop_agreement, f"validation {number}"
-        if received and not stopping.armed:
-            stopping.request(signal.SIGTERM)
-        stops = stopping.armed and stopping.due(num_batches, self.process_devices, stretch)
+        stops = stopping.agreed(received, num_batches, self.process_devices, stretch)
         if stops or ended:
             stops = stopping.any_stopped(stops and not ended, num_batches, stretch, self.timeout_s)
             self.stop_signal = stopping.signal if stops else None
@@ -378,7 +369,7 @@ class MultiProcessStrategy(pl_strategies.DDPStrategy):
     @override
     def on_exception(self, exception: BaseException) -> None:
         self._failed = True
-        self._small_groups.clear()  # ending them would wait for failed ranks
+        self._sums = None  # ending it would wait for failed ranks
         if isinstance(self.model, DistributedDataParallel) and self._trained is not None:
             name_unused_parameters(exception, self._trained.reduced)
         if self.coordinator is not None and not isinstance(exception, SIGTERMException):
@@ -396,8 +387,9 @@ class MultiProcessStrategy(pl_strategies.DDPStrategy):
                 self.stop_signal = self.coordinator.stop_agreement.signal  # even if no step was left to stop at
             self.coordinator.end()
             self.coordinator = None
-        while self._small_groups:
-            self._small_groups.pop().end()
+        if self._sums is not None:
+            self._sums.end()
+            self._sums = None
         self._trained = None
         self.agreement.end()
         super().teardown()

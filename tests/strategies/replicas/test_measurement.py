@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from evener.strategies.replicas import measurement
+from evener.strategies.core import devices
 from evener.strategies.replicas.measurement import Reading
 
 
@@ -21,14 +21,17 @@ def test_a_chunk_is_timed_on_the_stream_of_its_own_device(monkeypatch: pytest.Mo
         def record(self, stream: str) -> None:
             recorded.append((self.device, stream))
 
+        def synchronize(self) -> None:
+            assert finished, "nothing waits for a device"
+
         def query(self) -> bool:
             return bool(finished)
 
         def elapsed_time(self, end: Any) -> float:
             return 250.0
 
-    monkeypatch.setattr(measurement.torch, "Event", Event)
-    monkeypatch.setattr(measurement, "current_stream", lambda device: f"stream of {device}")
+    monkeypatch.setattr(torch, "Event", Event)
+    monkeypatch.setattr(devices, "current_stream", lambda device: f"stream of {device}")
     reading = Reading()
     assert reading.of(lambda: "output", torch.device("cuda", 1), None) == "output"
     assert recorded == [("cuda:1", "stream of cuda:1")] * 2
