@@ -1,7 +1,7 @@
 """Read this rank's share of each batch, by which its loss and its logged means weigh."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,9 @@ from .loaders import Source, source_of
 from .sampling import Share
 
 logger = logging.getLogger(__name__)
+
+_BY_CHANCE = 2
+"""Batches in which something else may have as many rows as there are samples."""
 
 
 class RankShares:
@@ -44,6 +47,8 @@ class RankShares:
         """The losses of the batch for which the module returned a `loss_weight`; several if a closure ran again."""
         self._parts: set[float] = set()
         self._knows_parts = False
+        self._rows_at: tuple[Any, ...] | None = None
+        self._num_fitting = 0
         self._loaders: Sequence[Any] = ()
         self._sources: list[Source | None] = []
 
@@ -123,10 +128,12 @@ class RankShares:
 
         Args:
             loop: of the training.
-            batch: the first one is looked at for values that are not one per sample.
+            batch: this rank's, which must have the samples of its share; the first one is looked at for values that are
+                not one per sample.
 
         Raises:
-            ConfigError: the parts differ, so that no weight of this rank's loss is right.
+            ConfigError: the parts differ, or the batch has other samples than its share, so that no weight of this
+                rank's loss is right.
         """
         if not self._knows_parts:
             verify_side_by_side(of_lightning.combined_loader(loop), self._strategy, TRAINED, loop.max_batches)
@@ -138,14 +145,66 @@ class RankShares:
                 f"the batches of the loaders that are read side by side, {TRAINED}"
             )
 
+        if self._rows_at is not None and self.counts:
+            self._verify_rows(batch, self._rows_at)
+
     def _tell_rows(self, batch: Batch) -> None:
         """Tell how the loss is weighted where the batch shows that it may be a mean over something else."""
-        leaves = of_torch.tree_leaves(batch, is_leaf=lambda value: isinstance(value, PackedSequence))
-        rows = {len(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()}
+        rows = dict(_rows(batch))
         num = 0 if self.current is None else self.current.num
-        if num > 0 and rows - {num}:
+        self._rows_at, self._num_fitting = next((place for place in rows if rows[place] == num), None), 0
+        if num > 0 and {*rows.values()} - {num}:
             rank_zero_only(logger.warning)(
                 "%s: a batch of %d samples has tensors of %s rows. The loss is weighted by samples; if it is a mean "
                 'over something else (atoms, tokens), return {"loss": loss, "loss_weight": n} from training_step.',
-                self._strategy, num, " and ".join(map(str, sorted(rows))),
+                self._strategy, num, " and ".join(map(str, sorted({*rows.values()}))),
             )  # fmt: skip
+
+    def _verify_rows(self, batch: Batch, place: tuple[Any, ...]) -> None:
+        """Refuse a batch that has lost samples of its share (in `collate_fn`, say), or has others beside them.
+
+        Whatever has had one row per sample in all batches may have had as many by chance: a single sample, or two
+        batches, show nothing.
+        """
+        assert self.current is not None
+        num, value = self.current.num, batch
+        try:
+            for key in place:
+                value = value[key]
+            fits = value.shape[0] == num
+        except (KeyError, IndexError, TypeError, AttributeError):  # a batch of another structure
+            fits = False
+        if fits:
+            self._num_fitting += num > 1
+            return
+        self._rows_at = None
+        rows = dict(_rows(batch)).get(place)
+        if rows is not None and self._num_fitting > _BY_CHANCE and num not in set(_lengths(batch)):
+            raise ConfigError(
+                f"{self._strategy}: this rank has read {num:g} samples, but their batch has {rows} rows, and all "
+                "batches before had one per sample, so that the weight of its loss isn't known. Have collate_fn and the "
+                "transfer hooks keep all samples, or return "
+                '{"loss": loss, "loss_weight": n} from training_step.'
+            )
+
+
+def _lengths(value: Any) -> Iterator[int]:
+    """All lengths in a batch, of whatever may be samples there."""
+    if isinstance(value, Tensor):
+        yield from value.shape
+    elif isinstance(value, PackedSequence):
+        yield int(value.batch_sizes[0])
+    elif isinstance(value, (Mapping, list, tuple)):
+        yield len(value)
+        for child in value.values() if isinstance(value, Mapping) else value:
+            yield from _lengths(child)
+
+
+def _rows(value: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], int]]:
+    """The rows of the tensors of a batch, by the keys that lead to them."""
+    if isinstance(value, Tensor) and value.dim():
+        yield place, len(value)
+    elif isinstance(value, (Mapping, list, tuple)) and not isinstance(value, PackedSequence):
+        items = value.items() if isinstance(value, Mapping) else enumerate(value)
+        for key, child in items:
+            yield from _rows(child, (*place, key))

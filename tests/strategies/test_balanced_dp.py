@@ -14,7 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch import Tensor
 
 from evener.strategies import BalancedDataParallelStrategy
-from evener.strategies.replicas import measurement as meter
+from evener.strategies.core import devices as meter
 
 SECONDS_PER_SAMPLE = 0.002
 
