@@ -11,12 +11,12 @@ from typing_extensions import override
 
 from .balance.checkpointed import KeptController
 from .balance.controller import BalanceController, Hysteresis, Objective
+from .balance.ranks import log_shares
 from .batch.policies import FirstChunk, Policy, Weighted
 from .core.devices import is_accelerator, memory_bytes, peak_memory_bytes
 from .core.errors import ConfigError
 from .core.module_checks import has_batchnorm
 from .core.options import Natural, checked
-from .core.private import of_lightning
 from .dp import DataParallelStrategy
 from .replicas.layout import ReplicaLayout
 from .replicas.measurement import Measurement
@@ -192,13 +192,9 @@ class BalancedDataParallelStrategy(DataParallelStrategy):
         return [float(size) for size in sizes]
 
     def _log(self, controller: BalanceController) -> None:
-        module = self.lightning_module
-        assert module is not None
-        if not module.trainer.loggers or not of_lightning.logger_connector(module.trainer).should_update_logs:
-            return
         values = controller.metrics()
         for i, device in enumerate(self.parallel_devices):
             if (peak := peak_memory_bytes(device)) is not None:
                 values[f"balance/peak_bytes_{i}"] = float(peak)
-        for name, value in values.items():
-            module.log(name, value, on_step=True, on_epoch=False, batch_size=1)
+        assert self.lightning_module is not None
+        log_shares(self.lightning_module, values)

@@ -16,8 +16,8 @@ from typing_extensions import override
 
 from .balance.controller import BalanceController
 from .balance.ranks import RankBalance
-from .batch.layout import Layout, SingleLayout, drop_layout
-from .batch.loss_weight import WeighedLoss, loss_weight, weighs_in_loop
+from .batch.layout import Layout, SingleLayout, drop_layout, evaluate_in_layout, evaluation_step
+from .batch.loss_weight import loss_weight, weighs_in_loop
 from .batch.policies import Even, Policy
 from .batch.run_structures import RunStructures
 from .batch.structure import BatchDims, verify_batch_dims
@@ -32,7 +32,6 @@ from .core.rng import seed_devices, seed_rank
 from .core.types import Batch
 from .data.loaders import BatchSizeIs, LoaderRole, RankLoaders, positions
 from .data.predictions import merge_predictions
-from .data.sampling import Share
 from .data.shares import RankShares
 from .distributed.base import MultiProcessStrategy
 from .distributed.device_blocks import num_processes, own_devices, verify_one_type
@@ -110,13 +109,17 @@ class DDPStrategy(MultiProcessStrategy):
         self._cut_states = CutStates()
         self._loaders: RankLoaders | None = None
         self._manages_samples = True
-        self._shares = RankShares(1, self.strategy_name)
+        self.shares = RankShares(1, self.strategy_name)
+        """This rank's share of the current batch."""
         self._weighs_in_loop = False
         self._reduction: StepReduction | None = None
         self._without_gradient: list[nn.Parameter] = []
         self._evaluation_loop: Any = None
         self.metrics: RunMetrics | None = None
         """Computes the values of metrics over all ranks; None outside a run."""
+
+    evaluates_in_step: ClassVar[bool] = False
+    """Whether a rank without samples runs evaluation steps, too, because the others' need it."""
 
     @classmethod
     def count_processes(cls, num_devices: int, **options: Any) -> int:
@@ -170,21 +173,6 @@ class DDPStrategy(MultiProcessStrategy):
         """What measures and decides the shares of the ranks; None if nothing is measured."""
         return None if self.balance is None else self.balance.kept.controller
 
-    @property
-    def evaluates_in_step(self) -> bool:
-        """Whether a rank without samples runs evaluation steps, too, because the others' need it."""
-        return False
-
-    @property
-    def weighed_losses(self) -> list[WeighedLoss]:
-        """The losses of the batch that count by the module's `loss_weight`."""
-        return self._shares.weighed_losses
-
-    @property
-    def share(self) -> Share | None:
-        """This rank's share of the current batch; None if all ranks have the same weight."""
-        return self._shares.current
-
     @override
     def setup(self, trainer: pl.Trainer) -> None:
         self._verify_options(trainer)
@@ -203,7 +191,7 @@ class DDPStrategy(MultiProcessStrategy):
         super().setup(trainer)
         for optimizer in self.optimizers:
             state_to_parameters(optimizer)
-        self._shares = RankShares(self.world_size, self.strategy_name)
+        self.shares = RankShares(self.world_size, self.strategy_name)
         self.metrics = RunMetrics(whole=not self.layout.cut_by)
         for module in lightning_modules(self.module):
             module_log(module)
@@ -283,12 +271,12 @@ class DDPStrategy(MultiProcessStrategy):
         assert self.metrics is not None
         self.metrics.begin_pass(self.module)
         self._evaluation_loop = evaluation
-        self._shares.verify_evaluation(getattr(evaluation, of_lightning.COMBINED_LOADER, None))
+        self.shares.verify_evaluation(getattr(evaluation, of_lightning.COMBINED_LOADER, None))
 
     @override
     def on_train_start(self) -> None:
         self._begin_pass(self.trainer.fit_loop.epoch_loop.val_loop)
-        self._shares.begin_training()
+        self.shares.begin_training()
         self.layout.verify_loaders()
         self.layout.weights_changed()
         self.loaders.tell(of_lightning.combined_loader(self.trainer.fit_loop))
@@ -308,7 +296,7 @@ class DDPStrategy(MultiProcessStrategy):
 
     def begin_batch(self, dataloader_idx: int) -> None:
         """Read this rank's share of the global batch from its next batch, and tell metrics which batch that is."""
-        trainer, shares = self.trainer, self._shares
+        trainer, shares = self.trainer, self.shares
         stage = trainer.state.stage  # by identity: Lightning's properties compare the names of stages
         if stage is None or stage is RunningStage.PREDICTING:
             joins = stage is not None and self.evaluates_in_step
@@ -331,15 +319,15 @@ class DDPStrategy(MultiProcessStrategy):
 
     def runs_alone(self, step: str) -> bool:
         """Whether a step of evaluation is the module's own: nothing happens around it on the only device."""
-        return step != "training_step" and isinstance(self.layout, SingleLayout)
+        return step != "training_step" and isinstance(self.layout, SingleLayout) and not self.evaluates_in_step
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        counts, module, trainer = self._shares.counts, self.module, self.trainer
+        counts, module, trainer = self.shares.counts, self.module, self.trainer
         if self.balance is not None:
-            self.balance.begin_step(module, self.root_device, self.loaders.divides)
+            self.balance.begin_step(module, self.root_device, self.loaders.change_policy)
         if not module.automatic_optimization:
-            self._shares.verify_parts(trainer.fit_loop, args[0])  # the step itself steps the optimizer
+            self.shares.verify_parts(trainer.fit_loop, args[0])  # the step itself steps the optimizer
         if counts and self.states.has_ended and self.agreement.has_ended:
             output = self._own_step(*args, **kwargs)
         else:
@@ -350,10 +338,10 @@ class DDPStrategy(MultiProcessStrategy):
             output = {**(output if isinstance(output, dict) else {"loss": output}), "loss_weight": 0.0}
         if module_weighs:
             own = loss_weight(output, args[0])
-            self._shares.weigh(own, self.total_loss_weight(own), self.layout.losses)
+            self.shares.weigh(own, self.total_loss_weight(own), self.layout.losses)
         self._weighs_in_loop = weighs_in_loop(trainer)
         if not module_weighs:
-            self._shares.verify_parts(trainer.fit_loop, args[0])
+            self.shares.verify_parts(trainer.fit_loop, args[0])
         return output
 
     @contextmanager
@@ -391,7 +379,7 @@ class DDPStrategy(MultiProcessStrategy):
         model, is_plain = self.model, self._hook is None and self._ddp_kwargs.get("mixed_precision") is None
         # what measures ranks would measure their wait for each other
         if isinstance(model, DistributedDataParallel) and is_plain and self.controller is None:
-            self._reduction = StepReduction(model, self._shares.weight, self._shares.per_weight)
+            self._reduction = StepReduction(model, self.shares.weight, self.shares.per_weight)
         return self._reduction
 
     def _is_reduced(self) -> bool:
@@ -415,7 +403,7 @@ class DDPStrategy(MultiProcessStrategy):
             self._without_gradient = [p for p in self._trained.frozen() if p.grad is None]
         if self.balance is not None:
             self.balance.begin_backward()
-        return self._shares.scaled(loss, self._weighs_in_loop, self._is_reduced())
+        return self.shares.scaled(loss, self._weighs_in_loop, self._is_reduced())
 
     def _separate_from_buckets(self) -> None:
         """Give parameters tensors of their own for gradients that are views of the wrapper's buckets.
@@ -438,7 +426,8 @@ class DDPStrategy(MultiProcessStrategy):
         while self._without_gradient:  # hooks would see the zeros, and optimizers would step with them
             self._without_gradient.pop().grad = None
         if self.balance is not None:
-            self.balance.finish_backward(0.0 if self.share is None else self.share.num, self.loaders)
+            share = self.shares.current
+            self.balance.finish_backward(0.0 if share is None else share.num, self.loaders.exchange)
         if is_wrapped:
             verify_reduced(wrapper)
             if wrapper.gradient_as_bucket_view:  # last: the wrapper has new buckets after its first backward
@@ -462,7 +451,7 @@ class DDPStrategy(MultiProcessStrategy):
 
     def global_loss(self, loss: Tensor) -> Tensor:
         """The loss of the global batch of the current step, of this rank's loss; called on every rank."""
-        return self.reduce(self._shares.scaled(loss.detach().clone()), reduce_op="mean")
+        return self.reduce(self.shares.scaled(loss.detach().clone()), reduce_op="mean")
 
     def finish_step(self) -> None:
         """Have the layout learn that the optimizer has stepped."""
@@ -471,25 +460,13 @@ class DDPStrategy(MultiProcessStrategy):
 
     def reduce_logged(self, value: Tensor, group: Any | None = None, reduce_op: Any = "mean") -> Any:
         """Reduce logged values; a mean over ranks weights each by its samples in the current batch."""
-        if self.share is not None and reduce_op in ("mean", "avg"):
-            value = value * self._shares.weight
+        if self.shares.current is not None and reduce_op in ("mean", "avg"):
+            value = value * self.shares.weight
         return self.reduce(value, group, reduce_op)
 
-    @override
-    def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        return self._evaluate("validation_step", self.precision_plugin.val_step_context, *args, **kwargs)
-
-    @override
-    def test_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        return self._evaluate("test_step", self.precision_plugin.test_step_context, *args, **kwargs)
-
-    @override
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._evaluate("predict_step", self.precision_plugin.predict_step_context, *args, **kwargs)
-
-    def _evaluate(self, step: str, context: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
-        with context():
-            return self.layout.step(step, *args, **kwargs)
+    _evaluate = evaluate_in_layout
+    validation_step, test_step = evaluation_step("val"), evaluation_step("test")
+    predict_step = evaluation_step("predict")
 
     @override
     def on_test_start(self) -> None:

@@ -84,6 +84,7 @@ class FSDPStrategy(DDPStrategy):
     """
 
     strategy_name = "fsdp"
+    evaluates_in_step = True  # each rank's forward needs the shards of all
 
     @checked
     def __init__(
@@ -131,18 +132,9 @@ class FSDPStrategy(DDPStrategy):
         assert self._shards is not None
         return self._shards
 
-    @property
-    @override
-    def evaluates_in_step(self) -> bool:
-        return True  # each rank's forward needs the shards of all
-
-    @override
-    def runs_alone(self, step: str) -> bool:
-        return False
-
     @override
     def stands_in(self) -> bool:
-        return not self.trainer.training and not self._shares.counts
+        return not self.trainer.training and not self.shares.counts
 
     @override
     @contextmanager

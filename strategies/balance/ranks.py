@@ -1,13 +1,11 @@
 """Divide every global batch among ranks by fixed or measured shares."""
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import pytorch_lightning as pl
 import torch
-from torch import Tensor
-from torch.distributed import Work
 
 from ..batch.policies import Even, Policy, Weighted
 from ..core.private import of_lightning
@@ -22,27 +20,8 @@ FIRST_STEPS, THEN_EVERY = 12, 20
 """Number of first steps that are measured; then one step in as many."""
 
 
-class Cut(Protocol):
-    """Cuts global batches among ranks; its policy may change."""
-
-    num_cut: int
-
-    def change(self, policy: Policy, at: int) -> None:
-        """Use another policy from a global batch on."""
-        ...
-
-
-class Loaders(Protocol):
-    """Makes a rank's loaders."""
-
-    rank: int
-    num_ranks: int
-    sum_over_ranks: Callable[[Tensor], Work]
-
-    @property
-    def divides(self) -> Sequence[Cut]:
-        """The cuts made for training."""
-        ...
+Change: TypeAlias = Callable[[Policy, int], None]
+"""Has global batches divided by another policy, from the one of that number on."""
 
 
 class RankBalance:
@@ -60,7 +39,7 @@ class RankBalance:
         self._weights = weights
         self._hysteresis = hysteresis
         self._timer: RankTimer | None = None
-        self._exchanged: Tensor | None = None
+        self._exchanged: list[list[float]] | None = None
         self._num_steps = 0
 
     @property
@@ -78,13 +57,14 @@ class RankBalance:
         else:
             self.policy.verify(num_ranks, self._strategy)
 
-    def begin_step(self, module: pl.LightningModule, device: torch.device, cuts: Sequence[Cut]) -> None:
+    def begin_step(self, module: pl.LightningModule, device: torch.device, change: Change) -> None:
         """Adopt what ranks have exchanged, log the shares, and decide whether to measure the step."""
         controller = self.kept.controller
         if controller is None:
             return
-        self._adopt(controller, cuts)
-        _log(controller, module)
+        self._adopt(controller, change)
+        shown = {name: value for name, value in controller.metrics().items() if "bytes" not in name}
+        log_shares(module, shown, rank_zero_only=True)
         if self._num_steps < FIRST_STEPS or self._num_steps % THEN_EVERY == 0:
             self._timer = RankTimer(module, device)
         self._num_steps += 1
@@ -103,35 +83,31 @@ class RankBalance:
         if self._timer is not None:
             self._timer.begin_backward()
 
-    def finish_backward(self, num: float, loaders: Loaders) -> None:
-        """Send this rank's samples and seconds, and its sampler's position, to all ranks."""
-        timer, self._timer = self._timer, None
-        if timer is None:
-            return
-        timer.finish_backward()
-        table = torch.zeros(loaders.num_ranks, 3, dtype=torch.float64)
-        num_cut = max((cut.num_cut for cut in loaders.divides), default=0)
-        table[loaders.rank] = torch.tensor([num, timer.seconds(), num_cut])
-        loaders.sum_over_ranks(table).wait()
-        self._exchanged = table
+    def finish_backward(self, num: float, exchange: Callable[[float, float], list[list[float]]]) -> None:
+        """Send this rank's samples and seconds to all ranks, if this step is measured.
 
-    def _adopt(self, controller: BalanceController, cuts: Sequence[Cut]) -> None:
+        Args:
+            exchange: exchanges both; returns them rank by rank, each with how many global batches the rank has cut.
+        """
+        timer, self._timer = self._timer, None
+        if timer is not None:
+            timer.finish_backward()
+            self._exchanged = exchange(num, timer.seconds())
+
+    def _adopt(self, controller: BalanceController, change: Change) -> None:
         """Pass the exchanged values to the controller, which decides the same on all ranks."""
         if self._exchanged is None:
             return
-        table, self._exchanged = self._exchanged.tolist(), None
-        sizes = [int(row[0]) for row in table]
-        if controller.observe(sizes, [row[1] for row in table]):
+        nums, seconds, nums_cut = zip(*self._exchanged, strict=True)
+        self._exchanged = None
+        if controller.observe([int(num) for num in nums], seconds):
             # a sampler cuts at most one more batch between the exchange and here; `change` would detect two
-            first = max(int(row[2]) for row in table) + 2
-            for cut in cuts:
-                cut.change(Weighted(tuple(controller.shares)), first)
+            change(Weighted(tuple(controller.shares)), int(max(nums_cut)) + 2)
 
 
-def _log(controller: BalanceController, module: pl.LightningModule) -> None:
+def log_shares(module: pl.LightningModule, values: Mapping[str, float], **options: Any) -> None:
+    """Log shares and what they were computed of, in the steps that log."""
     trainer: Any = module.trainer
-    if not trainer.loggers or not of_lightning.logger_connector(trainer).should_update_logs:
-        return
-    for name, value in controller.metrics().items():
-        if "bytes" not in name:
-            module.log(name, value, on_step=True, on_epoch=False, batch_size=1, rank_zero_only=True)
+    if trainer.loggers and of_lightning.logger_connector(trainer).should_update_logs:
+        for name, value in values.items():
+            module.log(name, value, on_step=True, on_epoch=False, batch_size=1, **options)

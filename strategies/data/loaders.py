@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
+import torch
 from pytorch_lightning.utilities.combined_loader import CombinedLoader
 from pytorch_lightning.utilities.rank_zero import rank_zero_info
 from torch import Tensor
@@ -99,6 +100,19 @@ class RankLoaders:
             rank_zero_info(f"global batch {sum(parts)} = {len(parts)} ranks × {parts[0]} samples")
         else:
             rank_zero_info(f"global batch {sum(parts)} = {' + '.join(map(str, parts))} samples on {len(parts)} ranks")
+
+    def change_policy(self, policy: Policy, at: int) -> None:
+        """Divide training batches by another policy, from a global batch on; see `Divide.change`."""
+        for divide in self.divides:
+            divide.change(policy, at)
+
+    def exchange(self, *values: float) -> list[list[float]]:
+        """Exchange numbers of the ranks, and of how many global batches each has cut: a row per rank."""
+        table = torch.zeros(self.num_ranks, len(values) + 1, dtype=torch.float64)
+        num_cut = max((divide.num_cut for divide in self.divides), default=0)
+        table[self.rank] = torch.tensor([*values, num_cut])
+        self.sum_over_ranks(table).wait()
+        return table.tolist()
 
     def _joins(self, role: LoaderRole) -> bool:
         """Whether a rank joins a step for which it has no samples."""

@@ -182,7 +182,7 @@ class RankShares:
         if rows is not None and self._num_fitting > _BY_CHANCE and num not in set(_lengths(batch)):
             raise ConfigError(
                 f"{self._strategy}: this rank has read {num:g} samples, but their batch has {rows} rows, and all "
-                "batches before had one per sample, so that the weight of its loss isn't known. Have collate_fn and the "
+                "batches before had one per sample, so that its loss has no known weight. Have collate_fn and the "
                 "transfer hooks keep all samples, or return "
                 '{"loss": loss, "loss_weight": n} from training_step.'
             )

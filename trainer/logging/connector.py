@@ -209,7 +209,7 @@ class LeanLoggerConnector(of_lightning.LoggerConnector):
             results.shared.clear()  # of an interrupted step
         ranks = results.ranks
         if ranks is not None:
-            share = results.share = ranks.share
+            share = results.share = ranks.shares.current
             if results.training:
                 results.tracked = []
             log = vars(self.trainer.lightning_module).get("log") if share is not None and not share.num else None
@@ -226,8 +226,8 @@ class LeanLoggerConnector(of_lightning.LoggerConnector):
     def exchange(self, results: LeanResults) -> None:
         """Bring the values that this rank logged in the batch to what they are for the global batch."""
         ranks, tracked = results.ranks, results.tracked
-        if tracked and ranks is not None and ranks.weighed_losses:
-            reweigh_losses(tracked, ranks.weighed_losses, results.share, ranks.world_size)
+        if tracked and ranks is not None and ranks.shares.weighed_losses:
+            reweigh_losses(tracked, ranks.shares.weighed_losses, results.share, ranks.world_size)
         if results.shared:
             reduce = self.trainer.strategy.reduce if ranks is None else ranks.reduce_logged
             reduce_together(results.shared.values(), reduce)  # pyright: ignore[reportArgumentType]  # of a tensor a tensor
