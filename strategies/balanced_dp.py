@@ -127,7 +127,8 @@ class BalancedDataParallelStrategy(DataParallelStrategy):
         self._num_steps += 1
         output = super().training_step(*args, **kwargs)
         self._observe(self.controller, layout)
-        self._log(self.controller)
+        assert self.lightning_module is not None
+        log_shares(self.lightning_module, self._shown)
         return output
 
     def _verify_first_chunk(self, module: pl.LightningModule) -> None:
@@ -191,10 +192,11 @@ class BalancedDataParallelStrategy(DataParallelStrategy):
         sizes[0] += sum(value.nbytes for value in states if isinstance(value, Tensor))
         return [float(size) for size in sizes]
 
-    def _log(self, controller: BalanceController) -> None:
-        values = controller.metrics()
+    def _shown(self) -> dict[str, float]:
+        """What is logged of the measurements."""
+        assert self.controller is not None
+        values = self.controller.metrics()
         for i, device in enumerate(self.parallel_devices):
             if (peak := peak_memory_bytes(device)) is not None:
                 values[f"balance/peak_bytes_{i}"] = float(peak)
-        assert self.lightning_module is not None
-        log_shares(self.lightning_module, values)
+        return values

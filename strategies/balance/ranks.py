@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Literal, TypeAlias
 
 import pytorch_lightning as pl
@@ -63,8 +64,7 @@ class RankBalance:
         if controller is None:
             return
         self._adopt(controller, change)
-        shown = {name: value for name, value in controller.metrics().items() if "bytes" not in name}
-        log_shares(module, shown, rank_zero_only=True)
+        log_shares(module, partial(_of_time, controller), rank_zero_only=True)
         if self._num_steps < FIRST_STEPS or self._num_steps % THEN_EVERY == 0:
             self._timer = RankTimer(module, device)
         self._num_steps += 1
@@ -105,9 +105,13 @@ class RankBalance:
             change(Weighted(tuple(controller.shares)), int(max(nums_cut)) + 2)
 
 
-def log_shares(module: pl.LightningModule, values: Mapping[str, float], **options: Any) -> None:
+def _of_time(controller: BalanceController) -> dict[str, float]:
+    return {name: value for name, value in controller.metrics().items() if "bytes" not in name}
+
+
+def log_shares(module: pl.LightningModule, values: Callable[[], Mapping[str, float]], **options: Any) -> None:
     """Log shares and what they were computed of, in the steps that log."""
     trainer: Any = module.trainer
     if trainer.loggers and of_lightning.logger_connector(trainer).should_update_logs:
-        for name, value in values.items():
+        for name, value in values().items():
             module.log(name, value, on_step=True, on_epoch=False, batch_size=1, **options)
