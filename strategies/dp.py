@@ -11,14 +11,14 @@ from typing_extensions import override
 
 from .batch.layout import Layout, SingleLayout, drop_layout
 from .batch.losses import LossReduction
+from .batch.one_process import OneProcessStrategy
 from .batch.policies import Even, Policy
 from .batch.structure import BatchDims
 from .core.errors import ConfigError, verify_submodules
 from .core.options import Count, checked
 from .core.types import Device
-from .one_process import OneProcessStrategy
 from .pipeline.options import StageOptions
-from .pipeline.recompute import RecomputeOption, verify_threads
+from .pipeline.recompute import Recompute, RecomputeOption, verify_threads
 from .pipeline.stages import Stages
 from .replicas.layout import ReplicaLayout, ReplicaOptions
 from .sharding.device_shards import DeviceShards
@@ -68,12 +68,13 @@ class DataParallelStrategy(OneProcessStrategy):
         recompute: RecomputeOption = "never",
         shard_optimizer: bool = False,
     ) -> None:
-        super().__init__(devices, batch_dims, recompute)
+        super().__init__(devices, batch_dims)
         self.replica_options = ReplicaOptions(
             self.strategy_name, "strategy=ddp", loss_reduction, submodule, copy_frozen, threads
         )
         self.policy: Policy = Even()
         self.model_parallel_size = model_parallel_size
+        self.recompute = Recompute(recompute, self.strategy_name)
         self.shard_optimizer = shard_optimizer
         self._cut_states = CutStates()
 
@@ -99,6 +100,7 @@ class DataParallelStrategy(OneProcessStrategy):
                 f"dp: shard_optimizer=true was given with model_parallel_size={self.model_parallel_size}, where each "
                 "stage's device has its part already. Set shard_optimizer=false."
             )
+        self.recompute.begin(trainer)
         drop_layout(self)  # the policy may be another one than in an earlier run
         super().setup(trainer)
 
@@ -119,6 +121,11 @@ class DataParallelStrategy(OneProcessStrategy):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         super().load_optimizer_state_dict(checkpoint)
         self._cut_states.take()
+
+    @override
+    def teardown(self) -> None:
+        super().teardown()
+        self.recompute.end()
 
 
 def verify_blocks(devices: list[torch.device], size: int) -> None:

@@ -3,15 +3,16 @@
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
+import pytorch_lightning as pl
 from typing_extensions import override
 
+from .batch.one_process import OneProcessStrategy
 from .batch.structure import BatchDims
 from .core.options import checked, hints_of
 from .core.types import Device
-from .one_process import OneProcessStrategy
 from .pipeline.layout import StageLayout
 from .pipeline.options import StageOptions
-from .pipeline.recompute import RecomputeOption
+from .pipeline.recompute import Recompute, RecomputeOption
 
 
 class ModelParallelStrategy(OneProcessStrategy):
@@ -40,10 +41,21 @@ class ModelParallelStrategy(OneProcessStrategy):
         recompute: RecomputeOption = "never",
         **options: Any,
     ) -> None:
+        super().__init__(devices, batch_dims)
+        self.recompute = Recompute(recompute, self.strategy_name)
         self.stage_options = StageOptions(**options)
-        super().__init__(devices, batch_dims, recompute, self.stage_options.partition)
 
     @override
     def new_layout(self) -> StageLayout:
         options = self.recompute.stage_options(self.stage_options, self.process_devices)
         return StageLayout(self.process_devices, options, self.strategy_name)
+
+    @override
+    def setup(self, trainer: pl.Trainer) -> None:
+        self.recompute.begin(trainer, self.stage_options.partition)
+        super().setup(trainer)
+
+    @override
+    def teardown(self) -> None:
+        super().teardown()
+        self.recompute.end()

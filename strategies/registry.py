@@ -9,13 +9,13 @@ from .balanced_ddp import BalancedDDPStrategy
 from .balanced_ddp_model_parallel import BalancedDDPModelParallelStrategy
 from .balanced_dp import BalancedDataParallelStrategy
 from .batch.layout import Layout
+from .batch.one_process import OneProcessStrategy
 from .core.loop_contract import NothingToDo, StepContract
 from .ddp import DDPStrategy
 from .ddp_model_parallel import DDPModelParallelStrategy
 from .dp import DataParallelStrategy
 from .fsdp import FSDPStrategy
 from .model_parallel import ModelParallelStrategy
-from .one_process import OneProcessStrategy
 from .pipeline.recompute import RecomputeOption
 from .single_device import SingleDeviceStrategy
 
@@ -87,7 +87,7 @@ def num_processes(strategy: type[Strategy], num_devices: int, options: dict[str,
 
 def recompute_of(strategy: Strategy) -> RecomputeOption:
     """The parts of the module whose activations the strategy recomputes."""
-    known = (SingleDeviceStrategy, OneProcessStrategy, DDPStrategy)
+    known = (SingleDeviceStrategy, DataParallelStrategy, ModelParallelStrategy, DDPStrategy)
     return strategy.recompute.option if isinstance(strategy, known) else "never"
 
 

@@ -4,7 +4,9 @@
 rank may be too few for a value (R2Score needs two samples); whoever logs the metric itself does not ask for it.
 """
 
+from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -13,7 +15,8 @@ from torchmetrics import Metric
 from typing_extensions import override
 
 from .errors import ConfigError
-from .patching import Replacement
+from .patching import Replacement, replaced
+from .private import of_metrics, of_torch
 
 
 class NoValueError(ConfigError):
@@ -41,6 +44,22 @@ class NoValue(Tensor):
     @override
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"NoValue({self.reason})"
+
+
+def empty_copy(metric: Metric) -> Metric:
+    """Copy a metric, and those in it, without what they have counted: `clone` refuses states that have a graph.
+
+    Hooks stay, too: a metric that has buffers of its own is a part of a stage, which watches it.
+    """
+    with ExitStack() as stack:
+        for part in metric.modules():
+            states = dict(of_metrics.defaults(part)) if isinstance(part, Metric) else {}
+            if states:
+                states |= {of_metrics.COMPUTED: None, of_metrics.FORWARD_CACHE: None}
+            states |= {of_torch.FORWARD_HOOKS: OrderedDict(), of_torch.FORWARD_PRE_HOOKS: OrderedDict()}
+            for name, empty in states.items():
+                stack.enter_context(replaced(part, name, empty))
+        return metric.clone()
 
 
 class PartValues:

@@ -8,9 +8,8 @@
 Methods are replaced once per run, where a step first finds a metric, and do in other places what they did before.
 """
 
-from collections import OrderedDict
 from collections.abc import Callable, Generator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -19,9 +18,9 @@ from torch import nn
 from torchmetrics import Metric, MetricCollection
 
 from ..batch.metric_calls import MetricCalls, call_again, outermost_metrics, takes_whole_batches
-from ..core.no_value import PartValues
-from ..core.patching import Replacement, replaced
-from ..core.private import of_torch, put
+from ..core.no_value import PartValues, empty_copy
+from ..core.patching import Replacement
+from ..core.private import put
 
 _Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -103,7 +102,7 @@ class StepMetrics:
         if takes_whole_batches(metric):
             number = len(self._whole)
             self._whole.append(metric)
-            self._copies[id(metric)] = [_without_hooks(metric) for _ in self._calls]
+            self._copies[id(metric)] = [empty_copy(metric) for _ in self._calls]
         methods = {"forward": self._forward, "compute": self._compute}
         if number is not None:
             methods["update"] = self._update
@@ -136,7 +135,7 @@ class StepMetrics:
 
     def _value(self, metric: Metric, inputs: list[_Inputs]) -> Any:
         if id(metric) not in self._copies:
-            self._copies[id(metric)] = [_without_hooks(metric)]
+            self._copies[id(metric)] = [empty_copy(metric)]
         (copy,) = self._copies[id(metric)]
         copy.to(metric.device)
         for part in copy.modules():
@@ -149,15 +148,6 @@ class StepMetrics:
             value = copy.compute()
         copy.reset()
         return value
-
-
-def _without_hooks(metric: Metric) -> Metric:
-    """Copy a metric without its hooks: one that has buffers of its own is a part of a stage, which watches it."""
-    with ExitStack() as stack:
-        for part in metric.modules():
-            for hooks in (of_torch.FORWARD_HOOKS, of_torch.FORWARD_PRE_HOOKS):
-                stack.enter_context(replaced(part, hooks, OrderedDict()))
-        return metric.clone()
 
 
 def _outermost(module: nn.Module) -> list[Metric]:

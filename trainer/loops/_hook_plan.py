@@ -18,9 +18,9 @@ from pytorch_lightning.strategies import Strategy
 from pytorch_lightning.trainer import call
 
 from ...strategies import DDPStrategy, SingleDeviceStrategy
+from ...strategies.batch.one_process import OneProcessStrategy
 from ...strategies.core.loop_contract import StepContract
 from ...strategies.core.private import of_lightning
-from ...strategies.one_process import OneProcessStrategy
 from ...strategies.registry import contract_of
 from .progress_bar import TimedBar
 

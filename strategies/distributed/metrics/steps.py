@@ -11,7 +11,7 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from ...core.errors import ConfigError
-from ...core.no_value import NoValue, PartValues
+from ...core.no_value import NoValue, PartValues, empty_copy
 from ...core.private import of_metrics, put
 from .states import Part, Sent, combined, metric_classes
 
@@ -113,7 +113,7 @@ class MetricSteps:
 
     def _copy(self, metric: Metric) -> Metric:
         if id(metric) not in self._copies:
-            self._copies[id(metric)] = (metric, metric.clone())
+            self._copies[id(metric)] = (metric, empty_copy(metric))
         copy = self._copies[id(metric)][1].to(metric.device)
         for part in copy.modules():
             if isinstance(part, Metric):

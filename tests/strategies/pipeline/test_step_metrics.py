@@ -8,7 +8,7 @@ import torch
 from parity import CLASSES, FEATURES, Samples, as_tuple
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from torchmetrics import MaxMetric, MeanMetric, MetricCollection
+from torchmetrics import MaxMetric, MeanMetric, MeanSquaredError, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score, MulticlassPrecision
 
 from evener.strategies import ModelParallelStrategy, SingleDeviceStrategy
@@ -23,6 +23,7 @@ class Measured(pl.LightningModule):
         torch.manual_seed(3)
         self.net = nn.Sequential(nn.Linear(FEATURES, 8), nn.Tanh(), nn.Linear(8, CLASSES)).double()
         self.f1 = MulticlassF1Score(CLASSES)
+        self.error = MeanSquaredError()  # its states have a graph, so that torch refuses to copy them
         self.mean, self.largest = MeanMetric(), MaxMetric()
         self.several = MetricCollection({"a": MulticlassAccuracy(CLASSES), "p": MulticlassPrecision(CLASSES)})
         self.composed = 2 * MulticlassPrecision(CLASSES) + MulticlassAccuracy(CLASSES)
@@ -31,12 +32,13 @@ class Measured(pl.LightningModule):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         logits = self.net(batch[0])
         self.f1(logits, batch[1])
+        self.error(logits[:, 0], batch[1].double())
         self.several(logits, batch[1])
         self.composed(logits, batch[1])
         self.mean(logits.detach().square().mean(1))
         self.largest(logits.detach())
         options: Any = {"on_step": True, "on_epoch": True}
-        for name in ("f1", "mean", "largest"):
+        for name in ("f1", "error", "mean", "largest"):
             self.log(name, getattr(self, name), **options)
         self.log("composed", self.composed, on_step=True, on_epoch=False)
         self.log_dict(self.several, **options)

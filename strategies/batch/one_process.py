@@ -11,16 +11,15 @@ import torch
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from .batch.layout import Layout, drop_layout, evaluate_in_layout, evaluation_step
-from .batch.run_structures import RunStructures
-from .batch.structure import BatchDims, verify_batch_dims
-from .core.errors import ConfigError
-from .core.loop_contract import StepContract, run_backward
-from .core.module_log import restore_logs
-from .core.optimizer_states import load_states, state_to_parameters
-from .core.rng import seed_devices
-from .core.types import Batch, Device
-from .pipeline.recompute import Recompute, RecomputeOption
+from ..core.errors import ConfigError
+from ..core.loop_contract import StepContract, run_backward
+from ..core.module_log import restore_logs
+from ..core.optimizer_states import load_states, state_to_parameters
+from ..core.rng import seed_devices
+from ..core.types import Batch, Device
+from .layout import Layout, drop_layout, evaluate_in_layout, evaluation_step
+from .run_structures import RunStructures
+from .structure import BatchDims, verify_batch_dims
 
 
 class OneProcessStrategy(pl_strategies.SingleDeviceStrategy):
@@ -29,23 +28,13 @@ class OneProcessStrategy(pl_strategies.SingleDeviceStrategy):
     Args:
         devices: the devices; None takes the trainer's.
         batch_dims: which dimensions of the batch are samples, by path, where that can't be found out.
-        recompute: parts of the module whose activations are computed once more in the backward pass.
-        partition: how the module will be cut into stages (`StageOptions.partition`).
     """
 
-    def __init__(
-        self,
-        devices: Sequence[Device] | None,
-        batch_dims: BatchDims | None,
-        recompute: RecomputeOption,
-        partition: object = "auto",
-    ) -> None:
+    def __init__(self, devices: Sequence[Device] | None, batch_dims: BatchDims | None) -> None:
         self._batch_dims = verify_batch_dims(batch_dims, self.strategy_name)
         self.structures = RunStructures(self._batch_dims)
         super().__init__(device="cpu")
         self._parallel_devices = [torch.device(device) for device in devices or ()]
-        self.recompute = Recompute(recompute, self.strategy_name)
-        self._partition = partition
 
     def new_layout(self) -> Layout:
         """Make the layout of `process_devices`."""
@@ -94,7 +83,6 @@ class OneProcessStrategy(pl_strategies.SingleDeviceStrategy):
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
-        self.recompute.begin(trainer, self._partition)
         self.layout.verify(trainer)
         self.structures = RunStructures(self._batch_dims)
         super().setup(trainer)
@@ -177,4 +165,3 @@ class OneProcessStrategy(pl_strategies.SingleDeviceStrategy):
         if self.lightning_module is not None:
             restore_logs(self.lightning_module)
         super().teardown()
-        self.recompute.end()
