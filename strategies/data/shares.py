@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from ..batch.loss_weight import WeighedLoss
 from ..core.errors import ConfigError
-from ..core.private import of_lightning, of_torch
+from ..core.private import of_lightning
 from ..core.types import Batch
 from .combined import TRAINED, verify_side_by_side
 from .loaders import Source, source_of
