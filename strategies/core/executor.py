@@ -1,12 +1,12 @@
 """Run one piece of work on each device: in order on CPUs, in threads, one per device, if any is an accelerator."""
 
 from collections import deque
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from itertools import cycle, islice
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 
@@ -67,20 +67,33 @@ class Executor:
         return self._run_in_threads(pieces, context)
 
     def _run_in_threads(self, pieces: Sequence[Piece], context: "_Context") -> list[Any]:
-        queues: dict[object, _Queue] = {}
-        futures: list[Future[Any]] = []
+        queues: dict[object, deque[int]] = {}
         for i, piece in enumerate(pieces):
             of_one_thread = piece.device if is_accelerator(piece.device) else i
-            futures.append(Future())
-            queue = queues.setdefault(of_one_thread if self._most is None else None, deque())
-            queue.append((piece, current_stream(piece.device), futures[i]))
+            queues.setdefault(of_one_thread if self._most is None else None, deque()).append(i)
+        results: list[Any] = [None] * len(pieces)
+        errors: dict[int, BaseException] = {}
+
+        def work(queue: deque[int], device: torch.device, stream: torch.Stream | None) -> None:
+            with suppress(IndexError), context.entered(device, stream):  # another thread may take the last one
+                while True:
+                    i = queue.popleft()
+                    try:
+                        results[i] = pieces[i].call()
+                    except BaseException as exc:  # noqa: BLE001  # raised again in the caller's thread
+                        errors[i] = exc
+
         num_threads = len(queues) if self._most is None else min(self._most, len(pieces))
+        devices = [pieces[queue[0]].device for queue in queues.values()]
+        given = zip(queues.values(), devices, map(current_stream, devices), strict=True)
         pool = self._pool_of(num_threads)
-        for queue in islice(cycle(queues.values()), num_threads):
-            pool.submit(_run_queue, context, queue)
-        for future in futures:
-            future.exception()  # waits: no thread may still run when an error is raised
-        return [reraised(piece, future.result) for piece, future in zip(pieces, futures, strict=True)]
+        threads = [pool.submit(work, *each) for each in islice(cycle(given), num_threads)]
+        wait(threads)  # none may still run when an error is raised
+        for i in sorted(errors):
+            reraised(pieces[i], _raise, errors[i])
+        for thread in threads:
+            thread.result()
+        return results
 
     def _pool_of(self, num_threads: int) -> ThreadPoolExecutor:
         """A pool with so many threads at least."""
@@ -94,9 +107,6 @@ class Executor:
         if self._pool is not None:
             self._pool.shutdown()
             self._pool = None
-
-
-_Queue: TypeAlias = deque[tuple[Piece, torch.Stream | None, "Future[Any]"]]
 
 
 class _Context:
@@ -116,13 +126,14 @@ class _Context:
                 self._enter_autocast(stack, piece.device)
             return piece.call()
 
-    def enter_and_run(self, piece: Piece, stream: torch.Stream | None) -> Any:
-        """Run a piece in another thread."""
-        with on_device(piece.device, stream), ExitStack() as stack:
+    @contextmanager
+    def entered(self, device: torch.device, stream: torch.Stream | None) -> Generator[None]:
+        """Work on a device in another thread inside the block."""
+        with on_device(device, stream), ExitStack() as stack:
             stack.enter_context(torch.inference_mode(self._inference))
             stack.enter_context(torch.set_grad_enabled(self._grad))
-            self._enter_autocast(stack, piece.device)
-            return piece.call()
+            self._enter_autocast(stack, device)
+            yield
 
     def _enter_autocast(self, stack: ExitStack, device: torch.device) -> None:
         dtype = self._autocast.get(device.type, next(iter(self._autocast.values()), None))
@@ -130,15 +141,8 @@ class _Context:
             stack.enter_context(torch.autocast(device.type, dtype, cache_enabled=self._cache))
 
 
-def _run_queue(context: _Context, queue: _Queue) -> None:
-    """Run the pieces of a queue in order; the error of one does not keep the next from running."""
-    with suppress(IndexError):  # another thread may take the last one
-        while True:
-            piece, stream, future = queue.popleft()
-            try:
-                future.set_result(context.enter_and_run(piece, stream))
-            except BaseException as exc:  # noqa: BLE001  # raised again in the caller's thread
-                future.set_exception(exc)
+def _raise(error: BaseException) -> Any:
+    raise error
 
 
 def reraised(piece: Piece, call: Callable[..., Any], *args: Any) -> Any:

@@ -11,9 +11,9 @@ samples by n·R / (T·N), and a loss with a `loss_weight` by R / T, which leaves
 """
 
 import threading
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -175,14 +175,13 @@ class _Delivered(torch.autograd.Function):
         return (None, None, None, *gradients)
 
 
-@contextmanager
-def _without_autocast() -> Generator[None]:
+def _without_autocast() -> ExitStack:
     """Leave the autocast of `training_step`: operations in backward have their types already."""
-    with ExitStack() as stack:
-        for kind in AUTOCAST_TYPES:
-            if torch.is_autocast_enabled(kind):
-                stack.enter_context(torch.autocast(kind, enabled=False))
-        yield
+    stack = ExitStack()
+    for kind in AUTOCAST_TYPES:
+        if torch.is_autocast_enabled(kind):
+            stack.enter_context(torch.autocast(kind, enabled=False))
+    return stack
 
 
 def _scale(gradients: Sequence[Tensor], factor: Tensor) -> None:
