@@ -3,7 +3,8 @@
 import math
 import time
 from collections.abc import Generator, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -53,12 +54,13 @@ def is_accelerator(device: torch.device) -> bool:
     return device.type != "cpu"
 
 
-@contextmanager
-def on_device(device: torch.device, stream: torch.Stream | None = None) -> Generator[None]:
+def on_device(device: torch.device, stream: torch.Stream | None = None) -> AbstractContextManager[Any]:
     """Make a device and one of its streams current; does nothing for the CPU."""
-    if not is_accelerator(device):
-        yield
-        return
+    return _current(device, stream) if is_accelerator(device) else nullcontext()
+
+
+@contextmanager
+def _current(device: torch.device, stream: torch.Stream | None) -> Generator[None]:
     with torch.accelerator.device_index(device.index or 0), stream or nullcontext():
         yield
 

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Generator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -31,7 +32,10 @@ class Turns:
 
     def __init__(self, orders: Sequence[Sequence[Task]]) -> None:
         self._due = [deque(order) for order in orders]
-        self._open = {task for order in orders for task in order}
+        self._tasks: dict[int, list[Task]] = {}
+        for task in chain(*orders):
+            self._tasks.setdefault(task.microbatch, []).append(task)
+        self._open = set(chain(*orders))
         self._holder: list[int | None] = [None] * len(orders)
         self._held: dict[int, int] = {}
         self._lock = threading.Lock()
@@ -53,10 +57,13 @@ class Turns:
                 return
             # a backward pass that branches reaches a stage before it has left another
             self._release(task.microbatch)
+            self._wake()
+            if self._may_enter(task):
+                self._take(task)
+                return
             granted = threading.Lock()
             granted.acquire()
             self._waiting[task.microbatch] = (task, granted)
-            self._wake()
         granted.acquire()
 
     def leave(self, task: Task, done: bool = True) -> None:
@@ -80,7 +87,7 @@ class Turns:
         """
         with self._lock:
             self._release(microbatch)
-            self._open -= {task for task in self._open if task.microbatch == microbatch and task.phase in phases}
+            self._open.difference_update(task for task in self._tasks.get(microbatch, ()) if task.phase in phases)
             self._wake()
 
     def _index(self, task: Task) -> int:
@@ -102,12 +109,15 @@ class Turns:
         index = self._index(task)
         return self._holder[index] is None and self._is_due(index, task)
 
+    def _take(self, task: Task) -> None:
+        index = self._held[task.microbatch] = self._index(task)
+        self._holder[index] = task.microbatch
+
     def _wake(self) -> None:
         """Give stages to those who wait for them and may enter."""
         for microbatch, (task, granted) in list(self._waiting.items()):
             if self._may_enter(task):
-                self._holder[self._index(task)] = microbatch
-                self._held[microbatch] = self._index(task)
+                self._take(task)
                 del self._waiting[microbatch]
                 granted.release()
 
