@@ -2,6 +2,7 @@
 
     python benchmarks/pipeline.py
     python benchmarks/pipeline.py --wait
+    python benchmarks/pipeline.py --wait --microbatches 8,32 --wait_us 80
     python benchmarks/pipeline.py --wait --devices cpu,cpu,cpu,cpu --microbatches 1,2,4,8,16,32
     python benchmarks/pipeline.py --wait --schedule gpipe
     python benchmarks/pipeline.py --uneven --rounds 3
@@ -11,8 +12,8 @@ Equal stages of wide linear layers, one intra-op thread each, so that a stage is
 reads all weights and adds to all gradients once, so a small batch (`--batch 512`) is memory-bound and gains little.
 All variants run interleaved in one process, round by round; the table shows medians over the rounds. Two CPU stages
 need two free cores: the last line shows the speed-up of two independent threads over one at the same time, an upper
-bound for any pipeline. With `--wait` a stage waits 20 µs per sample instead of computing, forward and backward, which
-measures the schedule alone, independent of other load.
+bound for any pipeline. With `--wait` a stage waits `--wait_us` per sample and direction instead of computing, which
+measures the schedule alone, independent of other load; the last column is a pipeline of two stages by hand.
 
 With `--uneven` parts of equal bytes wait on four stages, those of the first stage three times as long, and
 `balance=time` is compared with `balance=memory`. With `--best` the fastest step of a run counts, not the median: what
@@ -20,10 +21,12 @@ else the machine does only adds time.
 """
 
 import argparse
+import ctypes
 import logging
 import os
 import queue
 import statistics
+import sys
 import threading
 import time
 import warnings
@@ -37,10 +40,6 @@ from torch import Tensor, nn
 
 from evener.strategies import ModelParallelStrategy
 
-WAIT_S = 20e-6
-"""Seconds per sample and stage that `--wait` takes, in each direction."""
-
-
 UNEVEN = [0.75] * 4 + [0.25] * 12
 """Four stages of four parts, the first of which takes three times as long: 3 1 1 1; of equal time they are 1.5 each."""
 
@@ -52,9 +51,9 @@ class Waiting(torch.autograd.Function):
     """The identity, with a delay in forward and backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, num: float) -> Tensor:
-        """Wait as long as so many stages, and return the input."""
-        ctx.seconds = WAIT_S * len(x) * num
+    def forward(ctx: Any, x: Tensor, wait_s: float) -> Tensor:
+        """Wait so long for each sample, and return the input."""
+        ctx.seconds = wait_s * len(x)
         time.sleep(ctx.seconds)
         return x.clone()
 
@@ -68,14 +67,14 @@ class Waiting(torch.autograd.Function):
 class WaitingStage(nn.Module):
     """A stage, or a part of one, that only waits."""
 
-    def __init__(self, num: float = 1.0) -> None:
+    def __init__(self, wait_s: float) -> None:
         super().__init__()
-        self.num = num
+        self.wait_s = wait_s
         self.scale = nn.Parameter(torch.ones(()))
 
     def forward(self, x: Tensor) -> Tensor:
         """Scale by a parameter, so that there is a gradient."""
-        return Waiting.apply(x * self.scale, self.num)
+        return Waiting.apply(x * self.scale, self.wait_s)
 
 
 class Wide(pl.LightningModule):
@@ -147,7 +146,8 @@ def step_seconds(devices: list[torch.device], num_microbatches: int, args: argpa
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    waits = UNEVEN if args.uneven else [1.0] * len(devices) if args.wait else []
+    parts = UNEVEN if args.uneven else [1.0] * len(devices) if args.wait else []
+    waits = [part * args.wait_us * 1e-6 for part in parts]
     width = 1 if waits else args.width
     batches = [torch.randn(args.batch, width)] * args.steps
     trainer.fit(Wide(width, args.depth, waits), torch.utils.data.DataLoader(batches, batch_size=None))
@@ -177,7 +177,7 @@ def threads_speedup(args: argparse.Namespace) -> float:
 
 def by_hand_seconds(num_microbatches: int, args: argparse.Namespace) -> float:
     """Median time of a step of two waiting stages, 1F1B, in a thread each that do nothing else."""
-    stages = [WaitingStage(), WaitingStage()]
+    stages = [WaitingStage(args.wait_us * 1e-6) for _ in range(2)]
     chunks = torch.randn(args.batch, 1).chunk(num_microbatches)
     forth: queue.SimpleQueue[Tensor] = queue.SimpleQueue()
     back: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -231,6 +231,7 @@ def main() -> None:
     """Measure and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--wait", action="store_true")
+    parser.add_argument("--wait_us", type=float, default=20.0, help="microseconds per sample and stage, each way")
     parser.add_argument("--best", action="store_true")
     parser.add_argument("--uneven", action="store_true")
     parser.add_argument("--schedule", default="1f1b", choices=["1f1b", "gpipe"])
@@ -244,6 +245,8 @@ def main() -> None:
     args = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
+    if sys.platform == "linux":  # stages wait as long as they say, not 50 µs more: PR_SET_TIMERSLACK, in ns
+        ctypes.CDLL(None).prctl(29, 1, 0, 0, 0)
     devices = [torch.device(name) for name in args.devices.split(",")]
     counts = [int(count) for count in args.microbatches.split(",")]
     print(f"torch {torch.__version__}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, devices {args.devices}")

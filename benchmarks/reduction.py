@@ -22,7 +22,7 @@ from typing import Any
 import pytorch_lightning as pl
 import torch
 import torch.distributed as dist
-from pipeline import WAIT_S, StepTimes, Wide
+from pipeline import StepTimes, Wide
 from torch import Tensor
 from torch.distributed import GradBucket
 from torch.futures import Future
@@ -33,6 +33,9 @@ from evener.trainer import Trainer
 
 _FIRST = 3
 """The first step that counts."""
+
+WAIT_S = 20e-6
+"""Seconds per sample and stage, in each direction."""
 
 
 class SlowLink(pl.Callback):
@@ -75,7 +78,7 @@ def step_ms(link: SlowLink, num_microbatches: int, args: argparse.Namespace) -> 
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
     batches = torch.ones(2 * args.batch * args.steps, 1)
-    trainer.fit(Wide(1, 0, [1.0, 1.0]), DataLoader(list(batches), args.batch))
+    trainer.fit(Wide(1, 0, [WAIT_S, WAIT_S]), DataLoader(list(batches), args.batch))
     return statistics.median(times.seconds[_FIRST:]) * 1e3
 
 

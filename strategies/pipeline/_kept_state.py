@@ -47,8 +47,9 @@ class KeptState:
         self._draws = False
         self.reads_gradients = False
         """Whether the step read `.grad` of a parameter."""
-        self.computes_again = False
-        """Whether modules are called in the backward pass, by other means than `strategy.recompute`."""
+        self.nests_backward = False
+        """Whether the backward pass runs others within itself (`torch.utils.checkpoint` with `use_reentrant=True`),
+        which add to the gradient of a parameter one by one."""
 
     def must_watch(self) -> bool:
         """Whether nothing is known yet, or hooks were registered since the last look."""
@@ -94,16 +95,23 @@ class KeptState:
 
     @contextmanager
     def _watching_backward(self) -> Generator[None]:
-        """Look whether it computes modules again; `strategy.recompute` restores random numbers."""
-        called: list[bool] = []
+        """Look whether it computes modules again, by other means than `strategy.recompute`, which restores random
+        numbers; and whether it runs others within itself."""
+        called, begun, own = list[bool](), list[bool](), torch.autograd.backward
+
+        def backward(*args: Any, **kwargs: Any) -> None:
+            begun.append(True)
+            own(*args, **kwargs)
+
         look = register_module_forward_pre_hook(lambda *_: called.append(not is_recomputing()))
         try:
-            yield
+            with replaced(torch.autograd, "backward", backward):
+                yield
         finally:
             look.remove()
             self._num_hooks = RemovableHandle.next_id
-        self.computes_again = any(called)
-        self._keeps_state |= self._draws and self.computes_again
+        self.nests_backward = len(begun) > 1
+        self._keeps_state |= self._draws and any(called)
 
     def _has_hooks(self) -> bool:
         hooks = (number for part in self._modules for key in _HOOKS for number in part.__dict__.get(key, ()))

@@ -136,7 +136,7 @@ class MicroBatches:
     def _knows_backward(self) -> bool:
         """Whether a backward pass adds to each parameter once, as far as is known, and is not measured."""
         state = self._kept_state
-        return self.times is None and (state is None or not (state.must_watch() or state.computes_again))
+        return self.times is None and (state is None or not (state.must_watch() or state.nests_backward))
 
     def _run_in_order(
         self, names: Sequence[str], calls: Sequence[Callable[[], Any]], gradients: EarlyGradients, run_as: RunAs

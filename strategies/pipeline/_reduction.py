@@ -15,7 +15,14 @@ from typing import Protocol
 
 from torch import nn
 
+from ..core.errors import ConfigError
 from ..core.private import of_torch, put
+
+_NESTED = (
+    "A backward pass has added to a parameter twice (torch.utils.checkpoint with use_reentrant=True), which that of "
+    "the first step has not, and its gradient was being reduced over the ranks. Set use_reentrant=False, or "
+    "strategy.find_unused_parameters=true, which reduces gradients at the end of the backward pass."
+)
 
 
 class Reduction(Protocol):
@@ -71,7 +78,12 @@ class LastBackward:
             for parameter in self._parameters:
                 of_torch.post_accumulate_grad_hooks(parameter)[self] = self._note
             self.begin()
-        yield
+        try:
+            yield
+        except RuntimeError as exc:
+            if "mark a variable ready only once" in str(exc):
+                raise ConfigError(_NESTED) from exc
+            raise
         with self._lock:
             self._to_end -= 1
 

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 from evener.strategies import BalancedDDPModelParallelStrategy, DDPModelParallelStrategy
+from evener.strategies.core.errors import ConfigError
 from evener.strategies.pipeline._reduction import LastBackward
 
 EVENTS: list[str] = []
@@ -161,12 +162,41 @@ class Again(Net):
         return self.net[2](x)
 
 
+class AgainInFunction(Again):
+    """The same without a module that is called in the backward pass."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, layer = self.net[0](x), self.net[1]
+        for _ in range(2):
+            x = checkpoint(lambda x: nn.functional.linear(x, layer.weight, layer.bias), x, use_reentrant=True)
+        return self.net[2](x)
+
+
+class LaterAgain(AgainInFunction):
+    """The same from the second step on."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if self.global_step else self.net(x)
+
+
+class AgainInOneBackward(Again):
+    """Computed again in the backward pass, which adds to each parameter once all the same."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.net[0](x)
+        for _ in range(2):
+            x = checkpoint(self.net[1], x, use_reentrant=False)
+        return self.net[2](x)
+
+
 CASES = {
     "ragged": Case(DeepNet, num=22, batch_size=7, trainer={"gradient_clip_val": 0.1}),
     "loss_weight": Case(TokenNet, num=11, batch_size=5),
     "tied": Case(SquareNet, num=11, batch_size=5),
     "unused": Case(SometimesUnused, num=12, batch_size=6),
     "again": Case(Again, num=12, batch_size=6),
+    "again in a function": Case(AgainInFunction, num=12, batch_size=6),
+    "again in one backward": Case(AgainInOneBackward, num=12, batch_size=6),
     "float32": Case(TokenNet, num=11, batch_size=5, dtype=torch.float32, tolerance=1e-5),
 }
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -175,7 +205,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "uneven": {"weights": [3, 1]},
     "optimizer shards": {"shard_optimizer": True},
 }
-FEW = [(case, "threads") for case in ("loss_weight", "unused", "again")] + [("loss_weight", "launch")]
+FEW = [(case, "threads") for case in CASES if case not in ("ragged", "tied", "float32")] + [("loss_weight", "launch")]
 ALL = [(case, way) for case in CASES for way in ("threads", "launch", *OPTIONS) if (case, way) != ("unused", "uneven")]
 """In `unused` each rank has three samples of six."""
 
@@ -204,6 +234,28 @@ def test_ranks_that_reduce_early_train_as_one_device(runs: list[tuple[str, str]]
         torch.testing.assert_close(weights, one.weights, rtol=0, atol=tolerance, msg=f"{case}, {way}")
         torch.testing.assert_close(gradients, one.gradients, rtol=0, atol=tolerance, msg=f"{case}, {way}")
         assert (weights == second[case, way][0]).all(), f"{case}, {way}: ranks have gone apart"
+
+
+def _train_later(find_unused_parameters: bool) -> Tensor | str:
+    warnings.simplefilter("ignore")
+    options: dict[str, Any] = {"batch_size_is": "global", "num_microbatches": 2, "timeout_s": 60}
+    strategy = DDPModelParallelStrategy(**options, find_unused_parameters=find_unused_parameters)
+    try:
+        return run(LATER, strategy, devices=4).weights
+    except ConfigError as exc:
+        return str(exc)
+
+
+LATER = Case(LaterAgain, num=12, batch_size=6)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_a_backward_pass_that_adds_twice_later_is_refused_unless_all_are_reduced_at_the_end() -> None:
+    for message in run_ranks(_train_later, 2, False, timeout_s=240):
+        assert "which that of the first step has not" in message
+    for weights in run_ranks(_train_later, 2, True, timeout_s=240):
+        torch.testing.assert_close(weights, baseline(LATER).weights, rtol=0, atol=LATER.tolerance)
 
 
 class Recorded:
