@@ -13,7 +13,8 @@ reads all weights and adds to all gradients once, so a small batch (`--batch 512
 All variants run interleaved in one process, round by round; the table shows medians over the rounds. Two CPU stages
 need two free cores: the last line shows the speed-up of two independent threads over one at the same time, an upper
 bound for any pipeline. With `--wait` a stage waits `--wait_us` per sample and direction instead of computing, which
-measures the schedule alone, independent of other load; the last column is a pipeline of two stages by hand.
+measures the schedule alone, independent of other load. `by hand` is a thread per stage with two queues and nothing
+else around the same operations.
 
 With `--uneven` parts of equal bytes wait on four stages, those of the first stage three times as long, and
 `balance=time` is compared with `balance=memory`. With `--best` the fastest step of a run counts, not the median: what
@@ -146,9 +147,7 @@ def step_seconds(devices: list[torch.device], num_microbatches: int, args: argpa
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    parts = UNEVEN if args.uneven else [1.0] * len(devices) if args.wait else []
-    waits = [part * args.wait_us * 1e-6 for part in parts]
-    width = 1 if waits else args.width
+    width, waits = layers_of(args, len(devices))
     batches = [torch.randn(args.batch, width)] * args.steps
     trainer.fit(Wide(width, args.depth, waits), torch.utils.data.DataLoader(batches, batch_size=None))
     later = times.seconds[min(_FIRST, len(times.seconds) - 1) :]
@@ -175,37 +174,50 @@ def threads_speedup(args: argparse.Namespace) -> float:
     return statistics.median(seconds(1) / seconds(2) for _ in range(args.steps))
 
 
-def by_hand_seconds(num_microbatches: int, args: argparse.Namespace) -> float:
-    """Median time of a step of two waiting stages, 1F1B, in a thread each that do nothing else."""
-    stages = [WaitingStage(args.wait_us * 1e-6) for _ in range(2)]
-    chunks = torch.randn(args.batch, 1).chunk(num_microbatches)
-    forth: queue.SimpleQueue[Tensor] = queue.SimpleQueue()
-    back: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    kept: deque[Tensor] = deque()
+def layers_of(args: argparse.Namespace, num_stages: int) -> tuple[int, list[float]]:
+    """The width of a layer, and the seconds per sample that each one waits; none if they compute."""
+    parts = UNEVEN if args.uneven else [1.0] * num_stages if args.wait else []
+    return 1 if parts else args.width, [part * args.wait_us * 1e-6 for part in parts]
 
-    def first_forward(chunk: Tensor) -> None:
-        kept.append(stages[0](chunk))
-        forth.put(kept[-1].detach().requires_grad_())
 
-    def second_stage() -> None:
-        for _ in chunks:
-            received = forth.get()
-            (stages[1](received).square().mean() / num_microbatches).backward()
-            back.put(received.grad)
+def by_hand_seconds(sizes: Sequence[int], num_microbatches: int, args: argparse.Namespace) -> float:
+    """Median time of forward and backward passes by 1F1B, in a thread per stage that does nothing else.
+
+    Args:
+        sizes: number of layers per stage.
+    """
+    width, waits = layers_of(args, len(sizes))
+    layers = Wide(width, args.depth, waits).layers
+    stages = [layers[sum(sizes[:i]) : sum(sizes[: i + 1])] for i in range(len(sizes))]
+    chunks = torch.randn(args.batch, width).chunk(num_microbatches)
+    forth, back = ([queue.SimpleQueue[Tensor]() for _ in stages] for _ in range(2))
+
+    def work(index: int, is_last: bool) -> None:
+        kept: deque[tuple[Tensor, Tensor]] = deque()
+        ahead = len(stages) - index
+        for i in range(num_microbatches + ahead):
+            if i >= ahead:
+                received, output = kept.popleft()
+                output.backward(None if is_last else back[index].get())
+                if index:
+                    back[index - 1].put(received.grad)
+            if i < num_microbatches:
+                received = forth[index].get() if index else chunks[i]
+                output = stages[index](received)
+                kept.append((received, output.square().mean() / num_microbatches if is_last else output))
+                if not is_last:
+                    forth[index + 1].put(output.detach().requires_grad_())
 
     def step() -> float:
+        threads = [threading.Thread(target=work, args=[i, i == len(stages) - 1]) for i in range(len(stages))]
         start = time.perf_counter()
-        thread = threading.Thread(target=second_stage)
-        thread.start()
-        for i in range(num_microbatches + 2):
-            if i >= 2:  # two are forward before the first goes backward
-                kept.popleft().backward(back.get())
-            if i < num_microbatches:
-                first_forward(chunks[i])
-        thread.join()
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
         return time.perf_counter() - start
 
-    times = [step() for _ in range(args.steps)]
+    times = [step() for _ in range(args.steps)][1:]
     return min(times) if args.best else statistics.median(times)
 
 
@@ -215,16 +227,18 @@ def speedups(one: Sequence[float], many: Sequence[float]) -> list[float]:
 
 
 def compare_balance(args: argparse.Namespace) -> None:
-    """Print the time of a step with stages of equal bytes and of equal time."""
+    """Print the time of a step with stages of equal bytes and of equal time, and of the same by hand."""
     devices = [torch.device("cpu")] * 4
-    ways = [{"balance": balance} for balance in ("memory", "time")]
-    rounds = [[step_seconds(devices, 16, args, **way) for way in ways] for _ in range(args.rounds)]
-    memory, by_time = (statistics.median(column) for column in zip(*rounds, strict=True))
-    ratio = statistics.median(one / other for one, other in rounds)
+    rounds = [
+        [step_seconds(devices, 16, args, balance="memory"), step_seconds(devices, 16, args, balance="time")]
+        + [by_hand_seconds(sizes, 16, args) for sizes in ([4, 4, 4, 4], [2, 2, 6, 6])]
+        for _ in range(args.rounds)
+    ]
+    memory, by_time, *by_hand = (statistics.median(column) * 1e3 for column in zip(*rounds, strict=True))
+    ratio, ratio_by_hand = (statistics.median(each[i] / each[i + 1] for each in rounds) for i in (0, 2))
     ideal = (3 * 16 + 3) / (1.5 * (16 + 3))  # m times the slowest stage, and once each of the others
-    print(
-        f"balance=memory {memory * 1e3:.1f} ms/step, balance=time {by_time * 1e3:.1f}: {ratio:.2f}, ideal {ideal:.2f}"
-    )
+    print(f"balance=memory {memory:.1f} ms/step, balance=time {by_time:.1f}: {ratio:.2f}, ideal {ideal:.2f}")
+    print(f"by hand        {by_hand[0]:.1f} ms/step,              {by_hand[1]:.1f}: {ratio_by_hand:.2f}")
 
 
 def main() -> None:
@@ -260,17 +274,18 @@ def main() -> None:
     for _ in range(args.rounds):
         for count in seconds:
             seconds[count].append(step_seconds(devices, count, args, schedule=args.schedule))
-            if args.wait:
-                by_hand[count].append(by_hand_seconds(count, args))
+            if {device.type for device in devices} == {"cpu"}:
+                sizes = [1 if args.wait else args.depth // len(devices)] * len(devices)
+                by_hand[count].append(by_hand_seconds(sizes, count, args))
         if not args.wait:
             limits.append(threads_speedup(args))
-    print("micro-batches  ms/step  speed-up  best round  ideal m·k/(m+k−1)  of it" + "  by hand" * args.wait)
+    print("micro-batches  ms/step  speed-up  best round  ideal m·k/(m+k−1)  of it  by hand")
     for count, times in seconds.items():
         ratios, ideal = speedups(seconds[1], times), ideal_speedup(count, len(devices))
         print(
             f"{count:13d}{statistics.median(times) * 1e3:9.1f}{statistics.median(ratios):10.2f}{max(ratios):12.2f}"
             f"{ideal:19.2f}{statistics.median(ratios) / ideal:7.2f}"
-            + (f"{statistics.median(speedups(by_hand[1], by_hand[count])):9.2f}" if args.wait else "")
+            + (f"{statistics.median(speedups(by_hand[1], by_hand[count])):9.2f}" if by_hand[1] else "")
         )
     if not args.wait:
         print(f"two independent threads: {statistics.median(limits):.2f}, best round {max(limits):.2f}")
