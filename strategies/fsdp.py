@@ -280,15 +280,10 @@ class FSDPStrategy(DDPStrategy):
 
     @override
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
-        self.shards.put_back()
-        if not self.module.automatic_optimization:
-            self.shards.verify_reduced()
-        return super().optimizer_step(optimizer, closure, *args, **kwargs)
-
-    @override
-    def finish_step(self) -> None:
-        super().finish_step()
-        self.shards.refresh()
+        with self.shards.written():
+            if not self.module.automatic_optimization:
+                self.shards.verify_reduced()
+            return super().optimizer_step(optimizer, closure, *args, **kwargs)
 
     @override
     def _evaluate(self, step: str, context: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:

@@ -145,6 +145,17 @@ class RootState:
             group._training_state = _idle()
         self._state._pre_forward(self._root, (), {})
 
+    def gather_again(self) -> None:
+        """Gather the root's own parameters again in a step, whose shards were written to."""
+        root, groups = cast(FSDPModule, self._root), self._state._fsdp_param_groups
+        before = [group._training_state for group in groups]
+        for group in groups:
+            group._training_state = _idle()  # torch would keep them in forward
+        root.reshard()
+        root.unshard()
+        for group, state in zip(groups, before, strict=True):
+            group._training_state = state
+
     def end_forward(self, output: Any) -> None:
         """Announce that no more parts are called. The root's own parameters stay for a backward pass from the output.
 

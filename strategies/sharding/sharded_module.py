@@ -53,7 +53,7 @@ class ShardedModule:
     def __init__(self, module: nn.Module, sharding: Sharding) -> None:
         self.module = module
         self.sharding = sharding
-        self.in_step = False
+        self.in_step = self._is_written = False
         self._before = dict(module.named_parameters(remove_duplicate=False)) if sharding.keeps else {}
         self._hooks = range(RemovableHandle.next_id, RemovableHandle.next_id)
         verify_dtypes(module, sharding.names)
@@ -188,16 +188,23 @@ class ShardedModule:
         for group in self._state.groups:
             group.follow_flags()
 
-    def put_back(self) -> None:
-        """Give the shards what a step has written to gathered parameters, before an optimizer updates the shards."""
+    @contextmanager
+    def written(self) -> Generator[None]:
+        """Write to shards inside the block: what is gathered of them in a step goes there before, and follows after.
+
+        An optimizer writes many times, within one such block.
+        """
+        if not self.in_step or self._is_written:
+            yield
+            return
+        self._is_written = True
         for group in self._state.groups:
             group.put_back()
-
-    def refresh(self) -> None:
-        """Gather the root's own parameters again, if an optimizer has changed them within a step."""
-        if self.in_step:
-            cast(FSDPModule, self.module).reshard()
-            cast(FSDPModule, self.module).unshard()
+        try:
+            yield
+        finally:
+            self._is_written = False
+        self._state.gather_again()
 
     @contextmanager
     def without_reduction(self) -> Generator[None]:

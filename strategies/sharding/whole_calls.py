@@ -15,8 +15,9 @@ whenever they are used, so that they always have, and change, the values of the 
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.distributed as dist
@@ -69,10 +70,12 @@ class WholeCalls:
         self._assigned: dict[int, torch.UntypedStorage] = {}
         self._own: Any = vars(DTensor)["__torch_function__"]
         setattr(DTensor, "__torch_function__", staticmethod(self._call))  # noqa: B010  # declared otherwise
+        ShardView.shards = shards
 
     def close(self) -> None:
         """Leave calls with shards to torch again."""
         setattr(DTensor, "__torch_function__", self._own)  # noqa: B010
+        ShardView.shards = None
 
     def _call(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
@@ -84,20 +87,21 @@ class WholeCalls:
                 return self._assign(func, *args)
             if name == "__reduce_ex__":
                 raise ConfigError(PICKLED)
-            given: list[Any] = [t for t in of_torch.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-            if _is_elementwise(name) and _cut_alike(given, are_lists=name.startswith(_OF_LISTS)):
-                return func(*args, **kwargs)
-            if self._shards.in_step and torch.is_grad_enabled() and any(_trained(tensor) for tensor in given):
-                raise ConfigError(OUTSIDE)
-            if _is_sum(name, args, kwargs) and _cut_alike(given):
-                return func(*args, **kwargs).full_tensor()
-            if (
-                name == of_torch.foreach_norm.__name__
-                and args[1:] in ((), (1,), (2,))
-                and _cut_alike(given, are_lists=True)
-            ):
-                return norms(args[0], *args[1:])
-            return computed_whole(func, args, kwargs)
+            with self._shards.written() if _writes(name, kwargs) else nullcontext():
+                return self._computed(func, name, args, kwargs)
+
+    def _computed(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        given: list[Any] = [t for t in of_torch.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        if _is_elementwise(name) and _cut_alike(given, are_lists=name.startswith(_OF_LISTS)):
+            return func(*args, **kwargs)
+        if self._shards.in_step and torch.is_grad_enabled() and any(_trained(tensor) for tensor in given):
+            raise ConfigError(OUTSIDE)
+        if _is_sum(name, args, kwargs) and _cut_alike(given):
+            return func(*args, **kwargs).full_tensor()
+        is_norms = name == of_torch.foreach_norm.__name__ and args[1:] in ((), (1,), (2,))
+        if is_norms and _cut_alike(given, are_lists=True):
+            return norms(args[0], *args[1:])
+        return computed_whole(func, args, kwargs)
 
     def _assign(self, func: Any, tensor: DTensor, value: Any) -> None:
         """Set an attribute; tensors that are assigned are cut as the one that they belong to."""
@@ -158,6 +162,8 @@ class ShardView(Tensor):
     """A view of a sharded tensor, without memory: the whole is gathered when the view is used."""
 
     source: DTensor
+    shards: ClassVar[ShardedModule | None] = None
+    """The module that is trained."""
 
     @staticmethod
     def of(source: DTensor, view: Tensor) -> "ShardView":
@@ -178,7 +184,9 @@ class ShardView(Tensor):
         with of_torch.DisableTorchFunctionSubclass():
             if func.__name__ == "__get__" and func.__self__.__name__ in _LAYOUT:
                 return func(*args, **(kwargs or {}))
-            return computed_whole(func, args, kwargs or {})
+            shards = cls.shards
+            with shards.written() if shards is not None and _writes(func.__name__, kwargs or {}) else nullcontext():
+                return computed_whole(func, args, kwargs or {})
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -239,6 +247,12 @@ def norms(tensors: list[DTensor], norm_type: float = 2) -> list[Tensor]:
     found = [torch.empty_like(own) for _ in range(mesh.size(mesh.ndim - 1))]
     dist.all_gather(found, own, group=mesh.get_group(mesh.ndim - 1))
     return list(torch.linalg.vector_norm(torch.stack(found), norm_type, dim=0).unbind())
+
+
+def _writes(name: str, kwargs: dict[str, Any]) -> bool:
+    """Whether a call writes to what it is given: `mul_`, `__setitem__`, `__imul__`, `out=`."""
+    in_place = name.endswith("_") and not name.endswith("__")
+    return in_place or "out" in kwargs or name == "__setitem__" or name.startswith("__i")
 
 
 def _is_elementwise(name: str) -> bool:

@@ -274,6 +274,15 @@ def written_in_step(m: Hooked) -> Tensor:
     return m.weight.detach().norm()
 
 
+def written_through_optimizer(m: Hooked) -> None:
+    """What the optimizer holds are shards in a step, too; the module goes on with what was written."""
+    first, *others = m.trainer.optimizers[0].param_groups[0]["params"]
+    for parameter in others:
+        parameter.data.clamp_(-0.3, 0.3)
+    first.data[3] = 0.1
+    first.data[2].mul_(0.5)
+
+
 def penalized(m: Hooked) -> float:
     m.extra = sum((p - a).pow(2).sum() for p, a in zip(m.net.parameters(), m.anchor, strict=True))  # type: ignore[assignment]
     return 0.0
@@ -287,9 +296,11 @@ MODULES: dict[str, Callable[[], Hooked]] = {
         validation_start={"in": swapped_in, "norm": READS["norms"]}, validation_end={"out": swapped_out}
     ),
     "in steps": lambda: Hooked(step={"written": written_in_step}),
+    "through the optimizer": lambda: Hooked(step={"written": written_through_optimizer}),
 }
 WHOLE_STEP: dict[str, Callable[[], Hooked]] = {
     "in steps": MODULES["in steps"],
+    "through the optimizer": MODULES["through the optimizer"],
     "penalized": lambda: Hooked(step={"penalty": penalized}),
 }
 
