@@ -87,11 +87,11 @@ class WholeCalls:
                 return self._assign(func, *args)
             if name == "__reduce_ex__":
                 raise ConfigError(PICKLED)
-            with self._shards.written() if _writes(name, kwargs) else nullcontext():
+            with self._shards.written() if self._shards.in_step and _writes(name, kwargs) else nullcontext():
                 return self._computed(func, name, args, kwargs)
 
     def _computed(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        given: list[Any] = [t for t in of_torch.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        given = _tensors([*args, *kwargs.values()])
         if _is_elementwise(name) and _cut_alike(given, are_lists=name.startswith(_OF_LISTS)):
             return func(*args, **kwargs)
         if self._shards.in_step and torch.is_grad_enabled() and any(_trained(tensor) for tensor in given):
@@ -258,6 +258,12 @@ def _writes(name: str, kwargs: dict[str, Any]) -> bool:
 def _is_elementwise(name: str) -> bool:
     of_lists = name.startswith(_OF_LISTS) and not name.endswith(("_norm", "_max"))
     return of_lists or name.strip("_") in _ELEMENTWISE
+
+
+def _tensors(values: list[Any]) -> list[Any]:
+    if any(isinstance(value, (list, tuple, dict)) for value in values):  # torch's trees take longer
+        values = of_torch.tree_leaves(values)
+    return [value for value in values if isinstance(value, Tensor)]
 
 
 def _cut_alike(tensors: list[Any], are_lists: bool = False) -> bool:
