@@ -20,8 +20,7 @@ from .balance.ranks import RankBalance
 from .batch.structure import BatchDims
 from .core.errors import ConfigError
 from .core.options import Advice, Count, Positive, checked
-from .core.patching import replaced
-from .core.types import StaysOnRoot
+from .core.patching import Replacement, replaced
 from .data.loaders import BatchSizeIs
 from .ddp import DDPStrategy
 from .distributed.scripts.launcher import StartMethod
@@ -125,6 +124,7 @@ class FSDPStrategy(DDPStrategy):
         self._deferred: DeferredTensors | None = None
         self._reduces = True
         self._had_none: set[int] = set()
+        self._toggles: list[Replacement] = []
 
     @property
     def shards(self) -> ShardedModule:
@@ -164,13 +164,20 @@ class FSDPStrategy(DDPStrategy):
             self._shard(copy)
         if fits:
             self._shards.keep_root(not module.automatic_optimization)
-            for name in _TOGGLES if not module.automatic_optimization else ():
-                vars(module)[name] = _Toggle(module, name, self._shards)
+            if not module.automatic_optimization:
+                names = ("toggle_optimizer", "untoggle_optimizer")
+                self._toggles = [Replacement(module, name, self._toggle) for name in names]
             self.setup_optimizers(trainer)
             verify_optimizers(self.optimizers)
         self.setup_precision_plugin()
         self._calls = WholeCalls(self._shards, self.agreement.note)
         self._shards.note_writes(self.agreement.note)
+
+    def _toggle(self, own: Callable[..., None], optimizer: Optimizer | LightningOptimizer) -> None:
+        """Freeze or unfreeze parameters in a step: what is gathered follows its shards."""
+        own(optimizer)
+        if self.shards.in_step:
+            self.shards.follow_flags()
 
     def _shard(self, module: nn.Module) -> ShardedModule:
         """Cut a module over the ranks, unless an earlier run of this process has done so."""
@@ -323,8 +330,8 @@ class FSDPStrategy(DDPStrategy):
         if shards is None:
             super().teardown()
             return
-        for name in _TOGGLES:
-            vars(shards.module).pop(name, None)
+        while self._toggles:
+            self._toggles.pop().remove()
         if self._failed:
             shards.recover()  # it may have failed within a step
         # shards belong to their devices: `test` after `fit` goes on with them
@@ -400,23 +407,3 @@ def _tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
 
 def _shapes(module: nn.Module) -> dict[str, torch.Size]:
     return {name: parameter.shape for name, parameter in module.named_parameters()}
-
-
-class _Toggle(StaysOnRoot):
-    """Takes the place of a module's `toggle_optimizer` or `untoggle_optimizer`: what is gathered follows its shards."""
-
-    def __init__(self, module: pl.LightningModule, name: str, shards: ShardedModule) -> None:
-        self._module, self._name, self._shards = module, name, shards
-        self._own = getattr(module, name)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Copied with its module, it becomes the copy's own method."""
-        return getattr, (self._module, self._name)
-
-    def __call__(self, optimizer: Optimizer | LightningOptimizer) -> None:
-        self._own(optimizer)
-        if self._shards.in_step:
-            self._shards.follow_flags()
-
-
-_TOGGLES = ("toggle_optimizer", "untoggle_optimizer")

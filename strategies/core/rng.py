@@ -42,22 +42,15 @@ def generator_state(device: torch.device) -> torch.Tensor:
     return get_rng_state() if device.type == "cpu" else _module(device).get_rng_state(device)
 
 
-def _set_generator_state(device: torch.device, state: torch.Tensor) -> None:
-    if device.type == "cpu":
-        torch.set_rng_state(state)
-    else:
-        _module(device).set_rng_state(state, device)
-
-
 @contextmanager
 def swapped_generator(device: torch.device, state: torch.Tensor) -> Generator[None]:
     """Draw from another state of a device's generator inside the block."""
     own = generator_state(device)
-    _set_generator_state(device, state)
+    _set_generator(device, state)
     try:
         yield
     finally:
-        _set_generator_state(device, own)
+        _set_generator(device, own)
 
 
 def seed_rank(rank: int) -> None:
@@ -101,7 +94,7 @@ def restore(state: dict[str, Any], devices: Sequence[torch.device] = ()) -> None
     torch.set_rng_state(state["torch"])
     accelerators = [device for device in devices if device.type != "cpu"]
     for device, device_state in zip(accelerators, state["devices"], strict=False):
-        _set_generator_state(device, device_state)
+        _set_generator(device, device_state)
 
 
 @contextmanager
@@ -160,6 +153,10 @@ def _seed_each(devices: Sequence[torch.device], seed: int, first: int) -> None:
         if i >= first and device.type != "cpu":
             with _module(device).device(device):
                 _module(device).manual_seed((seed + i) % 2**63)
+
+
+def _set_generator(device: torch.device, state: torch.Tensor) -> None:
+    torch.set_rng_state(state) if device.type == "cpu" else _module(device).set_rng_state(state, device)
 
 
 def _module(device: torch.device) -> Any:

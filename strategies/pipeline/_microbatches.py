@@ -29,6 +29,10 @@ RunAs: TypeAlias = Callable[[int, Callable[[], Any]], Any]
 """Calls a function for a micro-batch, given by its number."""
 
 
+_Around: TypeAlias = Callable[[Phase], AbstractContextManager[Any]]
+"""The context of what a micro-batch does in a direction."""
+
+
 def _run_plainly(_: int, call: Callable[[], Any]) -> Any:
     return call()
 
@@ -86,9 +90,12 @@ class MicroBatches:
             return self._in_order.run(self._pieces(names, [partial(run_as, *item) for item in enumerate(calls)]))
         if gradients.last is not None:
             gradients.last.may_begin &= self._knows_backward()
+        in_order = self._must_run_in_order()
+        around, waits = self._watched(len(calls)) if in_order else self._in_turns(len(calls), gradients.crossed)
+        given = enumerate(zip(calls, around, strict=True))
+        microbatches = [_MicroBatch(i, call, gradients, run_as, context) for i, (call, context) in given]
         try:
-            run = self._run_in_order if self._must_run_in_order() else self._run_in_turns
-            outputs = run(names, calls, gradients, run_as)
+            outputs = self._run(self._in_order if in_order else self._threads, names, microbatches, waits)
             gradients.reduce()
         finally:
             gradients.collect()
@@ -108,16 +115,8 @@ class MicroBatches:
         executor.run(self._pieces(names, [one.backward for one in microbatches])[::-1])
         return outputs
 
-    def _run_in_turns(
-        self, names: Sequence[str], calls: Sequence[Callable[[], Any]], gradients: EarlyGradients, run_as: RunAs
-    ) -> list[Any]:
-        microbatches = [
-            _MicroBatch(ticket.microbatch, call, gradients, run_as, partial(self._layout.ticketed, ticket))
-            for ticket, call in zip(self._tickets(len(calls), gradients.crossed), calls, strict=True)
-        ]
-        return self._run(self._threads, names, microbatches, self._layout.options.schedule == "gpipe")
-
-    def _tickets(self, num: int, crossed: Callable[[], None]) -> list[Ticket]:
+    def _in_turns(self, num: int, crossed: Callable[[], None]) -> tuple[Sequence[_Around], bool]:
+        """The contexts of micro-batches that overlap, and whether all are forward before the first goes backward."""
         name, stages = self._layout.options.schedule, self._layout.num_stages
         if self.overlap == "launch":
             orders = [launch_order(name, num, stages)]
@@ -125,7 +124,8 @@ class MicroBatches:
             orders = [stage_order(name, num, stages, stage) for stage in range(stages)]
         turns = Turns(orders)
         waits = [not is_accelerator(device) for device in self._layout.devices]
-        return [Ticket(number, turns, waits, crossed) for number in range(num)]
+        tickets = [Ticket(number, turns, waits, crossed) for number in range(num)]
+        return [partial(self._layout.ticketed, ticket) for ticket in tickets], name == "gpipe"
 
     def _must_run_in_order(self) -> bool:
         if self.overlap is None or self.times is not None:
@@ -138,19 +138,15 @@ class MicroBatches:
         state = self._kept_state
         return self.times is None and (state is None or not (state.must_watch() or state.nests_backward))
 
-    def _run_in_order(
-        self, names: Sequence[str], calls: Sequence[Callable[[], Any]], gradients: EarlyGradients, run_as: RunAs
-    ) -> list[Any]:
+    def _watched(self, num: int) -> tuple[Sequence[_Around], bool]:
+        """The same of micro-batches that run one after the other."""
         state = self._kept_state
         watched = state if state is not None and state.must_watch() else None
         all_launch = all(is_accelerator(device) for device in self._layout.devices)
         # accelerators are at work on several micro-batches if all are launched before the first goes backward
         waits = self._layout.options.schedule == "gpipe" or (all_launch and watched is None)
-        microbatches = [
-            _MicroBatch(i, call, gradients, run_as, partial(self._seen, watched if i == 0 else None))
-            for i, call in enumerate(calls)
-        ]
-        return self._run(self._in_order, names, microbatches, waits and self.times is None)
+        around = [partial(self._seen, watched if i == 0 else None) for i in range(num)]
+        return around, waits and self.times is None
 
     @contextmanager
     def _seen(self, watched: KeptState | None, phase: Phase) -> Generator[None]:
@@ -192,7 +188,7 @@ class _MicroBatch:
     call: Callable[[], Any]
     gradients: EarlyGradients
     run_as: RunAs
-    around: Callable[[Phase], AbstractContextManager[Any]]
+    around: _Around
     _loss: tuple[Tensor, Tensor | None] | None = None
 
     def forward_and_backward(self) -> Any:

@@ -1,7 +1,6 @@
 """Schedule micro-batches on stages. Pure functions: no module, no device, no clock."""
 
 from collections import deque
-from collections.abc import Iterator
 from typing import Literal, NamedTuple, TypeAlias
 
 ScheduleName: TypeAlias = Literal["1f1b", "gpipe"]
@@ -27,6 +26,14 @@ def stage_order(name: ScheduleName, num_microbatches: int, num_stages: int, stag
 
     `gpipe`: all forward, then all backward, the last one first. Every stage keeps the activations of all micro-batches.
 
+    With 4 micro-batches on 2 stages, where each task runs as soon as what it needs is done:
+
+    ```
+    1f1b      0   1   2   3   4   5   6   7   8   9     gpipe     0   1   2   3   4   5   6   7   8   9
+    stage 0   F0  F1  .   B0  F2  B1  F3  B2  .   B3    stage 0   F0  F1  F2  F3  .   .   B3  B2  B1  B0
+    stage 1   .   F0  B0  F1  B1  F2  B2  F3  B3  .     stage 1   .   F0  F1  F2  F3  B3  B2  B1  B0  .
+    ```
+
     Args:
         num_microbatches: number of micro-batches, m.
         num_stages: number of stages, k.
@@ -44,30 +51,6 @@ def stage_order(name: ScheduleName, num_microbatches: int, num_stages: int, stag
     return order
 
 
-def schedule(name: ScheduleName, num_microbatches: int, num_stages: int) -> Iterator[list[Task]]:
-    """Yield, tick by tick, the tasks that run in parallel: each stage's next one as soon as what it needs is done.
-
-    With 4 micro-batches on 2 stages:
-
-    ```
-    1f1b      0   1   2   3   4   5   6   7   8   9     gpipe     0   1   2   3   4   5   6   7   8   9
-    stage 0   F0  F1  .   B0  F2  B1  F3  B2  .   B3    stage 0   F0  F1  F2  F3  .   .   B3  B2  B1  B0
-    stage 1   .   F0  B0  F1  B1  F2  B2  F3  B3  .     stage 1   .   F0  F1  F2  F3  B3  B2  B1  B0  .
-    ```
-
-    Yields:
-        The tasks of one tick, ordered by stage; 2·(m + k − 1) ticks in all.
-    """
-    orders = [deque(stage_order(name, num_microbatches, num_stages, stage)) for stage in range(num_stages)]
-    done: set[Task] = set()
-    while any(orders):
-        tick = [order[0] for order in orders if order and needs(order[0], num_stages) <= done]
-        for task in tick:
-            orders[task.stage].popleft()
-        done.update(tick)
-        yield tick
-
-
 def launch_order(name: ScheduleName, num_microbatches: int, num_stages: int) -> list[Task]:
     """Put the tasks of all stages in one order, for a single thread that queues the work of devices.
 
@@ -78,16 +61,10 @@ def launch_order(name: ScheduleName, num_microbatches: int, num_stages: int) -> 
     launched: list[Task] = []
     done: set[Task] = set()
     while any(orders):
-        ready = [order for order in orders if order[0].phase == "F" and needs(order[0], num_stages) <= done]
+        heads = [order for order in orders if order[0].phase == "F"]
+        ready = [order for order in heads if not order[0].stage or order[0]._replace(stage=order[0].stage - 1) in done]
         launched += [order.popleft() for order in ready]
         done.update(launched)
         if all(order[0].phase == "B" and order[0].microbatch == orders[0][0].microbatch for order in orders):
             launched.append([order.popleft() for order in orders][-1])
     return launched
-
-
-def needs(task: Task, num_stages: int) -> set[Task]:
-    """The tasks that must be done before a task, other than those of its own stage."""
-    if task.phase == "F":
-        return {task._replace(stage=task.stage - 1)} if task.stage > 0 else set()
-    return {task._replace(stage=task.stage + 1)} if task.stage < num_stages - 1 else {task._replace(phase="F")}

@@ -1,20 +1,35 @@
 """The schedules, against tables drawn by hand."""
 
+from collections import deque
+from collections.abc import Iterator
 from itertools import product
 
 import pytest
 
-from evener.strategies.pipeline._schedule import (
-    ScheduleName,
-    Task,
-    launch_order,
-    needs,
-    schedule,
-    stage_order,
-)
+from evener.strategies.pipeline._schedule import ScheduleName, Task, launch_order, stage_order
+from evener.strategies.pipeline.in_flight import most_in_flight
 
 BOTH: tuple[ScheduleName, ...] = ("1f1b", "gpipe")
 SIZES = list(product(range(1, 7), range(1, 5)))
+
+
+def schedule(name: ScheduleName, num_microbatches: int, num_stages: int) -> Iterator[list[Task]]:
+    """Yield, tick by tick, the tasks that run in parallel: each stage's next one as soon as what it needs is done."""
+    orders = [deque(stage_order(name, num_microbatches, num_stages, stage)) for stage in range(num_stages)]
+    done: set[Task] = set()
+    while any(orders):
+        tick = [order[0] for order in orders if order and needs(order[0], num_stages) <= done]
+        for task in tick:
+            orders[task.stage].popleft()
+        done.update(tick)
+        yield tick
+
+
+def needs(task: Task, num_stages: int) -> set[Task]:
+    """The tasks that must be done before a task, other than those of its own stage."""
+    if task.phase == "F":
+        return {task._replace(stage=task.stage - 1)} if task.stage > 0 else set()
+    return {task._replace(stage=task.stage + 1)} if task.stage < num_stages - 1 else {task._replace(phase="F")}
 
 
 def drawn(name: ScheduleName, num_microbatches: int, num_stages: int) -> list[str]:
@@ -101,21 +116,13 @@ def test_a_task_runs_after_what_it_needs_and_no_stage_does_two(
         assert all(tick_of[other] < tick for other in needs(task, num_stages))
 
 
-def in_flight(tasks: list[Task]) -> int:
-    """The largest number of micro-batches between their forward and their backward."""
-    counts = [sum(1 if task.phase == "F" else -1 for task in tasks[: i + 1]) for i in range(len(tasks))]
-    return max(counts)
-
-
 @pytest.mark.parametrize(("num_microbatches", "num_stages"), SIZES)
 def test_stages_keep_as_many_micro_batches_as_there_are_stages_to_the_last(
     num_microbatches: int, num_stages: int
 ) -> None:
-    for stage in range(num_stages):
-        assert in_flight(stage_order("1f1b", num_microbatches, num_stages, stage)) == min(
-            num_microbatches, num_stages - stage
-        )
-        assert in_flight(stage_order("gpipe", num_microbatches, num_stages, stage)) == num_microbatches
+    to_the_last = [min(num_microbatches, num_stages - stage) for stage in range(num_stages)]
+    assert most_in_flight("1f1b", num_microbatches, num_stages) == to_the_last
+    assert most_in_flight("gpipe", num_microbatches, num_stages) == [num_microbatches] * num_stages
 
 
 def launched(name: ScheduleName, num_microbatches: int, num_stages: int) -> str:
