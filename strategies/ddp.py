@@ -307,13 +307,17 @@ class DDPStrategy(MultiProcessStrategy):
         trains, metrics = stage is RunningStage.TRAINING, self.metrics
         combined: Any = of_lightning.combined_loader(trainer.fit_loop if trains else self._evaluation_loop)
         shares.begin_batch(combined, dataloader_idx, trains)
-        share = shares.current
         assert metrics is not None
-        metrics.steps.begin_batch(is_part=share is None or share.num < share.total, counts=shares.counts)
+        metrics.steps.begin_batch(shares.is_part, shares.counts)
+        if not trains and not shares.counts:  # the rank only joins in what the steps of others need
+            return
+        metrics.has_evaluated = not trains
+        if not metrics.sync.follows:
+            return
         num_trained: Any = trainer.fit_loop.epoch_loop.batch_progress.total.ready
         if trains:
             metrics.begin_training_batch(num_trained + 1)  # Lightning counts it after this
-        elif shares.counts:  # else the rank only joins in what the steps of others need
+        else:
             places = positions(combined.flattened[dataloader_idx])
             metrics.begin_evaluated_batch(num_trained, dataloader_idx, places, self.world_size)
 

@@ -30,7 +30,7 @@ from ..core.types import Unit
 from ._sampler_order import Agree, in_one_order
 
 
-@dataclass
+@dataclass(frozen=True)
 class Share:
     """This rank's part of one global batch.
 
@@ -210,19 +210,22 @@ class RankBatches(Sampler[Any]):
     @override
     def __iter__(self) -> Iterator[Unit]:
         self.passes.latest = now = Pass()
-        num_before = 0
-        units = in_one_order(self.units, self.rank, self.agree)
+        rank, nums, share = self.rank, list[int](), Share(0, 0)
+        start = before = total = 0
+        units = in_one_order(self.units, rank, self.agree)
         for step, parts in enumerate(self.cut.parts(units, self.num_ranks)):
-            nums = [len(part) if type(part) is list else num_samples(part) for part in parts]
-            mine, num, total = parts[self.rank], nums[self.rank], sum(nums)
-            first, num_before = num_before + sum(nums[: self.rank]), num_before + total
-            if not num and not self.joins:
+            sizes = [len(part) if type(part) is list else num_samples(part) for part in parts]
+            if sizes != nums:  # as only a few batches are cut in another way than the one before
+                nums, before, total = sizes, sum(sizes[:rank]), sum(sizes)
+                share = Share(sizes[rank], total, not all(sizes))
+            first, start = start + before, start + total
+            if not share.num and not self.joins:
                 continue
-            now.shares.append(Share(num, total, not all(nums)))
-            if num:
-                now.positions.append(step * self.num_ranks + self.rank)
+            now.shares.append(share)
+            if share.num:
+                now.positions.append(step * self.num_ranks + rank)
             now.first_samples.append(first)
-            yield mine if num else _stand_in(parts)
+            yield parts[rank] if share.num else _stand_in(parts)
 
     def __len__(self) -> int:
         """Number of steps, the same on every rank."""

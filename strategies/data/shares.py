@@ -38,6 +38,8 @@ class RankShares:
         self._strategy = strategy
         self.counts = True
         """Whether this rank has samples of the batch."""
+        self.is_part = True
+        """Whether other ranks may have samples of the batch, too."""
         self.weight = 1.0
         """What turns a mean over ranks into a mean over samples, when each rank's value is multiplied by it."""
         self.scale: Tensor | float = 1.0
@@ -75,21 +77,33 @@ class RankShares:
         sources = self._sources
         if combined is not None and len(sources) > 1 and of_lightning.mode(combined) == "sequential":
             sources = sources[dataloader_idx : dataloader_idx + 1]
-        reader = None if combined is None else of_lightning.iterator(combined)
-        passes = [source.passes.read_by(reader) for source in sources if source is not None]
-        if not all(one.shares for one in passes) and of_lightning.mode(combined) != "max_size":
-            raise ConfigError(
-                f"{self._strategy}: it isn't known which part of a global batch this batch is, because something else "
-                "has read the loader in the same epoch (a callback with next(iter(trainer.train_dataloader)), or "
-                "another call of batch_to_device). Read a loader of its own there."
-            )
-        shares = [one.shares.popleft() for one in passes if one.shares]  # of "max_size" one may be exhausted
-        self.current = share = shares[0] if shares else None
-        self.counts = share is None or share.num > 0
-        self.weight = 1.0 if share is None else self._num_ranks * share.num / share.total
+        shares = [share for source in sources if source is not None and (share := self._next(source, combined))]
+        share = shares[0] if shares else None
+        if share is not self.current:
+            self._become(share)
         self._parts = {share.num / share.total for share in shares} if len(sources) > 1 else set()
         if trains:
             self.scale, self._late = self.weight, 1.0
+
+    def _next(self, source: Source, combined: CombinedLoader | None) -> Share | None:
+        """Take this rank's share of a loader's next batch; None if the loader, read beside longer ones, has ended."""
+        shares = source.passes.read_by(of_lightning.iterator(combined)).shares
+        if shares:
+            return shares.popleft()
+        if of_lightning.mode(combined) == "max_size":
+            return None
+        raise ConfigError(
+            f"{self._strategy}: it isn't known which part of a global batch this batch is, because something else "
+            "has read the loader in the same epoch (a callback with next(iter(trainer.train_dataloader)), or "
+            "another call of batch_to_device). Read a loader of its own there."
+        )
+
+    def _become(self, share: Share | None) -> None:
+        """Compute what follows from another share than that of the last batch."""
+        self.current = share
+        self.counts = share is None or share.num > 0
+        self.is_part = share is None or share.num < share.total
+        self.weight = 1.0 if share is None else self._num_ranks * share.num / share.total
 
     def weigh(self, own: Tensor | float, total: Tensor, losses: Sequence[Tensor]) -> None:
         """Weight the loss by what the module returned as its `loss_weight`, in place of its samples.

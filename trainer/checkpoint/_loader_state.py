@@ -155,13 +155,13 @@ class ResumableLoader(DataLoader[Any]):
         return _Indices(self, super()._index_sampler)
 
     def _count(self, batches: Iterator[Any]) -> Iterator[Any]:
-        fetch = next_of(batches)
+        fetch, state = next_of(batches), vars(self)  # torch's __setattr__ is a Python function
         while True:
             try:
                 batch = fetch()
             except StopIteration:
                 return
-            self._position += 1
+            state["_position"] += 1
             yield batch
 
     def _replay(self, start: Any) -> Iterator[Any]:

@@ -28,10 +28,16 @@ class Slot:
         options: the other arguments of `self.log`.
         needs_logger: whether Lightning warns on every call if the trainer has no logger.
         shared: whether a step's value is reduced over the ranks, in place.
+        tracked: whether the values of a batch are read again at its end.
     """
 
     def __init__(
-        self, metric: ResultMetric, options: tuple[Any, ...], needs_logger: bool, shared: bool = False
+        self,
+        metric: ResultMetric,
+        options: tuple[Any, ...],
+        needs_logger: bool,
+        shared: bool = False,
+        tracked: bool = True,
     ) -> None:
         meta = metric.meta
         self.metric = metric
@@ -45,11 +51,12 @@ class Slot:
         self.step_only = meta.on_step and not meta.on_epoch
         self.is_mean, self.is_sum = meta.is_mean_reduction, meta.is_sum_reduction
         self.reduce: Callable[[Tensor, Tensor], Tensor] = _ON_DEVICE.get(meta.reduce_fx, meta.reduce_fx)
+        self.copies = meta.on_step or tracked or not (self.is_mean or self.is_sum)  # the value, before it is added
         self.counts_samples = self.is_tensor and meta.on_epoch and self.is_mean
         value: Any = metric.value
         self.device = value.device
         self.last: Tensor | None = None
-        """The copy of the last value; None if it was a number or a metric."""
+        """The last value, copied if the slot `copies`; None if it was a number or a metric."""
         self._samples = 0
         self._number: float | None = None
         self._dtype = torch.float32
@@ -68,8 +75,9 @@ class Slot:
         if type(value) is Tensor:
             if value.dtype not in _KEPT or value.device != self.device or not self.is_tensor:
                 return False
-            # a copy, since the value may be modified in place later
-            copy = value.detach().clone() if value.requires_grad else value.clone()
+            copy = value.detach() if value.requires_grad else value
+            if self.copies:  # since the value may be modified in place later
+                copy = copy.clone()
             if copy.dim():
                 if copy.numel() != 1:
                     return False

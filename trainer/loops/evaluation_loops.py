@@ -1,17 +1,29 @@
 """Extend Lightning's loops of validation, test and prediction as `loops.py` does its training loops."""
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
+import torch
 from typing_extensions import override
 
 from ...strategies.core.private import of_lightning
 from ...strategies.core.private.of_lightning import EvaluationLoop, PredictionLoop
 from ...strategies.core.types import Batch
+from ...strategies.registry import ranks_of
 from ..checkpoint.clean_points import SeparateEvaluation
 from ..logging.connector import LeanResults
 from ._eval_step import StepPlan, evaluate, predict, step_plan
+
+
+def _inference(loop: EvaluationLoop | PredictionLoop) -> AbstractContextManager[Any]:
+    """Inference mode, as on one device, where Lightning only turns gradients off because the ranks use gloo.
+
+    torch's gloo takes inference tensors since 2.13. Steps that are exchanges themselves, as FSDP's, stay as they are.
+    """
+    ranks = ranks_of(loop.trainer.strategy)
+    return torch.inference_mode() if loop.inference_mode and ranks and not ranks.evaluates_in_step else nullcontext()
 
 
 def _run_rest(loop: Any, plan: StepPlan, step: Callable[[Batch, int], None]) -> None:
@@ -39,6 +51,11 @@ class LeanEvaluationLoop(SeparateEvaluation):
         self._results = LeanResults(self.trainer, training=False)
         self._plan: StepPlan | None = None
         self._loader = self._to_store = 0  # which gave the last batch, and whose outputs are to be stored next
+
+    @override
+    def run(self) -> list[Any]:
+        with _inference(self):
+            return super().run()
 
     @override
     def reset(self) -> None:
@@ -102,6 +119,11 @@ class LeanPredictionLoop(PredictionLoop):
     """Prediction."""
 
     _plan: StepPlan | None = None
+
+    @override
+    def run(self) -> Any:
+        with _inference(self):
+            return super().run()
 
     @override
     def reset(self) -> None:

@@ -131,8 +131,8 @@ class LeanLog(ModuleLog):
             if metric is not None and self.trainer.lean:
                 shared = metric.is_tensor and metric.meta.on_step and metric.meta.sync.should
                 if results.training or not shared:
-                    is_shared = id(metric) in results.shared
-                    results.slots[fx, name, index] = Slot(metric, options, bool(given["logger"]), is_shared)
+                    is_shared, tracked = id(metric) in results.shared, results.tracked is not None
+                    results.slots[fx, name, index] = Slot(metric, options, bool(given["logger"]), is_shared, tracked)
 
     def _batch_size(self, results: LeanResults, given: int | None) -> int:
         size = results.batch_size if given is None else given

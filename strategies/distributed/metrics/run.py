@@ -24,18 +24,16 @@ class RunMetrics:
         self.sync, self.steps = MetricSync(), MetricSteps(whole)
         self.sync.start()
         self.steps.start()
+        self.has_evaluated = False
+        """Whether this pass is an evaluation that has run a step."""
         self._num_passes = 0
         self._num_evaluated: Counter[int] = Counter()
-
-    @property
-    def has_evaluated(self) -> bool:
-        """Whether this pass is an evaluation that has run a step."""
-        return bool(self._num_evaluated)
 
     def begin_pass(self, module: nn.Module) -> None:
         """Prepare for the batches of another pass over loaders."""
         self._num_passes += 1
         self._num_evaluated.clear()
+        self.has_evaluated = False
         self.sync.watch(module)
 
     def begin_training_batch(self, number: int) -> None:

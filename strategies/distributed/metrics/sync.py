@@ -66,6 +66,11 @@ class MetricSync:
         known = {id(metric) for metric in self._metrics}
         self._marks = {key: marks for key, marks in self._marks.items() if key in known}
 
+    @property
+    def follows(self) -> bool:
+        """Whether the module has metrics whose states grow, so that it must be told of each batch."""
+        return bool(self._metrics)
+
     def begin_batch(self, place: Place) -> None:
         """Record that what metrics receive next belongs to a batch."""
         for metric in self._metrics:
