@@ -254,3 +254,52 @@ def test_gradients_may_be_edited_while_they_accumulate() -> None:
         for (weights, logged), (expected_weights, expected_logged) in zip(found, expected, strict=True):
             torch.testing.assert_close(weights, expected_weights, rtol=0, atol=1e-10)
             assert rank or logged == expected_logged
+
+
+class Modes(Net):
+    """Notes in which mode it evaluates, exchanges its outputs within a step, and keeps them in a metric."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[bool, bool, list[float]]] = []
+        self.mean = MeanMetric()
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.mean.update(self.predict_step(batch, batch_idx))
+        self.log("mean", self.mean)
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        outputs = self.net(batch[0])
+        own = outputs.sum()
+        torch.distributed.all_reduce(own)  # in place
+        gathered: Any = self.all_gather(outputs)
+        sums = [float(own), float(gathered.sum())]
+        self.found.append((torch.is_inference_mode_enabled(), torch.is_grad_enabled(), sums))
+        return outputs
+
+
+def _evaluate_in_modes() -> list[Any]:
+    found: list[Any] = []
+    for inference_mode in (True, False):
+        module = Modes()
+        options: Any = {"inference_mode": inference_mode, "num_sanity_val_steps": 0}
+        trainer = quiet_trainer(DDPStrategy(timeout_s=60), 2, **options)
+        loader = DataLoader(Numbered(8), 4)
+        trainer.test(module, loader, verbose=False)
+        trainer.predict(module, loader)
+        trainer.fit(module, loader, loader)  # after which nothing of the evaluation is left
+        found.append(module.found)
+    return found
+
+
+def test_ranks_evaluate_in_inference_mode_as_one_device_does() -> None:
+    """Cause: Lightning only turns gradients off under gloo, whose collectives have taken inference tensors since torch
+    2.13; each step cost a tenth more than on one device."""
+    inputs = torch.stack([x for x, _, _ in Numbered(8)])
+    total = Net().net(inputs).sum().item()
+    for found in run_ranks(_evaluate_in_modes, 2):
+        for inference_mode, steps in zip((True, False), found, strict=True):
+            assert len(steps) == 2  # a rank has one batch of each pass
+            for in_inference, with_gradients, sums in steps:
+                assert (in_inference, with_gradients) == (inference_mode, False)
+                assert sums == pytest.approx([total, total])

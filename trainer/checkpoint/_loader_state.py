@@ -172,24 +172,25 @@ class ResumableLoader(DataLoader[Any]):
                 next(batches)
         return batches
 
-    def begin(self, base: Any) -> Iterator[tuple[int, Any]]:
-        """Start the sampler, skip the batches already taken, and number the others' first samples."""
+    def begin(self, base: Any) -> Iterator[Any]:
+        """Start the sampler, skip the batches already taken, and for workers number the others' first samples."""
         if isinstance(self.dataset, IterableDataset):
-            return enumerate(base)
+            return enumerate(base) if self.num_workers else iter(base)
         ordered = base if isinstance(base, RankBatches) else in_one_order(base, 0, lambda value: value)
+        numbered = partial(_numbered, base) if self.num_workers else iter
         if self._resumed is None or self._resumed["start"] is None:  # The order was not drawn yet.
             self._resumed = None
             self._start = self._capture()
-            return _numbered(base, iter(ordered))
+            return numbered(iter(ordered))
         with rng.isolated():
             self._return_to_start()
-            numbered = _numbered(base, iter(ordered))
+            units = numbered(iter(ordered))
             # Take one more, so that a sampler which draws its order at the first index has done so.
-            head = list(islice(numbered, self._position, self._position + 1))
+            head = list(islice(units, self._position, self._position + 1))
             if isinstance(base, RankBatches):
                 for _ in range(self._position):
                     base.passes.latest.shares.popleft()
-        return chain(head, numbered)
+        return chain(head, units)
 
     def _return_to_start(self) -> None:
         assert self._resumed is not None
@@ -240,8 +241,6 @@ class ResumableLoader(DataLoader[Any]):
 
     def seeded(self, indices: Any, position: int, first_sample: int) -> Any:
         """Attach to a batch's indices the seeds with which a worker must load it."""
-        if not self.num_workers:
-            return indices
         if isinstance(self.dataset, IterableDataset):
             return _Seeded((self._seed, self.rank, position), indices)
         return _Seeded((self._seed, first_sample), indices, each=type(indices) is list)
@@ -259,6 +258,9 @@ class _Indices:
 
     def __iter__(self) -> Iterator[Any]:
         loader = self._loader
+        if not loader.num_workers:
+            yield from loader.begin(self._base)
+            return
         first = 0 if isinstance(loader.dataset, IterableDataset) else loader._position
         for position, (first_sample, indices) in enumerate(loader.begin(self._base), first):
             yield loader.seeded(indices, position, first_sample)
