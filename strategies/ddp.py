@@ -28,7 +28,7 @@ from .core.module_log import lightning_modules, module_log, restore_logs
 from .core.optimizer_states import load_states, state_to_parameters
 from .core.options import Count, checked
 from .core.private import of_lightning, of_torch
-from .core.rng import seed_devices, seed_rank
+from .core.rng import seed_rank
 from .core.types import Batch
 from .data.loaders import BatchSizeIs, LoaderRole, RankLoaders, positions
 from .data.predictions import merge_predictions
@@ -281,8 +281,7 @@ class DDPStrategy(MultiProcessStrategy):
         self.layout.weights_changed()
         self.loaders.tell(of_lightning.combined_loader(self.trainer.fit_loop))
         if not self.trainer.fit_loop.restarting:  # a resumed run restores its saved streams
-            seed_rank(self.global_rank)
-            seed_devices(self.process_devices)
+            seed_rank(self.global_rank, self.process_devices)
 
     @property
     def meeting_device(self) -> torch.device:

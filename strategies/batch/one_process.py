@@ -15,7 +15,7 @@ from ..core.errors import ConfigError
 from ..core.loop_contract import StepContract, run_backward
 from ..core.module_log import restore_logs
 from ..core.optimizer_states import load_states, state_to_parameters
-from ..core.rng import seed_devices
+from ..core.rng import seed_rank
 from ..core.types import Batch, Device
 from .layout import Layout, drop_layout, evaluate_in_layout, evaluation_step
 from .run_structures import RunStructures
@@ -150,7 +150,7 @@ class OneProcessStrategy(pl_strategies.SingleDeviceStrategy):
         self.layout.verify_loaders()
         self.layout.weights_changed()
         if not self.lightning_module.trainer.fit_loop.restarting:  # a resumed run restores its saved streams
-            seed_devices(self.process_devices)
+            seed_rank(0, self.process_devices)
 
     @override
     def on_validation_start(self) -> None:

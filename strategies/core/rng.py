@@ -53,17 +53,21 @@ def swapped_generator(device: torch.device, state: torch.Tensor) -> Generator[No
         _set_generator(device, own)
 
 
-def seed_rank(rank: int) -> None:
-    """Derive a rank's own random streams from the common seed; rank 0 keeps the common ones.
+def seed_rank(rank: int, devices: Sequence[torch.device] = ()) -> None:
+    """Derive a rank's own random streams from the common seed; rank 0, and its first device, keep the common ones.
 
     Call it after the data are set up, because ranks must agree there (on a random split, for example).
+    `torch.manual_seed` seeds all devices alike, so that replicas would draw the same dropout masks.
+
+    Args:
+        devices: the rank's, the root device first; they may repeat. Each accelerator has a stream of its own.
     """
-    if rank == 0:
-        return
-    seeds = np.random.SeedSequence([torch.initial_seed() % 2**63, rank]).generate_state(6)
-    torch.manual_seed(int(seeds[0]) << 32 | int(seeds[1]))
-    random.seed(int(seeds[2]) << 32 | int(seeds[3]))
-    np.random.seed(seeds[4:])
+    if rank:
+        seeds = np.random.SeedSequence([torch.initial_seed() % 2**63, rank]).generate_state(6)
+        torch.default_generator.manual_seed(int(seeds[0]) << 32 | int(seeds[1]))
+        random.seed(int(seeds[2]) << 32 | int(seeds[3]))
+        np.random.seed(seeds[4:])
+    _seed_each(devices, torch.initial_seed(), first=0 if rank else 1)
 
 
 def capture(devices: Sequence[torch.device] = ()) -> dict[str, Any]:
@@ -135,17 +139,6 @@ def seed_sample(seed: int, place: int) -> None:
     random.seed(int.from_bytes(digest[:8], "little"))
     np.random.seed(int.from_bytes(digest[8:12], "little"))
     torch.default_generator.manual_seed(int.from_bytes(digest[12:], "little") >> 1)
-
-
-def seed_devices(devices: Sequence[torch.device]) -> None:
-    """Give the generators of a process's accelerators streams of their own; the first device keeps the common one.
-
-    `torch.manual_seed` seeds all of them alike, so that replicas would draw the same dropout masks.
-
-    Args:
-        devices: the process's devices, the root device first; they may repeat.
-    """
-    _seed_each(devices, torch.initial_seed(), first=1)
 
 
 def _seed_each(devices: Sequence[torch.device], seed: int, first: int) -> None:

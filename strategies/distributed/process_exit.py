@@ -11,12 +11,16 @@ import threading
 import time
 from collections.abc import Generator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from lightning_fabric.utilities import registry
+from torchmetrics import MeanMetric
 
+from ..core.patching import replaced
 from ..core.private import of_torch
 from ._store_watch import RANK_FAILED
 from .store import leave_store
@@ -130,13 +134,18 @@ def forking() -> Generator[None]:
     """Fork processes inside the block that share the memory of this one, and don't wait for its threads.
 
     A garbage collection writes to every object, so that each process would copy all memory that it shares with this
-    one: what exists now is kept out of collections, in forked processes for good.
+    one: what exists now is kept out of collections, in forked processes for good. What each would look up in the files
+    of installed packages, torchmetrics their versions and Lightning's trainer callbacks to add, is looked up here.
     """
     release_openmp()
+    MeanMetric()
+    entry_points = cache(registry.entry_points)
+    entry_points(group="pytorch_lightning.callbacks_factory")
     others = gc.get_freeze_count()  # kept out by whoever called: nothing but all can be given back
     gc.freeze()
     try:
-        yield
+        with replaced(registry, "entry_points", entry_points):
+            yield
     finally:
         if not others:
             gc.unfreeze()

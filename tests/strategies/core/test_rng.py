@@ -52,9 +52,18 @@ def test_devices_other_than_the_first_have_streams_of_their_own(
 ) -> None:
     torch.manual_seed(7)
     before = torch.get_rng_state()
-    rng.seed_devices(devices(*names))
+    rng.seed_rank(0, devices(*names))
     assert cuda.seeds == expected
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_ranks_devices_have_streams_that_no_other_rank_has(cuda: FakeModule) -> None:
+    with rng.isolated():
+        torch.manual_seed(7)
+        rng.seed_rank(1, devices("cuda:0", "cuda:1"))
+        own = torch.initial_seed()
+        assert own != 7
+        assert cuda.seeds == {"cuda:0": own % 2**63, "cuda:1": (own + 1) % 2**63}
 
 
 def test_seeding_all_gives_every_device_another_stream(cuda: FakeModule) -> None:
