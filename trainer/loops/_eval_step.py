@@ -15,7 +15,6 @@ from ...strategies.core.private.of_lightning import (
 )
 from ...strategies.core.types import Batch
 from ...strategies.registry import contract_of
-from ..logging.connector import LeanLoggerConnector
 from ._batch_fetch import OneLoader, batch_mover, to_cpu
 from ._hook_plan import HookPlan, may_be_lean
 
@@ -27,8 +26,11 @@ class StepPlan:
         loop: Lightning's loop, with its data set up.
     """
 
-    def __init__(self, loop: EvaluationLoop | PredictionLoop, stage: str) -> None:
-        trainer = loop.trainer
+    def __init__(self, loop: EvaluationLoop | PredictionLoop) -> None:
+        trainer, predicts = loop.trainer, isinstance(loop, PredictionLoop)
+        stage = "predict" if predicts else "test" if trainer.testing else "validation"
+        self.connector: Any = of_lightning.logger_connector(trainer)
+        self.results: Any = None if predicts else of_lightning.results(loop)
         self.step_name = f"{stage}_step"
         self.start_name, self.end_name = f"on_{stage}_batch_start", f"on_{stage}_batch_end"
         self.hooks = HookPlan(trainer, (self.start_name, self.end_name), getattr(trainer, "timed_bar", None))
@@ -74,30 +76,30 @@ class StepPlan:
         return output
 
 
-def step_plan(loop: EvaluationLoop | PredictionLoop, stage: str) -> StepPlan | None:
+def step_plan(loop: EvaluationLoop | PredictionLoop) -> StepPlan | None:
     """Plan the lean steps of a loop that was just reset; None if Lightning's own steps must run."""
     fetcher = of_lightning.data_fetcher(loop)
     assert fetcher is not None
     if not may_be_lean(loop.trainer):
         return None
     of_lightning.fetch_unprofiled(fetcher)
-    return None if isinstance(fetcher, DataLoaderIterDataFetcher) else StepPlan(loop, stage)
+    return None if isinstance(fetcher, DataLoaderIterDataFetcher) else StepPlan(loop)
 
 
-def evaluate(loop: EvaluationLoop, plan: StepPlan, batch: Batch, batch_idx: int, dataloader_idx: int) -> None:
-    """Run one step of validation or test, with Lightning's hooks and counters in Lightning's order."""
-    trainer, hooks = loop.trainer, plan.hooks
+def run_step(loop: Any, plan: StepPlan, batch: Batch, batch_idx: int, dataloader_idx: int) -> None:
+    """Run one step of validation, test or prediction, with Lightning's hooks and counters in Lightning's order."""
+    hooks, results, connector = plan.hooks, plan.results, plan.connector
     total: Any = loop.batch_progress.total
     current: Any = loop.batch_progress.current
-    connector: LeanLoggerConnector = of_lightning.logger_connector(trainer)  # type: ignore[assignment]
-    results: Any = of_lightning.results(loop)
     args = plan.begin(batch, batch_idx, dataloader_idx)
     if plan.contract.stands_in():
         plan.step(args)
         return
     total.ready += 1
     current.ready += 1
-    connector.start_batch(results, args[0], dataloader_idx if plan.names_loader else None)
+    if results is not None:
+        connector.start_batch(results, args[0], dataloader_idx if plan.names_loader else None)
+    writes = plan.writes and of_lightning.store_data_for_prediction_writer(loop)(batch_idx, dataloader_idx)
     if plan.start_name in hooks.work:
         hooks.call(plan.start_name, *args)
     total.started += 1
@@ -107,13 +109,22 @@ def evaluate(loop: EvaluationLoop, plan: StepPlan, batch: Batch, batch_idx: int,
     current.processed += 1
     if plan.end_name in hooks.work:
         hooks.call(plan.end_name, output, *args)
-    connector.finish_batch(results)
+    if results is not None:
+        connector.finish_batch(results)
     total.completed += 1
     current.completed += 1
+    if results is None:
+        _keep_predictions(loop, output, dataloader_idx, writes)
+    else:
+        _end_evaluated(loop, plan, dataloader_idx)
+
+
+def _end_evaluated(loop: EvaluationLoop, plan: StepPlan, dataloader_idx: int) -> None:
+    trainer = loop.trainer
     if not plan.sanity_checks:
         seen = of_lightning.seen_batches_per_dataloader(loop)
-        if results.logs_steps:
-            connector.update_eval_step_metrics(seen[dataloader_idx])
+        if plan.results.logs_steps:
+            plan.connector.update_eval_step_metrics(seen[dataloader_idx])
         seen[dataloader_idx] += 1
     # the trainer's own property checks the stage first, which costs several times as much
     if (
@@ -124,31 +135,9 @@ def evaluate(loop: EvaluationLoop, plan: StepPlan, batch: Batch, batch_idx: int,
         raise SIGTERMException
 
 
-def predict(loop: PredictionLoop, plan: StepPlan, batch: Batch, batch_idx: int, dataloader_idx: int) -> None:
-    """Run one step of prediction, with Lightning's hooks and counters in Lightning's order."""
-    hooks = plan.hooks
-    total: Any = loop.batch_progress.total
-    current: Any = loop.batch_progress.current
-    args = plan.begin(batch, batch_idx, dataloader_idx)
-    if plan.contract.stands_in():
-        plan.step(args)
-        return
-    total.ready += 1
-    current.ready += 1
-    writes_at_end = plan.writes and of_lightning.store_data_for_prediction_writer(loop)(batch_idx, dataloader_idx)
-    if plan.start_name in hooks.work:
-        hooks.call(plan.start_name, *args)
-    total.started += 1
-    current.started += 1
-    predictions = plan.step(args)
+def _keep_predictions(loop: PredictionLoop, predictions: Any, dataloader_idx: int, writes_at_end: bool) -> None:
     if predictions is None:
         of_lightning.warning_cache(loop).warn("predict returned None if it was on purpose, ignore this warning...")
-    total.processed += 1
-    current.processed += 1
-    if plan.end_name in hooks.work:
-        hooks.call(plan.end_name, predictions, *args)
-    total.completed += 1
-    current.completed += 1
     if loop.return_predictions or writes_at_end:
         of_lightning.predictions(loop)[dataloader_idx].append(to_cpu(predictions))
 

@@ -1,66 +1,75 @@
 """Extend Lightning's loops of validation, test and prediction as `loops.py` does its training loops."""
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
-from functools import partial
-from typing import Any
+from collections.abc import Iterator
+from contextlib import nullcontext
+from typing import Any, cast
 
 import torch
 from typing_extensions import override
 
 from ...strategies.core.private import of_lightning
-from ...strategies.core.private.of_lightning import EvaluationLoop, PredictionLoop
+from ...strategies.core.private.of_lightning import EvaluationLoop, Loop, PredictionLoop
 from ...strategies.core.types import Batch
 from ...strategies.registry import ranks_of
 from ..checkpoint.clean_points import SeparateEvaluation
 from ..logging.connector import LeanResults
-from ._eval_step import StepPlan, evaluate, predict, step_plan
+from ._eval_step import StepPlan, run_step, step_plan
 
 
-def _inference(loop: EvaluationLoop | PredictionLoop) -> AbstractContextManager[Any]:
-    """Inference mode, as on one device, where Lightning only turns gradients off because the ranks use gloo.
+class PlannedLoop(Loop):
+    """What validation, test and prediction share: the mode in which they run, and a plan of their steps."""
 
-    torch's gloo takes inference tensors since 2.13. Steps that are exchanges themselves, as FSDP's, stay as they are.
-    """
-    ranks = ranks_of(loop.trainer.strategy)
-    return torch.inference_mode() if loop.inference_mode and ranks and not ranks.evaluates_in_step else nullcontext()
+    inference_mode: bool
+    _plan: StepPlan | None = None
+
+    def run(self) -> Any:
+        """Run in inference mode where Lightning would only turn gradients off because the ranks use gloo.
+
+        torch's gloo takes inference tensors since 2.13. Steps that are exchanges themselves, as FSDP's, stay without.
+        """
+        ranks = ranks_of(self.trainer.strategy)
+        with torch.inference_mode() if self.inference_mode and ranks and not ranks.evaluates_in_step else nullcontext():
+            return cast("Any", super()).run()
+
+    def reset(self) -> None:
+        """Plan the steps of the next run."""
+        cast("Any", super()).reset()
+        self._plan = step_plan(cast("Any", self))
+
+    def run_planned(self, plan: StepPlan, batch: Batch, batch_idx: int, dataloader_idx: int) -> None:
+        """Run a step and, of a single loader, all others, without Lightning's loop around each.
+
+        Raises:
+            StopIteration: the loader has ended before it was known, as Lightning's loop expects.
+        """
+        loop, loader = cast("Any", self), plan.loader
+        stops = getattr(self, "is_within_fit", False)  # between two batches, if a signal asks for it
+        while True:
+            run_step(loop, plan, batch, batch_idx, dataloader_idx)
+            if stops:
+                loop.after_batch()
+            if loader is None or loop.restarting or loader.fetcher.done:
+                return
+            batch_idx, batch = loader.num_read, next(loader)
+            loop.batch_progress.is_last_batch = loader.fetcher.done
+
+    def teardown(self) -> None:
+        """Forget the plan, which holds the run's objects."""
+        self._plan = None
+        cast("Any", super()).teardown()
 
 
-def _run_rest(loop: Any, plan: StepPlan, step: Callable[[Batch, int], None]) -> None:
-    """Run the other batches of a single loader, with their numbers, without Lightning's loop around each.
-
-    Raises:
-        StopIteration: the loader has ended before it was known, as Lightning's loop expects.
-    """
-    loader = plan.loader
-    if loader is None or loop.restarting:
-        return
-    fetcher, progress, number = loader.fetcher, loop.batch_progress, loader.num_read
-    while not fetcher.done:
-        batch = next(loader)
-        progress.is_last_batch = fetcher.done
-        step(batch, number)
-        number += 1
-
-
-class LeanEvaluationLoop(SeparateEvaluation):
+class LeanEvaluationLoop(PlannedLoop, SeparateEvaluation):
     """Validation or test."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._results = LeanResults(self.trainer, training=False)
-        self._plan: StepPlan | None = None
         self._loader = self._to_store = 0  # which gave the last batch, and whose outputs are to be stored next
-
-    @override
-    def run(self) -> list[Any]:
-        with _inference(self):
-            return super().run()
 
     @override
     def reset(self) -> None:
         super().reset()
-        self._plan = step_plan(self, "test" if self.trainer.testing else "validation")
         self._loader = self._to_store = 0
 
     @override
@@ -71,15 +80,9 @@ class LeanEvaluationLoop(SeparateEvaluation):
         if self._plan is None:
             super()._evaluation_step(batch, batch_idx, dataloader_idx, dataloader_iter)
             self.after_batch()
-            return
-        self._evaluate(self._plan, dataloader_idx, batch, batch_idx)
-        self._has_run = not self._plan.sanity_checks
-        _run_rest(self, self._plan, partial(self._evaluate, self._plan, 0))
-
-    def _evaluate(self, plan: StepPlan, dataloader_idx: int, batch: Any, batch_idx: int) -> None:
-        evaluate(self, plan, batch, batch_idx, dataloader_idx)
-        if self.is_within_fit:
-            self.after_batch()
+        else:
+            self._has_run = not self._plan.sanity_checks
+            self.run_planned(self._plan, batch, batch_idx, dataloader_idx)
 
     @override
     def _store_dataloader_outputs(self) -> None:
@@ -109,26 +112,9 @@ class LeanEvaluationLoop(SeparateEvaluation):
                 super()._store_dataloader_outputs()
         self._to_store, results.dataloader_idx = max(self._to_store, end), current
 
-    @override
-    def teardown(self) -> None:
-        self._plan = None
-        super().teardown()
 
-
-class LeanPredictionLoop(PredictionLoop):
+class LeanPredictionLoop(PlannedLoop, PredictionLoop):
     """Prediction."""
-
-    _plan: StepPlan | None = None
-
-    @override
-    def run(self) -> Any:
-        with _inference(self):
-            return super().run()
-
-    @override
-    def reset(self) -> None:
-        super().reset()
-        self._plan = step_plan(self, "predict")
 
     @override
     def _predict_step(
@@ -137,15 +123,7 @@ class LeanPredictionLoop(PredictionLoop):
         if self._plan is None:
             super()._predict_step(batch, batch_idx, dataloader_idx, dataloader_iter)
         else:
-            predict(self, self._plan, batch, batch_idx, dataloader_idx)
-        if self._plan is not None:
-            plan = self._plan
-            _run_rest(self, plan, lambda rest, number: predict(self, plan, rest, number, 0))
-
-    @override
-    def teardown(self) -> None:
-        self._plan = None
-        super().teardown()
+            self.run_planned(self._plan, batch, batch_idx, dataloader_idx)
 
 
 # as in loops.py
