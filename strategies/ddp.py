@@ -311,7 +311,7 @@ class DDPStrategy(MultiProcessStrategy):
         if not trains and not shares.counts:  # the rank only joins in what the steps of others need
             return
         metrics.has_evaluated = not trains
-        if not metrics.sync.follows:
+        if not metrics.sync.watched:
             return
         num_trained: Any = trainer.fit_loop.epoch_loop.batch_progress.total.ready
         if trains:

@@ -293,8 +293,7 @@ def _evaluate_in_modes() -> list[Any]:
 
 
 def test_ranks_evaluate_in_inference_mode_as_one_device_does() -> None:
-    """Cause: Lightning only turns gradients off under gloo, whose collectives have taken inference tensors since torch
-    2.13; each step cost a tenth more than on one device."""
+    """Cause: Lightning only turns gradients off under gloo, though its collectives take inference tensors since 2.13."""
     inputs = torch.stack([x for x, _, _ in Numbered(8)])
     total = Net().net(inputs).sum().item()
     for found in run_ranks(_evaluate_in_modes, 2):

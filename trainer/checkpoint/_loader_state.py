@@ -14,6 +14,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cache, partial
 from itertools import chain, islice
 from multiprocessing import forkserver
@@ -173,7 +174,11 @@ class ResumableLoader(DataLoader[Any]):
         return batches
 
     def begin(self, base: Any) -> Iterator[Any]:
-        """Start the sampler, skip the batches already taken, and for workers number the others' first samples."""
+        """Start the sampler and skip the batches already taken.
+
+        Returns:
+            The other batches; for workers each with the place of its first sample, or of the batch in a stream.
+        """
         if isinstance(self.dataset, IterableDataset):
             return enumerate(base) if self.num_workers else iter(base)
         ordered = base if isinstance(base, RankBatches) else in_one_order(base, 0, lambda value: value)
@@ -239,12 +244,6 @@ class ResumableLoader(DataLoader[Any]):
     def _draw_seed(self) -> int:
         return int(torch.empty((), dtype=torch.int64).random_(generator=self.generator))
 
-    def seeded(self, indices: Any, position: int, first_sample: int) -> Any:
-        """Attach to a batch's indices the seeds with which a worker must load it."""
-        if isinstance(self.dataset, IterableDataset):
-            return _Seeded((self._seed, self.rank, position), indices)
-        return _Seeded((self._seed, first_sample), indices, each=type(indices) is list)
-
 
 class _Indices:
     """A loader's index sampler, started at the loader's position."""
@@ -257,13 +256,14 @@ class _Indices:
         return len(self._base)
 
     def __iter__(self) -> Iterator[Any]:
-        loader = self._loader
+        loader, is_stream = self._loader, isinstance(self._loader.dataset, IterableDataset)
+        units = loader.begin(self._base)
         if not loader.num_workers:
-            yield from loader.begin(self._base)
+            yield from units
             return
-        first = 0 if isinstance(loader.dataset, IterableDataset) else loader._position
-        for position, (first_sample, indices) in enumerate(loader.begin(self._base), first):
-            yield loader.seeded(indices, position, first_sample)
+        for place, indices in units:
+            entropy = (loader._seed, loader.rank, place) if is_stream else (loader._seed, place)
+            yield _Seeded(entropy, indices, not is_stream and type(indices) is list)
 
 
 def _numbered(base: Any, units: Iterator[Any]) -> Iterator[tuple[int, Any]]:
@@ -288,15 +288,13 @@ class _SeededList(list[Any]):
             yield index
 
 
+@dataclass
 class _Seeded:
     """Indices sent to a worker: unpickling them seeds the worker for the batch, or for each of its samples."""
 
-    __slots__ = ("each", "entropy", "indices")
-
-    def __init__(self, entropy: tuple[int, ...], indices: Any, each: bool = False) -> None:
-        self.entropy = entropy
-        self.indices = indices
-        self.each = each
+    entropy: tuple[int, ...]
+    indices: Any
+    each: bool
 
     def __reduce__(self) -> Any:
         return _arrive, (self.entropy, self.indices, self.each)

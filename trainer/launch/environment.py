@@ -34,16 +34,14 @@ class WorkerError(RuntimeError):
 @contextmanager
 def environment(variables: Mapping[str, str]) -> Generator[None]:
     """Set environment variables inside the block."""
-    before = {name: os.environ.get(name) for name in variables}
+    before = {name: os.environ[name] for name in variables if name in os.environ}
     os.environ.update(variables)
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        for name in variables:
+            os.environ.pop(name, None)
+        os.environ.update(before)
 
 
 def importable() -> str:

@@ -32,12 +32,7 @@ class Slot:
     """
 
     def __init__(
-        self,
-        metric: ResultMetric,
-        options: tuple[Any, ...],
-        needs_logger: bool,
-        shared: bool = False,
-        tracked: bool = True,
+        self, metric: ResultMetric, options: tuple[Any, ...], needs_logger: bool, shared: bool, tracked: bool
     ) -> None:
         meta = metric.meta
         self.metric = metric

@@ -48,11 +48,6 @@ class OneLoader:
             and of_lightning.iterables(combined) is of_lightning.flattened(combined)[0]
         )
 
-    @property
-    def num_read(self) -> int:
-        """Number of batches read so far."""
-        return of_lightning.idx(self.combined)
-
     def __next__(self) -> Batch:
         """Return the next batch.
 

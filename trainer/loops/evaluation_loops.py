@@ -25,7 +25,7 @@ class PlannedLoop(Loop):
     def run(self) -> Any:
         """Run in inference mode where Lightning would only turn gradients off because the ranks use gloo.
 
-        torch's gloo takes inference tensors since 2.13. Steps that are exchanges themselves, as FSDP's, stay without.
+        torch 2.13's gloo takes inference tensors. Steps that are exchanges themselves, as FSDP's, stay without.
         """
         ranks = ranks_of(self.trainer.strategy)
         with torch.inference_mode() if self.inference_mode and ranks and not ranks.evaluates_in_step else nullcontext():
@@ -50,7 +50,7 @@ class PlannedLoop(Loop):
                 loop.after_batch()
             if loader is None or loop.restarting or loader.fetcher.done:
                 return
-            batch_idx, batch = loader.num_read, next(loader)
+            batch_idx, batch = of_lightning.idx(loader.combined), next(loader)
             loop.batch_progress.is_last_batch = loader.fetcher.done
 
     def teardown(self) -> None:

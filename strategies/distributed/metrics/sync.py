@@ -32,7 +32,8 @@ class MetricSync:
 
     def __init__(self) -> None:
         self._marks: dict[int, list[Mark]] = {}
-        self._metrics: list[Metric] = []
+        self.watched: list[Metric] = []
+        """The metrics whose states grow; without any, nothing happens at a batch."""
         self._windows: dict[int, Running] = {}
         self._replaced: list[tuple[type[Metric], Any]] = []
 
@@ -62,18 +63,13 @@ class MetricSync:
         """Record from now on in which batch the states of the module's metrics grow."""
         metrics = [metric for metric in module.modules() if isinstance(metric, Metric)]
         self._windows = {id(metric.base_metric): metric for metric in metrics if isinstance(metric, Running)}
-        self._metrics = [metric for metric in metrics if isinstance(metric, Running) or growing(metric)]
-        known = {id(metric) for metric in self._metrics}
+        self.watched = [metric for metric in metrics if isinstance(metric, Running) or growing(metric)]
+        known = {id(metric) for metric in self.watched}
         self._marks = {key: marks for key, marks in self._marks.items() if key in known}
-
-    @property
-    def follows(self) -> bool:
-        """Whether the module has metrics whose states grow, so that it must be told of each batch."""
-        return bool(self._metrics)
 
     def begin_batch(self, place: Place) -> None:
         """Record that what metrics receive next belongs to a batch."""
-        for metric in self._metrics:
+        for metric in self.watched:
             sizes = _sizes(metric)
             marks = self._marks.setdefault(id(metric), [])
             if marks and any(size < marks[-1].sizes[name] for name, size in sizes.items()):
