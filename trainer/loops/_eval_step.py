@@ -113,10 +113,13 @@ def run_step(loop: Any, plan: StepPlan, batch: Batch, batch_idx: int, dataloader
         connector.finish_batch(results)
     total.completed += 1
     current.completed += 1
-    if results is None:
-        _keep_predictions(loop, output, dataloader_idx, writes)
-    else:
+    if results is not None:
         _end_evaluated(loop, plan, dataloader_idx)
+        return
+    if output is None:
+        of_lightning.warning_cache(loop).warn("predict returned None if it was on purpose, ignore this warning...")
+    if loop.return_predictions or writes:
+        of_lightning.predictions(loop)[dataloader_idx].append(to_cpu(output))
 
 
 def _end_evaluated(loop: EvaluationLoop, plan: StepPlan, dataloader_idx: int) -> None:
@@ -133,13 +136,6 @@ def _end_evaluated(loop: EvaluationLoop, plan: StepPlan, dataloader_idx: int) ->
         and trainer.received_sigterm
     ):
         raise SIGTERMException
-
-
-def _keep_predictions(loop: PredictionLoop, predictions: Any, dataloader_idx: int, writes_at_end: bool) -> None:
-    if predictions is None:
-        of_lightning.warning_cache(loop).warn("predict returned None if it was on purpose, ignore this warning...")
-    if loop.return_predictions or writes_at_end:
-        of_lightning.predictions(loop)[dataloader_idx].append(to_cpu(predictions))
 
 
 def validation_may_be_due(loop: TrainingEpochLoop) -> bool:
