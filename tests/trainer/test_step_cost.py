@@ -305,8 +305,8 @@ def predict_by_hand(module: Counted, loader: DataLoader[Any], shared: Any) -> No
 
 test_by_hand.__test__ = False  # type: ignore[attr-defined]
 DDP_BY_HAND = {"fit": train_by_hand, "test": test_by_hand, "predict": predict_by_hand}
-DDP_BOUNDS = {"fit": 40, "test": 48, "predict": 32}
-"""Some twenty more than 20, 28 and 12 when this was written."""
+DDP_BOUNDS = {"fit": 37, "test": 44, "predict": 31}
+"""Some twenty more than 17, 24 and 11 when this was written."""
 
 
 def calls_under_ddp() -> dict[str, float]:
