@@ -315,7 +315,7 @@ def test_a_second_name_that_cannot_be_written_is_handled_as_on_error_says(
     io = VerifiedCheckpointIO(on_error="warn")
     io.save_checkpoint(STATE, tmp_path / "a.ckpt")
     monkeypatch.setattr(file_io.os, "link", fails)  # a file system without hard links ...
-    monkeypatch.setattr(file_io.shutil, "copyfileobj", fails)  # ... and without room
+    monkeypatch.setattr(file_io.shutil, "copyfile", fails)  # ... and without room
     io.link_checkpoint(tmp_path / "a.ckpt", tmp_path / "last.ckpt")
     assert "last.ckpt could not be written (No space left on device)" in caplog.text
     assert os.listdir(tmp_path) == ["a.ckpt"]
