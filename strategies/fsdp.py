@@ -33,6 +33,7 @@ from .sharding.placed import ShardIO, Writers, place_shards
 from .sharding.refusals import (
     unused_parameters,
     verify_batches,
+    verify_callbacks,
     verify_optimizers,
     verify_plain,
     verify_replicas,
@@ -156,6 +157,8 @@ class FSDPStrategy(DDPStrategy):
         assert accelerator is not None
         accelerator.setup(trainer)
         fits = trainer.state.fn == TrainerFn.FITTING
+        if fits:
+            verify_callbacks(_callbacks(trainer))
         if fits and self._layer_sync is not None:
             self.model = self._layer_sync.apply(module)
         self.precision_plugin.convert_module(module)
@@ -393,10 +396,15 @@ class FSDPStrategy(DDPStrategy):
         super().load_optimizer_state_dict({**checkpoint, "optimizer_states": states})
 
 
+def _callbacks(trainer: pl.Trainer) -> list[Any]:
+    return getattr(trainer, "callbacks")  # noqa: B009  # not annotated by Lightning
+
+
 def _copies(trainer: pl.Trainer, module: pl.LightningModule) -> list[nn.Module]:
     """The copies of the module that callbacks keep, such as those of a moving average."""
-    callbacks: list[Any] = getattr(trainer, "callbacks")  # noqa: B009  # not annotated by Lightning
-    kept = [value for callback in callbacks for value in vars(callback).values() if isinstance(value, nn.Module)]
+    kept = [
+        value for callback in _callbacks(trainer) for value in vars(callback).values() if isinstance(value, nn.Module)
+    ]
     modules = [value.module if isinstance(value, AveragedModel) else value for value in kept]
     return [copy for copy in modules if copy is not module and _shapes(copy) == _shapes(module)]
 

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+from pytorch_lightning.callbacks import ModelPruning
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import LBFGS, Adafactor, Optimizer
@@ -58,6 +59,19 @@ def refuse_sparse(name: str) -> None:
         f"fsdp: the gradient of {name} is sparse, and can't be cut over the ranks. Set sparse=False where the layer is "
         "made, or use strategy=ddp."
     )
+
+
+def verify_callbacks(callbacks: Iterable[Any]) -> None:
+    """Refuse callbacks that replace parameters in the midst of training.
+
+    Raises:
+        ConfigError: there is one.
+    """
+    if any(isinstance(callback, ModelPruning) for callback in callbacks):
+        raise ConfigError(
+            "fsdp: ModelPruning puts other parameters in the place of those that are cut over the ranks. Leave it out, "
+            "or use strategy=ddp."
+        )
 
 
 def verify_kept(replaced: Sequence[str]) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from distributed import run_ranks
-from pytorch_lightning.callbacks import EMAWeightAveraging, StochasticWeightAveraging
+from pytorch_lightning.callbacks import EMAWeightAveraging, ModelPruning, StochasticWeightAveraging
 from regression import Net, Numbered, quiet_trainer, weights, whole
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -270,8 +270,11 @@ class Sparse(Net):
 
 def _refusals(num_ranks: int) -> list[str]:
     told = []
-    for module in (Sometimes(), Penalized(), Mixed(), Searching(), Factored(), Sparse()):
-        trainer = quiet_trainer(FSDPStrategy(batch_size_is="global", timeout_s=60), num_ranks)
+    pruned = {"callbacks": [ModelPruning("l1_unstructured", amount=0.3)]}
+    modules = [Sometimes(), Penalized(), Mixed(), Searching(), Factored(), Sparse(), (Net(), pruned)]
+    for given in modules:
+        module, options = given if isinstance(given, tuple) else (given, dict[str, Any]())
+        trainer = quiet_trainer(FSDPStrategy(batch_size_is="global", timeout_s=60), num_ranks, **options)
         try:
             trainer.fit(module, DataLoader(Numbered(), 6))
         except (ConfigError, RuntimeError) as exc:
@@ -280,13 +283,14 @@ def _refusals(num_ranks: int) -> list[str]:
 
 
 def test_what_cannot_be_trained_exactly_is_refused_before_the_first_step() -> None:
-    for unused, outside, dtypes, lbfgs, adafactor, sparse in run_ranks(_refusals, 2, 2):
+    for unused, outside, dtypes, lbfgs, adafactor, sparse, pruned in run_ranks(_refusals, 2, 2):
         assert unused.startswith("0: fsdp: parameters took no part in the loss: extra.weight, extra.bias. Set ")
         assert outside.startswith("0: fsdp: a step uses a parameter of a part outside of the part's forward")
         assert dtypes.startswith("0: fsdp: the parameters of Mixed have several dtypes")
         assert lbfgs.startswith("0: fsdp: LBFGS computes with whole parameters, but each rank has a shard of each.")
         assert adafactor.startswith("0: fsdp: Adafactor computes with whole parameters")
         assert sparse.startswith("0: fsdp: the gradient of table.weight is sparse, and can't be cut over the ranks")
+        assert pruned.startswith("0: fsdp: ModelPruning puts other parameters in the place of those that are cut")
 
 
 def _uneven(num_ranks: int) -> Tensor:
