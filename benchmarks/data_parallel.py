@@ -32,9 +32,9 @@ from evener.strategies import (
     replicate,
     scatter,
 )
-from evener.strategies.batch.chunks import split
 from evener.strategies.batch.losses import chunk_losses
 from evener.strategies.batch.policies import Even
+from evener.strategies.batch.structure import BatchStructure
 from evener.strategies.replicas.runner import ReplicaRunner
 from evener.trainer import Trainer
 
@@ -95,7 +95,7 @@ def persistent_step(module: Mlp, batch: Any, devices: list[torch.device]) -> Cal
 
     def step() -> None:
         sizes = Even().sizes(len(batch[0]), len(devices))
-        chunks = split(batch, sizes)
+        chunks = BatchStructure().split(batch, sizes)
         outputs = layout.run("training_step", [((chunk,), {}) for chunk in chunks], sizes)
         optimizer.zero_grad()
         chunk_losses(outputs, sizes, "mean", "dp").combine(devices[0]).backward()

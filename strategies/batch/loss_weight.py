@@ -14,8 +14,7 @@ from torch import Tensor
 
 from ..core.errors import ConfigError
 from ..core.types import Batch
-from .chunks import num_samples
-from .structure import BatchStructure
+from .structure import BatchStructure, num_samples
 
 
 def loss_weight(output: Any, batch: Batch, structure: BatchStructure | None = None) -> Tensor | float:

@@ -65,6 +65,22 @@ def verify_batch_dims(dims: BatchDims | None, strategy: str) -> dict[str, str]:
     return {str(key): words[word] for key, word in (dims or {}).items()}
 
 
+def num_samples(batch: Batch) -> int | None:
+    """Count the samples of a batch: the rows of the first tensor found, else the length of the first plain sequence.
+
+    For what is only shown. What is cut or weighed is counted by `BatchStructure.num_samples`.
+
+    Args:
+        batch: nested tensors, each of shape (N, ...); or lists of N strings or numbers; or an object with `split` and
+            a length.
+
+    Returns:
+        N, or None where the batch holds nothing to count.
+    """
+    count = next((rows for _, rows in row_counts(batch)), None)
+    return count if count is not None else next(plain_lengths(batch), None)
+
+
 class BatchStructure:
     """What the values of the batches of one loader are, or of the results of one kind of step.
 

@@ -36,14 +36,26 @@ def sends_cpu_tensors(group: Any = None) -> bool:
     return "cpu:" in dist.get_backend_config(group)
 
 
-def gather_objects(value: Any, group: Any = None) -> list[Any]:
-    """Gather the values of all ranks on every rank, in order of rank; anything that can be pickled."""
-    return _gathered(value, group)
+def gather_objects(value: Any, group: Any = None, only_first: bool = False) -> list[Any]:
+    """Gather the values of all ranks, in order of rank; anything that can be pickled.
+
+    Args:
+        group: the process group; None for that of all ranks.
+        only_first: whether only rank 0 receives them; the list is empty on the others.
+    """
+    device = torch.device("cpu") if sends_cpu_tensors(group) else torch.accelerator.current_accelerator()
+    content = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(device)
+    own = torch.tensor([len(content)], device=device)
+    # not a sum, which would meet the gradients' where ranks disagree on what they do
+    sizes = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(sizes, own, group)
+    received = exchange_bytes(content, [int(size) for size in sizes], group, only_first)
+    return [pickle.loads(whole.cpu().numpy().data) for whole in received]
 
 
 def gather_on_first(value: Any) -> list[Any] | None:
     """Gather the values of all ranks on rank 0, in order of rank; None on the others."""
-    gathered = _gathered(value, only_first=True)
+    gathered = gather_objects(value, only_first=True)
     return gathered if dist.get_rank() == 0 else None
 
 
@@ -75,14 +87,3 @@ def exchange_bytes(content: Tensor, sizes: Sequence[int], group: Any = None, onl
             part = whole[start : start + len(piece)]
             part.copy_(piece[: len(part)])
     return received
-
-
-def _gathered(value: Any, group: Any = None, only_first: bool = False) -> list[Any]:
-    device = torch.device("cpu") if sends_cpu_tensors(group) else torch.accelerator.current_accelerator()
-    content = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(device)
-    own = torch.tensor([len(content)], device=device)
-    # not a sum, which would meet the gradients' where ranks disagree on what they do
-    sizes = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(sizes, own, group)
-    received = exchange_bytes(content, [int(size) for size in sizes], group, only_first)
-    return [pickle.loads(whole.cpu().numpy().data) for whole in received]

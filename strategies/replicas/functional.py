@@ -12,10 +12,9 @@ import torch
 from lightning_fabric.utilities import move_data_to_device
 from torch import Tensor, nn
 
-from ..batch.chunks import num_samples
 from ..batch.evidence import Inputs
 from ..batch.policies import Even
-from ..batch.structure import BatchStructure
+from ..batch.structure import BatchStructure, num_samples
 from ..core.errors import ConfigError
 from ..core.executor import Executor, Piece
 from ..core.types import Batch, Chunk, Device, Sizes

@@ -34,21 +34,6 @@ MOST_BUCKETS = 4
 """Number of buckets that are under way at one time, and so in memory beside the parameters."""
 
 
-def verify_elementwise(optimizers: Iterable[Optimizer], strategy: str) -> None:
-    """Refuse optimizers whose update of a parameter may depend on other parameters.
-
-    Raises:
-        ConfigError: one is not of torch's elementwise classes.
-    """
-    for optimizer in optimizers:
-        if type(optimizer) not in ELEMENTWISE:
-            names = ", ".join(kind.__name__ for kind in ELEMENTWISE)
-            raise ConfigError(
-                f"{strategy}: shard_optimizer=true updates each parameter on one rank alone, which is known to be "
-                f"exact for {names}; got {type(optimizer).__name__}. Choose one of these, or set shard_optimizer=false."
-            )
-
-
 def owners(parameters: Sequence[Tensor], num_ranks: int) -> list[int]:
     """Choose the rank that updates each parameter: the largest first, to the rank that has least.
 
@@ -122,7 +107,14 @@ class CutStates:
             ConfigError: the update of a parameter may depend on other parameters.
         """
         optimizers = list(optimizers)
-        verify_elementwise(optimizers, strategy)
+        for optimizer in optimizers:
+            if type(optimizer) not in ELEMENTWISE:
+                names = ", ".join(kind.__name__ for kind in ELEMENTWISE)
+                raise ConfigError(
+                    f"{strategy}: shard_optimizer=true updates each parameter on one rank alone, which is known to be "
+                    f"exact for {names}; got {type(optimizer).__name__}. Choose one of these, or set "
+                    "shard_optimizer=false."
+                )
         self._parts = {optimizer: part(optimizer) for optimizer in optimizers}
 
     def state(self, optimizer: Optimizer) -> dict[str, Any] | None:

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, cast
 import pytest
 import pytorch_lightning as pl
 import torch
+from cutting import join, split
 from lightning_fabric.utilities import move_data_to_device
 from parity import CASES, assert_equal, baseline, run
 from placement_check import FakeDevices
@@ -18,7 +19,6 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from evener.strategies import BalancedDataParallelStrategy, DataParallelStrategy, ModelParallelStrategy
-from evener.strategies.batch.chunks import join, split
 from evener.strategies.core import executor, side_streams
 from evener.strategies.pipeline import layout as pipeline_layout
 from evener.strategies.pipeline.layout import StageLayout

@@ -8,7 +8,7 @@ import torch
 from pytorch_lightning.trainer.states import TrainerFn
 from typing_extensions import override
 
-from ...strategies.batch.chunks import num_samples
+from ...strategies.batch.structure import num_samples
 from ...strategies.core.module_checks import has_nan
 from ...strategies.core.private import of_lightning
 from ...strategies.registry import process_devices, ranks_of

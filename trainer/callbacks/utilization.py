@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from ...strategies.batch.chunks import num_samples
+from ...strategies.batch.structure import num_samples
 from ...strategies.core.devices import device_model
 from ...strategies.core.private import of_lightning
 from ...strategies.registry import process_devices

@@ -8,7 +8,7 @@ from typing import Any
 import pytorch_lightning as pl
 import torch
 
-from ...strategies.batch.chunks import num_samples
+from ...strategies.batch.structure import num_samples
 from ...strategies.core.devices import is_out_of_memory
 from ...strategies.core.private import of_lightning
 

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from ...strategies import ConfigError, SingleDeviceStrategy
-from ...strategies.batch.chunks import num_samples
+from ...strategies.batch.structure import num_samples
 from ...strategies.core.private import of_torch
 from ...strategies.core.types import Batch
 from ...strategies.pipeline.options import StageOptions

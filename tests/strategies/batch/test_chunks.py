@@ -9,11 +9,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from cutting import join, split
 from torch import Tensor
 from torch.nn.utils.rnn import pack_sequence
 
 from evener.strategies import ConfigError
-from evener.strategies.batch.chunks import join, num_samples, split
+from evener.strategies.batch.structure import num_samples
 
 
 class Pair(NamedTuple):
