@@ -80,6 +80,9 @@ class DDPStrategy(MultiProcessStrategy):
     size_option: ClassVar[tuple[str, int]] = ("devices_per_process", 1)
     """Name and default of the option that is the number of devices of a process."""
 
+    evaluates_in_step: ClassVar[bool] = False
+    """Whether a rank without samples runs evaluation steps, too, because the others' need it."""
+
     balance: RankBalance | None = None
     """What divides global batches in shares that are not even."""
 
@@ -117,9 +120,6 @@ class DDPStrategy(MultiProcessStrategy):
         self._evaluation_loop: Any = None
         self.metrics: RunMetrics | None = None
         """Computes the values of metrics over all ranks; None outside a run."""
-
-    evaluates_in_step: ClassVar[bool] = False
-    """Whether a rank without samples runs evaluation steps, too, because the others' need it."""
 
     @classmethod
     def count_processes(cls, num_devices: int, **options: Any) -> int:

@@ -107,18 +107,13 @@ def steps_side_by_side(
         yield step + 1, [(name, sizes[step % len(sizes)]) for name, sizes in reads]
 
 
-def run_structures(trainer: pl.Trainer) -> RunStructures:
-    """The structures of a trainer's run: the strategy's, where it cuts batches, else of the training in hand."""
-    own = getattr(trainer.strategy, "structures", None)
-    if own is not None:
-        return own
-    combined = of_lightning.combined_loader(trainer.fit_loop)
-    return _WITHOUT_STRATEGY.setdefault(combined, RunStructures()) if combined is not None else RunStructures()
-
-
-def batch_structure(trainer: pl.Trainer, dataloader_idx: int = 0) -> BatchStructure:
-    """The structure of the batch in hand."""
-    return run_structures(trainer).of_batch(trainer, dataloader_idx)
+def batch_structure(trainer: pl.Trainer) -> BatchStructure:
+    """The structure of the batch in hand: the strategy's, where it cuts batches, else of the training in hand."""
+    known: RunStructures | None = getattr(trainer.strategy, "structures", None)
+    if known is None:
+        combined = of_lightning.combined_loader(trainer.fit_loop)
+        known = RunStructures() if combined is None else _WITHOUT_STRATEGY.setdefault(combined, RunStructures())
+    return known.of_batch(trainer)
 
 
 def dataloader_index(trainer: pl.Trainer, rest: tuple[Any, ...]) -> int:
