@@ -31,6 +31,7 @@ from .core.private import of_lightning, of_torch
 from .core.rng import seed_rank
 from .core.types import Batch
 from .data.loaders import BatchSizeIs, LoaderRole, RankLoaders, positions
+from .data.loss_check import verify_mean
 from .data.predictions import merge_predictions
 from .data.shares import RankShares
 from .distributed.base import MultiProcessStrategy
@@ -40,7 +41,7 @@ from .distributed.objects import gather_on_first
 from .distributed.options import verify_backend, verify_static
 from .distributed.sync_batchnorm import needs_two_samples, verify_whole_batch
 from .distributed.wrapper import StepReduction, forward_through, reduce_finished, verify_reduced
-from .distributed.zero_weight_step import recompute_weights, zero_weight_step
+from .distributed.zero_weight_step import recompute_weights, trial_step, zero_weight_step
 from .pipeline.layout import StageLayout
 from .pipeline.options import StageOptions
 from .pipeline.recompute import Recompute, RecomputeOption, verify_threads
@@ -64,6 +65,8 @@ class DDPStrategy(MultiProcessStrategy):
         shard_optimizer: cut the optimizers' state over the ranks (ZeRO, stage 1): each updates some of the parameters.
         recompute: parts of the module whose activations are computed once more in the backward pass: `never`,
             `always`, `except_last`, or names of submodules.
+        verify_loss: refuse a loss that is not the mean over samples, where the first batch has tensors of other numbers
+            of rows than samples (graphs). False weights it by samples nevertheless.
         **options: options of `MultiProcessStrategy` (`timeout_s`, `start_method`, ...) and of
             `torch.nn.parallel.DistributedDataParallel`: `find_unused_parameters`, `static_graph`,
             `gradient_as_bucket_view`, `bucket_cap_mb`, ...
@@ -94,6 +97,7 @@ class DDPStrategy(MultiProcessStrategy):
         batch_dims: BatchDims | None = None,
         shard_optimizer: bool = False,
         recompute: RecomputeOption = "never",
+        verify_loss: bool = True,
         **options: Any,
     ) -> None:
         if devices_per_process > 1 and self.stage_options is None and options.get("static_graph"):
@@ -108,6 +112,7 @@ class DDPStrategy(MultiProcessStrategy):
         self.batch_size_is: BatchSizeIs = batch_size_is
         self.devices_per_process = devices_per_process
         self.shard_optimizer = shard_optimizer
+        self.verify_loss = verify_loss
         self.recompute = Recompute(recompute, self.strategy_name)
         self._cut_states = CutStates()
         self._loaders: RankLoaders | None = None
@@ -344,7 +349,7 @@ class DDPStrategy(MultiProcessStrategy):
             self.shares.weigh(own, self.total_loss_weight(own), self.layout.losses)
         self._weighs_in_loop = weighs_in_loop(trainer)
         if not module_weighs:
-            self.shares.verify_parts(trainer.fit_loop, args[0])
+            self.shares.verify_parts(trainer.fit_loop, args[0], partial(self._loss_is_mean, args[1:], kwargs))
         return output
 
     @contextmanager
@@ -355,6 +360,27 @@ class DDPStrategy(MultiProcessStrategy):
             yield
         if not (self.agreement.has_ended or module.automatic_optimization):
             self.agreement.verify_weights(module)
+
+    def _loss_is_mean(self, rest: tuple[Any, ...], options: Mapping[str, Any]) -> bool:
+        """Whether the module's loss is known to be the mean over samples; it is refused if it is known not to be.
+
+        Args:
+            rest: arguments of `training_step` after the batch.
+        """
+        module, trainer = self.module, self.trainer
+        loaders = of_lightning.flattened(of_lightning.combined_loader(trainer.fit_loop))
+        if not (self.verify_loss and module.automatic_optimization and self.runs_alone("") and len(loaders) == 1):
+            return not self.verify_loss
+
+        def loss_of(batch: Batch, seed: int) -> float:
+            batch = of_lightning.on_before_batch_transfer(module)(trainer.precision_plugin.convert_input(batch), 0)
+            batch = super(DDPStrategy, self).batch_to_device(batch, self.meeting_device)
+            with trial_step(module), torch.random.fork_rng():
+                torch.manual_seed(seed)
+                output: Any = module.training_step(batch, *rest, **options)
+            return float(output["loss"] if isinstance(output, dict) else output)
+
+        return verify_mean(loss_of, loaders[0], self.strategy_name)
 
     def _own_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         """Run this rank's own step, through DDP's wrapper if that is to reduce gradients in the backward pass."""

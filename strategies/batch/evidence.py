@@ -1,11 +1,16 @@
 """What a loader shows about its batches: how it collates them, and what a batch of another size looks like."""
 
+import copy
+import random
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from pytorch_lightning.utilities.combined_loader import CombinedLoader
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from torch.utils.data.dataloader import default_collate
 from typing_extensions import override
@@ -16,6 +21,10 @@ from ._tree import Path, at, children, rebuild
 
 LOOKS = (2, 3)
 """Sizes of the batches that are made to be looked at."""
+
+
+_CANDIDATES = 8
+"""Samples among which two are looked for that differ in rows."""
 
 
 class Evidence:
@@ -140,17 +149,61 @@ def fetch(loader: Any, num: int) -> Batch:
     Raises:
         TypeError: the loader's samples can't be chosen.
     """
+    if isinstance(loader, DataLoader) and loader.batch_sampler is None and isinstance(loader.sampler, BatchSampler):
+        return loader.collate_fn(loader.dataset[_spread(loader, num)])
+    return loader.collate_fn(_samples(loader, num))
+
+
+def fetch_pair(loader: Any, seed: int) -> list[Batch]:
+    """Make a batch of each of two samples whose tensors differ most in rows, and one of both, without a trace.
+
+    Args:
+        loader: whose samples are looked at.
+        seed: of what the dataset and the collate function draw.
+
+    Raises:
+        TypeError: the loader's samples can't be chosen.
+    """
+    with torch.random.fork_rng(), swapped_random_state(random_state()), torch.no_grad():
+        torch.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed)
+        samples = _samples(loader, min(_CANDIDATES, len(loader.dataset)))
+        rows = [sum(numbers_of_rows(loader.collate_fn([copy.deepcopy(sample)]))) for sample in samples]
+        pair = [samples[rows.index(min(rows))], samples[rows.index(max(rows))]]
+        return [loader.collate_fn(copy.deepcopy(some)) for some in (pair[:1], pair[1:], pair)]
+
+
+def _samples(loader: Any, num: int) -> list[Any]:
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         raise TypeError(f"a loader of type {type(loader).__name__} yields what it likes")
-    dataset: Any = loader.dataset
-    last = len(dataset) - 1
-    indices = [round(i * last / (num - 1)) for i in range(num)]
     if loader.batch_sampler is None:
-        if not isinstance(loader.sampler, BatchSampler):
-            raise TypeError("the dataset holds ready batches")
-        return loader.collate_fn(dataset[indices])
-    many = getattr(dataset, "__getitems__", None)
-    return loader.collate_fn([dataset[i] for i in indices] if many is None else many(indices))
+        raise TypeError("the dataset holds ready batches")
+    dataset: Any = loader.dataset
+    many, indices = getattr(dataset, "__getitems__", None), _spread(loader, num)
+    return [dataset[i] for i in indices] if many is None else many(indices)
+
+
+def _spread(loader: Any, num: int) -> list[int]:
+    """Indices of samples from all over a loader's dataset."""
+    last = len(loader.dataset) - 1
+    return [round(i * last / (num - 1)) for i in range(num)]
+
+
+def numbers_of_rows(value: Any) -> list[int]:
+    """The rows of all tensors in a batch, those that objects such as graphs hold included."""
+    if isinstance(value, Tensor):
+        return list(value.shape[:1])
+    inside: Any = ()
+    if isinstance(value, PackedSequence):  # its rows are steps of time
+        return []
+    if isinstance(value, (list, tuple)):
+        inside = value
+    elif isinstance(value, Mapping):
+        inside = value.values()
+    elif is_dataclass(value) or hasattr(value, "to"):
+        inside = getattr(value, "__dict__", {}).values()
+    return [rows for part in inside for rows in numbers_of_rows(part)]
 
 
 def _leaves(value: Any, path: Path) -> Iterator[tuple[Path, Any]]:

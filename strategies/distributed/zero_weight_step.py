@@ -46,6 +46,23 @@ def zero_weight_step(module: pl.LightningModule, silent: bool = False) -> Genera
             vars(metric).update(state)
 
 
+@contextmanager
+def trial_step(module: pl.LightningModule) -> Generator[None]:
+    """Run a step in evaluation mode only to see its result: it leaves no trace, also in attributes of the module."""
+    parts = [(part, part.training, dict(vars(part))) for part in module.modules()]
+    try:
+        with zero_weight_step(module, silent=True):
+            for part, _, _ in parts:
+                part.training = False
+            yield
+    finally:
+        for part, training, attributes in parts:
+            if not isinstance(part, Metric):  # restored already
+                vars(part).clear()
+                vars(part).update(attributes)
+            part.training = training
+
+
 def recompute_weights(module: nn.Module) -> None:
     """Compute the weights that torch's hooks set before each forward, on a rank that has run none.
 

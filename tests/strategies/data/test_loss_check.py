@@ -1,0 +1,121 @@
+"""A loss that is no mean over samples is refused by what two samples show; what shows nothing is not."""
+
+import math
+import random
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import pytorch_lightning as pl
+import torch
+from distributed import run_ranks
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from evener.strategies import ConfigError, DDPStrategy
+from evener.strategies.data.loss_check import verify_mean
+from evener.trainer import Trainer
+
+SIZES = (2, 3, 2, 4)
+MOLECULES = [(torch.arange(1.0, size + 1), i) for i, size in enumerate(SIZES)]
+
+
+def collated(molecules: list[Any]) -> dict[str, Tensor]:
+    """Atoms in a row, and which molecule each belongs to."""
+    owner = torch.cat([torch.full((len(atoms),), i) for i, (atoms, _) in enumerate(molecules)])
+    labels = torch.tensor([label for _, label in molecules])
+    return {"labels": labels, "atoms": torch.cat([atoms for atoms, _ in molecules]), "owner": owner}
+
+
+LOADER = DataLoader[Any](MOLECULES, 2, collate_fn=collated)  # type: ignore[arg-type]
+
+
+def by_molecule(batch: dict[str, Tensor]) -> Tensor:
+    sums = torch.zeros(len(batch["labels"])).index_add(0, batch["owner"], batch["atoms"])
+    return (sums / batch["owner"].bincount()).mean()
+
+
+def by_atom(batch: dict[str, Tensor]) -> Tensor:
+    return batch["atoms"].mean()
+
+
+def summed(batch: dict[str, Tensor]) -> Tensor:
+    return batch["atoms"].sum()
+
+
+def loss(function: Callable[[Any], Tensor]) -> Callable[[Any, int], float]:
+    return lambda batch, _: float(function(batch))
+
+
+def test_a_mean_over_samples_is_known_to_be_one() -> None:
+    assert verify_mean(loss(by_molecule), LOADER, "ddp")
+
+
+# atoms 1, 2 and 1, 2, 3, 4: means 1.5 and 2.5, of all six 13/6; sums 3, 10 and 13
+@pytest.mark.parametrize(("function", "told"), [(by_atom, "1.5 and 2.5 .* 2.167"), (summed, "3 and 10 .* 13")])
+def test_a_mean_over_atoms_and_a_sum_are_refused(function: Callable[[Any], Tensor], told: str) -> None:
+    with pytest.raises(ConfigError, match=f"ddp: the loss is not the mean over samples.* {told} for both together"):
+        verify_mean(loss(function), LOADER, "ddp")
+
+
+def fails(batch: Any) -> Tensor:
+    raise RuntimeError("only in training mode")
+
+
+@pytest.mark.parametrize("function", [fails, lambda _: torch.tensor(1.0), lambda _: torch.tensor(math.nan)])
+def test_what_fails_or_is_the_same_for_both_shows_nothing(function: Callable[[Any], Tensor]) -> None:
+    assert not verify_mean(loss(function), LOADER, "ddp")
+
+
+def test_a_loss_that_draws_random_numbers_shows_nothing() -> None:
+    assert not verify_mean(lambda batch, seed: float(by_atom(batch)) + seed, LOADER, "ddp")
+    noisy = DataLoader[Any](MOLECULES, 2, collate_fn=lambda some: {"atoms": torch.rand(len(some)) * random.random()})  # type: ignore[arg-type]
+    assert not verify_mean(loss(by_atom), noisy, "ddp")
+
+
+def test_samples_that_cannot_be_chosen_show_nothing() -> None:
+    assert not verify_mean(loss(by_atom), iter([1]), "ddp")
+
+
+class Atoms(pl.LightningModule):
+    def __init__(self, function: Callable[[Any], Tensor]) -> None:
+        super().__init__()
+        self.layer, self.function = nn.Linear(1, 1, bias=False), function
+        self.steps, self.seen = 0, list[int]()
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        self.steps += 1
+        self.seen.append(len(batch["labels"]))
+        value = self.function({**batch, "atoms": self.layer(batch["atoms"].reshape(-1, 1)).reshape(-1)})
+        self.log("value", value.detach(), batch_size=len(batch["labels"]))
+        return value
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def trained(function: Callable[[Any], Tensor], **options: Any) -> Any:
+    torch.manual_seed(0)
+    module = Atoms(function)
+    trainer = Trainer(
+        strategy=DDPStrategy(batch_size_is="global", timeout_s=60, **options), devices=2, accelerator="cpu",
+        max_epochs=1, logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    try:
+        trainer.fit(module, LOADER)
+    except ConfigError as exc:
+        return trainer.global_step, str(exc)
+    return trainer.global_step, module.steps, module.seen, module.training
+
+
+def _all_trained() -> list[Any]:
+    warnings.simplefilter("ignore")
+    return [trained(by_molecule), trained(by_atom), trained(by_atom, verify_loss=False)]
+
+
+def test_ranks_refuse_it_before_the_first_step_and_leave_no_trace_of_the_trial() -> None:
+    for by_molecules, refused, not_verified in run_ranks(_all_trained, 2, timeout_s=120):
+        assert by_molecules == not_verified == (2, 2, [1, 1], True)
+        assert refused[0] == 0
+        assert "strategy.verify_loss=false" in refused[1]
