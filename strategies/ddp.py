@@ -464,6 +464,7 @@ class DDPStrategy(MultiProcessStrategy):
 
     @override
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
+        self.layout.verify_optimizer_step()
         if self.agrees_on_loss(optimizer):
             closure = partial(self._agreed_loss, closure)
         result = super().optimizer_step(optimizer, closure, *args, **kwargs)

@@ -48,6 +48,9 @@ class Layout(Protocol):
     def verify(self, trainer: pl.Trainer) -> None:
         """Refuse, before anything is placed, a module or options that can't be honoured."""
 
+    def verify_optimizer_step(self) -> None:
+        """Refuse an optimizer step that a training step makes itself, where a part of the batch would make it."""
+
     def creating(self) -> AbstractContextManager[Any]:
         """Create a module inside the block, on a device that has room for it."""
         return nullcontext()

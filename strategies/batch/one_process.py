@@ -136,6 +136,7 @@ class OneProcessStrategy(pl_strategies.SingleDeviceStrategy):
 
     @override
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
+        self.layout.verify_optimizer_step()
         result = super().optimizer_step(optimizer, closure, *args, **kwargs)
         self.finish_step()
         return result

@@ -71,6 +71,7 @@ class ReplicaLayout(Layout):
         self._has_batchnorm = False
         self._told: set[str] = set()
         self._open_batch: Batch = None
+        self._runs = False
         self._module: pl.LightningModule | None = None
         self._forward: ParallelForward | None = None
         self._runner: ReplicaRunner | None = None
@@ -111,10 +112,18 @@ class ReplicaLayout(Layout):
         if trainer.state.fn != TrainerFn.FITTING:
             return
         if not module.automatic_optimization:
-            raise ConfigError(
-                f"{options.strategy}: manual optimization would step the optimizer once per replica. Use "
-                f"{options.instead}, or strategy=single_device, or set automatic_optimization=True."
-            )
+            raise ConfigError(self._manual("set automatic_optimization=True"))
+
+    @override
+    def verify_optimizer_step(self) -> None:
+        if self._runs:
+            raise ConfigError(self._manual("return the loss from training_step, and let the trainer step"))
+
+    def _manual(self, otherwise: str) -> str:
+        return (
+            f"{self.options.strategy}: manual optimization would step the optimizer once per replica. Use "
+            f"{self.options.instead}, or strategy=single_device, or {otherwise}."
+        )
 
     @override
     def creating(self) -> AbstractContextManager[Any]:
@@ -201,7 +210,11 @@ class ReplicaLayout(Layout):
         if end_of_step(self._module) is not None:
             sizes = self.structures.of_results("training_step").unequal(sizes)
         chunks = structure.split(batch, sizes)
-        outputs = self.runner.run("training_step", [((chunk, *rest), {}) for chunk in chunks], sizes)
+        self._runs = True
+        try:
+            outputs = self.runner.run("training_step", [((chunk, *rest), {}) for chunk in chunks], sizes)
+        finally:
+            self._runs = False
         return self._combined(outputs, sizes)
 
     def _combined(self, outputs: list[Any], sizes: list[int]) -> Any:

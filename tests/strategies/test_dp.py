@@ -707,3 +707,37 @@ def test_loss_reduction_says_nothing_of_predictions() -> None:
         trainer = make_trainer(case, strategy, devices=devices)
         found.append(torch.stack(trainer.predict(Predicts().double(), case.loader())))  # type: ignore[arg-type]
     torch.testing.assert_close(found[0], found[1], rtol=0, atol=1e-10)
+
+
+class OwnSteps(pl.LightningModule):
+    """Steps its optimizer itself, with automatic optimization on, and returns None: the trainer skips the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 1)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.layer(batch).square().mean().backward()
+        optimizer: Any = self.optimizers()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def test_a_training_step_that_steps_its_optimizer_is_refused() -> None:
+    # Each replica kept its own gradients, and the root stepped with the first chunk's (ProtoMAML of a tutorial).
+    module = OwnSteps()
+    before = module.layer.weight.detach().clone()
+    trainer = Trainer(
+        strategy=DataParallelStrategy(),
+        devices=2,
+        accelerator="cpu",
+        logger=False,
+        max_epochs=1,
+        enable_checkpointing=False,
+    )
+    with pytest.raises(ConfigError, match=r"would step the optimizer once per replica.* return the loss from training"):
+        trainer.fit(module, torch.utils.data.DataLoader(torch.ones(4, 3), 4))  # type: ignore[arg-type]
+    assert torch.equal(module.layer.weight, before)

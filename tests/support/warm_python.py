@@ -25,6 +25,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from multiprocessing import forkserver, process, resource_tracker
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from types import ModuleType
 from typing import IO, Any, NoReturn
@@ -61,7 +62,8 @@ class Process:
             [str(file) for file in self._files], new_session,
         )  # fmt: skip
         context = multiprocessing.get_context("forkserver") if without_lightning else fork_server.context()
-        self._process = context.Process(target=_main, args=arguments)
+        kind = _Process if without_lightning else context.Process
+        self._process = kind(target=_main, args=arguments)
         with fork_server.without_lightning() if without_lightning else nullcontext():
             self._process.start()
         self.args = list(words)
@@ -123,6 +125,10 @@ def run(*words: str | Path, timeout: float = 300, **options: Any) -> "subprocess
     finally:
         program.kill()
     return subprocess.CompletedProcess(program.args, program.wait(60), output, errors)
+
+
+class _Process(ForkServerProcess):
+    """A process that does not import evener first, as those of multiprocessing's own class do."""
 
 
 def _main(words: list[str], cwd: str, env: dict[str, str], files: list[str | None], new_session: bool) -> NoReturn:
