@@ -54,6 +54,9 @@ CANNOT_RUN = {
     "pytest -m slow tests/trainer/checkpoint/test_resume.py": "runs tests, as this does",
     "pytest -m slow tests/trainer/test_third_party.py": "runs tests, as this does",
     "python tests/libraries/libraries.py chemprop": "needs chemprop",
+    "PYTHONPATH=. python -m pytest -p evener.trainer -p no:xdist --timeout 150 tests_pytorch/loops": (
+        "needs Lightning's own tests"
+    ),
     "python tests/libraries/libraries.py terratorch": "needs terratorch",
     "python tests/zoo/table.py docs/zoo.md": "needs the packages of the extra third_party",
     "pip install --no-deps torchvision==0.28.0 && tests/zoo/torchvision_on_cpu.sh": "needs a network",
