@@ -118,9 +118,9 @@ class Numbered(pl.LightningModule):
         self.gate = Path(gate) if gate else None
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        share = getattr(self.trainer.strategy, "share", None)
+        shares = getattr(self.trainer.strategy, "shares", None)
         x, ids = batch
-        own = ids.tolist() if share is None or share.num else []
+        own = ids.tolist() if shares is None or shares.counts else []
         with open(self.record, "a") as file:
             attempt = os.environ.get("MASTER_PORT", "0")  # of each attempt's own store
             file.write(f"{attempt} {os.getpid()} {self.current_epoch} {batch_idx} {json.dumps(own)}\n")

@@ -1,5 +1,6 @@
 """Where the time of a step went, from clocks that the tests set."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -70,7 +71,7 @@ def test_communication_is_what_backward_does_not_hide() -> None:
 def test_efficiency_is_the_mean_over_the_largest_time() -> None:
     class TwoRanks:
         root_device = torch.device("cpu")
-        global_rank, world_size = 0, 2
+        lightning_module = SimpleNamespace(trainer=SimpleNamespace(global_rank=0, world_size=2))
 
         def reduce(self, places: torch.Tensor, reduce_op: str) -> torch.Tensor:
             return places + torch.tensor([[0.0], [1.0]])  # what the other rank adds

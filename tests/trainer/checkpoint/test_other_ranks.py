@@ -136,8 +136,8 @@ class Recorded(pl.LightningModule):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if (self.current_epoch, batch_idx) == self.cut:
             raise KeyboardInterrupt
-        share = getattr(self.trainer.strategy, "share", None)
-        if share is None or share.num:
+        shares = getattr(self.trainer.strategy, "shares", None)
+        if shares is None or shares.counts:
             self.seen[self.current_epoch, batch_idx] = batch[1].tolist()
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
