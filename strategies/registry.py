@@ -17,6 +17,7 @@ from .dp import DataParallelStrategy
 from .fsdp import FSDPStrategy
 from .model_parallel import ModelParallelStrategy
 from .pipeline.recompute import RecomputeOption
+from .ranks.strategy import RankStrategy
 from .single_device import SingleDeviceStrategy
 
 STRATEGIES: dict[str, type[Strategy]] = {
@@ -48,22 +49,22 @@ def name_of(strategy: Strategy) -> str:
 
 def contract_of(strategy: Strategy) -> StepContract:
     """What the strategy does beside Lightning's part; one that is not of this project adds nothing."""
-    return strategy if isinstance(strategy, (OneProcessStrategy, DDPStrategy)) else NothingToDo()
+    return strategy.contract if isinstance(strategy, (OneProcessStrategy, RankStrategy)) else NothingToDo()
 
 
-def ranks_of(strategy: Strategy) -> DDPStrategy | None:
+def ranks_of(strategy: Strategy) -> RankStrategy | None:
     """The strategy as one whose ranks share batches, exchange values and stop together; None for any other."""
-    return strategy if isinstance(strategy, DDPStrategy) else None
+    return strategy if isinstance(strategy, RankStrategy) else None
 
 
 def layout_of(strategy: Strategy) -> Layout | None:
     """How the strategy uses the devices of this process; None if that is not known."""
-    return strategy.layout if isinstance(strategy, (OneProcessStrategy, DDPStrategy)) else None
+    return strategy.layout if isinstance(strategy, (OneProcessStrategy, RankStrategy)) else None
 
 
 def process_devices(strategy: Strategy) -> list[torch.device]:
     """The devices of this process, the root device first."""
-    if isinstance(strategy, (OneProcessStrategy, DDPStrategy)):
+    if isinstance(strategy, (OneProcessStrategy, RankStrategy)):
         return strategy.process_devices
     return [strategy.root_device]
 
@@ -80,17 +81,17 @@ def num_processes(strategy: type[Strategy], num_devices: int, options: dict[str,
     Raises:
         ConfigError: the devices don't divide into processes.
     """
-    if issubclass(strategy, DDPStrategy):
+    if issubclass(strategy, RankStrategy):
         return strategy.count_processes(num_devices, **options)
     return num_devices if issubclass(strategy, ParallelStrategy) else None
 
 
 def recompute_of(strategy: Strategy) -> RecomputeOption:
     """The parts of the module whose activations the strategy recomputes."""
-    known = (SingleDeviceStrategy, DataParallelStrategy, ModelParallelStrategy, DDPStrategy)
+    known = (SingleDeviceStrategy, DataParallelStrategy, ModelParallelStrategy, RankStrategy)
     return strategy.recompute.option if isinstance(strategy, known) else "never"
 
 
 def stop_signal_of(strategy: Strategy) -> int | None:
     """The signal by which all ranks have agreed to stop, if any."""
-    return strategy.stop_signal if isinstance(strategy, DDPStrategy) else None
+    return strategy.group.stop_signal if isinstance(strategy, RankStrategy) else None

@@ -116,7 +116,7 @@ def _reexported(room: Path) -> set[str]:
 
 
 def _entries(folder: Path) -> list[Path]:
-    return [path for path in folder.iterdir() if path.name != "__pycache__"]
+    return [path for path in folder.iterdir() if path.name not in ("__pycache__", "py.typed")]
 
 
 def _imports(path: Path) -> Iterator[tuple[int, str]]:

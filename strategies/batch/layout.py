@@ -106,7 +106,7 @@ def evaluation_step(stage: str) -> Any:
     step, context = f"{'validation' if stage == 'val' else stage}_step", f"{stage}_step_context"
 
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return self._evaluate(step, getattr(self.precision_plugin, context), *args, **kwargs)
+        return self.contract.evaluate(step, getattr(self.precision_plugin, context), *args, **kwargs)
 
     return run
 

@@ -106,6 +106,11 @@ class OneProcessStrategy(pl_strategies.SingleDeviceStrategy):
         load_states(self.optimizers, checkpoint)
 
     @property
+    def contract(self) -> StepContract:
+        """What the strategy does in a step beside Lightning's part."""
+        return self
+
+    @property
     def meeting_device(self) -> torch.device:
         """The device that batches are moved to."""
         return self.layout.meeting_device
@@ -119,14 +124,14 @@ class OneProcessStrategy(pl_strategies.SingleDeviceStrategy):
         with self.precision_plugin.train_step_context():
             return self.layout.step("training_step", *args, **kwargs)
 
-    _evaluate = evaluate_in_layout
+    evaluate = evaluate_in_layout
     validation_step, test_step = evaluation_step("val"), evaluation_step("test")
     predict_step = evaluation_step("predict")
 
     backward = run_backward
     # the batch and its loss are the global ones, and there are no other ranks
     begin_batch, scale_loss = StepContract.begin_batch, StepContract.scale_loss
-    agrees_on_loss, runs_alone = StepContract.agrees_on_loss, StepContract.runs_alone
+    changes_update, runs_alone = StepContract.changes_update, StepContract.runs_alone
     accumulating, stands_in = StepContract.accumulating, StepContract.stands_in
     whole_gradients, restore_gradients = StepContract.whole_gradients, StepContract.restore_gradients
 

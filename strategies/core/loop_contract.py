@@ -56,8 +56,8 @@ class StepContract(Protocol):
     def finish_step(self) -> None:
         """Learn that the optimizer has stepped."""
 
-    def agrees_on_loss(self, optimizer: Optimizer) -> bool:
-        """Whether an optimizer gets another loss from its closure than the module's."""
+    def changes_update(self, optimizer: Optimizer) -> bool:
+        """Whether the strategy's `optimizer_step` does more than the optimizer's own, and then `finish_step`."""
         return False
 
     def whole_gradients(self, module: nn.Module) -> dict[str, Tensor]:
@@ -92,7 +92,7 @@ def run_backward(self: Any, closure_loss: Tensor, optimizer: Optimizer | None, *
     """Run the backward pass as Lightning's `Strategy.backward` does, with what the contract adds.
 
     Args:
-        self: a `Strategy` that is also a `StepContract`; this is its `backward`.
+        self: a `Strategy` with a `StepContract`; this is its `backward`.
         closure_loss: the loss, on the root device.
         optimizer: passed to the precision plugin, as are further arguments.
         *args: arguments of `Tensor.backward`.
@@ -101,12 +101,12 @@ def run_backward(self: Any, closure_loss: Tensor, optimizer: Optimizer | None, *
     Returns:
         The loss that was given backward.
     """
-    module, plugin = self.lightning_module, self.precision_plugin
-    loss = self.scale_loss(closure_loss)
+    module, plugin, contract = self.lightning_module, self.precision_plugin, self.contract
+    loss = contract.scale_loss(closure_loss)
     self.pre_backward(loss)
     loss = plugin.pre_backward(loss, module)
     plugin.backward(loss, module, optimizer, *args, **kwargs)
-    self.finish_backward()  # before `on_after_backward`, which may read the gradients
+    contract.finish_backward()  # before `on_after_backward`, which may read the gradients
     loss = plugin.post_backward(loss, module)
     self.post_backward(loss)
     return loss

@@ -49,7 +49,8 @@ class RankShares:
         self.weighed_losses: list[WeighedLoss] = []
         """The losses of the batch for which the module returned a `loss_weight`; several if a closure ran again."""
         self._parts: set[float] = set()
-        self._knows_parts = False
+        self.knows_parts = False
+        """Whether the first training batch was looked at."""
         self._rows_at: tuple[Any, ...] | None = None
         self._num_fitting = 0
         self._loaders: Sequence[Any] = ()
@@ -132,7 +133,7 @@ class RankShares:
 
     def begin_training(self) -> None:
         """Look at the training loaders again, which may be other ones."""
-        self._knows_parts = False
+        self.knows_parts = False
 
     def verify_evaluation(self, combined: Any) -> None:
         """Refuse combined loaders whose batches ranks would not read side by side."""
@@ -151,9 +152,9 @@ class RankShares:
             ConfigError: the parts differ, or the batch has other samples than its share, so that no weight of this
                 rank's loss is right.
         """
-        if not self._knows_parts:
+        if not self.knows_parts:
             verify_side_by_side(of_lightning.combined_loader(loop), self._strategy, TRAINED, loop.max_batches)
-            self._knows_parts = True
+            self.knows_parts = True
             self._tell_rows(batch, is_mean)
         if len(self._parts) > 1:
             raise ConfigError(

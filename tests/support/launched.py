@@ -118,7 +118,7 @@ class Numbered(pl.LightningModule):
         self.gate = Path(gate) if gate else None
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        shares = getattr(self.trainer.strategy, "shares", None)
+        shares = getattr(getattr(self.trainer.strategy, "contract", None), "shares", None)
         x, ids = batch
         own = ids.tolist() if shares is None or shares.counts else []
         with open(self.record, "a") as file:
@@ -133,7 +133,7 @@ class Numbered(pl.LightningModule):
 
     def is_asked_to_stop(self) -> bool:
         strategy: Any = self.trainer.strategy
-        return strategy.coordinator.stop_agreement.armed
+        return strategy.group.coordinator.stop_agreement.armed
 
     def on_train_end(self) -> None:
         state = self.layer.state_dict()

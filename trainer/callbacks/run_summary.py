@@ -61,7 +61,7 @@ class RunSummary(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         ranks = ranks_of(trainer.strategy)
-        share = None if ranks is None else ranks.shares.current
+        share = None if ranks is None else ranks.contract.shares.current
         own, total = (int(share.num), int(share.total)) if share else _counts(trainer, batch)
         self._clock.end_batch(total)
         self._own_samples += own

@@ -80,10 +80,10 @@ class SlowRank(pl.Callback):
         self._forget()
         fit = next(_FITS)
         ranks = ranks_of(trainer.strategy)
-        if ranks is None or trainer.world_size == 1 or name_of(trainer.strategy) != "ddp" or ranks.coordinator is None:
+        if ranks is None or trainer.world_size == 1 or name_of(ranks) != "ddp" or ranks.group.coordinator is None:
             return
         self._times = DDPTimes.of(trainer)
-        self._store = PrefixStore(f"speed/{fit}", ranks.coordinator.root_store)
+        self._store = PrefixStore(f"speed/{fit}", ranks.group.coordinator.root_store)
 
     @override
     def on_train_batch_end(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:

@@ -116,7 +116,7 @@ class ResumingFitLoop(FitLoop):
         ranks = ranks_of(self.trainer.strategy)
         if ranks is None:
             return received and not ended
-        return ranks.agree_to_stop_validation(received, number, num_batches, ended)
+        return ranks.group.agree_to_stop_validation(received, number, num_batches, ended)
 
     @override
     def on_advance_end(self) -> None:
@@ -134,7 +134,7 @@ class ResumingFitLoop(FitLoop):
         """Whether to stop at this step; ranks decide together, between two batches."""
         received = of_lightning.signal_connector(self.trainer).received_sigterm
         ranks = ranks_of(self.trainer.strategy)
-        return received if ranks is None else ranks.agree_to_stop(received)
+        return received if ranks is None else ranks.group.agree_to_stop(received)
 
     def end_within_epoch(self) -> None:
         """Note that steps or time are used up between two batches, before the hooks at the end of the epoch run."""

@@ -15,6 +15,7 @@ from torchmetrics import Metric
 
 from ...strategies.core.private import of_metrics
 from ...strategies.core.private.of_lightning import ResultCollection, ResultMetric, Sync
+from ...strategies.distributed.objects import gather_objects
 from ...strategies.distributed.store import RankError
 from ...strategies.registry import ranks_of
 from ...strategies.sharding.whole import map_tensors
@@ -66,7 +67,7 @@ def share(trainer: pl.Trainer, results: ResultCollection, steps: list[Step]) -> 
     callbacks act on them.
 
     Args:
-        trainer: nothing is done unless its strategy defines `gather_objects`.
+        trainer: nothing is done unless its strategy has ranks that share batches.
         steps: the values that it logged by step and that have not been exchanged.
 
     Raises:
@@ -78,7 +79,7 @@ def share(trainer: pl.Trainer, results: ResultCollection, steps: list[Step]) -> 
         return [steps]
     own = {key: metric for key, metric in results.items() if _is_shared(metric, results)}
     described = {key: describe(metric) for key, metric in own.items()}
-    gathered = ranks.gather_objects((map_tensors(described, Tensor.item), steps))
+    gathered = gather_objects((map_tensors(described, Tensor.item), steps))
     told: list[dict[str, Entry]] = [keys for keys, _ in gathered]
     _verify_keys(told)
     verify_hook_values(trainer, told)

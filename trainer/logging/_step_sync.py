@@ -11,11 +11,12 @@ import torch
 from pytorch_lightning.strategies import Strategy
 from torch import Tensor
 
-from ...strategies import DDPStrategy
 from ...strategies.core.devices import precise_dtype
 from ...strategies.core.private import of_metrics
 from ...strategies.core.private.of_lightning import ResultCollection, ResultMetric
 from ...strategies.distributed.metrics.steps import MetricSteps
+from ...strategies.distributed.objects import gather_objects
+from ...strategies.ranks.strategy import RankStrategy
 from ...strategies.registry import ranks_of
 from ._rank_log import Logged, over_ranks
 
@@ -38,15 +39,14 @@ def reduce_together(metrics: Iterable[ResultMetric], reduce: Callable[..., Tenso
             value.copy_(result)
 
 
-def fill_empty(strategy: Any, results: Any, num: float) -> None:
+def fill_empty(results: Any, num: float) -> None:
     """Show on ranks without samples what the others logged by step; all ranks call it for such a batch.
 
     Args:
-        strategy: its `gather_objects` exchanges the values.
         results: what was logged; its `tracked` has the values of this batch.
         num: samples of this rank.
     """
-    gathered: list[dict[str, tuple[float, float, str]]] = strategy.gather_objects(_own(results, num))
+    gathered: list[dict[str, tuple[float, float, str]]] = gather_objects(_own(results, num))
     if num:
         return
     for key, metric in results.items():
@@ -85,21 +85,21 @@ def _show(metric: ResultMetric, value: Tensor) -> None:
 def metric_steps_of(strategy: Strategy) -> MetricSteps | None:
     """What computes the values of metrics for one global batch; None if ranks do not share batches."""
     ranks = ranks_of(strategy)
-    return None if ranks is None or ranks.metrics is None else ranks.metrics.steps
+    return None if ranks is None or ranks.contract.metrics is None else ranks.contract.metrics.steps
 
 
-def share_step_values(ranks: DDPStrategy, tracked: Sequence[Logged]) -> None:
+def share_step_values(ranks: RankStrategy, tracked: Sequence[Logged]) -> None:
     """Replace the values that metrics have for this rank's part of the batch; all ranks must call it.
 
     Args:
-        ranks: the strategy; its `metrics` have recorded the step, and its `gather_objects` exchanges the states.
+        ranks: the strategy; its `contract.metrics` have recorded the step.
     """
     steps = metric_steps_of(ranks)
     entries = {id(logged.metric): logged.metric for logged in tracked if has_step_value(logged.metric, steps)}
     if steps is None or not entries:
         return
     asked: list[Any] = list(entries.values())
-    gathered = ranks.gather_objects([steps.states(entry.value) for entry in asked])
+    gathered = gather_objects([steps.states(entry.value) for entry in asked])
     for i, entry in enumerate(asked):
         vars(entry)[of_metrics.FORWARD_CACHE] = steps.value(entry.value, [states[i] for states in gathered])
 

@@ -21,7 +21,7 @@ from ...strategies.core.private import of_lightning, of_metrics
 from ...strategies.core.private.of_lightning import ResultMetric
 from ...strategies.core.types import Batch
 from ...strategies.data.sampling import Share
-from ...strategies.ddp import DDPStrategy
+from ...strategies.ranks.strategy import RankStrategy
 from ...strategies.registry import ranks_of
 from ._epoch_sync import is_shared_by, own_values, share
 from ._eval_step_sync import NUM_SAMPLES, EvalStepSync, combine
@@ -57,7 +57,7 @@ class LeanResults(of_lightning.ResultCollection):
         self._logs = False
 
     @cached_property
-    def ranks(self) -> DDPStrategy | None:
+    def ranks(self) -> RankStrategy | None:
         """The strategy, if there are several ranks that share batches; it is the same as long as the trainer runs."""
         return ranks_of(self.trainer.strategy) if self.trainer.world_size > 1 else None
 
@@ -209,7 +209,7 @@ class LeanLoggerConnector(of_lightning.LoggerConnector):
             results.shared.clear()  # of an interrupted step
         ranks = results.ranks
         if ranks is not None:
-            share = results.share = ranks.shares.current
+            share = results.share = ranks.contract.shares.current
             if results.training:
                 results.tracked = []
             log = vars(self.trainer.lightning_module).get("log") if share is not None and not share.num else None
@@ -226,17 +226,17 @@ class LeanLoggerConnector(of_lightning.LoggerConnector):
     def exchange(self, results: LeanResults) -> None:
         """Bring the values that this rank logged in the batch to what they are for the global batch."""
         ranks, tracked = results.ranks, results.tracked
-        if tracked and ranks is not None and ranks.shares.weighed_losses:
-            reweigh_losses(tracked, ranks.shares.weighed_losses, results.share, ranks.world_size)
+        if tracked and ranks is not None and ranks.contract.shares.weighed_losses:
+            reweigh_losses(tracked, ranks.contract.shares.weighed_losses, results.share, ranks.world_size)
         if results.shared:
-            reduce = self.trainer.strategy.reduce if ranks is None else ranks.reduce_logged
+            reduce = self.trainer.strategy.reduce if ranks is None else ranks.contract.reduce_logged
             reduce_together(results.shared.values(), reduce)  # pyright: ignore[reportArgumentType]  # of a tensor a tensor
             results.shared.clear()
         if tracked is None:
             return
         if results.share is not None and results.share.some_empty:
             results.settle()
-            fill_empty(self.trainer.strategy, results, results.share.num)
+            fill_empty(results, results.share.num)
         if tracked and results.shares_steps and ranks is not None:
             share_step_values(ranks, tracked)
         tracked.clear()

@@ -17,10 +17,11 @@ from pytorch_lightning.profilers import PassThroughProfiler
 from pytorch_lightning.strategies import Strategy
 from pytorch_lightning.trainer import call
 
-from ...strategies import DDPStrategy, SingleDeviceStrategy
+from ...strategies import SingleDeviceStrategy
 from ...strategies.batch.one_process import OneProcessStrategy
 from ...strategies.core.loop_contract import StepContract
 from ...strategies.core.private import of_lightning
+from ...strategies.ranks.strategy import RankStrategy
 from ...strategies.registry import contract_of
 from .progress_bar import TimedBar
 
@@ -40,7 +41,7 @@ DATA_MODULE = public_and_private(pl.LightningDataModule)
 STRATEGY = public_and_private(Strategy)
 PRECISION = public_and_private(FabricPrecision, Precision)
 PROFILER = public_and_private(PassThroughProfiler)
-OWN = {cls: public_and_private(cls) for cls in (SingleDeviceStrategy, OneProcessStrategy, DDPStrategy)}
+OWN = {cls: public_and_private(cls) for cls in (SingleDeviceStrategy, OneProcessStrategy, RankStrategy)}
 """The strategies whose methods the loops know; any other strategy is called as Lightning calls it."""
 
 

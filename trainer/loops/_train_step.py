@@ -58,7 +58,7 @@ class TrainStep:
         self.hooks_only = _knows_optimizer_step(plan) and not overridden(module, "optimizer_step", MODULE)
         # with no optimizer, or several, no lean step is taken
         self.optimizer: Any = PlainOptimizer(strategy.optimizers[0]) if strategy.optimizers else None
-        if self.optimizer is not None and self.contract.agrees_on_loss(self.optimizer.optimizer):
+        if self.optimizer is not None and self.contract.changes_update(self.optimizer.optimizer):
             self.hooks_only = False
         self.plain_optimizer_step = self.hooks_only and self.optimizer is not None and self.optimizer.steps_plainly
         self.bring_back = backward_of()

@@ -85,7 +85,7 @@ class Accumulation:
         """Divide the gradients of the weighted sum by the sum of weights; call it once, after the last backward."""
         ranks = ranks_of(self.trainer.strategy)
         # ranks' gradients are summed here, so that hooks see one device's
-        divisor = _not_zero(self.total if ranks is None else ranks.total_loss_weight(self.total) * ranks.world_size)
+        divisor = _not_zero(self.total if ranks is None else ranks.group.mean(self.total) * ranks.world_size)
         groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
         for parameter in self._parameters():
             gradient = parameter.grad

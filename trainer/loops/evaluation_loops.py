@@ -28,7 +28,8 @@ class PlannedLoop(Loop):
         torch 2.13's gloo takes inference tensors. Steps that are exchanges themselves, as FSDP's, stay without.
         """
         ranks = ranks_of(self.trainer.strategy)
-        with torch.inference_mode() if self.inference_mode and ranks and not ranks.evaluates_in_step else nullcontext():
+        infers = self.inference_mode and ranks is not None and not ranks.sync.evaluates_together
+        with torch.inference_mode() if infers else nullcontext():
             return cast("Any", super()).run()
 
     def reset(self) -> None:

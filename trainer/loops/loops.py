@@ -27,7 +27,7 @@ from ...strategies.core.private.of_lightning import (
     TrainingEpochLoop,
 )
 from ...strategies.core.types import Batch
-from ...strategies.distributed.base import StopAgreement
+from ...strategies.distributed.group import StopAgreement
 from ...strategies.registry import ranks_of
 from ..checkpoint.clean_points import ResumingEpochLoop, ResumingFitLoop
 from ..logging.connector import LeanLoggerConnector, LeanResults
@@ -118,7 +118,7 @@ class LeanTrainingEpochLoop(ResumingEpochLoop):
         self.accumulation.verify()
         self._forget()
         ranks = ranks_of(self.trainer.strategy)
-        together = None if ranks is None else ranks.coordinator
+        together = None if ranks is None else ranks.group.coordinator
         self._stop = None if together is None else together.stop_agreement
         if not may_be_lean(self.trainer):
             return

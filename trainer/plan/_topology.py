@@ -11,12 +11,12 @@ from ...strategies.balanced_dp import BalancedDataParallelStrategy
 from ...strategies.batch.policies import Even, Policy
 from ...strategies.core.device_names import ALLOWED, accelerator_type, num_available
 from ...strategies.core.private import of_lightning
-from ...strategies.ddp import DDPStrategy
 from ...strategies.distributed.device_blocks import num_processes
 from ...strategies.dp import DataParallelStrategy
 from ...strategies.fsdp import FSDPStrategy
 from ...strategies.model_parallel import ModelParallelStrategy
 from ...strategies.pipeline.options import ScheduleName, StageOptions
+from ...strategies.ranks.strategy import RankStrategy
 from ...strategies.registry import name_of
 from ..config.checks import plain
 
@@ -92,7 +92,7 @@ def topology_of(strategy: Strategy, num_devices: int, num_nodes: int) -> Topolog
     if isinstance(strategy, ModelParallelStrategy):
         cut = strategy.stage_options
         return Topology(name, num_devices, num_devices, num_microbatches=cut.num_microbatches, schedule=cut.schedule)
-    if not isinstance(strategy, DDPStrategy):
+    if not isinstance(strategy, RankStrategy):
         raise ConfigError(f"mode=plan does not support the strategy {name}. Choose one of this project's, such as ddp.")
     if isinstance(strategy, FSDPStrategy):
         return _of_shards(strategy, name, num_devices, num_nodes)
@@ -109,15 +109,15 @@ def topology_of(strategy: Strategy, num_devices: int, num_nodes: int) -> Topolog
 
 
 def _of_shards(strategy: FSDPStrategy, name: str, num_devices: int, num_nodes: int) -> Topology:
-    if strategy.cpu_offload:
+    if strategy.shards.cpu_offload:
         raise ConfigError("mode=plan does not support fsdp.cpu_offload. Use mode=compare, which measures.")
     num_ranks = num_devices * num_nodes
     per_rank = strategy.batch_size_is == "per_device"
-    if num_ranks % strategy.replicas:
-        raise ConfigError(f"fsdp: {num_ranks} ranks don't divide into replicas={strategy.replicas} groups.")
+    if num_ranks % strategy.shards.replicas:
+        raise ConfigError(f"fsdp: {num_ranks} ranks don't divide into replicas={strategy.shards.replicas} groups.")
     return Topology(
         name, num_devices, num_ranks=num_ranks, is_per_rank=per_rank, policy=strategy.policy,
-        num_shards=num_ranks // strategy.replicas,
+        num_shards=num_ranks // strategy.shards.replicas,
     )  # fmt: skip
 
 

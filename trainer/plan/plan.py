@@ -20,9 +20,10 @@ from ...strategies.core.private.of_torch import (
     DynamicOutputShapeException,
     UnsupportedOperatorException,
 )
-from ...strategies.ddp import DDPStrategy
 from ...strategies.fsdp import FSDPStrategy
 from ...strategies.model_parallel import ModelParallelStrategy
+from ...strategies.ranks.shard_sync import part_names
+from ...strategies.ranks.strategy import RankStrategy
 from ...strategies.registry import recompute_of
 from ..compare.compare import short_config
 from ..compare.trial import Trial, run_trial
@@ -149,7 +150,7 @@ def interview(cfg: DictConfig, strategy: Strategy, topology: Topology, ask: Ask)
         topology: how it spreads its work.
         ask: creates the questions from the number of samples of the loader's batch.
     """
-    options = strategy.stage_options if isinstance(strategy, (ModelParallelStrategy, DDPStrategy)) else None
+    options = strategy.stage_options if isinstance(strategy, (ModelParallelStrategy, RankStrategy)) else None
     pl.seed_everything(cfg.seed or 0, workers=True, verbose=False)  # the first batch is the same as in a run
     simulated = SimulatedStrategy(
         topology.num_stages, options, is_for_accelerator(cfg), recompute_of(strategy),
@@ -175,8 +176,9 @@ def shards_of(strategy: Strategy, topology: Topology, cfg: DictConfig) -> Callab
     """What computes the shards of a module; None if every rank holds the whole."""
     if not isinstance(strategy, FSDPStrategy):
         return None
-    keeps, accumulates = not strategy.reshard_after_forward, int(cfg.trainer.get("accumulate_grad_batches") or 1) > 1
-    return lambda module: Shards.of(module, strategy.part_names(module), topology.num_shards, keeps, accumulates)
+    options, accumulates = strategy.shards, int(cfg.trainer.get("accumulate_grad_batches") or 1) > 1
+    keeps, num = not options.reshard_after_forward, topology.num_shards
+    return lambda module: Shards.of(module, part_names(module, options.shard), num, keeps, accumulates)
 
 
 def one_device(cfg: DictConfig) -> dict[str, Any]:

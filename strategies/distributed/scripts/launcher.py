@@ -208,7 +208,7 @@ def _hide_callbacks(trainer: Any) -> None:
     Args:
         trainer: the trainer; its callbacks are restored in the strategy's teardown, which comes next.
     """
-    trainer.strategy.at_teardown = partial(setattr, trainer, "callbacks", trainer.callbacks)
+    trainer.strategy.group.at_end = partial(setattr, trainer, "callbacks", trainer.callbacks)
     trainer.callbacks = []
 
 
@@ -254,7 +254,8 @@ def _in_rank(trainer: pl.Trainer, work: Callable[[], Any]) -> Any:
         return work()
     except SIGTERMException as exc:
         interrupt(trainer, exc)
-        if getattr(trainer.strategy, "stop_signal", None) is None:  # this rank stops alone
+        strategy: Any = trainer.strategy
+        if strategy.group.stop_signal is None:  # this rank stops alone
             raise SystemExit(128 + signal.SIGTERM) from exc
         return STOPPED
     except BaseException as exc:

@@ -8,6 +8,7 @@ import torch
 from evener.strategies import DDPStrategy
 from evener.strategies.core.device_names import resolve_devices
 from evener.strategies.core.devices import is_out_of_memory, to_device
+from evener.strategies.distributed.group import only_accelerator
 
 
 class Moved:
@@ -53,4 +54,4 @@ def test_the_process_group_is_bound_to_a_device_only_if_the_process_owns_one(
     strategy = DDPStrategy(devices_per_process=per_process)
     strategy.parallel_devices = [torch.device("cuda", i) for i in range(2)]
     strategy.cluster_environment = cast(Any, type("Alone", (), {"local_rank": lambda self: 0})())
-    assert strategy._only_device() == bound
+    assert only_accelerator(strategy.process_devices) == bound

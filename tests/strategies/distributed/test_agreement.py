@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from evener.strategies import ConfigError, DDPStrategy, FSDPStrategy, SingleDeviceStrategy
-from evener.strategies.distributed._same_weights import Agreement
+from evener.strategies.distributed.same_weights import Agreement
 
 
 class Manual(Net):

@@ -9,7 +9,7 @@ from distributed import run_ranks
 from torch import Tensor
 
 from evener.strategies import DDPStrategy
-from evener.strategies.distributed import base, objects
+from evener.strategies.distributed import group, objects
 
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
 BOTH = "cpu:gloo,cuda:nccl"
@@ -36,10 +36,9 @@ def test_the_process_group_always_sends_cpu_tensors(
     strategy.cluster_environment = cast(Any, _Alone())
     asked: list[Any] = []
     monkeypatch.setattr(dist, "init_process_group", lambda backend, **options: asked.append(backend))
-    monkeypatch.setattr(base, "RankCoordinator", _Coordinator)
-    monkeypatch.setattr(base, "leave_group_at_exit", lambda: None)
-    monkeypatch.setattr(base, "prepare_forked", lambda _: None)
-    monkeypatch.setattr(base, "PrefixStore", lambda *_: None)
+    monkeypatch.setattr(group, "RankCoordinator", _Coordinator)
+    monkeypatch.setattr(group, "leave_group_at_exit", lambda: None)
+    monkeypatch.setattr(group, "PrefixStore", lambda *_: None)
     strategy.setup_distributed()
     assert asked == [expected]
     assert objects.backend_for(expected, device) == expected  # of its own choice, too

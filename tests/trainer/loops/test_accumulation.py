@@ -208,7 +208,7 @@ def test_gradients_of_one_device_and_type_are_divided_by_one_operation(divisor: 
     for parameter in module:
         parameter.grad = torch.full_like(parameter, 8.0)
     strategy = DDPStrategy()
-    strategy.total_loss_weight = lambda local: divisor  # type: ignore[method-assign]
+    strategy.group.mean = lambda local: divisor  # type: ignore[method-assign]
     trainer = SimpleNamespace(strategy=strategy, lightning_module=module, optimizers=[], world_size=1)
     accumulation = Accumulation(cast(Any, trainer))
     with Operators():

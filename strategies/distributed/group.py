@@ -1,0 +1,215 @@
+"""The ranks of a run as one group: begin, sum, wait for each other, stop at one step, name a rank that fails."""
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, cast
+
+import pytorch_lightning as pl
+import torch
+import torch.distributed as dist
+from lightning_fabric.plugins.environments import ClusterEnvironment
+from pytorch_lightning.trainer.states import TrainerFn
+from pytorch_lightning.utilities.exceptions import SIGTERMException
+from torch import Tensor
+from torch.distributed import PrefixStore, Work
+
+from ..core.devices import is_accelerator, precise_dtype, scalar
+from ..core.private import of_lightning, put
+from ._coordinator import RankCoordinator
+from ._stop import StopAgreement as StopAgreement
+from .process_exit import leave_group_at_exit
+
+
+class SideGroup:
+    """Starts sums of small CPU tensors over all ranks, in place, that run beside the gradients.
+
+    Args:
+        timeout: limit for each sum.
+    """
+
+    def __init__(self, timeout: timedelta) -> None:
+        self._group: dist.ProcessGroup | None = cast(
+            "dist.ProcessGroup", dist.new_group(backend="gloo", timeout=timeout)
+        )
+
+    def __call__(self, values: Tensor) -> Work:
+        """Start summing a tensor."""
+        assert self._group is not None, "the run has ended"
+        return cast(Work, dist.all_reduce(values, group=self._group, async_op=True))
+
+    def end(self) -> None:
+        """End the group and its threads, even if this object is still referenced (by a loader, for example)."""
+        dist.destroy_process_group(self._group)
+        self._group = None
+
+
+class RankGroup:
+    """The ranks of a run; every wait for them is bounded.
+
+    Args:
+        timeout_s: seconds that a rank waits for the others before it fails.
+
+    Attributes:
+        devices: the devices of this process, the root device first.
+        failed: whether the run has failed.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self.timeout_s = timeout_s
+        self.timeout = timedelta(seconds=timeout_s)
+        self.devices: Sequence[torch.device] = ()
+        self.failed = False
+        self.coordinator: RankCoordinator | None = None
+        self.stop_signal: int | None = None
+        """The signal by which all ranks have agreed to stop, if any."""
+        self.at_end: Callable[[], None] | None = None
+        self._sums: SideGroup | None = None
+        self._trainer: pl.Trainer | None = None
+
+    def meet(
+        self, environment: ClusterEnvironment, num_nodes: int, backend: str, devices: Sequence[torch.device]
+    ) -> None:
+        """Join the process group.
+
+        Args:
+            devices: of this process; NCCL refuses tensors on others than the only one.
+        """
+        self.failed, self.stop_signal, self.devices = False, None, devices
+        self.coordinator = RankCoordinator(environment, self.timeout_s, num_nodes)
+        if not dist.is_initialized():
+            dist.init_process_group(
+                backend,
+                store=PrefixStore("group", self.coordinator.root_store),
+                rank=environment.global_rank(),
+                world_size=environment.world_size(),
+                timeout=self.timeout,
+                device_id=only_accelerator(devices),
+            )
+            leave_group_at_exit()
+
+    def begin(self, trainer: pl.Trainer) -> None:
+        """Begin a run; every rank must call it."""
+        if self._trainer is not trainer:
+            self._trainer = trainer
+            # Lightning's handler broadcasts, possibly in the middle of another collective
+            put(of_lightning.signal_connector(trainer), sigterm_notifier_fn=self._on_signal)
+        if self.coordinator is not None:
+            self.coordinator.heartbeat.count_steps = lambda: trainer.global_step
+        self._sums = SideGroup(self.timeout)  # on all ranks: one alone may request loaders
+
+    @property
+    def trainer(self) -> pl.Trainer:
+        """The trainer of the run."""
+        assert self._trainer is not None
+        return self._trainer
+
+    @property
+    def sums(self) -> SideGroup:
+        """Sums small tensors beside the gradients."""
+        assert self._sums is not None
+        return self._sums
+
+    def _on_signal(self, signum: int, _: object) -> None:
+        if self.coordinator is None or self.trainer.state.fn != TrainerFn.FITTING:
+            raise SIGTERMException
+        self.coordinator.stop_agreement.request(signum)
+
+    def agree_to_stop(self, received: bool) -> bool:
+        """Whether all ranks stop now, after a signal to any of them; called before every micro-batch once it is armed.
+
+        Args:
+            received: whether this rank was asked to stop by other means than a signal.
+
+        Returns:
+            The same answer on all ranks at the same optimizer step. Nothing is communicated unless a stop was
+            requested.
+        """
+        assert self.coordinator is not None
+        stopping = self.coordinator.stop_agreement
+        stops = stopping.agreed(received, self.trainer.global_step, self.devices)
+        self.stop_signal = stopping.signal if stops else None
+        return stops
+
+    def agree_to_stop_validation(self, received: bool, number: int, num_batches: int, ended: bool) -> bool:
+        """Whether all ranks stop within a validation, after a signal to any of them; called after each of its batches.
+
+        Args:
+            received: this rank was asked to stop, other than by a signal.
+            number: the validation's, in this run.
+            num_batches: batches that this rank has finished.
+            ended: these are all of this rank's; then it waits for the others.
+
+        Returns:
+            The same answer on all ranks once they have ended or stopped.
+        """
+        assert self.coordinator is not None
+        stopping, stretch = self.coordinator.stop_agreement, f"validation {number}"
+        stops = stopping.agreed(received, num_batches, self.devices, stretch)
+        if stops or ended:
+            stops = stopping.any_stopped(stops and not ended, num_batches, stretch, self.timeout_s)
+            self.stop_signal = stopping.signal if stops else None
+        return stops
+
+    def mean(self, local: Tensor | float) -> Tensor:
+        """Compute the mean of a number over the ranks, as DDP does with gradients.
+
+        Args:
+            local: this rank's number, of shape ().
+
+        Returns:
+            The mean, on the root device; nothing is read back to the host.
+        """
+        device, dtype = self.devices[0], precise_dtype(self.devices[0])
+        if isinstance(local, Tensor):
+            total = local.detach().to(device, dtype, copy=True)
+        else:
+            total = scalar(local, device, dtype)
+        dist.all_reduce(total)
+        return total / dist.get_world_size()
+
+    def wait(self, name: str) -> None:
+        """Wait for the other ranks at a place that errors name."""
+        if self.coordinator is not None:
+            self.coordinator.barrier.wait(name)
+
+    def fail(self, exception: BaseException) -> None:
+        """Tell the other ranks why this one fails."""
+        self.failed = True
+        self._sums = None  # ending it would wait for failed ranks
+        if self.coordinator is not None and not isinstance(exception, SIGTERMException):
+            self.coordinator.explain(exception)
+
+    def end(self) -> None:
+        """End the run; every rank must call it."""
+        if self.at_end is not None:
+            self.at_end()
+            self.at_end = None
+        if self.coordinator is not None:
+            if not self.failed:
+                self.wait("the end of the run")  # a rank that hangs after the last collective is named
+            if self.coordinator.stop_agreement.armed:
+                self.stop_signal = self.coordinator.stop_agreement.signal  # even if no step was left to stop at
+            self.coordinator.end()
+            self.coordinator = None
+        if self._sums is not None:
+            self._sums.end()
+            self._sums = None
+
+
+def only_accelerator(devices: Sequence[torch.device]) -> torch.device | None:
+    """The device that a process group may be bound to: the only one of a process, if it is an accelerator."""
+    return devices[0] if len(devices) == 1 and is_accelerator(devices[0]) else None
+
+
+def reduce_tensor(tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
+    """Reduce a tensor over the ranks, in place unless it becomes a mean of integers; other values are returned."""
+    if not isinstance(tensor, Tensor) or not dist.is_initialized():
+        return tensor
+    mean = isinstance(reduce_op, str) and reduce_op.lower() in ("mean", "avg")
+    op = dist.ReduceOp.SUM if mean else reduce_op
+    op = getattr(dist.ReduceOp, op.upper()) if isinstance(op, str) else op or dist.ReduceOp.SUM
+    # a mean of integers is not an integer: Lightning truncates it, and so epoch means of uneven ranks
+    whole = mean and not tensor.is_floating_point()
+    result = tensor.to(precise_dtype(tensor.device)) if whole else tensor
+    dist.all_reduce(result, op=op, group=group)
+    return result.div_(dist.get_world_size(group)) if mean else result

@@ -1,0 +1,342 @@
+"""Reduce the gradients of a module that is cut over the ranks, with torch's FSDP2."""
+
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import pytorch_lightning as pl
+import torch
+import torch.distributed as dist
+from pytorch_lightning.core.optimizer import LightningOptimizer
+from pytorch_lightning.trainer.states import TrainerFn
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.optim import Optimizer
+from torch.optim.swa_utils import AveragedModel
+from typing_extensions import override
+
+from ..core.errors import ConfigError
+from ..core.options import Count
+from ..core.patching import Replacement, replaced
+from ..pipeline.module_parts import find_parts
+from ..sharding.deferred import DeferredTensors
+from ..sharding.parts import automatic_parts, named_parts
+from ..sharding.placed import ShardIO, Writers, place_shards
+from ..sharding.refusals import (
+    unused_parameters,
+    verify_callbacks,
+    verify_optimizers,
+    verify_plain,
+    verify_replicas,
+    without_values,
+)
+from ..sharding.sharded_module import ShardedModule, Sharding, broadcast_states, sharded, sync_buffers
+from ..sharding.whole import gather_tree, holds_shards, shard_like, shard_optimizer_state
+from ..sharding.whole_calls import WholeCalls
+from .gradient_sync import GradientSync
+
+if TYPE_CHECKING:
+    from .strategy import RankStrategy
+
+Shard = Literal["auto"] | Sequence[str]
+"""Which parts of a module are gathered one by one: chosen by the strategy, or names of submodules."""
+
+
+@dataclass(frozen=True)
+class ShardOptions:
+    """How a module is cut over the ranks; see `FSDPStrategy`."""
+
+    shard: Shard = "auto"
+    reshard_after_forward: bool = True
+    cpu_offload: bool = False
+    replicas: Count = 1
+
+
+class ShardSync(GradientSync):
+    """Cuts parameters, gradients and optimizer state over the ranks.
+
+    Args:
+        find_unused: whether parameters may take no part in the loss.
+    """
+
+    evaluates_together = True  # each rank's forward needs the shards of all
+    changes_update = True
+
+    def __init__(self, strategy: "RankStrategy", options: ShardOptions, find_unused: bool) -> None:
+        self._strategy = strategy
+        self._options = options
+        self._finds_unused = find_unused
+        self._shards: ShardedModule | None = None
+        self._calls: WholeCalls | None = None
+        self._deferred: DeferredTensors | None = None
+        self._reduces = True
+        self._had_none: set[int] = set()
+        self._toggles: list[Replacement] = []
+
+    @property
+    def shards(self) -> ShardedModule:
+        """The module, cut over the ranks."""
+        assert self._shards is not None
+        return self._shards
+
+    @override
+    @contextmanager
+    def creating(self, module: pl.LightningModule) -> Generator[None]:
+        """Build the layers of `configure_model` without memory; `place` fills them shard by shard."""
+        self._deferred = DeferredTensors()
+        with self._deferred:
+            yield
+        self._deferred.to_meta(module)
+
+    @property
+    @override
+    def restores_late(self) -> bool:
+        return any(tensor.is_meta for tensor in self._strategy.module.parameters())
+
+    @override
+    def place(self, trainer: pl.Trainer, place: Callable[[pl.Trainer], None]) -> None:
+        strategy = self._strategy
+        module, accelerator, agreement = strategy.module, strategy.accelerator, strategy.contract.agreement
+        assert accelerator is not None
+        accelerator.setup(trainer)
+        fits = trainer.state.fn == TrainerFn.FITTING
+        if fits:
+            verify_callbacks(_callbacks(trainer))
+            strategy.sync_layers()
+        strategy.precision_plugin.convert_module(module)
+        self._shards = self._shard(module)
+        for copy in _copies(trainer, module):
+            self._shard(copy)
+        if fits:
+            self._shards.keep_root(not module.automatic_optimization)
+            if not module.automatic_optimization:
+                names = ("toggle_optimizer", "untoggle_optimizer")
+                self._toggles = [Replacement(module, name, self._toggle) for name in names]
+            strategy.setup_optimizers(trainer)
+            verify_optimizers(strategy.optimizers)
+        strategy.setup_precision_plugin()
+        self._calls = WholeCalls(self._shards, agreement.note)
+        self._shards.note_writes(agreement.note)
+
+    def _toggle(self, own: Callable[..., None], optimizer: Optimizer | LightningOptimizer) -> None:
+        """Freeze or unfreeze parameters in a step: what is gathered follows its shards."""
+        own(optimizer)
+        if self.shards.in_step:
+            self.shards.follow_flags()
+
+    def _shard(self, module: nn.Module) -> ShardedModule:
+        """Cut a module over the ranks, unless an earlier run of this process has done so."""
+        options, device = self._options, self._strategy.root_device
+        found = sharded(module)
+        if found is not None:
+            found.verify_same(asdict(options))
+            return found
+        parts = tuple(part_names(module, options.shard))
+        waiting = {name: tensor for name, tensor in _tensors(module) if tensor.is_meta}
+        broadcast_states(module, device)
+        num, replicas = self._strategy.world_size, options.replicas
+        verify_replicas(num, replicas)
+        shape = (num,) if replicas == 1 else (replicas, num // replicas)
+        mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+        sharding = Sharding(
+            parts, mesh, options.reshard_after_forward, options.cpu_offload, asdict(options), self._ends_with_run
+        )
+        shards = ShardedModule(module, sharding)
+        if waiting:
+            self._fill(shards, waiting, device)
+        shards.prime()
+        return shards
+
+    def _fill(self, shards: ShardedModule, waiting: Mapping[str, Tensor], device: torch.device) -> None:
+        """Compute the tensors that `configure_model` has only announced, one by one, and keep this rank's shards."""
+        if self._deferred is None:
+            raise ConfigError(without_values(next(iter(waiting))))
+        shards.allocate(device)
+        for name, tensor in _tensors(shards.module):
+            if name in waiting:
+                value = self._deferred.value(waiting[name]).to(device)
+                dist.broadcast(value, 0)
+                with torch.no_grad():
+                    tensor.copy_(shard_like(value, tensor))
+        self._deferred = None
+
+    @property
+    def _ends_with_run(self) -> bool:
+        """Whether the ranks end with this run, after which a script goes on with the module."""
+        return self._strategy.launcher is not None
+
+    @override
+    def train(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        assert self._calls is not None
+        self._calls.verify_unshared()
+        self.sync_buffers()
+        with self.shards.step(backward_follows=self._strategy.module.automatic_optimization):
+            output = step(*args, **kwargs)
+        verify_plain(output)
+        return output
+
+    @override
+    def evaluating(self) -> AbstractContextManager[Any]:
+        return self.shards.step(backward_follows=False)
+
+    @override
+    def sync_buffers(self) -> None:
+        sync_buffers(self._strategy.module)
+
+    @override
+    def accumulating(self, seen: bool) -> AbstractContextManager[Any]:
+        """Accumulate whole gradients on each rank without reducing them, where nobody sees the difference."""
+        return nullcontext() if seen else self._without_reduction()
+
+    @contextmanager
+    def _without_reduction(self) -> Generator[None]:
+        self._reduces = False
+        try:
+            with self.shards.without_reduction():
+                yield
+        finally:
+            self._reduces = True
+
+    @override
+    def begin_backward(self, loss: Tensor) -> None:
+        self._had_none = {id(p) for p in self.shards.parameters if p.grad is None}
+        self.shards.begin_backward(loss)
+
+    @override
+    def finish_backward(self, later: bool) -> None:
+        """Refuse, or find, parameters that took no part in the loss; those of other ranks' parts are reduced as zeros.
+
+        A step of manual optimization often trains some parameters only, the same on all ranks or not.
+        """
+        self.shards.finish_backward()
+        if not self._reduces:
+            return
+        if self._finds_unused or not self._strategy.module.automatic_optimization:
+            self._take_away_zeros(self.shards)
+        elif unused := self.shards.unused():
+            raise RuntimeError(unused_parameters(unused))
+
+    def _take_away_zeros(self, shards: ShardedModule) -> None:
+        """Leave parameters without a gradient that no rank has used, as on one device."""
+        trained = [p for p in shards.parameters if p.requires_grad]
+        unused = {id(parameter) for parameter in shards.unused().values()}
+        used = torch.tensor([id(parameter) not in unused for parameter in trained], dtype=torch.uint8)
+        used = used.to(self._strategy.root_device)
+        dist.all_reduce(used, op=dist.ReduceOp.MAX)
+        for parameter, by_any in zip(trained, used.tolist(), strict=True):
+            if not by_any and id(parameter) in self._had_none:
+                parameter.grad = None
+
+    @override
+    @contextmanager
+    def updating(self) -> Generator[None]:
+        with self.shards.written():
+            if not self._strategy.module.automatic_optimization:
+                self.shards.verify_reduced()
+            yield
+
+    @override
+    def whole_gradients(self, module: nn.Module) -> dict[str, Tensor]:
+        self.shards.reduce_accumulated()
+        named = {name: p.grad.detach() for name, p in module.named_parameters() if p.grad is not None}
+        return gather_tree(named, keep=True)
+
+    @override
+    def restore_gradients(self, module: nn.Module, gradients: Mapping[str, Tensor]) -> None:
+        """Set the gradients of an unfinished step; those of ranks that were not averaged are averaged now."""
+        strategy = self._strategy
+        for name, parameter in module.named_parameters():
+            if name in gradients:
+                mean = strategy.reduce(gradients[name].to(strategy.root_device, copy=True), reduce_op="mean")
+                parameter.grad = shard_like(mean, parameter)
+
+    @property
+    def _shard_io(self) -> ShardIO | None:
+        """What writes and reads checkpoints, if it can do so in shards."""
+        io: Any = self._strategy.checkpoint_io
+        return io if isinstance(io, ShardIO) else None
+
+    @override
+    def whole(self, tree: Any) -> Any:
+        """Whole tensors on rank 0, unless checkpoints are written in shards."""
+        io = self._shard_io
+        return tree if io is not None and io.sharded else gather_tree(tree, keep=self._strategy.is_global_zero)
+
+    @override
+    def own_module_state(self, state: dict[str, Any]) -> dict[str, Any]:
+        own = self._strategy.module.state_dict()
+        return {name: shard_like(value, own.get(name)) for name, value in state.items()}
+
+    @override
+    def own_optimizer_states(self, states: Sequence[Any]) -> Sequence[Any]:
+        return [
+            shard_optimizer_state(state, [p for group in optimizer.param_groups for p in group["params"]])
+            for optimizer, state in zip(self._strategy.optimizers, states, strict=True)
+        ]
+
+    @override
+    def save(self, checkpoint: dict[str, Any], path: Any, save: Callable[[dict[str, Any]], None]) -> None:
+        io, strategy = self._shard_io, self._strategy
+        if io is not None and io.sharded:
+            writers = Writers(strategy.is_global_zero, strategy.broadcast, strategy.group.timeout_s)
+            io.save_shards(place_shards(checkpoint, strategy.is_global_zero), path, writers)
+            return
+        if holds_shards(checkpoint):  # of a callback, such as the weights of a moving average
+            checkpoint = gather_tree(checkpoint, keep=strategy.is_global_zero)
+        save(checkpoint)
+
+    @override
+    def load(self, path: Any, load: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        io, strategy = self._shard_io, self._strategy
+        return load() if io is None else io.load_shards(path, strategy.global_rank, strategy.world_size)
+
+    @override
+    @contextmanager
+    def ending(self) -> Generator[None]:
+        strategy = self._strategy
+        self._shards = None
+        if self._calls is not None:
+            self._calls.close()
+            self._calls = None
+        shards = None if strategy.lightning_module is None else sharded(strategy.lightning_module)
+        if shards is None:
+            yield
+            return
+        while self._toggles:
+            self._toggles.pop().remove()
+        if strategy.group.failed:
+            shards.recover()  # it may have failed within a step
+        # shards belong to their devices: `test` after `fit` goes on with them
+        with replaced(shards.module, "cpu", lambda: shards.module):
+            yield
+        if self._ends_with_run and not strategy.group.failed:
+            shards.put_together(strategy.optimizers, strategy.is_global_zero)
+
+
+def part_names(module: nn.Module, shard: Shard = "auto") -> list[str]:
+    """The parts of a module that are gathered one by one."""
+    if not isinstance(shard, str):
+        return named_parts(module, shard)
+    return automatic_parts(module, [part.name for part in find_parts(module) if not part.loose])
+
+
+def _callbacks(trainer: pl.Trainer) -> list[Any]:
+    return getattr(trainer, "callbacks")  # noqa: B009  # not annotated by Lightning
+
+
+def _copies(trainer: pl.Trainer, module: pl.LightningModule) -> list[nn.Module]:
+    """The copies of the module that callbacks keep, such as those of a moving average."""
+    kept = [
+        value for callback in _callbacks(trainer) for value in vars(callback).values() if isinstance(value, nn.Module)
+    ]
+    modules = [value.module if isinstance(value, AveragedModel) else value for value in kept]
+    return [copy for copy in modules if copy is not module and _shapes(copy) == _shapes(module)]
+
+
+def _tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
+    return [*module.named_parameters(), *module.named_buffers()]
+
+
+def _shapes(module: nn.Module) -> dict[str, torch.Size]:
+    return {name: parameter.shape for name, parameter in module.named_parameters()}

@@ -1,0 +1,458 @@
+"""The process side of strategies with ranks: pass what Lightning calls on to the parts that a strategy is made of."""
+
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
+from functools import cached_property, partial
+from typing import Any, ClassVar
+
+import pytorch_lightning as pl
+import pytorch_lightning.strategies as pl_strategies
+import torch
+from pytorch_lightning.trainer.states import TrainerFn
+from pytorch_lightning.utilities.types import STEP_OUTPUT
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from ..balance.controller import BalanceController
+from ..balance.ranks import RankBalance
+from ..batch.layout import Layout, SingleLayout, drop_layout, evaluation_step
+from ..batch.policies import Even, Policy
+from ..batch.run_structures import RunStructures
+from ..batch.structure import BatchDims, verify_batch_dims
+from ..core.errors import ConfigError
+from ..core.loop_contract import run_backward
+from ..core.module_checks import hooked, verify_takes_batches, verify_takes_parts
+from ..core.module_log import lightning_modules, module_log, restore_logs
+from ..core.optimizer_states import load_states, state_to_parameters
+from ..core.options import Positive, checked
+from ..core.private import of_lightning
+from ..core.rng import seed_rank
+from ..core.types import Batch
+from ..data.loaders import BatchSizeIs, LoaderRole, RankLoaders
+from ..data.predictions import merge_predictions
+from ..distributed.device_blocks import num_processes, own_devices, verify_one_type
+from ..distributed.environment import kubeflow
+from ..distributed.group import RankGroup, reduce_tensor
+from ..distributed.objects import backend_for, gather_on_first
+from ..distributed.options import verified_options, verify_backend, verify_static
+from ..distributed.process_exit import prepare_forked
+from ..distributed.same_weights import give_same_weights
+from ..distributed.scripts.launcher import ScriptLauncher, StartMethod
+from ..distributed.sync_batchnorm import SyncBatchNorm, needs_two_samples, verify_whole_batch
+from ..pipeline.layout import StageLayout
+from ..pipeline.options import StageOptions
+from ..pipeline.recompute import Recompute, RecomputeOption, verify_threads
+from ..replicas.layout import ReplicaLayout, ReplicaOptions
+from ..sharding.optimizer_shards import CutStates, OptimizerShards
+from .gradient_sync import GradientSync, WrapperSync
+from .step import RankStep
+
+
+class RankStrategy(pl_strategies.DDPStrategy):
+    """One process per group of devices. A named strategy derives from it, and says which parts it is made of.
+
+    group: what ranks do together, every wait bounded
+    layout: how this process uses its devices
+    contract: this rank's steps
+    sync: how gradients become those of the global batch
+    balance: shares of the ranks that are not even
+
+    Args:
+        batch_size_is: see `DDPStrategy`, as for `batch_dims`, `recompute` and `verify_loss`.
+        timeout_s: seconds that a rank waits for the others before it fails.
+        backend: `gloo`, `nccl`, ...; None chooses by the device. CPU tensors and objects go by gloo beside NCCL.
+        sync_batchnorm: normalise by the statistics of the global batch, like `Trainer(sync_batchnorm=True)`.
+        start_method: how a plain script's processes start: `fork`, `spawn` or `forkserver`; None chooses by the device.
+        ddp_options: keyword arguments of `torch.nn.parallel.DistributedDataParallel`.
+
+    Raises:
+        ConfigError: an option has a value that is not allowed.
+    """
+
+    strategy_name: str
+
+    size_option: ClassVar[tuple[str, int]] = ("devices_per_process", 1)
+    """Name and default of the option that is the number of devices of a process."""
+
+    stage_options: StageOptions | None = None
+    """How a process cuts its copy of the module across its devices; None if they hold replicas of it."""
+
+    devices_per_process = 1
+    shard_optimizer = False
+
+    balance: RankBalance | None = None
+    """What divides global batches in shares that are not even."""
+
+    @checked
+    def __init__(
+        self,
+        batch_size_is: BatchSizeIs = "per_device",
+        batch_dims: BatchDims | None = None,
+        recompute: RecomputeOption = "never",
+        timeout_s: Positive = 1800.0,
+        backend: str | None = None,
+        sync_batchnorm: bool = False,
+        start_method: StartMethod | None = None,
+        verify_loss: bool = True,
+        **ddp_options: Any,
+    ) -> None:
+        verify_backend(backend)
+        self.group = RankGroup(timeout_s)
+        super().__init__(
+            cluster_environment=kubeflow(),
+            process_group_backend=backend,
+            timeout=self.group.timeout,
+            **verified_options(self.strategy_name, ddp_options),
+        )
+        self._batch_dims = verify_batch_dims(batch_dims, self.strategy_name)
+        self.structures = RunStructures(self._batch_dims)
+        self.batch_size_is: BatchSizeIs = batch_size_is
+        self.recompute = Recompute(recompute, self.strategy_name)
+        self.contract = RankStep(self, verify_loss)
+        self.sync: GradientSync = WrapperSync(self)
+        self._given_start_method: StartMethod | None = start_method
+        self._syncs_batchnorm = sync_batchnorm
+        self._manages_samples = True
+        self._trainer: pl.Trainer | None = None
+        self._num_ranks: int | None = None
+        self._loaders: RankLoaders | None = None
+        self._cut_states = CutStates()
+
+    @classmethod
+    def count_processes(cls, num_devices: int, **options: Any) -> int:
+        """Count the processes of a node: its devices by those of a process.
+
+        Raises:
+            ConfigError: the devices don't divide into processes.
+        """
+        return num_processes(num_devices, options.get(*cls.size_option))
+
+    @property
+    @override
+    def num_processes(self) -> int:
+        return num_processes(len(self.parallel_devices or ()), self.devices_per_process)
+
+    @property
+    def process_devices(self) -> list[torch.device]:
+        """The devices of this process, the root device first."""
+        assert self.parallel_devices is not None, "the trainer sets the devices"
+        return own_devices(self.parallel_devices, self.local_rank, self.devices_per_process)
+
+    @property
+    @override
+    def root_device(self) -> torch.device:
+        return self.process_devices[0]
+
+    @override
+    def set_world_ranks(self) -> None:
+        super().set_world_ranks()
+        self._num_ranks = super().world_size
+        drop_layout(self, unless_on=self.process_devices)
+
+    @property
+    @override
+    def world_size(self) -> int:
+        return super().world_size if self._num_ranks is None else self._num_ranks  # mostly read from os.environ
+
+    @override
+    def _configure_launcher(self) -> None:
+        assert self.cluster_environment is not None
+        if not self.cluster_environment.creates_processes_externally:
+            self._launcher = ScriptLauncher(self, self.group.timeout_s, self._given_start_method)
+        elif self._given_start_method is not None:
+            raise ConfigError(
+                f"ddp: start_method={self._given_start_method} was given, but train.py, torchrun or the cluster has "
+                "started the processes. Leave it out; it is for plain scripts."
+            )
+
+    @override
+    def _get_process_group_backend(self) -> str:
+        return backend_for(self._process_group_backend, self.root_device)
+
+    @override
+    def setup_distributed(self) -> None:
+        # as Lightning's, without its reset of the seed, which would change the order of samples from one device's
+        if self._launcher is not None:
+            prepare_forked(self.group.timeout_s)
+        self.set_world_ranks()
+        self._process_group_backend = self._get_process_group_backend()
+        assert self.cluster_environment is not None
+        self.group.meet(self.cluster_environment, self.num_nodes, self._process_group_backend, self.process_devices)
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        give_same_weights(self.module, self.root_device)
+
+    @override
+    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
+        return reduce_tensor(tensor, group, reduce_op)
+
+    @override
+    def barrier(self, name: str | None = None, *args: Any, **kwargs: Any) -> None:
+        self.group.wait(name or "an unnamed barrier")
+
+    @property
+    def module(self) -> pl.LightningModule:
+        """The module of the run."""
+        assert self.lightning_module is not None
+        return self.lightning_module
+
+    @property
+    def trainer(self) -> pl.Trainer:
+        """The trainer of the run."""
+        assert self._trainer is not None
+        return self._trainer
+
+    @cached_property
+    def layout(self) -> Layout:
+        """How this process uses its devices."""
+        devices, name = self.process_devices, self.strategy_name
+        if self.stage_options is not None:
+            options = self.recompute.stage_options(self.stage_options, devices)
+            return StageLayout(devices, options, name, self.reduce, self.contract.new_reduction)
+        if len(devices) > 1:
+            return ReplicaLayout(devices, ReplicaOptions(name, "strategy.devices_per_process=1"))
+        return SingleLayout(devices)
+
+    @property
+    def policy(self) -> Policy:
+        """The policy that divides a global batch among the ranks."""
+        return Even() if self.balance is None else self.balance.policy
+
+    @property
+    def controller(self) -> BalanceController | None:
+        """What measures and decides the shares of the ranks; None if nothing is measured."""
+        return None if self.balance is None else self.balance.kept.controller
+
+    @property
+    def _layer_sync(self) -> SyncBatchNorm | None:
+        """The layer plugin that Lightning sets for `sync_batchnorm=True`; torch's own would refuse the CPU."""
+        return SyncBatchNorm() if self._syncs_batchnorm else None
+
+    @_layer_sync.setter
+    def _layer_sync(self, layer_sync: object) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]  # an attribute
+        self._syncs_batchnorm = layer_sync is not None or getattr(self, "_syncs_batchnorm", False)
+
+    @override
+    def setup(self, trainer: pl.Trainer) -> None:
+        self._verify_options(trainer)
+        verify_takes_batches(trainer, self.strategy_name, "strategy=single_device")
+        self.layout.verify(trainer)
+        self.recompute.begin(trainer, "auto" if self.stage_options is None else self.stage_options.partition)
+        verify_takes_parts(trainer.lightning_module, self.strategy_name)
+        if self.balance is not None:
+            self.balance.begin(self.world_size)
+        connector = of_lightning.accelerator_connector(trainer)
+        if self._trainer is not trainer:
+            self._trainer = trainer
+            self._manages_samples = connector.use_distributed_sampler
+            connector.use_distributed_sampler = False  # Lightning's sampler pads; `process_dataloader` cuts instead
+        self.structures = RunStructures(self._batch_dims)
+        self._loaders = None
+        self.group.begin(trainer)
+        self.contract.begin_run(trainer)
+        self.sync.place(trainer, super().setup)
+        for optimizer in self.optimizers:
+            state_to_parameters(optimizer)
+        for module in lightning_modules(self.module):
+            module_log(module)
+        self.layout.begin(trainer, self.structures)
+
+    def _verify_options(self, trainer: pl.Trainer) -> None:
+        """Refuse what torch's DDP can't do with the devices of a process."""
+        module, name, cut = trainer.lightning_module, self.strategy_name, self.layout.cut_by
+        if self.stage_options is not None:
+            verify_one_type(self.process_devices, name)
+        if self._ddp_kwargs.get("static_graph"):
+            verify_static(module, cut, name)
+        if self.recompute.is_on:
+            verify_threads(self.process_devices, None if self.stage_options is None else False, name)
+        if cut and trainer.state.fn == TrainerFn.FITTING:
+            verify_whole_batch(module, self._syncs_batchnorm, f"{name}: {cut}", f"{cut.partition('=')[0]}=1")
+
+    def sync_layers(self) -> None:
+        """Have BatchNorm layers synchronize, if that was asked for."""
+        if self._layer_sync is not None:
+            self.model = self._layer_sync.apply(self.module)
+
+    @override
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None]:
+        with super().tensor_init_context(empty_init), self.layout.creating():
+            yield
+
+    @override
+    @contextmanager
+    def model_sharded_context(self) -> Generator[None]:
+        with self.sync.creating(self.module):
+            yield
+
+    @property
+    @override
+    def restore_checkpoint_after_setup(self) -> bool:
+        return self.sync.restores_late
+
+    @override
+    def model_to_device(self) -> None:
+        self.layout.place(self.module)
+
+    @override
+    def determine_ddp_device_ids(self) -> list[int] | None:
+        # with ids DDP would move the module's inputs to one device
+        return super().determine_ddp_device_ids() if len(self.process_devices) == 1 else None
+
+    @override
+    def configure_ddp(self) -> None:
+        self.sync.wrap(super().configure_ddp)
+
+    @override
+    def setup_optimizers(self, trainer: pl.Trainer) -> None:
+        super().setup_optimizers(trainer)
+        if self.world_size > 1:
+            self.contract.agreement.watch(trainer, self.optimizers)
+        if self.shard_optimizer and self.world_size > 1:
+            rank, num = self.global_rank, self.world_size
+            part = partial(OptimizerShards, rank=rank, num_ranks=num, gather=gather_on_first)
+            self._cut_states.cut(self.optimizers, self.strategy_name, part)
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        self.sync.fail(exception)
+        self.group.fail(exception)
+
+    @override
+    def teardown(self) -> None:
+        with self.sync.ending():
+            if "layout" in vars(self):
+                self.layout.close()
+            if self.lightning_module is not None:
+                restore_logs(self.lightning_module)
+            self.contract.end()
+            self.group.end()
+            super().teardown()
+            self.recompute.end()
+
+    @property
+    def loaders(self) -> RankLoaders:
+        """Makes this rank's loaders; created on first use, which may be in `configure_optimizers`."""
+        if self._loaders is None:
+            self._loaders = RankLoaders(
+                self.global_rank,
+                self.world_size,
+                self.batch_size_is,
+                self.broadcast,
+                self.group.sums,
+                self.policy,
+                1 + needs_two_samples(self.module),
+                structure_of=self.structures.of_stream,
+                in_step=self.sync.evaluates_together,
+            )
+        return self._loaders
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        role: LoaderRole = "train" if self.trainer.training else "predict" if self.trainer.predicting else "evaluate"
+        return self.loaders.process(dataloader, role, self._manages_samples)
+
+    @override
+    def batch_to_device(self, batch: Batch, device: torch.device | None = None, dataloader_idx: int = 0) -> Batch:
+        self.contract.begin_batch(dataloader_idx)
+        return self.moved(batch, device, dataloader_idx)
+
+    def moved(self, batch: Batch, device: torch.device | None = None, dataloader_idx: int = 0) -> Batch:
+        """Move a batch that is not the loop's next one."""
+        return super().batch_to_device(batch, device or self.layout.meeting_device, dataloader_idx)
+
+    @override
+    def on_train_start(self) -> None:
+        self.contract.begin_pass(self.trainer.fit_loop.epoch_loop.val_loop)
+        self.contract.shares.begin_training()
+        self.layout.verify_loaders()
+        self.layout.weights_changed()
+        self.loaders.tell(of_lightning.combined_loader(self.trainer.fit_loop))
+        if not self.trainer.fit_loop.restarting:  # a resumed run restores its saved streams
+            seed_rank(self.global_rank, self.process_devices)
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.sync.begin_batch()
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        return self.contract.train(*args, **kwargs)
+
+    backward = run_backward
+
+    @override
+    @contextmanager
+    def block_backward_sync(self) -> Generator[None]:
+        with self.sync.accumulating(hooked("on_after_backward", self.trainer)):
+            yield
+
+    @override
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
+        self.layout.verify_optimizer_step()
+        with self.sync.updating():
+            result = super().optimizer_step(optimizer, self.contract.agreed(optimizer, closure), *args, **kwargs)
+        self.contract.finish_step()
+        return result
+
+    validation_step, test_step = evaluation_step("val"), evaluation_step("test")
+    predict_step = evaluation_step("predict")
+
+    @override
+    def on_test_start(self) -> None:
+        self.contract.begin_pass(of_lightning.evaluation_loop(self.trainer))
+
+    @override
+    def on_validation_start(self) -> None:
+        self.contract.begin_pass(of_lightning.evaluation_loop(self.trainer))
+        # evaluation bypasses the wrapper, which broadcasts rank 0's buffers in forward, because ranks may have unequal
+        # numbers of batches
+        self.sync.sync_buffers()
+        self.layout.weights_changed()
+
+    @override
+    def on_validation_end(self) -> None:
+        self.contract.end_validation()
+
+    @override
+    def on_predict_end(self) -> None:
+        if self.trainer.predict_loop.return_predictions:
+            merge_predictions(self.trainer.predict_loop, self.global_rank, gather_on_first)
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        return self.sync.whole(super().lightning_module_state_dict())
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        state = self._cut_states.state(optimizer)
+        return self.sync.whole(super().optimizer_state(optimizer) if state is None else state)
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        if self.balance is not None:
+            self.balance.kept.save(checkpoint)
+        save = super().save_checkpoint
+        self.sync.save(checkpoint, filepath, lambda state: save(state, filepath, storage_options))
+
+    @override
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        load = super().load_checkpoint
+        checkpoint = self.sync.load(checkpoint_path, lambda: load(checkpoint_path, weights_only))
+        if self.balance is not None:
+            self.balance.kept.load(checkpoint)
+        return checkpoint
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        state = self.sync.own_module_state(checkpoint["state_dict"])
+        super().load_model_state_dict({**checkpoint, "state_dict": state}, strict)
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        states = self.sync.own_optimizer_states(checkpoint["optimizer_states"])
+        load_states(self.optimizers, {**checkpoint, "optimizer_states": states})
+        self._cut_states.take()
