@@ -136,7 +136,7 @@ class Recorded(pl.LightningModule):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if (self.current_epoch, batch_idx) == self.cut:
             raise KeyboardInterrupt
-        shares = getattr(self.trainer.strategy, "shares", None)
+        shares = getattr(getattr(self.trainer.strategy, "contract", None), "shares", None)
         if shares is None or shares.counts:
             self.seen[self.current_epoch, batch_idx] = batch[1].tolist()
 
