@@ -70,6 +70,7 @@ class _Call:
         self._name = type(part).__name__
         self._inputs = [(tensor, tensor._version) for tensor in inputs if not tensor.is_inference()]
         self._weights = [(name, weight, weight._version) for name, weight in part.named_parameters()]
+        self._flags = [weight.requires_grad for _, weight, _ in self._weights]
         self._dtype = torch.get_default_dtype()
         self._held = [_attributes(module) for module in self._modules]
         self._buffers = [dict(module._buffers) for module in self._modules]
@@ -127,12 +128,24 @@ class _Call:
 
     @contextmanager
     def _as_before(self) -> Generator[None]:
-        """Give the part the attributes and buffers that it had before the first run."""
+        """Give the part the attributes and buffers that it had before the first run, and its parameters their flags.
+
+        What was frozen after the forward pass (`toggle_optimizer`) would lack tensors that the first run has saved.
+        """
         now = [(dict(module.__dict__), dict(module._buffers)) for module in self._modules]
+        flags = [
+            (w, w.requires_grad)
+            for (_, w, _), then in zip(self._weights, self._flags, strict=True)
+            if w.requires_grad != then
+        ]
         try:
+            for weight, flag in flags:
+                weight.requires_grad_(not flag)
             self._restore()
             yield
         finally:
+            for weight, flag in flags:
+                weight.requires_grad_(flag)
             for module, (attributes, buffers) in zip(self._modules, now, strict=True):
                 module.__dict__.clear()
                 module.__dict__.update(attributes)

@@ -156,6 +156,7 @@ class _State:
 
     phase: str = "build"
     trainer: Any = None
+    steps_before: int = 0
 
 
 def _run(case: Case, spread: Spread, folder: Path, seen: dict[str, Any], state: _State) -> None:
@@ -177,6 +178,7 @@ def _run(case: Case, spread: Spread, folder: Path, seen: dict[str, Any], state: 
     trainer.fit(module, ckpt_path=checkpoint, weights_only=None if checkpoint is None else False, **data)
     if case.after == "fit":
         trainer.fit_loop.max_epochs += 1
+        state.steps_before = trainer.global_step
         trainer.fit(module, **_data(case, module))
     seen["weights"] = {name: kept(p) for name, p in module.named_parameters()}
     seen["steps"] = [trainer.global_step, trainer.current_epoch]
@@ -249,7 +251,7 @@ def _portable(value: Any, folder: str) -> Any:
 
 
 def _failure(exc: BaseException, state: _State) -> Failure:
-    num_steps = 0 if state.trainer is None else state.trainer.global_step
+    num_steps = 0 if state.trainer is None else state.trainer.global_step - state.steps_before
     frames = traceback.extract_tb(exc.__traceback__)
     trace = "".join(traceback.format_exception(exc))
     return Failure(

@@ -205,6 +205,40 @@ def test_a_gradient_penalty_is_exact() -> None:
     assert_equal(run(case, SingleDeviceStrategy(recompute="always")), run(case, SingleDeviceStrategy()), 0.0)
 
 
+class Toggled(PlainNet):
+    """Freezes what another optimizer trains after the forward pass, as `toggle_optimizer` does for each in turn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        for i, optimizer in enumerate(optimizers := self.optimizers()):
+            self.toggle_optimizer(optimizer)
+            optimizer.zero_grad()
+            self.manual_backward(loss, retain_graph=i == 0)
+            self.untoggle_optimizer(optimizer)
+        for optimizer in optimizers:
+            optimizer.step()
+        return {"loss": loss.detach()}
+
+    def on_after_backward(self) -> None:
+        if all(parameter.grad is not None for parameter in self.parameters()):
+            super().on_after_backward()
+
+    def configure_optimizers(self) -> Any:
+        ups = [p for name, p in self.named_parameters() if "up" in name]
+        rest = [p for name, p in self.named_parameters() if "up" not in name]
+        return [torch.optim.SGD(ups, lr=0.05), torch.optim.SGD(rest, lr=0.02)]
+
+
+@pytest.mark.parametrize("option", ["always", ["net"]])
+def test_parameters_that_are_frozen_after_the_forward_pass_are_recomputed_as_they_were(option: Any) -> None:
+    case = Case(Toggled, num=12, batch_size=6)
+    assert_equal(run(case, SingleDeviceStrategy(recompute=option)), run(case, SingleDeviceStrategy()), 0.0)
+
+
 class Adds(nn.Module):
     """Writes to its input."""
 
