@@ -107,6 +107,8 @@ def run_step(loop: Any, plan: StepPlan, batch: Batch, batch_idx: int, dataloader
     output = plan.step(args)
     total.processed += 1
     current.processed += 1
+    if hooks.stale():  # the step added or patched a hook
+        plan.resolve()
     if plan.end_name in hooks.work:
         hooks.call(plan.end_name, output, *args)
     if results is not None:

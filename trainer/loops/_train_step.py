@@ -23,6 +23,7 @@ from torch import Tensor
 from ...strategies.core.loop_contract import NothingToDo
 from ...strategies.core.private import of_lightning
 from ...strategies.core.types import Batch
+from ._batch_fetch import batch_mover
 from ._hook_plan import MODULE, PRECISION, STRATEGY, HookPlan, any_overridden, overridden
 from ._torch_fast_path import PlainOptimizer, backward_of
 from .accumulation import Accumulation
@@ -51,6 +52,9 @@ class TrainStep:
     def resolve(self) -> None:
         """Update the choices after the plan was resolved again."""
         plan, module, strategy = self.plan, self.plan.module, self.plan.strategy
+        self.move = batch_mover(plan)
+        self.tells_strategy = overridden(strategy, "on_train_batch_start", STRATEGY)
+        self.is_lean = not strategy.handles_gradient_accumulation and len(strategy.optimizers) == 1
         self.plain_forward = plan.step_is_the_modules("training_step")
         self.contract = plan.contract
         self.knows_backward = _knows_backward(plan)

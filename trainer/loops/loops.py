@@ -31,9 +31,9 @@ from ...strategies.distributed.group import StopAgreement
 from ...strategies.registry import ranks_of
 from ..checkpoint.clean_points import ResumingEpochLoop, ResumingFitLoop
 from ..logging.connector import LeanLoggerConnector, LeanResults
-from ._batch_fetch import OneLoader, batch_mover
+from ._batch_fetch import OneLoader
 from ._eval_step import validation_may_be_due
-from ._hook_plan import STRATEGY, HookPlan, may_be_lean, overridden
+from ._hook_plan import HookPlan, may_be_lean
 from ._train_step import TrainStep
 from .accumulation import Accumulation
 from .evaluation_loops import LeanEvaluationLoop
@@ -127,18 +127,6 @@ class LeanTrainingEpochLoop(ResumingEpochLoop):
             self._plan = HookPlan(self.trainer, TRAIN_HOOKS, getattr(self.trainer, "timed_bar", None))
             self._loader = OneLoader(data_fetcher) if OneLoader.fits(data_fetcher) else None
             self._step = TrainStep(self._plan, self.automatic_optimization, self.accumulation)
-            self._resolve()
-
-    def _resolve(self) -> None:
-        """Make the choices that do not change from step to step; repeated after a hook was added or patched."""
-        plan, step = self._plan, self._step
-        assert plan is not None
-        assert step is not None
-        step.resolve_again()
-        self._move = batch_mover(plan)
-        strategy = plan.strategy
-        self._tells_strategy = overridden(strategy, "on_train_batch_start", STRATEGY)
-        self._lean_step = not strategy.handles_gradient_accumulation and len(strategy.optimizers) == 1
 
     def _forget(self) -> None:
         self._plan = self._step = self._loader = None
@@ -182,8 +170,13 @@ class LeanTrainingEpochLoop(ResumingEpochLoop):
             or of_lightning.signal_connector(self.trainer).received_sigterm
         ):
             fit_loop.stop_between_batches()
-        plan = self._plan
-        if plan is None or self._restarting or plan.module is not of_lightning.lightning_module(plan.strategy):
+        plan, step = self._plan, self._step
+        if (
+            plan is None
+            or step is None
+            or self._restarting
+            or plan.module is not of_lightning.lightning_module(plan.strategy)
+        ):
             super().advance(data_fetcher)
             return
         if plan.stale():
@@ -191,20 +184,20 @@ class LeanTrainingEpochLoop(ResumingEpochLoop):
                 self._forget()
                 super().advance(data_fetcher)
                 return
-            self._resolve()
+            step.resolve_again()
         # Lightning's setter visits all child loops
         if self.val_loop._restarting:
             self.val_loop.restarting = False
-        self._advance(plan, data_fetcher)
+        self._advance(plan, step, data_fetcher)
 
-    def _advance(self, plan: HookPlan, data_fetcher: DataFetcher) -> None:
+    def _advance(self, plan: HookPlan, step: TrainStep, data_fetcher: DataFetcher) -> None:
         progress, connector = self.batch_progress, self._connector
         total: Any = progress.total
         current: Any = progress.current
         batch = self._fetch(data_fetcher)
         batch_idx = current.ready
         progress.is_last_batch = data_fetcher.done
-        batch = self._move(batch, 0)
+        batch = step.move(batch, 0)
         total.ready += 1
         current.ready += 1
         connector.start_batch(self._results, batch, None)
@@ -215,14 +208,14 @@ class LeanTrainingEpochLoop(ResumingEpochLoop):
             self._warning_cache.warn("train_dataloader yielded None. If this was on purpose, ignore this warning...")
         else:
             skip = "on_train_batch_start" in plan.work and plan.call("on_train_batch_start", batch, batch_idx) == -1
-            if self._tells_strategy:
+            if step.tells_strategy:
                 plan.call_as("on_train_batch_start", plan.strategy.on_train_batch_start, batch, batch_idx)
             if skip:
                 progress.increment_by(0, is_last_batch=True)
             else:
                 total.started += 1
                 current.started += 1
-                output = self._optimize(plan, batch, batch_idx)
+                output = self._optimize(step, batch, batch_idx)
         total.processed += 1
         current.processed += 1
 
@@ -232,7 +225,7 @@ class LeanTrainingEpochLoop(ResumingEpochLoop):
                 self.update_lr_schedulers("epoch", update_plateau_schedulers=False)
         if skip:
             raise StopIteration
-        self._end_batch(plan, output, batch, batch_idx)
+        self._end_batch(plan, step, output, batch, batch_idx)
         total.completed += 1
         current.completed += 1
         if self._stepping() or not plan.module.automatic_optimization:
@@ -245,11 +238,11 @@ class LeanTrainingEpochLoop(ResumingEpochLoop):
         self.data_wait_s += perf_counter() - asked_s
         return batch
 
-    def _end_batch(self, plan: HookPlan, output: Any, batch: Batch, batch_idx: int) -> None:
+    def _end_batch(self, plan: HookPlan, step: TrainStep, output: Any, batch: Batch, batch_idx: int) -> None:
         if self._results.tracked is not None or self._results.shared:
             self._connector.exchange(self._results)
         if plan.work and plan.stale():  # a hook of this step added or patched a hook
-            self._resolve()
+            step.resolve_again()
         if "on_train_batch_end" in plan.work:
             plan.call("on_train_batch_end", output, batch, batch_idx)
         self._connector.finish_batch(self._results)
@@ -263,11 +256,10 @@ class LeanTrainingEpochLoop(ResumingEpochLoop):
         is_last = progress.is_last_batch or ready == self.trainer.fit_loop.max_batches
         return is_last and not self._should_accumulate()
 
-    def _optimize(self, plan: HookPlan, batch: Batch, batch_idx: int) -> Any:
-        automatic = plan.module.automatic_optimization
-        if automatic and self._lean_step and not of_lightning.skip_backward(self.automatic_optimization):
-            assert self._step is not None
-            return self._step.run(batch, batch_idx, self._stepping())
+    def _optimize(self, step: TrainStep, batch: Batch, batch_idx: int) -> Any:
+        automatic = step.plan.module.automatic_optimization
+        if automatic and step.is_lean and not of_lightning.skip_backward(self.automatic_optimization):
+            return step.run(batch, batch_idx, self._stepping())
         kwargs = self._build_kwargs(OrderedDict(), batch, batch_idx)
         if automatic:
             return self.automatic_optimization.run(self.trainer.optimizers[0], batch_idx, kwargs)

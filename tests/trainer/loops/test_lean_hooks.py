@@ -141,3 +141,56 @@ def test_a_hook_attached_as_another_attribute_goes_is_called(where: str) -> None
         if where == "class":
             del Module.on_train_batch_end
     assert counts == [4, 4]  # batches 2 to 5
+
+
+class PatchesTransfer(SmallModule):
+    """Has its batches changed from the third on, and keeps the sums of what it gets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sums: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.sums.append(batch[0].sum().item())
+        if batch_idx == 1:
+            self.on_after_batch_transfer = lambda batch, dataloader_idx: (batch[0] * 0, *batch[1:])  # type: ignore[method-assign]
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_transfer_hook_patched_in_a_step_changes_the_next_batch() -> None:
+    # The step resolved its own choices again, and the loop, which moves batches, saw no change any more.
+    for cls in (Trainer, pl.Trainer):
+        module = PatchesTransfer()
+        cls(**QUIET, max_epochs=1, enable_checkpointing=False).fit(module, loader(), loader(10))
+        assert [value == 0 for value in module.sums] == [False, False, True, True, True, True]
+
+
+class PatchesEnd(SmallModule):
+    """Gets a hook for the end of batches in the second batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ended: list[int] = []
+
+    def patch(self, hook: str, batch_idx: int) -> None:
+        if batch_idx == 1:
+            setattr(self, hook, lambda output, batch, batch_idx: self.ended.append(batch_idx))
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.patch("on_validation_batch_end", batch_idx)
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.patch("on_test_batch_end", batch_idx)
+
+    def predict_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.patch("on_predict_batch_end", batch_idx)
+        return batch[0]
+
+
+@pytest.mark.parametrize("method", ["validate", "test", "predict"])
+def test_a_hook_patched_in_a_step_of_evaluation_is_called_at_its_end(method: str) -> None:
+    # Hooks were looked at before a step only, so that the first call was missed.
+    for cls in (Trainer, pl.Trainer):
+        module = PatchesEnd()
+        getattr(cls(**QUIET, enable_checkpointing=False), method)(module, loader())
+        assert module.ended == [1, 2, 3, 4, 5]
