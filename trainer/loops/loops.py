@@ -159,7 +159,10 @@ class LeanTrainingEpochLoop(ResumingEpochLoop):
         """Lightning's, which its own loop calls between the step and the hooks that read what was logged in it."""
         if self._results.tracked is not None or self._results.shared:
             self._connector.exchange(self._results)
-        super().update_lr_schedulers(interval, update_plateau_schedulers)
+        for config in self.trainer.lr_scheduler_configs:
+            if config.interval == interval and config.reduce_on_plateau == update_plateau_schedulers:
+                super().update_lr_schedulers(interval, update_plateau_schedulers)
+                return
 
     @override
     def advance(self, data_fetcher: DataFetcher) -> None:
