@@ -17,6 +17,7 @@ from pytorch_lightning.core.optimizer import LightningOptimizer
 from pytorch_lightning.loops.optimization.automatic import Closure, ClosureResult
 from pytorch_lightning.plugins.precision import MixedPrecision
 from pytorch_lightning.strategies import ParallelStrategy
+from pytorch_lightning.utilities.enums import GradClipAlgorithmType
 from pytorch_lightning.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
 
@@ -258,12 +259,13 @@ class TrainStep:
         plan, trainer = self.plan, self.trainer
         if "on_before_optimizer_step" in plan.work:
             plan.call("on_before_optimizer_step", optimizer)
-        value = trainer.gradient_clip_val
-        if value or self.clips_itself:
+        value, algorithm = trainer.gradient_clip_val, trainer.gradient_clip_algorithm or GradClipAlgorithmType.NORM
+        if not self.clips_itself and type(value) in (int, float) and type(algorithm) is GradClipAlgorithmType:
+            plan.precision.clip_gradients(optimizer, value, algorithm)
+        elif value or self.clips_itself:
             # Lightning's own method, for its checks of value and algorithm
-            algorithm = trainer.gradient_clip_algorithm
             of_lightning.clip_gradients(plan.precision)(
-                plan.module, optimizer, value, gradient_clip_algorithm=algorithm
+                plan.module, optimizer, value, gradient_clip_algorithm=trainer.gradient_clip_algorithm
             )
 
 
