@@ -160,13 +160,17 @@ class TrainStep:
         first = parts == 1 or batch_idx % parts == 0
         if output is None:
             return self._skip(batch_idx, first)
-        if isinstance(output, Tensor):
-            loss, reported = output, self._reported(output)
-        else:
-            loss, reported = self._split(output)
-        if parts != 1:
-            loss = self._share(loss, output, batch, parts, first, reported)
-        del output
+        loss, others = (output, {}) if isinstance(output, Tensor) else self._split(output)
+        exact = parts != 1 and self.accumulation.exact
+        if parts != 1 and not exact:
+            loss = loss / parts
+        # a copy, since precision plugins and hooks may scale it in place
+        reported = {"loss": loss.detach().clone() if self.reads_outputs else loss.detach(), **others}
+        if exact:
+            if first:
+                self.accumulation.start()
+            loss = self.accumulation.weigh(loss, output, batch)
+        del output, others
         if first:
             self._zero_grad(batch_idx)
         state["_current_fx_name"] = "backward"
@@ -177,7 +181,7 @@ class TrainStep:
         else:
             self.bring_back(loss)
         state["_current_fx_name"] = before
-        if stepping and parts != 1 and self.accumulation.exact:
+        if stepping and exact:
             self.accumulation.divide_gradients()
         return reported
 
@@ -201,27 +205,11 @@ class TrainStep:
         return {}
 
     def _split(self, output: Any) -> tuple[Tensor, dict[str, Any]]:
-        """Split the output of `training_step` into the loss and the outputs for hooks."""
+        """Split the output of `training_step` into the loss and the other outputs for hooks."""
         if not isinstance(output, Mapping) or output.get("loss") is None:
             ClosureResult.from_training_step_output(output)
             raise AssertionError("Lightning refuses an output without a loss")
-        loss = output["loss"]
-        return loss, {**self._reported(loss), **{key: value for key, value in output.items() if key != "loss"}}
-
-    def _reported(self, loss: Tensor) -> dict[str, Any]:
-        """Return the loss as hooks see it: a copy, since precision plugins and hooks may scale it in place."""
-        return {"loss": loss.detach().clone() if self.reads_outputs else loss.detach()}
-
-    def _share(
-        self, loss: Tensor, output: Any, batch: Batch, parts: int, first: bool, reported: dict[str, Any]
-    ) -> Tensor:
-        """Scale a micro-batch's loss to its share of the accumulated step."""
-        if first:
-            self.accumulation.start()
-        if self.accumulation.exact:
-            return self.accumulation.weigh(loss, output, batch)
-        reported["loss"] = reported["loss"] / parts
-        return loss / parts
+        return output["loss"], {key: value for key, value in output.items() if key != "loss"}
 
     def _zero_grad(self, batch_idx: int) -> None:
         plan, optimizer = self.plan, self.optimizer.optimizer
