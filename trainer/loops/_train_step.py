@@ -39,6 +39,9 @@ class TrainStep:
     Args:
         automatic: Lightning's loop for automatic optimization, which owns the counters.
         accumulation: weights of micro-batches.
+
+    Attributes:
+        hooked_late: whether code that may patch hooks runs between `training_step` and the end of the batch.
     """
 
     def __init__(
@@ -78,6 +81,9 @@ class TrainStep:
         self.hooked_backward = self.module_backward or not isinstance(self.contract, NothingToDo)
         self.hooked_backward |= "on_before_backward" in plan.work or "on_after_backward" in plan.work
         self.hooked_update = self.clips_itself or "on_before_optimizer_step" in plan.work
+        late = plan.work.keys() - {"on_train_batch_start", "on_train_batch_end"}
+        own = any_overridden(module, ("backward", "optimizer_zero_grad", "optimizer_step", "lr_scheduler_step"), MODULE)
+        self.hooked_late = bool(late) or own or self.clips_itself or not self.plain_optimizer_step
 
     def run(self, batch: Batch, batch_idx: int, stepping: bool) -> dict[str, Any]:
         """Run a step on one micro-batch.

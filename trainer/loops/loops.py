@@ -106,6 +106,7 @@ class LeanTrainingEpochLoop(ResumingEpochLoop):
         self._plan: HookPlan | None = None
         self._step: TrainStep | None = None
         self._loader: OneLoader | None = None
+        self._may_be_patched = True  # a hook, since the step has last looked
         self._stop: StopAgreement | None = None  # by which ranks agree between batches on when to stop
 
     @override
@@ -244,7 +245,7 @@ class LeanTrainingEpochLoop(ResumingEpochLoop):
     def _end_batch(self, plan: HookPlan, step: TrainStep, output: Any, batch: Batch, batch_idx: int) -> None:
         if self._results.tracked is not None or self._results.shared:
             self._connector.exchange(self._results)
-        if plan.work and plan.stale():  # a hook of this step added or patched a hook
+        if plan.work and self._may_be_patched and plan.stale():  # a hook of this step added or patched a hook
             step.resolve_again()
         if "on_train_batch_end" in plan.work:
             plan.call("on_train_batch_end", output, batch, batch_idx)
@@ -262,7 +263,10 @@ class LeanTrainingEpochLoop(ResumingEpochLoop):
     def _optimize(self, step: TrainStep, batch: Batch, batch_idx: int) -> Any:
         automatic = step.plan.module.automatic_optimization
         if automatic and step.is_lean and not of_lightning.skip_backward(self.automatic_optimization):
-            return step.run(batch, batch_idx, self._stepping())
+            output = step.run(batch, batch_idx, self._stepping())
+            self._may_be_patched = step.hooked_late
+            return output
+        self._may_be_patched = True
         kwargs = self._build_kwargs(OrderedDict(), batch, batch_idx)
         if automatic:
             return self.automatic_optimization.run(self.trainer.optimizers[0], batch_idx, kwargs)

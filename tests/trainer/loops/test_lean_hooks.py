@@ -194,3 +194,21 @@ def test_a_hook_patched_in_a_step_of_evaluation_is_called_at_its_end(method: str
         module = PatchesEnd()
         getattr(cls(**QUIET, enable_checkpointing=False), method)(module, loader())
         assert module.ended == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("when", ["on_before_zero_grad", "backward", "on_after_backward", "optimizer_step"])
+def test_a_hook_patched_late_in_a_step_is_called_at_its_end(when: str) -> None:
+    for cls in (Trainer, pl.Trainer):
+        ended: list[int] = []
+        module = SmallModule()
+        own = getattr(module, when)
+
+        def patch(*args: Any, **kwargs: Any) -> Any:
+            if module.trainer.global_step == 1:  # noqa: B023  # called within this turn
+                module.on_train_batch_end = lambda outputs, batch, batch_idx: ended.append(batch_idx)  # type: ignore[method-assign]  # noqa: B023
+            return own(*args, **kwargs)  # noqa: B023
+
+        setattr(module, when, patch)
+        options = {**QUIET, "callbacks": [pl.callbacks.LambdaCallback(on_train_batch_start=lambda *_: None)]}
+        cls(**options, max_epochs=1, enable_checkpointing=False).fit(module, loader(), loader(10))
+        assert ended == [1, 2, 3, 4, 5]
