@@ -219,9 +219,13 @@ class LeanLoggerConnector(of_lightning.LoggerConnector):
         results.batch = batch
         results.batch_size = None
 
-    def enter(self, fx: str) -> None:
-        """Learn which hook logs, as Lightning does by its own check of each call."""
-        self._current_fx = fx
+    def enters(self, fx: str) -> bool:
+        """Learn which hook logs, unless it is one whose values Lightning would reset by its own check of the call."""
+        if self._current_fx != fx:
+            if self._first_loop_iter is not False:
+                return False
+            self._current_fx = fx
+        return True
 
     def exchange(self, results: LeanResults) -> None:
         """Bring the values that this rank logged in the batch to what they are for the global batch."""

@@ -92,16 +92,9 @@ class LeanLog(ModuleLog):
         slot = results.slots.get((fx, name, results.dataloader_idx))
         if slot is None:
             return False
-        if (
-            slot.options == options
-            # only if Lightning would neither reset the hook's values nor warn
-            and (of_lightning.first_loop_iter(connector) is False or of_lightning.current_fx(connector) == fx)
-            and (not slot.needs_logger or self.trainer.loggers)
-        ):
+        if slot.options == options and connector.enters(fx) and (not slot.needs_logger or self.trainer.loggers):
             size = self._batch_size(results, batch_size) if slot.counts_samples else 1
             if slot.add(value, size):
-                if of_lightning.current_fx(connector) != fx:
-                    connector.enter(fx)
                 if batch_size is not None and results.share is not None:
                     results.note_given(slot.metric, value if slot.last is None else slot.last, size)
                 if results.tracked is not None and (slot.is_tensor or slot.on_step):
@@ -151,33 +144,31 @@ class LeanLogDict(StaysOnRoot):
     def __init__(self, log: LeanLog) -> None:
         self.log, self.module = log, log.module
         self._given: dict[str, Any] = {}
-        self._options = slot_options({})
+        self._options: tuple[Any, ...] | None = slot_options({})
         self.full: Callable[..., None] = MODULE["log_dict"].__get__(log.module)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copied or pickled with its module, it becomes the copy's own `log_dict`."""
         return getattr, (self.module, "log_dict")
 
-    def __call__(self, dictionary: Any, *args: Any, **kwargs: Any) -> None:
+    def __call__(self, dictionary: Any, *args: Any, batch_size: Any = None, **given: Any) -> None:
         """Log values; see `LightningModule.log_dict`."""
         values: Any = dictionary
         if type(dictionary) is MetricCollection and shares_states(dictionary):
             renames = dictionary.prefix is not None or dictionary.postfix is not None
             values = of_metrics.to_renamed_dict(dictionary)() if renames else dict(dictionary._modules)
-        by_name = not args and kwargs.keys() <= _DICT_OPTIONS and self.log.receiver is None
-        by_name = by_name and not torch.compiler.is_compiling()
-        if type(values) in (dict, OrderedDict) and by_name and self.module.__dict__.get("log") is self.log:
-            values = self._without_slot(values, **kwargs)
-            if not values:
-                return
-        self.full(values, *args, **kwargs)
-
-    def _without_slot(self, values: dict[str, Any], batch_size: Any = None, **given: Any) -> dict[str, Any]:
-        """Add all values that have slots to them, and return the others."""
-        if given != self._given:
-            self._given, self._options = given, slot_options(given)
-        add, options = self.log.add, self._options
-        return {name: value for name, value in values.items() if not add(name, value, options, batch_size)}
+        log = self.log
+        by_slot = type(values) in (dict, OrderedDict) and not args and log.receiver is None
+        if by_slot and self.module.__dict__.get("log") is log and not torch.compiler.is_compiling():
+            if given != self._given:
+                self._given = given
+                self._options = slot_options(given) if given.keys() <= _DICT_OPTIONS else None
+            add, options = log.add, self._options
+            if options is not None:
+                values = {name: value for name, value in values.items() if not add(name, value, options, batch_size)}
+                if not values:
+                    return
+        self.full(values, *args, **given, **({} if batch_size is None else {"batch_size": batch_size}))
 
 
 def slot_options(given: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -194,9 +185,11 @@ def shares_states(collection: MetricCollection) -> bool:
     if not of_metrics.groups_checked(collection) or of_metrics.state_is_copy(collection):
         return False
     metrics: Any = collection._modules
-    for first, *others in of_metrics.groups(collection).values():
-        states = metrics[first].__dict__
-        for own in (metrics[name].__dict__ for name in others):
+    for group in of_metrics.groups(collection).values():
+        if len(group) == 1:
+            continue
+        states = metrics[group[0]].__dict__
+        for own in [metrics[name].__dict__ for name in group[1:]]:
             if own[of_metrics.UPDATE_COUNT] != states[of_metrics.UPDATE_COUNT]:
                 return False
             for name in states[of_metrics.DEFAULTS]:
