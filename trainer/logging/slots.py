@@ -15,6 +15,8 @@ from ...strategies.core.private.of_lightning import ResultMetric
 from ...strategies.core.private.of_metrics import COMPUTED, FORWARD_CACHE, UPDATE_COUNT, forward_cache
 
 _KEPT = (torch.float32, torch.float64)
+_EXACT = 2**24
+"""Up to here whole numbers are exact in float32."""
 
 _ON_DEVICE: dict[Any, Callable[[Tensor, Tensor], Tensor]] = {max: torch.max, min: torch.min}
 """Python's own functions read each comparison of tensors back to the host."""
@@ -53,6 +55,7 @@ class Slot:
         self.last: Tensor | None = None
         """The last value, copied if the slot `copies`; None if it was a number or a metric."""
         self._samples = 0
+        self._size, self._weight = 0, scalar(0.0, self.device, torch.float32)
         self._number: float | None = None
         self._dtype = torch.float32
 
@@ -107,12 +110,20 @@ class Slot:
         if self.on_step:
             state[FORWARD_CACHE] = copy.clone() if self.shared else copy
         if self.is_mean:
-            state["value"] = state["value"] + copy * batch_size
+            state["value"] = state["value"] + self._weighted(copy, batch_size)
             self._samples += batch_size
         elif self.is_sum:
             state["value"] = state["value"] + copy
         else:
             state["value"] = self.reduce(state["value"], copy)
+
+    def _weighted(self, copy: Tensor, batch_size: Any) -> Tensor:
+        """Multiply by a number of samples, kept on the device, since a product with a number takes twice as long."""
+        if type(batch_size) is not int or batch_size > _EXACT:
+            return copy * batch_size
+        if batch_size != self._size:
+            self._size, self._weight = batch_size, scalar(batch_size, self.device, torch.float32)
+        return copy * self._weight
 
     def settle(self) -> None:
         """Write the state kept on the host, a number and a count of samples, to Lightning's metric."""

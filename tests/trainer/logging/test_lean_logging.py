@@ -311,3 +311,24 @@ def test_states_of_a_collection_are_linked_until_one_is_replaced() -> None:
     assert shares_states(metrics)
     metrics["train/f1"]  # to read one gives each its own copies
     assert not shares_states(metrics)
+
+
+class LogsUnequal(pl.LightningModule):
+    """Logs a float32 and a float64 mean, weighted by batches of unequal size."""
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        size = batch.shape[0] if batch_idx % 2 else 2**24 + 1  # which float32 has no number for
+        self.log("single", batch.mean() / 3, batch_size=size)
+        self.log("double", batch.double().mean() / 3, batch_size=size)
+
+
+def test_an_epochs_means_are_lightnings_bit_by_bit() -> None:
+    found = []
+    for cls in TRAINERS:
+        trainer = cls(**QUIET, logger=False)
+        trainer.test(
+            LogsUnequal(), DataLoader(torch.randn(22, generator=torch.Generator().manual_seed(0)), 4), verbose=False
+        )  # type: ignore[arg-type]
+        found.append(trainer.callback_metrics)
+    assert found[0] == found[1]
+    assert found[0]["single"].dtype == found[1]["single"].dtype == torch.float32
