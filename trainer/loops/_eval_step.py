@@ -24,6 +24,9 @@ class StepPlan:
 
     Args:
         loop: Lightning's loop, with its data set up.
+
+    Attributes:
+        is_current: whether nothing that may patch a hook has run since the plan was compared with the hooks.
     """
 
     def __init__(self, loop: EvaluationLoop | PredictionLoop) -> None:
@@ -41,6 +44,7 @@ class StepPlan:
         self.sanity_checks = trainer.sanity_checking
         self.contract = contract_of(trainer.strategy)
         self.names_loader = of_lightning.mode(combined) == "sequential" and loop.num_dataloaders > 1
+        self.is_current = False
         self.resolve()
 
     def resolve(self) -> None:
@@ -59,8 +63,9 @@ class StepPlan:
         Returns:
             The arguments of the batch hooks: the batch, its index and, with several loaders, the loader's index.
         """
-        if self.hooks.stale():
+        if not self.is_current and self.hooks.stale():
             self.resolve()
+        self.is_current = False
         batch = self.move(batch, dataloader_idx)
         return (batch, batch_idx, dataloader_idx) if self.names_loader else (batch, batch_idx)
 
@@ -109,7 +114,8 @@ def run_step(loop: Any, plan: StepPlan, batch: Batch, batch_idx: int, dataloader
     current.processed += 1
     if hooks.stale():  # the step added or patched a hook
         plan.resolve()
-    if plan.end_name in hooks.work:
+    plan.is_current = plan.end_name not in hooks.work
+    if not plan.is_current:
         hooks.call(plan.end_name, output, *args)
     if results is not None:
         connector.finish_batch(results)
