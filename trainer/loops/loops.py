@@ -103,7 +103,6 @@ class LeanTrainingEpochLoop(ResumingEpochLoop):
         connector: Any = of_lightning.logger_connector(trainer)
         self._connector: LeanLoggerConnector = connector
         self.data_wait_s = 0.0  # seconds that lean steps have waited for the loader
-        self._plan: HookPlan | None = None
         self._step: TrainStep | None = None
         self._loader: OneLoader | None = None
         self._may_be_patched = True  # a hook, since the step has last looked
@@ -125,12 +124,12 @@ class LeanTrainingEpochLoop(ResumingEpochLoop):
             return
         of_lightning.fetch_unprofiled(data_fetcher)
         if not isinstance(data_fetcher, DataLoaderIterDataFetcher):
-            self._plan = HookPlan(self.trainer, TRAIN_HOOKS, getattr(self.trainer, "timed_bar", None))
+            plan = HookPlan(self.trainer, TRAIN_HOOKS, getattr(self.trainer, "timed_bar", None))
             self._loader = OneLoader(data_fetcher) if OneLoader.fits(data_fetcher) else None
-            self._step = TrainStep(self._plan, self.automatic_optimization, self.accumulation)
+            self._step = TrainStep(plan, self.automatic_optimization, self.accumulation)
 
     def _forget(self) -> None:
-        self._plan = self._step = self._loader = None
+        self._step = self._loader = None
 
     @override
     def teardown(self) -> None:
@@ -174,16 +173,11 @@ class LeanTrainingEpochLoop(ResumingEpochLoop):
             or of_lightning.signal_connector(self.trainer).received_sigterm
         ):
             fit_loop.stop_between_batches()
-        plan, step = self._plan, self._step
-        if (
-            plan is None
-            or step is None
-            or self._restarting
-            or plan.module is not of_lightning.lightning_module(plan.strategy)
-        ):
+        step, module = self._step, of_lightning.lightning_module(self.trainer.strategy)
+        if step is None or self._restarting or step.plan.module is not module:
             super().advance(data_fetcher)
             return
-        if plan.stale():
+        if step.plan.stale():
             if not may_be_lean(self.trainer):
                 self._forget()
                 super().advance(data_fetcher)
@@ -192,10 +186,10 @@ class LeanTrainingEpochLoop(ResumingEpochLoop):
         # Lightning's setter visits all child loops
         if self.val_loop._restarting:
             self.val_loop.restarting = False
-        self._advance(plan, step, data_fetcher)
+        self._advance(step, data_fetcher)
 
-    def _advance(self, plan: HookPlan, step: TrainStep, data_fetcher: DataFetcher) -> None:
-        progress, connector = self.batch_progress, self._connector
+    def _advance(self, step: TrainStep, data_fetcher: DataFetcher) -> None:
+        plan, progress, connector = step.plan, self.batch_progress, self._connector
         total: Any = progress.total
         current: Any = progress.current
         batch = self._fetch(data_fetcher)
@@ -229,7 +223,7 @@ class LeanTrainingEpochLoop(ResumingEpochLoop):
                 self.update_lr_schedulers("epoch", update_plateau_schedulers=False)
         if skip:
             raise StopIteration
-        self._end_batch(plan, step, output, batch, batch_idx)
+        self._end_batch(step, output, batch, batch_idx)
         total.completed += 1
         current.completed += 1
         if self._stepping() or not plan.module.automatic_optimization:
@@ -242,7 +236,8 @@ class LeanTrainingEpochLoop(ResumingEpochLoop):
         self.data_wait_s += perf_counter() - asked_s
         return batch
 
-    def _end_batch(self, plan: HookPlan, step: TrainStep, output: Any, batch: Batch, batch_idx: int) -> None:
+    def _end_batch(self, step: TrainStep, output: Any, batch: Batch, batch_idx: int) -> None:
+        plan = step.plan
         if self._results.tracked is not None or self._results.shared:
             self._connector.exchange(self._results)
         if plan.work and self._may_be_patched and plan.stale():  # a hook of this step added or patched a hook
@@ -274,12 +269,12 @@ class LeanTrainingEpochLoop(ResumingEpochLoop):
 
     @override
     def on_advance_end(self, data_fetcher: DataFetcher) -> None:
-        if self._plan is None or validation_may_be_due(self):
+        if self._step is None or validation_may_be_due(self):
             self._show_everything()
             super().on_advance_end(data_fetcher)
             return
         if self._stepping():
-            if self._plan.strategy.lr_scheduler_configs:
+            if self._step.plan.strategy.lr_scheduler_configs:
                 self.update_lr_schedulers("step", update_plateau_schedulers=True)
             self._batches_that_stepped += 1
         fit_loop: Any = self.trainer.fit_loop
