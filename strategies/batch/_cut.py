@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..core.errors import ConfigError
-from ._tree import SHARED, Items, Path, called, children, is_array, is_sequence, option_key, rebuild, splits_itself
+from .tree import SHARED, Items, Path, called, children, is_array, is_sequence, option_key, rebuild, splits_itself
 
 Role: TypeAlias = Literal["rows", "list", "shared", "structure"]
 """What a value is: one row per sample, one element per sample, the same for all samples, or a structure of values."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..core.errors import ConfigError
-from ._tree import Path, called, children, is_array, is_sequence, option_key, rebuild
+from .tree import Path, called, children, is_array, is_sequence, option_key, rebuild
 
 Reduction: TypeAlias = str
 """How the values of chunks become one: `rows`, `list`, `structure`, `shared`, `mean` or `sum`."""

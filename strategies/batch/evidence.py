@@ -2,8 +2,8 @@
 
 import copy
 import random
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, is_dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from ..core.rng import random_state, swapped_random_state
 from ..core.types import Batch
-from ._tree import Path, at, children, rebuild
+from .tree import Items, Path, at, children, held, rebuild, walk
 
 LOOKS = (2, 3)
 """Sizes of the batches that are made to be looked at."""
@@ -122,7 +122,7 @@ class LoaderEvidence(Evidence):
     def loaders(self) -> list[tuple[Path, Any]]:
         """Where in a batch each loader's own batch stands."""
         if isinstance(self.loader, CombinedLoader):
-            return list(_leaves(self.loader.iterables, ()))
+            return [(path, value) for path, value in walk(self.loader.iterables, held) if held(value) is None]
         return [((), self.loader)]
 
     def _loader_at(self, path: Path) -> Any:
@@ -192,26 +192,15 @@ def _spread(loader: Any, num: int) -> list[int]:
 
 def numbers_of_rows(value: Any) -> list[int]:
     """The rows of all tensors in a batch, those that objects such as graphs hold included."""
-    if isinstance(value, Tensor):
-        return list(value.shape[:1])
-    inside: Any = ()
-    if isinstance(value, PackedSequence):  # its rows are steps of time
-        return []
-    if isinstance(value, (list, tuple)):
-        inside = value
-    elif isinstance(value, Mapping):
-        inside = value.values()
-    elif is_dataclass(value) or hasattr(value, "to"):
-        inside = getattr(value, "__dict__", {}).values()
-    return [rows for part in inside for rows in numbers_of_rows(part)]
+    return [len(part) for _, part in walk(value, _in_objects) if isinstance(part, Tensor) and part.dim()]
 
 
-def _leaves(value: Any, path: Path) -> Iterator[tuple[Path, Any]]:
-    parts = children(value) if isinstance(value, (Mapping, list, tuple)) else None
-    if parts is None:
-        yield path, value
-    for key, child in parts or []:
-        yield from _leaves(child, (*path, key))
+def _in_objects(value: Any) -> Items | None:
+    """The parts of a structure, or the attributes of an object such as a graph."""
+    if isinstance(value, (Tensor, PackedSequence)):  # of which rows are steps of time
+        return None
+    parts = children(value)
+    return list(getattr(value, "__dict__", {}).items()) if parts is None and hasattr(value, "to") else parts
 
 
 def _filled(value: Any, path: Path, made: dict[Path, Any]) -> Any:

@@ -13,9 +13,9 @@ from torch.utils.data import BatchSampler
 from ..core.errors import ConfigError
 from ..core.private import of_lightning
 from ..core.types import Batch
-from ._tree import option_key
 from .evidence import Inputs, LoaderEvidence
 from .structure import BatchStructure
+from .tree import option_key
 
 _TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 

@@ -25,7 +25,8 @@ from ..core.errors import ConfigError
 from ..core.types import Batch, Chunk, Sizes
 from ._cut import Role, cut
 from ._join import are_equal, join_parts, moved
-from ._tree import (
+from .evidence import Evidence
+from .tree import (
     Path,
     at,
     called,
@@ -33,11 +34,11 @@ from ._tree import (
     is_array,
     is_sequence,
     option_key,
-    plain_lengths,
+    plain_length,
     row_counts,
     splits_itself,
+    walk,
 )
-from .evidence import Evidence
 
 BatchDims: TypeAlias = Mapping[Any, Any]
 """The option `batch_dims`: for the path of a value `list`, `none` or 0; of a result also `sum` or `mean`."""
@@ -78,7 +79,7 @@ def num_samples(batch: Batch) -> int | None:
         N, or None where the batch holds nothing to count.
     """
     count = next((rows for _, rows in row_counts(batch)), None)
-    return count if count is not None else next(plain_lengths(batch), None)
+    return plain_length(batch) if count is None else count
 
 
 class BatchStructure:
@@ -118,7 +119,7 @@ class BatchStructure:
             ConfigError: values disagree on N, or can be read in two ways; the message names them.
         """
         self._learn(batch)
-        counts = list(self._counts(batch, ()))
+        counts = self._counts(batch)
         for path, count in counts:
             if count != counts[0][1]:
                 first = called(counts[0][0], self._root)
@@ -163,10 +164,10 @@ class BatchStructure:
         """
         assert len(results) == len(sizes) > 0
         if len(results) == 1:
-            self.is_settled = self.is_settled or not any(True for _ in _lengths(results[0]))
+            self.is_settled = self.is_settled or not _has_lengths(results[0])
             return moved(results[0], device)
         joined = join_parts(list(results), list(sizes), self._reduction, self._root, device, ())
-        self.is_settled = self.is_settled or len(set(sizes)) > 1 or not any(True for _ in _lengths(results[0]))
+        self.is_settled = self.is_settled or len(set(sizes)) > 1 or not _has_lengths(results[0])
         return joined
 
     def unequal(self, sizes: Sequence[int]) -> list[int]:
@@ -184,47 +185,45 @@ class BatchStructure:
 
     def _learn(self, batch: Batch) -> None:
         """Decide what is new in a batch: first what is certain, then the rest, which may ask for N."""
-        if self._knows(batch, ()):
+        if self._knows(batch):
             return
-        self._settle(batch, (), None)
-        if self._knows(batch, ()):
+        self._settle(batch, None)
+        if self._knows(batch):
             return
-        counts = [count for _, count in self._counts(batch, ())]
+        counts = [count for _, count in self._counts(batch)]
         outside = [count for path, count in row_counts(batch) if not self._lists_around(batch, path)]
         self._asks = self._evidence.asks and bool(counts or outside)
         num = counts[0] if counts else outside[0] if outside else self._usual_count(batch)
         if num is not None:
-            self._settle(batch, (), num)
+            self._settle(batch, num)
 
-    def _knows(self, value: Any, path: Path) -> bool:
-        if not (is_array(value) or is_sequence(value)):
-            return all(self._knows(child, (*path, key)) for key, child in self._inside(value, path))
-        role = self._roles.get((path, is_array(value)))
-        if role != "structure":
-            return role is not None
-        return all(self._knows(child, (*path, key)) for key, child in children(value) or [])
+    def _reached(self, value: Any, path: Path = ()) -> Iterator[tuple[Path, Any, str | None]]:
+        """Yield the arrays, lists and objects with `split` of a batch, with their paths and what is known of them.
 
-    def _inside(self, value: Any, path: Path) -> list[tuple[Any, Any]]:
-        if splits_itself(value) or self._option(path) == "shared":
-            return []
-        return children(value) or []
+        What is in a list is yielded once that is known to be a structure.
+        """
+        if is_array(value) or is_sequence(value):
+            yield path, value, self._roles.get((path, is_array(value)))
+            role = self._roles.get((path, is_array(value)))
+        else:
+            role = self._role(value, path)
+            if role == "structure" and splits_itself(value):
+                yield path, value, "itself"
+                return
+        for key, child in (children(value) or ()) if role == "structure" else ():
+            yield from self._reached(child, (*path, key))
 
-    def _settle(self, value: Any, path: Path, num: int | None) -> None:
-        """Note what a value and the values in it are: only what is certain, or everything, where N is given."""
-        if not (is_array(value) or is_sequence(value)):
-            for key, child in self._inside(value, path):
-                self._settle(child, (*path, key), num)
-            return
-        key = (path, is_array(value))
-        role = self._roles.get(key) or self._certain(value, path)
-        if role is None and num is not None:
-            role = self._by_convention(value, path, num)
-        if role is None:
-            return
-        self._roles[key] = role
-        if role == "structure":
-            for child_key, child in children(value) or []:
-                self._settle(child, (*path, child_key), num)
+    def _knows(self, batch: Batch) -> bool:
+        return all(role is not None for _, _, role in self._reached(batch))
+
+    def _settle(self, batch: Batch, num: int | None) -> None:
+        """Note what the values of a batch are: only what is certain, or everything, where N is given."""
+        for path, value, known in self._reached(batch):
+            role = known or self._certain(value, path)
+            if role is None and num is not None:
+                role = self._by_convention(value, path, num)
+            if role is not None and role != "itself":
+                self._roles[path, is_array(value)] = role
 
     def is_declared(self, path: Path) -> bool:
         """Whether the user said what the value at a path is."""
@@ -362,7 +361,7 @@ class BatchStructure:
                 "lists that have one element per sample (0, 1, ... are the paths of a tuple's values)."
             )
         rows = next(iter(inside), None)
-        return next(plain_lengths(batch), None) if rows is None else self._count_in_lists(batch, rows)
+        return plain_length(batch) if rows is None else self._count_in_lists(batch, rows)
 
     def _count_in_lists(self, batch: Batch, rows: int) -> int:
         """N of a batch whose tensors are all in lists and have as many rows: those, or the length of the lists.
@@ -390,18 +389,11 @@ class BatchStructure:
         paths = [path[:i] for i in range(1, len(path)) if self._roles.get((path[:i], False)) != "structure"]
         return [len(value) for value in (at(batch, one) for one in paths) if is_sequence(value)]
 
-    def _counts(self, value: Any, path: Path) -> Iterator[tuple[Path, int]]:
+    def _counts(self, batch: Batch) -> list[tuple[Path, int]]:
         """Paths and lengths of all values whose length is N, as far as that is decided."""
-        if is_array(value) or is_sequence(value):
-            role = self._roles.get((path, is_array(value)))
-            if role in ("rows", "list"):
-                yield path, len(value)
-            if role != "structure":
-                return
-        elif splits_itself(value) and hasattr(value, "__len__") and self._option(path) != "shared":
-            yield path, len(value)
-        for key, child in self._inside(value, path):
-            yield from self._counts(child, (*path, key))
+        counted = ("rows", "list", "itself")
+        reached = self._reached(batch)
+        return [(path, len(value)) for path, value, role in reached if role in counted and hasattr(value, "__len__")]
 
     def _role(self, value: Any, path: Path) -> Role:
         """The role of a value of a batch that was learned."""
@@ -517,11 +509,6 @@ def _plural(value: Any) -> str:
     return "tensors" if is_array(value) else "values"
 
 
-def _lengths(value: Any) -> Iterator[int]:
-    """Lengths of all tensors and lists in a result, and its integers: what chunks of unequal sizes must explain."""
-    if is_array(value) or is_sequence(value):
-        yield len(value)
-    elif isinstance(value, int):
-        yield value
-    for _, child in children(value) or []:
-        yield from _lengths(child)
+def _has_lengths(result: Any) -> bool:
+    """Whether there are tensors, lists or integers in a result: what chunks of unequal sizes must explain."""
+    return any(is_array(value) or is_sequence(value) or isinstance(value, int) for _, value in walk(result))

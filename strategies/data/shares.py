@@ -12,6 +12,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from ..batch.evidence import numbers_of_rows
 from ..batch.loss_weight import WeighedLoss
+from ..batch.tree import Path, at, held, walk
 from ..core.errors import ConfigError
 from ..core.private import of_lightning
 from ..core.types import Batch
@@ -51,7 +52,7 @@ class RankShares:
         self._parts: set[float] = set()
         self.knows_parts = False
         """Whether the first training batch was looked at."""
-        self._rows_at: tuple[Any, ...] | None = None
+        self._rows_at: Path | None = None
         self._num_fitting = 0
         self._loaders: Sequence[Any] = ()
         self._sources: list[Source | None] = []
@@ -167,7 +168,7 @@ class RankShares:
 
     def _tell_rows(self, batch: Batch, is_mean: Callable[[], bool]) -> None:
         """Tell how the loss is weighted where the batch shows that it may be a mean over something else."""
-        places = dict(_rows(batch))
+        places = _rows(batch)
         num = 0 if self.current is None else self.current.num
         self._rows_at, self._num_fitting = next((place for place in places if places[place] == num), None), 0
         rows = set(numbers_of_rows(batch)) if num > 0 else set[int]()
@@ -178,25 +179,23 @@ class RankShares:
                 self._strategy, num, " and ".join(map(str, sorted(rows))),
             )  # fmt: skip
 
-    def _verify_rows(self, batch: Batch, place: tuple[Any, ...]) -> None:
+    def _verify_rows(self, batch: Batch, place: Path) -> None:
         """Refuse a batch that has lost samples of its share (in `collate_fn`, say), or has others beside them.
 
         Whatever has had one row per sample in all batches may have had as many by chance: a single sample, or two
         batches, show nothing.
         """
         assert self.current is not None
-        num, value = self.current.num, batch
+        num = self.current.num
         try:
-            for key in place:
-                value = value[key]
-            fits = value.shape[0] == num
-        except (KeyError, IndexError, TypeError, AttributeError):  # a batch of another structure
+            fits = at(batch, place).shape[0] == num
+        except (KeyError, IndexError, AttributeError):  # a batch of another structure
             fits = False
         if fits:
             self._num_fitting += num > 1
             return
         self._rows_at = None
-        rows = dict(_rows(batch)).get(place)
+        rows = _rows(batch).get(place)
         if rows is not None and self._num_fitting > _BY_CHANCE and num not in set(_lengths(batch)):
             raise ConfigError(
                 f"{self._strategy}: this rank has read {num:g} samples, but their batch has {rows} rows, and all "
@@ -206,23 +205,17 @@ class RankShares:
             )
 
 
-def _lengths(value: Any) -> Iterator[int]:
+def _lengths(batch: Batch) -> Iterator[int]:
     """All lengths in a batch, of whatever may be samples there."""
-    if isinstance(value, Tensor):
-        yield from value.shape
-    elif isinstance(value, PackedSequence):
-        yield int(value.batch_sizes[0])
-    elif isinstance(value, (Mapping, list, tuple)):
-        yield len(value)
-        for child in value.values() if isinstance(value, Mapping) else value:
-            yield from _lengths(child)
+    for _, part in walk(batch, held):
+        if isinstance(part, Tensor):
+            yield from part.shape
+        elif isinstance(part, PackedSequence):
+            yield int(part.batch_sizes[0])
+        elif isinstance(part, (Mapping, list, tuple)):
+            yield len(part)
 
 
-def _rows(value: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], int]]:
+def _rows(batch: Batch) -> dict[Path, int]:
     """The rows of the tensors of a batch, by the keys that lead to them."""
-    if isinstance(value, Tensor) and value.dim():
-        yield place, len(value)
-    elif isinstance(value, (Mapping, list, tuple)) and not isinstance(value, PackedSequence):
-        items = value.items() if isinstance(value, Mapping) else enumerate(value)
-        for key, child in items:
-            yield from _rows(child, (*place, key))
+    return {path: len(part) for path, part in walk(batch, held) if isinstance(part, Tensor) and part.dim()}

@@ -3,7 +3,7 @@
 import copy
 import enum
 import numbers
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any, TypeAlias
 
@@ -36,6 +36,22 @@ def children(value: Any) -> Items | None:
     return None
 
 
+def held(value: Any) -> Items | None:
+    """The named parts of a mapping, list or tuple; None for anything else."""
+    return children(value) if isinstance(value, (Mapping, list, tuple)) else None
+
+
+def walk(value: Any, into: Callable[[Any], Items | None] = children, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """Yield a value and all that is in it, with their paths, each before its parts.
+
+    Args:
+        into: the named parts of a value; None for one whose parts are left out.
+    """
+    yield path, value
+    for key, child in into(value) or ():
+        yield from walk(child, into, (*path, key))
+
+
 def rebuild(value: Any, parts: list[Any]) -> Any:
     """A structure like `value`, its parts replaced in order."""
     if isinstance(value, tuple):
@@ -66,26 +82,20 @@ def is_sequence(value: Any) -> bool:
     return isinstance(value, (list, tuple)) and children(value) is not None and not hasattr(value, "_fields")
 
 
-def row_counts(value: Any, path: Path = ()) -> Iterator[tuple[Path, int]]:
+def row_counts(value: Any) -> Iterator[tuple[Path, int]]:
     """Paths and numbers of rows of all tensors, arrays and objects with `split` inside a value."""
-    if splits_itself(value):
-        if hasattr(value, "__len__"):
-            yield path, len(value)
-    elif isinstance(value, (Tensor, np.ndarray)):
-        if value.ndim:
-            yield path, value.shape[0]
-    else:
-        for key, child in children(value) or []:
-            yield from row_counts(child, (*path, key))
+    for path, part in walk(value, lambda part: None if splits_itself(part) else children(part)):
+        if is_array(part) or (splits_itself(part) and hasattr(part, "__len__")):
+            yield path, len(part)
 
 
-def plain_lengths(value: Any) -> Iterator[int]:
-    """Lengths of the sequences inside a value that hold no structure: strings or numbers."""
-    parts = children(value) or []
-    if isinstance(value, (list, tuple)) and parts and all(children(child) is None for _, child in parts):
-        yield len(value)
-    for _, child in parts:
-        yield from plain_lengths(child)
+def plain_length(value: Any) -> int | None:
+    """Length of the first sequence inside a value that holds no structure: strings or numbers; None without any."""
+    for _, part in walk(value):
+        parts = (children(part) if isinstance(part, (list, tuple)) else None) or ()
+        if parts and all(children(child) is None for _, child in parts):
+            return len(parts)
+    return None
 
 
 def at(value: Any, path: Path) -> Any:
