@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from ..core.devices import scalar
 from ..core.errors import ConfigError
 from ..core.module_log import LOG_OPTIONS, Receiver, module_log, received
+from ..core.patching import replaced
 from .given_sizes import GivenSizes
 from .losses import ChunkLosses
 
@@ -68,11 +69,8 @@ class LogRecorder:
 
     def run(self, part: int, call: Callable[[], Any]) -> Any:
         """Run the step of a replica, or of a micro-batch, in the thread that calls this."""
-        self._running.part = part
-        try:
+        with replaced(self._running, "part", part):
             return call()
-        finally:
-            self._running.part = 0
 
     def _root_receiver(self, module: int) -> Receiver:
         """What records the calls of a module of the root."""

@@ -7,6 +7,7 @@ Source: `torch._subclasses.FakeTensorMode`, `torch.autograd.graph.saved_tensors_
 `torch.utils.flop_counter.FlopCounterMode` (PyTorch 2.13).
 """
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -31,10 +32,20 @@ def profile_activations(module: nn.Module, parts: Sequence[Part], args: Sequence
     Returns:
         Bytes by part name, without parameters and buffers.
     """
-    meter = _Meter(parts[0].name)
-    with torch.autograd.graph.saved_tensors_hooks(meter.save, lambda tensor: tensor):
-        _run_on_fakes(module, parts, args, meter.enter, meter.known)
-    return meter.bytes_of
+    bytes_of, known, part = Counter[str](), set[int](), [parts[0].name]
+
+    def enter(name: str, *_: Any) -> None:
+        part[0] = name
+
+    def save(tensor: Tensor) -> Tensor:
+        if _storage(tensor) not in known:
+            known.add(_storage(tensor))
+            bytes_of[part[0]] += tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
+        _run_on_fakes(module, parts, args, enter, known)
+    return bytes_of
 
 
 def profile_flops(module: nn.Module, parts: Sequence[Part], args: Sequence[Any]) -> dict[str, int]:
@@ -77,24 +88,6 @@ def _run_on_fakes(
     finally:
         for hook in hooks:
             hook.remove()
-
-
-class _Meter:
-    def __init__(self, first: str) -> None:
-        self.bytes_of: dict[str, int] = {}
-        self.known: set[int] = set()
-        self._part = first
-
-    def enter(self, part: str, *_: Any) -> None:
-        self._part = part
-
-    def save(self, tensor: Tensor) -> Tensor:
-        storage = _storage(tensor)
-        if storage not in self.known:
-            self.known.add(storage)
-            size = tensor.untyped_storage().nbytes()
-            self.bytes_of[self._part] = self.bytes_of.get(self._part, 0) + size
-        return tensor
 
 
 def _storage(tensor: Tensor) -> int:

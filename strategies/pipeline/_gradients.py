@@ -14,6 +14,7 @@ import threading
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ _ALMOST_ZERO = 1e-20
 """Stands in for a weight of zero, which it equals among others; if all are zero, micro-batches have equal shares."""
 
 
+@dataclass(eq=False)
 class EarlyGradients:
     """The gradients of one step.
 
@@ -47,26 +49,19 @@ class EarlyGradients:
         ranks: reduces the sums over ranks; None if that is left to the backward pass of the loss.
     """
 
-    def __init__(
-        self,
-        parameters: Sequence[nn.Parameter],
-        sizes: Sequence[int],
-        reduction: LossReduction,
-        strategy: str,
-        loss_scale: Tensor | None,
-        unread: AbstractSet[int] = frozenset(),
-        ranks: Reduction | None = None,
-    ) -> None:
-        self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
-        self._sizes = list(sizes)
-        self._reduction: LossReduction = reduction
-        self._strategy = strategy
-        self._loss_scale = loss_scale
-        self._unread = unread
-        self._ranks = ranks
-        self.last = None if ranks is None else LastBackward(self._parameters, len(self._sizes), ranks)
+    parameters: Sequence[nn.Parameter]
+    sizes: Sequence[int]
+    reduction: LossReduction
+    strategy: str
+    loss_scale: Tensor | None
+    unread: AbstractSet[int] = frozenset()
+    ranks: Reduction | None = None
+
+    def __post_init__(self) -> None:
+        self.parameters = [parameter for parameter in self.parameters if parameter.requires_grad]
+        self.last = None if self.ranks is None else LastBackward(self.parameters, len(self.sizes), self.ranks)
         """Reduces the sums over ranks; None if nothing does."""
-        self._weights: list[Tensor | float] = [0.0] * len(self._sizes)
+        self._weights: list[Tensor | float] = [0.0] * len(self.sizes)
         self._lock = threading.Lock()
         self._before: list[Tensor | None] | None = None
         self._restoring = ExitStack()
@@ -83,9 +78,9 @@ class EarlyGradients:
         """
         if output is None:
             return None
-        found = chunk_losses([output], [self._sizes[microbatch]], self._reduction, self._strategy)
-        loss, factor = found.losses[0], self._loss_scale
-        if self._reduction == "mean":
+        found = chunk_losses([output], [self.sizes[microbatch]], self.reduction, self.strategy)
+        loss, factor = found.losses[0], self.loss_scale
+        if self.reduction == "mean":
             weight = self._weights[microbatch] = _not_zero(found.weights[0])
             share = weight * self._per_weight(output)
             factor = share if factor is None else factor.to(loss.device) * _on(share, loss.device)
@@ -95,19 +90,19 @@ class EarlyGradients:
 
     def _per_weight(self, output: Any) -> float:
         """What the loss of a micro-batch times its weight is multiplied by."""
-        if self._ranks is not None and isinstance(output, dict) and output.get("loss_weight") is not None:
-            if self._ranks.per_weight is not None:
-                return self._ranks.per_weight
-            self._ranks = self.last = None
-        return (1.0 if self._ranks is None else self._ranks.share) / sum(self._sizes)
+        if self.ranks is not None and isinstance(output, dict) and output.get("loss_weight") is not None:
+            if self.ranks.per_weight is not None:
+                return self.ranks.per_weight
+            self.ranks = self.last = None
+        return (1.0 if self.ranks is None else self.ranks.share) / sum(self.sizes)
 
     def go_backward(self, loss: Tensor, gradient: Tensor | None = None) -> None:
         """Add the gradients of a micro-batch to the sums."""
         with self._lock:
             if self._before is None:  # not earlier: what runs until now may read the gradients of the last step
-                self._before = [None if id(p) in self._unread else p.grad for p in self._parameters]
-                self._restoring.enter_context(without_hooks(self._parameters))
-                for parameter in self._parameters:
+                self._before = [None if id(p) in self.unread else p.grad for p in self.parameters]
+                self._restoring.enter_context(without_hooks(self.parameters))
+                for parameter in self.parameters:
                     parameter.grad = None
         with _without_autocast(), nullcontext() if self.last is None else self.last.one():
             loss.backward(gradient)
@@ -128,7 +123,7 @@ class EarlyGradients:
             self.last.close()
         if self._before is None:
             return
-        for parameter, before in zip(self._parameters, self._before, strict=True):
+        for parameter, before in zip(self.parameters, self._before, strict=True):
             if parameter.grad is not None:  # a tensor of its own, which may share the memory of a bucket
                 self._sums.append((parameter, parameter.grad.detach()))
             parameter.grad = before
@@ -147,9 +142,9 @@ class EarlyGradients:
     def _factor(self, device: torch.device) -> Tensor | float:
         """N / Σ w, without the gradient scaler's scale; or without either what is left for the ranks."""
         factor: Any = 1.0
-        if self._reduction == "mean" and self._ranks is None:
-            factor = sum(self._sizes) / sum(_on(weight, device) for weight in self._weights)
-        return factor if self._loss_scale is None else factor / self._loss_scale.to(device)
+        if self.reduction == "mean" and self.ranks is None:
+            factor = sum(self.sizes) / sum(_on(weight, device) for weight in self._weights)
+        return factor if self.loss_scale is None else factor / self.loss_scale.to(device)
 
 
 class _Delivered(torch.autograd.Function):

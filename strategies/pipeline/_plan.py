@@ -12,7 +12,8 @@ LM( tok: Embedding              tok                                  0
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
+from itertools import accumulate
 
 import torch
 from torch import nn
@@ -48,26 +49,24 @@ def balanced_cut(costs: Sequence[float], weights: Sequence[float]) -> list[int]:
     """
     num, num_stages = len(costs), len(weights)
     assert num >= num_stages, "the caller refuses more stages than items"
-    later = [sum(costs[start:]) / weights[-1] for start in range(num)]  # the best that later stages can do, by start
-    sizes: list[dict[int, int]] = []
-    for stage in reversed(range(num_stages - 1)):
-        best, size_of = list(later), dict[int, int]()
-        for start in range(stage, num - num_stages + stage + 1):
-            best[start] = math.inf
-            load = 0.0
-            for end in range(start + 1, num - num_stages + stage + 2):  # each later stage gets one, too
-                load += costs[end - 1] / weights[stage]
-                if load > best[start]:
-                    break
-                if max(load, later[end]) <= best[start]:
-                    best[start], size_of[start] = max(load, later[end]), end - start
-        later = best
-        sizes.insert(0, size_of)
-    start, found = 0, list[int]()
-    for size_of in sizes:
-        found.append(size_of[start])
-        start += size_of[start]
-    return [*found, num - start]
+    before = [0, *accumulate(costs)]
+
+    @cache
+    def best(stage: int, start: int) -> tuple[float, list[int]]:
+        """The smallest largest load of a stage and those after it, which hold all from `start` on, and their sizes."""
+        if stage == num_stages - 1:
+            return (before[num] - before[start]) / weights[stage], [num - start]
+        found, sizes = math.inf, list[int]()
+        for end in range(start + 1, num - num_stages + stage + 2):  # each later stage gets one, too
+            load = (before[end] - before[start]) / weights[stage]
+            if load > found:
+                break
+            later, later_sizes = best(stage + 1, end)
+            if max(load, later) <= found:
+                found, sizes = max(load, later), [end - start, *later_sizes]
+        return found, sizes
+
+    return best(0, 0)[1]
 
 
 def auto_plan(

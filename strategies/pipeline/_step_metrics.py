@@ -107,17 +107,19 @@ class StepMetrics:
         if number is not None:
             methods["update"] = self._update
         self._replaced[id(metric)] = [
-            Replacement(metric, name, partial(call, metric, number)) for name, call in methods.items()
+            Replacement(metric, name, partial(self._called, call, metric, number)) for name, call in methods.items()
         ]
 
+    def _called(
+        self, call: Callable[..., Any], metric: Metric, number: int | None, own: Any, *args: Any, **kw: Any
+    ) -> Any:
+        """Make a call of a metric: a micro-batch's in a step, its own elsewhere."""
+        return call(metric, number, own, *args, **kw) if self._is_open else own(*args, **kw)
+
     def _update(self, metric: Metric, number: int | None, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if not self._is_open:
-            return own(*args, **kwargs)
         return self._calls[self._microbatch()].called("update", own, number, *args, **kwargs)
 
     def _forward(self, metric: Metric, number: int | None, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if not self._is_open:
-            return own(*args, **kwargs)
         microbatch = self._microbatch()
         if number is None:
             self._inputs.setdefault(id(metric), {})[microbatch] = (args, kwargs)
@@ -129,8 +131,6 @@ class StepMetrics:
         )
 
     def _compute(self, metric: Metric, number: int | None, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if not self._is_open:
-            return own(*args, **kwargs)
         return self._calls[self._microbatch()].verified("compute", metric, own, *args, **kwargs)
 
     def _value(self, metric: Metric, inputs: list[_Inputs]) -> Any:

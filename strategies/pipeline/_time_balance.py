@@ -1,6 +1,7 @@
 """Move the cut between stages once, to where they take the same time, measured in the first steps of a run."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import pytorch_lightning as pl
 import torch
@@ -17,6 +18,7 @@ _FIRST, _LAST = 1, 4
 """Optimizer steps after which measuring begins and ends: the first one prepares memory and kernels."""
 
 
+@dataclass
 class TimeBalance:
     """Measures the parts of a module for some steps, and then moves the cut.
 
@@ -24,20 +26,14 @@ class TimeBalance:
         module: the placed module.
         stages: where its parts are.
         mean_over_ranks: averages what the processes that hold a copy each have measured, so that all cut alike.
+        times: what measures the steps now; None before and after.
     """
 
-    def __init__(
-        self,
-        module: pl.LightningModule,
-        stages: Stages,
-        mean_over_ranks: Callable[[Tensor], Tensor] | None = None,
-    ) -> None:
-        self._module = module
-        self._stages = stages
-        self._mean_over_ranks = mean_over_ranks
-        self._num_steps = 0
-        self.times: PartTimes | None = None
-        """What measures the steps now; None before and after."""
+    module: pl.LightningModule
+    stages: Stages
+    mean_over_ranks: Callable[[Tensor], Tensor] | None = None
+    times: PartTimes | None = field(default=None, init=False)
+    _num_steps: int = field(default=0, init=False)
 
     def finish_step(self) -> str | None:
         """Learn that the optimizer has stepped.
@@ -47,8 +43,8 @@ class TimeBalance:
         """
         self._num_steps += 1
         if self._num_steps == _FIRST:
-            devices = self._stages.device_of_parts()
-            self.times = PartTimes(self._module, {name: devices[name] for name in self._stages.modules(self._module)})
+            devices = self.stages.device_of_parts()
+            self.times = PartTimes(self.module, {name: devices[name] for name in self.stages.modules(self.module)})
         if self._num_steps != _LAST or self.times is None:
             return None
         times, self.times = self.times, None
@@ -62,31 +58,31 @@ class TimeBalance:
 
     def _agreed(self, seconds: dict[str, float]) -> dict[str, float]:
         """What all ranks have measured on the average; the same on every rank."""
-        if self._mean_over_ranks is None:
+        if self.mean_over_ranks is None:
             return seconds
-        root = self._stages.devices[0]
-        means = self._mean_over_ranks(torch.tensor(list(seconds.values()), dtype=precise_dtype(root), device=root))
+        root = self.stages.devices[0]
+        means = self.mean_over_ranks(torch.tensor(list(seconds.values()), dtype=precise_dtype(root), device=root))
         return dict(zip(seconds, means.tolist(), strict=True))
 
     def _move(self, seconds: dict[str, float]) -> str:
-        stages, before = self._stages, self._stages.plan
+        stages, before = self.stages, self.stages.plan
         assert before is not None
         weights = stages.options.device_weights or [1.0] * stages.num_stages
         work = {name: seconds.get(name, 0.0) * weights[stage] for name, stage in before.stage_of.items()}
-        plan = balanced_plan(self._module, work, weights)
-        parameters = list(self._module.parameters())
-        stages.move(self._module, plan)
-        if any(now is not then for now, then in zip(self._module.parameters(), parameters, strict=True)):
+        plan = balanced_plan(self.module, work, weights)
+        parameters = list(self.module.parameters())
+        stages.move(self.module, plan)
+        if any(now is not then for now, then in zip(self.module.parameters(), parameters, strict=True)):
             raise ConfigError(
                 "balance=time: torch makes new parameters for another device of these types "
                 f"({', '.join(map(str, stages.devices))}), and optimizers would go on with the old ones. Set "
                 "balance=memory."
             )
-        for optimizer in self._module.trainer.optimizers:
+        for optimizer in self.module.trainer.optimizers:
             state_to_parameters(optimizer)
         return (
             f"balance=time: milliseconds of a micro-batch by stage, {_stage_ms(before, work, weights)} "
-            f"as it was cut by memory, {_stage_ms(plan, work, weights)} now:\n{stages.table(self._module)}"
+            f"as it was cut by memory, {_stage_ms(plan, work, weights)} now:\n{stages.table(self.module)}"
         )
 
 

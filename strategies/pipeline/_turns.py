@@ -9,6 +9,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Collection, Generator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -122,6 +123,7 @@ class Turns:
                 granted.release()
 
 
+@dataclass
 class Ticket:
     """Tracks one micro-batch through the stages, forward and then backward.
 
@@ -131,42 +133,35 @@ class Ticket:
         crossed: called when backward has left a stage and entered another.
     """
 
-    def __init__(
-        self,
-        microbatch: int,
-        turns: Turns,
-        waits_in_backward: Sequence[bool],
-        crossed: Callable[[], None] = lambda: None,
-    ) -> None:
-        self.microbatch = microbatch
-        self.stage = 0
-        self._turns = turns
-        self._waits = waits_in_backward
-        self._crossed = crossed
-        self._visited = {0}
-        self._goes_back = False
+    microbatch: int
+    turns: Turns
+    waits_in_backward: Sequence[bool]
+    crossed: Callable[[], None] = lambda: None
+    stage: int = field(default=0, init=False)
+    _visited: set[int] = field(default_factory=lambda: {0}, init=False)
+    _goes_back: bool = field(default=False, init=False)
 
     @contextmanager
     def held(self, phase: Phase) -> Generator[None]:
         """Run a micro-batch forward in the block, from stage 0 on, or backward, from where forward ended."""
         try:
             if phase == "F":
-                self._turns.enter(self._task("F", 0))
+                self.turns.enter(self._task("F", 0))
             else:
                 self._turn_back()
             yield
         except BaseException:
-            self._turns.finish(self.microbatch)
+            self.turns.finish(self.microbatch)
             raise
-        self._turns.finish(self.microbatch, phase)
+        self.turns.finish(self.microbatch, phase)
 
     def _turn_back(self) -> None:
         """Wait to go backward, through the same crossings."""
         self._goes_back = True
-        if self._turns.one_at_a_time:
-            self._turns.enter(self._task("B", len(self._waits) - 1))
-        elif self._waits[self.stage]:
-            self._turns.enter(self._task("B", self.stage))
+        if self.turns.one_at_a_time:
+            self.turns.enter(self._task("B", len(self.waits_in_backward) - 1))
+        elif self.waits_in_backward[self.stage]:
+            self.turns.enter(self._task("B", self.stage))
 
     def move_on(self, stage: int, tensors: list[Tensor], move: Callable[[list[Tensor]], list[Tensor]]) -> list[Tensor]:
         """Move to another stage, with the tensors that the next module needs.
@@ -181,7 +176,7 @@ class Ticket:
             return move(tensors)
         is_first = stage not in self._visited
         left, self.stage = self.stage, stage
-        if self._turns.one_at_a_time:
+        if self.turns.one_at_a_time:
             if is_first:
                 self._change_stage(left, stage)
             return move(tensors)
@@ -190,16 +185,16 @@ class Ticket:
 
     def _cross_back(self, left: int, stage: int, done: bool) -> None:
         task = self._task("B", left)
-        if self._waits[stage]:
-            self._turns.enter(self._task("B", stage), [task] if done else [])
+        if self.waits_in_backward[stage]:
+            self.turns.enter(self._task("B", stage), [task] if done else [])
         else:
-            self._turns.leave(task, done)
-        self._crossed()
+            self.turns.leave(task, done)
+        self.crossed()
 
     def _change_stage(self, left: int, stage: int) -> None:
         skipped = set(range(stage)) - self._visited
         self._visited.add(stage)
-        self._turns.enter(self._task("F", stage), [self._task("F", other) for other in (left, *skipped)])
+        self.turns.enter(self._task("F", stage), [self._task("F", other) for other in (left, *skipped)])
 
     def _task(self, phase: Phase, stage: int) -> Task:
         return Task(phase, self.microbatch, stage)

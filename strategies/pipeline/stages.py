@@ -3,7 +3,7 @@
 import threading
 import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..core.errors import ConfigError
 from ..core.module_checks import is_compiled
+from ..core.patching import replaced
 from ..core.private import of_torch
 from ..core.side_streams import arrival, cross, from_host, is_plain, work_so_far
 from ..core.types import Batch
@@ -198,14 +199,9 @@ class Stages:
         placed = {part.name for part in find_parts(module, list(self.plan.stage_of)) if not part.loose}
         return [name for name in self.plan.stage_of if name in placed]
 
-    @contextmanager
-    def on_devices(self, devices: Sequence[torch.device]) -> Generator[None]:
+    def on_devices(self, devices: Sequence[torch.device]) -> AbstractContextManager[None]:
         """Move inputs of this thread to other devices inside the block, on which a copy of the module may be."""
-        self._on_thread.devices = list(devices)
-        try:
-            yield
-        finally:
-            self._on_thread.devices = None
+        return replaced(self._on_thread, "devices", list(devices))
 
     def remove(self) -> None:
         """Remove the hooks from the module, which stays on its devices."""
@@ -272,13 +268,10 @@ class Stages:
         if self._is_watched:
             yield
             return
-        self._is_watched = True
-        self._on_thread.route = Route()
-        try:
+        self._is_watched, route = True, Route()
+        with replaced(self._on_thread, "route", route):
             yield
-            self._on_thread.route.warn(self.num_stages)
-        finally:
-            self._on_thread.route = None
+        route.warn(self.num_stages)
 
     def _meet(self, min_dim: int, _: nn.Module, __: tuple[Any, ...], output: Any) -> Any:
         """Move an output to the meeting device."""
@@ -319,17 +312,12 @@ class Stages:
                 found[i] = moved
         return found
 
-    @contextmanager
-    def reading(self, batch: Batch) -> Generator[None]:
+    def reading(self, batch: Batch) -> AbstractContextManager[None]:
         """Move tensors of a batch, inside the block, without waiting for what is computed there.
 
         Stages of other micro-batches may be queued on the device that holds the batch; its tensors are ready already.
         """
-        self._batch = BatchTensors(batch)
-        try:
-            yield
-        finally:
-            self._batch = BatchTensors(None)
+        return replaced(self, "_batch", BatchTensors(batch))
 
     @contextmanager
     def fed(self, chunk: Batch) -> Generator[Batch]:
@@ -340,21 +328,15 @@ class Stages:
             return
         device = self.meeting_device
         chunk = from_host(chunk, device)
-        self._on_thread.batch = BatchTensors(chunk, arrival(device) if len(waits) == 1 else None)
-        try:
+        arrives = BatchTensors(chunk, arrival(device) if len(waits) == 1 else None)
+        with replaced(self._on_thread, "batch", arrives):
             yield chunk
-        finally:
-            self._on_thread.batch = None
 
     @contextmanager
     def ticketed(self, ticket: Ticket, phase: Phase) -> Generator[None]:
         """Run a micro-batch in one direction, taking turns with those of other threads."""
-        self._on_thread.ticket = ticket
-        try:
-            with ticket.held(phase):
-                yield
-        finally:
-            self._on_thread.ticket = None
+        with replaced(self._on_thread, "ticket", ticket), ticket.held(phase):
+            yield
 
 
 def traced_around(module: nn.Module, hook: Callable[..., Any]) -> Callable[..., Any]:
