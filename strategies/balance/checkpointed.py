@@ -1,6 +1,7 @@
 """Keep what a balanced strategy has measured across runs and in checkpoints."""
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 from pytorch_lightning.utilities.rank_zero import rank_zero_info
@@ -11,6 +12,7 @@ CHECKPOINT_KEY = "balance"
 """Checkpoint key of the measurements."""
 
 
+@dataclass
 class KeptController:
     """Keeps the controller of a balanced strategy, which itself measures.
 
@@ -22,11 +24,10 @@ class KeptController:
         controller: holds measurements and shares; None if nothing is measured.
     """
 
-    def __init__(self, strategy: str, part: str) -> None:
-        self._strategy = strategy
-        self._part = part
-        self._restored: dict[str, Any] | None = None
-        self.controller: BalanceController | None = None
+    strategy: str
+    part: str
+    controller: BalanceController | None = field(default=None, init=False)
+    _restored: dict[str, Any] | None = field(default=None, init=False)
 
     def begin(self, num_parts: int, make: Callable[[], BalanceController]) -> BalanceController:
         """Continue with the controller of an earlier run or of a checkpoint, or make one.
@@ -39,7 +40,7 @@ class KeptController:
             self.controller = make()
         if self._restored is not None and not self.controller.load_state_dict(self._restored):
             rank_zero_info(
-                f"{self._strategy}: the checkpoint was balanced for another number of {self._part}; measuring again."
+                f"{self.strategy}: the checkpoint was balanced for another number of {self.part}; measuring again."
             )
         self._restored = None
         return self.controller

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 
-from ..batch.policies import Even, Weighted
+from ..batch.policies import Weighted
 from ..core.errors import ConfigError
 from ..core.options import Limit
 from ._estimates import common_level, fitted_times, relative_error
@@ -118,6 +118,7 @@ def _load(cost: DeviceCost, num_samples: int, objective: Objective) -> float:
     return cost.seconds(num_samples) if objective == "time" else cost.memory(num_samples)
 
 
+@dataclass(eq=False)
 class BalanceController:
     """Computes shares of the batch from measurements, and keeps them until others are clearly better.
 
@@ -142,38 +143,30 @@ class BalanceController:
             gain that this does not explain.
     """
 
-    def __init__(
-        self,
-        num_devices: int,
-        objective: Objective = "time",
-        hysteresis: float = 0.02,
-        warmup: int = 2,
-        window: int = 16,
-        only_first: bool = False,
-        limit_bytes: Sequence[float] | None = None,
-        in_turn: bool = False,
-    ) -> None:
-        self._num_devices = num_devices
-        self._objective: Objective = objective
-        self._hysteresis = hysteresis
-        self._warmup = warmup
-        self._window = window
-        self._only_first = only_first
-        self._in_turn = in_turn
-        self._fixed_bytes = [0.0] * num_devices
-        self._limit_bytes = list(limit_bytes or [math.inf] * num_devices)
-        self._seconds: list[deque[Timed]] = [deque(maxlen=3 * window) for _ in range(num_devices)]
-        self._bytes: list[deque[float]] = [deque(maxlen=window) for _ in range(num_devices)]
-        self._last_seconds = [0.0] * num_devices
+    num_devices: int
+    objective: Objective = "time"
+    hysteresis: float = 0.02
+    warmup: int = 2
+    window: int = 16
+    only_first: bool = False
+    limit_bytes: Sequence[float] | None = None
+    in_turn: bool = False
+
+    def __post_init__(self) -> None:
+        num = self.num_devices
+        self._fixed_bytes = [0.0] * num
+        self._seconds: list[deque[Timed]] = [deque(maxlen=3 * self.window) for _ in range(num)]
+        self._bytes: list[deque[float]] = [deque(maxlen=self.window) for _ in range(num)]
+        self._last_seconds = [0.0] * num
         self._num_observed = 0
         self._full_batch = 0
         self._shares: list[float] | None = None
-        self._needed = MIN_MEASUREMENTS[objective]
+        self._needed = MIN_MEASUREMENTS[self.objective]
 
     @property
     def shares(self) -> list[float]:
         """Fraction of a batch for each device; they sum to 1."""
-        return self._shares or [1 / self._num_devices] * self._num_devices
+        return self._shares or [1 / self.num_devices] * self.num_devices
 
     @property
     def efficiency(self) -> float:
@@ -183,9 +176,7 @@ class BalanceController:
 
     def propose(self, num_samples: int) -> list[int]:
         """Propose samples per device for a batch of `num_samples`; even until there are measurements."""
-        if self._shares is None:
-            return Even().sizes(num_samples, self._num_devices)
-        return Weighted(tuple(self._shares)).sizes(num_samples, self._num_devices)
+        return Weighted(tuple(self.shares)).sizes(num_samples, self.num_devices)
 
     def observe(
         self,
@@ -208,7 +199,7 @@ class BalanceController:
             Whether the shares changed.
         """
         self._num_observed += 1
-        if self._num_observed <= self._warmup or sum(sizes) < self._full_batch:
+        if self._num_observed <= self.warmup or sum(sizes) < self._full_batch:
             return False
         self._full_batch = sum(sizes)
         self._fixed_bytes = list(fixed_bytes or self._fixed_bytes)
@@ -249,16 +240,16 @@ class BalanceController:
         Returns:
             False if it was measured on another number of devices, and was not loaded.
         """
-        if len(state["seconds"]) != self._num_devices:
+        if len(state["seconds"]) != self.num_devices:
             return False
         self._seconds = [
             # a checkpoint of an older version has samples and seconds only, which can't be compared within steps
             deque(
-                (Timed(t[0], t[1], t[2], tuple(t[3])) for t in values if len(t) == len(Timed._fields)), 3 * self._window
+                (Timed(t[0], t[1], t[2], tuple(t[3])) for t in values if len(t) == len(Timed._fields)), 3 * self.window
             )
             for values in state["seconds"]
         ]
-        self._bytes = [deque(values, maxlen=self._window) for values in state["bytes"]]
+        self._bytes = [deque(values, maxlen=self.window) for values in state["bytes"]]
         self._fixed_bytes = state["fixed_bytes"]
         self._num_observed = state["num_observed"]
         self._full_batch = state["full_batch"]
@@ -268,50 +259,47 @@ class BalanceController:
 
     def costs(self) -> list[DeviceCost]:
         """Estimate the cost of samples on each device from the measurements so far."""
-        times = [fitted_times(_as_now(values, self._window), self._window) for values in self._seconds]
+        times = [fitted_times(_as_now(values, self.window), self.window) for values in self._seconds]
+        limits = self.limit_bytes or [math.inf] * self.num_devices
         costs = [
-            DeviceCost(
-                fixed_seconds=times[i][0],
-                seconds_per_sample=times[i][1],
-                bytes_per_sample=max(self._bytes[i], default=0.0),
-                fixed_bytes=self._fixed_bytes[i],
-                limit_bytes=self._limit_bytes[i],
+            DeviceCost(slope, fixed, max(values, default=0.0), fixed_bytes, limit)
+            for (fixed, slope), values, fixed_bytes, limit in zip(
+                times, self._bytes, self._fixed_bytes, limits, strict=True
             )
-            for i in range(self._num_devices)
         ]
-        return _with_equal_others(costs) if self._only_first and len(costs) > 2 else costs
+        return _with_equal_others(costs) if self.only_first and len(costs) > 2 else costs
 
     def _resolve(self) -> bool:
         costs, num_samples = self.costs(), self._full_batch
         measured = self._measured_now()
-        counted = measured if self._objective == "time" else self._bytes
+        counted = measured if self.objective == "time" else self._bytes
         if any(len(values) < self._needed for values in counted) or not num_samples:
             return False
-        solved = solve(num_samples, costs, self._objective)
-        now = largest_load(self.propose(num_samples), costs, self._objective)
-        if largest_load(solved, costs, self._objective) >= (1 - self._least_gain(measured)) * now:
+        solved = solve(num_samples, costs, self.objective)
+        now = largest_load(self.propose(num_samples), costs, self.objective)
+        if largest_load(solved, costs, self.objective) >= (1 - self._least_gain(measured)) * now:
             return False
-        if self._objective == "time":
+        if self.objective == "time":
             solved = cautious(self.propose(num_samples), solved)
         self._shares = [size / num_samples for size in solved]
-        self._needed = min(self._needed + 2, self._window)
+        self._needed = min(self._needed + 2, self.window)
         return True
 
     def _measured_now(self) -> list[list[Timed]]:
         """Each device's last chunks of its current size; of all sizes for a device without samples."""
         sizes = self.propose(self._full_batch)
         return [
-            [timed for timed in values if timed.size == size or not size][-self._window :]
+            [timed for timed in values if timed.size == size or not size][-self.window :]
             for size, values in zip(sizes, self._seconds, strict=True)
         ]
 
     def _least_gain(self, measured: Sequence[Sequence[Timed]]) -> float:
         """Fraction of the largest load that new shares must save."""
-        if self._objective == "memory":
-            return self._hysteresis
+        if self.objective == "memory":
+            return self.hysteresis
         ratios = [[timed.seconds / timed.size / timed.level for timed in values] for values in measured]
-        order = ORDER_GAIN if self._in_turn and self._shares is None else 0.0
-        return max(self._hysteresis, order, *map(relative_error, ratios))
+        order = ORDER_GAIN if self.in_turn and self._shares is None else 0.0
+        return max(self.hysteresis, order, *map(relative_error, ratios))
 
 
 def _as_now(values: Sequence[Timed], window: int) -> list[tuple[int, float]]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Generator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 import pytorch_lightning as pl
 import torch
@@ -10,6 +11,7 @@ from torch.utils.hooks import RemovableHandle
 from ..core.devices import seconds_between, time_mark
 
 
+@dataclass
 class RankTimer:
     """Measures one step.
 
@@ -20,12 +22,11 @@ class RankTimer:
         device: its device; on an accelerator, device events measure the time.
     """
 
-    def __init__(self, module: pl.LightningModule, device: torch.device) -> None:
-        self._module = module
-        self._device = device
-        self._marks: list[float | torch.Event] = []
-        self._last: float | torch.Event | None = None
-        self._hooks: list[RemovableHandle] = []
+    module: pl.LightningModule
+    device: torch.device
+    _marks: list[float | torch.Event] = field(default_factory=list["float | torch.Event"], init=False)
+    _last: float | torch.Event | None = field(default=None, init=False)
+    _hooks: list[RemovableHandle] = field(default_factory=list[RemovableHandle], init=False)
 
     @contextmanager
     def forward(self) -> Generator[None]:
@@ -36,7 +37,7 @@ class RankTimer:
 
     def begin_backward(self) -> None:
         """Measure from here until the last gradient is ready."""
-        parameters = [parameter for parameter in self._module.parameters() if parameter.requires_grad]
+        parameters = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
         self._hooks = [parameter.register_post_accumulate_grad_hook(self._note_ready) for parameter in parameters]
         self._marks.append(self._now())
 
@@ -52,7 +53,7 @@ class RankTimer:
         return sum(seconds_between(start, end) for start, end in zip(starts, ends, strict=True))
 
     def _now(self) -> float | torch.Event:
-        return time_mark(self._device)
+        return time_mark(self.device)
 
     def _note_ready(self, parameter: torch.Tensor) -> None:
         self._last = self._now()

@@ -1,7 +1,7 @@
 """Divide every global batch among ranks by fixed or measured shares."""
 
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Literal, TypeAlias
 
@@ -69,14 +69,9 @@ class RankBalance:
             self._timer = RankTimer(module, device)
         self._num_steps += 1
 
-    @contextmanager
-    def forward(self) -> Generator[None]:
+    def forward(self) -> AbstractContextManager[None]:
         """Measure the block, if this step is measured."""
-        if self._timer is None:
-            yield
-            return
-        with self._timer.forward():
-            yield
+        return nullcontext() if self._timer is None else self._timer.forward()
 
     def begin_backward(self) -> None:
         """Measure until the last gradient is ready."""

@@ -136,12 +136,11 @@ def _joined(metric: Metric, inputs: list[Any], sizes: list[int], strategy: str) 
     """The inputs of the whole batch; rows that are not samples (tokens, valid pixels) are concatenated in order."""
     if len(inputs) == 1:
         return move_data_to_device(inputs[0], metric.device)
-    name = type(metric).__name__
+    name = f"{strategy}: {type(metric).__name__}"
     sums = any(isinstance(part, SumMetric) for part in metric.modules())
-    flat = [_flat(parts) for parts in inputs]
-    columns = [list(column) for column in zip(*flat, strict=True)]
-    joined = [_joined_value(column, sizes, metric.device, f"{strategy}: {name}", sums) for column in columns]
-    return _unflat(inputs[0], joined)
+    columns = zip(*(args for args, _ in inputs), strict=True)
+    args = tuple(_joined_value(list(column), sizes, metric.device, name, sums) for column in columns)
+    return args, _joined_value([kwargs for _, kwargs in inputs], sizes, metric.device, name, sums)
 
 
 def _joined_value(parts: list[Any], sizes: list[int], device: torch.device, name: str, sums: bool) -> Any:
@@ -153,7 +152,7 @@ def _joined_value(parts: list[Any], sizes: list[int], device: torch.device, name
         return torch.cat(moved)
     if isinstance(first, list):
         return [element for part in parts for element in move_data_to_device(part, device)]
-    if type(first) is dict:
+    if type(first) is dict and all(part.keys() == first.keys() for part in parts):
         columns = {key: [part[key] for part in parts] for key in first}
         return {key: _joined_value(column, sizes, device, name, sums) for key, column in columns.items()}
     if isinstance(first, float) or (isinstance(first, Tensor) and first.is_floating_point()):
@@ -171,13 +170,3 @@ def _joined_value(parts: list[Any], sizes: list[int], device: torch.device, name
         "replica, from which the whole batch's isn't known: it may be a sum over samples or a mean. Give it a tensor "
         "with one value per sample, or update it in training_step_end or in an epoch hook."
     )
-
-
-def _flat(value: Any) -> list[Any]:
-    args, kwargs = value
-    return [*args, *(kwargs[key] for key in sorted(kwargs))]
-
-
-def _unflat(like: Any, values: list[Any]) -> Any:
-    args, kwargs = like
-    return tuple(values[: len(args)]), dict(zip(sorted(kwargs), values[len(args) :], strict=True))

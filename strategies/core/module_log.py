@@ -10,6 +10,7 @@ It is set on a module once per run. A step only names a receiver, so nothing of 
 import inspect
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import pytorch_lightning as pl
@@ -27,6 +28,7 @@ Receiver = Callable[..., None]
 """Takes the arguments of `self.log`."""
 
 
+@dataclass(eq=False)
 class ModuleLog(StaysOnRoot):
     """Takes the place of `self.log` of one module.
 
@@ -35,10 +37,9 @@ class ModuleLog(StaysOnRoot):
         receiver: gets all values instead.
     """
 
-    def __init__(self, module: nn.Module, full: Receiver, receiver: Receiver | None = None) -> None:
-        self.module = module
-        self.full = full
-        self.receiver = receiver
+    module: nn.Module
+    full: Receiver
+    receiver: Receiver | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copied or pickled with its module, it becomes the copy's own `log`."""

@@ -79,12 +79,11 @@ def capture(devices: Sequence[torch.device] = ()) -> dict[str, Any]:
     Returns:
         Plain data (`to_plain`) for `restore`.
     """
-    name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
-    version, internal, gauss = random.getstate()
+    torch_state, (name, keys, position, has_gauss, cached), (version, internal, gauss) = random_state()
     return {
         "python": (version, torch.tensor(internal), gauss),
         "numpy": (name, torch.from_numpy(np.asarray(keys, dtype=np.int64)), position, has_gauss, cached),
-        "torch": get_rng_state(),
+        "torch": torch_state,
         "devices": [generator_state(device) for device in devices if device.type != "cpu"],
     }
 
@@ -92,10 +91,9 @@ def capture(devices: Sequence[torch.device] = ()) -> dict[str, Any]:
 def restore(state: dict[str, Any], devices: Sequence[torch.device] = ()) -> None:
     """Set the random states that `capture` read, on as many devices as it read."""
     version, internal, gauss = state["python"]
-    random.setstate((version, tuple(internal.tolist()), gauss))
-    name, keys, position, has_gauss, cached = state["numpy"]
-    np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, cached))
-    torch.set_rng_state(state["torch"])
+    name, keys, *rest = state["numpy"]
+    of_numpy = (name, keys.numpy().astype(np.uint32), *rest)
+    set_random_state((state["torch"], of_numpy, (version, tuple(internal.tolist()), gauss)))
     accelerators = [device for device in devices if device.type != "cpu"]
     for device, device_state in zip(accelerators, state["devices"], strict=False):
         _set_generator(device, device_state)

@@ -31,9 +31,12 @@ def in_one_order(units: Iterable[Unit], rank: int, agree: Agree) -> Iterator[Uni
 
 
 def _drawn(units: Iterable[Unit], sampler: Any, rank: int, agree: Agree) -> Iterator[Unit]:
-    stream = _Stream(agree((random_state(), _generator_state(sampler))), sampler)
-    iterator = iter(units) if rank == 0 else stream.start(units)  # a loader draws the seed of its workers here
-    first = next(iterator, None) if rank == 0 else stream.next(iterator)
+    state, generator_state = agree((random_state(), _generator_state(sampler)))
+    if generator_state is not None:
+        sampler.generator.set_state(generator_state)
+    stream = _Stream(state)
+    iterator = iter(units) if rank == 0 else stream.draw(iter, units)  # a loader draws the seed of its workers here
+    first = next(iterator, None) if rank == 0 else stream.draw(next, iterator, None)
     if first is None:
         return
     yield first
@@ -42,7 +45,7 @@ def _drawn(units: Iterable[Unit], sampler: Any, rank: int, agree: Agree) -> Iter
         return
     if rank == 0:
         stream.state = random_state()
-    while (unit := stream.next(iterator)) is not None:
+    while (unit := stream.draw(next, iterator, None)) is not None:
         yield unit
 
 
@@ -50,24 +53,14 @@ def _drawn(units: Iterable[Unit], sampler: Any, rank: int, agree: Agree) -> Iter
 class _Stream:
     """A random state for one sampler."""
 
-    state: "RandomState"
+    state: RandomState
 
-    def __init__(self, agreed: tuple["RandomState", torch.Tensor | None], sampler: Any) -> None:
-        self.state, generator_state = agreed
-        if generator_state is not None:
-            sampler.generator.set_state(generator_state)
-
-    def start(self, units: Iterable[Unit]) -> Iterator[Unit]:
+    def draw(self, call: Callable[..., Any], *args: Any) -> Any:
+        """Make a call that draws from it."""
         with swapped_random_state(self.state):
-            iterator = iter(units)
+            drawn = call(*args)
             self.state = random_state()
-        return iterator
-
-    def next(self, iterator: Iterator[Unit]) -> Unit | None:
-        with swapped_random_state(self.state):
-            unit = next(iterator, None)
-            self.state = random_state()
-        return unit
+        return drawn
 
 
 def _generator_state(sampler: Any) -> torch.Tensor | None:

@@ -133,14 +133,8 @@ class RankLoaders:
         name = "sampler" if loader.batch_sampler is None else "batch_sampler"
         units = getattr(loader, name)
         tracks_indices = isinstance(units, of_lightning.IndexBatchSamplerWrapper)  # Lightning's, for prediction writers
-        batches = RankBatches(
-            of_lightning.batch_sampler(units) if tracks_indices else units,
-            cut,
-            self.rank,
-            self.num_ranks,
-            joins,
-            self.agree,
-        )
+        own = of_lightning.batch_sampler(units) if tracks_indices else units
+        batches = RankBatches(own, cut, self.rank, self.num_ranks, joins, self.agree)
         clone = self._seeded(loader)
         # DataLoader refuses such an assignment on a loader in use; this one is new
         object.__setattr__(clone, name, of_lightning.IndexBatchSamplerWrapper(batches) if tracks_indices else batches)
@@ -151,21 +145,18 @@ class RankLoaders:
         if self.batch_size_is == "global":
             return self._stream(loader, role)
         dealt = self._cut(loader, Deal(spread=False), joins=self.in_step and role != "train")
-        return (
-            Lockstep(dealt, self.num_ranks, self.sum_over_ranks, self.structure_of(loader))
-            if role == "train"
-            else dealt
-        )
+        return self._lockstep(dealt, self.structure_of(loader)) if role == "train" else dealt
 
     def _stream(self, loader: Any, role: LoaderRole) -> Any:
+        structure, joins = self.structure_of(loader), self._joins(role)
         if self.batch_size_is == "global":
-            structure = self.structure_of(loader)
-            return Divided(
-                loader, self._divide(role), self.rank, self.num_ranks, self._joins(role), self.agree, structure
-            )
-        structure = self.structure_of(loader)
+            divide = self._divide(role)
+            return Divided(loader, divide, self.rank, self.num_ranks, joins, self.agree, structure=structure)
         loader = self._seeded(loader) if isinstance(loader, DataLoader) else loader
-        return Lockstep(loader, self.num_ranks, self.sum_over_ranks, structure) if self._joins(role) else loader
+        return self._lockstep(loader, structure) if joins else loader
+
+    def _lockstep(self, loader: Any, structure: BatchStructure) -> Lockstep:
+        return Lockstep(loader, self.num_ranks, self.sum_over_ranks, structure=structure)
 
     def _seeded(self, loader: DataLoader[Any]) -> DataLoader[Any]:
         clone = copy.copy(loader)

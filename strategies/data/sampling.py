@@ -185,6 +185,7 @@ def num_samples(unit: Unit) -> int:
     return len(unit) if isinstance(unit, (list, tuple)) else 1
 
 
+@dataclass(eq=False)
 class RankBatches(Sampler[Any]):
     """Replaces a loader's batch sampler (or sampler) and yields one rank's parts of it.
 
@@ -198,14 +199,13 @@ class RankBatches(Sampler[Any]):
         passes: what each pass has yielded.
     """
 
-    def __init__(self, units: Iterable[Unit], cut: Cut, rank: int, num_ranks: int, joins: bool, agree: Agree) -> None:
-        self.units = units
-        self.cut = cut
-        self.rank = rank
-        self.num_ranks = num_ranks
-        self.joins = joins
-        self.agree = agree
-        self.passes = Passes()
+    units: Iterable[Unit]
+    cut: Cut
+    rank: int
+    num_ranks: int
+    joins: bool
+    agree: Agree
+    passes: Passes = field(default_factory=Passes, init=False)
 
     @override
     def __iter__(self) -> Iterator[Unit]:

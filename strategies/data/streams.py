@@ -1,6 +1,7 @@
 """Divide among ranks loaders without an index (iterable datasets, any iterable)."""
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,12 +16,18 @@ from ._sampler_order import Agree, in_one_order
 from .sampling import Divide, Pass, Passes, Share
 
 
+@dataclass(eq=False)
 class Stream:
-    """Wraps a loader; other attributes are the loader's."""
+    """Wraps a loader; other attributes are the loader's.
 
-    def __init__(self, loader: Iterable[Batch]) -> None:
-        self.loader = loader
-        self.passes = Passes()
+    Args:
+        loader: yields batches.
+        structure: counts and cuts them; without it nothing is known but the batches.
+    """
+
+    loader: Iterable[Batch]
+    passes: Passes = field(default_factory=Passes, init=False)
+    structure: BatchStructure = field(default_factory=BatchStructure, kw_only=True)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name == "loader":
@@ -37,6 +44,7 @@ class Stream:
         put(self.loader, iterator=iterator)
 
 
+@dataclass(eq=False)
 class Lockstep(Stream):
     """Gives every rank its own stream; all end at the same step, when the longest stream ends.
 
@@ -46,20 +54,10 @@ class Lockstep(Stream):
     Args:
         loader: this rank's stream.
         sum_over_ranks: starts an in-place sum of a small CPU tensor over all ranks.
-        structure: counts the samples of batches; None knows nothing but the batches.
     """
 
-    def __init__(
-        self,
-        loader: Iterable[Batch],
-        num_ranks: int,
-        sum_over_ranks: Callable[[Tensor], Work],
-        structure: BatchStructure | None = None,
-    ) -> None:
-        super().__init__(loader)
-        self.structure = structure or BatchStructure()
-        self._num_ranks = num_ranks
-        self._sum_over_ranks = sum_over_ranks
+    num_ranks: int
+    sum_over_ranks: Callable[[Tensor], Work]
 
     def __iter__(self) -> Iterator[Batch]:
         self.passes.latest = now = Pass()
@@ -77,7 +75,7 @@ class Lockstep(Stream):
                     "ddp: this rank's loader yielded no batch, but others did. Give every rank at least one "
                     "batch, or set batch_size_is=global with a stream that is the same on all ranks."
                 )
-            now.shares.append(Share(num, total, num_alive < self._num_ranks))
+            now.shares.append(Share(num, total, num_alive < self.num_ranks))
             batch, num, sums, work = self._fetch(iterator)
             yield last
 
@@ -85,9 +83,10 @@ class Lockstep(Stream):
         batch = next(iterator, None)
         num = 0.0 if batch is None else float(self.structure.num_samples(batch) or 1)
         sums = torch.tensor([num, float(batch is not None)], dtype=torch.float64)
-        return batch, num, sums, self._sum_over_ranks(sums)
+        return batch, num, sums, self.sum_over_ranks(sums)
 
 
+@dataclass(eq=False)
 class Divided(Stream):
     """Divides a stream of global batches, the same on every rank: each rank keeps its part.
 
@@ -97,26 +96,13 @@ class Divided(Stream):
     Args:
         joins: whether a rank without samples joins with a zero-weight batch; otherwise it skips the step.
         agree: returns rank 0's random state on all ranks.
-        structure: counts and cuts batches; None knows nothing but the batches.
     """
 
-    def __init__(
-        self,
-        loader: Iterable[Batch],
-        divide: Divide,
-        rank: int,
-        num_ranks: int,
-        joins: bool,
-        agree: Agree,
-        structure: BatchStructure | None = None,
-    ) -> None:
-        super().__init__(loader)
-        self.structure = structure or BatchStructure()
-        self.divide = divide
-        self.rank = rank
-        self.num_ranks = num_ranks
-        self.joins = joins
-        self.agree = agree
+    divide: Divide
+    rank: int
+    num_ranks: int
+    joins: bool
+    agree: Agree
 
     def __iter__(self) -> Iterator[Batch]:
         self.passes.latest = now = Pass()

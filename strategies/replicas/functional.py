@@ -6,6 +6,7 @@ call. `DataParallelStrategy` keeps its replicas instead.
 
 from collections.abc import Sequence
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -58,7 +59,8 @@ def scatter(
     Raises:
         ConfigError: the inputs hold no samples or can't be cut, or the sizes don't match.
     """
-    _verify_dim(dim)
+    if dim != 0:
+        raise ConfigError(f"scatter: dim={dim} is not supported; samples lie along dimension 0. Transpose the batch.")
     devices = [torch.device(device) for device in target_gpus]
     structure = BatchStructure(evidence=Inputs(((), (0,)), asks=False))
     num = structure.num_samples(inputs)
@@ -187,12 +189,5 @@ def _detached(parameter: Tensor, device: torch.device) -> Tensor:
 
 
 def _device_of(module: nn.Module) -> torch.device:
-    tensor = next(module.parameters(), None)
-    if tensor is None:
-        tensor = next(module.buffers(), None)
+    tensor = next(chain(module.parameters(), module.buffers()), None)
     return torch.device("cpu") if tensor is None else tensor.device
-
-
-def _verify_dim(dim: int) -> None:
-    if dim != 0:
-        raise ConfigError(f"scatter: dim={dim} is not supported; samples lie along dimension 0. Transpose the batch.")

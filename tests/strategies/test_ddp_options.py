@@ -113,7 +113,7 @@ def test_plain_batchnorm_trains_where_a_rank_has_no_sample() -> None:
 
 def known_seconds(timer: Any) -> float:
     """What a clock would show if rank 0 needed three times as long for a sample; no other work disturbs it."""
-    module = timer._module
+    module = timer.module
     return len(module.trained[-1]) * (0.003 if module.global_rank == 0 else 0.001)
 
 
