@@ -24,30 +24,20 @@ def cut(value: Any, sizes: list[int], role_of: RoleOf, root: str, path: Path = (
     Raises:
         ConfigError: it can't be cut; the message names it.
     """
-    name = called(path, root)
-    if not (is_array(value) or is_sequence(value)):
-        return _cut_other(value, sizes, role_of, root, path)
-    role = role_of(value, path)
+    role, is_listed = role_of(value, path), is_array(value) or is_sequence(value)
     if role == "shared":
         return [value] * len(sizes)
-    if role == "structure":
-        return _cut_structure(value, sizes, role_of, root, path)
-    if isinstance(value, Tensor) and (value.layout is not torch.strided or value.is_nested):
-        raise _refusal(value, name, f"tensor of layout {value.layout}")
-    _verify_length(value, sum(sizes), name, path)
-    return list(value.split(sizes)) if isinstance(value, Tensor) else _slices(value, sizes)
-
-
-def _cut_other(value: Any, sizes: list[int], role_of: RoleOf, root: str, path: Path) -> list[Any]:
-    name = called(path, root)
-    if role_of(value, path) == "shared":
-        return [value] * len(sizes)
-    if splits_itself(value):
-        return _cut_by_itself(value, sizes, name)
+    if is_listed and role != "structure":
+        if isinstance(value, Tensor) and (value.layout is not torch.strided or value.is_nested):
+            raise _refusal(value, called(path, root), f"tensor of layout {value.layout}")
+        _verify_length(value, sum(sizes), called(path, root), path)
+        return list(value.split(sizes)) if isinstance(value, Tensor) else _slices(value, sizes)
+    if splits_itself(value) and not is_listed:
+        return _cut_by_itself(value, sizes, called(path, root))
     if children(value) is not None:
         return _cut_structure(value, sizes, role_of, root, path)
     if not isinstance(value, (*SHARED, np.ndarray, Tensor)):
-        raise _refusal(value, name)
+        raise _refusal(value, called(path, root))
     return [value] * len(sizes)
 
 

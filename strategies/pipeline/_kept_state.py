@@ -43,7 +43,8 @@ class KeptState:
         self._own_hooks = set(own_hooks)
         self._is_compiled = is_compiled(module)
         self._num_hooks = -1
-        self._keeps_state = False
+        self.keeps_state = False
+        """Whether micro-batches must run one after the other, as far as is known."""
         self._draws = False
         self.reads_gradients = False
         """Whether the step read `.grad` of a parameter."""
@@ -53,12 +54,7 @@ class KeptState:
 
     def must_watch(self) -> bool:
         """Whether nothing is known yet, or hooks were registered since the last look."""
-        return not self._keeps_state and RemovableHandle.next_id != self._num_hooks
-
-    @property
-    def keeps_state(self) -> bool:
-        """Whether micro-batches must run one after the other, as far as is known."""
-        return self._keeps_state
+        return not self.keeps_state and RemovableHandle.next_id != self._num_hooks
 
     def watching(self, phase: Phase) -> AbstractContextManager[Any]:
         """Run a micro-batch alone inside the block, in one direction, and decide by what it does."""
@@ -79,7 +75,10 @@ class KeptState:
             return get_rng_state()
 
         try:
-            with replaced(torch, "get_rng_state", saved), self._reading() as reads:
+            with (
+                replaced(torch, "get_rng_state", saved),
+                nullcontext() if self._is_compiled else _GradientReads() as reads,
+            ):
                 yield
         finally:
             look.remove()
@@ -88,10 +87,7 @@ class KeptState:
         self._num_hooks = RemovableHandle.next_id
         changed = any(_differ(old, part.__dict__) for old, part in zip(before, self._modules, strict=True))
         draws_again = self._draws and any(saves)
-        self._keeps_state = changed or any(grown) or self._num_hooks != num_hooks or self._has_hooks() or draws_again
-
-    def _reading(self) -> AbstractContextManager["_GradientReads | None"]:
-        return nullcontext() if self._is_compiled else _GradientReads()
+        self.keeps_state = changed or any(grown) or self._num_hooks != num_hooks or self._has_hooks() or draws_again
 
     @contextmanager
     def _watching_backward(self) -> Generator[None]:
@@ -111,7 +107,7 @@ class KeptState:
             look.remove()
             self._num_hooks = RemovableHandle.next_id
         self.nests_backward = len(begun) > 1
-        self._keeps_state |= self._draws and any(called)
+        self.keeps_state |= self._draws and any(called)
 
     def _has_hooks(self) -> bool:
         hooks = (number for part in self._modules for key in _HOOKS for number in part.__dict__.get(key, ()))

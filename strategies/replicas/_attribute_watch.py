@@ -25,16 +25,14 @@ class AttributeWatch:
     @contextmanager
     def watching(self, kind: str) -> Generator[None]:
         """Watch one step of a kind (`training_step` for example)."""
-        modules = [module for watched in self._replicas.modules()[1:] for module in self._watched(watched, kind)]
+        most = None if kind not in self._kinds else 1
+        modules = [module for watched in self._replicas.modules()[1:] for module in watched[:most]]
         before = [attribute_values(module) for module in modules]
         yield
         self._kinds.add(kind)
         for module, values in zip(modules, before, strict=True):
             if not are_same(values, attribute_values(module)):
                 self._warn(module, values, kind)
-
-    def _watched(self, modules: list[nn.Module], kind: str) -> list[nn.Module]:
-        return modules if kind not in self._kinds else modules[:1]
 
     def _warn(self, module: nn.Module, before: tuple[Any, ...], kind: str) -> None:
         old = list(before) + [None] * (len(module.__dict__) - len(before))

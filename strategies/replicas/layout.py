@@ -201,7 +201,7 @@ class ReplicaLayout(Layout):
         if foreign or batch is self._open_batch:
             self.weights_changed()
         elif trainer.accumulate_grad_batches > 1 and self.options.copy_frozen:
-            self.runner.replicas.mark_frozen_changed()  # a moving average may be written between optimizer steps
+            self.runner.replicas.mark_changed(trained=False)  # a moving average may be written between optimizer steps
         self._open_batch = batch
 
     def _training_step(self, batch: Batch, *rest: Any) -> Any:

@@ -114,17 +114,14 @@ class Replicas:
         """Stop watching the root's parameters."""
         self._hidden_writes.close()
 
-    def mark_changed(self, frozen: bool = True) -> None:
-        """Make the next refresh copy all parameters, whatever is known of writes to them.
+    def mark_changed(self, frozen: bool = True, trained: bool = True) -> None:
+        """Make the next refresh copy parameters, whatever is known of writes to them.
 
         Args:
-            frozen: include parameters that don't require a gradient.
+            frozen: those that don't require a gradient.
+            trained: those that do.
         """
-        self._changed |= {i for i, parameter in enumerate(self._parameters) if frozen or parameter.requires_grad}
-
-    def mark_frozen_changed(self) -> None:
-        """Make the next refresh copy the parameters that don't require a gradient (see `mark_changed`)."""
-        self._changed |= {i for i, parameter in enumerate(self._parameters) if not parameter.requires_grad}
+        self._changed |= {i for i, p in enumerate(self._parameters) if (trained if p.requires_grad else frozen)}
 
     def refresh(self) -> bool:
         """Copy what changed on the root since the last refresh.
@@ -412,17 +409,13 @@ _UNVERSIONED = itertools.count(-1, -1)
 def _plain_modules(root: nn.Module) -> list[nn.Module]:
     """The modules that are copied one by one, root first, each once."""
     found: dict[int, nn.Module] = {}
-    _find_plain_modules(root, found)
+    left = [root]
+    while left:
+        module = left.pop()
+        if id(module) not in found and not isinstance(module, (Metric, MetricCollection)):
+            found[id(module)] = module
+            left += [child for child in reversed(module._modules.values()) if child is not None]
     return list(found.values())
-
-
-def _find_plain_modules(module: nn.Module, found: dict[int, nn.Module]) -> None:
-    if id(module) in found or isinstance(module, (Metric, MetricCollection)):
-        return
-    found[id(module)] = module
-    for child in module._modules.values():
-        if child is not None:
-            _find_plain_modules(child, found)
 
 
 def _parameter_slots(modules: Sequence[nn.Module]) -> Iterator[tuple[nn.Module, str]]:
