@@ -17,6 +17,7 @@ from ..core.errors import ConfigError
 from ..core.module_log import LOG_OPTIONS, Receiver, module_log, received
 from ..core.patching import replaced
 from .given_sizes import GivenSizes
+from .loss_weight import is_loss
 from .losses import ChunkLosses
 
 _MAX, _MIN = ("max", max, torch.max), ("min", min, torch.min)
@@ -148,7 +149,7 @@ class LogRecorder:
         used = [i for i, size in enumerate(sizes) if size > 0]
         if losses is None or [call.replica for call in calls] != used:
             return None
-        if not all(_shares(call.value, losses.losses[i]) for i, call in enumerate(calls)):
+        if not all(is_loss(call.value, losses.losses[i]) for i, call in enumerate(calls)):
             return None
         return ChunkLosses([call.kept for call in calls], losses.weights, losses.reduction).combine(self._device)
 
@@ -182,8 +183,3 @@ def _kept(value: Tensor, options: dict[str, Any]) -> Tensor:
 
 def _on_device(value: Any, device: torch.device) -> Tensor:
     return value.to(device).reshape(()) if isinstance(value, Tensor) else scalar(value, device)
-
-
-def _shares(value: Any, loss: Tensor) -> bool:
-    """Whether a logged value is the loss, or the loss detached."""
-    return isinstance(value, Tensor) and value.numel() == 1 and value.data_ptr() == loss.data_ptr()

@@ -43,6 +43,11 @@ def loss_weight(output: Any, batch: Batch, structure: BatchStructure | None = No
     return float(count)
 
 
+def is_loss(value: Any, loss: Tensor) -> bool:
+    """Whether a logged value is the loss, or the loss detached."""
+    return isinstance(value, Tensor) and value.numel() == 1 and value.data_ptr() == loss.data_ptr()
+
+
 @dataclass(frozen=True)
 class WeighedLoss:
     """The loss of a step under ranks, as far as `self.log` needs to know it.
@@ -57,9 +62,7 @@ class WeighedLoss:
 
     def is_loss(self, value: Any) -> bool:
         """Whether a logged value is the loss, or the loss detached."""
-        if not isinstance(value, Tensor) or value.numel() != 1:
-            return False
-        return any(value.data_ptr() == loss.data_ptr() for loss in self.losses)
+        return any(is_loss(value, loss) for loss in self.losses)
 
 
 def weighs_in_loop(trainer: "pl.Trainer") -> bool:

@@ -6,15 +6,12 @@ which is the mean over the whole batch, however unequal the chunks.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import NoneType
 from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
 from ..core.errors import ConfigError
-from ._join import are_equal
-from .structure import BatchStructure
 
 LossReduction: TypeAlias = Literal["mean", "sum"]
 """Whether a module's loss is a mean over samples or a sum."""
@@ -72,43 +69,6 @@ def chunk_losses(outputs: Sequence[Any], sizes: Sequence[int], reduction: LossRe
     given = [output.get("loss_weight") if isinstance(output, dict) else None for output in outputs]
     weights = [float(size) if weight is None else weight for weight, size in zip(given, sizes, strict=True)]
     return ChunkLosses(losses, weights, reduction)
-
-
-def with_scalars(
-    loss: Tensor,
-    losses: ChunkLosses,
-    outputs: Sequence[dict[str, Any]],
-    sizes: Sequence[int],
-    device: torch.device,
-    structure: BatchStructure,
-) -> tuple[dict[str, Any], list[str]]:
-    """Join the scalars that chunks returned besides their losses; larger values stay where they are.
-
-    Args:
-        loss: the loss of the whole batch.
-        outputs: one per chunk.
-        sizes: samples per chunk.
-        structure: of what `training_step` returns.
-
-    Returns:
-        `loss`, the sum of `loss_weight` if the module returned it, means of fractions, and what `batch_dims` declares;
-        and the keys left out: what is larger, and integers, which may be sums or anything else.
-    """
-    result: dict[str, Any] = {"loss": loss}
-    left_out: list[str] = []
-    for key in outputs[0].keys() - {"loss"}:
-        values = [output.get(key) for output in outputs]
-        if key == "loss_weight":
-            result[key] = losses.total(device)
-        elif (
-            structure.is_declared((key,))
-            or is_fraction(values[0])
-            or (isinstance(values[0], (str, bool, NoneType)) and are_equal(values))
-        ):
-            result |= structure.join([{key: value} for value in values], sizes, device)
-        else:
-            left_out.append(key)
-    return result, left_out
 
 
 def is_fraction(value: Any) -> bool:

@@ -1,12 +1,14 @@
 """Combine the outputs of a batch's chunks into one result, for strategies that cut a batch in one process."""
 
 from collections.abc import Sequence
+from types import NoneType
 from typing import Any
 
 import torch
 
+from ._join import are_equal
 from .log_recorder import LogRecorder
-from .losses import LossReduction, chunk_losses, with_scalars
+from .losses import LossReduction, chunk_losses, is_fraction
 from .structure import BatchStructure
 
 LEFT_OUT = (
@@ -34,10 +36,12 @@ def combine_outputs(
         logs: the recorded calls of `self.log`.
         reduction: whether a chunk's loss is a mean or a sum.
         strategy: name that begins error messages.
+        structure: of what `training_step` returns.
 
     Returns:
-        A result of the kind that the module returned (None if it skips the batch), and the keys that are left out
-        because their values are no means, and nothing was declared of them.
+        A result of the kind that the module returned (None if it skips the batch), and the keys that are left out.
+        A mapping has `loss`, the sum of `loss_weight` if the module returned it, means of fractions, and what
+        `batch_dims` declares. Larger values stay where they are, and integers, which may be sums or anything else.
 
     Raises:
         ConfigError: a loss is missing, or is not a scalar.
@@ -50,4 +54,19 @@ def combine_outputs(
     loss = losses.combine(device)
     if not isinstance(outputs[0], dict):
         return loss, []
-    return with_scalars(loss, losses, outputs, [size for size in sizes if size > 0], device, structure)
+    used = [size for size in sizes if size > 0]
+    result: dict[str, Any] = {"loss": loss}
+    left_out: list[str] = []
+    for key in outputs[0].keys() - {"loss"}:
+        values = [output.get(key) for output in outputs]
+        if key == "loss_weight":
+            result[key] = losses.total(device)
+        elif (
+            structure.is_declared((key,))
+            or is_fraction(values[0])
+            or (isinstance(values[0], (str, bool, NoneType)) and are_equal(values))
+        ):
+            result |= structure.join([{key: value} for value in values], used, device)
+        else:
+            left_out.append(key)
+    return result, left_out

@@ -116,7 +116,7 @@ class StageLayout(Layout):
         self._module = module = trainer.lightning_module
         self.structures = structures
         self._has_batchnorm = has_batchnorm(module)
-        self._microbatches = MicroBatches(self.stages, module)
+        self._cut_anew(module)
         if self.cut_by and self._microbatches.overlap == "threads" and end_of_step(module) is not None:
             raise ConfigError(
                 f"{self.cut_by}: {type(module).__name__}.training_step_end joins the outputs of "
@@ -125,7 +125,6 @@ class StageLayout(Layout):
             )
         scaler: Any = getattr(trainer.precision_plugin, "scaler", None)
         self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
-        self._new_logs(module)
         is_timed = self.options.balance == "time" and self.stages.num_stages > 1
         self._balance = TimeBalance(module, self.stages, self.mean_over_ranks) if is_timed else None
         self._has_moved, self._clears = False, None
@@ -167,18 +166,15 @@ class StageLayout(Layout):
         if moved is None:
             return False
         self._balance, self._has_moved = None, before != self.stages.meeting_device
-        self._go_on()
+        assert self._module is not None
+        self._cut_anew(self._module)
         rank_zero_info(moved)
         return True
 
-    def _go_on(self) -> None:
-        """Go on with the module cut elsewhere."""
-        assert self._module is not None
+    def _cut_anew(self, module: nn.Module) -> None:
+        """Run micro-batches, and record what they log, on the stages as they are cut now."""
         self._microbatches.shutdown()
-        self._microbatches = MicroBatches(self.stages, self._module)
-        self._new_logs(self._module)
-
-    def _new_logs(self, module: nn.Module) -> None:
+        self._microbatches = MicroBatches(self.stages, module)
         if self._logs is not None:
             self._logs.close()
         self._logs = MicroBatchLogs(module, self.options.num_microbatches, self.stages.meeting_device)

@@ -4,6 +4,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -67,7 +68,7 @@ class GradientSum:
         self._senders = [s for s in senders if (s.sends_beside(self._device) if overlap is None else overlap)]
         self._waiting: list[deque[_Bucket]] = [deque() for _ in self._senders]
         for queue, sender in zip(self._waiting, self._senders, strict=True):
-            sender.attach(self._receiver(queue))
+            sender.attach(partial(self._receive, queue))
 
     def collect(self) -> None:
         """Add every replica's gradients to the root's."""
@@ -87,15 +88,12 @@ class GradientSum:
         for sender in self._senders:
             sender.remove_hooks()
 
-    def _receiver(self, queue: deque[_Bucket]) -> Callable[[_Bucket], None]:
-        def receive(bucket: _Bucket) -> None:
-            with self._lock, torch.no_grad():
-                queue.append(bucket)
-                while due := self._waiting[self._turn % len(self._waiting)]:
-                    self._turn += 1
-                    self._add_to_sums(due.popleft())
-
-        return receive
+    def _receive(self, queue: deque[_Bucket], bucket: _Bucket) -> None:
+        with self._lock, torch.no_grad():
+            queue.append(bucket)
+            while due := self._waiting[self._turn % len(self._waiting)]:
+                self._turn += 1
+                self._add_to_sums(due.popleft())
 
     def _add_waiting(self) -> None:
         """Add what waits for the turns of replicas that have sent less, or had no samples."""
@@ -121,7 +119,7 @@ class GradientSum:
     def _add_rest(self, parameters: Sequence[Tensor]) -> None:
         """Add the gradients that a replica's parameters still have, one bucket at a time."""
         rest = [(i, parameter) for i, parameter in enumerate(parameters) if parameter.grad is not None]
-        for i, parameter in [(i, p) for i, p in rest if _layout(p) is not torch.strided]:
+        for i, parameter in [(i, p) for i, p in rest if _gradient(p).layout is not torch.strided]:
             gradient, parameter.grad = parameter.grad, None
             assert gradient is not None
             self._add([i], [_hooked(self._root[i], gradient.to(self._device))])
@@ -152,10 +150,6 @@ class GradientSum:
 def _gradient(parameter: Tensor) -> Tensor:
     assert parameter.grad is not None
     return parameter.grad
-
-
-def _layout(parameter: Tensor) -> torch.layout:
-    return _gradient(parameter).layout
 
 
 def _hooked(parameter: Tensor, gradient: Tensor) -> Tensor:
@@ -191,26 +185,23 @@ class _Sender:
         """Send from now on what is ready."""
         self._send = send
         trained = [(i, p) for i, p in enumerate(self._parameters) if p.requires_grad]
-        self._hooks = [p.register_post_accumulate_grad_hook(self._ready(i)) for i, p in trained]
+        self._hooks = [p.register_post_accumulate_grad_hook(partial(self._ready, i)) for i, p in trained]
 
     def remove_hooks(self) -> None:
         for hook in self._hooks:
             hook.remove()
 
-    def _ready(self, i: int) -> Callable[[Tensor], None]:
-        def ready(parameter: Tensor) -> None:
-            gradient = _gradient(parameter)
-            if gradient.layout is not torch.strided or of_torch.backward_hooks(self._root[i]):
-                return
-            if self._open and gradient.dtype != self._open[0][1].dtype:
-                self.flush()
-            self._open.append((i, gradient))
-            self._open_bytes += gradient.nbytes
-            parameter.grad = None
-            if self._open_bytes >= self._bucket_bytes:
-                self.flush()
-
-        return ready
+    def _ready(self, i: int, parameter: Tensor) -> None:
+        gradient = _gradient(parameter)
+        if gradient.layout is not torch.strided or of_torch.backward_hooks(self._root[i]):
+            return
+        if self._open and gradient.dtype != self._open[0][1].dtype:
+            self.flush()
+        self._open.append((i, gradient))
+        self._open_bytes += gradient.nbytes
+        parameter.grad = None
+        if self._open_bytes >= self._bucket_bytes:
+            self.flush()
 
     def flush(self) -> None:
         """Send the open bucket."""

@@ -52,9 +52,14 @@ class MetricMerger:
             self._stand_ins = {key: copy_metric(metric, replicas.devices[0], memo) for key, metric in found.items()}
         outermost = {id(metric): metric for slot in found.values() for metric in outermost_metrics(slot)}
         self._metrics = list(outermost.values())
+        stand_ins = {
+            id(part): copy
+            for slot in found.values()
+            for part, copy in zip(slot.modules(), self._stand_ins[id(slot)].modules(), strict=True)
+        }
         others = range(1, len(replicas))
         self._copies = [
-            [self._stand_in(metric), *(replicas.counterpart(i, metric) for i in others)] for metric in self._metrics
+            [stand_ins[id(metric)], *(replicas.counterpart(i, metric) for i in others)] for metric in self._metrics
         ]
         inside = {id(part) for metric in self._metrics for part in metric.modules() if part is not metric}
         self._is_merged = [id(metric) not in inside and is_mergeable(metric) for metric in self._metrics]
@@ -144,13 +149,6 @@ class MetricMerger:
                     "training_step_end or in an epoch hook."
                 )
             setattr(metric, name, value)
-
-    def _stand_in(self, metric: Metric) -> Any:
-        for _, _, slot in self._slots:
-            for part, copy in zip(slot.modules(), self._stand_ins[id(slot)].modules(), strict=True):
-                if part is metric:
-                    return copy
-        raise AssertionError("every metric is in a slot")
 
     def _watch(self, calls: MetricCalls, copies: Sequence[Any]) -> None:
         """Watch one replica's copies, and the metrics inside them."""

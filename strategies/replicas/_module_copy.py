@@ -58,10 +58,7 @@ class ModuleCopy:
         self._memo: dict[int, Any] = {}
         with torch.inference_mode(False), torch.no_grad():
             self.module = self._copy_module(root)
-            for original, replica in self.pairs:
-                for key, value in original.__dict__.items():
-                    self.set_attribute(replica, key, value)
-                self.update_hooks(original, ((),) * len(HOOKS))
+            self._copy_attributes(self.pairs)
 
     def counterpart(self, value: Any) -> Any:
         """The copy of a module, parameter or buffer of the root; None for anything else."""
@@ -198,11 +195,14 @@ class ModuleCopy:
         registered, self.pairs = self.pairs, []
         made = self._copy_module(module)
         hidden, self.pairs = self.pairs, registered
-        for original, replica in hidden:
+        self._copy_attributes(hidden)
+        return made
+
+    def _copy_attributes(self, pairs: Sequence[tuple[nn.Module, nn.Module]]) -> None:
+        for original, replica in pairs:
             for key, value in original.__dict__.items():
                 self.set_attribute(replica, key, value)
             self.update_hooks(original, ((),) * len(HOOKS))
-        return made
 
     def _sequence(self, value: Any) -> Any:
         items = [self._translated(item) for item in value]

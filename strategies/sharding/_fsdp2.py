@@ -39,8 +39,9 @@ class ParameterGroup:
             parameter.to_sharded = partial(_release, self, parameter, parameter.to_sharded)
 
     def release(self) -> None:
-        """Put the shards back in the place of gathered parameters."""
+        """Put the shards back in the place of gathered parameters; forget the last forward, if no backward follows."""
         self._group._to_sharded()
+        self._group._post_forward_indices.clear()
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -78,10 +79,6 @@ class ParameterGroup:
             gathered = getattr(parameter, "_unsharded_param", None)
             if gathered is not None and gathered.requires_grad != parameter.sharded_param.requires_grad:
                 gathered.requires_grad_(parameter.sharded_param.requires_grad)
-
-    def forget_forward(self) -> None:
-        """Forget the order of the last forward passes, which no backward pass follows."""
-        self._group._post_forward_indices.clear()
 
     def _post_backward(self, *args: Any) -> None:
         self.reduces = True
@@ -165,15 +162,10 @@ class RootState:
         self._state._post_forward(self._root, None, output)
 
     def release(self) -> None:
-        """Release all that is gathered."""
+        """Release all that is gathered, and forget the order of the forward passes, which no backward pass follows."""
         for group in self.groups:
             group.release()
-
-    def forget_forward(self) -> None:
-        """Forget the forward passes so far, if no backward pass follows."""
         self._state._comm_ctx.post_forward_order.clear()
-        for group in self.groups:
-            group.forget_forward()
 
     def begin_backward(self, gradient: Tensor) -> Tensor:
         """Announce a backward pass, at whose end all gradients that are left are reduced: a hook for the loss."""

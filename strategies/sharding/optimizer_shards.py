@@ -156,7 +156,7 @@ class OptimizerShards(OwnPart):
     def whole_state(self) -> dict[str, Any]:
         """The optimizer's whole `state_dict` on rank 0, and this rank's part on the others; every rank must call it."""
         found = self._optimizer.state_dict()
-        for indices in self._in_pieces():
+        for indices in buckets(self._parameters, BUCKET_BYTES):  # as many at a time as a bucket holds
             own = {i: found["state"][i] for i in indices if self._owners[i] == self._rank and i in found["state"]}
             for part in self._gather(own) or []:
                 found["state"].update(part)
@@ -192,7 +192,3 @@ class OptimizerShards(OwnPart):
         for parameter, owner in zip(self._parameters, self._owners, strict=True):
             found.setdefault((owner, parameter.device, parameter.dtype), []).append(parameter)
         return ((owner, tensors) for (owner, _, _), tensors in found.items())
-
-    def _in_pieces(self) -> Iterator[list[int]]:
-        """Indices of parameters, of which as many at a time as a bucket holds."""
-        return buckets(self._parameters, BUCKET_BYTES)

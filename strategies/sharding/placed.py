@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
@@ -93,10 +94,8 @@ def _add(placed: Placed, tensor: DTensor) -> dict[str, Any]:
     placed.entries.append(entry)
     placed.parts.append(tensor.to_local() if writes else None)
     placed.num_bytes = start + -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
-    stride = [1] * tensor.dim()
-    for dim in reversed(range(tensor.dim() - 1)):
-        stride[dim] = stride[dim + 1] * max(tensor.shape[dim + 1], 1)
-    return {PLACE: [start, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), stride]}
+    stride = torch.empty(tensor.shape, device="meta").stride()
+    return {PLACE: [start, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), list(stride)]}
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """A module whose parameters are cut over the ranks, and gathered part by part when they are used."""
 
+import sys
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, 
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from ..core.devices import buckets, flattened, unflattened
 from ..core.private import of_torch
 from ._fsdp2 import RootState, forget_sharding, set_local_part
 from .refusals import refuse_assigned, refuse_copy, refuse_unreduced, verify_dtypes, verify_kept, verify_same_cut
@@ -148,7 +150,6 @@ class ShardedModule:
         """Release all that is gathered, also parts that are kept after their forward: outside of a step there are
         shards only, which callbacks may change and checkpoints contain."""
         self._state.release()
-        self._state.forget_forward()
 
     def note_writes(self, note: Callable[[str, Tensor], None]) -> None:
         """Have a function receive what steps write to gathered parameters."""
@@ -273,11 +274,9 @@ def broadcast_states(module: nn.Module, root_device: torch.device) -> None:
 @torch.no_grad()
 def sync_buffers(module: nn.Module) -> None:
     """Give all ranks rank 0's buffers, in one transfer per dtype, as DistributedDataParallel does."""
-    by_dtype: dict[torch.dtype, list[Tensor]] = {}
-    for buffer in module.buffers():
-        by_dtype.setdefault(buffer.dtype, []).append(buffer)
-    for buffers in by_dtype.values():
-        flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
+    found = list(module.buffers())
+    for places in buckets(found, sys.maxsize):
+        flat = flattened([found[i] for i in places])
         dist.broadcast(flat, 0)
-        for buffer, part in zip(buffers, flat.split([buffer.numel() for buffer in buffers]), strict=True):
-            buffer.copy_(part.view_as(buffer))
+        for i, part in zip(places, unflattened(flat, [found[i].shape for i in places]), strict=True):
+            found[i].copy_(part)
