@@ -7,7 +7,7 @@ import heapq
 import math
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, replace
 from statistics import median
 from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 
@@ -345,11 +345,6 @@ def cautious(now: Sequence[int], solved: Sequence[int]) -> list[float]:
 def _with_equal_others(costs: Sequence[DeviceCost]) -> list[DeviceCost]:
     """Replace the costs of every device but the first by the worst among them, in time and memory."""
     others = costs[1:]
-    worst = DeviceCost(
-        seconds_per_sample=max(cost.seconds_per_sample for cost in others),
-        fixed_seconds=max(cost.fixed_seconds for cost in others),
-        bytes_per_sample=max(cost.bytes_per_sample for cost in others),
-        fixed_bytes=max(cost.fixed_bytes for cost in others),
-        limit_bytes=min(cost.limit_bytes for cost in others),
-    )
+    worst = DeviceCost(*map(max, zip(*map(astuple, others), strict=True)))
+    worst = replace(worst, limit_bytes=min(cost.limit_bytes for cost in others))
     return [costs[0], *([worst] * len(others))]

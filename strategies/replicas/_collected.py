@@ -6,6 +6,7 @@ mean over the list would weigh every chunk alike, and whether the number is a me
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
@@ -16,6 +17,7 @@ from ..core.errors import ConfigError
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
+@dataclass
 class CollectedLists:
     """Combines what the chunks of one step append, by the option `batch_dims`.
 
@@ -25,15 +27,14 @@ class CollectedLists:
         strategy: name that begins messages.
     """
 
-    def __init__(self, root: nn.Module, options: Mapping[str, str], strategy: str) -> None:
-        self._root = root
-        self._options = options
-        self._strategy = strategy
-        self._lengths: dict[str, tuple[list[Any], int]] = {}
+    root: nn.Module
+    options: Mapping[str, str]
+    strategy: str
+    _lengths: dict[str, tuple[list[Any], int]] = field(default_factory=dict[str, "tuple[list[Any], int]"], init=False)
 
     def before_step(self) -> None:
         """Note how long the lists are."""
-        values = self._root.__dict__.items()
+        values = self.root.__dict__.items()
         self._lengths = {key: (value, len(value)) for key, value in values if type(value) is list}
 
     def after_step(self, step: str, sizes: Sequence[int]) -> None:
@@ -50,12 +51,12 @@ class CollectedLists:
             return
         for name, (values, length) in self._lengths.items():
             new = values[length:]
-            if not any(map(is_fraction, new)) or self._root.__dict__.get(name) is not values:
+            if not any(map(is_fraction, new)) or self.root.__dict__.get(name) is not values:
                 continue
-            word = self._options.get(f"{step}.{name}")
+            word = self.options.get(f"{step}.{name}")
             if word is None or (word in ("mean", "sum") and len(new) % len(sizes)):
                 raise ConfigError(
-                    f"{self._strategy}: {step} appended {len(new)} values to {type(self._root).__name__}.{name}, some "
+                    f"{self.strategy}: {step} appended {len(new)} values to {type(self.root).__name__}.{name}, some "
                     f"for each of {len(sizes)} chunks of a batch, and they can be means or sums. Use self.log or a "
                     f"torchmetrics metric, or set strategy.batch_dims={{{step}.{name}: mean or sum}} to have one value "
                     "per batch, or list to have one per chunk."

@@ -20,6 +20,7 @@ from ..batch.structure import BatchStructure
 from ..core.devices import is_accelerator
 from ..core.errors import ConfigError
 from ..core.module_checks import end_of_step, ended, has_batchnorm, resting_device, verify_takes_batches
+from ..core.patching import replaced
 from ..core.private import of_lightning
 from ..core.types import Batch
 from .runner import CutsReplicas, ReplicaRunner
@@ -205,24 +206,12 @@ class ReplicaLayout(Layout):
         self._open_batch = batch
 
     def _training_step(self, batch: Batch, *rest: Any) -> Any:
-        structure = self._batch_structure(rest)
-        sizes = self._sizes(self._num_samples(batch, structure))
-        if end_of_step(self._module) is not None:
-            sizes = self.structures.of_results("training_step").unequal(sizes)
-        chunks = structure.split(batch, sizes)
-        self._runs = True
-        try:
-            outputs = self.runner.run("training_step", [((chunk, *rest), {}) for chunk in chunks], sizes)
-        finally:
-            self._runs = False
-        return self._combined(outputs, sizes)
-
-    def _combined(self, outputs: list[Any], sizes: list[int]) -> Any:
-        """Combine the outputs of chunks into one result for the whole batch, of the same kind."""
         structure, logs, root = self.structures.of_results("training_step"), self.runner.logs, self.devices[0]
-        if end_of_step(self._module) is not None:
+        end = end_of_step(self._module)
+        outputs, sizes = self._run("training_step", batch, rest, None if end is None else structure)
+        if end is not None:
             logs.replay(sizes)
-            return ended(self._module, structure.join(outputs, [size for size in sizes if size > 0], root))
+            return end(structure.join(outputs, [size for size in sizes if size > 0], root))
         result, left_out = combine_outputs(
             outputs, sizes, logs, self.options.loss_reduction, self.options.strategy, root, structure
         )
@@ -232,11 +221,8 @@ class ReplicaLayout(Layout):
         return result
 
     def _evaluation_step(self, name: str, batch: Batch, *rest: Any) -> Any:
-        structure = self._batch_structure(rest)
         results = self.structures.of_results(name, dataloader_index(self._trainer, rest))
-        sizes = results.unequal(self._sizes(self._num_samples(batch, structure)))
-        chunks = structure.split(batch, sizes)
-        outputs = self.runner.run(name, [((chunk, *rest), {}) for chunk in chunks], sizes)
+        outputs, sizes = self._run(name, batch, rest, results)
         losses = None
         if name != "predict_step" and all(_has_loss(output) for output in outputs):
             losses = chunk_losses(outputs, sizes, self.options.loss_reduction, self.options.strategy)
@@ -244,13 +230,25 @@ class ReplicaLayout(Layout):
         joined = results.join(outputs, [size for size in sizes if size > 0], self.devices[0])
         return joined if losses is None else _with_loss(joined, losses.combine(self.devices[0]))
 
+    def _run(
+        self, name: str, batch: Batch, rest: tuple[Any, ...], results: BatchStructure | None
+    ) -> tuple[list[Any], list[int]]:
+        """Run a step on the chunks of a batch; returns their outputs, and all sizes.
+
+        Args:
+            results: tells whether chunks must be unequal, where their outputs are joined.
+        """
+        structure = self.structures.of_batch(self._trainer, dataloader_index(self._trainer, rest))
+        sizes = self._sizes(self._num_samples(batch, structure))
+        sizes = sizes if results is None else results.unequal(sizes)
+        chunks = structure.split(batch, sizes)
+        with replaced(self, "_runs", True):
+            return self.runner.run(name, [((chunk, *rest), {}) for chunk in chunks], sizes), sizes
+
     @property
     def _trainer(self) -> pl.Trainer:
         assert self._module is not None, "the run has not begun"
         return self._module.trainer
-
-    def _batch_structure(self, rest: tuple[Any, ...]) -> BatchStructure:
-        return self.structures.of_batch(self._trainer, dataloader_index(self._trainer, rest))
 
     def _num_samples(self, batch: Batch, structure: BatchStructure) -> int:
         num = structure.num_samples(batch)

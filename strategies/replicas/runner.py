@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol, TypeAlias
 
@@ -46,6 +46,7 @@ class CutsReplicas(Protocol):
         ...
 
 
+@dataclass(eq=False)
 class ReplicaRunner:
     """Runs a method of a module on all devices of a process, and collects state and gradients on the root.
 
@@ -60,26 +61,20 @@ class ReplicaRunner:
         stages: cuts each replica across its block.
     """
 
-    def __init__(
-        self,
-        root: nn.Module,
-        devices: Sequence[torch.device],
-        threads: bool | None = None,
-        strategy: str = "dp",
-        root_call: Callable[..., Any] | None = None,
-        batch_dims: Mapping[str, str] | None = None,
-        blocks: Sequence[Sequence[torch.device]] = (),
-        stages: CutsReplicas | None = None,
-    ) -> None:
-        self.devices = list(devices)
-        self.replicas = Replicas(root, devices, blocks)
-        self._blocks = blocks
-        self._stages = stages
-        self._executor = Executor(threads)
-        self._strategy = strategy
-        self._root_call = root_call
+    root: nn.Module
+    devices: Sequence[torch.device]
+    threads: bool | None = None
+    strategy: str = "dp"
+    root_call: Callable[..., Any] | None = None
+    batch_dims: Mapping[str, str] = field(default_factory=dict[str, str])
+    blocks: Sequence[Sequence[torch.device]] = ()
+    stages: CutsReplicas | None = None
+
+    def __post_init__(self) -> None:
+        self.replicas = Replicas(self.root, self.devices, self.blocks)
+        self._executor = Executor(self.threads)
         self._measurement: Measurement | None = None
-        self._collected = CollectedLists(root, batch_dims or {}, strategy)
+        self._collected = CollectedLists(self.root, self.batch_dims, self.strategy)
         self._attach()
 
     def measure(self, memory: bool) -> Measurement:
@@ -146,9 +141,9 @@ class ReplicaRunner:
             GradientSum([root[i] for i in group], [[other[i] for i in group] for other in others])
             for group in by_device(root)
         ]
-        self._metrics = MetricMerger(self.replicas, self._strategy)
+        self._metrics = MetricMerger(self.replicas, self.strategy)
         self.logs = LogRecorder(self.replicas.modules(), self.devices[0], self._metrics.original)
-        self._attributes = AttributeWatch(self.replicas, self._strategy)
+        self._attributes = AttributeWatch(self.replicas, self.strategy)
 
     def _measured(
         self, measurement: Measurement, pieces: list[Piece], used: list[int], sizes: Sequence[int]
@@ -167,14 +162,14 @@ class ReplicaRunner:
         device = self.devices[i]
         if device != self.devices[0] or is_accelerator(device):  # a batch may be on the host
             arguments = from_host(arguments, device)
-        call = self._root_call if i == 0 and self._root_call is not None else getattr(self.replicas[i], method)
+        call = self.root_call if i == 0 and self.root_call is not None else getattr(self.replicas[i], method)
         name = f"chunk {i + 1} of {len(sizes)}, {sizes[i]} of {sum(sizes)} samples,"
         call = partial(self.logs.run, i, partial(call, *arguments[0], **arguments[1]))
-        return Piece(device, name, call if self._stages is None else partial(self._call_on_block, i, call))
+        return Piece(device, name, call if self.stages is None else partial(self._call_on_block, i, call))
 
     def _call_on_block(self, i: int, call: Callable[[], Any]) -> Any:
-        assert self._stages is not None
-        with self._stages.on_devices(self._blocks[i]):
+        assert self.stages is not None
+        with self.stages.on_devices(self.blocks[i]):
             return call()
 
 

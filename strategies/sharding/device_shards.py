@@ -46,22 +46,22 @@ class DeviceShards(OwnPart):
         }
         """In the place of the parameters that other devices update; without memory between steps."""
         super().__init__(optimizer, 0, len(devices))
-        self._others = [self._optimizer_of(owner) for owner in range(1, len(devices))]
+        self._others = {owner: self._optimizer_of(owner) for owner in sorted({*self._owners} - {0})}
         self._load(dict(optimizer.state))
 
     @property
     def optimizers(self) -> list[Optimizer]:
         """The optimizer of each device, the root's first."""
-        return [self._optimizer, *(other for other in self._others if other is not None)]
+        return [self._optimizer, *self._others.values()]
 
     @override
     def whole_state(self) -> dict[str, Any]:
         """The optimizer's `state_dict`, with the state of all devices."""
         found = self._optimizer.state_dict()
         for i, stand_in in self._stand_ins.items():
-            other = self._others[self._owners[i] - 1]
-            if other is not None and stand_in in other.state:
-                found["state"][i] = other.state[stand_in]
+            state = self._others[self._owners[i]].state
+            if stand_in in state:
+                found["state"][i] = state[stand_in]
         found["state"] = dict(sorted(found["state"].items()))
         return found
 
@@ -73,24 +73,21 @@ class DeviceShards(OwnPart):
     def _load(self, states: Mapping[Tensor, dict[str, Any]]) -> None:
         for i, stand_in in self._stand_ins.items():
             state = states.get(self._parameters[i])
-            other = self._others[self._owners[i] - 1]
-            if state is not None and other is not None:
-                other.state[stand_in] = {
+            if state is not None:
+                self._others[self._owners[i]].state[stand_in] = {
                     key: value.to(stand_in.device) if isinstance(value, Tensor) and value.dim() else value
                     for key, value in state.items()
                 }
             self._optimizer.state.pop(self._parameters[i], None)
 
-    def _optimizer_of(self, owner: int) -> Optimizer | None:
-        """An optimizer of the same class with the stand-ins of a device; None if it has no parameters."""
+    def _optimizer_of(self, owner: int) -> Optimizer:
+        """An optimizer of the same class with the stand-ins of a device."""
         index, groups = 0, list[dict[str, Any]]()
         for group in self._optimizer.param_groups:
             num = len(group["params"])
             own = [self._stand_ins[i] for i in range(index, index + num) if self._owners[i] == owner]
             groups.append({**group, "params": own})
             index += num
-        if not any(group["params"] for group in groups):
-            return None
         made: Any = type(self._optimizer)
         return made([group for group in groups if group["params"]], **_defaults(self._optimizer))
 
@@ -99,9 +96,7 @@ class DeviceShards(OwnPart):
     def _update_others(self) -> None:
         """Have the other devices update their parameters; transfers and updates of devices are queued side by side."""
         groups = self._groups()
-        for other in self._others:
-            if other is None:
-                continue
+        for other in self._others.values():
             for group in other.param_groups:
                 options = groups[id(group["params"][0])]
                 group.update({key: value for key, value in options.items() if key != "params"})
@@ -110,9 +105,8 @@ class DeviceShards(OwnPart):
             if parameter.grad is not None:
                 stand_in.data = to_device(parameter.detach(), stand_in.device)
                 stand_in.grad = to_device(parameter.grad.detach(), stand_in.device)
-        for other in self._others:
-            if other is not None:
-                other.step()
+        for other in self._others.values():
+            other.step()
         for i, stand_in in self._stand_ins.items():
             if stand_in.grad is not None:
                 if stand_in.data_ptr() != self._parameters[i].data_ptr():

@@ -1,9 +1,8 @@
 """Refuse what can't be trained exactly where each rank has a shard of each parameter."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-import torch
 from pytorch_lightning.callbacks import ModelPruning
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -143,28 +142,6 @@ def verify_dtypes(module: nn.Module, names: Sequence[str]) -> None:
                 "that are gathered together must have one. Name the modules of one dtype in strategy.shard, or choose "
                 "strategy=ddp."
             )
-
-
-def verify_same_cut(
-    before: Mapping[str, Any], options: Mapping[str, Any], old: Sequence[torch.dtype], new: Sequence[torch.dtype]
-) -> None:
-    """Refuse to go on with a module that an earlier run has cut in another way than is asked for now.
-
-    Args:
-        before: the options of the earlier run.
-        options: those of this run.
-        old: the dtypes of the parameters when they were cut.
-        new: their dtypes now.
-    """
-    changed = [
-        f"{name}={before[name]}, now {name}={options[name]}" for name in options if before[name] != options[name]
-    ]
-    changed += sorted({f"{was}, now {now}" for was, now in zip(old, new, strict=True) if was != now})
-    if changed:
-        raise ConfigError(
-            f"fsdp: the module was cut in an earlier run of this process with {'; '.join(changed)}, and it stays "
-            "cut as it is. Give the same options and the same precision, or make the module anew."
-        )
 
 
 def verify_plain(output: Any) -> None:

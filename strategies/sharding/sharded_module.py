@@ -15,9 +15,10 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from ..core.devices import buckets, flattened, unflattened
+from ..core.errors import ConfigError
 from ..core.private import of_torch
 from ._fsdp2 import RootState, forget_sharding, set_local_part
-from .refusals import refuse_assigned, refuse_copy, refuse_unreduced, verify_dtypes, verify_kept, verify_same_cut
+from .refusals import refuse_assigned, refuse_copy, refuse_unreduced, verify_dtypes, verify_kept
 from .whole import put_together
 
 _KEY = "evener_shards"
@@ -86,9 +87,14 @@ class ShardedModule:
         Raises:
             ConfigError: an option, or the dtype of a parameter, differs.
         """
-        verify_same_cut(
-            self.sharding.options, options, self._dtypes, [parameter.dtype for parameter in self.parameters]
-        )
+        before, dtypes = self.sharding.options, [parameter.dtype for parameter in self.parameters]
+        changed = [f"{key}={before[key]}, now {key}={value}" for key, value in options.items() if before[key] != value]
+        changed += sorted({f"{was}, now {now}" for was, now in zip(self._dtypes, dtypes, strict=True) if was != now})
+        if changed:
+            raise ConfigError(
+                f"fsdp: the module was cut in an earlier run of this process with {'; '.join(changed)}, and it stays "
+                "cut as it is. Give the same options and the same precision, or make the module anew."
+            )
 
     def allocate(self, device: torch.device) -> None:
         """Give what is on the meta device memory without values."""
