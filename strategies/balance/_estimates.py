@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from statistics import median
+from statistics import geometric_mean, linear_regression, median
 
 DISTINCT_SIZES = 1.25
 """Ratio of largest to smallest measured size from which a line is fitted to find the fixed time."""
@@ -31,9 +31,7 @@ def fitted_times(pairs: Sequence[tuple[int, float]], window: int) -> tuple[float
     proportional = points[size] / size
     if max(points) < DISTINCT_SIZES * min(points):
         return 0.0, proportional
-    mean_size, mean_seconds = sum(points) / len(points), sum(points.values()) / len(points)
-    spread = sum((x - mean_size) ** 2 for x in points)
-    slope = sum((x - mean_size) * (y - mean_seconds) for x, y in points.items()) / spread
+    slope, _ = linear_regression(list(points), list(points.values()))
     slope = min(max(slope, SMALLEST_SLOPE * proportional), proportional)
     return points[size] - slope * size, slope
 
@@ -65,5 +63,4 @@ _FEWEST = 9
 
 def common_level(sizes: Sequence[int], seconds: Sequence[float]) -> float:
     """Seconds per sample that all devices with samples share in a step: the geometric mean of theirs."""
-    logs = [math.log(max(time, 1e-9) / size) for size, time in zip(sizes, seconds, strict=True) if size > 0]
-    return math.exp(sum(logs) / len(logs))
+    return geometric_mean(max(time, 1e-9) / size for size, time in zip(sizes, seconds, strict=True) if size > 0)

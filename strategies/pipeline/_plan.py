@@ -155,7 +155,12 @@ def named_plan(module: nn.Module, num_stages: int, first_modules: Sequence[str])
     Raises:
         ConfigError: a name is unknown or out of order, the number of names is wrong, or a stage stays empty.
     """
-    verify_names(module, num_stages, first_modules)
+    if len(first_modules) != num_stages - 1:
+        raise ConfigError(
+            f"partition={list(first_modules)} has {len(first_modules)} names for {num_stages} stages. Give "
+            f"{num_stages - 1}: the first module of each stage after stage 0."
+        )
+    verify_submodules("partition", first_modules, module)
     parts = find_parts(module, first_modules)
     part_of = {part.name: part for part in parts}
     stage, remaining = 0, list(first_modules)
@@ -181,20 +186,6 @@ def named_plan(module: nn.Module, num_stages: int, first_modules: Sequence[str])
             "Name modules so that every stage holds at least one module with parameters."
         )
     return StagePlan(num_stages, stage_of)
-
-
-def verify_names(module: nn.Module, num_stages: int, names: Sequence[str]) -> None:
-    """Verify the number of names, and that the module has them.
-
-    Raises:
-        ConfigError: the number is wrong, or a name is unknown; the message lists the nearest names.
-    """
-    if len(names) != num_stages - 1:
-        raise ConfigError(
-            f"partition={list(names)} has {len(names)} names for {num_stages} stages. Give {num_stages - 1}: the first "
-            "module of each stage after stage 0."
-        )
-    verify_submodules("partition", names, module)
 
 
 def verify_manual(module: nn.Module, devices: Sequence[torch.device]) -> None:

@@ -38,7 +38,6 @@ class Turns:
             self._tasks.setdefault(task.microbatch, []).append(task)
         self._open = set(chain(*orders))
         self._holder: list[int | None] = [None] * len(orders)
-        self._held: dict[int, int] = {}
         self._lock = threading.Lock()
         self._waiting: dict[int, tuple[Task, threading.Lock]] = {}
         self.one_at_a_time = len(orders) == 1
@@ -60,7 +59,7 @@ class Turns:
             self._release(task.microbatch)
             self._wake()
             if self._may_enter(task):
-                self._take(task)
+                self._holder[self._index(task)] = task.microbatch
                 return
             granted = threading.Lock()
             granted.acquire()
@@ -74,8 +73,9 @@ class Turns:
             done: whether the task is complete, so that the next one may begin.
         """
         with self._lock:
-            if self._held.get(task.microbatch) == self._index(task):
-                self._release(task.microbatch)
+            index = self._index(task)
+            if self._holder[index] == task.microbatch:
+                self._holder[index] = None
             if done:
                 self._open.discard(task)
             self._wake()
@@ -95,9 +95,7 @@ class Turns:
         return 0 if self.one_at_a_time else task.stage
 
     def _release(self, microbatch: int) -> None:
-        index = self._held.pop(microbatch, None)
-        if index is not None:
-            self._holder[index] = None
+        self._holder = [None if holder == microbatch else holder for holder in self._holder]
 
     def _is_due(self, index: int, task: Task) -> bool:
         """Whether no open task comes before this one, or it is done already."""
@@ -110,15 +108,11 @@ class Turns:
         index = self._index(task)
         return self._holder[index] is None and self._is_due(index, task)
 
-    def _take(self, task: Task) -> None:
-        index = self._held[task.microbatch] = self._index(task)
-        self._holder[index] = task.microbatch
-
     def _wake(self) -> None:
         """Give stages to those who wait for them and may enter."""
         for microbatch, (task, granted) in list(self._waiting.items()):
             if self._may_enter(task):
-                self._take(task)
+                self._holder[self._index(task)] = task.microbatch
                 del self._waiting[microbatch]
                 granted.release()
 
