@@ -27,14 +27,17 @@ _CANDIDATES = 8
 """Samples among which two are looked for that differ in rows."""
 
 
+@dataclass
 class Evidence:
     """What is known of batches before one of them is cut; here nothing but the batch itself.
 
-    Attributes:
+    Args:
+        structures: paths of what is a structure for certain: what holds the arguments of a call, say.
         asks: whether a list that is as long as the batch, of which nothing else is known, is asked for by name;
             otherwise it is taken for its samples.
     """
 
+    structures: tuple[Path, ...] = ()
     asks: bool = False
 
     def is_stacked(self, path: Path) -> bool:
@@ -43,7 +46,7 @@ class Evidence:
 
     def is_structure(self, path: Path) -> bool:
         """Whether the value at a path is a structure for certain."""
-        return False
+        return path in self.structures
 
     def shapes(self, path: Path) -> list[tuple[int, tuple[int, ...]]]:
         """(samples, shape of the value at a path) of batches of several sizes; empty where none is known."""
@@ -52,18 +55,6 @@ class Evidence:
     def batch_size(self) -> int | None:
         """The samples of a full batch; None where the loader does not say."""
         return None
-
-
-@dataclass
-class Inputs(Evidence):
-    """Arguments of a call: what holds them is a structure."""
-
-    paths: tuple[Path, ...]
-    asks: bool = True
-
-    @override
-    def is_structure(self, path: Path) -> bool:
-        return path in self.paths
 
 
 @dataclass
@@ -78,9 +69,10 @@ class LoaderEvidence(Evidence):
         transform: what hooks make of a batch before the step sees it; None where there are none.
     """
 
+    structures: tuple[Path, ...] = field(default=(), init=False)
+    asks: bool = field(default=True, init=False)
     loader: Any
     transform: Callable[[Batch], Batch] | None = None
-    asks: bool = field(default=True, init=False)
     _batches: list[tuple[int, Batch]] | None = field(default=None, repr=False)
 
     @override

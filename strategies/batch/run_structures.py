@@ -13,7 +13,7 @@ from torch.utils.data import BatchSampler
 from ..core.errors import ConfigError
 from ..core.private import of_lightning
 from ..core.types import Batch
-from .evidence import Inputs, LoaderEvidence
+from .evidence import Evidence, LoaderEvidence
 from .structure import BatchStructure
 from .tree import option_key
 
@@ -51,7 +51,7 @@ class RunStructures:
 
     def of_inputs(self, name: str) -> BatchStructure:
         """The structure of the inputs of a part of the module, `(args, kwargs)`."""
-        evidence = Inputs(((), (0,)))
+        evidence = Evidence(((), (0,)), asks=True)
         return BatchStructure(self.options, evidence, root=f"inputs of {name}", prefix=("submodule",))
 
     def of_results(self, step: str, dataloader_idx: int = 0) -> BatchStructure:

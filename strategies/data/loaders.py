@@ -87,7 +87,10 @@ class RankLoaders:
             return self._stream(loader, role)
         if loader.batch_sampler is None and not isinstance(loader.sampler, BatchSampler):
             return self._keyed(loader, role)
-        return self._cut(loader, self._way(role), self._joins(role))
+        if self.batch_size_is == "global":
+            return self._cut(loader, self._divide(role), self._joins(role))
+        deal = Deal(spread=role != "predict", smallest=self.smallest if role == "train" else 1)
+        return self._cut(loader, deal, self._joins(role))
 
     def tell(self, combined: CombinedLoader | None) -> None:
         """Log how a full global batch is made up: a product or, if uneven, a sum."""
@@ -117,11 +120,6 @@ class RankLoaders:
     def _joins(self, role: LoaderRole) -> bool:
         """Whether a rank joins a step for which it has no samples."""
         return role == "train" or self.in_step
-
-    def _way(self, role: LoaderRole) -> Cut:
-        if self.batch_size_is == "global":
-            return self._divide(role)
-        return Deal(spread=role != "predict", smallest=self.smallest if role == "train" else 1)
 
     def _divide(self, role: LoaderRole) -> Divide:
         if role != "train":

@@ -33,10 +33,6 @@ _Around: TypeAlias = Callable[[Phase], AbstractContextManager[Any]]
 """The context of what a micro-batch does in a direction."""
 
 
-def _run_plainly(_: int, call: Callable[[], Any]) -> Any:
-    return call()
-
-
 class MicroBatches:
     """Runs micro-batches on the stages of a layout, each forward and, as soon as the schedule says so, backward.
 
@@ -71,7 +67,7 @@ class MicroBatches:
         names: Sequence[str],
         calls: Sequence[Callable[[], Any]],
         gradients: EarlyGradients | None,
-        run_as: RunAs = _run_plainly,
+        run_as: RunAs = lambda _, call: call(),
     ) -> list[Any]:
         """Run one training step per micro-batch, and go backward.
 

@@ -55,11 +55,6 @@ class Route:
             )
 
 
-def is_on_gpu(tensor: Tensor) -> bool:
-    """Whether a tensor can be copied beside the work of its device."""
-    return tensor.device.type == "cuda" and is_plain(tensor)
-
-
 class BatchTensors:
     """The tensors of a batch as they were handed to a step.
 
@@ -72,7 +67,8 @@ class BatchTensors:
     """
 
     def __init__(self, batch: Batch, ready: torch.cuda.Event | None = None) -> None:
-        tensors = [leaf for leaf in of_torch.tree_leaves(batch) if isinstance(leaf, Tensor) and is_on_gpu(leaf)]
+        tensors = [leaf for leaf in of_torch.tree_leaves(batch) if isinstance(leaf, Tensor) and is_plain(leaf)]
+        tensors = [tensor for tensor in tensors if tensor.device.type == "cuda"]  # copied beside the device's work
         tensors = [tensor for tensor in tensors if tensor.device == tensors[0].device]  # `ready` says nothing of others
         self._versions = {tensor.untyped_storage().data_ptr(): tensor._version for tensor in tensors}
         self.ready = (ready or work_so_far(tensors[0].device)) if tensors else None
