@@ -203,11 +203,12 @@ class BatchStructure:
         What is in a list is yielded once that is known to be a structure.
         """
         if is_array(value) or is_sequence(value):
-            yield path, value, self._roles.get((path, is_array(value)))
-            role = self._roles.get((path, is_array(value)))
+            key = (path, is_array(value))
+            yield path, value, self._roles.get(key)
+            role = self._roles.get(key)  # settled meanwhile, perhaps
         else:
-            role = self._role(value, path)
-            if role == "structure" and splits_itself(value):
+            role = None if self._option(path) == "shared" else "structure"
+            if role is not None and splits_itself(value):
                 yield path, value, "itself"
                 return
         for key, child in (children(value) or ()) if role == "structure" else ():
