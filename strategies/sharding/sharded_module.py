@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..core.devices import buckets, flattened, unflattened
 from ..core.errors import ConfigError
+from ..core.patching import replaced
 from ..core.private import of_torch
 from ._fsdp2 import RootState, forget_sharding, set_local_part
 from .refusals import refuse_assigned, refuse_copy, refuse_unreduced, verify_dtypes, verify_kept
@@ -204,13 +205,10 @@ class ShardedModule:
         if not self.in_step or self._is_written:
             yield
             return
-        self._is_written = True
-        for group in self._state.groups:
-            group.put_back()
-        try:
+        with replaced(self, "_is_written", True):
+            for group in self._state.groups:
+                group.put_back()
             yield
-        finally:
-            self._is_written = False
         self._state.gather_again()
 
     @contextmanager
