@@ -8,7 +8,7 @@ from .core.options import Count, checked
 from .data.loaders import BatchSizeIs
 from .distributed.options import Compression, compression_hook, reducer_options
 from .pipeline.recompute import RecomputeOption
-from .ranks.gradient_sync import WrapperSync
+from .ranks.gradient_sync import GradientSync
 from .ranks.strategy import RankStrategy
 
 
@@ -65,4 +65,4 @@ class DDPStrategy(RankStrategy):
         super().__init__(batch_size_is, batch_dims, recompute, verify_loss=verify_loss, **options)
         self.devices_per_process = devices_per_process
         self.shard_optimizer = shard_optimizer
-        self.sync = WrapperSync(self, compression_hook(compression))
+        self.sync = GradientSync(self, compression_hook(compression))

@@ -1,19 +1,18 @@
-"""Define what makes the gradients of all ranks those of the global batch. A rank's step knows nothing else of it.
+"""Make the gradients of all ranks those of the global batch. A step knows nothing else of other ranks' gradients.
 
 gradient sync   every rank holds              where
-WrapperSync     the whole module              here
+GradientSync    the whole module              here
 ShardSync       a shard of every parameter    strategies/ranks/shard_sync.py
 """
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import pytorch_lightning as pl
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from typing_extensions import override
 
 from ..core.errors import ConfigError
 from ..core.loop_contract import StepContract
@@ -32,16 +31,31 @@ if TYPE_CHECKING:
     from .strategy import RankStrategy
 
 
-class GradientSync(Protocol):
-    """Synchronizes gradients over the ranks; what a way to do so has no need of does nothing.
+class GradientSync:
+    """Averages gradients over the ranks by torch's DistributedDataParallel, which wraps the module.
 
-    Attributes:
-        evaluates_together: whether a rank without samples runs evaluation steps, too, because the others' need it.
-        changes_update: whether there is something to do around an optimizer's step.
+    Args:
+        hook: makes the state and the function of a communication hook.
     """
 
-    evaluates_together: bool = False
-    changes_update: bool = False
+    evaluates_together = False
+    """Whether a rank without samples runs evaluation steps, too, because the others' need it."""
+
+    changes_update = False
+    """Whether there is something to do around an optimizer's step."""
+
+    def __init__(self, strategy: "RankStrategy", hook: Callable[[], tuple[Any, Any]] | None = None) -> None:
+        self._strategy = strategy
+        self._hook = hook
+        self._trained: ReducedParameters | None = None
+        self._recorded: nn.Module | None = None
+        self._reduction: StepReduction | None = None
+        self._without_gradient: list[nn.Parameter] = []
+
+    @property
+    def _wrapper(self) -> DistributedDataParallel | None:
+        model = of_lightning.model(self._strategy)
+        return model if isinstance(model, DistributedDataParallel) else None
 
     @property
     def restores_late(self) -> bool:
@@ -57,25 +71,69 @@ class GradientSync(Protocol):
         place(trainer)
 
     def wrap(self, wrap: Callable[[], None]) -> None:
-        """Wrap the module, as `wrap` does."""
+        """Wrap the module, as `wrap` does.
+
+        Raises:
+            ConfigError: it has no gradients.
+        """
+        strategy = self._strategy
+        module = strategy.model
+        assert module is not None
+        if not any(parameter.requires_grad for parameter in module.parameters()):
+            raise ConfigError(
+                f"{strategy.strategy_name}: {type(strategy.module).__name__} has no parameter that requires a "
+                "gradient, so there is nothing to average over ranks. Unfreeze one, or choose strategy=single_device."
+            )
+        self._trained = ReducedParameters(module)
         wrap()
+        wrapper = self._wrapper
+        assert wrapper is not None
+        if self._hook is not None:
+            wrapper.register_comm_hook(*self._hook())
 
     def wrap_again(self) -> None:
-        """Synchronize the parameters as they are now, and where they are."""
+        """Wrap the parameters as they are now, and where they are."""
+        wrapper = self._wrapper
+        if wrapper is not None:
+            self._strategy.model = unwrap(wrapper)
+            self._strategy.configure_ddp()
 
     def begin_batch(self) -> None:
         """Learn that hooks of module and callbacks have seen the batch; they freeze and unfreeze layers."""
+        trained = self._trained  # on all ranks alike
+        if trained is not None and trained.changed(self._strategy.optimizers):
+            self._reduce_left(trained.frozen())
+            self.wrap_again()
+
+    def _reduce_left(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Average the gradients that frozen parameters have accumulated on each rank; reduced ones do not change."""
+        strategy = self._strategy
+        some = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.uint8)
+        some = strategy.reduce(some.to(strategy.root_device), reduce_op="max").tolist()
+        for parameter in (p for p, has_gradient in zip(parameters, some, strict=True) if has_gradient):
+            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            parameter.grad = strategy.reduce(gradient, reduce_op="mean")
 
     def new_reduction(self, weight: float, per_weight: float | None) -> StepReduction | None:
         """Make what reduces this step's gradients before its loss is known; None if they can't be scaled afterwards."""
-        return None
+        wrapper, strategy = self._wrapper, self._strategy
+        is_plain = self._hook is None and (wrapper is None or wrapper.mixed_precision is None)
+        # what measures ranks would measure their wait for each other
+        if wrapper is not None and is_plain and strategy.controller is None:
+            self._reduction = StepReduction(wrapper, weight, per_weight)
+        return self._reduction
 
     def is_reduced(self) -> bool:
         """Whether the gradients of the step were reduced within it."""
-        return False
+        return self._reduction is not None and self._reduction.is_done
 
     def train(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a training step."""
+        self._reduction = None
+        wrapper = of_lightning.model(self._strategy)
+        if isinstance(wrapper, DistributedDataParallel) and not self._strategy.layout.finishes_later:
+            return forward_through(wrapper, step, *args, is_reduced=self.is_reduced, **kwargs)
+        self.sync_buffers()
         return step(*args, **kwargs)
 
     def evaluating(self) -> AbstractContextManager[Any]:
@@ -85,13 +143,38 @@ class GradientSync(Protocol):
     def accumulating(self, seen: bool) -> AbstractContextManager[Any]:
         """Accumulate gradients inside the block without reducing them, where nobody sees the difference.
 
+        `on_after_backward` sees the gradients of all ranks, and may change them. The wrapper records a static graph in
+        its first backward pass, and fails if that does not reduce. Averaging a part of the accumulated gradients
+        earlier does not change the average of their sum.
+
         Args:
-            seen: whether `on_after_backward`, which sees gradients, is defined.
+            seen: whether `on_after_backward` is defined.
         """
-        return nullcontext()
+        wrapper = self._wrapper
+        if seen or wrapper is None:
+            return nullcontext()
+        if wrapper.static_graph and self._recorded is not wrapper:
+            self._recorded = wrapper
+            return nullcontext()
+        return wrapper.no_sync()
 
     def begin_backward(self, loss: Tensor) -> None:
-        """Learn that a weighted loss goes backward."""
+        """Learn that a weighted loss goes backward.
+
+        Raises:
+            ConfigError: `training_step` unfroze a parameter, too late to be reduced in this step.
+        """
+        strategy, trained = self._strategy, self._trained
+        if trained is None:
+            return
+        if not strategy.module.automatic_optimization:
+            # frozen since the forward (`toggle_optimizer`): the wrapper will give them zeros
+            self._without_gradient = [p for p in trained.frozen() if p.grad is None]
+        elif trained.unfrozen():
+            raise ConfigError(
+                f"{strategy.strategy_name}: a parameter was unfrozen within training_step, too late for its gradient "
+                "to be reduced over the ranks. Unfreeze it in on_train_batch_start or on_train_epoch_start."
+            )
 
     def finish_backward(self, later: bool) -> None:
         """Complete the gradients after a backward pass.
@@ -99,6 +182,26 @@ class GradientSync(Protocol):
         Args:
             later: whether they were complete only after it.
         """
+        wrapper = of_lightning.model(self._strategy)
+        is_wrapped = isinstance(wrapper, DistributedDataParallel)
+        if later and is_wrapped:
+            reduce_finished(wrapper)
+        while self._without_gradient:  # hooks would see the zeros, and optimizers would step with them
+            self._without_gradient.pop().grad = None
+        if is_wrapped:
+            verify_reduced(wrapper)
+            if wrapper.gradient_as_bucket_view:  # last: the wrapper has new buckets after its first backward
+                self._separate_from_buckets()
+
+    def _separate_from_buckets(self) -> None:
+        """Give parameters tensors of their own for gradients that are views of the wrapper's buckets.
+
+        The wrapper keeps its views: what a hook writes by `p.grad.data = ...` would take them out of the buckets.
+        """
+        assert self._trained is not None
+        for _, parameter in self._trained.reduced:
+            if parameter.grad is not None:
+                parameter.grad = parameter.grad.detach()
 
     def updating(self) -> AbstractContextManager[Any]:
         """Step an optimizer inside the block."""
@@ -106,6 +209,9 @@ class GradientSync(Protocol):
 
     def sync_buffers(self) -> None:
         """Give all ranks the buffers of rank 0."""
+        wrapper = self._wrapper
+        if wrapper is not None and wrapper.will_sync_module_buffers():
+            of_torch.sync_buffers(wrapper)()
 
     whole_gradients, restore_gradients = StepContract.whole_gradients, StepContract.restore_gradients
 
@@ -130,165 +236,11 @@ class GradientSync(Protocol):
         return load()
 
     def fail(self, exception: BaseException) -> None:
-        """Learn that the run has failed."""
-
-    def ending(self) -> AbstractContextManager[Any]:
-        """End the run inside the block."""
-        return nullcontext()
-
-
-class WrapperSync(GradientSync):
-    """Averages gradients by torch's DistributedDataParallel.
-
-    Args:
-        hook: makes the state and the function of a communication hook.
-    """
-
-    def __init__(self, strategy: "RankStrategy", hook: Callable[[], tuple[Any, Any]] | None = None) -> None:
-        self._strategy = strategy
-        self._hook = hook
-        self._trained: ReducedParameters | None = None
-        self._recorded: nn.Module | None = None
-        self._reduction: StepReduction | None = None
-        self._without_gradient: list[nn.Parameter] = []
-
-    @property
-    def _wrapper(self) -> DistributedDataParallel | None:
-        model = of_lightning.model(self._strategy)
-        return model if isinstance(model, DistributedDataParallel) else None
-
-    @override
-    def wrap(self, wrap: Callable[[], None]) -> None:
-        strategy = self._strategy
-        module = strategy.model
-        assert module is not None
-        if not any(parameter.requires_grad for parameter in module.parameters()):
-            raise ConfigError(
-                f"{strategy.strategy_name}: {type(strategy.module).__name__} has no parameter that requires a "
-                "gradient, so there is nothing to average over ranks. Unfreeze one, or choose strategy=single_device."
-            )
-        self._trained = ReducedParameters(module)
-        wrap()
-        wrapper = self._wrapper
-        assert wrapper is not None
-        if self._hook is not None:
-            wrapper.register_comm_hook(*self._hook())
-
-    @override
-    def wrap_again(self) -> None:
-        wrapper = self._wrapper
-        if wrapper is not None:
-            self._strategy.model = unwrap(wrapper)
-            self._strategy.configure_ddp()
-
-    @override
-    def begin_batch(self) -> None:
-        trained = self._trained  # on all ranks alike
-        if trained is not None and trained.changed(self._strategy.optimizers):
-            self._reduce_left(trained.frozen())
-            self.wrap_again()
-
-    def _reduce_left(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Average the gradients that frozen parameters have accumulated on each rank; reduced ones do not change."""
-        strategy = self._strategy
-        some = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.uint8)
-        some = strategy.reduce(some.to(strategy.root_device), reduce_op="max").tolist()
-        for parameter in (p for p, has_gradient in zip(parameters, some, strict=True) if has_gradient):
-            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            parameter.grad = strategy.reduce(gradient, reduce_op="mean")
-
-    @override
-    def new_reduction(self, weight: float, per_weight: float | None) -> StepReduction | None:
-        wrapper, strategy = self._wrapper, self._strategy
-        is_plain = self._hook is None and (wrapper is None or wrapper.mixed_precision is None)
-        # what measures ranks would measure their wait for each other
-        if wrapper is not None and is_plain and strategy.controller is None:
-            self._reduction = StepReduction(wrapper, weight, per_weight)
-        return self._reduction
-
-    @override
-    def is_reduced(self) -> bool:
-        return self._reduction is not None and self._reduction.is_done
-
-    @override
-    def train(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        self._reduction = None
-        wrapper = of_lightning.model(self._strategy)
-        if isinstance(wrapper, DistributedDataParallel) and not self._strategy.layout.finishes_later:
-            return forward_through(wrapper, step, *args, is_reduced=self.is_reduced, **kwargs)
-        self.sync_buffers()
-        return step(*args, **kwargs)
-
-    @override
-    def accumulating(self, seen: bool) -> AbstractContextManager[Any]:
-        """Accumulate gradients inside the block without reducing them, where nobody sees the difference.
-
-        `on_after_backward` sees the gradients of all ranks, and may change them. The wrapper records a static graph in
-        its first backward pass, and fails if that does not reduce. Averaging a part of the accumulated gradients
-        earlier does not change the average of their sum.
-        """
-        wrapper = self._wrapper
-        if seen or wrapper is None:
-            return nullcontext()
-        if wrapper.static_graph and self._recorded is not wrapper:
-            self._recorded = wrapper
-            return nullcontext()
-        return wrapper.no_sync()
-
-    @override
-    def begin_backward(self, loss: Tensor) -> None:
-        """Refuse a parameter that was unfrozen too late to be reduced in this step.
-
-        Raises:
-            ConfigError: `training_step` unfroze it.
-        """
-        strategy, trained = self._strategy, self._trained
-        if trained is None:
-            return
-        if not strategy.module.automatic_optimization:
-            # frozen since the forward (`toggle_optimizer`): the wrapper will give them zeros
-            self._without_gradient = [p for p in trained.frozen() if p.grad is None]
-        elif trained.unfrozen():
-            raise ConfigError(
-                f"{strategy.strategy_name}: a parameter was unfrozen within training_step, too late for its gradient "
-                "to be reduced over the ranks. Unfreeze it in on_train_batch_start or on_train_epoch_start."
-            )
-
-    @override
-    def finish_backward(self, later: bool) -> None:
-        wrapper = of_lightning.model(self._strategy)
-        is_wrapped = isinstance(wrapper, DistributedDataParallel)
-        if later and is_wrapped:
-            reduce_finished(wrapper)
-        while self._without_gradient:  # hooks would see the zeros, and optimizers would step with them
-            self._without_gradient.pop().grad = None
-        if is_wrapped:
-            verify_reduced(wrapper)
-            if wrapper.gradient_as_bucket_view:  # last: the wrapper has new buckets after its first backward
-                self._separate_from_buckets()
-
-    def _separate_from_buckets(self) -> None:
-        """Give parameters tensors of their own for gradients that are views of the wrapper's buckets.
-
-        The wrapper keeps its views: what a hook writes by `p.grad.data = ...` would take them out of the buckets.
-        """
-        assert self._trained is not None
-        for _, parameter in self._trained.reduced:
-            if parameter.grad is not None:
-                parameter.grad = parameter.grad.detach()
-
-    @override
-    def sync_buffers(self) -> None:
-        wrapper = self._wrapper
-        if wrapper is not None and wrapper.will_sync_module_buffers():
-            of_torch.sync_buffers(wrapper)()
-
-    @override
-    def fail(self, exception: BaseException) -> None:
+        """Name the parameters without a gradient in an error of the wrapper."""
         if self._wrapper is not None and self._trained is not None:
             name_unused_parameters(exception, self._trained.reduced)
 
-    @override
     def ending(self) -> AbstractContextManager[Any]:
+        """End the run inside the block."""
         self._trained = None
         return nullcontext()

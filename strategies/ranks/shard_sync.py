@@ -64,7 +64,7 @@ class ShardSync(GradientSync):
     changes_update = True
 
     def __init__(self, strategy: "RankStrategy", options: ShardOptions, find_unused: bool) -> None:
-        self._strategy = strategy
+        super().__init__(strategy)
         self._options = options
         self._finds_unused = find_unused
         self._shards: ShardedModule | None = None

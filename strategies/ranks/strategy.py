@@ -44,7 +44,7 @@ from ..pipeline.options import StageOptions
 from ..pipeline.recompute import Recompute, RecomputeOption, verify_threads
 from ..replicas.layout import ReplicaLayout, ReplicaOptions
 from ..sharding.optimizer_shards import CutStates, OptimizerShards
-from .gradient_sync import GradientSync, WrapperSync
+from .gradient_sync import GradientSync
 from .step import RankStep
 
 
@@ -109,7 +109,7 @@ class RankStrategy(pl_strategies.DDPStrategy):
         self.batch_size_is: BatchSizeIs = batch_size_is
         self.recompute = Recompute(recompute, self.strategy_name)
         self.contract = RankStep(self, verify_loss)
-        self.sync: GradientSync = WrapperSync(self)
+        self.sync = GradientSync(self)
         self._given_start_method: StartMethod | None = start_method
         self._syncs_batchnorm = sync_batchnorm
         self._manages_samples = True
@@ -402,16 +402,14 @@ class RankStrategy(pl_strategies.DDPStrategy):
     predict_step = evaluation_step("predict")
 
     @override
-    def on_test_start(self) -> None:
-        self.contract.begin_pass(of_lightning.evaluation_loop(self.trainer))
-
-    @override
     def on_validation_start(self) -> None:
         self.contract.begin_pass(of_lightning.evaluation_loop(self.trainer))
         # evaluation bypasses the wrapper, which broadcasts rank 0's buffers in forward, because ranks may have unequal
         # numbers of batches
         self.sync.sync_buffers()
         self.layout.weights_changed()
+
+    on_test_start = on_validation_start
 
     @override
     def on_validation_end(self) -> None:
