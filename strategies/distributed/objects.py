@@ -15,6 +15,9 @@ from torch import Tensor
 PIECE_BYTES = 2**26
 """Bytes that each rank sends at once."""
 
+SMALL_BYTES = 2**12
+"""Bytes of a pickled object that travel with its size; if no rank's has more, one collective exchanges them."""
+
 
 def backend_for(backend: str | None, device: torch.device) -> str:
     """Choose the communication backend of a device, which can always send CPU tensors, too.
@@ -44,13 +47,21 @@ def gather_objects(value: Any, group: Any = None, only_first: bool = False) -> l
         only_first: whether only rank 0 receives them; the list is empty on the others.
     """
     device = torch.device("cpu") if sends_cpu_tensors(group) else torch.accelerator.current_accelerator()
-    content = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(device)
-    own = torch.tensor([len(content)], device=device)
+    pickled = pickle.dumps(value)
+    own = _tensor(len(pickled).to_bytes(8, "little") + pickled[:SMALL_BYTES].ljust(SMALL_BYTES)).to(device)
     # not a sum, which would meet the gradients' where ranks disagree on what they do
-    sizes = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(sizes, own, group)
-    received = exchange_bytes(content, [int(size) for size in sizes], group, only_first)
-    return [pickle.loads(whole.cpu().numpy().data) for whole in received]
+    all_small = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(all_small, own, group)
+    received = [small.cpu().numpy().tobytes() for small in all_small]
+    sizes = [int.from_bytes(small[:8], "little") for small in received]
+    if max(sizes) > SMALL_BYTES:
+        wholes = exchange_bytes(_tensor(pickled).to(device), sizes, group, only_first)
+        return [pickle.loads(whole.cpu().numpy().data) for whole in wholes]
+    return [] if only_first and dist.get_rank() else [pickle.loads(small[8:]) for small in received]
+
+
+def _tensor(content: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8)
 
 
 def gather_on_first(value: Any) -> list[Any] | None:

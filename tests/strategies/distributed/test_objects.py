@@ -71,7 +71,7 @@ class _Coordinator:
 
 def _exchanged() -> Any:
     dist.init_process_group("gloo")
-    objects.PIECE_BYTES = 1000
+    objects.PIECE_BYTES, objects.SMALL_BYTES = 1000, 500
     sent: list[tuple[str, str, int]] = []
 
     def spying(name: str) -> None:
@@ -90,9 +90,20 @@ def _exchanged() -> Any:
     value = {"rank": rank, "x": torch.full((100 + 400 * rank,), float(rank)), "names": ["a"] * rank}
     on_all = objects.gather_objects(value)
     on_first = objects.gather_on_first(value)
+    in_pieces = sent.copy()
+    sent.clear()
+    assert objects.gather_objects("a" * 100 * (rank + 1)) == ["a" * 100, "a" * 200]
+    assert objects.gather_on_first(rank) == (None if rank else [0, 1])
+    small = [name for name, _, _ in sent]
     empty = objects.exchange_bytes(torch.zeros(0, dtype=torch.uint8), [0, 0])
     dist.destroy_process_group()
-    return [_plain(part) for part in on_all], on_first and [_plain(part) for part in on_first], sent, len(empty)
+    return (
+        [_plain(part) for part in on_all],
+        on_first and [_plain(part) for part in on_first],
+        in_pieces,
+        small,
+        len(empty),
+    )
 
 
 def _plain(value: Any) -> Any:
@@ -101,12 +112,13 @@ def _plain(value: Any) -> Any:
 
 def test_objects_travel_as_cpu_tensors_in_pieces() -> None:
     expected = [(0, 100, 0.0, []), (1, 500, 1.0, ["a"])]
-    (all_0, first_0, sent, empty), (all_1, first_1, sent_1, _) = run_ranks(_exchanged, 2)
+    (all_0, first_0, sent, small, empty), (all_1, first_1, sent_1, _, _) = run_ranks(_exchanged, 2)
     assert all_0 == all_1 == first_0 == expected
     assert first_1 is None
     assert sent == sent_1
     assert {device for _, device, _ in sent} == {"cpu"}
     assert max(num_bytes for _, _, num_bytes in sent) == 1000
-    names = [name for name, _, num_bytes in sent if num_bytes > 8]  # the others are sizes
+    names = [name for name, _, num_bytes in sent if num_bytes != 8 + 500]  # the others are sizes
     assert names.count("gather") == names.count("all_gather") >= 3
+    assert small == ["all_gather"] * 2
     assert empty == 2
