@@ -88,10 +88,10 @@ def run(source: Source, config_name: str, wants_traceback: bool) -> None:
     """Have Hydra compose the configuration, and run it, perhaps as one of a launcher's processes."""
 
     def job(cfg: DictConfig) -> float | None:
+        from ...strategies.distributed.process_exit import freeze_for_good
         from .job import check_reported, run_reported
 
-        if not gc.get_freeze_count():  # once: what a job of a sweep leaves behind is to be collected
-            gc.freeze()
+        freeze_for_good()
         gc.enable()
         return check_reported(cfg) if only_check else run_reported(cfg, wants_traceback)
 
