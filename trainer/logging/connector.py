@@ -306,16 +306,6 @@ class LeanLoggerConnector(of_lightning.LoggerConnector):
         super().on_epoch_end()
 
     @override
-    def update_train_epoch_metrics(self) -> None:
-        self._share()
-        super().update_train_epoch_metrics()
-
-    @override
-    def update_eval_epoch_metrics(self) -> Any:
-        self._share()
-        return super().update_eval_epoch_metrics()
-
-    @override
     def update_eval_step_metrics(self, step: int) -> None:
         results: Any = of_lightning.results(self.trainer)
         if results.waits_for_epoch:
