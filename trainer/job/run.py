@@ -1,6 +1,7 @@
 """Run a job in one process: configuration → objects → fit, validate, test or predict → result."""
 
 import os
+import traceback
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -18,6 +19,7 @@ from rich.console import Console
 
 from ...strategies import ConfigError
 from ...strategies.core.files import replacing
+from ...strategies.core.patching import replaced
 from ...strategies.core.private import of_lightning
 from ...strategies.registry import name_of, node_devices, stop_signal_of
 from ..callbacks import EpochLines, LogEveryEpoch, ModuleSummary, RunSummary, SlowRank, StartUp
@@ -69,7 +71,9 @@ def run(cfg: DictConfig) -> Result:
     """
     cfg = with_batch_size(cfg)
     if cfg.seed is not None:
-        pl.seed_everything(cfg.seed, workers=True)
+        # torch notes, for each kind of device, from where it was seeded, which reads the source of every frame
+        with replaced(traceback, "format_stack", list):
+            pl.seed_everything(cfg.seed, workers=True)
     checkpoint = starting_checkpoint(cfg)
     cfg = with_learning_rate(cfg, checkpoint)
     parts = build(cfg)
