@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from .refusals import refuse_sparse, refuse_unreduced
+from ..core.errors import ConfigError
+from .refusals import ASSIGNED, refuse_sparse, refuse_unreduced, verify_shape
 from .whole import shard_like
 
 
@@ -97,9 +98,16 @@ class ParameterGroup:
         self.reduces = False
 
     def assign(self, shard: Any, value: Any) -> bool:
-        """Give a parameter the memory of another shard; False if it is of another group."""
+        """Give a parameter the memory of another shard; False if it is of another group.
+
+        Raises:
+            ConfigError: the parameter is gathered.
+        """
         for parameter in self._group.fsdp_params:
             if parameter.sharded_param is shard:
+                place = parameter._module_info
+                if place.module._parameters.get(place.param_name) is not shard:
+                    raise ConfigError(ASSIGNED)
                 set_local_part(shard, value)
                 own, num = value._local_tensor, parameter.padded_sharded_param_size.numel()
                 if own.untyped_storage().nbytes() == num * own.itemsize:  # it was a parameter's, with its padding
@@ -184,6 +192,8 @@ class _Gathered(nn.Parameter):
 
     touched: bool
     seen: int
+    own_data: Tensor | None
+    """What torch gathers the values to, while `.data` is set to another tensor."""
     group: ParameterGroup
     shard: nn.Parameter
 
@@ -211,7 +221,10 @@ class _Gathered(nn.Parameter):
 
     @data.setter
     def data(self, value: Tensor) -> None:
+        verify_shape("data", self, value)
         self.touched = True
+        if self.own_data is None:
+            self.own_data = _DATA.__get__(self)
         _DATA.__set__(self, value)
 
 
@@ -224,7 +237,7 @@ def _gather(group: ParameterGroup, parameter: Any, own: Callable[[], None]) -> N
     gathered = parameter._unsharded_param
     gathered.__class__ = _Gathered
     gathered.group, gathered.shard = group, parameter.sharded_param
-    gathered.touched, gathered.seen = False, gathered._version
+    gathered.touched, gathered.seen, gathered.own_data = False, gathered._version, None
 
 
 def _put_back(group: ParameterGroup, parameter: Any) -> None:
@@ -240,6 +253,10 @@ def _put_back(group: ParameterGroup, parameter: Any) -> None:
 
 def _release(group: ParameterGroup, parameter: Any, own: Callable[[], None]) -> None:
     _put_back(group, parameter)
+    gathered = getattr(parameter, "_unsharded_param", None)
+    if isinstance(gathered, _Gathered) and gathered.own_data is not None:
+        _DATA.__set__(gathered, gathered.own_data)
+        gathered.own_data = None
     own()
 
 

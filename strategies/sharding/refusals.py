@@ -32,6 +32,12 @@ SHARES_MEMORY = (
     "both, but here the parameter is cut over the ranks. Call parameter.data.copy_(tensor) instead."
 )
 
+ASSIGNED = (
+    "fsdp: a step has set the data of a parameter that was taken from the module before the step, while the module has "
+    "the gathered one in its place. Set that of the module's own (self.layer.weight.data = tensor), or call "
+    "parameter.data.copy_(tensor)."
+)
+
 
 def verify_shape(attribute: str, tensor: Tensor, value: Tensor) -> None:
     """Refuse values of another shape for what is cut over the ranks."""

@@ -297,10 +297,12 @@ MODULES: dict[str, Callable[[], Hooked]] = {
     ),
     "in steps": lambda: Hooked(step={"written": written_in_step}),
     "through the optimizer": lambda: Hooked(step={"written": written_through_optimizer}),
+    "set in steps": lambda: Hooked(step={"plain": set_plain_data, "own": set_data}),
 }
 WHOLE_STEP: dict[str, Callable[[], Hooked]] = {
     "in steps": MODULES["in steps"],
     "through the optimizer": MODULES["through the optimizer"],
+    "set in steps": MODULES["set in steps"],
     "penalized": lambda: Hooked(step={"penalty": penalized}),
 }
 
@@ -372,4 +374,34 @@ def _refusals(num_ranks: int) -> list[str]:
 def test_what_shards_cannot_do_is_refused_by_name() -> None:
     for told in run_ranks(_refusals, 2, 2):
         for message, (_, pattern) in zip(told, REFUSED.values(), strict=True):
+            assert re.match(pattern, message), message
+
+
+def set_through_optimizer(m: Hooked) -> None:
+    first = m.trainer.optimizers[0].param_groups[0]["params"][0]
+    first.data = m.start[0] * 0.9
+
+
+def smaller_in_step(m: Hooked) -> None:
+    m.weight.data = m.weight.data[:2]
+
+
+REFUSED_IN_STEPS: dict[str, tuple[Callable[[Hooked], Any], str]] = {
+    "a shard": (set_through_optimizer, "fsdp: a step has set the data of a parameter that was taken from the module"),
+    "smaller": (smaller_in_step, r"fsdp: parameter.data has the shape \(4, 3\), but was set to a tensor of the shape"),
+}
+
+
+def _refused_in_steps(num_ranks: int) -> list[str]:
+    told = []
+    for function, _ in REFUSED_IN_STEPS.values():
+        with pytest.raises(ConfigError) as caught:
+            _trained(Hooked(step={"refused": function}), num_ranks, shard=[])
+        told.append(str(caught.value))
+    return told
+
+
+def test_what_a_step_cannot_set_is_refused_by_name() -> None:
+    for told in run_ranks(_refused_in_steps, 2, 2):
+        for message, (_, pattern) in zip(told, REFUSED_IN_STEPS.values(), strict=True):
             assert re.match(pattern, message), message
