@@ -7,8 +7,11 @@ by something else (atoms, tokens), or depends on which samples are together (a c
 from collections.abc import Callable
 from typing import Any
 
+from typing_extensions import override
+
 from ..batch.evidence import fetch_pair
 from ..core.errors import ConfigError
+from ..core.private import of_torch
 from ..core.types import Batch
 
 _SEEDS = (1, 2)
@@ -31,7 +34,7 @@ def verify_mean(loss_of: Callable[[Batch, int], float], loader: Any, strategy: s
     Raises:
         ConfigError: it is not the mean over samples.
     """
-    try:  # arbitrary code, in evaluation mode: what fails here shows nothing
+    try:  # arbitrary code, in evaluation mode: what fails here shows nothing, as a collective does
         one, other, both = first = _losses(loss_of, loader, _SEEDS[0])
         again = _losses(loss_of, loader, _SEEDS[1])
     except Exception:  # noqa: BLE001  # see above
@@ -51,4 +54,15 @@ def verify_mean(loss_of: Callable[[Batch, int], float], loader: Any, strategy: s
 
 
 def _losses(loss_of: Callable[[Batch, int], float], loader: Any, seed: int) -> list[float]:
-    return [loss_of(batch, seed) for batch in fetch_pair(loader, seed)]
+    with _OneRank():
+        return [loss_of(batch, seed) for batch in fetch_pair(loader, seed)]
+
+
+class _OneRank(of_torch.TorchDispatchMode):
+    """Refuses collectives: the other ranks, whose batches may show nothing, need not try the loss, too."""
+
+    @override
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace in ("c10d", "_c10d_functional"):
+            raise RuntimeError("a rank that tries its loss alone can't communicate")
+        return func(*args, **(kwargs or {}))

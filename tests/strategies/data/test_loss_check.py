@@ -13,7 +13,7 @@ from distributed import run_ranks
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from evener.strategies import ConfigError, DDPStrategy
+from evener.strategies import ConfigError, DDPStrategy, SingleDeviceStrategy
 from evener.strategies.data.loss_check import verify_mean
 from evener.trainer import Trainer
 
@@ -119,3 +119,30 @@ def test_ranks_refuse_it_before_the_first_step_and_leave_no_trace_of_the_trial()
         assert by_molecules == not_verified == (2, 2, [1, 1], True)
         assert refused[0] == 0
         assert "strategy.verify_loss=false" in refused[1]
+
+
+def by_molecule_and_summed_over_ranks(batch: dict[str, Tensor]) -> Tensor:
+    value = by_molecule(batch)
+    if torch.distributed.is_initialized():
+        torch.distributed.all_reduce(value.detach().clone())
+    return value
+
+
+def _trained_with_collectives(num_ranks: int) -> float:
+    warnings.simplefilter("ignore")
+    torch.manual_seed(0)
+    module = Atoms(by_molecule_and_summed_over_ranks)
+    molecules = [(torch.arange(1.0, size + 1), i) for i, size in enumerate((2, 1, 3, 1))]
+    strategy = DDPStrategy(batch_size_is="global", timeout_s=60) if num_ranks > 1 else SingleDeviceStrategy()
+    trainer = Trainer(
+        strategy=strategy, devices=num_ranks, accelerator="cpu", max_epochs=1, logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(module, DataLoader[Any](molecules, 2, collate_fn=collated))  # type: ignore[arg-type]
+    return float(module.layer.weight.detach())
+
+
+def test_the_trial_of_one_rank_meets_no_collective_of_the_others() -> None:
+    # Cause: rank 1, whose molecules have one atom each, tries nothing; rank 0's six trials met its next collectives.
+    (expected,) = run_ranks(_trained_with_collectives, 1, 1)
+    assert run_ranks(_trained_with_collectives, 2, 2, timeout_s=120) == pytest.approx([expected] * 2, abs=1e-6)
