@@ -63,6 +63,8 @@ class LeanResults(of_lightning.ResultCollection):
 
     @override
     def log(self, fx: str, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        if kwargs.get("on_step") and not kwargs.get("rank_zero_only") and self._decides(name, kwargs.get("on_epoch")):
+            kwargs["sync_dist"] = True
         if kwargs.get("sync_dist"):
             kwargs["sync_dist_fn"] = self.reduce
             if kwargs.get("on_step") and isinstance(value, Metric):
@@ -78,6 +80,15 @@ class LeanResults(of_lightning.ResultCollection):
         super().log(fx, name, value, *args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
         self._logs = False
         self.logs_steps = self.logs_steps or bool(kwargs.get("on_step"))
+
+    def _decides(self, name: str, on_epoch: Any) -> bool:
+        """Whether a scheduler or callback monitors a step value, by which ranks would decide each for itself."""
+        if not self.training or self.ranks is None:
+            return False
+        configs, callbacks = self.trainer.lr_scheduler_configs, self.trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]  # a list, untyped
+        by_step = {config.monitor for config in configs if config.interval == "step"}
+        monitored = {config.monitor for config in configs} | {getattr(one, "monitor", None) for one in callbacks}
+        return name in by_step or f"{name}_step" in monitored or (name in monitored and not on_epoch)
 
     def key(self, fx: str, name: str, indexed: bool) -> str:
         """The key of an entry, as Lightning makes it.

@@ -99,3 +99,53 @@ def test_ranks_whose_values_differ_in_dtype_reduce_together(num: int) -> None:
     last = sum(range(9, num + 1)) / (num - 8)
     for rank in run_ranks(_fit_other_dtypes, 2, num):
         assert rank == {"double": last, "own": last, "default": last}
+
+
+class Monitored(pl.LightningModule):
+    """A scheduler decides by a step value that is logged without `sync_dist`: batch i has the values i and -i."""
+
+    def __init__(self, interval: str, monitor: str) -> None:
+        super().__init__()
+        self.w = torch.nn.Parameter(torch.ones((), dtype=torch.float64))
+        self.interval, self.monitor = interval, monitor
+        self.rates: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("value", batch.mean(), on_step=True, on_epoch=self.monitor != "value")
+        return (self.w * batch).mean()
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.rates.append(self.trainer.optimizers[0].param_groups[0]["lr"])
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=1.0)
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
+        config = {"scheduler": scheduler, "monitor": self.monitor, "interval": self.interval}
+        return {"optimizer": optimizer, "lr_scheduler": config}
+
+
+def _fit_monitored(interval: str, monitor: str) -> list[float]:
+    warnings.simplefilter("ignore")
+    trainer = Trainer(
+        strategy=DDPStrategy(batch_size_is="global", timeout_s=120), devices=2, accelerator="cpu", max_epochs=3,
+        logger=False, enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
+    )  # fmt: skip
+    module = Monitored(interval, monitor)
+    # rank 0 has the first sample of each batch, whose values rise, and rank 1 the second, whose values fall
+    batches: Any = torch.tensor([float(sign * i) for i in range(3) for sign in (1, -1)], dtype=torch.float64)
+    trainer.fit(module, DataLoader(batches, batch_size=2))
+    return module.rates
+
+
+@pytest.mark.parametrize(
+    ("interval", "monitor", "rates"),
+    [
+        # the mean of each batch is 0: the first is the best, and every further one halves the rate
+        ("step", "value", [0.5 ** max(0, i - 1) for i in range(9)]),
+        ("step", "value_step", [0.5 ** max(0, i - 1) for i in range(9)]),
+        ("epoch", "value_step", [1.0] * 6 + [0.5] * 3),
+    ],
+)
+def test_ranks_decide_by_one_value_of_a_step(interval: str, monitor: str, rates: list[float]) -> None:
+    for rank in run_ranks(_fit_monitored, 2, interval, monitor):
+        assert rank == rates
