@@ -12,6 +12,7 @@ from pytorch_lightning import LightningModule
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
+from typing_extensions import override
 
 from ..core.errors import ConfigError
 from ..core.module_checks import is_compiled
@@ -102,6 +103,11 @@ class _OnThread(threading.local):
     ticket: Ticket | None = None
     route: Route | None = None
     batch: BatchTensors | None = None
+
+    @override
+    def __reduce__(self) -> tuple[Any, ...]:
+        """In a copy of a module, whose hooks move inputs as the module's do, no thread is anywhere yet."""
+        return _OnThread, ()
 
 
 class Stages:

@@ -1,5 +1,6 @@
 """Where a layout puts parts, inputs, outputs and optimizer state; `meta` stands for a second device."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -112,3 +113,15 @@ def test_a_placement_by_hand_is_brought_back_in_the_next_run() -> None:
         layout._place_again(module)
     layout._place_again(other)  # another module is left where it is
     assert set(layout._manual.values()) == {CPU}
+
+
+def test_a_copy_of_a_placed_module_computes_what_the_module_does() -> None:
+    module, stages = placed([CPU, CPU])  # a callback that averages weights makes a copy when training begins
+    x = torch.ones(2, 4)
+    before = module(x)
+    average = copy.deepcopy(module)
+    stages.remove()
+    with torch.no_grad():
+        module.net.leave.weight.add_(1.0)
+    assert torch.allclose(average(x), before)
+    assert not torch.allclose(module(x), before)
