@@ -3,7 +3,6 @@
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
 from typing import Any, Literal, TypeAlias
 
 import pytorch_lightning as pl
@@ -34,7 +33,7 @@ class ResumePoint:
 
     point: Place | None = None
     should_stop: bool = False
-    rows: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
+    rows: Mapping[str, int] = field(default_factory=dict[str, int])
     is_global: bool = False
     ranks: Sequence[dict[str, Any]] | None = None
 
@@ -89,11 +88,14 @@ class EndOfRun:
         point: with this rank's state.
         entries: replace a checkpoint's.
         callbacks: states of callbacks; those that save are left out, since they must know the files written since.
+        ranks: the states of all ranks, for the script that has started them and saves when they have ended; None if
+            the ranks themselves are still there to gather them.
     """
 
     point: ResumePoint
-    entries: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
-    callbacks: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+    entries: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    callbacks: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    ranks: Sequence[dict[str, Any]] | None = None
 
     @classmethod
     def of(cls, trainer: pl.Trainer, point: ResumePoint) -> "EndOfRun":

@@ -86,6 +86,8 @@ class ResumingFitLoop(FitLoop):
     """The point at which this run goes on, until it has."""
     end: EndOfRun | None = None
     """Where training has ended, for all that is saved from then on."""
+    brought_back = ("end",)
+    """What a script gets of this loop from its ranks, besides progress and numbers."""
     _savers: tuple[Checkpoint, ...] = ()
     has_clean_points = True
     takes_steps = False
@@ -180,6 +182,8 @@ class ResumingFitLoop(FitLoop):
         self.takes_steps = False
         if self.end is None:
             self.end = self._end_at(AFTER_EPOCH)
+        if self.trainer.strategy.launcher is not None:
+            self.end = replace(self.end, ranks=self._all_states(self.end.point) or [])
         for saver in self._savers:
             if saver.lacks(self.trainer):
                 self._save(saver, AFTER_EPOCH)
@@ -188,8 +192,12 @@ class ResumingFitLoop(FitLoop):
     def resume_state(self) -> dict[str, Any]:
         """Capture the `EXACT` entry of a checkpoint; every rank must call it."""
         point = self._resume_point() if self.end is None else self.end.point
+        ranks = None if self.end is None else self.end.ranks
+        return replace(point, ranks=self._all_states(point) if ranks is None else ranks).to_dict()
+
+    def _all_states(self, point: ResumePoint) -> list[dict[str, Any]] | None:
         assert point.own is not None
-        return replace(point, ranks=_run_state.gather(self.trainer, point.own)).to_dict()
+        return _run_state.gather(self.trainer, point.own)
 
     def _resume_point(self) -> ResumePoint:
         """Read where this rank is, with its state alone."""

@@ -146,8 +146,8 @@ def _loops(trainer: pl.Trainer) -> Iterator[tuple[str, Loop]]:
 def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
     """The attributes of a known object that a run may have changed."""
     if isinstance(value, Loop):
-        plain = (BaseProgress, bool, int, float)
-        yield from ((key, item) for key, item in vars(value).items() if isinstance(item, plain))
+        plain, named = (BaseProgress, bool, int, float), getattr(value, "brought_back", ())
+        yield from ((key, item) for key, item in vars(value).items() if isinstance(item, plain) or key in named)
     elif isinstance(value, nn.Module):
         yield from ((key, item) for key, item in vars(value).items() if key not in _INTERNAL)
     elif isinstance(value, (pl.Callback, Logger)):

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import pytorch_lightning as pl
 import torch
-from distributed import run_ranks
+from distributed import run_ranks, run_script
 from pytorch_lightning.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -165,3 +165,19 @@ def test_steps_that_exceed_their_number_within_an_epoch_leave_its_rest_too(
     parts = [first, fit(NUM_STEPS, tmp_path / "parts/last.ckpt", callbacks=[Checkpoint(tmp_path / "parts")])]
     whole = fit(NUM_STEPS)
     assert [place for module, _ in parts for place in module.seen] == whole[0].seen
+
+
+def go_on_in_a_script(steps: int, file: Path) -> None:
+    warnings.simplefilter("ignore", FutureWarning)  # of Lightning, under a newer torch
+
+    def trained(steps: int, resume: Path | None = None) -> tuple[Counted, Trainer]:
+        return fit(steps, resume, strategy=DDPStrategy(batch_size_is="global", timeout_s=60), devices=2)
+
+    first = trained(steps)
+    first[1].save_checkpoint(file)  # by the script: its ranks have ended
+    verify_same([first, trained(NUM_STEPS, file)], trained(NUM_STEPS))
+
+
+@pytest.mark.parametrize("steps", [5, 7])
+def test_a_script_saves_where_its_ranks_have_ended(steps: int, tmp_path: Path) -> None:
+    run_script(go_on_in_a_script, steps, tmp_path / "own.ckpt")
