@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from pytorch_lightning.callbacks import GradientAccumulationScheduler
 from pytorch_lightning.trainer.states import TrainerFn
 from pytorch_lightning.utilities.exceptions import SIGTERMException
 from pytorch_lightning.utilities.rank_zero import rank_zero_info
@@ -266,6 +267,11 @@ class ResumingFitLoop(FitLoop):
         own = self.resumed.own
         if own is not None:
             _run_state.restore(self.trainer, own)
+        if self.resumed.is_between_batches:  # the hooks of the epoch's start, where it sets the number, have run before
+            callbacks: list[Any] = self.trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]  # a list, untyped
+            for callback in callbacks:
+                if isinstance(callback, GradientAccumulationScheduler):
+                    callback.on_train_epoch_start(self.trainer)
         _logged_rows.withdraw_later_points(self.trainer)
         _logged_rows.withdraw(self.trainer, self.resumed.rows)
         if self.resumed.point == AFTER_EPOCH:

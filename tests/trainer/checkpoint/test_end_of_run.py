@@ -8,7 +8,7 @@ import pytest
 import pytorch_lightning as pl
 import torch
 from distributed import run_ranks, run_script
-from pytorch_lightning.callbacks import ModelCheckpoint
+from pytorch_lightning.callbacks import GradientAccumulationScheduler, ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import SumMetric
@@ -181,3 +181,17 @@ def go_on_in_a_script(steps: int, file: Path) -> None:
 @pytest.mark.parametrize("steps", [5, 7])
 def test_a_script_saves_where_its_ranks_have_ended(steps: int, tmp_path: Path) -> None:
     run_script(go_on_in_a_script, steps, tmp_path / "own.ckpt")
+
+
+@pytest.mark.parametrize("steps", [1, 4])
+def test_a_schedule_of_accumulation_holds_for_the_rest_of_an_epoch(steps: int, tmp_path: Path) -> None:
+    def options() -> dict[str, Any]:
+        return {"callbacks": [GradientAccumulationScheduler({0: 2, 1: 3})], "enable_checkpointing": False}
+
+    whole = fit(8, **options())  # 3 steps of an epoch of two batches each, then 2 of three
+    first = fit(steps, **options())
+    first[1].save_checkpoint(file := tmp_path / "own.ckpt")
+    second = fit(8, file, **options())
+    assert [place for module, _ in (first, second) for place in module.seen] == whole[0].seen
+    for name, value in whole[0].state_dict().items():
+        torch.testing.assert_close(second[0].state_dict()[name], value, rtol=0, atol=1e-10)
