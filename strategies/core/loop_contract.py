@@ -4,7 +4,7 @@ Lightning's `backward` and `optimizer_step` pass through five calls each. A stra
 or sums gradients after, need not send the loop through them: its `backward` is `run_backward`, and a loop that does
 Lightning's part itself calls the three methods below in its place.
 
-    scale_loss → on_before_backward → the backward pass → finish_backward → on_after_backward
+    on_before_backward → scale_loss → the backward pass → finish_backward → on_after_backward
     on_before_optimizer_step → clipping → the optimizer's update → finish_step
 
 A strategy of another project, or a subclass that overrides `backward` again, is called as Lightning calls it.
@@ -102,9 +102,8 @@ def run_backward(self: Any, closure_loss: Tensor, optimizer: Optimizer | None, *
         The loss that was given backward.
     """
     module, plugin, contract = self.lightning_module, self.precision_plugin, self.contract
-    loss = contract.scale_loss(closure_loss)
-    self.pre_backward(loss)
-    loss = plugin.pre_backward(loss, module)
+    self.pre_backward(closure_loss)
+    loss = contract.scale_loss(plugin.pre_backward(closure_loss, module))
     plugin.backward(loss, module, optimizer, *args, **kwargs)
     contract.finish_backward()  # before `on_after_backward`, which may read the gradients
     loss = plugin.post_backward(loss, module)

@@ -134,6 +134,29 @@ def test_every_call_of_a_closure_logs_one_devices_loss(module: type[Searching]) 
         assert_same(found, expected)
 
 
+class BeforeBackward(Tokens):
+    """Logs the loss that `on_before_backward` is given."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.errors(batch).mean()
+
+    def on_before_backward(self, loss: Tensor) -> None:
+        self.log("given", loss, on_step=True, on_epoch=True, sync_dist=True)
+
+
+def _fit_before_backward(plan: str, lean: bool) -> Any:
+    devices, strategy = PLANS[plan]
+    return fit(BeforeBackward(), strategy(timeout_s=120), devices, 17, 4, lean=lean)
+
+
+@pytest.mark.parametrize(("plan", "lean"), [("ddp", True), ("ddp", False), ("weights", True), ("stages", True)])
+def test_a_hook_before_backward_is_given_the_mean_over_this_ranks_samples(plan: str, lean: bool) -> None:
+    """It was given that mean times this rank's share, by which `self.log` weighs once more."""
+    expected = fit(BeforeBackward(), SingleDeviceStrategy(), 1, 17, 4)
+    for found in run_ranks(_fit_before_backward, 2, plan, lean):
+        assert_same(found, expected)
+
+
 class Own(Tokens):
     """Logs by step what each rank has, without `sync_dist`."""
 

@@ -237,9 +237,9 @@ class TrainStep:
 
     def _backward(self, loss: Tensor) -> None:
         plan = self.plan
-        loss = self.contract.scale_loss(loss)
         if "on_before_backward" in plan.work:
             plan.call("on_before_backward", loss)
+        loss = self.contract.scale_loss(loss)
         if self.module_backward:
             plan.module.backward(loss)
         else:
