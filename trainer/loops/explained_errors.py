@@ -26,6 +26,10 @@ _ADVICE = {
         "configure_optimizers gave an optimizer no parameters. Create the module's layers in __init__ or "
         "configure_model, or return None if nothing is to be trained"
     ),
+    "out of bounds for storage of size 0": (
+        "The backward pass needs parameters that strategy=fsdp has released, because training_step computes gradients "
+        "itself (torch.autograd.grad, of a penalty). Set strategy.shard=[], or use strategy=ddp"
+    ),
 }
 """What torch says, and what to say in its place."""
 
