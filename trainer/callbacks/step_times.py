@@ -1,15 +1,17 @@
 """Split the time of training steps into its parts, using the host's clock, and events for what a device computes."""
 
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytorch_lightning as pl
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from ...strategies.core.devices import current_stream, is_accelerator
+from ...strategies.core.devices import is_accelerator, seconds_between, time_mark
 from ...strategies.core.private import of_torch
 
 NS_PER_MS = 1e6
@@ -78,71 +80,47 @@ class StepTimes:
     samples_per_s: float
 
 
-class HostSpans:
-    """Adds up seconds by the host's clock.
+class Spans:
+    """Adds up the seconds of spans: by the host's clock, or on an accelerator for what is queued in them.
+
+    Nothing waits for an accelerator until they are read.
 
     Args:
-        now: reads a monotonic clock, in seconds.
+        mark: marks the present, as `time_mark` does.
     """
 
-    def __init__(self, now: Callable[[], float]) -> None:
-        self._now = now
-        self._since: float | None = None
+    def __init__(self, mark: Callable[[], float | torch.Event]) -> None:
+        self._mark = mark
+        self._start: float | torch.Event | None = None
+        self._ended: deque[tuple[float | torch.Event, float | torch.Event]] = deque()
         self._seconds = 0.0
 
     @property
     def is_open(self) -> bool:
         """Whether a span has begun and not ended."""
-        return self._since is not None
-
-    def start(self) -> None:
-        """Begin a span."""
-        self._since = self._now()
-
-    def stop(self) -> None:
-        """End it."""
-        self._seconds, self._since = self.seconds(), None
-
-    def seconds(self) -> float:
-        """The seconds of all spans so far, of one that has not ended, too."""
-        return self._seconds + (0.0 if self._since is None else self._now() - self._since)
-
-
-class DeviceSpans:
-    """Adds up the seconds that an accelerator takes for what is queued in spans; nothing waits until they are read."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._open: list[tuple[torch.Event, torch.Event]] = []
-        self._start: torch.Event | None = None
-        self._seconds = 0.0
+        return self._start is not None
 
     def start(self) -> None:
         """Begin a span, after what is queued now."""
-        self._start = self._event()
+        self._start = self._mark()
 
     def stop(self) -> None:
         """End it, after what is queued now."""
-        assert self._start is not None
-        self._open.append((self._start, self._event()))
-        while self._open and self._open[0][1].query():
-            self._settle()
+        if self._start is not None:
+            self._ended.append((self._start, self._mark()))
+            self._start = None
+        while self._ended and _is_past(self._ended[0][1]):
+            self._seconds += seconds_between(*self._ended.popleft())
 
     def seconds(self) -> float:
-        """The seconds of all spans so far; waits for the device."""
-        while self._open:
-            self._open[0][1].synchronize()
-            self._settle()
-        return self._seconds
+        """The seconds of all spans so far, of one that has not ended, too; waits for the device."""
+        while self._ended:
+            self._seconds += seconds_between(*self._ended.popleft())
+        return self._seconds + (0.0 if self._start is None else seconds_between(self._start, self._mark()))
 
-    def _settle(self) -> None:
-        start, end = self._open.pop(0)
-        self._seconds += start.elapsed_time(end) / 1000
 
-    def _event(self) -> torch.Event:
-        event = torch.Event(self._device, enable_timing=True)
-        event.record(current_stream(self._device))
-        return event
+def _is_past(mark: float | torch.Event) -> bool:
+    return not isinstance(mark, torch.Event) or mark.query()
 
 
 class StepPhases:
@@ -155,14 +133,14 @@ class StepPhases:
 
     def __init__(self, names: Sequence[str], now: Callable[[], float] = time.perf_counter) -> None:
         self._now = now
-        self._spans: dict[str, HostSpans | DeviceSpans] = {name: HostSpans(now) for name in names}
+        self._spans = {name: Spans(now) for name in names}
         self._read = dict.fromkeys(names, 0.0)
         self._current: str | None = None
 
     def measure_on(self, device: torch.device) -> None:
         """Measure from now on what a device computes; by the host's clock if it is a CPU."""
-        on_device = is_accelerator(device)
-        self._spans = {name: DeviceSpans(device) if on_device else HostSpans(self._now) for name in self._spans}
+        mark = partial(time_mark, device) if is_accelerator(device) else self._now
+        self._spans = {name: Spans(mark) for name in self._spans}
         self._read, self._current = dict.fromkeys(self._spans, 0.0), None
 
     def enter(self, name: str | None) -> None:
@@ -191,7 +169,7 @@ class StepClock:
     """
 
     def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
-        self._training = HostSpans(now)
+        self._training = Spans(now)
         self._steps = StepPhases(("compute",), now)
         self.measure_on = self._steps.measure_on
         self.num_samples = 0
