@@ -13,6 +13,7 @@ import hashlib
 import math
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager
+from functools import partial
 from itertools import zip_longest
 
 import torch
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 from torchmetrics import Metric
 
 from ..core.errors import ConfigError
@@ -107,7 +109,9 @@ class Agreement:
     def __init__(self, strategy: str) -> None:
         self._strategy = strategy
         self._noted: list[tuple[str, float, float]] = []
-        self._first_updates: list[_FirstUpdate] = []
+        self._handles: list[RemovableHandle] = []
+        self._not_updated: set[int] = set()
+        """Optimizers that have not stepped yet."""
         self._has_begun = False
         self.has_ended = True
         """Whether there is nothing left to compare."""
@@ -117,20 +121,34 @@ class Agreement:
         module = trainer.lightning_module
         if module.automatic_optimization and not any(hooked(name, trainer, by_user=True) for name in _HOOKS):
             return
-        self._first_updates = [_FirstUpdate(optimizer, module, self) for optimizer in optimizers]
+        given = list(optimizers)
+        self._not_updated = set(map(id, given))
+        self._handles = [before_update(one, partial(self._verify_gradients, module, one)) for one in given]
         self.has_ended = self._has_begun = False
 
     def begin_step(self) -> None:
         """End after the first step, if each optimizer has stepped."""
-        if self._has_begun and all(update.is_done for update in self._first_updates):
+        if self._has_begun and not self._not_updated:
             self.end()
         self._has_begun = True
 
     def end(self) -> None:
         """Compare nothing any more."""
         self.has_ended = True
-        while self._first_updates:
-            self._first_updates.pop().remove()
+        while self._handles:
+            self._handles.pop().remove()
+
+    def _verify_gradients(self, module: LightningModule, optimizer: Optimizer) -> None:
+        """Compare an optimizer's gradients right before it first steps."""
+        if id(optimizer) not in self._not_updated:
+            return
+        self._not_updated.discard(id(optimizer))
+        names = {id(parameter): name for name, parameter in module.named_parameters()}
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self.note(names.get(id(parameter), "a parameter"), parameter.grad)
+        self.verify("gradients", "training_step or a hook has computed them from what this rank alone has")
 
     def note(self, name: str, tensor: Tensor) -> None:
         """Note a tensor that is to be the same on all ranks; one that is cut over them is not."""
@@ -165,30 +183,6 @@ class Agreement:
         for name, parameter in module.named_parameters():
             self.note(name, parameter)
         self.verify("values", "training_step has changed it by what this rank alone has computed")
-
-
-class _FirstUpdate:
-    """Compares an optimizer's gradients right before it first steps."""
-
-    def __init__(self, optimizer: Optimizer, module: LightningModule, agreement: Agreement) -> None:
-        self._optimizer, self._module, self._agreement = optimizer, module, agreement
-        self._handle = before_update(optimizer, self._verify)
-        self.is_done = False
-
-    def remove(self) -> None:
-        """Leave the optimizer."""
-        self._handle.remove()
-
-    def _verify(self) -> None:
-        if self.is_done:
-            return
-        self.is_done = True
-        names = {id(parameter): name for name, parameter in self._module.named_parameters()}
-        for group in self._optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._agreement.note(names.get(id(parameter), "a parameter"), parameter.grad)
-        self._agreement.verify("gradients", "training_step or a hook has computed them from what this rank alone has")
 
 
 def _disagree(one: tuple[str, float, float], other: tuple[str, float, float]) -> bool:
