@@ -20,13 +20,13 @@ class Barrier:
     """
 
     def __init__(
-        self, store: Store, rank: int, num_ranks: int, timeout_s: float, describe: Callable[[int], str] | None = None
+        self, store: Store, rank: int, num_ranks: int, timeout_s: float, describe: Callable[[int], str]
     ) -> None:
         self.store = store
         self.rank = rank
         self.num_ranks = num_ranks
         self.timeout_s = timeout_s
-        self.describe = describe or _unknown
+        self.describe = describe
         self._count = 0
 
     def wait(self, place: str) -> None:
@@ -91,7 +91,3 @@ class Barrier:
             f"rank {self.rank} waited {self.timeout_s:g} s at {place!r}: {where}. All ranks must take part "
             "in collective operations (saving a checkpoint, ending an epoch)."
         )
-
-
-def _unknown(rank: int) -> str:
-    return ""

@@ -12,14 +12,13 @@ until all are through, so each rank then says whether it has stopped or ended, a
 """
 
 import signal
-import time
 from collections.abc import Iterable
 
 import torch
 from torch.distributed import Store
 
 from ..core.devices import is_accelerator
-from .store import POLL_S, RankError
+from .store import RankError, poll
 
 NEWS = "news"
 """Set in the store along with a request to stop or a failure, so that ranks need ask for one thing only."""
@@ -33,14 +32,14 @@ class StopAgreement:
     """Agrees with the other ranks on the step to stop at.
 
     Args:
-        store: shared by all ranks; None for a single process.
+        store: shared by all ranks.
 
     Attributes:
         armed: whether any rank was asked to stop. The loop reads it after every optimizer step, and
             calls `due` when it is set.
     """
 
-    def __init__(self, rank: int = 0, num_ranks: int = 1, store: Store | None = None) -> None:
+    def __init__(self, rank: int, num_ranks: int, store: Store) -> None:
         self.rank = rank
         self.num_ranks = num_ranks
         self.store = store
@@ -88,8 +87,6 @@ class StopAgreement:
                 arrived before the rank counts as armed: a host may run several steps ahead of its device.
             stretch: what is stopped: training, or one validation.
         """
-        if self.store is None:
-            return True
         for device in filter(is_accelerator, devices):
             torch.accelerator.synchronize(device)
         if stretch not in self._stops_at:
@@ -97,7 +94,7 @@ class StopAgreement:
             self.store.set(f"stop/{stretch}/armed/{self.rank}", "")
         announcement = f"stop/{stretch}/step"
         if self._stops_at[stretch] is None:
-            if self.rank == 0 and self._all_set(self.store, f"stop/{stretch}/armed"):
+            if self.rank == 0 and self.store.check([f"stop/{stretch}/armed/{rank}" for rank in range(self.num_ranks)]):
                 self.store.set(announcement, str(step + 1))
             if self.store.check([announcement]):
                 self._stops_at[stretch] = int(self.store.get(announcement))
@@ -118,28 +115,21 @@ class StopAgreement:
         Raises:
             RankError: a rank did not come in time.
         """
-        if self.store is None:
-            return stopped
         place = f"stop/{stretch}/ended"
-        self.store.set(f"{place}/{self.rank}", str(int(stopped)))
-        answer = f"{place}/any"
-        deadline, pause_s = time.monotonic() + timeout_s, POLL_S[0]
-        while not self.store.check([answer]):
-            if self.rank == 0 and self._all_set(self.store, place):  # it asks for all of them, and tells the others
-                ended = self.store.multi_get([f"{place}/{rank}" for rank in range(self.num_ranks)])
-                self.store.set(answer, str(int(b"1" in ended)))
-                continue
-            if time.monotonic() > deadline:
-                missing = [rank for rank in range(self.num_ranks) if not self.store.check([f"{place}/{rank}"])] or [0]
-                raise RankError(
-                    f"rank {self.rank} waited {timeout_s:g} s at the end of a validation for rank "
-                    f"{', '.join(map(str, missing))}."
-                )
-            if self.armed:  # the others wait for this rank to be armed
-                self.due(num_batches, stretch=stretch)
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, POLL_S[1])
-        return self.store.get(answer) == b"1"
+        keys, answer = [f"{place}/{rank}" for rank in range(self.num_ranks)], f"{place}/any"
+        self.store.set(keys[self.rank], str(int(stopped)))
 
-    def _all_set(self, store: Store, place: str) -> bool:
-        return store.check([f"{place}/{rank}" for rank in range(self.num_ranks)])
+        def is_answered() -> bool:
+            if self.rank == 0 and self.store.check(keys):  # it asks for all of them, and tells the others
+                self.store.set(answer, str(int(b"1" in self.store.multi_get(keys))))
+            elif self.armed:  # the others wait for this rank to be armed
+                self.due(num_batches, stretch=stretch)
+            return self.store.check([answer])
+
+        if not poll(is_answered, timeout_s):
+            missing = [rank for rank, key in enumerate(keys) if not self.store.check([key])] or [0]
+            raise RankError(
+                f"rank {self.rank} waited {timeout_s:g} s at the end of a validation for rank "
+                f"{', '.join(map(str, missing))}."
+            )
+        return self.store.get(answer) == b"1"

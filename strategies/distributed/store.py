@@ -4,7 +4,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Generator, Iterable
+from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
@@ -173,21 +173,27 @@ def wait_for(store: Store, keys: Iterable[str], timeout_s: float) -> list[str]:
     Raises:
         RankError: the store does not answer.
     """
+    missing = list(keys)
     try:
-        return _wait_for(store, list(keys), timeout_s)
+        if poll(lambda: store.check(missing), timeout_s):
+            return []
+        return [key for key in missing if not store.check([key])]
     except RuntimeError as exc:
         if said := silence():
             raise RankError(said) from exc
         raise
 
 
-def _wait_for(store: Store, missing: list[str], timeout_s: float) -> list[str]:
-    deadline = time.monotonic() + timeout_s
-    pause_s = POLL_S[0]
-    while True:
-        if store.check(missing):
-            return []
+def poll(is_done: Callable[[], bool], timeout_s: float) -> bool:
+    """Ask again and again whether something is done; signals are handled meanwhile.
+
+    Returns:
+        Whether it was done in time.
+    """
+    deadline, pause_s = time.monotonic() + timeout_s, POLL_S[0]
+    while not is_done():
         if time.monotonic() > deadline:
-            return [key for key in missing if not store.check([key])]
+            return False
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, POLL_S[1])
+    return True

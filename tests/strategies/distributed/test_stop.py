@@ -45,15 +45,23 @@ def test_all_ranks_stop_at_one_step(asked: int) -> None:
 
 
 def test_nothing_is_asked_of_the_store_before_a_request() -> None:
-    rank = StopAgreement(0, 2, None)
-    assert not rank.armed
+    class Untouched(HashStore):
+        def check(self, keys: list[str]) -> bool:
+            pytest.fail(f"asked for {keys}")
+
+        def set(self, key: str, value: str) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+            pytest.fail(f"set {key}")
+
+    rank = StopAgreement(0, 2, Untouched())
+    assert not rank.agreed(received=False, step=3, devices=[])
 
 
-def test_a_single_process_stops_at_once() -> None:
-    alone = StopAgreement()
+def test_a_single_rank_stops_at_the_next_step() -> None:
+    alone = StopAgreement(0, 1, HashStore())
     alone.request(15)
     assert alone.armed
-    assert alone.due(7)
+    assert not alone.due(7)
+    assert alone.due(8)
 
 
 def test_a_rank_synchronizes_its_devices_before_it_counts_as_armed(monkeypatch: pytest.MonkeyPatch) -> None:
