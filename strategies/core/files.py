@@ -64,3 +64,11 @@ def is_alive(pid: int) -> bool:
     except PermissionError:
         return True
     return True
+
+
+def was_left(number: str) -> bool:
+    """Whether a file belongs to a process of this machine that has ended, by the process's number in the file's name.
+
+    Call it before this process writes such files: after a container's restart it may have the number of an earlier one.
+    """
+    return number.isdecimal() and (int(number) == os.getpid() or not is_alive(int(number)))

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...strategies.core.files import is_alive
+from ...strategies.core.files import was_left
 from ...strategies.sharding.placed import Entry, Placed
 from ._tensor_files import FILE
 
@@ -169,7 +169,6 @@ def remove_leftovers(directory: Path, used: set[str]) -> None:
     """
     for path in directory.glob(f"{_PREFIX}*"):
         host, _, pid = path.name.removeprefix(_PREFIX).rpartition("-")[0].rpartition("-")
-        is_own = host == socket.gethostname() and pid.isdecimal()
-        if is_own and path.name not in used and (int(pid) == os.getpid() or not is_alive(int(pid))):
+        if host == socket.gethostname() and path.name not in used and was_left(pid):
             with suppress(OSError):
                 path.unlink()

@@ -33,7 +33,7 @@ import torch
 from pytorch_lightning.core import saving
 
 from ...strategies.core.errors import ConfigError
-from ...strategies.core.files import is_alive, replacing
+from ...strategies.core.files import replacing, was_left
 from ...strategies.sharding.whole import map_tensors
 from ._shard_files import SHARDS, verify_rows
 from ._shard_files import remove_leftovers as remove_shards
@@ -260,12 +260,7 @@ def is_good(path: str | Path) -> bool:
 def remove_leftovers(directory: Path) -> None:
     """Remove the temporary files that killed processes of this machine left in a directory."""
     for path in directory.glob(f".*{SUFFIX}.{socket.gethostname()}-*.tmp"):
-        number = path.stem.rpartition("-")[2]
-        if not number.isdecimal():  # not one of ours
-            continue
-        pid = int(number)
-        # This process writes nothing yet; after a container's restart a new process may have the same id.
-        if pid == os.getpid() or not is_alive(pid):
+        if was_left(path.stem.rpartition("-")[2]):
             with suppress(OSError):
                 path.unlink()
     remove_shards(directory, {path.name for path in _shard_files(directory) if path is not None})
