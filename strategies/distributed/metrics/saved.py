@@ -87,19 +87,15 @@ def combined_states(metric: Metric, ranks: Sequence[SavedMetric]) -> dict[str, A
             Sent(type(metric).__name__, rank.num_updates, parts_by_batch(own, rank.marks))
             for own, rank in zip(copies, ranks, strict=True)
         ]
-        return {name: _whole(copies[0], name, sent) for name in of_metrics.defaults(metric)}
+        defaults, reductions = of_metrics.defaults(metric), of_metrics.reductions(metric)
+        # a list goes on growing
+        kinds = {name: None if isinstance(defaults[name], list) else reductions[name] for name in defaults}
+        return {name: combined(copies[0], name, kind, sent) for name, kind in kinds.items()}
 
 
 def _is_combined(metric: Metric, name: str) -> bool:
     reduction: Any = of_metrics.reductions(metric)[name]
     return reduction in _COMBINED or (reduction is None and isinstance(of_metrics.defaults(metric)[name], list))
-
-
-def _whole(metric: Metric, name: str, sent: Sequence[Sent]) -> Tensor | list[Any]:
-    if not isinstance(of_metrics.defaults(metric)[name], list):
-        reduction: Any = of_metrics.reductions(metric)[name]
-        return combined(metric, name, reduction, sent)
-    return combined(metric, name, None, sent)  # a list, which goes on growing
 
 
 def _copy(metric: Metric, rank: SavedMetric) -> Metric:

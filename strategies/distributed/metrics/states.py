@@ -79,6 +79,15 @@ def ranges(marks: Sequence[Mark], name: str, size: int) -> Iterator[tuple[Place,
     yield from zip([BEFORE, *(mark.place for mark in marks)], starts, [*starts[1:], size], strict=True)
 
 
+def moved(sent: Sent, device: torch.device) -> Sent:
+    """Copy the tensors that a rank sends to a device: a slice would be sent with all of its storage."""
+    parts = [
+        part._replace(value=part.value.detach().to(device, copy=True)) if isinstance(part.value, Tensor) else part
+        for part in sent.parts
+    ]
+    return sent._replace(parts=parts)
+
+
 def metric_classes(kind: type[Metric] = Metric) -> Iterator[type[Metric]]:
     """Yield a class of metrics and all classes derived from it."""
     yield kind

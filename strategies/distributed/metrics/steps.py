@@ -13,7 +13,7 @@ from torchmetrics import Metric
 from ...core.errors import ConfigError
 from ...core.no_value import NoValue, PartValues, empty_copy
 from ...core.private import of_metrics, put
-from .states import Part, Sent, combined, metric_classes
+from .states import Sent, combined, metric_classes, moved, parts_by_batch
 
 
 class MetricSteps:
@@ -90,7 +90,9 @@ class MetricSteps:
             args, kwargs = self._inputs[id(metric)]
             with torch.no_grad():
                 copy.update(*args, **kwargs)
-        return [_sent(part) for part in copy.modules() if isinstance(part, Metric)]
+        parts = [part for part in copy.modules() if isinstance(part, Metric)]
+        sent = (Sent(type(part).__name__, of_metrics.update_count(part), parts_by_batch(part, [])) for part in parts)
+        return [moved(one, torch.device("cpu")) for one in sent]
 
     def value(self, metric: Metric, ranks: Sequence[list[Sent]]) -> Any:
         """Compute the metric's value from the states of all ranks for a batch."""
@@ -146,12 +148,3 @@ class MetricSteps:
                 warnings.warn(value.reason, stacklevel=2)
                 self._told.add(value.reason)
         return value
-
-
-def _sent(metric: Metric) -> Sent:
-    parts: list[Part] = []
-    for name in of_metrics.reductions(metric):
-        state: Any = getattr(metric, name)
-        values = state if isinstance(state, list) else [state]
-        parts += [Part(name, (), value.cpu() if isinstance(value, Tensor) else value) for value in values]
-    return Sent(type(metric).__name__, of_metrics.update_count(metric), parts)

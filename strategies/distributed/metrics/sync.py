@@ -24,7 +24,7 @@ from ...core.errors import ConfigError
 from ...core.private import of_metrics, put
 from ..objects import gather_objects
 from ..store import RankError
-from .states import BEFORE, Mark, Part, Place, Sent, combined, growing, metric_classes, parts_by_batch, ranges
+from .states import BEFORE, Mark, Part, Place, Sent, combined, growing, metric_classes, moved, parts_by_batch, ranges
 
 
 class MetricSync:
@@ -181,24 +181,11 @@ def _last_batches(ranks: list[Sent], window: Running) -> list[Sent]:
 
 def _gather(own: Sent, home: torch.device, group: Any) -> list[Sent]:
     """Gather what all ranks send; the other ranks' tensors are moved to `home`."""
-    ranks: list[Sent] = gather_objects(_moved(own, torch.device("cpu")), group)
-    _verify_alike(ranks)
-    return [own if rank == dist.get_rank(group) else _moved(sent, home) for rank, sent in enumerate(ranks)]
-
-
-def _moved(sent: Sent, device: torch.device) -> Sent:
-    """With copies of its tensors on a device: of a slice, which would be sent with all of its storage."""
-    parts = [
-        part._replace(value=part.value.detach().to(device, copy=True)) if isinstance(part.value, Tensor) else part
-        for part in sent.parts
-    ]
-    return sent._replace(parts=parts)
-
-
-def _verify_alike(heads: list[Sent]) -> None:
-    for rank, head in enumerate(heads):
-        if head.kind != heads[0].kind:
+    ranks: list[Sent] = gather_objects(moved(own, torch.device("cpu")), group)
+    for rank, sent in enumerate(ranks):
+        if sent.kind != ranks[0].kind:
             raise RankError(
-                f"rank 0 computes the metric {heads[0].kind} over all ranks, but rank {rank} computes {head.kind}. "
+                f"rank 0 computes the metric {ranks[0].kind} over all ranks, but rank {rank} computes {sent.kind}. "
                 "Compute the same metrics in the same order on all ranks."
             )
+    return [own if rank == dist.get_rank(group) else moved(sent, home) for rank, sent in enumerate(ranks)]
