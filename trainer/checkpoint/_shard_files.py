@@ -145,20 +145,19 @@ def verify_rows(checkpoint: dict[str, Any], directory: Path, reader: int = 0, nu
     with open(path, "rb") as file:
         for writer in range(reader, len(layout["digests"]), num_readers):
             digest = hashlib.sha256()
-            for block in _blocks(file, entries, writer):
-                digest.update(block)
+            for entry in entries:
+                for block in blocks(file, *entry.part(writer)) if entry.num_parts > 1 or writer == 0 else ():
+                    digest.update(block)
             if digest.digest() != layout["digests"][writer]:
                 raise ValueError(f"the digest of {path} does not match")
 
 
-def _blocks(file: Any, entries: list[Entry], writer: int) -> Iterator[bytes]:
-    for entry in entries:
-        if entry.num_parts > 1 or writer == 0:
-            start, left = entry.part(writer)
-            file.seek(start)
-            while left and (block := file.read(min(_BLOCK, left))):
-                left -= len(block)
-                yield block
+def blocks(file: Any, start: int, left: int) -> Iterator[bytes]:
+    """Read a stretch of a file, given its first byte and its length, in pieces."""
+    file.seek(start)
+    while left and (block := file.read(min(_BLOCK, left))):
+        left -= len(block)
+        yield block
 
 
 def remove_leftovers(directory: Path, used: set[str]) -> None:

@@ -35,7 +35,7 @@ from pytorch_lightning.core import saving
 from ...strategies.core.errors import ConfigError
 from ...strategies.core.files import replacing, was_left
 from ...strategies.sharding.whole import map_tensors
-from ._shard_files import SHARDS, verify_rows
+from ._shard_files import SHARDS, blocks, verify_rows
 from ._shard_files import remove_leftovers as remove_shards
 from ._tensor_files import FILE, with_tensors
 
@@ -45,7 +45,6 @@ SUFFIX = ".ckpt"
 _MAGIC = b"EVENERv1"
 _MAGIC_OF_SHARDS = b"EVENERs1"
 _TRAILER = struct.Struct("<32sQ8s")
-_BLOCK = 1 << 20
 _MARK = "evener_file"
 """The key of a checkpoint which says that it was written here, with a digest."""
 _LIGHTNINGS = "pytorch-lightning_version"
@@ -133,9 +132,8 @@ def verify(path: str | Path) -> bool:
         if size < 0 or not trailer.endswith((_MAGIC, _MAGIC_OF_SHARDS)):
             return False
         digest, num_bytes, _ = _TRAILER.unpack(trailer)
-        file.seek(0)
         actual = hashlib.sha256()
-        while block := file.read(min(_BLOCK, max(size - file.tell(), 0))):
+        for block in blocks(file, 0, size):
             actual.update(block)
     if num_bytes != size or actual.digest() != digest:
         raise CheckpointError(f"The checkpoint {path} is corrupted: its digest does not match. Use another one.")
