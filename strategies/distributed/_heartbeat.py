@@ -144,10 +144,8 @@ class HeartbeatMonitor:
 
     def freeze(self, exc: BaseException) -> None:
         """Report from now on that this rank has failed, at the line that raised the exception."""
-        trace = exc.__traceback__
-        while trace is not None and trace.tb_next is not None:
-            trace = trace.tb_next
-        self._failed_at = place_of(trace.tb_frame) if trace is not None else ""
+        frames = [frame for frame, _ in traceback.walk_tb(exc.__traceback__)]
+        self._failed_at = place_of(frames[-1]) if frames else ""
         RANK_FAILED.set()
         with suppress(RuntimeError):  # the store ended with its host: the others know
             self.store.set(_FAILED, "")

@@ -219,7 +219,7 @@ class ResumableLoader(DataLoader[Any]):
     @override
     def _get_iterator(self) -> Any:
         given = self.worker_init_fn
-        self.worker_init_fn = _WorkerStart(os.getpid(), given)
+        self.worker_init_fn = partial(_begin_worker, os.getpid(), given)
         if self.num_workers and (self.multiprocessing_context or multiprocessing).get_start_method() == "forkserver":
             forkserver.ensure_running()  # with signals as they are: whatever it starts inherits them
         before = signal.pthread_sigmask(signal.SIG_BLOCK, ASK_TO_STOP)  # until a worker has handlers of its own
@@ -300,7 +300,7 @@ class _Seeded:
         return _arrive, (self.entropy, self.indices, self.each)
 
 
-class _WorkerStart:
+def _begin_worker(parent: int, then: Any, worker_id: int) -> None:
     """Begin in a data worker: outlive signals, but not the rank.
 
     SLURM, systemd and terminals send their signals to all processes of a run. A worker that ended at once would take
@@ -309,18 +309,12 @@ class _WorkerStart:
     Args:
         then: the loader's own `worker_init_fn`.
     """
-
-    def __init__(self, parent: int, then: Any) -> None:
-        self.parent = parent
-        self.then = then
-
-    def __call__(self, worker_id: int) -> None:
-        for signum in ASK_TO_STOP:
-            signal.signal(signum, _go_on)  # not SIG_IGN, which programs that the dataset starts would inherit
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, ASK_TO_STOP)
-        worker.ManagerWatchdog = partial(_Watchdog, self.parent)  # pyright: ignore  # in this process only
-        if self.then is not None:
-            self.then(worker_id)
+    for signum in ASK_TO_STOP:
+        signal.signal(signum, _go_on)  # not SIG_IGN, which programs that the dataset starts would inherit
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, ASK_TO_STOP)
+    worker.ManagerWatchdog = partial(_Watchdog, parent)  # pyright: ignore  # in this process only
+    if then is not None:
+        then(worker_id)
 
 
 class _Watchdog(worker.ManagerWatchdog):

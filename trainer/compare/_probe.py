@@ -16,6 +16,7 @@ from ...strategies.batch.loss_weight import loss_weight
 from ...strategies.batch.structure import num_samples
 from ...strategies.core.devices import is_accelerator
 from ...strategies.core.private.of_torch import BatchNorm, DropoutNd
+from ...strategies.core.rng import generator_state
 from ...strategies.distributed.sync_batchnorm import SyncedBatchNorm
 from ...strategies.registry import process_devices
 from ..callbacks.peak_memory import peak_bytes
@@ -137,8 +138,7 @@ def is_synced(module: nn.Module) -> bool:
 
 def random_streams(devices: list[torch.device]) -> list[Tensor]:
     """The states of torch's random streams that a step on these devices may draw from."""
-    cuda = sorted({device.index or 0 for device in devices if device.type == "cuda"})
-    return [torch.get_rng_state(), *(torch.cuda.get_rng_state(index) for index in cuda)]
+    return [generator_state(device) for device in dict.fromkeys([torch.device("cpu"), *devices])]
 
 
 def synchronized_time(devices: list[torch.device]) -> float:
