@@ -7,11 +7,10 @@ from functools import cache
 from typing import Any, Literal, TypeAlias
 
 import pytorch_lightning as pl
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import GradBucket
-from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
@@ -135,22 +134,9 @@ def compression_hook(compression: Compression | None) -> Callable[[], tuple[Any,
         return None
     if compression == "powersgd":
         return lambda: (powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=2), powerSGD_hook.powerSGD_hook)
-    dtype = torch.float16 if compression == "fp16" else torch.bfloat16
-    return lambda: (dtype, reduce_as)
+    return lambda: (None, default_hooks.fp16_compress_hook if compression == "fp16" else reduce_in_bf16)
 
 
-def reduce_as(dtype: torch.dtype, bucket: GradBucket) -> Future[Tensor]:
-    """Average a bucket of gradients in another dtype; torch's own hooks refuse bf16 on the CPU, which gloo supports.
-
-    Args:
-        dtype: dtype that is sent.
-    """
-    buffer = bucket.buffer()
-    sent = buffer.to(dtype).div_(dist.get_world_size())
-    work = dist.all_reduce(sent, async_op=True)
-    assert work is not None
-
-    def received(future: Future[list[Tensor]]) -> Tensor:
-        return buffer.copy_(future.value()[0])
-
-    return work.get_future().then(received)
+def reduce_in_bf16(group: Any, bucket: GradBucket) -> Future[Tensor]:
+    """Average a bucket of gradients in bf16: torch's hook, which the wrapper refuses by name without CUDA."""
+    return default_hooks.bf16_compress_hook(group, bucket)
