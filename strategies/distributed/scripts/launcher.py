@@ -7,7 +7,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -128,19 +128,26 @@ class ScriptLauncher(Launcher):
         try:
             return self._launch(partial(function, *args, **kwargs), trainer)
         except BaseException:
-            _hide_callbacks(trainer)
+            # the ranks have called `on_exception`, and nothing is to be saved here; the teardown, which comes next,
+            # gives the callbacks back
+            trainer.strategy.group.at_end = partial(setattr, trainer, "callbacks", trainer.callbacks)
+            trainer.callbacks = []
             raise
         finally:
             self._processes = None
 
     def _launch(self, work: Callable[[], Any], trainer: Any) -> Any:
-        known = known_objects(trainer)
-        with scratch_directory() as folder, rank_variables(self._strategy) as variables:
+        known, strategy = known_objects(trainer), self._strategy
+        with scratch_directory() as folder, self._store() as variables:
             processes = self._processes = RankProcesses(self._method, folder, self._timeout_s)
             with forwarded_signals(processes) as received:
-                state = (rng.random_state(), *_global_flags())
-                num_ranks = self._strategy.num_processes
-                processes.start(_rank, num_ranks, trainer, work, variables, state, folder / RESULT)
+                state = (
+                    rng.random_state(),
+                    torch.are_deterministic_algorithms_enabled(),
+                    torch.is_deterministic_algorithms_warn_only_enabled(),
+                    torch.backends.cudnn.benchmark,
+                )
+                processes.start(_rank, strategy.num_processes, trainer, work, variables, state, folder / RESULT)
                 failed = processes.join()
             if failed is not None and processes.processes[failed].exitcode != 128 + signal.SIGTERM:
                 raise processes.error(failed)
@@ -149,6 +156,13 @@ class ScriptLauncher(Launcher):
             raise _stop(received[0] if received else signal.SIGTERM)
         return unpack(trainer, known, packed)
 
+    def _store(self) -> AbstractContextManager[dict[str, str]]:
+        """Host the store of ranks of one machine, which outlives each of them; the variables that lead ranks to it."""
+        if self._strategy.num_nodes == 1:
+            return hosted_store()
+        assert self._strategy.cluster_environment is not None
+        return nullcontext({"MASTER_PORT": str(self._strategy.cluster_environment.main_port)})
+
     @override
     def kill(self, signum: int) -> None:
         if self._processes is not None:
@@ -156,28 +170,6 @@ class ScriptLauncher(Launcher):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_processes": None}  # processes can't be pickled
-
-
-@contextmanager
-def rank_variables(strategy: Any) -> Generator[dict[str, str]]:
-    """Host the store of ranks that all run on this machine; it outlives each of them, and only this machine reaches it.
-
-    Yields:
-        Environment variables of the ranks.
-    """
-    if strategy.num_nodes > 1:
-        yield {"MASTER_PORT": str(strategy.cluster_environment.main_port)}
-        return
-    with hosted_store() as variables:
-        yield variables
-
-
-def _global_flags() -> tuple[Any, ...]:
-    return (
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
-        torch.backends.cudnn.benchmark,
-    )
 
 
 def _rank(
@@ -200,16 +192,6 @@ def _rank(
         packed = STOPPED if returned == STOPPED else pack(trainer, known, returned)
         with replacing(result) as temporary:
             temporary.write_bytes(packed)
-
-
-def _hide_callbacks(trainer: Any) -> None:
-    """Prevent `on_exception` of the callbacks in the parent: the ranks have called it, and nothing is to be saved here.
-
-    Args:
-        trainer: the trainer; its callbacks are restored in the strategy's teardown, which comes next.
-    """
-    trainer.strategy.group.at_end = partial(setattr, trainer, "callbacks", trainer.callbacks)
-    trainer.callbacks = []
 
 
 @contextmanager
