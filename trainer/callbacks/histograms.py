@@ -4,11 +4,11 @@ from typing import Any
 
 import pytorch_lightning as pl
 from pytorch_lightning.loggers import TensorBoardLogger
-from torch import Tensor
 from typing_extensions import override
 
 from ...strategies.core.options import Count, checked
 from ...strategies.core.private import of_lightning
+from ...strategies.sharding.whole import gather_tree
 
 
 class Histograms(pl.Callback):
@@ -39,12 +39,6 @@ class Histograms(pl.Callback):
             for kind, values in (("weights", parameter), ("gradients", parameter.grad)):
                 if values is None:
                     continue
-                whole = whole_tensor(values)
+                whole = gather_tree(values.detach(), keep=trainer.is_global_zero)  # of shards, which all ranks must ask
                 for writer in writers if trainer.is_global_zero else ():
-                    writer.experiment.add_histogram(f"{kind}/{name}", whole, step)
-
-
-def whole_tensor(values: Any) -> Tensor:
-    """A tensor's values on the host; of one that is sharded over ranks, which all must ask, those of all ranks."""
-    detached = values.detach()
-    return (detached.full_tensor() if hasattr(detached, "full_tensor") else detached).float().cpu()
+                    writer.experiment.add_histogram(f"{kind}/{name}", whole.float().cpu(), step)

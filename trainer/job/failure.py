@@ -1,6 +1,7 @@
 """Report why a run failed: in its log, in `result.json`, and shortly on the console."""
 
 import errno
+import logging
 import os
 import re
 import time
@@ -15,7 +16,7 @@ from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from ...strategies import ConfigError
 from ...strategies.core.user_code import is_library
 from ..config.launch_plan import strategy_name
-from .log_file import LOG_FILE
+from .log_file import FORMAT, LOG_FILE
 from .result import FAILED, Result
 
 _FRAME = re.compile(r'  File "(?P<file>.+)", line \d+, in ')
@@ -139,7 +140,7 @@ def _in_full(failure: Failure) -> str:
 
 
 def _log(cfg: DictConfig, text: str) -> None:
-    """Append to the run's log, which handlers of rank 0 only write to, as `log_file.FORMAT` has it."""
-    now, milliseconds = time.strftime("%Y-%m-%d %H:%M:%S"), int(time.time() * 1000) % 1000
+    """Append to the run's log, which handlers of rank 0 only write to."""
+    record = logging.makeLogRecord({"name": __name__, "levelname": "ERROR", "msg": text})
     with (Path(cfg.run_dir) / LOG_FILE).open("a", encoding="utf-8") as file:
-        file.write(f"[{now},{milliseconds:03d}][{__name__}][ERROR] - {text}\n")
+        file.write(f"{logging.Formatter(FORMAT).format(record)}\n")
