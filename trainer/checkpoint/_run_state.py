@@ -26,7 +26,6 @@ from ...strategies.core.private import of_lightning, of_metrics, put
 from ...strategies.distributed.metrics.saved import SavedMetric
 from ...strategies.distributed.metrics.states import Mark
 from ...strategies.distributed.metrics.sync import MetricSync
-from ...strategies.distributed.objects import gather_on_first
 from ...strategies.registry import contract_of, process_devices, ranks_of
 from ...strategies.sharding.whole import map_tensors
 from ..logging import entries
@@ -55,15 +54,6 @@ def capture(trainer: pl.Trainer, accumulating: bool) -> dict[str, Any]:
         "results": entries.capture(of_lightning.results(trainer.fit_loop.epoch_loop)),
         "logged": _on_cpu(dict(trainer.callback_metrics)),
     }
-
-
-def gather(trainer: pl.Trainer, state: dict[str, Any]) -> list[dict[str, Any]] | None:
-    """Gather all ranks' states on rank 0; every rank must call it.
-
-    Returns:
-        One state per rank; None on ranks other than 0.
-    """
-    return [state] if trainer.world_size == 1 else gather_on_first(state)
 
 
 def restore(trainer: pl.Trainer, state: dict[str, Any]) -> None:

@@ -21,6 +21,7 @@ from typing_extensions import override
 from ...strategies.core import rng
 from ...strategies.core.private import of_lightning, put
 from ...strategies.core.private.of_lightning import CheckpointConnector, EvaluationLoop, FitLoop, TrainingEpochLoop
+from ...strategies.distributed.objects import gather_on_first
 from ...strategies.registry import ranks_of
 from . import _logged_rows, _run_state
 from ._callback import Checkpoint
@@ -198,7 +199,7 @@ class ResumingFitLoop(FitLoop):
 
     def _all_states(self, point: ResumePoint) -> list[dict[str, Any]] | None:
         assert point.own is not None
-        return _run_state.gather(self.trainer, point.own)
+        return [point.own] if self.trainer.world_size == 1 else gather_on_first(point.own)
 
     def _resume_point(self) -> ResumePoint:
         """Read where this rank is, with its state alone."""
