@@ -12,7 +12,7 @@
 | metrics logged last, which schedulers and early stopping read | no, they are equal |
 """
 
-import logging
+from collections.abc import Mapping
 from typing import Any
 
 import pytorch_lightning as pl
@@ -22,7 +22,7 @@ from pytorch_lightning.utilities.combined_loader import CombinedLoader
 from torchmetrics import Metric
 
 from ...strategies.core import rng
-from ...strategies.core.private import of_lightning, of_metrics, put
+from ...strategies.core.private import of_lightning
 from ...strategies.distributed.metrics.saved import SavedMetric
 from ...strategies.distributed.metrics.states import Mark
 from ...strategies.distributed.metrics.sync import MetricSync
@@ -30,8 +30,6 @@ from ...strategies.registry import contract_of, process_devices, ranks_of
 from ...strategies.sharding.whole import map_tensors
 from ..logging import entries
 from ._loader_state import ResumableLoader, is_resumable
-
-logger = logging.getLogger(__name__)
 
 
 def capture(trainer: pl.Trainer, accumulating: bool) -> dict[str, Any]:
@@ -86,25 +84,18 @@ def restore_generators(loader: CombinedLoader, states: list[dict[str, Any]]) -> 
             part.load_generators(state)
 
 
-def metric_states(module: torch.nn.Module) -> dict[str, Any]:
+def metric_states(module: torch.nn.Module) -> dict[str, SavedMetric]:
     """Copy what torchmetrics' metrics of the module have accumulated, for `restore_metrics`."""
-    return {
-        name: (
-            of_metrics.update_count(metric),
-            of_metrics.copy_state_dict(metric)() if of_metrics.update_count(metric) else {},
-        )
-        for name, metric in _metrics(module)
-    }
+    saved = ((name, SavedMetric.of(metric, [])) for name, metric in _metrics(module))
+    return {name: one._replace(states=map_tensors(one.states, torch.clone)) for name, one in saved}
 
 
-def restore_metrics(module: torch.nn.Module, states: dict[str, Any]) -> None:
+def restore_metrics(module: torch.nn.Module, states: Mapping[str, SavedMetric]) -> None:
     """Set the metrics of a module to what `metric_states` copied."""
     for name, metric in _metrics(module):
-        count, state = states.get(name, (0, {}))
         metric.reset()
-        for key, value in state.items():
-            setattr(metric, key, value)
-        put(metric, update_count=count)
+        if name in states:
+            states[name].give(metric)
 
 
 def devices_in_use(trainer: pl.Trainer) -> list[torch.device]:

@@ -11,7 +11,6 @@ COMPUTED, FORWARD_CACHE, UPDATE_COUNT, DEFAULTS, SYNC_DIST = (
 defaults = attrgetter(DEFAULTS)
 reductions = attrgetter("_reductions")
 reduce_states = attrgetter("_reduce_states")
-copy_state_dict = attrgetter("_copy_state_dict")
 sync_dist = attrgetter(SYNC_DIST)
 
 # Metric: the value of the last `forward`, and the number of updates

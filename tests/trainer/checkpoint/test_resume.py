@@ -13,9 +13,12 @@ import torch
 from killing import Plan, Streamed, lines
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.data import DataLoader
+from torchmetrics import SumMetric
+from torchmetrics.wrappers import Running
 
 from evener.strategies import BalancedDataParallelStrategy
 from evener.trainer import Trainer
+from evener.trainer.checkpoint._run_state import metric_states, restore_metrics
 
 EVERY_BATCH = {"interval_s": 0.0}
 PERSISTENT = {"num_workers": 1, "persistent_workers": True, "multiprocessing_context": "fork"}
@@ -130,6 +133,22 @@ def test_tensorboard_shows_one_continuous_curve(checkpoint: dict[str, Any], tmp_
     assert killed == whole
     assert [step for step, _ in whole["train/loss_step"]] == list(range(12))
     assert [step for step, _ in whole["val/loss"]] == [5, 11]
+
+
+def test_a_running_metric_keeps_its_window_when_a_validation_is_stopped() -> None:
+    module = torch.nn.Module()
+    module.recent, module.total = Running(SumMetric(), window=3), SumMetric()
+    for value in (1.0, 2.0):
+        module.recent(torch.tensor(value))
+        module.total(torch.tensor(value))
+    before = metric_states(module)
+    module.recent(torch.tensor(100.0))  # the validation that is stopped
+    module.total(torch.tensor(100.0))
+    restore_metrics(module, before)
+    for value in (4.0, 8.0):
+        module.recent(torch.tensor(value))
+    assert module.recent.compute() == 2 + 4 + 8
+    assert module.total.compute() == 1 + 2
 
 
 @pytest.mark.parametrize("given", [True, False], ids=["the same loader", "a loader of its own"])
