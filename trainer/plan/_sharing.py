@@ -1,14 +1,11 @@
 """Describe the memory of a device in a simulated step, and of ranks that share parameters or optimizer states."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from torch import nn
 
 from ...strategies.sharding.optimizer_shards import BUCKET_BYTES, MOST_BUCKETS
-
-PartNames = Callable[[nn.Module], list[str]]
-"""Names the parts of a module that are gathered one by one."""
 
 
 @dataclass
