@@ -56,7 +56,8 @@ def _die_with(parent: Any) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-_ASKS_TO_STOP = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+ASK_TO_STOP = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+"""Signals that end a run after its current step."""
 
 
 def leave_in_time(grace_s: float) -> None:
@@ -75,7 +76,7 @@ def leave_in_time(grace_s: float) -> None:
 
 
 def _kill_late(read_end: int, grace_s: float) -> None:
-    while os.read(read_end, 1)[0] not in _ASKS_TO_STOP:
+    while os.read(read_end, 1)[0] not in ASK_TO_STOP:
         continue
     deadline = time.monotonic() + grace_s
     if RANK_FAILED.wait(grace_s):

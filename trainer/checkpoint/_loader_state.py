@@ -32,9 +32,7 @@ from ...strategies.core.private.of_torch import data_worker as worker
 from ...strategies.core.private.torch_loader import next_of
 from ...strategies.data.sampling import RankBatches, in_one_order, num_samples
 from ...strategies.data.streams import Divided, Stream
-
-ASK_TO_STOP = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
-"""Signals that end a run after its current step."""
+from ...strategies.distributed.process_exit import ASK_TO_STOP
 
 
 def make_resumable(loader: Any, rank: int) -> None:
