@@ -1,7 +1,9 @@
 """Divide among ranks loaders without an index (iterable datasets, any iterable)."""
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
@@ -9,6 +11,7 @@ from torch import Tensor
 from torch.distributed import Work
 
 from ..batch.structure import BatchStructure
+from ..batch.tree import Path, walk
 from ..core.errors import ConfigError
 from ..core.private import of_lightning, put
 from ..core.types import Batch
@@ -106,7 +109,10 @@ class Divided(Stream):
 
     def __iter__(self) -> Iterator[Batch]:
         self.passes.latest = now = Pass()
-        for step, batch in enumerate(in_one_order(self.loader, self.rank, self.agree)):
+        batches = in_one_order(self.loader, self.rank, self.agree)
+        first = next(batches, None)
+        self._verify_same(first)
+        for step, batch in enumerate(() if first is None else chain([first], batches)):
             total = self.structure.num_samples(batch)
             if not total:
                 raise ConfigError(
@@ -123,5 +129,27 @@ class Divided(Stream):
             split = self.structure.split
             yield split(batch, sizes)[self.rank] if sizes[self.rank] else split(batch, [stand_in, total - stand_in])[0]
 
+    def _verify_same(self, batch: Batch | None) -> None:
+        """Refuse a stream whose first batch is another one than rank 0's; every rank must call it.
+
+        Raises:
+            ConfigError: it is, as where a dataset shards itself by rank.
+        """
+        own = None if batch is None else dict(_sums(batch))
+        if own != self.agree(own):
+            raise ConfigError(
+                f"ddp: batch_size_is=global divides a stream that is the same on all ranks, but rank {self.rank} has "
+                "read another first batch than rank 0. Have the dataset yield all samples on every rank, or, if it "
+                "shards itself by rank, set batch_size_is=per_device."
+            )
+
     def __len__(self) -> int:
         return len(self.loader)  # pyright: ignore[reportArgumentType]  # TypeError if it has none
+
+
+def _sums(batch: Batch) -> Iterator[tuple[Path, tuple[torch.Size, float | None]]]:
+    """The shapes of a batch's tensors, and their sums to seven digits; None for one that is not finite."""
+    for path, value in walk(batch):
+        if isinstance(value, Tensor) and value.layout is torch.strided and not value.is_complex():
+            total = float(value.sum(dtype=torch.float64))
+            yield path, (value.shape, float(f"{total:.6e}") if math.isfinite(total) else None)

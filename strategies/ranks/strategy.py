@@ -8,8 +8,10 @@ from typing import Any, ClassVar
 import pytorch_lightning as pl
 import pytorch_lightning.strategies as pl_strategies
 import torch
+import torch.distributed as dist
 from pytorch_lightning.trainer.states import TrainerFn
 from pytorch_lightning.utilities.types import STEP_OUTPUT
+from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -33,7 +35,7 @@ from ..data.predictions import merge_predictions
 from ..distributed.device_blocks import num_processes, own_devices, verify_one_type
 from ..distributed.environment import kubeflow
 from ..distributed.group import RankGroup, reduce_tensor
-from ..distributed.objects import backend_for, gather_on_first
+from ..distributed.objects import backend_for, gather_objects, gather_on_first
 from ..distributed.options import verified_options, verify_backend, verify_static
 from ..distributed.process_exit import prepare_forked
 from ..distributed.same_weights import give_same_weights
@@ -187,6 +189,17 @@ class RankStrategy(pl_strategies.DDPStrategy):
     @override
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
         return reduce_tensor(tensor, group, reduce_op)
+
+    @override
+    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
+        shapes = gather_objects(tuple(tensor.shape), group) if dist.is_initialized() else []
+        if len(set(shapes)) > 1:  # gloo would abort, and NCCL return rubbish
+            told = ", ".join(f"{shape} on rank {rank}" for rank, shape in enumerate(shapes))
+            raise ConfigError(
+                f"{self.strategy_name}: all_gather was given tensors of different shapes: {told}. Ranks may have "
+                "unequal numbers of samples: use a metric of torchmetrics (CatMetric), or pad to one shape first."
+            )
+        return super().all_gather(tensor, group, sync_grads)
 
     @override
     def barrier(self, name: str | None = None, *args: Any, **kwargs: Any) -> None:

@@ -178,3 +178,48 @@ def test_a_batch_whose_samples_cannot_be_counted_is_refused() -> None:
     outcome = run_ranks_unchecked(_log_ambiguous, 2)[0]
     with pytest.raises(RankError, match=r"self.log\('loss'\): .* the batch has tensors of 1 and 2 rows"):
         raise outcome
+
+
+class Sharded(IterableDataset[Any]):
+    """Shards itself by rank: indices and noise are of the samples that a rank reads."""
+
+    def __iter__(self) -> Iterator[Any]:
+        data = Numbered()
+        for index in range(torch.distributed.get_rank(), 8, 2):
+            yield data.x[index], data.y[index], torch.tensor(index)
+
+
+class Noisy(IterableDataset[Any]):
+    """Yields all samples, with noise that is drawn alike on all ranks."""
+
+    def __iter__(self) -> Iterator[Any]:
+        data = Numbered()
+        for index in range(8):
+            yield data.x[index] + torch.randn(data.x.shape[1], dtype=data.x.dtype), data.y[index], torch.tensor(index)
+
+
+def _fit_stream(dataset: Any, batch_size_is: Any) -> None:
+    trainer = quiet_trainer(DDPStrategy(batch_size_is=batch_size_is, timeout_s=60), 2, max_epochs=1)
+    trainer.fit(Net(), DataLoader(dataset(), 2))
+
+
+def test_a_stream_that_differs_between_ranks_is_not_divided() -> None:
+    with pytest.raises(RankError, match=r"rank 1 has read another first batch than rank 0.*batch_size_is=per_device"):
+        run_ranks(_fit_stream, 2, Sharded, "global")
+    run_ranks(_fit_stream, 2, Sharded, "per_device")
+    run_ranks(_fit_stream, 2, Noisy, "global")
+
+
+class Gathers(Net):
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.all_gather(batch[0])  # 3 samples are 2 + 1 of two ranks
+
+
+def _fit_gathering() -> None:
+    trainer = quiet_trainer(DDPStrategy(batch_size_is="global", timeout_s=60), 2, max_epochs=1)
+    trainer.fit(Gathers(), DataLoader(Numbered(6), 3))
+
+
+def test_gathering_unequal_parts_is_refused_by_name() -> None:
+    with pytest.raises(RankError, match=r"all_gather was given tensors of different shapes: .* rank 0, .* rank 1"):
+        run_ranks(_fit_gathering, 2)
