@@ -336,7 +336,7 @@ class Watch(pl.Callback):
         assert of_lightning.log_step(trainer) == batch_idx
         assert of_lightning.active_loop(trainer) is trainer.fit_loop
         assert of_lightning.first_loop_iter(connector) is (batch_idx == 0)
-        assert of_lightning.current_fx(connector) == "training_step"
+        assert connector._current_fx == "training_step"
         assert of_lightning.skip_next_val(epoch) is False
         assert of_lightning.should_accumulate(epoch)() is False
         assert of_lightning.skip_backward(epoch.automatic_optimization) is False

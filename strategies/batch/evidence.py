@@ -162,7 +162,8 @@ def fetch_pair(loader: Any, seed: int) -> list[Batch]:
         np.random.seed(seed)
         samples = _samples(loader, min(_CANDIDATES, len(loader.dataset)))
         rows = [sum(numbers_of_rows(loader.collate_fn([copy.deepcopy(sample)]))) for sample in samples]
-        pair = [samples[rows.index(min(rows))], samples[rows.index(max(rows))]]
+        last = max(range(len(rows)), key=lambda i: (rows[i], i))  # if all have as many, two that are far apart
+        pair = [samples[rows.index(min(rows))], samples[last]]
         return [loader.collate_fn(copy.deepcopy(some)) for some in (pair[:1], pair[1:], pair)]
 
 

@@ -5,7 +5,7 @@ import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from pytorch_lightning import LightningModule
@@ -129,14 +129,6 @@ class Stages:
         self._is_watched = False
         self._manual: dict[str, torch.device] = {}
         self._placed: weakref.ref[nn.Module] | None = None
-
-    def __deepcopy__(self, memo: object) -> NoReturn:
-        """Refuse to copy modules that are cut: their hooks hold this."""
-        raise ConfigError(
-            "model_parallel: the module or a part of it is copied (copy.deepcopy) after it was cut into stages, where "
-            "nothing would move inputs between the copy's devices or train it. Copy it in __init__, compute with other "
-            "parameters by torch.func.functional_call, or use strategy=single_device."
-        )
 
     @property
     def num_stages(self) -> int:

@@ -1,6 +1,5 @@
 """What strategy=model_parallel refuses before training, in one sentence."""
 
-import copy
 from typing import Any
 
 import pytest
@@ -75,23 +74,6 @@ def test_steps_that_read_their_own_batches_are_refused(strategy: Any, step: str)
 def test_sync_batchnorm_is_refused() -> None:
     with pytest.raises(ConfigError, match="model_parallel: sync_batchnorm=True synchronizes processes"):
         make_trainer(Case(), ModelParallelStrategy(), devices=2, sync_batchnorm=True)
-
-
-@pytest.mark.parametrize("num_microbatches", [1, 2])
-def test_a_step_that_trains_a_copy_of_its_module_is_refused(num_microbatches: int) -> None:
-    class ProtoMAML(Net):
-        """Adapts a copy to half of the batch; the gradients of the other half's loss are the module's own."""
-
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            x, y = batch[0], batch[1]
-            adapted = copy.deepcopy(self.net)
-            optimizer = torch.optim.SGD(adapted.parameters(), 0.1)
-            (adapted(x[::2]) - y[::2]).square().mean().backward()
-            optimizer.step()
-            return (adapted(x[1::2]) - y[1::2]).square().mean()
-
-    with pytest.raises(ConfigError, match="model_parallel: the module or a part of it is copied"):
-        fit(Case(), ProtoMAML().double(), ModelParallelStrategy(num_microbatches=num_microbatches), devices=2)
 
 
 def test_a_batch_that_cannot_be_counted_is_refused() -> None:

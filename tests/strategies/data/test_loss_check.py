@@ -146,3 +146,51 @@ def test_the_trial_of_one_rank_meets_no_collective_of_the_others() -> None:
     # Cause: rank 1, whose molecules have one atom each, tries nothing; rank 0's six trials met its next collectives.
     (expected,) = run_ranks(_trained_with_collectives, 1, 1)
     assert run_ranks(_trained_with_collectives, 2, 2, timeout_s=120) == pytest.approx([expected] * 2, abs=1e-6)
+
+
+LABELS = (0, 1, 0, 2)
+CLASSES = DataLoader[Any]([(torch.tensor([1.0 + i]), label) for i, label in enumerate(LABELS)], 2)  # type: ignore[arg-type]
+
+
+class Classes(pl.LightningModule):
+    def __init__(self, function: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layer, self.function = nn.Linear(1, 3), function
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return self.function(self.layer(batch[0]), batch[1])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+FUNCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "mean": nn.CrossEntropyLoss(),
+    "sum": nn.CrossEntropyLoss(reduction="sum"),
+    "weights of classes": nn.CrossEntropyLoss(weight=torch.tensor([1.0, 5.0, 3.0])),
+    "ignored class": nn.CrossEntropyLoss(ignore_index=2),
+    "root": lambda x, y: (x.square().sum(1) + y).mean().sqrt(),
+    "contrastive": lambda x, y: nn.functional.cross_entropy(x @ x.T, torch.arange(len(x))),
+}
+
+
+def _refused() -> dict[str, bool]:
+    warnings.simplefilter("ignore")
+    found = {}
+    for name, function in FUNCTIONS.items():
+        torch.manual_seed(0)
+        trainer = Trainer(
+            strategy=DDPStrategy(timeout_s=60), devices=2, accelerator="cpu", max_epochs=1, logger=False,
+            enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        )  # fmt: skip
+        try:
+            trainer.fit(Classes(function), CLASSES)
+            found[name] = False
+        except ConfigError as exc:
+            found[name] = "the loss is not the mean over samples" in str(exc) and trainer.global_step == 0
+    return found
+
+
+def test_losses_of_plain_batches_that_are_no_means_are_refused_before_the_first_update() -> None:
+    for found in run_ranks(_refused, 2, timeout_s=120):
+        assert found == {name: name != "mean" for name in FUNCTIONS}
