@@ -147,7 +147,7 @@ class RankShares:
             loop: of the training.
             batch: this rank's, which must have the samples of its share; the first one is looked at for values that are
                 not one per sample.
-            is_mean: whether the loss is known to be the mean over samples.
+            is_mean: whether the loss is known to be the mean over samples; asked where such values are found.
 
         Raises:
             ConfigError: the parts differ, or the batch has other samples than its share, so that no weight of this
@@ -171,8 +171,8 @@ class RankShares:
         places = _rows(batch)
         num = 0 if self.current is None else self.current.num
         self._rows_at, self._num_fitting = next((place for place in places if places[place] == num), None), 0
-        rows = set(numbers_of_rows(batch))
-        if num > 0 and not is_mean() and rows - {num}:
+        rows = set(numbers_of_rows(batch)) if num > 0 else set[int]()
+        if rows - {num} and not is_mean():
             rank_zero_only(logger.warning)(
                 "%s: a batch of %d samples has tensors of %s rows. The loss is weighted by samples; if it is a mean "
                 'over something else (atoms, tokens), return {"loss": loss, "loss_weight": n} from training_step.',

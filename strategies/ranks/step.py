@@ -170,7 +170,8 @@ class RankStep(StepContract):
         def loss_of(batch: Batch, seed: int) -> float:
             batch = of_lightning.on_before_batch_transfer(module)(trainer.precision_plugin.convert_input(batch), 0)
             batch = strategy.moved(batch)
-            with trial_step(module), torch.random.fork_rng():
+            assert self.metrics is not None
+            with trial_step(module), self.metrics.steps.unrecorded(), torch.random.fork_rng():
                 torch.manual_seed(seed)
                 output: Any = module.training_step(batch, *rest, **options)
             return float(output["loss"] if isinstance(output, dict) else output)

@@ -1,7 +1,8 @@
 """Values of metrics for one global batch, of which each rank has updated its metric with its own part."""
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -60,6 +61,15 @@ class MetricSteps:
         self._inputs.clear()
         self._keeps.clear()
         self._is_part, self._counts = is_part, counts
+
+    @contextmanager
+    def unrecorded(self) -> Generator[None]:
+        """Record nothing of the calls inside the block."""
+        before = dict(self._inputs), set(self._keeps)
+        try:
+            yield
+        finally:
+            self._inputs, self._keeps = before
 
     def recorded(self, metric: Metric) -> bool:
         """Whether the step has called `forward` of a metric, and the metric keeps its value (Running does not)."""

@@ -12,6 +12,7 @@ import torch
 from distributed import run_ranks
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
+from torchmetrics import MeanMetric
 
 from evener.strategies import ConfigError, DDPStrategy, SingleDeviceStrategy
 from evener.strategies.data.loss_check import verify_mean
@@ -148,20 +149,40 @@ def test_the_trial_of_one_rank_meets_no_collective_of_the_others() -> None:
     assert run_ranks(_trained_with_collectives, 2, 2, timeout_s=120) == pytest.approx([expected] * 2, abs=1e-6)
 
 
+class Labelled(Atoms):
+    """Logs the mean label of each step by a metric."""
+
+    def __init__(self) -> None:
+        super().__init__(by_molecule)
+        self.label, self.means = MeanMetric(), list[float]()
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        self.label(batch["labels"])
+        self.log("label", self.label, on_step=True, on_epoch=False, sync_dist=True)
+        return super().training_step(batch, batch_idx)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.means.append(float(self.trainer.callback_metrics["label"]))
+
+
+def _label_means() -> list[float]:
+    warnings.simplefilter("ignore")
+    module = Labelled()
+    trainer = Trainer(
+        strategy=DDPStrategy(batch_size_is="global", timeout_s=60), devices=2, accelerator="cpu",
+        max_epochs=1, logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(module, LOADER)
+    return module.means
+
+
+def test_the_trial_leaves_a_metrics_value_of_the_first_step_alone() -> None:
+    for means in run_ranks(_label_means, 2, timeout_s=120):
+        assert means == pytest.approx([0.5, 2.5], abs=1e-6)  # of 0 and 1, then of 2 and 3; the trial's are 0 and 3
+
+
 LABELS = (0, 1, 0, 2)
 CLASSES = DataLoader[Any]([(torch.tensor([1.0 + i]), label) for i, label in enumerate(LABELS)], 2)  # type: ignore[arg-type]
-
-
-class Classes(pl.LightningModule):
-    def __init__(self, function: Callable[[Tensor, Tensor], Tensor]) -> None:
-        super().__init__()
-        self.layer, self.function = nn.Linear(1, 3), function
-
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        return self.function(self.layer(batch[0]), batch[1])
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), 0.1)
 
 
 FUNCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -174,23 +195,16 @@ FUNCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
-def _refused() -> dict[str, bool]:
-    warnings.simplefilter("ignore")
-    found = {}
-    for name, function in FUNCTIONS.items():
-        torch.manual_seed(0)
-        trainer = Trainer(
-            strategy=DDPStrategy(timeout_s=60), devices=2, accelerator="cpu", max_epochs=1, logger=False,
-            enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-        )  # fmt: skip
-        try:
-            trainer.fit(Classes(function), CLASSES)
-            found[name] = False
-        except ConfigError as exc:
-            found[name] = "the loss is not the mean over samples" in str(exc) and trainer.global_step == 0
-    return found
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_two_samples_far_apart_show_losses_of_plain_batches_that_are_no_means(name: str) -> None:
+    torch.manual_seed(0)
+    layer = nn.Linear(1, 3)
 
+    def loss_of(batch: Any, _: int) -> float:
+        return float(FUNCTIONS[name](layer(batch[0]), batch[1]))
 
-def test_losses_of_plain_batches_that_are_no_means_are_refused_before_the_first_update() -> None:
-    for found in run_ranks(_refused, 2, timeout_s=120):
-        assert found == {name: name != "mean" for name in FUNCTIONS}
+    if name == "mean":
+        verify_mean(loss_of, CLASSES, "ddp")  # which raises no error
+    else:
+        with pytest.raises(ConfigError, match="the loss is not the mean over samples"):
+            verify_mean(loss_of, CLASSES, "ddp")
