@@ -52,6 +52,7 @@ class RankGroup:
     Attributes:
         devices: the devices of this process, the root device first.
         failed: whether the run has failed.
+        trainer: the trainer of the run; None before the first.
     """
 
     def __init__(self, timeout_s: float) -> None:
@@ -64,7 +65,7 @@ class RankGroup:
         """The signal by which all ranks have agreed to stop, if any."""
         self.at_end: Callable[[], None] | None = None
         self._sums: SideGroup | None = None
-        self._trainer: pl.Trainer | None = None
+        self.trainer: pl.Trainer | None = None
 
     def meet(
         self, environment: ClusterEnvironment, num_nodes: int, backend: str, devices: Sequence[torch.device]
@@ -89,19 +90,13 @@ class RankGroup:
 
     def begin(self, trainer: pl.Trainer) -> None:
         """Begin a run; every rank must call it."""
-        if self._trainer is not trainer:
-            self._trainer = trainer
+        if self.trainer is not trainer:
+            self.trainer = trainer
             # Lightning's handler broadcasts, possibly in the middle of another collective
             put(of_lightning.signal_connector(trainer), sigterm_notifier_fn=self._on_signal)
         if self.coordinator is not None:
             self.coordinator.heartbeat.count_steps = lambda: trainer.global_step
         self._sums = SideGroup(self.timeout)  # on all ranks: one alone may request loaders
-
-    @property
-    def trainer(self) -> pl.Trainer:
-        """The trainer of the run."""
-        assert self._trainer is not None
-        return self._trainer
 
     @property
     def sums(self) -> SideGroup:
@@ -110,7 +105,7 @@ class RankGroup:
         return self._sums
 
     def _on_signal(self, signum: int, _: object) -> None:
-        if self.coordinator is None or self.trainer.state.fn != TrainerFn.FITTING:
+        if self.coordinator is None or self.trainer is None or self.trainer.state.fn != TrainerFn.FITTING:
             raise SIGTERMException
         self.coordinator.stop_agreement.request(signum)
 
@@ -125,6 +120,7 @@ class RankGroup:
             requested.
         """
         assert self.coordinator is not None
+        assert self.trainer is not None
         stopping = self.coordinator.stop_agreement
         stops = stopping.agreed(received, self.trainer.global_step, self.devices)
         self.stop_signal = stopping.signal if stops else None

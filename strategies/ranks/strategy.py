@@ -60,7 +60,7 @@ class RankStrategy(pl_strategies.DDPStrategy):
     balance: shares of the ranks that are not even
 
     Args:
-        batch_size_is: see `DDPStrategy`, as for `batch_dims`, `recompute` and `verify_loss`.
+        batch_size_is, batch_dims, recompute, verify_loss: as in `DDPStrategy`.
         timeout_s: seconds that a rank waits for the others before it fails.
         backend: `gloo`, `nccl`, ...; None chooses by the device. CPU tensors and objects go by gloo beside NCCL.
         sync_batchnorm: normalise by the statistics of the global batch, like `Trainer(sync_batchnorm=True)`.
@@ -115,7 +115,6 @@ class RankStrategy(pl_strategies.DDPStrategy):
         self._given_start_method: StartMethod | None = start_method
         self._syncs_batchnorm = sync_batchnorm
         self._manages_samples = True
-        self._trainer: pl.Trainer | None = None
         self._num_ranks: int | None = None
         self._loaders: RankLoaders | None = None
         self._cut_states = CutStates()
@@ -214,8 +213,8 @@ class RankStrategy(pl_strategies.DDPStrategy):
     @property
     def trainer(self) -> pl.Trainer:
         """The trainer of the run."""
-        assert self._trainer is not None
-        return self._trainer
+        assert self.group.trainer is not None
+        return self.group.trainer
 
     @cached_property
     def layout(self) -> Layout:
@@ -257,8 +256,7 @@ class RankStrategy(pl_strategies.DDPStrategy):
         if self.balance is not None:
             self.balance.begin(self.world_size)
         connector = of_lightning.accelerator_connector(trainer)
-        if self._trainer is not trainer:
-            self._trainer = trainer
+        if self.group.trainer is not trainer:
             self._manages_samples = connector.use_distributed_sampler
             connector.use_distributed_sampler = False  # Lightning's sampler pads; `process_dataloader` cuts instead
         self.structures = RunStructures(self._batch_dims)
