@@ -29,8 +29,8 @@ class DDPStrategy(RankStrategy):
         shard_optimizer: cut the optimizers' state over the ranks (ZeRO, stage 1): each updates some of the parameters.
         recompute: parts of the module whose activations are computed once more in the backward pass: `never`,
             `always`, `except_last`, or names of submodules.
-        verify_loss: refuse a loss that is not the mean over samples, where the first batch has tensors of other numbers
-            of rows than samples (graphs). False weights it by samples nevertheless.
+        verify_loss: refuse a loss that is not the mean over samples: where autograd's graph of the first step does not
+            show that it is one, some samples are tried alone and together. False weights it by samples nevertheless.
         compression: compression of gradients between ranks: `fp16`, `bf16`, `powersgd`, or None.
         **options: options of `RankStrategy` (`timeout_s`, `start_method`, ...) and of
             `torch.nn.parallel.DistributedDataParallel`: `find_unused_parameters`, `static_graph`,

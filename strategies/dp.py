@@ -48,6 +48,7 @@ class DataParallelStrategy(OneProcessStrategy):
         recompute: parts of the module whose activations are computed once more in the backward pass: `never`,
             `always`, `except_last`, or names of submodules.
         shard_optimizer: cut the optimizers' state over the devices (ZeRO, stage 1): each updates some parameters.
+        verify_loss: as in `DDPStrategy`.
 
     Raises:
         ConfigError: an option has an invalid value.
@@ -67,8 +68,9 @@ class DataParallelStrategy(OneProcessStrategy):
         model_parallel_size: Count = 1,
         recompute: RecomputeOption = "never",
         shard_optimizer: bool = False,
+        verify_loss: bool = True,
     ) -> None:
-        super().__init__(devices, batch_dims)
+        super().__init__(devices, batch_dims, verify_loss)
         self.replica_options = ReplicaOptions(
             self.strategy_name, "strategy=ddp", loss_reduction, submodule, copy_frozen, threads
         )

@@ -23,6 +23,7 @@ class ModelParallelStrategy(OneProcessStrategy):
         batch_dims: which dimensions of the batch are samples, by path, where that can't be found out.
         recompute: parts of the module whose activations are computed once more in the backward pass: `never`,
             `always`, `except_last`, or names of submodules.
+        verify_loss: as in `DDPStrategy`, for micro-batches.
         **options: options of `StageOptions`: `partition`, `num_microbatches`, `schedule`, ...
 
     Raises:
@@ -39,9 +40,10 @@ class ModelParallelStrategy(OneProcessStrategy):
         devices: Sequence[Device] | None = None,
         batch_dims: BatchDims | None = None,
         recompute: RecomputeOption = "never",
+        verify_loss: bool = True,
         **options: Any,
     ) -> None:
-        super().__init__(devices, batch_dims)
+        super().__init__(devices, batch_dims, verify_loss)
         self.recompute = Recompute(recompute, self.strategy_name)
         self.stage_options = StageOptions(**options)
 

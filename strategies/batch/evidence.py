@@ -24,7 +24,7 @@ LOOKS = (2, 3)
 
 
 _CANDIDATES = 8
-"""Samples among which two are looked for that differ in rows."""
+"""Samples whose losses are compared: enough to differ in classes and rows, as few as a small batch has."""
 
 
 @dataclass
@@ -146,8 +146,8 @@ def fetch(loader: Any, num: int) -> Batch:
     return loader.collate_fn(_samples(loader, num))
 
 
-def fetch_pair(loader: Any, seed: int) -> list[Batch]:
-    """Make a batch of each of two samples whose tensors differ most in rows, and one of both, without a trace.
+def fetch_singles(loader: Any, seed: int) -> list[Batch]:
+    """Make a batch of each of some samples from all over a loader's dataset, and one of all, without a trace.
 
     Args:
         loader: whose samples are looked at.
@@ -161,10 +161,7 @@ def fetch_pair(loader: Any, seed: int) -> list[Batch]:
         random.seed(seed)
         np.random.seed(seed)
         samples = _samples(loader, min(_CANDIDATES, len(loader.dataset)))
-        rows = [sum(numbers_of_rows(loader.collate_fn([copy.deepcopy(sample)]))) for sample in samples]
-        last = max(range(len(rows)), key=lambda i: (rows[i], i))  # if all have as many, two that are far apart
-        pair = [samples[rows.index(min(rows))], samples[last]]
-        return [loader.collate_fn(copy.deepcopy(some)) for some in (pair[:1], pair[1:], pair)]
+        return [loader.collate_fn(copy.deepcopy(some)) for some in (*([sample] for sample in samples), samples)]
 
 
 def _samples(loader: Any, num: int) -> list[Any]:

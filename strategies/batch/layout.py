@@ -25,10 +25,13 @@ class Layout(Protocol):
     Attributes:
         devices: the devices of the process, the root device first.
         losses: what the last training step logged, or returned, as its loss.
+        inspect: if set, gets what the module's training step has returned for each part of a batch, before its backward
+            pass, and the number of samples in it, if the layout knows.
     """
 
     devices: list[torch.device]
     losses: list[Tensor]
+    inspect: Callable[[Any, float | None], None] | None = None
 
     @property
     def meeting_device(self) -> torch.device:
@@ -141,6 +144,8 @@ class SingleLayout(Layout):
         output = getattr(self._module, name)(*args, **kwargs)
         if self._end is not None and name == "training_step":
             output = self._end(output)
+        if self.inspect is not None and name == "training_step":
+            self.inspect(output, None)
         self.losses = losses_in(output) if isinstance(output, dict) else []  # which has a `loss_weight`, or none counts
         return output
 

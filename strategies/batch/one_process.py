@@ -1,7 +1,7 @@
 """The process side of strategies that train in one process: a layout does the work, and there is nobody to wait for."""
 
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cached_property
 from typing import Any
 
@@ -18,6 +18,7 @@ from ..core.optimizer_states import load_states, state_to_parameters
 from ..core.rng import seed_rank
 from ..core.types import Batch, Device
 from .layout import Layout, drop_layout, evaluate_in_layout, evaluation_step
+from .loss_check import LossCheck
 from .run_structures import RunStructures
 from .structure import BatchDims, verify_batch_dims
 
@@ -28,11 +29,16 @@ class OneProcessStrategy(pl_strategies.SingleDeviceStrategy):
     Args:
         devices: the devices; None takes the trainer's.
         batch_dims: which dimensions of the batch are samples, by path, where that can't be found out.
+        verify_loss: refuse a loss that is not the mean over samples, if batches are cut.
     """
 
-    def __init__(self, devices: Sequence[Device] | None, batch_dims: BatchDims | None) -> None:
+    def __init__(
+        self, devices: Sequence[Device] | None, batch_dims: BatchDims | None, verify_loss: bool = True
+    ) -> None:
         self._batch_dims = verify_batch_dims(batch_dims, self.strategy_name)
         self.structures = RunStructures(self._batch_dims)
+        self._loss_check = LossCheck(self.strategy_name, verify_loss)
+        self._is_first = False
         super().__init__(device="cpu")
         self._parallel_devices = [torch.device(device) for device in devices or ()]
 
@@ -122,7 +128,17 @@ class OneProcessStrategy(pl_strategies.SingleDeviceStrategy):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         with self.precision_plugin.train_step_context():
-            return self.layout.step("training_step", *args, **kwargs)
+            return (self._first_step if self._is_first else self.layout.step)("training_step", *args, **kwargs)
+
+    def _first_step(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        module = self.lightning_module
+        assert module is not None
+        self._is_first = False
+        self._loss_check.open(module, self.layout)
+        output = self.layout.step(name, *args, **kwargs)
+        num = self.structures.of_batch(module.trainer).num_samples(args[0])
+        self._loss_check.close(self, num, args, kwargs, nullcontext)
+        return output
 
     evaluate = evaluate_in_layout
     validation_step, test_step = evaluation_step("val"), evaluation_step("test")
@@ -155,6 +171,7 @@ class OneProcessStrategy(pl_strategies.SingleDeviceStrategy):
         assert self.lightning_module is not None
         self.layout.verify_loaders()
         self.layout.weights_changed()
+        self._is_first = bool(self.layout.cut_by)
         if not self.lightning_module.trainer.fit_loop.restarting:  # a resumed run restores its saved streams
             seed_rank(0, self.process_devices)
 

@@ -1,7 +1,7 @@
 """Foundations of every room: errors, type aliases, devices, executor, random state, and the contract with the loop.
 
 Exports: errors, types, devices, device_names, executor, side_streams, rng, loop_contract,
-    optimizer_states, module_checks, module_log,
-    lightning_names, patching, files, text_table, user_code, no_value, options.
+    optimizer_states, module_checks, module_log, untraced_step,
+    lightning_names, patching, files, text_table, no_value, options.
 May import: nothing of this project.
 """

@@ -1,12 +1,17 @@
-"""Replace files whole, and make directories that do not outlive a killed process for long."""
+"""Replace files whole, make directories that do not outlive a killed process for long, and tell libraries' files."""
 
 import os
 import shutil
 import socket
+import sysconfig
 import tempfile
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
-from pathlib import Path
+from pathlib import Path, PurePath
+
+_ROOMS = tuple(str(Path(__file__).parents[2] / room) + os.sep for room in ("trainer", "strategies"))
+_LIBRARIES = (*(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")), *_ROOMS, "<")
+_INSTALLED = {"site-packages", "dist-packages"}
 
 
 @contextmanager
@@ -72,3 +77,14 @@ def was_left(number: str) -> bool:
     Call it before this process writes such files: after a container's restart it may have the number of an earlier one.
     """
     return number.isdecimal() and (int(number) == os.getpid() or not is_alive(int(number)))
+
+
+def is_library(filename: str) -> bool:
+    """Whether a file belongs to Python, an installed package, or this project.
+
+    An environment may see the packages of another one, so that not all are where this interpreter installs its own.
+
+    Args:
+        filename: as in a code object or traceback.
+    """
+    return filename.startswith(_LIBRARIES) or not _INSTALLED.isdisjoint(PurePath(filename).parts)

@@ -1,5 +1,5 @@
 """Decide which rank reads which sample.
 
-Exports: loaders, combined, shares, loss_check, sampling, streams, predictions.
+Exports: loaders, combined, shares, sampling, streams, predictions.
 May import: core, batch.
 """

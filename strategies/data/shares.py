@@ -1,16 +1,13 @@
 """Read this rank's share of each batch, by which its loss and its logged means weigh."""
 
-import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_only
 from pytorch_lightning.utilities.combined_loader import CombinedLoader
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from ..batch.evidence import numbers_of_rows
 from ..batch.loss_weight import WeighedLoss
 from ..batch.tree import Path, at, held, walk
 from ..core.errors import ConfigError
@@ -19,8 +16,6 @@ from ..core.types import Batch
 from .combined import TRAINED, verify_side_by_side
 from .loaders import Source, source_of
 from .sampling import Share
-
-logger = logging.getLogger(__name__)
 
 _BY_CHANCE = 2
 """Batches in which something else may have as many rows as there are samples."""
@@ -56,6 +51,11 @@ class RankShares:
         self._num_fitting = 0
         self._loaders: Sequence[Any] = ()
         self._sources: list[Source | None] = []
+
+    @property
+    def num(self) -> float | None:
+        """The samples of this rank; None if all ranks have the same weight."""
+        return None if self.current is None else self.current.num
 
     @property
     def per_weight(self) -> float | None:
@@ -140,14 +140,12 @@ class RankShares:
         """Refuse combined loaders whose batches ranks would not read side by side."""
         verify_side_by_side(combined, self._strategy)
 
-    def verify_parts(self, loop: Any, batch: Batch, is_mean: Callable[[], bool] = bool) -> None:
+    def verify_parts(self, loop: Any, batch: Batch) -> None:
         """Refuse training loaders of which this rank has unequal parts, in any step where that can be known.
 
         Args:
             loop: of the training.
-            batch: this rank's, which must have the samples of its share; the first one is looked at for values that are
-                not one per sample.
-            is_mean: whether the loss is known to be the mean over samples; asked where such values are found.
+            batch: this rank's, which must have the samples of its share.
 
         Raises:
             ConfigError: the parts differ, or the batch has other samples than its share, so that no weight of this
@@ -156,7 +154,9 @@ class RankShares:
         if not self.knows_parts:
             verify_side_by_side(of_lightning.combined_loader(loop), self._strategy, TRAINED, loop.max_batches)
             self.knows_parts = True
-            self._tell_rows(batch, is_mean)
+            places = _rows(batch)
+            num = 0 if self.current is None else self.current.num
+            self._rows_at, self._num_fitting = next((place for place in places if places[place] == num), None), 0
         if len(self._parts) > 1:
             raise ConfigError(
                 f"{self._strategy}: this rank has {' and '.join(f'{part:.3g}' for part in sorted(self._parts))} of "
@@ -165,19 +165,6 @@ class RankShares:
 
         if self._rows_at is not None and self.counts:
             self._verify_rows(batch, self._rows_at)
-
-    def _tell_rows(self, batch: Batch, is_mean: Callable[[], bool]) -> None:
-        """Tell how the loss is weighted where the batch shows that it may be a mean over something else."""
-        places = _rows(batch)
-        num = 0 if self.current is None else self.current.num
-        self._rows_at, self._num_fitting = next((place for place in places if places[place] == num), None), 0
-        rows = set(numbers_of_rows(batch)) if num > 0 else set[int]()
-        if rows - {num} and not is_mean():
-            rank_zero_only(logger.warning)(
-                "%s: a batch of %d samples has tensors of %s rows. The loss is weighted by samples; if it is a mean "
-                'over something else (atoms, tokens), return {"loss": loss, "loss_weight": n} from training_step.',
-                self._strategy, num, " and ".join(map(str, sorted(rows))),
-            )  # fmt: skip
 
     def _verify_rows(self, batch: Batch, place: Path) -> None:
         """Refuse a batch that has lost samples of its share (in `collate_fn`, say), or has others beside them.

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.distributed import Store
 
-from ..core.user_code import is_library
+from ..core.files import is_library
 from ._stop import NEWS, StopAgreement
 from ._store_watch import RANK_FAILED
 from .process_exit import nccl

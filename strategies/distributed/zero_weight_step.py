@@ -2,65 +2,33 @@
 
 from collections.abc import Generator
 from contextlib import contextmanager
-from typing import Any
 
 import pytorch_lightning as pl
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.weight_norm import WeightNorm
-from torchmetrics import Metric
 
-from ..core.module_log import lightning_modules, log_nothing, module_log, received
-from ..core.private import of_metrics, of_torch
+from ..core.private import of_torch
+from ..core.untraced_step import untraced_step
 from .sync_batchnorm import SyncedBatchNorm
 
 
 @contextmanager
 def zero_weight_step(module: pl.LightningModule, silent: bool = False) -> Generator[None]:
-    """Run a step with weight zero: it leaves no trace.
-
-    Buffers and metric states are restored, logged values get no weight, and what the step appended to lists of the
-    module (`self.training_step_outputs.append(...)`) is removed.
+    """Run a step with weight zero: it leaves no trace, and synchronized BatchNorm layers don't count its samples.
 
     Args:
         silent: whether it logs nothing at all: in an evaluation ranks may log different names.
     """
-    buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
-    metrics = [(metric, _metric_state(metric)) for metric in module.modules() if isinstance(metric, Metric)]
-    lists = [(value, len(value)) for value in vars(module).values() if type(value) is list]
     synced = [layer for layer in module.modules() if isinstance(layer, SyncedBatchNorm)]
     for layer in synced:
         layer.counts = False
     try:
-        logs = map(module_log, lightning_modules(module))
-        with received((log, log_nothing if silent else log.without_weight) for log in logs):
+        with untraced_step(module, silent):
             yield
     finally:
         for layer in synced:
             layer.counts = True
-        for buffer, value in buffers:
-            buffer.data.copy_(value)  # hidden from autograd: BatchNorm's backward, with weight 0 here, needs them
-        for value, length in lists:
-            del value[length:]
-        for metric, state in metrics:
-            vars(metric).update(state)
-
-
-@contextmanager
-def trial_step(module: pl.LightningModule) -> Generator[None]:
-    """Run a step in evaluation mode only to see its result: it leaves no trace, also in attributes of the module."""
-    parts = [(part, part.training, dict(vars(part))) for part in module.modules()]
-    try:
-        with zero_weight_step(module, silent=True):
-            for part, _, _ in parts:
-                part.training = False
-            yield
-    finally:
-        for part, training, attributes in parts:
-            if not isinstance(part, Metric):  # restored already
-                vars(part).clear()
-                vars(part).update(attributes)
-            part.training = training
 
 
 def recompute_weights(module: nn.Module) -> None:
@@ -73,16 +41,3 @@ def recompute_weights(module: nn.Module) -> None:
         for hook in of_torch.forward_pre_hooks(layer).values():
             if isinstance(hook, (BasePruningMethod, WeightNorm)):
                 hook(layer, ())
-
-
-def _metric_state(metric: Metric) -> dict[str, Any]:
-    counters = [name for name, value in vars(metric).items() if isinstance(value, (int, float))]  # Running has one
-    values = {
-        name: getattr(metric, name)
-        for name in (*of_metrics.defaults(metric), *counters, of_metrics.COMPUTED, of_metrics.FORWARD_CACHE)
-    }
-    return {name: list(value) if isinstance(value, list) else _kept(value) for name, value in values.items()}
-
-
-def _kept(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else value

@@ -144,6 +144,8 @@ class StageLayout(Layout):
             output = self._step_in_microbatches(step, *args, **kwargs)
         else:
             output = ended(self._module, self._watched(partial(step, *args, **kwargs)))
+            if self.inspect is not None:
+                self.inspect(output, None)
             self.losses = losses_in(output)
         # Lightning, the gradient scaler and DDP expect the loss on the root device
         if not isinstance(output, dict):
@@ -204,6 +206,8 @@ class StageLayout(Layout):
         chunks = self._batch_structure.split(batch, sizes)
         steps = [partial(step, chunk, *args, **kwargs) for chunk in chunks]
         steps[0] = partial(self._watched, steps[0])
+        if self.inspect is not None and end is None and reduction == "mean":
+            steps = [partial(self._inspected, step, size) for step, size in zip(steps, sizes, strict=True)]
         gradients = self._gradients(sizes) if end is None else None
         with logs.recording(), self.stages.reading(batch):
             outputs = self._microbatches.run(names, steps, gradients, logs.run)
@@ -252,6 +256,12 @@ class StageLayout(Layout):
         if key not in self._told:
             self._told.add(key)
             rank_zero_info(message)
+
+    def _inspected(self, call: Callable[[], Any], size: int) -> Any:
+        output = call()
+        assert self.inspect is not None
+        self.inspect(output, size)
+        return output
 
     def _watched(self, call: Callable[[], Any]) -> Any:
         with self.stages.watched():

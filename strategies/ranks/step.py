@@ -14,17 +14,17 @@ from torch.optim import LBFGS, Optimizer
 from typing_extensions import override
 
 from ..batch.layout import SingleLayout
+from ..batch.loss_check import LossCheck
 from ..batch.loss_weight import loss_weight, weighs_in_loop
+from ..batch.structure import num_samples
 from ..core.loop_contract import StepContract, has_context
 from ..core.private import of_lightning
-from ..core.types import Batch
 from ..data.loaders import positions
-from ..data.loss_check import verify_mean
 from ..data.shares import RankShares
 from ..distributed.metrics.run import RunMetrics
 from ..distributed.same_weights import Agreement, StateWatch
 from ..distributed.wrapper import StepReduction
-from ..distributed.zero_weight_step import recompute_weights, trial_step, zero_weight_step
+from ..distributed.zero_weight_step import recompute_weights, zero_weight_step
 
 if TYPE_CHECKING:
     from .strategy import RankStrategy
@@ -39,7 +39,7 @@ class RankStep(StepContract):
 
     def __init__(self, strategy: "RankStrategy", verify_loss: bool) -> None:
         self._strategy = strategy
-        self._verifies_loss = verify_loss
+        self._loss_check = LossCheck(strategy.strategy_name, verify_loss)
         self.states = StateWatch(strategy.strategy_name)
         self.agreement = Agreement(strategy.strategy_name)
         self.shares = RankShares(1, strategy.strategy_name)
@@ -114,6 +114,9 @@ class RankStep(StepContract):
             strategy.balance.begin_step(module, strategy.root_device, strategy.loaders.change_policy)
         if not module.automatic_optimization:
             shares.verify_parts(trainer.fit_loop, args[0])  # the step itself steps the optimizer
+        is_first = counts and not shares.knows_parts and (strategy.world_size > 1 or bool(strategy.layout.cut_by))
+        if is_first:
+            self._loss_check.open(module, strategy.layout, shares.num or num_samples(args[0]))
         if counts and self.states.has_ended and self.agreement.has_ended:
             output = self._own_step(*args, **kwargs)
         else:
@@ -126,10 +129,12 @@ class RankStep(StepContract):
         if module_weighs:
             own = loss_weight(output, args[0])
             shares.weigh(own, strategy.group.mean(own), strategy.layout.losses)
-        elif shares.knows_parts:
-            shares.verify_parts(trainer.fit_loop, args[0])
         else:
-            shares.verify_parts(trainer.fit_loop, args[0], partial(self._loss_is_mean, args[1:], kwargs))
+            shares.verify_parts(trainer.fit_loop, args[0])
+            if is_first:
+                assert self.metrics is not None
+                trial = None if strategy.sync.evaluates_together else self.metrics.steps.unrecorded
+                self._loss_check.close(strategy, shares.num, args, kwargs, trial)
         return output
 
     @contextmanager
@@ -154,29 +159,6 @@ class RankStep(StepContract):
             return strategy.layout.step("training_step", *args, **kwargs)
         with strategy.balance.forward():
             return strategy.layout.step("training_step", *args, **kwargs)
-
-    def _loss_is_mean(self, rest: tuple[Any, ...], options: Mapping[str, Any]) -> bool:
-        """Whether the module's loss is known to be the mean over samples; it is refused if it is known not to be.
-
-        Args:
-            rest: arguments of `training_step` after the batch.
-        """
-        strategy = self._strategy
-        module, trainer = self._module, self._trainer
-        loaders = of_lightning.flattened(of_lightning.combined_loader(trainer.fit_loop))
-        if not (self._verifies_loss and module.automatic_optimization and self.runs_alone("") and len(loaders) == 1):
-            return not self._verifies_loss
-
-        def loss_of(batch: Batch, seed: int) -> float:
-            batch = of_lightning.on_before_batch_transfer(module)(trainer.precision_plugin.convert_input(batch), 0)
-            batch = strategy.moved(batch)
-            assert self.metrics is not None
-            with trial_step(module), self.metrics.steps.unrecorded(), torch.random.fork_rng():
-                torch.manual_seed(seed)
-                output: Any = module.training_step(batch, *rest, **options)
-            return float(output["loss"] if isinstance(output, dict) else output)
-
-        return verify_mean(loss_of, loaders[0], strategy.strategy_name)
 
     def evaluate(self, step: str, context: Callable[[], AbstractContextManager[Any]], *args: Any, **kwargs: Any) -> Any:
         """Run a step of evaluation, in a context of the precision plugin."""

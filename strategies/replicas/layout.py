@@ -212,6 +212,9 @@ class ReplicaLayout(Layout):
         if end is not None:
             logs.replay(sizes)
             return end(structure.join(outputs, [size for size in sizes if size > 0], root))
+        if self.inspect is not None and self.options.loss_reduction == "mean":
+            for output, size in zip(outputs, filter(None, sizes), strict=True):
+                self.inspect(output, size)
         result, left_out = combine_outputs(
             outputs, sizes, logs, self.options.loss_reduction, self.options.strategy, root, structure
         )

@@ -14,7 +14,7 @@ from omegaconf import DictConfig
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 
 from ...strategies import ConfigError
-from ...strategies.core.user_code import is_library
+from ...strategies.core.files import is_library
 from ..config.launch_plan import strategy_name
 from .log_file import FORMAT, LOG_FILE
 from .result import FAILED, Result

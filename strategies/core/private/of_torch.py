@@ -43,6 +43,8 @@ is_dispatch_key_excluded: Any = torch._C._dispatch_tls_is_dispatch_key_excluded
 DisableTorchFunctionSubclass = torch._C.DisableTorchFunctionSubclass
 local_scalar_dense: Any = torch.ops.aten._local_scalar_dense
 schema = attrgetter("_schema")
+input_metadata = attrgetter("_input_metadata")
+"""Of a node of autograd: shapes of what its operation has computed."""
 
 
 def storage_use_count(storage: Any) -> int:

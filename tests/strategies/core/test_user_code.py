@@ -4,8 +4,8 @@ import sysconfig
 import pytest
 import torch
 
-from evener.strategies.core import user_code
-from evener.strategies.core.user_code import is_library
+from evener.strategies.core import files
+from evener.strategies.core.files import is_library
 
 
 @pytest.mark.parametrize(
@@ -16,7 +16,7 @@ from evener.strategies.core.user_code import is_library
         "<frozen runpy>",
         torch.__file__,
         os.__file__,
-        user_code.__file__,
+        files.__file__,
     ],
 )
 def test_packages_of_any_environment_are_libraries(filename: str) -> None:

@@ -1,4 +1,4 @@
-"""A loss that is no mean over samples is refused by what two samples show; what shows nothing is not."""
+"""A loss that is no mean over samples is refused by what samples show; what shows nothing is not."""
 
 import math
 import random
@@ -14,8 +14,15 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
-from evener.strategies import ConfigError, DDPStrategy, SingleDeviceStrategy
-from evener.strategies.data.loss_check import verify_mean
+from evener.strategies import (
+    BalancedDataParallelStrategy,
+    ConfigError,
+    DataParallelStrategy,
+    DDPStrategy,
+    ModelParallelStrategy,
+    SingleDeviceStrategy,
+)
+from evener.strategies.batch.loss_check import verify_mean
 from evener.trainer import Trainer
 
 SIZES = (2, 3, 2, 4)
@@ -53,10 +60,12 @@ def test_a_mean_over_samples_is_known_to_be_one() -> None:
     assert verify_mean(loss(by_molecule), LOADER, "ddp")
 
 
-# atoms 1, 2 and 1, 2, 3, 4: means 1.5 and 2.5, of all six 13/6; sums 3, 10 and 13
-@pytest.mark.parametrize(("function", "told"), [(by_atom, "1.5 and 2.5 .* 2.167"), (summed, "3 and 10 .* 13")])
+# atoms 1, 2; 1, 2, 3; 1, 2; 1, 2, 3, 4: means 1.5, 2, 1.5, 2.5, of all 22/11; sums 3, 6, 3, 10
+@pytest.mark.parametrize(
+    ("function", "told"), [(by_atom, "is 1.875, .* together 2"), (summed, "is 5.5, .* together 22")]
+)
 def test_a_mean_over_atoms_and_a_sum_are_refused(function: Callable[[Any], Tensor], told: str) -> None:
-    with pytest.raises(ConfigError, match=f"ddp: the loss is not the mean over samples.* {told} for both together"):
+    with pytest.raises(ConfigError, match=f"ddp: the loss is not the mean over samples.* {told}[.]"):
         verify_mean(loss(function), LOADER, "ddp")
 
 
@@ -65,7 +74,7 @@ def fails(batch: Any) -> Tensor:
 
 
 @pytest.mark.parametrize("function", [fails, lambda _: torch.tensor(1.0), lambda _: torch.tensor(math.nan)])
-def test_what_fails_or_is_the_same_for_both_shows_nothing(function: Callable[[Any], Tensor]) -> None:
+def test_what_fails_or_is_the_same_for_all_shows_nothing(function: Callable[[Any], Tensor]) -> None:
     assert not verify_mean(loss(function), LOADER, "ddp")
 
 
@@ -196,15 +205,82 @@ FUNCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_two_samples_far_apart_show_losses_of_plain_batches_that_are_no_means(name: str) -> None:
+def test_samples_show_losses_of_plain_batches_that_are_no_means(name: str) -> None:
     torch.manual_seed(0)
     layer = nn.Linear(1, 3)
 
     def loss_of(batch: Any, _: int) -> float:
-        return float(FUNCTIONS[name](layer(batch[0]), batch[1]))
+        return FUNCTIONS[name](layer(batch[0]), batch[1]).item()
 
     if name == "mean":
         verify_mean(loss_of, CLASSES, "ddp")  # which raises no error
     else:
         with pytest.raises(ConfigError, match="the loss is not the mean over samples"):
             verify_mean(loss_of, CLASSES, "ddp")
+
+
+class Classifier(pl.LightningModule):
+    """Two layers, so that it can be cut into stages; counts its training steps."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(1, 4), nn.Linear(4, 3))
+        self.loss_function, self.calls = FUNCTIONS[name], list[int]()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.calls.append(len(batch[0]))
+        return self.loss_function(self.layers(batch[0]), batch[1])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+CLASSES_IN_ONE_BATCH = DataLoader[Any](CLASSES.dataset, 4)
+ONE_PROCESS: dict[str, Callable[..., Any]] = {
+    "dp": DataParallelStrategy,
+    "balanced_dp": lambda **options: BalancedDataParallelStrategy(weights=[1, 3], **options),
+    "model_parallel": lambda **options: ModelParallelStrategy(num_microbatches=2, **options),
+}
+
+
+def classified(strategy: Any, name: str) -> tuple[int, str, list[int]]:
+    """Train for one step: the steps that were taken, the error, and the samples of each training step."""
+    module = Classifier(name)
+    trainer = Trainer(
+        strategy=strategy, devices=2, accelerator="cpu", max_steps=1, logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    try:
+        trainer.fit(module, CLASSES_IN_ONE_BATCH)
+    except ConfigError as exc:
+        return trainer.global_step, str(exc), module.calls
+    return trainer.global_step, "", module.calls
+
+
+def assert_refused(name: str, strategy: str, found: tuple[int, str, list[int]], parts: list[int]) -> None:
+    num_steps, told, calls = found
+    if name == "mean":
+        assert (num_steps, told, sorted(calls)) == (1, "", parts)  # no trial is made
+    else:
+        assert num_steps == 0
+        assert told.startswith(f"{strategy}: the loss is not the mean over samples")
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("strategy", ONE_PROCESS)
+def test_strategies_of_one_process_refuse_what_is_no_mean(strategy: str, name: str) -> None:
+    parts = {"dp": [2, 2], "balanced_dp": [1, 3], "model_parallel": [2, 2]}
+    assert_refused(name, strategy, classified(ONE_PROCESS[strategy](), name), parts[strategy])
+    assert classified(ONE_PROCESS[strategy](verify_loss=False), name)[0] == 1
+
+
+def _classified_on_ranks() -> dict[str, Any]:
+    warnings.simplefilter("ignore")
+    return {name: classified(DDPStrategy(batch_size_is="global", timeout_s=60), name) for name in FUNCTIONS}
+
+
+def test_ranks_refuse_what_is_no_mean() -> None:
+    for found in run_ranks(_classified_on_ranks, 2, timeout_s=120):
+        for name, result in found.items():
+            assert_refused(name, "ddp", result, [2])

@@ -1,0 +1,194 @@
+"""Read from autograd's graph whether a loss is the mean over the samples of its batch.
+
+    loss ← sums, constant factors ← means ← operations that keep samples apart ← the batch
+
+Where the graph does not show this, the operation is named. An operation that mixes samples in another dimension than
+the first (after a transpose, say) is not found.
+"""
+
+import math
+import re
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import Node
+
+from ..core.private import of_torch
+
+_SUMS = {"Add", "Sub", "Rsub", "Neg"}
+_COPIES = {"Alias", "Clone", "ToCopy", "View", "UnsafeView", "ReshapeAlias", "Squeeze", "Stack", "Unsqueeze"}
+_PAIRINGS = {"Add", "Sub", "Mul", "Div", "Maximum", "Minimum", "Where", "Expand", "Repeat"}
+_PICKS = {"Index", "MaskedSelect", "Cdist", "Pdist"}
+_KEEP_ROWS = {"Cat", "Stack", "Squeeze", "Unsqueeze"}
+_ADDED_BY_TORCH = {"_DDPSink", "RegisterPostBackwardFunction"}
+"""By which torch's DDP and FSDP2 pass tensors on."""
+
+_MEAN, _IGNORED = 1, -100
+"""The code of `reduction="mean"`, and the default of `ignore_index`."""
+
+
+def why_no_mean(loss: Tensor, num: int, storages: set[int]) -> str:
+    """Name the operation because of which a loss may be no mean over samples.
+
+    Args:
+        loss: of shape (), before its backward pass.
+        num: samples of its batch.
+        storages: what identifies the memory of all parameters and buffers, which holds no samples.
+
+    Returns:
+        The operation's name; empty if the graph shows a mean.
+    """
+    if loss.grad_fn is None:
+        return ""
+    try:
+        return _Graph(loss.grad_fn, num, storages).doubt()
+    except RuntimeError:  # what an operation has saved was freed, or written to
+        return loss.grad_fn.name()
+
+
+class _Graph:
+    def __init__(self, root: Node, num: int, storages: set[int]) -> None:
+        self._num, self._storages = num, storages
+        self._nodes = _children_first(root)
+        self._constant = set[Node]()
+        """Nodes that compute something of parameters alone."""
+        for node in self._nodes:
+            variable, parts = getattr(node, "variable", None), _inputs(node)
+            if self._is_kept(variable) if variable is not None else parts and self._constant.issuperset(parts):
+                self._constant.add(node)
+
+    def doubt(self) -> str:
+        """See `why_no_mean`."""
+        above, open_nodes = set[Node](), [self._nodes[-1]]
+        while open_nodes:
+            node = open_nodes.pop()
+            if node in above or node in self._constant:
+                continue
+            above.add(node)
+            parts = self._summands(node)
+            if parts is None and not self._is_mean(node):
+                return node.name()
+            open_nodes += parts or ()
+        inner = (node for node in self._nodes if node not in above and node not in self._constant)
+        return next((node.name() for node in inner if self._mixes(node)), "")
+
+    def _summands(self, node: Node) -> list[Node] | None:
+        """The nodes of which a scalar is a sum, times constants; None if it is none."""
+        kind, parts = _kind(node), [part for part in _inputs(node) if part is not None]
+        if kind in {"Sum", "Mean"} and parts and _kind(parts[0]) == "Stack":
+            return parts
+        scaled = kind in {"Mul", "Div"} and self._is_scaled(node, kind)
+        is_copy = kind in _COPIES and all(math.prod(_shape(part)) == 1 for part in parts)
+        return parts if kind in _SUMS or scaled or is_copy else None
+
+    def _is_scaled(self, node: Node, kind: str) -> bool:
+        """Whether one factor is the same for all batches, as far as its value can show."""
+        factors = [*_inputs(node), None][:2]
+        varying = [i for i, factor in enumerate(factors) if factor is not None and factor not in self._constant]
+        if varying != [0] and (varying != [1] or kind == "Div"):
+            return False
+        i = 1 - varying[0]
+        value: Any = _saved(node, ("self", "other")[i])
+        if factors[i] is not None or self._is_kept(value):
+            return True
+        if isinstance(value, Tensor):
+            if value.numel() != 1 or (value.is_floating_point() and value.dtype != torch.float64):
+                return False
+            value = value.item()
+        return isinstance(value, (int, float)) and not (value > 1 and value % self._num == 0)  # by as many as samples
+
+    def _is_mean(self, node: Node) -> bool:
+        """Whether an operation computes the mean over values of which each sample has as many."""
+        if _kind(node) == "Mean":
+            return not math.prod(_saved(node, "self_sym_sizes") or ()) % self._num
+        read: Any = _saved(node, "self")
+        if _saved(node, "reduction") != _MEAN or read is None or read.numel() % self._num:
+            return False
+        if not _kind(node).startswith("NllLoss"):
+            return True
+        if _saved(node, "weight") is not None or _signed(_saved(node, "ignore_index")) != _IGNORED:
+            return False
+        return not bool((_saved(node, "target") == _IGNORED).any())
+
+    def _mixes(self, node: Node) -> bool:
+        """Whether an operation above the means may mix samples."""
+        kind, shape, num = _kind(node), _shape(node), self._num
+        if isinstance(node, BackwardCFunction):
+            return kind not in _ADDED_BY_TORCH
+        if kind in _PICKS or math.prod(shape) % num:
+            return True
+        if kind in {"Mm", "Addmm"} and self._both_vary(node, kind):
+            return True
+        is_square = len(shape) > 1 and shape[0] == shape[1] and not shape[0] % num
+        if is_square and kind in _PAIRINGS and self._is_stretched(node, shape):
+            return True
+        dims = _saved(node, "dim")
+        dims = dims if isinstance(dims, tuple) else () if dims is None else (dims,)
+        if kind in _KEEP_ROWS or not dims:
+            return False
+        sizes = _saved(node, "self_sym_sizes") or (num,) * (len(shape) + _removed(node, len(dims)))
+        return sizes[0] % num == 0 and any(_signed(dim) % len(sizes) == 0 for dim in dims)
+
+    def _is_stretched(self, node: Node, shape: tuple[int, ...]) -> bool:
+        """Whether an operation has broadcast what differs between batches."""
+        parts = [part for part in _inputs(node) if part is not None and part not in self._constant]
+        return any(_shape(part) != shape for part in parts)
+
+    def _both_vary(self, node: Node, kind: str) -> bool:
+        """Whether both factors of a matrix product are others for each batch."""
+        *_, left, right = _inputs(node)
+        if left in self._constant or right in self._constant:
+            return False
+        names = ("self" if kind == "Mm" else "mat1", "mat2")  # read last: it may be recomputed
+        without_grad = [name for part, name in zip((left, right), names, strict=True) if part is None]
+        return not any(self._is_kept(_saved(node, name)) for name in without_grad)
+
+    def _is_kept(self, value: Any) -> bool:
+        return isinstance(value, nn.Parameter) or (
+            isinstance(value, Tensor) and of_torch.cdata(value.untyped_storage()) in self._storages
+        )
+
+
+def _children_first(root: Node) -> list[Node]:
+    """All nodes of a graph, each after those that it was computed from."""
+    order, seen, stack = list[Node](), set[Node](), [(root, False)]
+    while stack:
+        node, is_done = stack.pop()
+        if is_done:
+            order.append(node)
+        elif node not in seen:
+            seen.add(node)
+            stack.append((node, True))
+            stack += [(part, False) for part in _inputs(node) if part is not None]
+    return order
+
+
+def _inputs(node: Node) -> list[Node | None]:
+    return [part for part, _ in node.next_functions]
+
+
+def _kind(node: Node) -> str:
+    return re.sub(r"Backward\d*$", "", node.name())
+
+
+def _saved(node: Node, name: str) -> Any:
+    """What an operation has saved for its backward pass; None if it has saved nothing of that name."""
+    return getattr(node, f"_saved_{name}", None)
+
+
+def _shape(node: Node) -> tuple[int, ...]:
+    """The shape of what an operation has computed."""
+    metadata = of_torch.input_metadata(node)
+    return tuple(metadata[0].shape) if metadata else ()
+
+
+def _removed(node: Node, num_dims: int) -> int:
+    """The dimensions that an operation over `num_dims` of them has removed."""
+    return num_dims if _saved(node, "keepdim") is False else 0
+
+
+def _signed(number: int) -> int:
+    """A number that autograd shows as unsigned."""
+    return number - 2**64 if number >= 2**63 else number

@@ -1,0 +1,162 @@
+"""Check that a loss is the mean over samples by which its parts are weighted.
+
+In a run's first training step autograd's graph shows it for most losses, and costs no call of the module. Where it does
+not, some samples do: the loss of all of them together is the mean of the losses of each. If it is not, the loss is
+normalised by something else (atoms, tokens, weights of classes), or depends on which samples are together (a
+contrastive loss).
+"""
+
+import logging
+import math
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from ..core.errors import ConfigError
+from ..core.private import of_lightning, of_torch
+from ..core.types import Batch
+from ..core.untraced_step import trial_step
+from ._loss_graph import why_no_mean
+from .evidence import fetch_singles, numbers_of_rows
+from .layout import Layout
+
+logger = logging.getLogger(__name__)
+
+_SEEDS = (1, 2)
+_CLOSE, _CLEAR = 1e-3, 0.05
+"""Differences of losses, as fractions of the largest: what rounding may make, and what can't be by chance."""
+
+
+class LossCheck:
+    """Looks at the loss of a run's first training step.
+
+    Args:
+        strategy: name that begins messages.
+        is_on: whether a loss that is no mean over samples is refused.
+    """
+
+    def __init__(self, strategy: str, is_on: bool) -> None:
+        self._strategy, self._is_on = strategy, is_on
+        self._doubt: str | None = None
+
+    def open(self, module: pl.LightningModule, layout: Layout, num: float | None = None) -> None:
+        """Have the layout show the losses of a training step, before their backward pass.
+
+        Args:
+            num: samples of this process's batch, where the layout does not count them.
+        """
+        self._doubt = None if module.automatic_optimization else ""
+        layout.inspect = partial(self._inspect, module, num) if self._is_on else None
+
+    def _inspect(self, module: pl.LightningModule, num: float | None, output: Any, size: float | None) -> None:
+        loss = output.get("loss") if isinstance(output, dict) else output
+        if isinstance(loss, Tensor) and not (isinstance(output, dict) and output.get("loss_weight") is not None):
+            storages = {of_torch.cdata(p.untyped_storage()) for p in (*module.parameters(), *module.buffers())}
+            self._doubt = self._doubt or why_no_mean(loss, int(size or num or 1), storages)
+
+    def close(
+        self, strategy: Any, num: float | None, args: Sequence[Any], options: Any,
+        trial: Callable[[], AbstractContextManager[Any]] | None,
+    ) -> None:  # fmt: skip
+        """Refuse the loss that was shown if samples show that it is no mean over them; tell if nothing shows it.
+
+        Args:
+            strategy: that has run the step.
+            num: samples of the batch.
+            args: of the training step.
+            options: keyword arguments of the training step.
+            trial: a context for each trial beside that of `trial_step`; None if this process can't try a loss alone.
+
+        Raises:
+            ConfigError: the loss is not the mean over samples.
+        """
+        doubt, self._doubt, strategy.layout.inspect = self._doubt, None, None
+        if doubt is None or not self._is_on:
+            return
+        rows = set(numbers_of_rows(args[0])) if num else set[int]()
+        if rows - {num}:
+            doubt = f"a batch of {num:g} samples has tensors of {' and '.join(map(str, sorted(rows)))} rows"
+        elif doubt:
+            doubt = f"nothing shows that the loss is a mean over samples (it depends on {doubt})"
+        if doubt and (trial is None or not self._is_mean(strategy, args[1:], options, trial)):
+            logger.warning(
+                "%s: %s. The loss is weighted by samples; if it is a mean over something else (atoms, tokens), return "
+                '{"loss": loss, "loss_weight": n} from training_step.', self._strategy, doubt,
+            )  # fmt: skip
+
+    def _is_mean(
+        self, strategy: Any, rest: Sequence[Any], options: Any, trial: Callable[[], AbstractContextManager[Any]]
+    ) -> bool:
+        """Whether the module's loss is known to be the mean over samples; it is refused if it is known not to be."""
+        module: pl.LightningModule = strategy.lightning_module
+        loaders = of_lightning.flattened(of_lightning.combined_loader(module.trainer.fit_loop))
+        if not module.automatic_optimization or len(loaders) != 1:
+            return False
+
+        def loss_of(batch: Batch, seed: int) -> float:
+            batch = of_lightning.on_before_batch_transfer(module)(strategy.precision_plugin.convert_input(batch), 0)
+            batch = of_lightning.apply_batch_transfer_handler(module)(batch, device=strategy.root_device)
+            with trial_step(module), trial(), torch.random.fork_rng():
+                torch.manual_seed(seed)
+                output: Any = module.training_step(batch, *rest, **options)
+            loss: Tensor = output["loss"] if isinstance(output, dict) else output
+            if torch.finfo(loss.dtype).eps > _CLOSE:
+                raise RuntimeError(f"{loss.dtype} rounds too much to compare losses")
+            return loss.detach().item()
+
+        return verify_mean(loss_of, loaders[0], self._strategy)
+
+
+def verify_mean(loss_of: Callable[[Batch, int], float], loader: Any, strategy: str) -> bool:
+    """Refuse a loss that is not the mean over samples.
+
+    Args:
+        loss_of: computes the loss of a batch with a seed, and leaves no trace.
+        loader: its samples are used.
+        strategy: name that begins messages.
+
+    Returns:
+        Whether it is known to be one. It is not where samples can't be chosen, where the loss draws random numbers, or
+        where all samples have nearly the same loss.
+
+    Raises:
+        ConfigError: it is not the mean over samples.
+    """
+    try:  # arbitrary code, in evaluation mode: what fails here shows nothing, as a collective does
+        *single, together = first = _losses(loss_of, loader, _SEEDS[0])
+        largest, gap, mean = max(map(abs, first)), max(single) - min(single), sum(single) / len(single)
+        if not math.isfinite(together) or abs(together - mean) <= _CLOSE * (largest + gap):
+            return gap > _CLEAR * largest
+        again = _losses(loss_of, loader, _SEEDS[1])
+    except Exception:  # noqa: BLE001  # see above
+        return False
+    if all(a == b or not abs(a - b) > _CLOSE * largest for a, b in zip(first, again, strict=True)):
+        raise ConfigError(
+            f"{strategy}: the loss is not the mean over samples, by which parts of a batch are weighted: the mean of "
+            f"the losses of {len(single)} samples, each computed alone, is {mean:.4g}, and the loss of all together "
+            f"{together:.4g}. If it is a mean over something else (atoms, tokens, weights of classes), return "
+            '{"loss": loss, "loss_weight": n} from training_step; use strategy=single_device; or set '
+            "strategy.verify_loss=false to weight it by samples nevertheless, which trains otherwise than one device."
+        )
+    return False
+
+
+def _losses(loss_of: Callable[[Batch, int], float], loader: Any, seed: int) -> list[float]:
+    with _OneRank():
+        return [loss_of(batch, seed) for batch in fetch_singles(loader, seed)]
+
+
+class _OneRank(of_torch.TorchDispatchMode):
+    """Refuses collectives: the other ranks, whose batches may show nothing, need not try the loss, too."""
+
+    @override
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace in ("c10d", "_c10d_functional"):
+            raise RuntimeError("a rank that tries its loss alone can't communicate")
+        return func(*args, **(kwargs or {}))

@@ -1,0 +1,68 @@
+"""Run a step of a module that leaves no trace in it."""
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Any
+
+import pytorch_lightning as pl
+from torch import Tensor
+from torchmetrics import Metric
+
+from .module_log import lightning_modules, log_nothing, module_log, received
+from .private import of_metrics
+
+
+@contextmanager
+def untraced_step(module: pl.LightningModule, silent: bool = False) -> Generator[None]:
+    """Run a step that leaves no trace.
+
+    Buffers and metric states are restored, logged values get no weight, and what the step appended to lists of the
+    module (`self.training_step_outputs.append(...)`) is removed.
+
+    Args:
+        silent: whether it logs nothing at all: in an evaluation ranks may log different names.
+    """
+    buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    metrics = [(metric, _metric_state(metric)) for metric in module.modules() if isinstance(metric, Metric)]
+    lists = [(value, len(value)) for value in vars(module).values() if type(value) is list]
+    try:
+        logs = map(module_log, lightning_modules(module))
+        with received((log, log_nothing if silent else log.without_weight) for log in logs):
+            yield
+    finally:
+        for buffer, value in buffers:
+            buffer.data.copy_(value)  # hidden from autograd: BatchNorm's backward, with weight 0 here, needs them
+        for value, length in lists:
+            del value[length:]
+        for metric, state in metrics:
+            vars(metric).update(state)
+
+
+@contextmanager
+def trial_step(module: pl.LightningModule) -> Generator[None]:
+    """Run a step in evaluation mode only to see its result: it leaves no trace, also in attributes of the module."""
+    parts = [(part, part.training, dict(vars(part))) for part in module.modules()]
+    try:
+        with untraced_step(module, silent=True):
+            for part, _, _ in parts:
+                part.training = False
+            yield
+    finally:
+        for part, training, attributes in parts:
+            if not isinstance(part, Metric):  # restored already
+                vars(part).clear()
+                vars(part).update(attributes)
+            part.training = training
+
+
+def _metric_state(metric: Metric) -> dict[str, Any]:
+    others = [name for name, value in vars(metric).items() if isinstance(value, (int, float, Tensor))]  # of wrappers
+    values = {
+        name: getattr(metric, name)
+        for name in (*of_metrics.defaults(metric), *others, of_metrics.COMPUTED, of_metrics.FORWARD_CACHE)
+    }
+    return {name: list(value) if isinstance(value, list) else _kept(value) for name, value in values.items()}
+
+
+def _kept(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value

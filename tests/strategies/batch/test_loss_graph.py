@@ -1,0 +1,148 @@
+"""Autograd's graph shows whether a loss is the mean over samples, without a call of the module."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from evener.strategies.batch._loss_graph import why_no_mean
+from evener.strategies.core.private import of_torch
+
+NUM = 4
+INPUTS = torch.linspace(-1, 1, NUM * 5).reshape(NUM, 5)
+LABELS = torch.tensor([0, 1, 2, 1])
+TARGETS = torch.zeros(NUM, 3)
+LOG_SCALE = nn.Parameter(torch.zeros(()))
+
+
+class Frozen(nn.Linear):
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes)
+        self.requires_grad_(False)
+
+
+def storages(*modules: nn.Module) -> set[int]:
+    tensors = [LOG_SCALE, *(t for module in modules for t in (*module.parameters(), *module.buffers()))]
+    return {of_torch.cdata(t.untyped_storage()) for t in tensors}
+
+
+def doubt(function: Callable[[Tensor], Tensor], net: nn.Module | None = None) -> str:
+    net = net or nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.BatchNorm1d(8), nn.Linear(8, 3))
+    return why_no_mean(function(net(INPUTS)), NUM, storages(net))
+
+
+def weight_decay(*parameters: Tensor) -> Tensor:
+    return 1e-3 * sum((p.pow(2).sum() for p in parameters), start=torch.zeros(()))
+
+
+MEANS: dict[str, Callable[[Tensor], Tensor]] = {
+    "cross entropy": lambda z: F.cross_entropy(z, LABELS),
+    "squares": lambda z: F.mse_loss(z, TARGETS),
+    "absolute values": lambda z: F.l1_loss(z, TARGETS),
+    "Huber": lambda z: F.huber_loss(z, TARGETS),
+    "binary cross entropy": lambda z: F.binary_cross_entropy_with_logits(z, TARGETS),
+    "Gaussian": lambda z: F.gaussian_nll_loss(z[:, 0], TARGETS[:, 0], z[:, 1].exp()),
+    "norm of each": lambda z: z.norm(dim=1).mean(),
+    "picked by class": lambda z: -z.log_softmax(-1).gather(1, LABELS[:, None]).mean(),
+    "two terms": lambda z: 0.5 * F.mse_loss(z, TARGETS) + 3 * z.softmax(-1).square().sum(1).mean(),
+    "mean of terms": lambda z: torch.stack([F.cross_entropy(z, LABELS), z.mean()]).mean(),
+    "third of a sum": lambda z: (z.mean() + z.abs().mean() + F.cross_entropy(z, LABELS)) / 3,
+    "learned scale": lambda z: torch.exp(-LOG_SCALE) * F.cross_entropy(z, LABELS) + LOG_SCALE,
+    "weight decay": lambda z: F.cross_entropy(z, LABELS) + weight_decay(LOG_SCALE),
+}
+
+OTHERS: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
+    "sum": (lambda z: z.sum(), "Sum"),
+    "sum by size": (lambda z: z.sum() / len(z), "Div"),
+    "times size": (lambda z: z.mean() * len(z), "Mul"),
+    "root": (lambda z: F.mse_loss(z, TARGETS).sqrt(), "Sqrt"),
+    "ratio": (lambda z: z.mean() / z.abs().mean(), "Div"),
+    "weights of classes": (lambda z: F.cross_entropy(z, LABELS, weight=torch.ones(3)), "NllLoss"),
+    "ignored class": (lambda z: F.cross_entropy(z, LABELS, ignore_index=2), "NllLoss"),
+    "padding": (lambda z: F.cross_entropy(z, torch.tensor([0, 1, -100, 1])), "NllLoss"),
+    "masked": (lambda z: z[LABELS > 0].mean(), "Mean"),
+    "contrastive": (lambda z: F.cross_entropy(z @ z.T, torch.arange(NUM)), "Mm"),
+    "contrastive to fixed targets": (lambda z: F.cross_entropy(INPUTS[:, :3] @ z.T, torch.arange(NUM)), "Mm"),
+    "pairs": (lambda z: (z[:, None] - z[None]).abs().mean(), "Sub"),
+    "pairs with fixed ones": (lambda z: (z[:, None] - INPUTS[None, :, :3]).abs().mean(), "Sub"),
+    "distances": (lambda z: torch.cdist(z, z).mean(), "Cdist"),
+    "variance": (lambda z: z.std(0).mean(), "Mean"),
+    "centred": (lambda z: (z - z.mean(0)).square().mean(), "Mean"),
+    "softmax over samples": (lambda z: z.softmax(0).square().mean(), "Softmax"),
+    "halves": (lambda z: (z[: NUM // 2] * z[NUM // 2 :]).mean(), "Mean"),
+}
+
+
+@pytest.mark.parametrize("name", MEANS)
+def test_a_mean_is_seen(name: str) -> None:
+    assert not doubt(MEANS[name])
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_may_be_no_mean_is_named(name: str) -> None:
+    function, operation = OTHERS[name]
+    assert doubt(function).startswith(f"{operation}Backward")
+
+
+def squares(z: Tensor) -> Tensor:
+    return F.mse_loss(z, torch.zeros_like(z))
+
+
+def test_layers_that_keep_samples_apart_are_passed() -> None:
+    encoder = nn.TransformerEncoderLayer(6, 2, 7, batch_first=True)
+    images = nn.Sequential(nn.Unflatten(1, (1, 1, 5)), nn.Conv2d(1, 2, 1), nn.MaxPool2d(1), nn.Flatten())
+    sequence = nn.Sequential(nn.Linear(5, 18), nn.Unflatten(1, (3, 6)), encoder)
+    frozen = nn.Sequential(nn.Linear(5, 7), Frozen(7, 6), nn.LayerNorm(6))
+    normed = nn.utils.parametrizations.weight_norm(nn.Linear(5, 3))
+    for net in (images, sequence, frozen, normed):
+        assert not doubt(squares, net), net
+
+
+class Recurrent(nn.LSTM):
+    def forward(self, inputs: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(inputs[..., None])[1][0][-1]
+
+
+def test_the_state_of_a_recurrent_layer_is_no_sample() -> None:
+    assert not doubt(squares, Recurrent(1, 7, num_layers=3, batch_first=True))
+
+
+class Half(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor) -> Tensor:
+        return value / 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return gradient / 2
+
+
+def test_a_function_of_the_user_is_named_since_it_may_do_anything() -> None:
+    assert doubt(lambda z: Half.apply(z).mean()) == "HalfBackward"
+
+
+def test_recomputed_parts_are_not_computed_once_more() -> None:
+    calls = list[int]()
+
+    class Counts(nn.Linear):
+        def forward(self, value: Tensor) -> Tensor:  # type: ignore[override]
+            calls.append(1)
+            return super().forward(value).softmax(1)
+
+    layer = Counts(5, 3)
+    output: Any = checkpoint(layer, INPUTS, use_reentrant=False)
+    assert not why_no_mean(F.cross_entropy(output, LABELS), NUM, storages(layer))
+    assert len(calls) == 1
+
+
+def test_a_long_chain_is_followed() -> None:
+    def chain(z: Tensor) -> Tensor:
+        for _ in range(5_000):
+            z = z * 0.999
+        return z.mean()
+
+    assert not doubt(chain)
