@@ -229,9 +229,21 @@ class ResumingFitLoop(FitLoop):
         self.resumed = self.resumed.for_rank(self.trainer)
         if self.resumed.own is not None:
             self._combined_loader_states_to_load = self.resumed.own["loaders"]
+        self.update_restart_stage()
+        was_last = self.epoch_loop.restarted_on_train_batch_end and self.epoch_loop.batch_progress.is_last_batch
+        if was_last and self.resumed.point is None and self.resumed.own is not None:
+            self._count_epoch()
+            self.resumed = replace(self.resumed, point=AFTER_EPOCH)
         if self.resumed.point == AFTER_EPOCH:  # Lightning considers a run bounded by steps unfinished.
             self._restarting = self.epoch_loop._restarting = self.epoch_loop.val_loop._restarting = False
             self.trainer.should_stop = self.resumed.should_stop
+
+    def _count_epoch(self) -> None:
+        """Count the epoch whose last batch a hook has saved: Lightning goes on with the next one."""
+        self.epoch_loop.batch_progress.increment_completed()
+        self.epoch_loop._batches_that_stepped += 1
+        self.epoch_progress.increment_processed()
+        self.epoch_progress.increment_completed()
 
     @property
     @override

@@ -195,3 +195,56 @@ def test_a_schedule_of_accumulation_holds_for_the_rest_of_an_epoch(steps: int, t
     assert [place for module, _ in (first, second) for place in module.seen] == whole[0].seen
     for name, value in whole[0].state_dict().items():
         torch.testing.assert_close(second[0].state_dict()[name], value, rtol=0, atol=1e-10)
+
+
+class Recording(pl.LightningModule):
+    """Notes the samples of each batch, in a shuffled order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.seen = nn.Linear(1, 1), list[float]()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.seen += batch[0].flatten().tolist()
+        return self.layer(batch[0]).square().mean()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        pass
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("accumulate", [1, 2, 3])
+@pytest.mark.parametrize("validates", [False, True])
+def test_what_lightnings_callback_saved_after_any_batch_goes_on_with_the_next(
+    validates: bool, accumulate: int, tmp_path: Path
+) -> None:
+    # After the last batch of an epoch the next epoch was empty: the loader's position was given to it.
+    def fit(resumed: str | None, *callbacks: pl.Callback) -> Recording:
+        torch.manual_seed(0)
+        module = Recording()
+        data = TensorDataset(torch.arange(8.0).reshape(8, 1))
+        loader = DataLoader(data, batch_size=2, shuffle=True)
+        trainer = Trainer(
+            accelerator="cpu", devices=1, max_epochs=3, accumulate_grad_batches=accumulate, logger=False,
+            enable_progress_bar=False, enable_model_summary=False, callbacks=list(callbacks),
+            enable_checkpointing=bool(callbacks), num_sanity_val_steps=0,
+        )  # fmt: skip
+        trainer.fit(module, loader, loader if validates else None, ckpt_path=resumed)
+        return module
+
+    saver = ModelCheckpoint(tmp_path, "{step}-{epoch}", every_n_train_steps=1, save_top_k=-1)
+    whole = fit(None, saver)
+    assert len(whole.seen) == 24
+    saved = sorted(tmp_path.glob("*.ckpt"), key=lambda path: int(path.name.split("-")[0].partition("=")[2]))
+    lefts: list[int] = []
+    for path in saved:
+        resumed = fit(str(path))
+        lefts.append(len(resumed.seen))
+        assert resumed.seen == whole.seen[24 - len(resumed.seen) :], path.name
+        assert torch.equal(resumed.layer.weight, whole.layer.weight), path.name
+    per_epoch = -(-4 // accumulate)  # steps
+    batches = [4 * (i // per_epoch) + min(accumulate * (i % per_epoch + 1), 4) for i in range(3 * per_epoch)]
+    assert lefts == [24 - 2 * num for num in batches]
