@@ -8,12 +8,13 @@ is drawn depends neither on the number of workers nor on the number of ranks. A 
 own, derived from the epoch's seed, the rank and the batch's index.
 """
 
+import copy
 import multiprocessing
 import os
 import signal
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import chain, islice
@@ -23,6 +24,7 @@ from types import FrameType
 from typing import Any
 
 import torch
+from lightning_fabric.utilities.data import sized_len
 from torch import Generator
 from torch.utils.data import DataLoader, IterableDataset
 from typing_extensions import override
@@ -33,12 +35,15 @@ from ...strategies.core.private.torch_loader import next_of
 from ...strategies.data.sampling import RankBatches, in_one_order, num_samples
 from ...strategies.data.streams import Divided, Stream
 from ...strategies.distributed.process_exit import ASK_TO_STOP
+from .file_io import CheckpointError
+
+_POSITION = {"position", "seed", "start", "generators"}
 
 
 def make_resumable(loader: Any, rank: int) -> None:
     """Let a DataLoader track its position, by changing the object's class to a subclass.
 
-    Loaders that have a `state_dict` (torchdata's `StatefulDataLoader`) and other iterables are not changed.
+    Loaders with a `state_dict` of their own (torchdata's `StatefulDataLoader`) keep it; other iterables aren't changed.
     """
     if isinstance(loader, Stream) and not isinstance(loader, ResumableStream):
         loader.__class__ = _subclass(ResumableStream, type(loader))
@@ -49,11 +54,32 @@ def make_resumable(loader: Any, rank: int) -> None:
     elif isinstance(loader, DataLoader) and not hasattr(loader, "state_dict"):
         loader.__class__ = _subclass(ResumableLoader, type(loader))
         loader.rank = rank
+    elif isinstance(loader, DataLoader) and not isinstance(loader, ReadAhead) and sized_len(loader) is None:
+        loader.__class__ = _subclass(ReadAhead, type(loader))
 
 
 def is_resumable(loader: Any) -> bool:
     """Whether `make_resumable` has changed this loader."""
     return isinstance(loader, (ResumableLoader, ResumableStream))
+
+
+def verify_states(loaders: Sequence[Any], states: Sequence[Any]) -> None:
+    """Refuse states that other loaders have saved.
+
+    Args:
+        loaders: those that have a state.
+        states: of a checkpoint, one per loader.
+
+    Raises:
+        CheckpointError: the position of a loader can't be given to one with a state of its own, or the reverse.
+    """
+    for loader, state in zip(loaders, states, strict=False):  # Lightning compares their number
+        if is_resumable(loader) != _POSITION.issubset(state):
+            raise CheckpointError(
+                f"The checkpoint can't tell a {type(loader).__name__} where it was, since the run that wrote it read "
+                "its samples another way. Resume with that run's strategy and strategy.batch_size_is, or from a "
+                "checkpoint that was saved after an epoch."
+            )
 
 
 @cache
@@ -71,6 +97,24 @@ def _subclass(resumable: type, cls: Any) -> Any:
 
 def _new(cls: Any, *args: Any) -> Any:
     return cls.__new__(cls, *args)
+
+
+class ReadAhead(DataLoader[Any]):
+    """A loader with a state of its own whose end is unknown, so that a batch more is read than is trained on."""
+
+    before: Any = None
+    """The state before the last batch was read."""
+
+    def __iter__(self) -> Any:
+        batches = super().__iter__()
+        stateful: Any = self
+        while True:
+            self.before = copy.deepcopy(stateful.state_dict())
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+            yield batch
 
 
 class ResumableStream(Stream):

@@ -29,7 +29,7 @@ from ...strategies.distributed.metrics.sync import MetricSync
 from ...strategies.registry import contract_of, process_devices, ranks_of
 from ...strategies.sharding.whole import map_tensors
 from ..logging import entries
-from ._loader_state import ResumableLoader, is_resumable
+from ._loader_state import ReadAhead, ResumableLoader, is_resumable
 
 
 def capture(trainer: pl.Trainer, accumulating: bool) -> dict[str, Any]:
@@ -110,9 +110,12 @@ def _positions(trainer: pl.Trainer, loader: CombinedLoader) -> list[dict[str, An
     """The loaders' states, without batches that were prefetched (from loaders without length) but not trained on."""
     ahead = len(getattr(of_lightning.data_fetcher(trainer.fit_loop), "batches", ()))
     states = of_lightning.state_dicts(loader)()
-    for part, saved in zip([part for part in loader.flattened if hasattr(part, "state_dict")], states, strict=True):
+    parts = [part for part in loader.flattened if hasattr(part, "state_dict")]
+    for i, part in enumerate(parts):
         if is_resumable(part):
-            saved["position"] = max(saved["position"] - ahead, 0)
+            states[i]["position"] = max(states[i]["position"] - ahead, 0)
+        elif ahead and isinstance(part, ReadAhead):
+            states[i] = part.before
     return states
 
 

@@ -26,7 +26,7 @@ from ...strategies.registry import ranks_of
 from . import _logged_rows, _run_state
 from ._callback import Checkpoint
 from ._interval import is_time_over
-from ._loader_state import is_resumable, make_resumable
+from ._loader_state import is_resumable, make_resumable, verify_states
 from ._resume_point import (
     AFTER_EPOCH,
     BEFORE_VALIDATION,
@@ -270,6 +270,9 @@ class ResumingFitLoop(FitLoop):
             if self._resuming_from_checkpoint:
                 # Workers start to load as soon as the iterator is created, before Lightning sets the epoch.
                 of_lightning.set_sampler_epoch(loader, progress.processed)
+        if self.restarting:
+            stateful = [loader for loader in self._combined_loader.flattened if hasattr(loader, "state_dict")]
+            verify_states(stateful, self._combined_loader_states_to_load)
         super()._load_combined_loader_states()
 
     @override

@@ -1,0 +1,83 @@
+"""Loaders with a state of their own: a run resumes where they were, also if the end of their data is unknown."""
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytorch_lightning as pl
+import torch
+from distributed import run_ranks
+from pytorch_lightning.callbacks import ModelCheckpoint
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
+
+from evener.strategies import ConfigError, DDPStrategy
+from evener.trainer import Trainer
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+
+
+class Numbers(IterableDataset[Any]):
+    """1 to 10; remembers the last one."""
+
+    def __init__(self) -> None:
+        self.last = 0
+
+    def __iter__(self) -> Any:
+        while self.last < 10:
+            self.last += 1
+            yield torch.tensor([float(self.last)])
+        self.last = 0
+
+
+class Stateful(DataLoader[Any]):
+    def state_dict(self) -> dict[str, Any]:
+        return {"last": self.dataset.last}  # type: ignore[attr-defined]
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.dataset.last = state["last"]  # type: ignore[attr-defined]
+
+
+class Recording(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.seen = nn.Linear(1, 1), list[list[int]]()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.seen.append(batch.flatten().int().tolist())
+        return self.layer(batch).mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def fit(folder: Path, loader: Any, resumed: Path | None = None, **options: Any) -> list[list[int]]:
+    module = Recording()
+    trainer = Trainer(
+        accelerator="cpu", max_epochs=2, logger=False, enable_progress_bar=False, enable_model_summary=False,
+        callbacks=[ModelCheckpoint(folder, "{step}", every_n_train_steps=1, save_top_k=-1)],
+        **{"devices": 1, **options},
+    )  # fmt: skip
+    trainer.fit(module, loader, ckpt_path=resumed)
+    return module.seen
+
+
+@pytest.mark.parametrize("num_steps", [1, 2, 3, 4])
+def test_a_batch_that_was_read_ahead_is_not_lost(num_steps: int, tmp_path: Path) -> None:
+    # whether a batch is the last one shows by reading one more, which the loader's state counted as trained on
+    whole = fit(tmp_path / "whole", Stateful(Numbers(), 2))
+    assert whole == [[1, 2], [3, 4], [5, 6], [7, 8], [9, 10]] * 2
+    saved = tmp_path / "whole" / f"step={num_steps}.ckpt"
+    assert fit(tmp_path / "resumed", Stateful(Numbers(), 2), saved) == whole[num_steps:]
+
+
+def _fit_on_rank(folder: Path) -> None:
+    warnings.simplefilter("ignore")
+    fit(folder, Stateful(Numbers(), 2), strategy=DDPStrategy(batch_size_is="global", timeout_s=60), devices=2)
+
+
+def test_a_position_is_not_given_to_a_loader_with_another_state(tmp_path: Path) -> None:
+    run_ranks(_fit_on_rank, 2, tmp_path, timeout_s=120)
+    with pytest.raises(ConfigError, match="can't tell a Stateful where it was"):
+        fit(tmp_path / "resumed", Stateful(Numbers(), 2), tmp_path / "step=1.ckpt")
