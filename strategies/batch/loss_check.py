@@ -68,7 +68,7 @@ class LossCheck:
 
         Args:
             strategy: that has run the step.
-            num: samples of the batch.
+            num: samples of the batch; None if they don't count.
             args: of the training step.
             options: keyword arguments of the training step.
             trial: a context for each trial beside that of `trial_step`; None if this process can't try a loss alone.

@@ -47,6 +47,7 @@ class RankStep(StepContract):
         self.metrics: RunMetrics | None = None
         """Computes the values of metrics over all ranks; None outside a run."""
         self._weighs_in_loop = False
+        self._is_first = False
         self._evaluation_loop: Any = None
         self._trainer: pl.Trainer
         self._module: pl.LightningModule
@@ -55,6 +56,7 @@ class RankStep(StepContract):
         """Begin a run with the devices and ranks that the strategy has."""
         self._trainer, self._module = trainer, trainer.lightning_module
         self.shares = RankShares(self._strategy.world_size, self._strategy.strategy_name)
+        self._is_first = self._strategy.world_size > 1 or bool(self._strategy.layout.cut_by)
         self.metrics = RunMetrics(whole=not self._strategy.layout.cut_by)
 
     def begin_pass(self, evaluation: Any) -> None:
@@ -112,11 +114,12 @@ class RankStep(StepContract):
         counts, module, trainer = shares.counts, self._module, self._trainer
         if strategy.balance is not None:
             strategy.balance.begin_step(module, strategy.root_device, strategy.loaders.change_policy)
+        is_first = counts and self._is_first
+        if is_first:
+            self._is_first = False
+            self._loss_check.open(module, strategy.layout, shares.num or num_samples(args[0]))
         if not module.automatic_optimization:
             shares.verify_parts(trainer.fit_loop, args[0])  # the step itself steps the optimizer
-        is_first = counts and not shares.knows_parts and (strategy.world_size > 1 or bool(strategy.layout.cut_by))
-        if is_first:
-            self._loss_check.open(module, strategy.layout, shares.num or num_samples(args[0]))
         if counts and self.states.has_ended and self.agreement.has_ended:
             output = self._own_step(*args, **kwargs)
         else:
@@ -131,10 +134,10 @@ class RankStep(StepContract):
             shares.weigh(own, strategy.group.mean(own), strategy.layout.losses)
         else:
             shares.verify_parts(trainer.fit_loop, args[0])
-            if is_first:
-                assert self.metrics is not None
-                trial = None if strategy.sync.evaluates_together else self.metrics.steps.unrecorded
-                self._loss_check.close(strategy, shares.num, args, kwargs, trial)
+        if is_first:
+            assert self.metrics is not None
+            trial = None if strategy.sync.evaluates_together else self.metrics.steps.unrecorded
+            self._loss_check.close(strategy, None if module_weighs else shares.num, args, kwargs, trial)
         return output
 
     @contextmanager
@@ -188,6 +191,9 @@ class RankStep(StepContract):
     def scale_loss(self, loss: Tensor) -> Tensor:
         """Weight this rank's loss, so that the mean of all ranks' gradients is the gradient of the global batch."""
         strategy = self._strategy
+        inspect = strategy.layout.inspect  # set here only in the first step of manual optimization
+        if inspect is not None and getattr(strategy.precision_plugin, "scaler", None) is None:
+            inspect(loss, None)
         loss = self.shares.scaled(loss, self._weighs_in_loop, strategy.sync.is_reduced())
         strategy.sync.begin_backward(loss)
         if strategy.balance is not None:

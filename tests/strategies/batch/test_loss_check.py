@@ -1,5 +1,6 @@
 """A loss that is no mean over samples is refused by what samples show; what shows nothing is not."""
 
+import logging
 import math
 import random
 import warnings
@@ -284,3 +285,46 @@ def test_ranks_refuse_what_is_no_mean() -> None:
     for found in run_ranks(_classified_on_ranks, 2, timeout_s=120):
         for name, result in found.items():
             assert_refused(name, "ddp", result, [2])
+
+
+class Manual(Classifier):
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        optimizer.step()
+
+
+def _told_of_manual_losses() -> dict[str, bool]:
+    warnings.simplefilter("ignore")
+    told = dict[str, bool]()
+    for name in FUNCTIONS:
+        log = _Lines()
+        logging.getLogger("evener.strategies.batch.loss_check").addHandler(log)
+        trainer = Trainer(
+            strategy=DDPStrategy(batch_size_is="global", timeout_s=60), devices=2, accelerator="cpu", max_steps=1,
+            logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        )  # fmt: skip
+        trainer.fit(Manual(name), CLASSES_IN_ONE_BATCH)
+        logging.getLogger("evener.strategies.batch.loss_check").removeHandler(log)
+        told[name] = any("nothing shows that the loss is a mean over samples" in line for line in log.lines)
+    return told
+
+
+class _Lines(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines = list[str]()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def test_what_may_be_no_mean_is_told_in_manual_optimization() -> None:
+    first, second = run_ranks(_told_of_manual_losses, 2, timeout_s=120)
+    told = {name: first[name] or second[name] for name in first}
+    assert told == {name: name != "mean" for name in FUNCTIONS}
