@@ -73,6 +73,7 @@ pytorch_lightning.plugins.precision Precision._clip_gradients
 pytorch_lightning.plugins.precision Precision._wrap_closure
 pytorch_lightning.strategies.launchers _MultiProcessingLauncher
 pytorch_lightning.strategies.launchers _MultiProcessingLauncher.launch
+pytorch_lightning.loops.fit_loop _FitLoop._can_stop_early
 pytorch_lightning.trainer.call _interrupt
 pytorch_lightning.trainer.call log
 pytorch_lightning.trainer.connectors.checkpoint_connector _CheckpointConnector.dump_checkpoint

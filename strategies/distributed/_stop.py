@@ -9,6 +9,10 @@ it unaware: it would need rank 0's gradients of a step that rank 0 starts after 
 
 A validation is such a stretch of steps too, its batches. Ranks may have unequal numbers of them and nothing in common
 until all are through, so each rank then says whether it has stopped or ended, and one that stopped stops all.
+
+A loop also ends where `trainer.should_stop` is set: by the same values on all ranks, which then end there, as one
+device does, or by one rank's own. The rank that finds it set says so, and waits until every rank has said the same
+there or has gone on. If one has gone on, all end later, at a step that rank 0 announces as after a signal.
 """
 
 import signal
@@ -27,6 +31,9 @@ REQUEST = "stop/requested"
 TRAINING = "training"
 """The stretch of all optimizer steps."""
 
+ENDING = "ending"
+"""What wishes of ranks to end training are called in the store."""
+
 
 class StopAgreement:
     """Agrees with the other ranks on the step to stop at.
@@ -37,6 +44,7 @@ class StopAgreement:
     Attributes:
         armed: whether any rank was asked to stop. The loop reads it after every optimizer step, and
             calls `due` when it is set.
+        num_passed: places at which this rank could have ended training, and has gone on.
     """
 
     def __init__(self, rank: int, num_ranks: int, store: Store) -> None:
@@ -47,6 +55,9 @@ class StopAgreement:
         self.signal: int | None = None
         self._told = False
         self._stops_at: dict[str, int | None] = {}
+        self.num_passed = 0
+        self._num_ended = 0  # times that all ranks have ended; a hook may have them go on
+        self._ends_later = -1  # the number of the end that is to come
 
     def request(self, signum: int) -> None:
         """Ask all ranks to stop. Safe to call from a signal handler: it only sets attributes."""
@@ -67,6 +78,68 @@ class StopAgreement:
         elif not self.armed and store.check([REQUEST]):
             self.signal = int(store.get(REQUEST))
             self.armed = True
+        number = self._num_ended
+        if store.check([f"{ENDING}/{number}"]):
+            store.set(f"{ENDING}/{number}/passed/{self.rank}", str(self.num_passed))
+            if store.check([f"{ENDING}/{number}/later"]):
+                self._ends_later = number
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether a rank has wished to end training where others went on, so that all end soon."""
+        return self._ends_later == self._num_ended
+
+    def ends(self, wished: bool, step: int, devices: Iterable[torch.device], timeout_s: float) -> bool:
+        """Whether training ends here; the answer is the same on all ranks at the same place.
+
+        Args:
+            wished: this rank's loop would end.
+            step, devices: as in `due`.
+            timeout_s: seconds to wait for ranks that have not come here.
+
+        Raises:
+            RankError: a rank did not come in time.
+        """
+        number = self._num_ended
+        if wished and not self.is_ending and self._all_wish(f"{ENDING}/{number}", timeout_s):
+            self.have_ended()
+            return True
+        self.num_passed += 1
+        if self.is_ending and self.due(step, devices, f"{ENDING}/{number}"):
+            self.have_ended()
+            return True
+        return False
+
+    def have_ended(self) -> None:
+        """Learn that all ranks end training here."""
+        self.num_passed += 1
+        self._num_ended += 1
+
+    def _all_wish(self, name: str, timeout_s: float) -> bool:
+        """Whether all ranks wish to end at this place, once each has come to it."""
+        here, ranks = self.num_passed + 1, range(self.num_ranks)
+        self.store.set(f"{name}/wished/{self.rank}", str(here))
+        self.store.set(name, "")
+        self.store.set(NEWS, "")
+
+        def beyond(what: str, rank: int) -> int:
+            """How far a rank is known to be beyond the place before this one."""
+            key = f"{name}/{what}/{rank}"
+            return int(self.store.get(key)) - here + 1 if self.store.check([key]) else 0
+
+        def missing() -> list[int]:
+            return [rank for rank in ranks if beyond("passed", rank) < 1 and beyond("wished", rank) < 1]
+
+        if not poll(lambda: not missing(), timeout_s):
+            raise RankError(
+                f"rank {self.rank} is to end training (trainer.should_stop) and waited {timeout_s:g} s for rank "
+                f"{', '.join(map(str, missing()))}."
+            )
+        if all(beyond("wished", rank) == 1 for rank in ranks):  # of ranks that have seen this, too, and passed
+            return True
+        self.store.set(f"{name}/later", "")
+        self._ends_later = self._num_ended
+        return False
 
     def agreed(self, received: bool, step: int, devices: Iterable[torch.device], stretch: str = TRAINING) -> bool:
         """Whether to stop now, as `due`, if any rank was asked to.

@@ -146,6 +146,31 @@ class RankGroup:
             self.stop_signal = stopping.signal if stops else None
         return stops
 
+    def agree_to_end(self, wished: bool, at_once: bool) -> bool:
+        """Whether all ranks end training here, or soon, since one of them is to; called at the same places by all.
+
+        Args:
+            wished: this rank's loop would end (`trainer.should_stop`).
+            at_once: at a place where ranks may wait for each other, all end if one is to. Elsewhere all do if all are
+                to, and nothing is communicated unless a rank wishes.
+
+        Returns:
+            The same answer on all ranks.
+        """
+        assert self.coordinator is not None
+        assert self.trainer is not None
+        stopping = self.coordinator.stop_agreement
+        if not at_once:
+            return stopping.ends(wished, self.trainer.global_step, self.devices, self.timeout_s)
+        num_wishes = torch.tensor([float(wished or stopping.is_ending)])
+        self.sums(num_wishes).wait()
+        ends = num_wishes.item() > 0
+        if ends:
+            stopping.have_ended()
+        else:
+            stopping.num_passed += 1
+        return ends
+
     def mean(self, local: Tensor | float) -> Tensor:
         """Compute the mean of a number over the ranks, as DDP does with gradients.
 

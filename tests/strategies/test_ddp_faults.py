@@ -10,11 +10,11 @@ import pytest
 import torch.distributed as dist
 from distributed import RankError, run_ranks, run_ranks_unchecked
 from pytorch_lightning.callbacks import EarlyStopping
-from regression import Net, Numbered, quiet_trainer
+from regression import Net, Numbered, quiet_trainer, weights
 from torch.distributed import HashStore
 from torch.utils.data import DataLoader
 
-from evener.strategies import DDPStrategy
+from evener.strategies import DDPStrategy, FSDPStrategy
 from evener.strategies.distributed import _heartbeat as watch
 from evener.strategies.distributed._stop import StopAgreement
 
@@ -186,3 +186,49 @@ def test_ranks_stop_early_together_and_ordinary_steps_communicate_gradients_only
         before, after, num_steps = rank["counted"]
         assert num_steps == 105
         assert before == after, "a collective was added to ordinary steps"
+
+
+class Ender(Net):
+    """Sets `should_stop` in a hook, on some ranks only."""
+
+    def __init__(self, hook: str, ranks: tuple[int, ...], at_step: int) -> None:
+        super().__init__()
+        self.ranks, self.at_step = ranks, at_step
+        setattr(self, hook, self.end)
+
+    def end(self, *_: Any) -> None:
+        if self.global_rank in self.ranks and self.trainer.global_step >= self.at_step:
+            self.trainer.should_stop = True
+
+
+ENDS: dict[tuple[type[Any], str, tuple[int, ...], int], int | None] = {
+    (DDPStrategy, "on_train_batch_end", (0, 1), 7): 7,  # as one device
+    (DDPStrategy, "on_train_batch_end", (1,), 7): None,
+    (DDPStrategy, "on_before_zero_grad", (0,), 7): None,
+    (DDPStrategy, "on_train_epoch_start", (1,), 0): None,
+    (DDPStrategy, "on_validation_epoch_end", (1,), 0): 500,
+    (DDPStrategy, "on_train_epoch_end", (1,), 0): 1000,
+    (DDPStrategy, "on_train_start", (1,), 0): 0,
+    (FSDPStrategy, "on_before_optimizer_step", (1,), 7): None,
+}
+"""The last step, where it is known: a rank alone is heard by the others some steps later."""
+
+
+def _end_on_some_ranks() -> list[tuple[int, bool, list[float]]]:
+    found: list[tuple[int, bool, list[float]]] = []
+    for strategy, hook, ranks, at_step in ENDS:
+        options: dict[str, Any] = {"val_check_interval": 500, "num_sanity_val_steps": 0}
+        trainer = quiet_trainer(strategy(timeout_s=TIMEOUT_S), 2, **options)
+        module = Ender(hook, ranks, at_step)
+        trainer.fit(module, DataLoader(Numbered(2000), 1), DataLoader(Numbered(2), 1))
+        found.append((trainer.global_step, trainer.should_stop, weights(module).tolist()))
+    return found
+
+
+def test_all_ranks_end_at_one_step_where_some_are_to_stop() -> None:
+    first, second = run_ranks(_end_on_some_ranks, 2)
+    for case, expected, (step, is_stopped, trained), other in zip(ENDS, ENDS.values(), first, second, strict=True):
+        assert (step, is_stopped) == other[:2], case
+        assert is_stopped, case
+        assert trained == pytest.approx(other[2], rel=1e-12), case
+        assert case[3] <= step < 1000 if expected is None else step == expected, case

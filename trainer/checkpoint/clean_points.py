@@ -128,6 +128,7 @@ class ResumingFitLoop(FitLoop):
             super().on_advance_end()
         except SIGTERMException:
             self._save_and_stop(AFTER_EPOCH)
+        self.agree_to_end(at_once=True)
         for saver in self._savers:
             if saver.due:
                 self._save(saver, AFTER_EPOCH)
@@ -139,6 +140,16 @@ class ResumingFitLoop(FitLoop):
         received = of_lightning.signal_connector(self.trainer).received_sigterm
         ranks = ranks_of(self.trainer.strategy)
         return received if ranks is None else ranks.group.agree_to_stop(received)
+
+    def agree_to_end(self, at_once: bool = False) -> None:
+        """Have ranks end training together where `trainer.should_stop` is set on some: one alone would leave the rest.
+
+        Args:
+            at_once: all are here, and wait for each other; without it they end here only if it is set on all.
+        """
+        trainer, ranks = self.trainer, ranks_of(self.trainer.strategy)
+        if ranks is not None:
+            trainer.should_stop = ranks.group.agree_to_end(trainer.should_stop, at_once)
 
     def end_within_epoch(self) -> None:
         """Note that steps or time are used up between two batches, before the hooks at the end of the epoch run."""
@@ -297,6 +308,7 @@ class ResumingFitLoop(FitLoop):
                 _run_state.restore_generators(self._combined_loader, own["loaders"])
         self.resumed = replace(self.resumed, ranks=None) if self.resumed.is_between_batches else ResumePoint()
         self.takes_steps = True
+        self.agree_to_end(at_once=True)
 
 
 class ResumingEpochLoop(TrainingEpochLoop):
@@ -375,6 +387,8 @@ class SeparateEvaluation(EvaluationLoop):
             results = super().run()
             if not self._has_ended:  # this rank has no batch, and others may
                 self._end()
+            fit_loop: Any = self.trainer.fit_loop
+            fit_loop.agree_to_end(at_once=True)
             return results
         except ValidationStopped:
             self.batch_progress.load_state_dict(progress)

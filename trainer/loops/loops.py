@@ -113,6 +113,15 @@ class LeanTrainingEpochLoop(ResumingEpochLoop):
         super().on_run_start(data_fetcher)
         self._make_plan(data_fetcher)
         self.finish_validation(data_fetcher)
+        if self._stop is not None:
+            self._agree_to_end(self._stop)
+
+    def _agree_to_end(self, stop: StopAgreement) -> None:
+        fit_loop: Any = self.trainer.fit_loop
+        if stop.is_ending or (self.trainer.should_stop and of_lightning.can_stop_early(fit_loop)):
+            fit_loop.agree_to_end()
+        else:
+            stop.num_passed += 1
 
     def _make_plan(self, data_fetcher: DataFetcher) -> None:
         self.accumulation.verify()
@@ -269,6 +278,8 @@ class LeanTrainingEpochLoop(ResumingEpochLoop):
 
     @override
     def on_advance_end(self, data_fetcher: DataFetcher) -> None:
+        if self._stop is not None:
+            self._agree_to_end(self._stop)
         if self._step is None or validation_may_be_due(self):
             self._show_everything()
             super().on_advance_end(data_fetcher)

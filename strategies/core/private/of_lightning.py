@@ -34,6 +34,7 @@ FitLoop = fit_loop._FitLoop
 Loop = loop._Loop
 PredictionLoop = prediction_loop._PredictionLoop
 TrainingEpochLoop = training_epoch_loop._TrainingEpochLoop
+can_stop_early = attrgetter("_can_stop_early")
 log_step = attrgetter("fit_loop.epoch_loop._batches_that_stepped")
 """Of a trainer: the step number under which values are logged."""
 predictions = attrgetter("_predictions")

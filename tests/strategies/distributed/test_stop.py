@@ -1,12 +1,15 @@
 """Ranks agree on the step to stop at: simulated in lockstep, with every pace at which threads may hear of it."""
 
 import itertools
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from torch.distributed import HashStore
 
 from evener.strategies.distributed._stop import StopAgreement
+from evener.strategies.distributed.store import RankError
 
 
 def run_in_lockstep(asked: int, asked_at: int, heard_at: tuple[int, ...]) -> list[int]:
@@ -77,3 +80,54 @@ def test_a_rank_synchronizes_its_devices_before_it_counts_as_armed(monkeypatch: 
     rank.request(15)
     rank.due(3, [torch.device("cuda:0"), torch.device("cpu"), torch.device("cuda:1")])
     assert seen[:3] == ["synchronize cuda:0", "synchronize cuda:1", "stop/training/armed/0"]
+
+
+def end_together(wished_at: tuple[int, ...]) -> list[int]:
+    """Train ranks that begin each step together, each with a thread that listens, as a heartbeat's does.
+
+    Args:
+        wished_at: the step after which each rank wishes to end.
+
+    Returns:
+        The step after which each rank has ended.
+    """
+    store, num_ranks = HashStore(), len(wished_at)
+    gradients = threading.Barrier(num_ranks, timeout=20)
+
+    def train(rank: int) -> int:
+        agreement, over = StopAgreement(rank, num_ranks, store), threading.Event()
+
+        def listen() -> None:
+            while not over.wait(0.001):
+                agreement.listen(store)
+
+        thread = threading.Thread(target=listen)
+        thread.start()
+        try:
+            for step in range(1, 10000):
+                gradients.wait()
+                if agreement.ends(step == wished_at[rank], step, [], timeout_s=20):
+                    return step
+        finally:
+            over.set()
+            thread.join()
+        return -1
+
+    with ThreadPoolExecutor(num_ranks) as pool:
+        return list(pool.map(train, range(num_ranks)))
+
+
+def test_ranks_that_all_wish_to_end_do_so_at_once() -> None:
+    assert end_together((3, 3, 3)) == [3, 3, 3]
+
+
+@pytest.mark.parametrize("wished_at", [(3, -1, -1), (-1, -1, 3), (3, 3, -1), (3, 4, -1), (4, 3, 5)])
+def test_ranks_end_at_one_step_soon_after_one_of_them_wishes_to(wished_at: tuple[int, ...]) -> None:
+    ended = end_together(wished_at)
+    assert len(set(ended)) == 1
+    assert ended[0] > 3
+
+
+def test_a_rank_that_does_not_come_is_named() -> None:
+    with pytest.raises(RankError, match=r"should_stop\) and waited 0\.1 s for rank 1"):
+        StopAgreement(0, 2, HashStore()).ends(wished=True, step=3, devices=[], timeout_s=0.1)
