@@ -74,7 +74,10 @@ pytorch_lightning.plugins.precision Precision._wrap_closure
 pytorch_lightning.strategies.launchers _MultiProcessingLauncher
 pytorch_lightning.strategies.launchers _MultiProcessingLauncher.launch
 pytorch_lightning.loops.fit_loop _FitLoop._can_stop_early
+pytorch_lightning.trainer.call _call_teardown_hook
 pytorch_lightning.trainer.call _interrupt
+pytorch_lightning.trainer.trainer Trainer._teardown
+pytorch_lightning.utilities.exceptions _TunerExitException
 pytorch_lightning.trainer.call log
 pytorch_lightning.trainer.connectors.checkpoint_connector _CheckpointConnector.dump_checkpoint
 pytorch_lightning.trainer.connectors.checkpoint_connector _CheckpointConnector.resume_start

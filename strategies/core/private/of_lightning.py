@@ -15,7 +15,7 @@ from pytorch_lightning.trainer.connectors import checkpoint_connector
 from pytorch_lightning.trainer.connectors import logger_connector as connectors
 from pytorch_lightning.trainer.connectors.logger_connector import result
 from pytorch_lightning.utilities import combined_loader as combined
-from pytorch_lightning.utilities import data
+from pytorch_lightning.utilities import data, exceptions
 
 PATH = types._PATH
 IS_INTERACTIVE: Any = imports._IS_INTERACTIVE
@@ -25,6 +25,8 @@ set_sampler_epoch = fabric_data._set_sampler_epoch
 extract_batch_sizes = data._extract_batch_size
 IndexBatchSamplerWrapper = overrides._IndexBatchSamplerWrapper
 Launcher = launcher._Launcher
+TunerExit: type[Exception] = exceptions._TunerExitException
+"""Raised by a tuner's callback once it has found what it searched for; the rest of the run is left out."""
 
 # loops
 AutomaticOptimization = automatic._AutomaticOptimization
@@ -68,6 +70,12 @@ state_dicts = attrgetter("_state_dicts")
 def fetch_unprofiled(fetcher: Any) -> None:
     """Have a fetcher record nothing for the profiler."""
     fetcher._start_profiler = fetcher._stop_profiler = fetchers._profile_nothing
+
+
+def teardown(trainer: Any) -> None:
+    """End a trainer's run, as its entry points do after `TunerExit`."""
+    call._call_teardown_hook(trainer)
+    trainer._teardown()
 
 
 def count_batch(batches: Any) -> None:

@@ -16,13 +16,21 @@ from typing import Any, Literal, TypeAlias
 import pytorch_lightning as pl
 import pytorch_lightning.strategies as pl_strategies
 import torch
+from pytorch_lightning.trainer.states import TrainerStatus
 from pytorch_lightning.utilities.exceptions import SIGTERMException
 from typing_extensions import override
 
 from ...core import rng
 from ...core.errors import ConfigError
 from ...core.files import replacing, scratch_directory
-from ...core.private.of_lightning import IS_INTERACTIVE, Launcher, interrupt, set_num_threads_if_needed
+from ...core.private.of_lightning import (
+    IS_INTERACTIVE,
+    Launcher,
+    TunerExit,
+    interrupt,
+    set_num_threads_if_needed,
+    teardown,
+)
 from ..store import hosted_store, leave_store
 from ._handback import known_objects, pack, unpack
 from ._processes import RankProcesses
@@ -234,6 +242,10 @@ def _in_rank(trainer: pl.Trainer, work: Callable[[], Any]) -> Any:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all processes; the script forwards it
     try:
         return work()
+    except TunerExit:
+        teardown(trainer)
+        trainer.state.status, trainer.state.stage = TrainerStatus.FINISHED, None
+        return None
     except SIGTERMException as exc:
         interrupt(trainer, exc)
         strategy: Any = trainer.strategy

@@ -11,6 +11,7 @@ import pytorch_lightning as pl
 import torch
 from distributed import run_script
 from pytorch_lightning.callbacks import EarlyStopping
+from pytorch_lightning.tuner import Tuner
 from torch.utils.data import DataLoader, TensorDataset
 
 from evener.strategies import ConfigError, DDPStrategy, FSDPStrategy, SingleDeviceStrategy
@@ -193,3 +194,37 @@ def refuse(folder: Path) -> None:
 
 def test_a_refusal_of_the_ranks_is_a_refusal_of_fit(tmp_path: Path) -> None:
     run_script(refuse, tmp_path)
+
+
+class Tuned(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lr = 0.01
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=self.lr)
+
+
+def tune(strategy: str, folder: Path) -> dict[str, Any]:
+    """Search for a learning rate, which ends the search's run by an exception, and train."""
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    pl.seed_everything(5, verbose=False)
+    module = Tuned().eval()
+    trainer, history = trainer_of(strategy, folder, default_root_dir=folder)
+    alike = DataLoader(TensorDataset(torch.ones(12, 3, dtype=torch.float64)), 4)  # rank 0's loss is that of all
+    found = Tuner(trainer).lr_find(module, alike, data(), num_training=20, early_stop_threshold=None)
+    assert found is not None
+    seen = {"losses": found.results["loss"], "rates": found.results["lr"], "suggestion": found.suggestion()}
+    seen |= {"module's": module.lr, "state": str(trainer.state), "step": trainer.global_step}
+    assert module.trainer is trainer
+    assert trainer.callbacks[0] is history
+    assert history.losses == []
+    trainer.fit(module, data(), data())
+    return seen | {"trained": trainer.global_step, "weights": module.state_dict()}
+
+
+def test_a_tuner_finds_in_a_script_what_it_finds_on_one_device(tmp_path: Path) -> None:
+    ours, single = (run_script(tune, name, tmp_path / name) for name in ("ddp", "single"))
+    assert_same(ours, single, "tuned")
+    assert single["trained"] == 6
