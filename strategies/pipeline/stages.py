@@ -130,6 +130,10 @@ class Stages:
         self._manual: dict[str, torch.device] = {}
         self._placed: weakref.ref[nn.Module] | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy of a module, or of a part of it, takes along with its hooks: no hold on the module itself."""
+        return {**vars(self), "_hooks": [], "_placed": None}
+
     @property
     def num_stages(self) -> int:
         """Number of stages."""

@@ -1,6 +1,7 @@
 """Where a layout puts parts, inputs, outputs and optimizer state; `meta` stands for a second device."""
 
 import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -125,3 +126,12 @@ def test_a_copy_of_a_placed_module_computes_what_the_module_does() -> None:
         module.net.leave.weight.add_(1.0)
     assert torch.allclose(average(x), before)
     assert not torch.allclose(module(x), before)
+
+
+def test_a_copy_of_a_placed_part_can_be_brought_to_another_process() -> None:
+    module, stages = placed([CPU, CPU])
+    copied = copy.deepcopy(module.net.enter)  # its hooks refer to the stages, which know the hooks of all parts
+    x = torch.ones(2, module.net.enter.in_features)
+    assert torch.allclose(pickle.loads(pickle.dumps(copied))(x), module.net.enter(x))
+    stages.remove()  # the module's own hooks, still
+    assert all(not part._forward_pre_hooks for part in module.modules())
