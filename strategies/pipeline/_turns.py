@@ -178,6 +178,8 @@ class Ticket:
         return on_backward(move(tensors), partial(self._cross_back, stage, left, is_first))
 
     def _cross_back(self, left: int, stage: int, done: bool) -> None:
+        if not self._goes_back:  # `torch.autograd.grad` within the step, which goes on forward
+            return
         task = self._task("B", left)
         if self.waits_in_backward[stage]:
             self.turns.enter(self._task("B", stage), [task] if done else [])
