@@ -54,7 +54,8 @@ def refuse_unreduced(names: Sequence[str]) -> None:
     if names:
         raise ConfigError(
             f"fsdp: training_step computed gradients of {', '.join(names[:3])} from this rank's samples alone. Compute "
-            "them by self.manual_backward(loss), which averages them over the ranks, or set strategy=single_device."
+            "them by self.manual_backward(loss), which averages them over the ranks; if its loss has gradients of "
+            "torch.autograd.grad in it, set strategy.shard=[]. Or set strategy=single_device."
         )
 
 

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 import torch
 from distributed import RankError, run_ranks
-from regression import NUM_SAMPLES, Net, Numbered, fit, fit_all, outcome, quiet_trainer
+from regression import NUM_SAMPLES, Net, Numbered, fit, fit_all, outcome, quiet_trainer, weights
 from torch.utils.data import DataLoader
 
-from evener.strategies import FSDPStrategy, SingleDeviceStrategy
+from evener.strategies import ConfigError, FSDPStrategy, SingleDeviceStrategy
 
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -55,3 +55,48 @@ def test_a_gradient_penalty_is_told_to_leave_the_module_uncut() -> None:
     with pytest.raises(RankError, match=r"has released, because training_step .* Set strategy\.shard=\[\]"):
         run_ranks(_fit_penalised, 2, "auto")
     run_ranks(_fit_penalised, 2, [])
+
+
+class Wasserstein(Net):
+    """A generator and a critic whose gradient by its input is penalised, in manual optimization."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.critic = torch.nn.Sequential(torch.nn.Linear(1, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1)).double()
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        x, y, _ = batch
+        of_generator, of_critic = self.optimizers()
+        fake = self.net(x).detach()
+        mixed = ((fake + y) / 2).requires_grad_()
+        slope = torch.autograd.grad(self.critic(mixed).sum(), mixed, create_graph=True)[0]
+        loss = self.critic(fake).mean() - self.critic(y).mean() + (slope.abs() - 1).square().mean()
+        of_critic.zero_grad()
+        self.manual_backward(loss)
+        of_critic.step()
+        of_generator.zero_grad()
+        self.manual_backward(-self.critic(self.net(x)).mean())
+        of_generator.step()
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(part.parameters(), 0.05) for part in (self.net, self.critic)]
+
+
+def _penalised_by_hand(strategy: Any, num_ranks: int) -> torch.Tensor | str:
+    module = Wasserstein()
+    try:
+        quiet_trainer(strategy, num_ranks, max_epochs=1).fit(module, DataLoader(Numbered(12), 4))
+    except ConfigError as exc:
+        return str(exc)
+    return weights(module)
+
+
+def _penalised_on_ranks() -> list[Any]:
+    return [_penalised_by_hand(FSDPStrategy(shard, batch_size_is="global", timeout_s=60), 2) for shard in ("auto", [])]
+
+
+def test_what_a_penalty_by_hand_is_told_to_set_helps() -> None:
+    for told, trained in run_ranks(_penalised_on_ranks, 2):
+        assert "torch.autograd.grad in it, set strategy.shard=[]" in told
+        torch.testing.assert_close(trained, _penalised_by_hand(SingleDeviceStrategy(), 1), rtol=0, atol=1e-10)
