@@ -20,6 +20,7 @@ from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import DataLoader, RandomSampler
 
 from evener.strategies import BalancedDDPModelParallelStrategy, ConfigError
+from evener.strategies.batch.loss_check import LossCheck
 from evener.strategies.batch.losses import ChunkLosses
 from evener.strategies.data.sampling import Passes, Share
 from evener.strategies.data.shares import RankShares
@@ -197,17 +198,22 @@ class Frozen:
 
 def test_a_batch_of_other_things_than_samples_says_how_its_loss_is_weighted(caplog: pytest.LogCaptureFixture) -> None:
     # A loss of forces, a mean over atoms, was weighed by molecules without a word (schnetpack).
-    shares = RankShares(2, "ddp")
-    shares.current = Share(2, 4)
-    loop: Any = SimpleNamespace(_combined_loader=None, max_batches=1)
-    shares.verify_parts(loop, {"energy": torch.ones(2), "forces": torch.ones(7, 3), "count": torch.tensor(2)})
+    layout: Any = SimpleNamespace(inspect=None)
+    strategy: Any = SimpleNamespace(layout=layout)
+
+    def told(batch: Any) -> str:
+        check = LossCheck("ddp", is_on=True)
+        check.open(SmallModule(), layout)
+        layout.inspect(torch.ones((), requires_grad=True), None)
+        doubt = check.close(strategy, 2, [batch], {}, None)
+        check.tell(doubt)
+        return doubt
+
+    told({"energy": torch.ones(2), "forces": torch.ones(7, 3), "count": torch.tensor(2)})
     assert "ddp: a batch of 2 samples has tensors of 2 and 7 rows" in caplog.text
-    caplog.clear()
-    shares.begin_training()
     # a walk that builds structures anew crashed on the last two
     frozen = Frozen(torch.ones(2))
-    shares.verify_parts(loop, [torch.ones(2, 5), torch.ones(2), pack_sequence([torch.ones(3), torch.ones(1)]), frozen])
-    assert not caplog.text
+    assert not told([torch.ones(2, 5), torch.ones(2), pack_sequence([torch.ones(3), torch.ones(1)]), frozen])
 
 
 def test_a_batch_that_has_lost_samples_of_its_share_is_refused() -> None:

@@ -63,8 +63,8 @@ class LossCheck:
     def close(
         self, strategy: Any, num: float | None, args: Sequence[Any], options: Any,
         trial: Callable[[], AbstractContextManager[Any]] | None,
-    ) -> None:  # fmt: skip
-        """Refuse the loss that was shown if samples show that it is no mean over them; tell if nothing shows it.
+    ) -> str:  # fmt: skip
+        """Refuse the loss that was shown if samples show that it is no mean over them.
 
         Args:
             strategy: that has run the step.
@@ -73,18 +73,25 @@ class LossCheck:
             options: keyword arguments of the training step.
             trial: a context for each trial beside that of `trial_step`; None if this process can't try a loss alone.
 
+        Returns:
+            What to tell if nothing shows that it is one; empty if something does.
+
         Raises:
             ConfigError: the loss is not the mean over samples.
         """
         doubt, self._doubt, strategy.layout.inspect = self._doubt, None, None
         if doubt is None or not self._is_on:
-            return
+            return ""
         rows = set(numbers_of_rows(args[0])) if num else set[int]()
         if rows - {num}:
             doubt = f"a batch of {num:g} samples has tensors of {' and '.join(map(str, sorted(rows)))} rows"
         elif doubt:
             doubt = f"nothing shows that the loss is a mean over samples (it depends on {doubt})"
-        if doubt and (trial is None or not self._is_mean(strategy, args[1:], options, trial)):
+        return "" if trial is not None and doubt and self._is_mean(strategy, args[1:], options, trial) else doubt
+
+    def tell(self, doubt: str) -> None:
+        """Warn that nothing shows that the loss is a mean over samples, unless something does."""
+        if doubt:
             logger.warning(
                 "%s: %s. The loss is weighted by samples; if it is a mean over something else (atoms, tokens), return "
                 '{"loss": loss, "loss_weight": n} from training_step.', self._strategy, doubt,

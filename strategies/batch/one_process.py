@@ -137,7 +137,7 @@ class OneProcessStrategy(pl_strategies.SingleDeviceStrategy):
         self._loss_check.open(module, self.layout)
         output = self.layout.step(name, *args, **kwargs)
         num = self.structures.of_batch(module.trainer).num_samples(args[0])
-        self._loss_check.close(self, num, args, kwargs, nullcontext)
+        self._loss_check.tell(self._loss_check.close(self, num, args, kwargs, nullcontext))
         return output
 
     evaluate = evaluate_in_layout

@@ -1,6 +1,6 @@
 """Run a rank's steps: read its share of the batch, run the module's step in a layout, and weight its loss."""
 
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -22,6 +22,7 @@ from ..core.private import of_lightning
 from ..data.loaders import positions
 from ..data.shares import RankShares
 from ..distributed.metrics.run import RunMetrics
+from ..distributed.objects import gather_objects
 from ..distributed.same_weights import Agreement, StateWatch
 from ..distributed.wrapper import StepReduction
 from ..distributed.zero_weight_step import recompute_weights, zero_weight_step
@@ -114,9 +115,8 @@ class RankStep(StepContract):
         counts, module, trainer = shares.counts, self._module, self._trainer
         if strategy.balance is not None:
             strategy.balance.begin_step(module, strategy.root_device, strategy.loaders.change_policy)
-        is_first = counts and self._is_first
-        if is_first:
-            self._is_first = False
+        is_first, self._is_first = self._is_first, False
+        if is_first and counts:
             self._loss_check.open(module, strategy.layout, shares.num or num_samples(args[0]))
         if not module.automatic_optimization:
             shares.verify_parts(trainer.fit_loop, args[0])  # the step itself steps the optimizer
@@ -135,10 +135,17 @@ class RankStep(StepContract):
         else:
             shares.verify_parts(trainer.fit_loop, args[0])
         if is_first:
-            assert self.metrics is not None
-            trial = None if strategy.sync.evaluates_together else self.metrics.steps.unrecorded
-            self._loss_check.close(strategy, None if module_weighs else shares.num, args, kwargs, trial)
+            self._check_loss(None if module_weighs else shares.num, args, kwargs)
         return output
+
+    def _check_loss(self, num: float | None, args: Sequence[Any], options: Mapping[str, Any]) -> None:
+        """Refuse a loss that is no mean over samples; every rank must call it, since another one may be in doubt."""
+        strategy, check = self._strategy, self._loss_check
+        assert self.metrics is not None
+        trial = None if strategy.sync.evaluates_together else self.metrics.steps.unrecorded
+        doubts = gather_objects(check.close(strategy, num, args, options, trial))
+        if strategy.global_rank == 0:
+            check.tell(next(filter(None, doubts), ""))
 
     @contextmanager
     def _watching(self, module: pl.LightningModule) -> Generator[None]:
