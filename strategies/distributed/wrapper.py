@@ -9,6 +9,7 @@ trained by each rank separately, and the wrapper would wait for one frozen later
 """
 
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -19,6 +20,8 @@ from torch.optim import Optimizer
 
 from ..core.patching import without_hooks
 from ..core.private import of_torch
+
+_IS_TRAINED = attrgetter("requires_grad")
 
 
 def reduce_finished(model: DistributedDataParallel) -> None:
@@ -133,27 +136,23 @@ class ReducedParameters:
 
     def __init__(self, module: nn.Module) -> None:
         self._parameters = list(module.parameters())
-        self._flags = self._read_flags()
+        self._trained = [parameter for parameter in self._parameters if parameter.requires_grad]
+        self._others = [parameter for parameter in self._parameters if not parameter.requires_grad]
         self._num_optimized: list[int] = []
         self.reduced = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
         """Names and parameters that are reduced, in the wrapper's order."""
 
     def changed(self, optimizers: Sequence[Optimizer]) -> bool:
         """Whether a parameter was frozen, unfrozen, or given to an optimizer after the module was wrapped."""
-        return self._read_flags() != self._flags or self._has_new(optimizers)
+        return not all(map(_IS_TRAINED, self._trained)) or self.unfrozen() or self._has_new(optimizers)
 
     def unfrozen(self) -> bool:
         """Whether a parameter that was frozen when the module was wrapped now requires a gradient."""
-        flags = self._read_flags()
-        return flags != self._flags and any(now and not then for now, then in zip(flags, self._flags, strict=True))
+        return any(map(_IS_TRAINED, self._others))
 
     def frozen(self) -> list[nn.Parameter]:
         """The parameters that required a gradient when the module was wrapped, and no longer do."""
-        flags = zip(self._parameters, self._flags, strict=True)
-        return [parameter for parameter, then in flags if then and not parameter.requires_grad]
-
-    def _read_flags(self) -> list[bool]:
-        return [parameter.requires_grad for parameter in self._parameters]
+        return [parameter for parameter in self._trained if not parameter.requires_grad]
 
     def _has_new(self, optimizers: Sequence[Optimizer]) -> bool:
         num = [len(group["params"]) for optimizer in optimizers for group in optimizer.param_groups]
