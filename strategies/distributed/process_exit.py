@@ -3,8 +3,10 @@
 import atexit
 import ctypes
 import gc
+import importlib
 import multiprocessing
 import os
+import pickle
 import signal
 import sys
 import threading
@@ -17,11 +19,11 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from fsspec.core import url_to_fs
 from lightning_fabric.utilities import registry
-from torchmetrics import MeanMetric
 
 from ..core.patching import replaced
-from ..core.private import of_torch
+from ..core.private import of_lightning, of_torch
 from ._store_watch import RANK_FAILED
 from .store import leave_store
 
@@ -148,10 +150,10 @@ def forking() -> Generator[None]:
 
     A garbage collection writes to every object, so that each process would copy all memory that it shares with this
     one: what exists now is kept out of collections, in forked processes for good. What each would look up in the files
-    of installed packages, torchmetrics their versions and Lightning's trainer callbacks to add, is looked up here.
+    of installed packages, such as Lightning's trainer the callbacks to add, is looked up here.
     """
     release_openmp()
-    MeanMetric()
+    _do_first_time()
     entry_points = cache(registry.entry_points)
     entry_points(group="pytorch_lightning.callbacks_factory")
     others = _is_frozen_for_good or gc.get_freeze_count()  # kept out by whoever called: only all can be given back
@@ -162,6 +164,19 @@ def forking() -> Generator[None]:
     finally:
         if not others:
             gc.unfreeze()
+
+
+def _do_first_time() -> None:
+    """Do here what takes longer the first time, and what each rank would do for a first time.
+
+    To log a value asks of twenty classes whether any of torchmetrics' is their base, to read a tensor or to open a path
+    imports modules, and so does Lightning's strategy.
+    """
+    value = torch.zeros((), device="cpu")
+    of_lightning.ResultCollection(training=True).log("", "", value)
+    pickle.loads(pickle.dumps(value))
+    url_to_fs(os.devnull)
+    importlib.import_module("torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook")
 
 
 def release_openmp() -> None:

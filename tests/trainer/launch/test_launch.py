@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -201,6 +202,16 @@ def test_workers_on_the_cpu_are_forked_from_the_command(tmp_path: Path) -> None:
         run.wait_for_step(1)
         commands = {Path(f"/proc/{pid}/cmdline").read_text() for pid in (run.process.pid, run.pid_of(0), run.pid_of(1))}
         assert len(commands) == 1
+
+
+@pytest.mark.long
+def test_forked_workers_import_nothing_that_their_parent_could_have(tmp_path: Path) -> None:
+    overrides = ("module._target_=launched.Imports", "trainer.max_epochs=1", "logger=tensorboard", "checkpoint=none")
+    with running(tmp_path, *overrides, command=["env", sys.executable]) as run:  # a Python that has nothing yet
+        assert ends(run, time.monotonic()) == 0, run.output.read_text()
+    ranks = Path(f"{run.record}.modules").read_text().splitlines()
+    packages = ("torch", "lightning", "pytorch_lightning", "lightning_fabric", "torchmetrics", "fsspec", "evener")
+    assert [[name for name in line.split() if name.split(".")[0] in packages] for line in ranks] == [[], []]
 
 
 @pytest.mark.long
