@@ -205,6 +205,8 @@ class LeanLoggerConnector(of_lightning.LoggerConnector):
         self._evaluated = EvalStepSync()
         self._weightless: ModuleLog | None = None
         self.collected: dict[str, dict[str, Any]] = {}
+        self.is_exchanged = False
+        """Whether ranks have exchanged all that was logged before the end of the evaluation that comes next."""
         super().__init__(trainer)
 
     def start_batch(self, results: LeanResults, batch: Batch, dataloader_idx: int | None) -> None:
@@ -309,7 +311,9 @@ class LeanLoggerConnector(of_lightning.LoggerConnector):
         self.settle()
         self._leave_batch()
         super().epoch_end_reached()
-        self._share()
+        if not self.is_exchanged:
+            self._share()
+        self.is_exchanged = False
 
     @override
     def on_epoch_end(self) -> None:

@@ -96,6 +96,7 @@ class LeanEvaluationLoop(PlannedLoop, SeparateEvaluation):
     def on_run_end(self) -> list[Any]:
         if self._is_exchanged_by_loader():
             self._store_until(len(self.max_batches))
+        of_lightning.logger_connector(self.trainer).is_exchanged = True  # with the outputs of the last loader
         return super().on_run_end()
 
     def _is_exchanged_by_loader(self) -> bool:

@@ -17,6 +17,7 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassCohenKappa
 
 from evener.strategies import DataParallelStrategy
 from evener.trainer import Trainer
+from evener.trainer.logging import connector
 from evener.trainer.loops.log_method import shares_states
 
 TRAINERS = (Trainer, pl.Trainer)
@@ -332,3 +333,24 @@ def test_an_epochs_means_are_lightnings_bit_by_bit() -> None:
         found.append(trainer.callback_metrics)
     assert found[0] == found[1]
     assert found[0]["single"].dtype == found[1]["single"].dtype == torch.float32
+
+
+@pytest.mark.parametrize("num_loaders", [1, 2])
+def test_an_evaluation_exchanges_values_once_per_loader_and_once_after_its_last_hook(
+    num_loaders: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[set[str]] = []
+
+    def counted(trainer: pl.Trainer, results: Any, steps: Any) -> Any:
+        calls.append({metric.meta.name for metric in results.values() if not metric.has_reset})
+        return [steps]
+
+    monkeypatch.setattr(connector, "share", counted)
+
+    class Evaluated(LoggingModule):
+        def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+            self.log("step", 1.0)
+
+    loaders = [loader() for _ in range(num_loaders)]
+    Trainer(logger=False, **QUIET).validate(Evaluated(), loaders, verbose=False)
+    assert calls == [*[{"step"}] * num_loaders, {"step", "val at the end"}]
