@@ -53,13 +53,11 @@ class Heartbeat:
         count: number of heartbeats so far.
         step: number of finished optimizer steps.
         place: current line of the user's code, or the innermost line if there is none.
-        error: the error that it failed with; empty while it runs.
     """
 
     count: int = 0
     step: int = 0
     place: str = ""
-    error: str = ""
 
 
 class HeartbeatMonitor:

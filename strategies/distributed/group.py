@@ -15,9 +15,14 @@ from torch.distributed import PrefixStore, Work
 
 from ..core.devices import is_accelerator, precise_dtype, scalar
 from ..core.private import of_lightning, put
-from ._coordinator import RankCoordinator
+from ._barrier import Barrier
+from ._heartbeat import HeartbeatMonitor, is_about_communication
 from ._stop import StopAgreement as StopAgreement
 from .process_exit import leave_group_at_exit
+from .signed_store import signed
+from .store import root_store
+
+_num_runs = 0
 
 
 class SideGroup:
@@ -41,6 +46,30 @@ class SideGroup:
         """End the group and its threads, even if this object is still referenced (by a loader, for example)."""
         dist.destroy_process_group(self._group)
         self._group = None
+
+
+class RankCoordinator:
+    """Connects this rank to the others during one run of a trainer, by a store of the run that all ranks share."""
+
+    def __init__(self, environment: ClusterEnvironment, timeout_s: float, num_nodes: int) -> None:
+        global _num_runs
+        rank, num_ranks = environment.global_rank(), environment.world_size()
+        _num_runs += 1
+        self.root_store = root_store(environment, timeout_s, num_nodes)
+        store = signed(PrefixStore(f"run/{_num_runs}", self.root_store), f"run/{_num_runs}")
+        self.barrier = Barrier(store, rank, num_ranks, timeout_s, lambda other: self.heartbeat.where(other))
+        self.barrier.join()
+        self.stop_agreement = StopAgreement(rank, num_ranks, store)
+        self.heartbeat = HeartbeatMonitor(store, rank, num_ranks, self.stop_agreement, timeout_s)
+        self.heartbeat.start()
+
+    def explain(self, exc: BaseException) -> None:
+        """Report a failure to the other ranks; if a peer could not be reached, name that peer in the error instead."""
+        self.heartbeat.freeze(exc)
+        if not is_about_communication(exc):
+            self.heartbeat.tell(exc)
+        elif culprits := self.heartbeat.culprits():
+            exc.args = (f"{culprits} The error on this rank was: {exc}",)
 
 
 class RankGroup:
@@ -210,7 +239,7 @@ class RankGroup:
                 self.wait("the end of the run")  # a rank that hangs after the last collective is named
             if self.coordinator.stop_agreement.armed:
                 self.stop_signal = self.coordinator.stop_agreement.signal  # even if no step was left to stop at
-            self.coordinator.end()
+            self.coordinator.heartbeat.end()
             self.coordinator = None
         if self._sums is not None:
             self._sums.end()

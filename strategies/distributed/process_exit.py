@@ -11,7 +11,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -196,6 +196,12 @@ def is_frozen(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
     except OSError:  # it has ended, or this is no Linux
         return False
+
+
+def kill_frozen(pids: Iterable[int]) -> None:
+    """Kill those of some processes that are stopped (SIGSTOP)."""
+    for pid in filter(is_frozen, pids):
+        os.kill(pid, signal.SIGKILL)
 
 
 def prepare_forked(timeout_s: float) -> None:

@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from ...strategies import ConfigError
 from ...strategies.core.files import scratch_directory
 from ...strategies.core.patching import replaced
 from ...strategies.core.private import of_torch, put
-from ...strategies.distributed.process_exit import forking, is_frozen
+from ...strategies.distributed.process_exit import forking, kill_frozen
 from ...strategies.distributed.store import loopback_device
 from ..config.checks import AUTO
 from ..config.launch_plan import LaunchPlan
@@ -190,12 +190,6 @@ def frozen_workers_killed() -> Generator[None]:
     finally:
         PContext.close = close
         put(ProcessContext, join_procs_with_timeout=join)
-
-
-def kill_frozen(pids: Iterable[int]) -> None:
-    """Kill those of some processes that are stopped (SIGSTOP)."""
-    for pid in filter(is_frozen, pids):
-        os.kill(pid, signal.SIGKILL)
 
 
 def explain(cfg: DictConfig, exc: ChildFailedError, num_processes: int, scratch: Path) -> BaseException:

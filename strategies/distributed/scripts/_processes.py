@@ -19,7 +19,7 @@ import torch.multiprocessing as multiprocessing_of_torch
 
 from ...core.errors import ConfigError
 from ...core.files import replacing
-from ..process_exit import LAST_WORDS_S, forking, is_frozen
+from ..process_exit import LAST_WORDS_S, forking, kill_frozen
 from ..store import RankError
 
 POLL_S = 0.1
@@ -85,19 +85,13 @@ class RankProcesses:
                 late, deadline = sorted(waiting.values()), math.inf
                 self.kill(signal.SIGKILL)
             elif failed is not None:
-                self._kill_frozen()
+                kill_frozen(one.pid for one in self.processes if one.is_alive() and one.pid is not None)
         if late and failed is None:
             raise RankError(
                 f"rank {', '.join(map(str, late))} did not end within {self.timeout_s:g} s after the others had, and "
                 "was killed. See what on_fit_end, teardown and threads of the module and the callbacks do there."
             )
         return failed
-
-    def _kill_frozen(self) -> None:
-        """Kill what is stopped (SIGSTOP) and can't react to being asked."""
-        for process in self.processes:
-            if process.is_alive() and process.pid is not None and is_frozen(process.pid):
-                process.kill()
 
     def error(self, rank: int) -> Exception:
         """Tell why a rank failed: its refusal, its traceback, or how it ended."""
