@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -68,16 +67,8 @@ def _generator_state(sampler: Any) -> torch.Tensor | None:
     return generator.get_state() if isinstance(generator, torch.Generator) else None
 
 
-def worker_seeds(rank: int, then: Callable[[int], None] | None) -> Callable[[int], None]:
-    """Make the `worker_init_fn` of a loader: seeds python, numpy and torch by rank and worker.
-
-    Args:
-        then: the loader's own `worker_init_fn`, called afterwards.
-    """
-    return partial(_seed_worker, rank=rank, then=then)
-
-
-def _seed_worker(worker: int, rank: int, then: Callable[[int], None] | None) -> None:
+def seed_worker(worker: int, rank: int, then: Callable[[int], None] | None) -> None:
+    """Seed python, numpy and torch of a worker by rank and worker, then call the loader's own `worker_init_fn`."""
     pl_worker_init_function(worker, rank)
     if then is not None:
         then(worker)

@@ -10,6 +10,7 @@ with a `DistributedSampler`     as it is                         refused
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -23,7 +24,7 @@ from ..batch.policies import Even, Policy
 from ..batch.structure import BatchStructure
 from ..core.errors import ConfigError
 from ..core.private import of_lightning, put
-from ._sampler_order import Agree, worker_seeds
+from ._sampler_order import Agree, seed_worker
 from .sampling import Cut, Deal, Divide, RankBatches
 from .streams import Divided, Lockstep, Stream
 
@@ -159,7 +160,7 @@ class RankLoaders:
     def _seeded(self, loader: DataLoader[Any]) -> DataLoader[Any]:
         clone = copy.copy(loader)
         put(clone, iterator=None)
-        clone.worker_init_fn = worker_seeds(self.rank, loader.worker_init_fn)
+        clone.worker_init_fn = partial(seed_worker, rank=self.rank, then=loader.worker_init_fn)
         clone.in_order = True  # shares, and the places of predictions, are known in the order of the sampler
         object.__setattr__(clone, "evener_original", loader)
         return clone

@@ -9,6 +9,7 @@ from typing import Any
 import pytorch_lightning as pl
 import torch
 from lightning_fabric.utilities.apply_func import move_data_to_device
+from lightning_utilities.core.rank_zero import WarningCache
 from pytorch_lightning.trainer.states import TrainerFn
 from pytorch_lightning.utilities.model_helpers import is_overridden
 from pytorch_lightning.utilities.rank_zero import rank_zero_info
@@ -59,7 +60,7 @@ class StageLayout(Layout):
         self._logs: MicroBatchLogs | None = None
         self._module: pl.LightningModule | None = None
         self._has_batchnorm = False
-        self._told: set[str] = set()
+        self._told = WarningCache()
         self._scaler: Any = None
         self._balance: TimeBalance | None = None
         self._has_moved = False
@@ -73,7 +74,7 @@ class StageLayout(Layout):
         device = self.stages.meeting_device
         if not self.cut_by or not is_accelerator(device) or self._module is None:
             return device
-        return resting_device(self._module.trainer, device, partial(self._info_once, "reader"))
+        return resting_device(self._module.trainer, device, self._told.info)
 
     @property
     @override
@@ -129,7 +130,7 @@ class StageLayout(Layout):
         self._balance = TimeBalance(module, self.stages, self.mean_over_ranks) if is_timed else None
         self._has_moved, self._clears = False, None
         plan = f"{type(module).__name__} in {self.stages.num_stages} stages:\n{self.describe(module)}"
-        self._info_once(plan, plan)
+        self._told.info(plan)
 
     @override
     def step(self, name: str, *args: Any, **kwargs: Any) -> Any:
@@ -220,7 +221,7 @@ class StageLayout(Layout):
         if len(sizes) == 1 and isinstance(result, dict):
             result, left_out = {**outputs[0], **result}, []
         for key in left_out:
-            self._info_once(key, f"{self.strategy}: {LEFT_OUT.format(key=key)}")
+            self._told.info(f"{self.strategy}: {LEFT_OUT.format(key=key)}")
         if isinstance(result, dict):
             return {**result, "loss": gradients.attach(result["loss"])}
         return None if result is None else gradients.attach(result)
@@ -251,11 +252,6 @@ class StageLayout(Layout):
     def _batch_structure(self) -> BatchStructure:
         assert self._module is not None, "the run has not begun"
         return self.structures.of_batch(self._module.trainer)
-
-    def _info_once(self, key: str, message: str) -> None:
-        if key not in self._told:
-            self._told.add(key)
-            rank_zero_info(message)
 
     def _inspected(self, call: Callable[[], Any], size: int) -> Any:
         output = call()

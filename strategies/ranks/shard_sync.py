@@ -191,12 +191,8 @@ class ShardSync(GradientSync):
 
     @contextmanager
     def _without_reduction(self) -> Generator[None]:
-        self._reduces = False
-        try:
-            with self.shards.without_reduction():
-                yield
-        finally:
-            self._reduces = True
+        with replaced(self, "_reduces", False), self.shards.without_reduction():
+            yield
 
     @override
     def begin_backward(self, loss: Tensor) -> None:

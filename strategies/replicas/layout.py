@@ -6,8 +6,8 @@ from typing import Any
 
 import pytorch_lightning as pl
 import torch
+from lightning_utilities.core.rank_zero import WarningCache
 from pytorch_lightning.trainer.states import TrainerFn
-from pytorch_lightning.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from typing_extensions import override
 
@@ -70,7 +70,7 @@ class ReplicaLayout(Layout):
         self.losses: list[Tensor] = []
         self.structures = RunStructures()
         self._has_batchnorm = False
-        self._told: set[str] = set()
+        self._told = WarningCache()
         self._open_batch: Batch = None
         self._runs = False
         self._module: pl.LightningModule | None = None
@@ -274,9 +274,7 @@ class ReplicaLayout(Layout):
         return without_single_samples(sizes)
 
     def _info_once(self, message: str) -> None:
-        if message not in self._told:
-            self._told.add(message)
-            rank_zero_info(f"{self.options.strategy}: {message}")
+        self._told.info(f"{self.options.strategy}: {message}")
 
 
 def _has_loss(output: Any) -> bool:

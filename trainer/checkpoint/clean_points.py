@@ -6,8 +6,7 @@ its hooks, and a resumed run simply takes the next batch.
 """
 
 import copy
-from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +18,7 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
 
 from ...strategies.core import rng
+from ...strategies.core.patching import replaced
 from ...strategies.core.private import of_lightning, put
 from ...strategies.core.private.of_lightning import CheckpointConnector, EvaluationLoop, FitLoop, TrainingEpochLoop
 from ...strategies.distributed.objects import gather_on_first
@@ -182,13 +182,8 @@ class ResumingFitLoop(FitLoop):
         with self._at(point):
             saver.save(self.trainer)
 
-    @contextmanager
-    def _at(self, point: Place) -> Generator[None]:
-        self._point = point
-        try:
-            yield
-        finally:
-            self._point = None
+    def _at(self, point: Place) -> AbstractContextManager[None]:
+        return replaced(self, "_point", point)
 
     @override
     def on_run_end(self) -> None:

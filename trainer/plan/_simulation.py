@@ -17,6 +17,7 @@ from typing_extensions import override
 
 from ...strategies import ConfigError, SingleDeviceStrategy
 from ...strategies.batch.structure import num_samples
+from ...strategies.core.patching import replaced
 from ...strategies.core.private import of_torch
 from ...strategies.core.types import Batch
 from ...strategies.pipeline.options import StageOptions
@@ -217,12 +218,8 @@ class SimulatedStrategy(SingleDeviceStrategy):
         if self._active:  # a training step inside an optimizer's step
             yield
             return
-        self._active = True
-        try:
-            with self._fake, self.tracker:
-                yield
-        finally:
-            self._active = False
+        with replaced(self, "_active", True), self._fake, self.tracker:
+            yield
 
 
 class Finished(Exception):
