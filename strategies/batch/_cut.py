@@ -19,11 +19,7 @@ RoleOf: TypeAlias = Callable[[Any, Path], Role]
 
 
 def cut(value: Any, sizes: list[int], role_of: RoleOf, root: str, path: Path = ()) -> list[Any]:
-    """Cut a value into one part per size.
-
-    Raises:
-        ConfigError: it can't be cut; the message names it.
-    """
+    """Cut a value into one part per size, or refuse it by name."""
     role, is_listed = role_of(value, path), is_array(value) or is_sequence(value)
     if role == "shared":
         return [value] * len(sizes)

@@ -19,11 +19,7 @@ ReductionOf: TypeAlias = Callable[[list[Any], list[int], Path], Reduction]
 def join_parts(
     parts: list[Any], sizes: list[int], reduction_of: ReductionOf, root: str, device: torch.device | None, path: Path
 ) -> Any:
-    """Join one value per chunk.
-
-    Raises:
-        ConfigError: they can't be joined; the message names the value.
-    """
+    """Join one value per chunk, or refuse the value by name."""
     first, reduction = parts[0], reduction_of(parts, sizes, path)
     if reduction == "structure":
         return _join_structures(parts, sizes, reduction_of, root, device, path)

@@ -319,11 +319,7 @@ class BatchStructure:
         )
 
     def _verify_alike(self, value: Any, path: Path) -> None:
-        """Refuse a list as long as the batch that may be a name and its value, as `("more", {})`.
-
-        Raises:
-            ConfigError: its elements are of several kinds.
-        """
+        """Refuse a list as long as the batch that may be a name and its value, as `("more", {})`."""
         kinds = sorted({_family(element) for element in value if element is not None})
         if len(kinds) > 1:
             kinds_of = f"{len(value)} values of several kinds ({', '.join(kinds)})"
@@ -365,11 +361,7 @@ class BatchStructure:
         return plain_length(batch) if rows is None else self._count_in_lists(batch, rows)
 
     def _count_in_lists(self, batch: Batch, rows: int) -> int:
-        """N of a batch whose tensors are all in lists and have as many rows: those, or the length of the lists.
-
-        Raises:
-            ConfigError: the loader's batch size allows both.
-        """
+        """N of a batch whose tensors are all in lists and have as many rows: those, or the length of the lists."""
         lengths = {self._lists_around(batch, path)[-1] for path, _ in row_counts(batch)}
         length, size = lengths.pop(), self._evidence.batch_size()
         if lengths or length == rows or size == rows:

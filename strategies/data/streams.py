@@ -130,11 +130,7 @@ class Divided(Stream):
             yield split(batch, sizes)[self.rank] if sizes[self.rank] else split(batch, [stand_in, total - stand_in])[0]
 
     def _verify_same(self, batch: Batch | None) -> None:
-        """Refuse a stream whose first batch is another one than rank 0's; every rank must call it.
-
-        Raises:
-            ConfigError: it is, as where a dataset shards itself by rank.
-        """
+        """Refuse a stream whose first batch is another one than rank 0's; every rank must call it."""
         own = None if batch is None else dict(_sums(batch))
         if own != self.agree(own):
             raise ConfigError(

@@ -30,11 +30,7 @@ class Barrier:
         self._count = 0
 
     def wait(self, place: str) -> None:
-        """Wait until all ranks have reached this place.
-
-        Raises:
-            RankError: a rank did not arrive in time, or is at another place; the message names it.
-        """
+        """Wait until all ranks have reached this place; an error names one that has not, or is at another."""
         self._count += 1
         if missing := self._meet(f"meeting/{self._count}", place):
             raise RankError(self._absence(place, missing))
@@ -46,11 +42,7 @@ class Barrier:
                 self.store.delete_key(f"meeting/{self._count - 2}/met")
 
     def join(self) -> None:
-        """Wait until all ranks have joined.
-
-        Raises:
-            RankError: some did not join in time; the message names them.
-        """
+        """Wait until all ranks have joined."""
         if missing := self._meet("joined", ""):
             ranks = f"rank {missing[0]}" if len(missing) == 1 else f"ranks {', '.join(map(str, missing))}"
             raise RankError(
@@ -60,11 +52,7 @@ class Barrier:
             )
 
     def _meet(self, key: str, value: str) -> list[int]:
-        """Wait for all ranks; rank 0 tells the others when all are there, and whether they have given one value.
-
-        Returns:
-            The ranks that did not come in time.
-        """
+        """Wait for all ranks, and return those that did not come; rank 0 tells whether all gave one value."""
         self.store.set(f"{key}/{self.rank}", value)
         keys = self._keys(key)
         if self.rank == 0:

@@ -171,11 +171,7 @@ class HeartbeatMonitor:
         return f"; it was at step {beat.step}, {beat.place}"
 
     def culprits(self, store: Store | None = None) -> str:
-        """Name the ranks that failed, stopped sending heartbeats, or are behind; empty if nothing is known.
-
-        Args:
-            store: the connection to ask; None for that of the main thread.
-        """
+        """Name the ranks that failed, stopped sending heartbeats, or are behind; empty if nothing is known."""
         try:
             return self._culprits(store or self.store)
         except RuntimeError:

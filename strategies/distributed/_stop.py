@@ -142,11 +142,7 @@ class StopAgreement:
         return False
 
     def agreed(self, received: bool, step: int, devices: Iterable[torch.device], stretch: str = TRAINING) -> bool:
-        """Whether to stop now, as `due`, if any rank was asked to.
-
-        Args:
-            received: whether this rank was asked to stop by other means than a signal.
-        """
+        """Whether to stop now, as `due`, if any rank was asked to; `received` is another way than a signal."""
         if received and not self.armed:
             self.request(signal.SIGTERM)
         return self.armed and self.due(step, devices, stretch)

@@ -173,12 +173,7 @@ class MicroBatches:
 
 @dataclass
 class _MicroBatch:
-    """One micro-batch of a step.
-
-    Args:
-        call: its step.
-        around: the context of what it does in a direction.
-    """
+    """One micro-batch of a step: its step, and the context of what it does in a direction."""
 
     number: int
     call: Callable[[], Any]
@@ -216,12 +211,7 @@ def _detached(output: Any) -> Any:
 
 
 class MicroBatchLogs(LogRecorder):
-    """Logs each name once for the whole batch, though every micro-batch calls `self.log`.
-
-    Args:
-        num_microbatches: number of micro-batches per step.
-        device: where the values are combined.
-    """
+    """Logs each name once for the whole batch, though every micro-batch calls `self.log`."""
 
     def __init__(self, module: nn.Module, num_microbatches: int, device: torch.device) -> None:
         self._metrics = StepMetrics(module, num_microbatches, lambda: self._running.part)

@@ -96,15 +96,7 @@ def auto_plan(
 
 
 def balanced_plan(module: nn.Module, cost_of: Mapping[str, float], weights: Sequence[float]) -> StagePlan:
-    """Balance any cost of the parts over contiguous stages.
-
-    Args:
-        cost_of: cost by part name; parts without any stay with the previous one.
-        weights: capacity of each stage.
-
-    Raises:
-        ConfigError: there are more stages than parts.
-    """
+    """Balance any cost of the parts over contiguous stages; parts without any stay with the previous one."""
     parts = find_parts(module)
     groups, costs = _groups(parts, cost_of)
     num_stages = len(weights)
@@ -189,14 +181,7 @@ def named_plan(module: nn.Module, num_stages: int, first_modules: Sequence[str])
 
 
 def verify_manual(module: nn.Module, devices: Sequence[torch.device]) -> None:
-    """Verify that a manual placement is complete.
-
-    Args:
-        module: the module, after its `configure_model`.
-
-    Raises:
-        ConfigError: a parameter or buffer is on none of the devices; the message names it and its device.
-    """
+    """Refuse a manual placement, after `configure_model`, with a parameter or buffer on no device of the process."""
     stray = [
         f"{name} on {tensor.device}"
         for name, tensor in (*module.named_parameters(), *module.named_buffers())

@@ -46,12 +46,7 @@ class Reduction(Protocol):
 
 
 class LastBackward:
-    """Reduces the gradients of one step, as early as they are final.
-
-    Args:
-        parameters: those that may get gradients.
-        num_microbatches: number of micro-batches that may go backward.
-    """
+    """Reduces the gradients of one step, as early as they are final."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], num_microbatches: int, reduction: Reduction) -> None:
         self.may_begin = reduction.overlaps

@@ -63,14 +63,7 @@ class StepMetrics:
             self._open(False)
 
     def call(self, sizes: Sequence[int]) -> None:
-        """Call the metrics that take whole batches with the inputs of all micro-batches.
-
-        Args:
-            sizes: samples per micro-batch.
-
-        Raises:
-            ConfigError: inputs can't be joined; the message names the metric.
-        """
+        """Call the metrics that take whole batches with the inputs of all micro-batches."""
         with torch.no_grad():
             call_again(self._whole, self._calls[: len(sizes)], sizes, "model_parallel")
 

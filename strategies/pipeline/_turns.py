@@ -44,11 +44,7 @@ class Turns:
         """Whether there is one order for all stages."""
 
     def enter(self, task: Task, done: Collection[Task] = ()) -> None:
-        """Wait for the stage and take it. While waiting the micro-batch holds no stage.
-
-        Args:
-            done: tasks that are complete, so that the next ones may begin.
-        """
+        """Wait for the stage and take it, with some tasks done. While waiting the micro-batch holds no stage."""
         with self._lock:
             self._open.difference_update(done)
             index = self._index(task)
@@ -67,11 +63,7 @@ class Turns:
         granted.acquire()
 
     def leave(self, task: Task, done: bool = True) -> None:
-        """Release the stage, if this micro-batch holds it.
-
-        Args:
-            done: whether the task is complete, so that the next one may begin.
-        """
+        """Release the stage, if this micro-batch holds it, with the task done or still to be gone on with."""
         with self._lock:
             index = self._index(task)
             if self._holder[index] == task.microbatch:
@@ -81,11 +73,7 @@ class Turns:
             self._wake()
 
     def finish(self, microbatch: int, phases: str = "FB") -> None:
-        """Release all stages, and make no other micro-batch wait for this one.
-
-        Args:
-            phases: the directions in which it has finished.
-        """
+        """Release all stages, and make no other micro-batch wait for this one in these directions."""
         with self._lock:
             self._release(microbatch)
             self._open.difference_update(task for task in self._tasks.get(microbatch, ()) if task.phase in phases)
@@ -158,14 +146,7 @@ class Ticket:
             self.turns.enter(self._task("B", self.stage))
 
     def move_on(self, stage: int, tensors: list[Tensor], move: Callable[[list[Tensor]], list[Tensor]]) -> list[Tensor]:
-        """Move to another stage, with the tensors that the next module needs.
-
-        Args:
-            stage: the stage to enter; not the current one.
-
-        Returns:
-            The moved tensors. Their backward pass leaves that stage and re-enters the current one.
-        """
+        """Move to another stage with the tensors that it needs; their backward pass comes back to the current one."""
         if self._goes_back:  # activation checkpointing recomputes modules within the stage's turn in backward
             return move(tensors)
         is_first = stage not in self._visited

@@ -38,15 +38,7 @@ class CollectedLists:
         self._lengths = {key: (value, len(value)) for key, value in values if type(value) is list}
 
     def after_step(self, step: str, sizes: Sequence[int]) -> None:
-        """Combine what was appended.
-
-        Args:
-            step: name of the method that ran.
-            sizes: samples per chunk that ran.
-
-        Raises:
-            ConfigError: numbers were appended, and nothing is declared of them.
-        """
+        """Combine what a step appended, or refuse numbers of which nothing is declared."""
         if len(sizes) == 1 or step not in _STEPS:
             return
         for name, (values, length) in self._lengths.items():

@@ -19,12 +19,7 @@ BUCKET_BYTES = 2**25
 
 @dataclass(frozen=True)
 class _Bucket:
-    """Gradients of one replica that are ready to be moved.
-
-    Args:
-        flat: the gradients, one after the other, on the replica's device.
-        ready: when the device has computed them.
-    """
+    """Gradients of one replica, one after the other, and when its device has computed them."""
 
     parameters: list[int]
     flat: Tensor
@@ -161,11 +156,7 @@ def _hooked(parameter: Tensor, gradient: Tensor) -> Tensor:
 
 
 class _Sender:
-    """Packs one replica's gradients into buckets during its backward.
-
-    Args:
-        root: the root's parameters; a gradient that hooks of theirs must see stays where it is.
-    """
+    """Packs one replica's gradients in its backward, but for those that hooks of the root's parameters must see."""
 
     def __init__(self, root: Sequence[Tensor], parameters: Sequence[Tensor], bucket_bytes: int) -> None:
         self._root = root

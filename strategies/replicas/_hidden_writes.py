@@ -22,11 +22,7 @@ _watches: weakref.WeakSet["HiddenWrites"] = weakref.WeakSet()
 
 
 class HiddenWrites:
-    """Watches parameters from construction on, until it is closed or no longer referenced.
-
-    Args:
-        parameters: the parameters; keep them alive as long as they are watched.
-    """
+    """Watches parameters, which somebody keeps alive, from construction on, until it is closed or not referenced."""
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         self._numbers = {id(parameter): i for i, parameter in enumerate(parameters)}

@@ -94,15 +94,7 @@ class MetricMerger:
         return self._originals.get(id(value), value)
 
     def merge(self, used: Sequence[int], sizes: Sequence[int]) -> None:
-        """Bring the copies' counts to the root's metrics, in the order of the chunks, and reset the copies.
-
-        Args:
-            used: the replicas that had samples.
-            sizes: samples of each of them.
-
-        Raises:
-            ConfigError: a metric can't be merged; the message names it.
-        """
+        """Bring the counts of the copies that had samples to the root's metrics, in order, and reset the copies."""
         self._values = {
             id(of_metrics.forward_cache(copy)): (of_metrics.forward_cache(copy), metric)
             for metric, copies in zip(self._metrics, self._copies, strict=True)
@@ -131,11 +123,7 @@ class MetricMerger:
                         copy.reset()
 
     def _carry_attributes(self, metric: Metric, copies: Sequence[Metric]) -> None:
-        """Give the root's metric what `update` set on its copies beside their states, where that is known.
-
-        Raises:
-            ConfigError: it is another value on each replica, or may be.
-        """
+        """Give the root's metric what `update` set on its copies beside their states, where that is known."""
         for name, value in vars(copies[0]).items():
             if name.startswith("_") or name in of_metrics.defaults(metric) or name in _METHODS:
                 continue

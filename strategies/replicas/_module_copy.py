@@ -85,12 +85,7 @@ class ModuleCopy:
         self.update_hooks(original, hooks)
 
     def pair_hooks(self, original: nn.Module, key: str, added: Sequence[int], first: int) -> None:
-        """Note which of the copy's own hooks belong to hooks of the original, to be removed with them.
-
-        Args:
-            added: numbers of the hooks that a step registered on the original.
-            first: the first number that hooks registered in that step can have.
-        """
+        """Note which of the copy's own hooks, from a number on, belong to hooks that a step added to the original."""
         own = [number for number in self.counterpart(original).__dict__[key] if number >= first]
         self._twins.update({(key, number): twin for number, twin in zip(added, own, strict=True)})
 

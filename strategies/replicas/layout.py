@@ -236,11 +236,7 @@ class ReplicaLayout(Layout):
     def _run(
         self, name: str, batch: Batch, rest: tuple[Any, ...], results: BatchStructure | None
     ) -> tuple[list[Any], list[int]]:
-        """Run a step on the chunks of a batch; returns their outputs, and all sizes.
-
-        Args:
-            results: tells whether chunks must be unequal, where their outputs are joined.
-        """
+        """Run a step on the chunks of a batch; returns their outputs, and all sizes."""
         structure = self.structures.of_batch(self._trainer, dataloader_index(self._trainer, rest))
         sizes = self._sizes(self._num_samples(batch, structure))
         sizes = sizes if results is None else results.unequal(sizes)

@@ -182,11 +182,7 @@ class Replicas:
                     self._copies[i - 1].pair_hooks(module, key, added, self._next_hook)
 
     def _verify_hooks(self) -> None:
-        """Compare how many hooks each replica has after a step that registered some.
-
-        Raises:
-            ConfigError: they differ, so that a part of the batch would miss them.
-        """
+        """Refuse a step that has registered hooks on some replicas only: a part of the batch would miss them."""
         for module in self._modules:
             for key in HOOKS:
                 first, *others = [len(self.counterpart(i, module).__dict__[key]) for i in self._used]

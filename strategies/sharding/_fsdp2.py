@@ -98,11 +98,7 @@ class ParameterGroup:
         self.reduces = False
 
     def assign(self, shard: Any, value: Any) -> bool:
-        """Give a parameter the memory of another shard; False if it is of another group.
-
-        Raises:
-            ConfigError: the parameter is gathered.
-        """
+        """Give a parameter that is not gathered the memory of another shard; False if it is of another group."""
         for parameter in self._group.fsdp_params:
             if parameter.sharded_param is shard:
                 place = parameter._module_info
@@ -119,11 +115,7 @@ class ParameterGroup:
 
 
 class RootState:
-    """Gathers and releases the parameters that the root of a sharded module holds itself.
-
-    Args:
-        root: a module that `fully_shard` was applied to, after its parts.
-    """
+    """Gathers and releases the parameters that the root of a module cut by `fully_shard` holds itself."""
 
     def __init__(self, root: nn.Module) -> None:
         self._root = root
@@ -162,11 +154,7 @@ class RootState:
             group._training_state = state
 
     def end_forward(self, output: Any) -> None:
-        """Announce that no more parts are called. The root's own parameters stay for a backward pass from the output.
-
-        Args:
-            output: what the backward pass will begin at, if that is known already.
-        """
+        """Announce that no more parts are called; the root's own parameters stay for a backward pass of the output."""
         self._state._post_forward(self._root, None, output)
 
     def release(self) -> None:

@@ -144,11 +144,7 @@ class _Gathered:
     version: int
 
     def put_back(self, from_first: bool) -> None:
-        """Give the shards what the call has written.
-
-        Args:
-            from_first: take the values of rank 0: the ranks have drawn different ones.
-        """
+        """Give the shards what the call has written, or rank 0's values where ranks have drawn different ones."""
         if self.whole._version == self.version:
             return
         whole = self.whole.detach()

@@ -28,11 +28,7 @@ class Interval:
         self._ask_at = 1
 
     def is_over(self, trainer: pl.Trainer) -> bool:
-        """Count a batch; if the interval is over, restart it.
-
-        Returns:
-            The same answer on all ranks.
-        """
+        """Count a batch; if the interval is over, restart it. All ranks get the same answer."""
         self._num_batches += 1
         if trainer.world_size > 1 and self._num_batches < self._ask_at:
             return False

@@ -26,11 +26,7 @@ State = dict[str, Any]
 
 
 def state_for(ranks: Sequence[State], rank: int, num_ranks: int, module: LightningModule) -> State:
-    """Return the state with which a rank goes on.
-
-    Raises:
-        ConfigError: a metric's states can't be combined; the message names it.
-    """
+    """Return the state with which a rank goes on, or refuse a metric whose states can't be combined."""
     first = rank == 0
     metrics = {
         name: _metric_part(name, metric, [SavedMetric.read(state["metrics"][name]) for state in ranks], first)

@@ -57,11 +57,7 @@ class ResumePoint:
         return self.ranks[0] if self.ranks else None
 
     def for_rank(self, trainer: pl.Trainer) -> "ResumePoint":
-        """Return the same point with this rank's state alone.
-
-        Raises:
-            ConfigError: the states of a metric can't be carried over to another number of ranks.
-        """
+        """Return the same point with this rank's state alone."""
         if not self.ranks:
             return self
         same = len(self.ranks) == trainer.world_size

@@ -33,11 +33,7 @@ from ._loader_state import ReadAhead, ResumableLoader, is_resumable
 
 
 def capture(trainer: pl.Trainer, accumulating: bool) -> dict[str, Any]:
-    """Read this process's state; every rank must call it.
-
-    Args:
-        accumulating: whether the gradients belong to an unfinished step.
-    """
+    """Read this process's state, with the gradients of an unfinished step; every rank must call it."""
     loader = of_lightning.combined_loader(trainer.fit_loop)
     module, sync, contract = trainer.lightning_module, _metric_sync(trainer), contract_of(trainer.strategy)
     return {

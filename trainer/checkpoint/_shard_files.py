@@ -44,12 +44,7 @@ def new_name() -> str:
 
 
 class ShardFile:
-    """The file of tensors of a checkpoint.
-
-    Args:
-        path: beside the checkpoint; this rank makes it if it is the first.
-        placed: what is written.
-    """
+    """The file of tensors of a checkpoint, beside it; this rank makes it if it is the first."""
 
     def __init__(self, path: Path, placed: Placed) -> None:
         self.path = path
@@ -62,14 +57,7 @@ class ShardFile:
         return {"entries": entries, "num_bytes": self._placed.num_bytes}
 
     def write(self, parts: Iterable[Tensor | None]) -> None:
-        """Write this rank's rows, and its mark when they are on the disk.
-
-        Args:
-            parts: as in `Placed`, or copies of them.
-
-        Raises:
-            OSError: the disk is full, ...; rank 0 learns of it.
-        """
+        """Write this rank's rows, and its mark when they are on the disk; rank 0 learns of a failure."""
         writer = self._placed.writer
         if writer is None:
             return
@@ -95,14 +83,7 @@ class ShardFile:
         os.fsync(file.fileno())
 
     def wait(self, timeout_s: float) -> list[bytes]:
-        """Wait until all ranks have written their rows.
-
-        Returns:
-            Their digests.
-
-        Raises:
-            OSError: one could not, or did not in time.
-        """
+        """Wait until all ranks have written their rows, and return their digests."""
         deadline = time.monotonic() + timeout_s
         while True:
             with open(self.path, "rb") as file:  # opened anew: other machines' writes show then
@@ -161,11 +142,7 @@ def blocks(file: Any, start: int, left: int) -> Iterator[bytes]:
 
 
 def remove_leftovers(directory: Path, used: set[str]) -> None:
-    """Remove the files of tensors that killed processes of this machine left without a checkpoint.
-
-    Args:
-        used: the names of those that belong to one.
-    """
+    """Remove the files of tensors that killed processes of this machine left without a checkpoint."""
     for path in directory.glob(f"{_PREFIX}*"):
         host, _, pid = path.name.removeprefix(_PREFIX).rpartition("-")[0].rpartition("-")
         if host == socket.gethostname() and path.name not in used and was_left(pid):

@@ -66,11 +66,7 @@ def identity(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def copy_tensors(copies: Iterable[tuple[Tensor, Tensor]]) -> None:
-    """Copy tensors to buffers on the host, and return when all are copied.
-
-    Args:
-        copies: each tensor with its buffer, which has the same shape and strides.
-    """
+    """Copy tensors to buffers on the host, of the same shape and strides, and return when all are copied."""
     on_host: list[tuple[Any, Any]] = []
     devices: set[torch.device] = set()
     for tensor, buffer in copies:

@@ -29,11 +29,7 @@ _SMALLEST = 1024
 
 
 class TensorFiles:
-    """The two files of a process.
-
-    Args:
-        directory: in memory.
-    """
+    """The two files of a process, in memory."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory

@@ -19,12 +19,7 @@ _MISSING = re.compile(r"Interpolation key '(\w+)\.(\w+)' not found")
 
 
 def composition_sentence(exc: Exception, source: Source = PACKAGE, overrides: Sequence[str] = ()) -> str | None:
-    """Summarize an error of Hydra or OmegaConf; None for any other.
-
-    Args:
-        source: where the configuration comes from.
-        overrides: as given on the command line.
-    """
+    """Summarize an error of Hydra or OmegaConf; None for any other."""
     if isinstance(exc, MissingConfigException) and exc.options is not None and exc.missing_cfg_file:
         group, _, option = exc.missing_cfg_file.rpartition("/")
         suggestion = did_you_mean(option, exc.options, f"{group}=")
@@ -50,13 +45,7 @@ def composition_sentence(exc: Exception, source: Source = PACKAGE, overrides: Se
 
 
 def _unknown_key(key: str, source: Source, overrides: Iterable[str]) -> str:
-    """Say what a key that does not exist may have meant.
-
-    Args:
-        key: as given, such as `trainer.max_epoch`.
-        source: where the configuration comes from.
-        overrides: all that were given; those that choose files of groups decide which keys exist.
-    """
+    """Say what a key that does not exist may have meant; overrides that choose files decide which keys exist."""
     groups = source.groups()
     chosen = [word for word in overrides if _chooses(word, groups)]
     cfg: Any = source.compose(chosen, return_hydra=True)
@@ -89,15 +78,7 @@ def _chooses(word: str, groups: Iterable[str]) -> bool:
 
 
 def incomplete(cfg: DictConfig, exc: OmegaConfBaseException) -> str:
-    """Say which value is missing and how to set it.
-
-    Args:
-        cfg: the composed configuration, which does not resolve.
-        exc: OmegaConf's error.
-
-    Returns:
-        One sentence. If one group reads an option that another group lacks, it lists the group's files that have it.
-    """
+    """Say which value is missing and how to set it, listing the group's files that have it."""
     reason = str(exc).splitlines()[0]
     if isinstance(exc, MissingMandatoryValue):
         return f"The configuration is incomplete: {exc.full_key} has no value. Give {exc.full_key}=..."

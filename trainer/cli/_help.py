@@ -16,11 +16,7 @@ INDENT = 34
 
 
 def show_help(source: Source, overrides: Sequence[str] = ()) -> None:
-    """Print groups, keys and examples for a configuration.
-
-    Args:
-        overrides: words of the command line; they decide which files' keys are listed, and their values.
-    """
+    """Print groups, keys and examples for a configuration; overrides decide which files' keys are listed."""
     cfg = source.compose([*overrides, "hydra.runtime.output_dir=''"], return_hydra=True)
     choices: dict[str, Any] = {str(k): v for k, v in cfg.hydra.runtime.choices.items()}
     lines = [

@@ -12,14 +12,7 @@ from ..plan.table import measured_lines, show_plan
 
 
 def run_advisory_mode(cfg: DictConfig) -> None:
-    """Run `mode=compare` or `mode=plan`.
-
-    Args:
-        cfg: the resolved configuration (`prepare`).
-
-    Raises:
-        ConfigError: the mode can't run here, or not with this configuration.
-    """
+    """Run `mode=compare` or `mode=plan` of a resolved configuration (`prepare`)."""
     if cluster.detect() is not None:
         raise ConfigError(f"mode={cfg.mode} must run in a single process. Start it without torchrun or srun.")
     if (cfg.get("data") or {}).get("batch_size") == "auto":

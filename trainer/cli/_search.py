@@ -15,11 +15,7 @@ from .train import default_run_dir, inside_hydra, train
 
 
 def run_search(cfg: DictConfig) -> float | None:
-    """Run the trials, print their table, and return the best value of the monitored metric.
-
-    Raises:
-        ConfigError: the search can't run here, an option can't be honoured, or no trial finished.
-    """
+    """Run the trials, print their table, and return the best value of the monitored metric."""
     if cluster.detect() is not None:
         raise ConfigError("hparams_search must run in a single process. Start it without torchrun or srun.")
     home = Path(cfg.run_dir if inside_hydra(cfg) else default_run_dir(cfg)).absolute()

@@ -13,11 +13,7 @@ MEASURED = ("balance/", "device/", "lr-", "speed/")
 
 
 def summary_rows(result: Result) -> list[tuple[str, str]]:
-    """List the rows of the summary table as (label, value); paths are below it.
-
-    Args:
-        result: the run's outcome.
-    """
+    """List the rows of the summary table as (label, value); paths are below it."""
     untrained = result.mode != "fit" and result.started_from is None
     nan = ["the weights"] if result.status == DIVERGED else []
     nan += sorted(name for name, value in result.metrics.items() if math.isnan(value))

@@ -43,13 +43,7 @@ def tolerance_of(precision: str) -> float:
 
 
 def judge(trials: list[Trial], tolerance: float, device_bytes: float | None = None) -> Comparison:
-    """Compare losses, and recommend a strategy.
-
-    Args:
-        trials: one per strategy.
-        tolerance: largest relative difference at which losses count as equal.
-        device_bytes: memory of a device; None for no limit.
-    """
+    """Compare losses, which count as equal within the tolerance, and recommend a strategy."""
     trained = [trial for trial in trials if trial.status == OK]
     reference = trained[0] if trained else None
     differences = {trial.strategy: largest_difference(trial, trained[0]) for trial in trained}
@@ -108,11 +102,7 @@ def recommend(trials: list[Trial], device_bytes: float | None = None) -> tuple[s
 
 
 def explain(best: Trial, trials: list[Trial], equal: list[Trial]) -> str:
-    """Say why a strategy was chosen.
-
-    Args:
-        equal: those as fast as the fastest.
-    """
+    """Say why a strategy was chosen among those as fast as the fastest."""
     others = [trial for trial in trials if trial is not best]
     if not others:
         return "it is the only one that trained"

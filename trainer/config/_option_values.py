@@ -74,14 +74,7 @@ MADE_ELSEWHERE = {
 
 
 def verify_root(options: Mapping[str, Any]) -> None:
-    """Check the values of the root options.
-
-    Args:
-        options: the whole resolved configuration, as plain dicts.
-
-    Raises:
-        ConfigError: the first value that is not allowed.
-    """
+    """Refuse the first value of the root options of a resolved configuration that is not allowed."""
     precision = annotations(pl.Trainer)["precision"][0]
     for key, hint in {**ROOT, "precision": precision}.items():
         group, _, name = key.rpartition(".")
@@ -131,11 +124,7 @@ def _whole(value: Any) -> Any:
 
 
 def verify_names(key: str, options: Mapping[str, Any], cls: type) -> None:
-    """Check that a class's constructor takes the options, and gets those that have no default.
-
-    Raises:
-        ConfigError: an option that the constructor does not take, or one that it needs is missing.
-    """
+    """Refuse options that a class's constructor does not take, and the lack of those that it needs."""
     try:
         parameters = inspect.signature(cls).parameters
     except (TypeError, ValueError):  # a class that does not tell

@@ -12,11 +12,7 @@ from .nearest import nearest
 
 
 def find_object(target: str) -> Any:
-    """Import the object at a dotted path.
-
-    Raises:
-        Exception: it can't be imported; of any kind, since importing runs the module's code.
-    """
+    """Import the object at a dotted path, which runs the module's code: any error is possible."""
     return pkgutil.resolve_name(target)
 
 
@@ -26,15 +22,7 @@ def is_class(value: object) -> TypeIs[type[Any]]:
 
 
 def why_not_found(target: str, kind: type, exc: Exception) -> tuple[str, str]:
-    """Say why a target can't be imported.
-
-    Args:
-        kind: the base class of what is looked for.
-        exc: the error of `find_object`.
-
-    Returns:
-        The reason, and a suggestion; the suggestion is empty if there is none.
-    """
+    """Say why a target of a base class can't be imported, and what is suggested, perhaps nothing."""
     found, rest, error = nearest_module(target)
     if error is not None:
         return str(error).splitlines()[-1] if str(error) else repr(error), ""

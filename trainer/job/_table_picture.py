@@ -12,12 +12,7 @@ INK, FAINT, BLUE = "#1f2328", "#d0d7de", "#9ec5fe"
 
 
 def draw(path: Path, columns: Sequence[str], rows: Sequence[Sequence[str]], bar_column: int) -> None:
-    """Draw a table.
-
-    Args:
-        rows: one string per column.
-        bar_column: the column whose numbers get bars; the largest number has the longest bar.
-    """
+    """Draw a table, with bars for the numbers of one column; the largest number has the longest bar."""
     font = ImageFont.load_default(FONT_SIZE)
     lines = [list(columns), *map(list, rows)]
     widths = [max(font.getlength(line[i]) for line in lines) for i in range(len(columns))]

@@ -178,11 +178,7 @@ class Search:
         raise ConfigError(f"hparams_search.space.{key}={text} is not a set of values. Give {ALLOWED}.")
 
     def _verify_key(self, key: str) -> None:
-        """Refuse a key that the configuration has not, and a group.
-
-        Raises:
-            ConfigError: it can't be searched.
-        """
+        """Refuse a key that the configuration has not, and a group."""
         above, _, name = key.rpartition(".")
         parent: Any = OmegaConf.select(self.cfg, above) if above else self.cfg
         values: Any = OmegaConf.to_container(parent, resolve=False) if isinstance(parent, DictConfig) else {}

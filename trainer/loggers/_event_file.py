@@ -46,14 +46,7 @@ class _Appending(EventFileWriter):
 
 
 def end_of_records(file: Any) -> int:
-    """Find the end of the last record of an event file that is whole.
-
-    Args:
-        file: opened for reading in binary mode.
-
-    Returns:
-        Number of bytes.
-    """
+    """Find, in bytes, the end of the last record of an event file, opened in binary mode, that is whole."""
     size, end = file.seek(0, 2), 0
     while True:
         file.seek(end)

@@ -21,12 +21,7 @@ MICROBATCHES = 4
 
 @dataclass(frozen=True)
 class Choice:
-    """One way to train, before it is tried.
-
-    Args:
-        spread: those of its options that say how the work is spread.
-        strategy: the configuration of its strategy.
-    """
+    """One way to train, before it is tried: its strategy's configuration, and the options that spread the work."""
 
     tried: Tried
     spread: tuple[str, ...]
@@ -34,13 +29,7 @@ class Choice:
 
 
 def choices(cfg: DictConfig, given: Topology, batch: int) -> list[Choice]:
-    """List the ways to train, from cheap to expensive; the configured one is left out.
-
-    Args:
-        cfg: the resolved configuration.
-        given: how the configured strategy spreads its work.
-        batch: samples of the loader's batch.
-    """
+    """List the ways to train, from cheap to expensive; the configured one is left out."""
     found: list[Choice] = []
     for options, loader_batch, computing, traffic in _spreads(given, batch, int(cfg.num_nodes)):
         for recompute, more in RECOMPUTE_TIME.items():

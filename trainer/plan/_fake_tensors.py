@@ -32,12 +32,7 @@ def make_fake(module: nn.Module, mode: FakeTensorMode) -> None:
 
 
 def resized(batch: Batch, num: int, samples: int, mode: FakeTensorMode) -> Batch:
-    """Create a batch of another size: new fake tensors, with `samples` rows where the batch has `num`.
-
-    Args:
-        num: its number of samples.
-        samples: the new number of samples.
-    """
+    """Create a batch of another size: new fake tensors, with `samples` rows where the batch has `num`."""
 
     def resize(tensor: Tensor) -> Tensor:
         rows = samples if tensor.dim() and tensor.shape[0] == num else None

@@ -95,13 +95,7 @@ class MemoryPlan:
 
 
 def questions(topology: Topology, batch: int, device_bytes: float | None) -> Questions[MemoryPlan]:
-    """Request the simulated steps that a plan needs.
-
-    Args:
-        topology: how the strategy spreads its work.
-        batch: samples of the loader's batch.
-        device_bytes: memory of a device; None skips the search for the largest batch.
-    """
+    """Request the simulated steps that a plan needs; the largest batch is searched for if memory is given."""
     known: dict[int, list[StageMemory]] = {}
     devices = yield from planned(topology, batch, known)
     largest = None

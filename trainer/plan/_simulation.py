@@ -37,12 +37,7 @@ Questions = Generator[int, list[StageMemory], Answer]
 
 
 class SimulatedStages(Stages):
-    """Stages without devices: modules stay in place, and tensors that pass from stage to stage are copied.
-
-    Args:
-        tracker: counts bytes per stage.
-        options: how the module is cut.
-    """
+    """Stages without devices: modules stay in place, and tensors that pass from stage to stage are copied."""
 
     def __init__(self, tracker: MemoryTracker, options: StageOptions) -> None:
         super().__init__([torch.device("cpu")] * len(tracker.live), options)
@@ -227,11 +222,7 @@ class Finished(Exception):
 
 
 class Interview(pl.Callback):
-    """Answers questions about memory, with one optimizer step each.
-
-    Args:
-        ask: creates the questions from the number of samples of the loader's batch.
-    """
+    """Answers questions about memory, with one optimizer step each."""
 
     def __init__(self, strategy: SimulatedStrategy, ask: Callable[[int], Questions[Any]]) -> None:
         self.answer: Any = None

@@ -122,11 +122,7 @@ def _of_shards(strategy: FSDPStrategy, name: str, num_devices: int, num_nodes: i
 
 
 def count_devices(cfg: DictConfig) -> int:
-    """Return the number of devices per node that `devices=` means; they need not exist unless it is `auto`.
-
-    Raises:
-        ConfigError: it is neither a count nor a list.
-    """
+    """Return the number of devices per node that `devices=` means; they need not exist unless it is `auto`."""
     devices = plain(cfg.devices)
     if isinstance(devices, (list, tuple)):
         return len(devices)

@@ -46,11 +46,7 @@ def known_objects(trainer: pl.Trainer) -> dict[str, Any]:
 
 
 def pack(trainer: pl.Trainer, known: Mapping[str, Any], results: Any) -> bytes:
-    """Write down, in rank 0, what its run has changed and returned.
-
-    Args:
-        known: what `known_objects` listed before the run.
-    """
+    """Write down, in rank 0, what its run has changed of known objects, and what it has returned."""
     ids = {id(value): name for name, value in known.items()}
     attributes = {name: dict(_attributes(value)) for name, value in known.items()}
     strategy, connector = trainer.strategy, of_lightning.logger_connector(trainer)
@@ -79,15 +75,7 @@ def pack(trainer: pl.Trainer, known: Mapping[str, Any], results: Any) -> bytes:
 
 
 def unpack(trainer: pl.Trainer, known: Mapping[str, Any], packed: bytes) -> Any:
-    """Bring a script's objects to the state in which rank 0's are.
-
-    Args:
-        known: what `known_objects` listed before the ranks were started.
-        packed: what rank 0 wrote.
-
-    Returns:
-        What the trainer returned in rank 0.
-    """
+    """Bring a script's known objects to the state of rank 0's; returns what the trainer returned there."""
     state = _Unpickler(packed, known).load()
     for name, (data, gradient, requires_grad) in state["parameters"].items():
         parameter: nn.Parameter = known[name]

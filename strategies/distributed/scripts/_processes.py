@@ -58,14 +58,7 @@ class RankProcesses:
                     os.kill(process.pid, signum)
 
     def join(self) -> int | None:
-        """Wait for the end of all; once one has failed, the others have moments to end.
-
-        Returns:
-            The rank that failed first; None where none did.
-
-        Raises:
-            RankError: a rank did not end in time after another had.
-        """
+        """Wait for the end of all, and return the rank that failed first; the others have moments to end then."""
         waiting = {process.sentinel: rank for rank, process in enumerate(self.processes)}
         failed: int | None = None
         late: list[int] = []
