@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from statistics import geometric_mean, linear_regression, median
+from statistics import linear_regression, median
 
 DISTINCT_SIZES = 1.25
 """Ratio of largest to smallest measured size from which a line is fitted to find the fixed time."""
@@ -59,8 +59,3 @@ def relative_error(values: Sequence[float]) -> float:
 _TAIL = 0.0025
 _FEWEST = 9
 """Fewest values of which smallest and largest enclose the median with 99.5% probability."""
-
-
-def common_level(sizes: Sequence[int], seconds: Sequence[float]) -> float:
-    """Seconds per sample that all devices with samples share in a step: the geometric mean of theirs."""
-    return geometric_mean(max(time, 1e-9) / size for size, time in zip(sizes, seconds, strict=True) if size > 0)

@@ -8,13 +8,13 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, replace
-from statistics import median
+from statistics import geometric_mean, median
 from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 
 from ..batch.policies import Weighted
 from ..core.errors import ConfigError
 from ..core.options import Limit
-from ._estimates import common_level, fitted_times, relative_error
+from ._estimates import fitted_times, relative_error
 
 Objective: TypeAlias = Literal["time", "memory"]
 """Quantity to equalize: the time that devices take, or the fraction of their memory that they fill."""
@@ -205,7 +205,8 @@ class BalanceController:
         self._fixed_bytes = list(fixed_bytes or self._fixed_bytes)
         self._last_seconds = [float(value) for value in seconds]
         together = tuple(i for i, size in enumerate(sizes) if size > 0)
-        level = common_level(sizes, seconds)
+        # seconds per sample that all devices with samples share in this step
+        level = geometric_mean(max(seconds[i], 1e-9) / sizes[i] for i in together)
         for i, size in enumerate(sizes):
             if size > 0:
                 self._seconds[i].append(Timed(size, float(seconds[i]), level, together))

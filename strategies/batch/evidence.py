@@ -77,7 +77,7 @@ class LoaderEvidence(Evidence):
 
     @override
     def is_stacked(self, path: Path) -> bool:
-        loader = self._loader_at(path)
+        loader = next((loader for prefix, loader in self.loaders() if path[: len(prefix)] == prefix), None)
         return (
             self.transform is None
             and isinstance(loader, DataLoader)
@@ -116,9 +116,6 @@ class LoaderEvidence(Evidence):
         if isinstance(self.loader, CombinedLoader):
             return [(path, value) for path, value in walk(self.loader.iterables, held) if held(value) is None]
         return [((), self.loader)]
-
-    def _loader_at(self, path: Path) -> Any:
-        return next((loader for prefix, loader in self.loaders() if path[: len(prefix)] == prefix), None)
 
     def _look(self) -> Iterator[tuple[int, Batch]]:
         """Make a batch of each size, without a trace."""

@@ -98,12 +98,6 @@ class Layout(Protocol):
         """End the run: stop threads, remove hooks. The module keeps its state."""
 
 
-def evaluate_in_layout(self: Any, step: str, context: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
-    """Run a step of evaluation through a strategy's layout, in a context of its precision plugin."""
-    with context():
-        return self.layout.step(step, *args, **kwargs)
-
-
 def evaluation_step(stage: str) -> Any:
     """Make the method of a strategy that runs a step of evaluation: `val`, `test` or `predict`."""
     step, context = f"{'validation' if stage == 'val' else stage}_step", f"{stage}_step_context"

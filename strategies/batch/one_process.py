@@ -17,7 +17,7 @@ from ..core.module_log import restore_logs
 from ..core.optimizer_states import load_states, state_to_parameters
 from ..core.rng import seed_rank
 from ..core.types import Batch, Device
-from .layout import Layout, drop_layout, evaluate_in_layout, evaluation_step
+from .layout import Layout, drop_layout, evaluation_step
 from .loss_check import LossCheck
 from .run_structures import RunStructures
 from .structure import BatchDims, verify_batch_dims
@@ -140,7 +140,11 @@ class OneProcessStrategy(pl_strategies.SingleDeviceStrategy):
         self._loss_check.tell(self._loss_check.close(self, num, args, kwargs, nullcontext))
         return output
 
-    evaluate = evaluate_in_layout
+    def evaluate(self, step: str, context: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
+        """Run a step of evaluation through the layout, in a context of the precision plugin."""
+        with context():
+            return self.layout.step(step, *args, **kwargs)
+
     validation_step, test_step = evaluation_step("val"), evaluation_step("test")
     predict_step = evaluation_step("predict")
 

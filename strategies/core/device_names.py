@@ -141,8 +141,6 @@ def give_devices(strategy: Any, devices: Any) -> dict[str, Any]:
 
 def are_names(devices: Any) -> bool:
     """Whether `devices=` lists devices by name, such as `cpu` or `cuda:0`."""
-    return isinstance(devices, (list, tuple)) and any(_is_name(device) for device in devices)
-
-
-def _is_name(device: Any) -> bool:
-    return isinstance(device, torch.device) or (isinstance(device, str) and _NAME.fullmatch(device) is not None)
+    return isinstance(devices, (list, tuple)) and any(
+        isinstance(device, torch.device) or (isinstance(device, str) and _NAME.fullmatch(device)) for device in devices
+    )

@@ -69,12 +69,8 @@ def unify() -> None:
     sys.meta_path.insert(0, _AliasFinder(aliases))
     _unify_loggers(aliases)
     for method in multiprocessing.get_all_start_methods():
-        ForkingPickler.register(_kind_of_process(method), _reduced)
-
-
-def _kind_of_process(method: str) -> Any:
-    context: Any = multiprocessing.get_context(method)
-    return context.Process
+        context: Any = multiprocessing.get_context(method)
+        ForkingPickler.register(context.Process, _reduced)
 
 
 class _Evener:

@@ -11,7 +11,7 @@ copy waits for it:
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, cast
 
 import torch
 from lightning_fabric.utilities import move_data_to_device
@@ -43,11 +43,7 @@ def is_plain(tensor: Tensor) -> bool:
 
 def work_so_far(device: torch.device) -> torch.cuda.Event | None:
     """Mark the work that the current thread has queued on a device; None where nothing is queued."""
-    if device.type != "cuda":
-        return None
-    event = torch.cuda.Event()
-    event.record(torch.cuda.current_stream(device))
-    return event
+    return cast("torch.cuda.Event", torch.cuda.current_stream(device).record_event()) if device.type == "cuda" else None
 
 
 def start_copy(tensors: Sequence[Tensor], device: torch.device, ready: torch.cuda.Event | None = None) -> list[Tensor]:
@@ -108,11 +104,7 @@ def from_host(batch: Batch, device: torch.device) -> Batch:
 
 def arrival(device: torch.device) -> torch.cuda.Event | None:
     """Mark the copies from the host that were started so far; None where they are not made beside the device's work."""
-    if not fills_beside(device):
-        return None
-    event = torch.cuda.Event()
-    event.record(_stream(device, "incoming"))
-    return event
+    return cast("torch.cuda.Event", _stream(device, "incoming").record_event()) if fills_beside(device) else None
 
 
 def on_incoming(source: torch.device, target: torch.device) -> AbstractContextManager[Any]:

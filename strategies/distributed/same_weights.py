@@ -88,7 +88,11 @@ class StateWatch:
             return
         after = _states(module)
         kept = before.keys() & after.keys()
-        changed = {name: _sample(after[name][0]) for name in kept if _differ(before[name], after[name])}
+        changed = {
+            name: _sample(after[name][0])
+            for name in kept
+            if before[name][0] is not after[name][0] or before[name][1] != after[name][1]
+        }
         told = gather_objects(changed)
         self.has_ended = True
         if names := sorted(name for name in {*changed}.union(*told) if len({rank.get(name) for rank in told}) > 1):
@@ -203,10 +207,6 @@ def _states(module: nn.Module) -> dict[str, tuple[Tensor, int]]:
         if isinstance(value, Tensor) and value.is_floating_point() and not value.requires_grad and _is_plain(value)
     }
     return {name: (value, value._version) for name, value in values.items()}
-
-
-def _differ(before: tuple[Tensor, int], after: tuple[Tensor, int]) -> bool:
-    return before[0] is not after[0] or before[1] != after[1]
 
 
 def _is_plain(tensor: Tensor) -> bool:

@@ -23,7 +23,7 @@ from typing_extensions import override
 from ..core.module_checks import is_compiled
 from ..core.patching import replaced
 from ._recomputed_call import is_recomputing
-from ._schedule import Phase
+from .schedule import Phase
 
 _HOOKS = tuple(key for key in nn.Module().__dict__ if "_hooks" in key and "state_dict" not in key)
 _LIGHTNING = LightningModule().__dict__.keys()

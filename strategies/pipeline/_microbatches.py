@@ -19,10 +19,10 @@ from ..core.module_log import Receiver
 from ._gradients import EarlyGradients
 from ._kept_state import KeptState
 from ._part_times import PartTimes
-from ._schedule import Phase, launch_order, stage_order
 from ._step_metrics import StepMetrics
 from ._turns import Ticket, Turns
 from .options import Overlap
+from .schedule import Phase, launch_order, stage_order
 from .stages import Stages
 
 RunAs: TypeAlias = Callable[[int, Callable[[], Any]], Any]

@@ -67,10 +67,12 @@ class _Call:
         self._held = [_attributes(module) for module in self._modules]
         self._buffers = [dict(module._buffers) for module in self._modules]
         written = learned.get(tuple(module.training for module in self._modules))
-        tensors = self._written_tensors()
+        # what forward may write to: buffers, and attributes such as the states of metrics; each once
+        values = [value for held in (*self._held, *self._buffers) for value in held.values()]
+        tensors = {id(value): value for value in values if isinstance(value, Tensor)}
         self._kept = {
-            id(tensor): (tensor, tensor._version, tensor.detach().clone() if written is None or i in written else None)
-            for i, tensor in enumerate(tensors)
+            key: (tensor, tensor._version, tensor.detach().clone() if written is None or i in written else None)
+            for i, (key, tensor) in enumerate(tensors.items())
         }
         self._learned = learned
         devices = {tensor.device for tensor in (*inputs, *part.parameters())}
@@ -133,7 +135,10 @@ class _Call:
         try:
             for weight, flag in flags:
                 weight.requires_grad_(not flag)
-            self._restore()
+            again: dict[int, Tensor] = {}
+            for module, attributes, buffers in zip(self._modules, self._held, self._buffers, strict=True):
+                module.__dict__.update({key: self._as_read(_copied(v), again) for key, v in attributes.items()})
+                module._buffers.update({key: self._as_read(buffer, again) for key, buffer in buffers.items()})
             yield
         finally:
             for weight, flag in flags:
@@ -144,12 +149,6 @@ class _Call:
                 module._buffers.clear()
                 module._buffers.update(buffers)
 
-    def _restore(self) -> None:
-        again: dict[int, Tensor] = {}
-        for module, attributes, buffers in zip(self._modules, self._held, self._buffers, strict=True):
-            module.__dict__.update({key: self._as_read(_copied(v), again) for key, v in attributes.items()})
-            module._buffers.update({key: self._as_read(buffer, again) for key, buffer in buffers.items()})
-
     def _as_read(self, value: Any, again: dict[int, Tensor]) -> Any:
         """A tensor with the values that it had before the first run, to be written to; anything else as it is."""
         if id(value) not in self._kept:
@@ -157,11 +156,6 @@ class _Call:
         before = self._kept[id(value)][2]
         assert before is not None
         return again.setdefault(id(value), before.clone())
-
-    def _written_tensors(self) -> list[Tensor]:
-        """The tensors that forward may write to: buffers, and attributes such as the states of metrics; each once."""
-        values = [value for held in (*self._held, *self._buffers) for value in held.values()]
-        return list({id(value): value for value in values if isinstance(value, Tensor)}.values())
 
     def _verify_unchanged(self) -> None:
         """Refuse a second run with other inputs or weights than the first one's: it would compute another gradient."""

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._schedule import Phase, Task
+from .schedule import Phase, Task
 
 
 class Turns:
@@ -130,20 +130,16 @@ class Ticket:
             if phase == "F":
                 self.turns.enter(self._task("F", 0))
             else:
-                self._turn_back()
+                self._goes_back = True  # through the same crossings
+                if self.turns.one_at_a_time:
+                    self.turns.enter(self._task("B", len(self.waits_in_backward) - 1))
+                elif self.waits_in_backward[self.stage]:
+                    self.turns.enter(self._task("B", self.stage))
             yield
         except BaseException:
             self.turns.finish(self.microbatch)
             raise
         self.turns.finish(self.microbatch, phase)
-
-    def _turn_back(self) -> None:
-        """Wait to go backward, through the same crossings."""
-        self._goes_back = True
-        if self.turns.one_at_a_time:
-            self.turns.enter(self._task("B", len(self.waits_in_backward) - 1))
-        elif self.waits_in_backward[self.stage]:
-            self.turns.enter(self._task("B", self.stage))
 
     def move_on(self, stage: int, tensors: list[Tensor], move: Callable[[list[Tensor]], list[Tensor]]) -> list[Tensor]:
         """Move to another stage with the tensors that it needs; their backward pass comes back to the current one."""

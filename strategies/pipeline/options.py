@@ -10,7 +10,7 @@ from typing_extensions import override
 from ..batch.losses import LossReduction
 from ..core.errors import ConfigError
 from ..core.options import Advice, Count, NotNegative, Options, Positive
-from ._schedule import ScheduleName
+from .schedule import ScheduleName
 
 Partition: TypeAlias = Literal["auto", "manual"] | Sequence[str]
 """Cut of a module: `auto`, `manual`, or the names of the first module of each later stage."""

@@ -22,10 +22,10 @@ from ..core.side_streams import arrival, cross, from_host, is_plain, work_so_far
 from ..core.types import Batch
 from ._activation_memory import profile_activations, profile_flops
 from ._plan import StagePlan, auto_plan, balanced_plan, found_plan, named_plan, plan_table, verify_manual
-from ._schedule import Phase
 from ._turns import Ticket
 from .module_parts import find_parts, place_parts
 from .options import StageOptions
+from .schedule import Phase
 
 
 class Route:

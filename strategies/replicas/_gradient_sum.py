@@ -70,7 +70,9 @@ class GradientSum:
         with torch.no_grad():
             for sender in self._senders:
                 sender.flush()
-            self._add_waiting()
+            for queue in self._waiting:  # for the turns of replicas that have sent less, or had no samples
+                while queue:
+                    self._add_to_sums(queue.popleft())
             sums, self._sums, self._turn = self._sums, {}, 0
             if sums:
                 finish_copy(list(sums.values()), self._senders[0].device)
@@ -89,12 +91,6 @@ class GradientSum:
             while due := self._waiting[self._turn % len(self._waiting)]:
                 self._turn += 1
                 self._add_to_sums(due.popleft())
-
-    def _add_waiting(self) -> None:
-        """Add what waits for the turns of replicas that have sent less, or had no samples."""
-        for queue in self._waiting:
-            while queue:
-                self._add_to_sums(queue.popleft())
 
     def _add_to_sums(self, bucket: _Bucket) -> None:
         (flat,) = start_copy([bucket.flat], self._device, bucket.ready)

@@ -24,7 +24,7 @@ class ParameterGroup:
 
     def __init__(self, group: Any) -> None:
         self._group = group
-        self.note: Callable[[str, Tensor], None] = _ignore
+        self.note: Callable[[str, Tensor], None] = lambda name, value: None
         """Receives the name and the value of a gathered parameter that was written to."""
         self.reduces = False
         """Whether torch is reducing the gradients."""
@@ -246,10 +246,6 @@ def _release(group: ParameterGroup, parameter: Any, own: Callable[[], None]) -> 
         _DATA.__set__(gathered, gathered.own_data)
         gathered.own_data = None
     own()
-
-
-def _ignore(name: str, value: Tensor) -> None:
-    pass
 
 
 def _free_gathered(parameter: Any) -> None:

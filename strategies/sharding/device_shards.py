@@ -89,7 +89,9 @@ class DeviceShards(OwnPart):
             groups.append({**group, "params": own})
             index += num
         made: Any = type(self._optimizer)
-        return made([group for group in groups if group["params"]], **_defaults(self._optimizer))
+        names = inspect.signature(made.__init__).parameters
+        options = {key: value for key, value in self._optimizer.defaults.items() if key in names}
+        return made([group for group in groups if group["params"]], **options)
 
     @override
     @torch.no_grad()
@@ -125,9 +127,3 @@ class DeviceShards(OwnPart):
             for parameter in group["params"]
             if places.get(id(parameter)) in self._stand_ins
         }
-
-
-def _defaults(optimizer: Optimizer) -> dict[str, Any]:
-    """The options of an optimizer that its constructor takes."""
-    names = inspect.signature(type(optimizer).__init__).parameters
-    return {key: value for key, value in optimizer.defaults.items() if key in names}

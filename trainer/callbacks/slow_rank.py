@@ -50,11 +50,9 @@ def slow_rank(points: Sequence[Sequence[Spread]]) -> int | None:
     if len(slowest) != 1:
         return None
     (rank,) = slowest
-    return rank if all(ranks[rank].low > SLOWER * _highest(ranks, rank) for ranks in points) else None
-
-
-def _highest(ranks: Sequence[Spread], but: int) -> float:
-    return max(spread.high for rank, spread in enumerate(ranks) if rank != but)
+    others = [max(spread.high for other, spread in enumerate(ranks) if other != rank) for ranks in points]
+    clear = all(ranks[rank].low > SLOWER * highest for ranks, highest in zip(points, others, strict=True))
+    return rank if clear else None
 
 
 class SlowRank(pl.Callback):

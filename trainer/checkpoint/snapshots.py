@@ -52,14 +52,12 @@ def move_to_disk(dirpath: str | Path | None) -> Path | None:
     on_disk = Path(dirpath) / NAME
     on_disk.parent.mkdir(parents=True, exist_ok=True)
     times = path.stat().st_mtime_ns
-    if is_good(path):
+    good = is_good(path)
+    if good:
         write(read(path), on_disk)
-    else:
-        discard(dirpath)
-        return None
-    os.utime(on_disk, ns=(times, times))  # the newest checkpoint is the one that was saved last
+        os.utime(on_disk, ns=(times, times))  # the newest checkpoint is the one that was saved last
     discard(dirpath)
-    return on_disk
+    return on_disk if good else None
 
 
 def discard_forgotten() -> None:

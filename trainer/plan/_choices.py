@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from omegaconf import DictConfig, open_dict
 
 from ...strategies.core.options import as_given
-from ...strategies.pipeline.in_flight import num_ticks
+from ...strategies.pipeline.schedule import num_ticks
 from ..config.group_files import PACKAGE
 from ._search import Tried
 from ._topology import Topology

@@ -3,7 +3,7 @@
 from collections.abc import Generator
 from dataclasses import dataclass, field, replace
 
-from ...strategies.pipeline.in_flight import most_in_flight
+from ...strategies.pipeline.schedule import most_in_flight
 from ._sharing import StageMemory, in_flight, with_owner
 from ._simulation import Questions
 from ._topology import Topology

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from evener.strategies import ModelParallelStrategy
-from evener.strategies.pipeline._schedule import ScheduleName, stage_order
+from evener.strategies.pipeline.schedule import ScheduleName, stage_order
 
 WAIT_S = 120.0
 NUM = 4

@@ -6,8 +6,7 @@ from itertools import product
 
 import pytest
 
-from evener.strategies.pipeline._schedule import ScheduleName, Task, launch_order, stage_order
-from evener.strategies.pipeline.in_flight import most_in_flight
+from evener.strategies.pipeline.schedule import ScheduleName, Task, launch_order, most_in_flight, stage_order
 
 BOTH: tuple[ScheduleName, ...] = ("1f1b", "gpipe")
 SIZES = list(product(range(1, 7), range(1, 5)))

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from evener.strategies.pipeline._gradients import EarlyGradients
 from evener.strategies.pipeline._microbatches import MicroBatches
-from evener.strategies.pipeline._schedule import ScheduleName, Task, stage_order
 from evener.strategies.pipeline._turns import Ticket, Turns
 from evener.strategies.pipeline.options import Overlap, StageOptions
+from evener.strategies.pipeline.schedule import ScheduleName, Task, stage_order
 from evener.strategies.pipeline.stages import Stages
 
 CPU = torch.device("cpu")

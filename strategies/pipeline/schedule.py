@@ -1,6 +1,7 @@
 """Schedule micro-batches on stages. Pure functions: no module, no device, no clock."""
 
 from collections import deque
+from itertools import accumulate
 from typing import Literal, NamedTuple, TypeAlias
 
 ScheduleName: TypeAlias = Literal["1f1b", "gpipe"]
@@ -68,3 +69,14 @@ def launch_order(name: ScheduleName, num_microbatches: int, num_stages: int) -> 
         if all(order[0].phase == "B" and order[0].microbatch == orders[0][0].microbatch for order in orders):
             launched.append([order.popleft() for order in orders][-1])
     return launched
+
+
+def most_in_flight(name: ScheduleName, num_microbatches: int, num_stages: int) -> list[int]:
+    """The largest number of micro-batches between forward and backward, by stage, as a schedule has them."""
+    orders = [stage_order(name, num_microbatches, num_stages, stage) for stage in range(num_stages)]
+    return [max(accumulate(1 if task.phase == "F" else -1 for task in order)) for order in orders]
+
+
+def num_ticks(num_microbatches: int, num_stages: int) -> int:
+    """The time of a forward pass through all stages, in units of one micro-batch on one stage."""
+    return num_microbatches + num_stages - 1
