@@ -1,5 +1,5 @@
 """Decide which rank reads which sample.
 
-Exports: loaders, combined, shares, sampling, streams, predictions.
+Exports: loaders, combined, shares, sampling, streams.
 May import: core, batch.
 """

@@ -30,7 +30,9 @@ def in_one_order(units: Iterable[Unit], rank: int, agree: Agree) -> Iterator[Uni
 
 
 def _drawn(units: Iterable[Unit], sampler: Any, rank: int, agree: Agree) -> Iterator[Unit]:
-    state, generator_state = agree((random_state(), _generator_state(sampler)))
+    generator = getattr(sampler, "generator", None)
+    own = generator.get_state() if isinstance(generator, torch.Generator) else None
+    state, generator_state = agree((random_state(), own))
     if generator_state is not None:
         sampler.generator.set_state(generator_state)
     stream = _Stream(state)
@@ -60,11 +62,6 @@ class _Stream:
             drawn = call(*args)
             self.state = random_state()
         return drawn
-
-
-def _generator_state(sampler: Any) -> torch.Tensor | None:
-    generator = getattr(sampler, "generator", None)
-    return generator.get_state() if isinstance(generator, torch.Generator) else None
 
 
 def seed_worker(worker: int, rank: int, then: Callable[[int], None] | None) -> None:

@@ -11,6 +11,7 @@ import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from operator import itemgetter
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -187,3 +188,18 @@ def positions(loader: Any) -> list[int] | None:
     """Positions of this rank's batches among all ranks' batches, in the order of the user's loader."""
     source = source_of(loader)
     return None if source is None or isinstance(source, Lockstep) else source.passes.current.positions
+
+
+def merge_predictions(loop: Any, rank: int, gather: Callable[[Any], list[Any] | None]) -> None:
+    """Give rank 0's prediction loop the predictions of all ranks, each once; the others keep their own.
+
+    They are in the order of the loader's batches, or one rank's after the other's where each reads its own stream.
+    """
+    loaders = of_lightning.combined_loader(loop).flattened
+    for loader, predictions in zip(loaders, of_lightning.predictions(loop), strict=True):
+        places = positions(loader)
+        known = [(rank, i) if places is None else (places[i], 0) for i in range(len(predictions))]
+        gathered = gather(list(zip(known, predictions, strict=True)))
+        if gathered is not None:
+            in_order = sorted((entry for part in gathered for entry in part), key=itemgetter(0))
+            predictions[:] = [prediction for _, prediction in in_order]

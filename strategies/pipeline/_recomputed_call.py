@@ -21,8 +21,8 @@ from ..core.rng import generator_state, random_state, swapped_generator, swapped
 _RANDOM = threading.RLock()
 """Held while the process's random streams are set back."""
 
-_STRUCTURE = {key for key, value in nn.Module().__dict__.items() if isinstance(value, dict)} - {"_buffers"}
-"""Attributes of every module that a forward pass does not write: parameters, children, hooks."""
+_STRUCTURE = {key for key, value in nn.Module().__dict__.items() if isinstance(value, dict)}
+"""Attributes of every module that a forward pass does not write, parameters, children, hooks; and buffers."""
 
 _ON_THREAD = threading.local()
 
@@ -64,7 +64,7 @@ class _Call:
         self._weights = [(name, weight, weight._version) for name, weight in part.named_parameters()]
         self._flags = [weight.requires_grad for _, weight, _ in self._weights]
         self._dtype = torch.get_default_dtype()
-        self._held = [_attributes(module) for module in self._modules]
+        self._held = [{key: _copied(v) for key, v in vars(m).items() if key not in _STRUCTURE} for m in self._modules]
         self._buffers = [dict(module._buffers) for module in self._modules]
         written = learned.get(tuple(module.training for module in self._modules))
         # what forward may write to: buffers, and attributes such as the states of metrics; each once
@@ -170,10 +170,6 @@ class _Call:
             f"recompute: {self._name} {what}, so that it can't be computed once more. Set strategy.recompute=never, "
             "or name the modules to recompute without it (strategy.recompute=[...])."
         )
-
-
-def _attributes(module: nn.Module) -> dict[str, Any]:
-    return {key: _copied(value) for key, value in module.__dict__.items() if key not in _STRUCTURE | {"_buffers"}}
 
 
 def _copied(value: Any) -> Any:

@@ -30,8 +30,7 @@ from ..core.options import Positive, checked
 from ..core.private import of_lightning
 from ..core.rng import seed_rank
 from ..core.types import Batch
-from ..data.loaders import BatchSizeIs, LoaderRole, RankLoaders
-from ..data.predictions import merge_predictions
+from ..data.loaders import BatchSizeIs, LoaderRole, RankLoaders, merge_predictions
 from ..distributed.device_blocks import num_processes, own_devices, verify_one_type
 from ..distributed.environment import kubeflow
 from ..distributed.group import RankGroup, reduce_tensor

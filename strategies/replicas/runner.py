@@ -16,8 +16,7 @@ from ..core.executor import Executor, Piece
 from ..core.module_checks import is_compiled
 from ..core.private import of_torch
 from ..core.side_streams import from_host
-from ._attribute_watch import AttributeWatch
-from ._collected import CollectedLists
+from ._attributes import AttributeWatch, CollectedLists
 from ._gradient_sum import GradientSum
 from ._metric_merge import MetricMerger
 from .measurement import Measurement, Reading

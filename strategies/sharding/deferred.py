@@ -169,7 +169,8 @@ class DeferredTensors(TorchDispatchMode):
                 needed.append(operation)
                 if _overwrites(operation):
                     wanted -= written
-                wanted |= {view.key for view in _views((operation.args, operation.kwargs))} - _overwritten(operation)
+                given = tree_flatten((operation.args, operation.kwargs))[0]
+                wanted |= {view.key for view in given if isinstance(view, _View)} - _overwritten(operation)
         return needed[::-1]
 
 
@@ -228,10 +229,6 @@ def _view(tensor: Tensor) -> _View:
 
 def _kept(tree: Any) -> Any:
     return tree_map_only(Tensor, lambda t: _view(t) if isinstance(t, FakeTensor) else t.detach().clone(), tree)
-
-
-def _views(tree: Any) -> Iterator[_View]:
-    return (value for value in tree_flatten(tree)[0] if isinstance(value, _View))
 
 
 def _numel(func: Any, args: Any, kwargs: Any) -> int:

@@ -94,7 +94,8 @@ class WholeCalls:
         given = _tensors([*args, *kwargs.values()])
         if _is_elementwise(name) and _cut_alike(given, are_lists=name.startswith(_OF_LISTS)):
             return func(*args, **kwargs)
-        if self._shards.in_step and torch.is_grad_enabled() and any(_trained(tensor) for tensor in given):
+        in_graph = self._shards.in_step and torch.is_grad_enabled()
+        if in_graph and any(isinstance(tensor, DTensor) and tensor.requires_grad for tensor in given):
             raise ConfigError(OUTSIDE)
         if _is_sum(name, args, kwargs) and _cut_alike(given):
             return func(*args, **kwargs).full_tensor()
@@ -276,7 +277,3 @@ def _is_sum(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     if name == "sum":
         return not options
     return name in ("norm", "linalg_vector_norm") and all(option in (1, 2) for option in options)
-
-
-def _trained(tensor: Any) -> bool:
-    return isinstance(tensor, DTensor) and tensor.requires_grad

@@ -109,7 +109,7 @@ class Spans:
         if self._start is not None:
             self._ended.append((self._start, self._mark()))
             self._start = None
-        while self._ended and _is_past(self._ended[0][1]):
+        while self._ended and (not isinstance(mark := self._ended[0][1], torch.Event) or mark.query()):
             self._seconds += seconds_between(*self._ended.popleft())
 
     def seconds(self) -> float:
@@ -117,10 +117,6 @@ class Spans:
         while self._ended:
             self._seconds += seconds_between(*self._ended.popleft())
         return self._seconds + (0.0 if self._start is None else seconds_between(self._start, self._mark()))
-
-
-def _is_past(mark: float | torch.Event) -> bool:
-    return not isinstance(mark, torch.Event) or mark.query()
 
 
 class StepPhases:

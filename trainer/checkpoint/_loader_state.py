@@ -20,7 +20,6 @@ from functools import cache, partial
 from itertools import chain, islice
 from multiprocessing import forkserver
 from multiprocessing.queues import Queue
-from types import FrameType
 from typing import Any
 
 import torch
@@ -352,7 +351,9 @@ def _begin_worker(parent: int, then: Any, worker_id: int) -> None:
         then: the loader's own `worker_init_fn`.
     """
     for signum in ASK_TO_STOP:
-        signal.signal(signum, _go_on)  # not SIG_IGN, which programs that the dataset starts would inherit
+        signal.signal(
+            signum, lambda number, frame: None
+        )  # not SIG_IGN, which programs that the dataset starts would inherit
     signal.pthread_sigmask(signal.SIG_UNBLOCK, ASK_TO_STOP)
     worker.ManagerWatchdog = partial(_Watchdog, parent)  # pyright: ignore  # in this process only
     if then is not None:
@@ -373,10 +374,6 @@ class _Watchdog(worker.ManagerWatchdog):
     def is_alive(self) -> bool:
         rank = multiprocessing.parent_process()
         return super().is_alive() if self._is_child or rank is None else rank.is_alive()
-
-
-def _go_on(signum: int, frame: FrameType | None) -> None:
-    pass
 
 
 def _arrive(entropy: tuple[int, ...], indices: Any, each: bool) -> Any:

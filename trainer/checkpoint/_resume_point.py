@@ -15,9 +15,6 @@ from ._other_ranks import state_for
 from ._snapshot import Snapshot
 
 Place: TypeAlias = Literal["between_batches", "before_validation", "after_epoch"]
-BETWEEN_BATCHES: Place = "between_batches"
-BEFORE_VALIDATION: Place = "before_validation"
-AFTER_EPOCH: Place = "after_epoch"
 
 
 @dataclass(frozen=True)
@@ -49,7 +46,7 @@ class ResumePoint:
     @property
     def is_between_batches(self) -> bool:
         """Whether a batch of the same epoch comes next, perhaps after a validation."""
-        return self.point in (BETWEEN_BATCHES, BEFORE_VALIDATION)
+        return self.point in ("between_batches", "before_validation")
 
     @property
     def own(self) -> dict[str, Any] | None:
@@ -97,7 +94,7 @@ class EndOfRun:
     def of(cls, trainer: pl.Trainer, point: ResumePoint) -> "EndOfRun":
         """Copy the present state, between two batches or after an epoch."""
         copied = replace(point, ranks=Snapshot().take(point.ranks))
-        if point.point == AFTER_EPOCH:
+        if point.point == "after_epoch":
             return cls(copied)
         loops = of_lightning.get_loops_state_dict(of_lightning.connector(trainer))()
         entries = {"epoch": trainer.current_epoch, "global_step": trainer.global_step, "loops": loops}

@@ -27,15 +27,7 @@ from . import _logged_rows, _run_state
 from ._callback import Checkpoint
 from ._interval import is_time_over
 from ._loader_state import is_resumable, make_resumable, verify_states
-from ._resume_point import (
-    AFTER_EPOCH,
-    BEFORE_VALIDATION,
-    BETWEEN_BATCHES,
-    EndOfRun,
-    Place,
-    ResumePoint,
-    counts_global_batches,
-)
+from ._resume_point import EndOfRun, Place, ResumePoint, counts_global_batches
 from .file_io import CheckpointError
 
 EXACT = "exact_resume"
@@ -100,9 +92,9 @@ class ResumingFitLoop(FitLoop):
         for saver in self._savers:
             within = not self.epoch_loop.batch_progress.is_last_batch
             if saver.due and within:
-                self._save(saver, BETWEEN_BATCHES)
+                self._save(saver, "between_batches")
             elif saver.snapshots is not None and saver.snapshots.due and within:
-                with self._at(BETWEEN_BATCHES):
+                with self._at("between_batches"):
                     saver.take_snapshot(self.trainer)
 
     def stop_between_batches(self) -> None:
@@ -112,7 +104,7 @@ class ResumingFitLoop(FitLoop):
             SIGTERMException: after the checkpoint was written.
         """
         if self._stops():
-            self._save_and_stop(BETWEEN_BATCHES)
+            self._save_and_stop("between_batches")
 
     def stops_validation(self, number: int, num_batches: int, ended: bool) -> bool:
         """Whether to stop within a validation; several processes agree, and wait for each other at its end."""
@@ -127,13 +119,13 @@ class ResumingFitLoop(FitLoop):
         try:
             super().on_advance_end()
         except SIGTERMException:
-            self._save_and_stop(AFTER_EPOCH)
+            self._save_and_stop("after_epoch")
         self.agree_to_end(at_once=True)
         for saver in self._savers:
             if saver.due:
-                self._save(saver, AFTER_EPOCH)
+                self._save(saver, "after_epoch")
         if self._stops():
-            self._save_and_stop(AFTER_EPOCH)
+            self._save_and_stop("after_epoch")
 
     def _stops(self) -> bool:
         """Whether to stop at this step; ranks decide together, between two batches."""
@@ -156,7 +148,7 @@ class ResumingFitLoop(FitLoop):
         steps, limit = self.epoch_loop.global_step, self.epoch_loop.max_steps  # several steps a batch may go beyond it
         is_used_up = 0 <= limit <= steps or is_time_over(self.trainer)
         if is_used_up and not self.epoch_loop.batch_progress.is_last_batch:
-            self.end = self._end_at(BETWEEN_BATCHES)
+            self.end = self._end_at("between_batches")
 
     def _end_at(self, point: Place) -> EndOfRun:
         with self._at(point):
@@ -189,12 +181,12 @@ class ResumingFitLoop(FitLoop):
     def on_run_end(self) -> None:
         self.takes_steps = False
         if self.end is None:
-            self.end = self._end_at(AFTER_EPOCH)
+            self.end = self._end_at("after_epoch")
         if self.trainer.strategy.launcher is not None:
             self.end = replace(self.end, ranks=self._all_states(self.end.point) or [])
         for saver in self._savers:
             if saver.lacks(self.trainer):
-                self._save(saver, AFTER_EPOCH)
+                self._save(saver, "after_epoch")
         super().on_run_end()
 
     def resume_state(self) -> dict[str, Any]:
@@ -209,7 +201,7 @@ class ResumingFitLoop(FitLoop):
 
     def _resume_point(self) -> ResumePoint:
         """Read where this rank is, with its state alone."""
-        accumulating = self._point != AFTER_EPOCH and of_lightning.should_accumulate(self.epoch_loop)()
+        accumulating = self._point != "after_epoch" and of_lightning.should_accumulate(self.epoch_loop)()
         return ResumePoint(
             self._point,
             self.trainer.should_stop and not is_time_over(self.trainer),
@@ -239,8 +231,8 @@ class ResumingFitLoop(FitLoop):
         was_last = self.epoch_loop.restarted_on_train_batch_end and self.epoch_loop.batch_progress.is_last_batch
         if was_last and self.resumed.point is None and self.resumed.own is not None:
             self._count_epoch()
-            self.resumed = replace(self.resumed, point=AFTER_EPOCH)
-        if self.resumed.point == AFTER_EPOCH:  # Lightning considers a run bounded by steps unfinished.
+            self.resumed = replace(self.resumed, point="after_epoch")
+        if self.resumed.point == "after_epoch":  # Lightning considers a run bounded by steps unfinished.
             self._restarting = self.epoch_loop._restarting = self.epoch_loop.val_loop._restarting = False
             self.trainer.should_stop = self.resumed.should_stop
 
@@ -296,7 +288,7 @@ class ResumingFitLoop(FitLoop):
                     callback.on_train_epoch_start(self.trainer)
         _logged_rows.withdraw_later_points(self.trainer)
         _logged_rows.withdraw(self.trainer, self.resumed.rows)
-        if self.resumed.point == AFTER_EPOCH:
+        if self.resumed.point == "after_epoch":
             # Replace the iterator from the loop's setup, at the point where a running epoch creates it.
             self._resuming_from_checkpoint = False
             if own is not None and self._combined_loader is not None:
@@ -332,7 +324,7 @@ class ResumingEpochLoop(TrainingEpochLoop):
         """Do, at the start of a resumed epoch, what comes after the batch at which its validation was stopped."""
         fit_loop = self._fit_loop
         resumed, fit_loop.resumed = fit_loop.resumed, ResumePoint()
-        if resumed.point == BEFORE_VALIDATION:
+        if resumed.point == "before_validation":
             vars(self.trainer)["_last_val_time"] = float("-inf")  # due, also where time decides
             self.on_advance_end(data_fetcher)
 
@@ -344,7 +336,7 @@ class ResumingEpochLoop(TrainingEpochLoop):
             super().on_advance_end(data_fetcher)
         except ValidationStopped:
             self.trainer.training = True
-            fit_loop._save_and_stop(BEFORE_VALIDATION)
+            fit_loop._save_and_stop("before_validation")
         except SIGTERMException:  # raised by Lightning as its last action here
             fit_loop.stop_between_batches()
         fit_loop.between_batches()
