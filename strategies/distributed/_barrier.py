@@ -13,10 +13,6 @@ class Barrier:
     """Makes ranks wait for each other at named places.
 
     Rank 0 waits for all others, and these wait for its word: one rank asks the store for all, not each of them.
-
-    Args:
-        timeout_s: seconds to wait for the others.
-        describe: describes where a missing rank is.
     """
 
     def __init__(

@@ -47,13 +47,7 @@ _COMMUNICATION = ("gloo", "nccl", "connection", "timed out", "timeout", "peer", 
 
 @dataclass
 class Heartbeat:
-    """A rank's heartbeat.
-
-    Args:
-        count: number of heartbeats so far.
-        step: number of finished optimizer steps.
-        place: current line of the user's code, or the innermost line if there is none.
-    """
+    """A rank's heartbeat: their number, its finished optimizer steps, and the line of the user's code it is at."""
 
     count: int = 0
     step: int = 0
@@ -62,11 +56,6 @@ class Heartbeat:
 
 class HeartbeatMonitor:
     """Sends the heartbeats of this rank and reads those of the others.
-
-    Args:
-        store: shared by all ranks; the thread uses a connection of its own.
-        stop_agreement: passes requests to stop between ranks.
-        timeout_s: seconds that a rank waits for the others.
 
     Attributes:
         count_steps: returns the number of optimizer steps that this rank has finished.

@@ -171,19 +171,7 @@ class StopAgreement:
         return stop is not None and step >= stop
 
     def any_stopped(self, stopped: bool, num_batches: int, stretch: str, timeout_s: float) -> bool:
-        """Wait for all ranks at the end of a validation.
-
-        Args:
-            stopped: this rank has stopped in it, and has not ended it.
-            num_batches: batches that this rank has finished.
-            timeout_s: seconds to wait.
-
-        Returns:
-            Whether a rank has stopped, the same answer on all ranks.
-
-        Raises:
-            RankError: a rank did not come in time.
-        """
+        """Wait for all ranks at the end of a validation: whether one has stopped in it, the same answer on all."""
         place = f"stop/{stretch}/ended"
         keys, answer = [f"{place}/{rank}" for rank in range(self.num_ranks)], f"{place}/any"
         self.store.set(keys[self.rank], str(int(stopped)))

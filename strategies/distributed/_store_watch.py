@@ -23,15 +23,7 @@ PING_S = 0.5
 
 
 class StoreWatch:
-    """Watches one store from one of its clients.
-
-    Args:
-        store: a connection of the watch's own.
-        deadline_s: seconds without an answer after which the connections are shut.
-
-    Attributes:
-        silent: whether the store was given up.
-    """
+    """Watches one store on a connection of its own, and shuts all (`silent`) once it has not answered in time."""
 
     def __init__(self, store: Store, address: str, port: int, deadline_s: float) -> None:
         self.deadline_s = deadline_s

@@ -68,14 +68,7 @@ class EarlyGradients:
         self._sums: list[tuple[nn.Parameter, Tensor]] = []
 
     def weighed(self, microbatch: int, output: Any) -> tuple[Tensor, Tensor | None] | None:
-        """Weight the loss of a micro-batch.
-
-        Returns:
-            The loss to go backward on, and its gradient, None for 1; None if there is nothing to differentiate.
-
-        Raises:
-            ConfigError: the loss is not a scalar.
-        """
+        """Weight the loss of a micro-batch: the loss to go backward on, and its gradient (None for 1); or None."""
         if output is None:
             return None
         found = chunk_losses([output], [self.sizes[microbatch]], self.reduction, self.strategy)

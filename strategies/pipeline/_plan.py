@@ -202,14 +202,7 @@ def found_plan(module: nn.Module, devices: Sequence[torch.device]) -> StagePlan:
 
 
 def plan_table(module: nn.Module, plan: StagePlan, devices: Sequence[torch.device]) -> str:
-    """Draw the plan as text: stage, device, modules, parameters, bytes.
-
-    Args:
-        devices: one device per stage.
-
-    Returns:
-        A heading and one line per stage. Bytes count parameters and buffers; a tied tensor counts once.
-    """
+    """Draw the plan as text: stage, device, modules, parameters, bytes (with buffers; a tied tensor counts once)."""
     tensors = {part.name: part.tensors for part in find_parts(module, list(plan.stage_of))}
     rows = [("stage", "device", "modules", "parameters", "bytes")]
     for stage in range(plan.num_stages):

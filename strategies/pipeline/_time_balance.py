@@ -36,11 +36,7 @@ class TimeBalance:
     _num_steps: int = field(default=0, init=False)
 
     def finish_step(self) -> str | None:
-        """Learn that the optimizer has stepped.
-
-        Returns:
-            What was measured and decided, once, when parts, gradients and optimizer state have moved.
-        """
+        """Learn that the optimizer has stepped; tells, once, when all has moved, what was measured and decided."""
         self._num_steps += 1
         if self._num_steps == _FIRST:
             devices = self.stages.device_of_parts()

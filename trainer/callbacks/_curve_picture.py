@@ -15,15 +15,7 @@ INK, FAINT, PALE, BLUE, RED = "#1f2328", "#d0d7de", "#9ec5fe", "#0969da", "#cf22
 def draw_curve(
     path: Path, rates: Sequence[float], losses: Sequence[float], smoothed: Sequence[float], marked: float | None
 ) -> None:
-    """Draw losses and their moving average over rates on a logarithmic axis.
-
-    Args:
-        path: the image file.
-        rates: learning rates, ascending.
-        losses: one per rate; those that are not finite are left out.
-        smoothed: their moving average.
-        marked: the rate to mark; None for none.
-    """
+    """Draw losses and their moving average over ascending rates on a logarithmic axis, with one rate marked."""
     finite = sorted(value for value in smoothed if math.isfinite(value)) or [0.0]
     low, high = finite[0], max(finite[-1], finite[0] + 1e-12)
     left, right = math.log10(rates[0]), max(math.log10(rates[-1]), math.log10(rates[0]) + 1e-12)

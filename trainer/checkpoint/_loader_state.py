@@ -351,9 +351,8 @@ def _begin_worker(parent: int, then: Any, worker_id: int) -> None:
         then: the loader's own `worker_init_fn`.
     """
     for signum in ASK_TO_STOP:
-        signal.signal(
-            signum, lambda number, frame: None
-        )  # not SIG_IGN, which programs that the dataset starts would inherit
+        # a function, not SIG_IGN, which programs that the dataset starts would inherit
+        signal.signal(signum, lambda number, frame: None)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, ASK_TO_STOP)
     worker.ManagerWatchdog = partial(_Watchdog, parent)  # pyright: ignore  # in this process only
     if then is not None:

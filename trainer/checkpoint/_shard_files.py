@@ -109,15 +109,7 @@ def _write_rows(file: Any, start: int, part: Tensor, digest: Any) -> None:
 
 
 def verify_rows(checkpoint: dict[str, Any], directory: Path, reader: int = 0, num_readers: int = 1) -> None:
-    """Compare the file of a checkpoint's tensors with its digests.
-
-    Args:
-        reader: which of `num_readers` ranks this is; each verifies the rows of some.
-
-    Raises:
-        OSError: it is gone.
-        ValueError: it is shorter, or a digest does not match.
-    """
+    """Compare the file of a checkpoint's tensors with its digests; each of several readers verifies some."""
     layout = checkpoint[SHARDS]
     path = directory / Path(checkpoint[FILE]).name
     if path.stat().st_size < layout["num_bytes"]:

@@ -38,17 +38,7 @@ class TensorFiles:
         self._buffers: dict[int, Tensor] = {}
 
     def take(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Copy the tensors of a checkpoint to the file that is not in use.
-
-        Args:
-            state: nested dicts, lists and tuples.
-
-        Returns:
-            The same with places of tensors, to be written at once: the next call but one reuses the file.
-
-        Raises:
-            OSError: the memory does not suffice.
-        """
+        """Copy a checkpoint's tensors to the file that is not in use; returns it with their places, to be written."""
         self._turn = 1 - self._turn
         found: dict[tuple[Any, ...], tuple[Tensor, int]] = {}
         end = 0
@@ -94,18 +84,7 @@ class TensorFiles:
 
 
 def with_tensors(checkpoint: dict[str, Any], directory: Path, mapped: Collection[str] = ()) -> dict[str, Any]:
-    """Replace the places of tensors by copies of them.
-
-    Args:
-        checkpoint: from `TensorFiles.take`, or with shards; another one is returned as it is.
-        directory: where the file of its tensors is.
-        mapped: entries whose tensors are not copied: they stay in the file, which must outlive them, until they are
-            used.
-
-    Raises:
-        OSError: the file is gone.
-        ValueError: it is another one.
-    """
+    """Replace the places of tensors by copies; those of `mapped` entries stay in the file until they are used."""
     if FILE not in checkpoint:
         return checkpoint
     file = directory / Path(checkpoint[FILE]).name

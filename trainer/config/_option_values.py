@@ -95,12 +95,6 @@ def verify_options(key: str, options: Mapping[str, Any], cls: type) -> None:
     """Check the values of a class's options against its constructor's annotations.
 
     Only annotations of this project's and Lightning's classes are checked: others may be meant less strictly.
-
-    Args:
-        options: its options as plain data; those with a `_target_` of their own are checked separately.
-
-    Raises:
-        ConfigError: the first value that is not allowed, or a trainer option that has its own group.
     """
     if issubclass(cls, pl.Trainer):
         for name in options.keys() & MADE_ELSEWHERE:

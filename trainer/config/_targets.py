@@ -39,11 +39,7 @@ def why_not_found(target: str, kind: type, exc: Exception) -> tuple[str, str]:
 
 
 def nearest_module(target: str) -> tuple[ModuleType | None, str, Exception | None]:
-    """Import as much of a dotted path as there is.
-
-    Returns:
-        The innermost module, the rest of the path, and the error of a module that exists but can't be imported.
-    """
+    """Import as much of a dotted path as there is: the innermost module, the rest, and the error of the next."""
     parts, found = target.split("."), None
     for i in range(len(parts)):
         name = ".".join(parts[: i + 1])

@@ -16,15 +16,7 @@ from ..config.instantiate import instantiate, module_and_data, quiet_trainer
 def with_learning_rate(cfg: DictConfig, checkpoint: str | None) -> DictConfig:
     """Search for the learning rate if the callbacks include a finder, and take it out of the run's own callbacks.
 
-    Args:
-        cfg: the resolved configuration.
-        checkpoint: what the run starts from; a run that goes on keeps the rate of its optimizer.
-
-    Returns:
-        The configuration of the run, with the rate that was found if `update` is set.
-
-    Raises:
-        ConfigError: the module has no option of the name that `key` gives.
+    A run that goes on from a checkpoint keeps the rate of its optimizer.
     """
     finders = {
         key.removeprefix("callbacks."): options

@@ -113,16 +113,7 @@ def planned(topology: Topology, batch: int, known: dict[int, list[StageMemory]])
 
 
 def device_plans(topology: Topology, batch: int, known: dict[int, list[StageMemory]]) -> list[DevicePlan]:
-    """Plan every device of a node.
-
-    Args:
-        topology: how the strategy spreads its work.
-        batch: samples of the loader's batch.
-        known: memory per stage of a step of one copy of the module, by number of samples (of a micro-batch).
-
-    Returns:
-        One plan per device, in order.
-    """
+    """Plan every device of a node, in order, by the memory per stage of steps with so many samples each."""
     sizes = topology.samples(batch)
     idle = [without_samples(memory) for memory in next(iter(known.values()))]
     plans: list[DevicePlan] = []

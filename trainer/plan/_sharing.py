@@ -68,14 +68,7 @@ class Shards:
 
     @classmethod
     def of(cls, module: nn.Module, names: Sequence[str], num: int, keeps_parts: bool, accumulates: bool) -> "Shards":
-        """Compute the shards of a module.
-
-        Args:
-            names: parts that are gathered one by one.
-            num: number of ranks that share it.
-            keeps_parts: whether a part stays gathered until its backward pass.
-            accumulates: see `Shards`.
-        """
+        """Compute the shards of a module, of which some parts are gathered one by one, and perhaps kept."""
         sizes = {id(p): p.nbytes for p in module.parameters()}
         cut = sum(-(-len(p) // num) * p.nbytes // max(len(p), 1) if p.dim() else p.nbytes for p in module.parameters())
         taken: set[int] = set()
@@ -134,12 +127,6 @@ def in_flight(memory: Sequence[StageMemory], most: Sequence[int], num_samples: i
     """The memory of stages that keep the activations of several micro-batches at one time.
 
     All but the first one find, when they go backward, the gradients that were collected so far.
-
-    Args:
-        memory: of a step with one micro-batch, by stage.
-        most: number of micro-batches, by stage.
-        num_samples: samples of the batch.
-        samples: those of a micro-batch.
     """
     found: list[StageMemory] = []
     for stage, number in zip(memory, most, strict=True):

@@ -67,15 +67,7 @@ class Topology:
 
 
 def topology_of(strategy: Strategy, num_devices: int, num_nodes: int) -> Topology:
-    """Determine how a strategy spreads its work.
-
-    Args:
-        strategy: the strategy, not set up.
-        num_devices: number of devices per node.
-
-    Raises:
-        ConfigError: the strategy is not one of this project's, or does not fit the devices.
-    """
+    """Determine how a strategy that is not set up spreads its work, or refuse one that is not this project's."""
     name = name_of(strategy)
     if isinstance(strategy, SingleDeviceStrategy):
         strategy.parallel_devices = [strategy.root_device] * num_devices

@@ -27,13 +27,7 @@ POLL_S = 0.1
 
 
 class RankProcesses:
-    """Processes that do the same work, each as one rank.
-
-    Args:
-        method: how they start: `fork`, `spawn` or `forkserver`.
-        folder: where a rank that fails leaves its traceback.
-        timeout_s: seconds from the first end of a rank to that of the last.
-    """
+    """Processes that do the same work, each as one rank; one that fails leaves its traceback in a folder."""
 
     def __init__(self, method: str, folder: Path, timeout_s: float) -> None:
         self.method = method
