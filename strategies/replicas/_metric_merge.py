@@ -38,7 +38,6 @@ class MetricMerger:
     """
 
     def __init__(self, replicas: Replicas, strategy: str = "dp") -> None:
-        self._replicas = replicas
         self._strategy = strategy
         self._slots = [
             (module, name, child)

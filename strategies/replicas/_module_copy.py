@@ -34,9 +34,8 @@ class ModuleCopy:
 
     Attributes:
         module: the copy.
-        pairs: (module of the root, its copy) for every module that is copied one by one.
-        metrics: (torchmetrics metric or collection of the root, its deep copy); these bind their own methods, so that
-            they can't be copied one by one.
+        pairs: (module of the root, its copy) for every module that is copied one by one. Metrics and collections of
+            torchmetrics bind their own methods, so that they are copied as a whole.
     """
 
     def __init__(
@@ -51,7 +50,6 @@ class ModuleCopy:
         self._places = dict(places or {root_device: device})
         self._new_parameter = new_parameter or self._independent_parameter
         self.pairs: list[tuple[nn.Module, nn.Module]] = []
-        self.metrics: list[tuple[nn.Module, nn.Module]] = []
         self._copies: dict[int, tuple[Any, Any]] = {}  # keeps the originals alive, so that no id is reused
         self._twins: dict[tuple[str, int], int] = {}  # hooks of the copy by those of the original from the same step
         self._open: set[int] = set()
@@ -161,7 +159,6 @@ class ModuleCopy:
         replica = copy_metric(original, self.device, self._memo)
         for inner, inner_replica in zip(original.modules(), replica.modules(), strict=True):
             self._copies[id(inner)] = (inner, inner_replica)
-        self.metrics.append((original, replica))
         return replica
 
     def _translated(self, value: Any) -> Any:

@@ -76,7 +76,7 @@ class ShardedModule:
         root.set_force_sum_reduction_for_comms(on_cpu)
         root.set_reduce_scatter_unused_params(True)
         self._state = RootState(module)
-        self._handles = self._call_alone()
+        self._gather_alone()
         self._dtypes = [parameter.dtype for parameter in self.parameters]
 
     def verify_same(self, options: Mapping[str, Any]) -> None:
@@ -115,7 +115,7 @@ class ShardedModule:
                     module.reshard()
         self._hooks = range(self._hooks.start, RemovableHandle.next_id)
 
-    def _call_alone(self) -> list[RemovableHandle]:
+    def _gather_alone(self) -> None:
         """Gather the root's parameters when the module itself is called outside of a step, in a hook of a callback."""
 
         def before(module: nn.Module, args: Any) -> None:
@@ -128,10 +128,8 @@ class ShardedModule:
                 if not torch.is_grad_enabled():
                     self.release()
 
-        return [
-            self.module.register_forward_pre_hook(before, prepend=True),
-            self.module.register_forward_hook(after, always_call=True),
-        ]
+        self.module.register_forward_pre_hook(before, prepend=True)
+        self.module.register_forward_hook(after, always_call=True)
 
     @contextmanager
     def step(self, backward_follows: bool) -> Generator[None]:

@@ -114,10 +114,4 @@ class DetectNonFinite(pl.Callback):
     def on_validation_start(self, *args: Any, **kwargs: Any) -> None:
         self._read()
 
-    @override
-    def on_train_epoch_end(self, *args: Any, **kwargs: Any) -> None:
-        self._read()
-
-    @override
-    def on_save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        self._read()
+    on_train_epoch_end = on_save_checkpoint = on_validation_start
