@@ -1,5 +1,5 @@
 """Measure devices and ranks, and solve for their shares of the batch.
 
-Exports: ranks, controller, rank_timer, checkpointed.
+Exports: ranks, controller, checkpointed.
 May import: core, batch.
 """

@@ -25,29 +25,6 @@ from .store import root_store
 _num_runs = 0
 
 
-class SideGroup:
-    """Starts sums of small CPU tensors over all ranks, in place, that run beside the gradients.
-
-    Args:
-        timeout: limit for each sum.
-    """
-
-    def __init__(self, timeout: timedelta) -> None:
-        self._group: dist.ProcessGroup | None = cast(
-            "dist.ProcessGroup", dist.new_group(backend="gloo", timeout=timeout)
-        )
-
-    def __call__(self, values: Tensor) -> Work:
-        """Start summing a tensor."""
-        assert self._group is not None, "the run has ended"
-        return cast(Work, dist.all_reduce(values, group=self._group, async_op=True))
-
-    def end(self) -> None:
-        """End the group and its threads, even if this object is still referenced (by a loader, for example)."""
-        dist.destroy_process_group(self._group)
-        self._group = None
-
-
 class RankCoordinator:
     """Connects this rank to the others during one run of a trainer, by a store of the run that all ranks share."""
 
@@ -93,7 +70,7 @@ class RankGroup:
         self.stop_signal: int | None = None
         """The signal by which all ranks have agreed to stop, if any."""
         self.at_end: Callable[[], None] | None = None
-        self._sums: SideGroup | None = None
+        self._side: dist.ProcessGroup | None = None
         self.trainer: pl.Trainer | None = None
 
     def meet(
@@ -125,13 +102,13 @@ class RankGroup:
             put(of_lightning.signal_connector(trainer), sigterm_notifier_fn=self._on_signal)
         if self.coordinator is not None:
             self.coordinator.heartbeat.count_steps = lambda: trainer.global_step
-        self._sums = SideGroup(self.timeout)  # on all ranks: one alone may request loaders
+        side = dist.new_group(backend="gloo", timeout=self.timeout)  # on all ranks: one alone may request loaders
+        self._side = cast("dist.ProcessGroup", side)
 
-    @property
-    def sums(self) -> SideGroup:
-        """Sums small tensors beside the gradients."""
-        assert self._sums is not None
-        return self._sums
+    def sum_beside(self, values: Tensor) -> Work:
+        """Start summing a small CPU tensor over all ranks, in place, beside the gradients."""
+        assert self._side is not None, "the run has ended"
+        return cast(Work, dist.all_reduce(values, group=self._side, async_op=True))
 
     def _on_signal(self, signum: int, _: object) -> None:
         if self.coordinator is None or self.trainer is None or self.trainer.state.fn != TrainerFn.FITTING:
@@ -225,7 +202,7 @@ class RankGroup:
     def fail(self, exception: BaseException) -> None:
         """Tell the other ranks why this one fails."""
         self.failed = True
-        self._sums = None  # ending it would wait for failed ranks
+        self._side = None  # ending it would wait for failed ranks
         if self.coordinator is not None and not isinstance(exception, SIGTERMException):
             self.coordinator.explain(exception)
 
@@ -241,9 +218,9 @@ class RankGroup:
                 self.stop_signal = self.coordinator.stop_agreement.signal  # even if no step was left to stop at
             self.coordinator.heartbeat.end()
             self.coordinator = None
-        if self._sums is not None:
-            self._sums.end()
-            self._sums = None
+        if self._side is not None:
+            dist.destroy_process_group(self._side)
+            self._side = None
 
 
 def only_accelerator(devices: Sequence[torch.device]) -> torch.device | None:

@@ -352,7 +352,7 @@ class RankStrategy(pl_strategies.DDPStrategy):
                 self.world_size,
                 self.batch_size_is,
                 self.broadcast,
-                self.group.sums,
+                self.group.sum_beside,
                 self.policy,
                 1 + needs_two_samples(self.module),
                 structure_of=self.structures.of_stream,

@@ -1,7 +1,9 @@
 """Lay a module out as replicas: a copy per device of the process, every batch cut among them."""
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pytorch_lightning as pl
@@ -20,11 +22,10 @@ from ..batch.structure import BatchStructure
 from ..core.devices import is_accelerator
 from ..core.errors import ConfigError
 from ..core.module_checks import end_of_step, ended, has_batchnorm, resting_device, verify_takes_batches
-from ..core.patching import replaced
+from ..core.patching import Replacement, replaced
 from ..core.private import of_lightning
 from ..core.types import Batch
 from .runner import CutsReplicas, ReplicaRunner
-from .submodule import ParallelForward
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,8 @@ class ReplicaLayout(Layout):
         self._open_batch: Batch = None
         self._runs = False
         self._module: pl.LightningModule | None = None
-        self._forward: ParallelForward | None = None
+        self._forward: Replacement | None = None
+        """Stands for the forward of a submodule that is replicated alone."""
         self._runner: ReplicaRunner | None = None
 
     @property
@@ -146,7 +148,8 @@ class ReplicaLayout(Layout):
             self.blocks if self.size > 1 else (), self.stages,
         )  # fmt: skip
         if part is not module:
-            self._forward = ParallelForward(part, self._runner, self._sizes, options.strategy, structures)
+            inputs = structures.of_inputs(type(part).__name__)
+            self._forward = Replacement(part, "forward", partial(self._run_submodule, inputs))
 
     @override
     def verify_loaders(self) -> None:
@@ -222,6 +225,19 @@ class ReplicaLayout(Layout):
         for key in left_out:
             self._info_once(LEFT_OUT.format(key=key))
         return result
+
+    def _run_submodule(self, inputs: BatchStructure, _: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Compute a submodule's outputs for the whole batch, on the root device, where the rest of the module runs."""
+        num = inputs.num_samples((args, kwargs))
+        if not num:
+            raise ConfigError(
+                f"{self.options.strategy}: the inputs of {type(self.runner.root).__name__} hold no tensor with a "
+                "dimension, so they can't be split. Choose a submodule that takes the batch."
+            )
+        results = self.structures.of_results("submodule")
+        sizes = results.unequal(self._sizes(num))
+        outputs = self.runner.run("forward", inputs.split((args, kwargs), sizes), sizes)
+        return results.join(outputs, [size for size in sizes if size > 0], self.devices[0])
 
     def _evaluation_step(self, name: str, batch: Batch, *rest: Any) -> Any:
         results = self.structures.of_results(name, dataloader_index(self._trainer, rest))

@@ -18,7 +18,7 @@ from evener.strategies import (
     DDPStrategy,
     SingleDeviceStrategy,
 )
-from evener.strategies.balance.rank_timer import RankTimer
+from evener.strategies.balance.ranks import RankTimer
 from evener.strategies.distributed.sync_batchnorm import SyncBatchNorm
 
 EXACT: dict[str, dict[str, Any]] = {
