@@ -9,9 +9,10 @@ from .core.options import Advice, Count, Positive, checked
 from .data.loaders import BatchSizeIs
 from .distributed.scripts.launcher import StartMethod
 from .pipeline.recompute import RecomputeOption
-from .ranks.shard_sync import Shard, ShardOptions, ShardSync
+from .ranks.shard_sync import ShardSync
 from .ranks.strategy import RankStrategy
 from .sharding.refusals import verify_batches
+from .sharding.sharded_module import Shard, ShardOptions
 
 GivenWeights = Annotated[
     Sequence[float],

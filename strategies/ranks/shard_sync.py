@@ -2,8 +2,7 @@
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import pytorch_lightning as pl
 import torch
@@ -17,7 +16,6 @@ from torch.optim.swa_utils import AveragedModel
 from typing_extensions import override
 
 from ..core.errors import ConfigError
-from ..core.options import Count
 from ..core.patching import Replacement, replaced
 from ..pipeline.module_parts import find_parts
 from ..sharding.deferred import DeferredTensors
@@ -31,26 +29,13 @@ from ..sharding.refusals import (
     verify_replicas,
     without_values,
 )
-from ..sharding.sharded_module import ShardedModule, Sharding, broadcast_states, sharded, sync_buffers
+from ..sharding.sharded_module import Shard, ShardedModule, ShardOptions, broadcast_states, sharded, sync_buffers
 from ..sharding.whole import gather_tree, holds_shards, shard_like, shard_optimizer_state
 from ..sharding.whole_calls import WholeCalls
 from .gradient_sync import GradientSync
 
 if TYPE_CHECKING:
     from .strategy import RankStrategy
-
-Shard = Literal["auto"] | Sequence[str]
-"""Which parts of a module are gathered one by one: chosen by the strategy, or names of submodules."""
-
-
-@dataclass(frozen=True)
-class ShardOptions:
-    """How a module is cut over the ranks; see `FSDPStrategy`."""
-
-    shard: Shard = "auto"
-    reshard_after_forward: bool = True
-    cpu_offload: bool = False
-    replicas: Count = 1
 
 
 class ShardSync(GradientSync):
@@ -130,19 +115,16 @@ class ShardSync(GradientSync):
         options, device = self._options, self._strategy.root_device
         found = sharded(module)
         if found is not None:
-            found.verify_same(asdict(options))
+            found.verify_same(options)
             return found
-        parts = tuple(part_names(module, options.shard))
+        parts = part_names(module, options.shard)
         waiting = {name: tensor for name, tensor in _tensors(module) if tensor.is_meta}
         broadcast_states(module, device)
         num, replicas = self._strategy.world_size, options.replicas
         verify_replicas(num, replicas)
         shape = (num,) if replicas == 1 else (replicas, num // replicas)
         mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
-        sharding = Sharding(
-            parts, mesh, options.reshard_after_forward, options.cpu_offload, asdict(options), self._ends_with_run
-        )
-        shards = ShardedModule(module, sharding)
+        shards = ShardedModule(module, parts, mesh, options, self._ends_with_run)
         if waiting:
             self._fill(shards, waiting, device)
         shards.prime()

@@ -1,10 +1,10 @@
 """A module whose parameters are cut over the ranks, and gathered part by part when they are used."""
 
 import sys
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any, cast
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..core.devices import buckets, flattened, unflattened
 from ..core.errors import ConfigError
+from ..core.options import Count
 from ..core.patching import replaced
 from ..core.private import of_torch
 from ._fsdp2 import RootState, forget_sharding, set_local_part
@@ -25,25 +26,18 @@ from .whole import put_together
 _KEY = "evener_shards"
 
 
+Shard = Literal["auto"] | Sequence[str]
+"""Which parts of a module are gathered one by one: chosen by the strategy, or names of submodules."""
+
+
 @dataclass(frozen=True)
-class Sharding:
-    """How a module is cut.
+class ShardOptions:
+    """How a module is cut over the ranks; see `FSDPStrategy`."""
 
-    Args:
-        names: parts that are gathered one by one, each after the parts within it.
-        mesh: the ranks; two dimensions replicate over the first.
-        reshard_after_forward: release a part after its forward, and gather it again for its backward pass.
-        cpu_offload: keep shards in host memory.
-        options: the strategy's, by name, from which these follow.
-        keeps: keep the whole parameters, for a script that goes on with them; see `put_together`.
-    """
-
-    names: tuple[str, ...]
-    mesh: DeviceMesh
+    shard: Shard = "auto"
     reshard_after_forward: bool = True
     cpu_offload: bool = False
-    options: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    keeps: bool = False
+    replicas: Count = 1
 
 
 class ShardedModule:
@@ -51,23 +45,28 @@ class ShardedModule:
 
     Args:
         module: the module, with the same values on all ranks.
-        sharding: how it is cut.
+        names: parts that are gathered one by one, each after the parts within it.
+        mesh: the ranks; two dimensions replicate over the first.
+        keeps: keep the whole parameters, for a script that goes on with them; see `put_together`.
     """
 
-    def __init__(self, module: nn.Module, sharding: Sharding) -> None:
+    def __init__(
+        self, module: nn.Module, names: Sequence[str], mesh: DeviceMesh, options: ShardOptions, keeps: bool
+    ) -> None:
         self.module = module
-        self.sharding = sharding
+        self._options = options
         self.in_step = self._is_written = False
-        self._before = dict(module.named_parameters(remove_duplicate=False)) if sharding.keeps else {}
+        self._before = dict(module.named_parameters(remove_duplicate=False)) if keeps else {}
         self._hooks = range(RemovableHandle.next_id, RemovableHandle.next_id)
-        verify_dtypes(module, sharding.names)
-        on_cpu = sharding.mesh.device_type == "cpu"  # there is nothing to pin for there
-        offload = CPUOffloadPolicy(pin_memory=not on_cpu) if sharding.cpu_offload else OffloadPolicy()
-        options: dict[str, Any] = {"mesh": sharding.mesh, "offload_policy": offload}
-        for name in sharding.names:
-            fully_shard(module.get_submodule(name), reshard_after_forward=sharding.reshard_after_forward, **options)
-        fully_shard(module, **options)
-        for part in (module, *(module.get_submodule(name) for name in sharding.names)):
+        verify_dtypes(module, names)
+        on_cpu = mesh.device_type == "cpu"  # there is nothing to pin for there
+        offload = CPUOffloadPolicy(pin_memory=not on_cpu) if options.cpu_offload else OffloadPolicy()
+        parts = [module.get_submodule(name) for name in names]
+        for part in parts:
+            again = options.reshard_after_forward
+            fully_shard(part, mesh=mesh, offload_policy=offload, reshard_after_forward=again)
+        fully_shard(module, mesh=mesh, offload_policy=offload)
+        for part in (module, *parts):
             setattr(type(part), "__deepcopy__", refuse_copy)  # noqa: B010  # a class that `fully_shard` has made
             part.register_load_state_dict_pre_hook(refuse_assigned)
         vars(module)[_KEY] = self
@@ -79,17 +78,15 @@ class ShardedModule:
         self._gather_alone()
         self._dtypes = [parameter.dtype for parameter in self.parameters]
 
-    def verify_same(self, options: Mapping[str, Any]) -> None:
+    def verify_same(self, options: ShardOptions) -> None:
         """Refuse to go on with a module that was cut in another way than is asked for now.
-
-        Args:
-            options: as in `Sharding`.
 
         Raises:
             ConfigError: an option, or the dtype of a parameter, differs.
         """
-        before, dtypes = self.sharding.options, [parameter.dtype for parameter in self.parameters]
-        changed = [f"{key}={before[key]}, now {key}={value}" for key, value in options.items() if before[key] != value]
+        before, dtypes = asdict(self._options), [parameter.dtype for parameter in self.parameters]
+        asked = asdict(options).items()
+        changed = [f"{key}={before[key]}, now {key}={value}" for key, value in asked if before[key] != value]
         changed += sorted({f"{was}, now {now}" for was, now in zip(self._dtypes, dtypes, strict=True) if was != now})
         if changed:
             raise ConfigError(
