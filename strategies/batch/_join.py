@@ -22,7 +22,15 @@ def join_parts(
     """Join one value per chunk, or refuse the value by name."""
     first, reduction = parts[0], reduction_of(parts, sizes, path)
     if reduction == "structure":
-        return _join_structures(parts, sizes, reduction_of, root, device, path)
+        columns = [dict(children(part) or []) for part in parts]
+        keys = list(columns[0])
+        if any(list(column) != keys for column in columns):
+            raise ConfigError(
+                f"{called(path, root)} differs between chunks in its keys or its length. Return one structure from all."
+            )
+        together = {key: [column[key] for column in columns] for key in keys}
+        joined = [join_parts(together[key], sizes, reduction_of, root, device, (*path, key)) for key in keys]
+        return rebuild(first, joined)
     if reduction == "shared":
         return first
     if reduction in ("mean", "sum"):
@@ -68,26 +76,6 @@ def _reduced(parts: list[Any], weights: list[int] | None, device: torch.device |
     if weights is None:
         return sum(parts[1:], start=parts[0])
     return sum(part * weight for part, weight in zip(parts, weights, strict=True)) / sum(weights)
-
-
-def _join_structures(
-    parts: list[Any],
-    sizes: list[int],
-    reduction_of: ReductionOf,
-    root: str,
-    device: torch.device | None,
-    path: Path,
-) -> Any:
-    columns = [dict(children(part) or []) for part in parts]
-    keys = list(columns[0])
-    if any(list(column) != keys for column in columns):
-        raise ConfigError(
-            f"{called(path, root)} differs between chunks in its keys or its length. Return one structure from all."
-        )
-    joined = [
-        join_parts([column[key] for column in columns], sizes, reduction_of, root, device, (*path, key)) for key in keys
-    ]
-    return rebuild(parts[0], joined)
 
 
 def _verify_lengths(parts: list[Any], sizes: list[int], root: str, path: Path) -> None:

@@ -250,7 +250,9 @@ class BatchStructure:
         if not is_array(value) and (self._evidence.is_structure(path) or self._is_described(value, path)):
             return "structure"
         if self._evidence.is_stacked(path):
-            return "rows" if is_array(value) else _role_in_stacked(value)
+            # `default_collate` makes a list of all samples' strings, and structures of everything else
+            strings = not is_array(value) and len(value) and all(isinstance(element, (str, bytes)) for element in value)
+            return "rows" if is_array(value) else "list" if strings else "structure"
         shapes = self._evidence.shapes(path)
         if not shapes:
             return None
@@ -478,11 +480,6 @@ def _is_same(value: Tensor, other: Tensor) -> bool:
     if not value.is_floating_point() or not bool((value % 1 != 0).any()):
         return False
     return value.shape == other.shape and torch.equal(value, other)
-
-
-def _role_in_stacked(value: Any) -> str:
-    """What `default_collate` makes: a list of all samples' strings, and structures of everything else."""
-    return "list" if len(value) and all(isinstance(element, (str, bytes)) for element in value) else "structure"
 
 
 def _kind(value: Any) -> Any:

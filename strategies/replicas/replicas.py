@@ -18,7 +18,7 @@ import itertools
 from collections.abc import Iterator, Sequence, Set
 from numbers import Number
 from operator import is_
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -68,6 +68,10 @@ def _is_same(value: Any, other: Any) -> bool:
         return bool(value == other)
     except (RuntimeError, ValueError):
         return False  # arrays have no single truth value
+
+
+_Leader: TypeAlias = tuple[nn.Module, nn.Module, dict[str, Any], tuple[tuple[int, ...], ...]]
+"""A module of the root, the one that runs the first chunk in its place, and the attributes and hooks of that before."""
 
 
 class Replicas:
@@ -164,9 +168,8 @@ class Replicas:
         elif self._leader:
             # what a step sets first when it registers hooks may say that it has, and the root has none of them
             adds_hooks = any(any(_added(leader, hooks)) for _, leader, _, hooks in self._leader)
-            for module, leader, before, hooks in self._leader:
-                known = before.keys() | (set() if adds_hooks else leader.__dict__.keys())
-                self._take_over(module, leader, before, hooks, known)
+            for entry in self._leader:
+                self._take_over(entry, entry[2].keys() | (set() if adds_hooks else entry[1].__dict__.keys()))
         if RemovableHandle.next_id > self._next_hook:
             self._pair_hooks()
         for seen, module in zip(self._seen, self._modules, strict=True):
@@ -210,7 +213,8 @@ class Replicas:
         Whoever removes a hook between steps does so by the root's handle.
         """
         copy = self._copies[self._used[0] - 1]
-        for module, leader, before, hooks in self._leader:
+        for entry in self._leader:
+            module, leader, before, hooks = entry
             for key in _changed_keys(before, leader.__dict__):
                 if key in _OWN:
                     continue
@@ -218,20 +222,14 @@ class Replicas:
                     module.__dict__[key] = copy.returned(leader.__dict__[key])
                 else:
                     module.__dict__.pop(key, None)
-            self._take_over(module, leader, before, hooks, set())
+            self._take_over(entry, set())
             for key, added in zip(HOOKS, _added(leader, hooks), strict=True):
                 own = leader.__dict__[key]
                 module.__dict__[key].update({number: copy.returned(own[number]) for number in added})
 
-    def _take_over(
-        self,
-        module: nn.Module,
-        leader: nn.Module,
-        before: dict[str, Any],
-        hooks: tuple[tuple[int, ...], ...],
-        known: Set[str],
-    ) -> None:
+    def _take_over(self, entry: _Leader, known: Set[str]) -> None:
         """Do to a module of the root what a step did to another replica's: known plain values set, hooks removed."""
+        module, leader, before, hooks = entry
         for key in _changed_keys(before, leader.__dict__):
             if key in known and _is_plain(value := leader.__dict__.get(key)) and key not in _OWN:
                 module.__dict__[key] = value.detach().to(self.devices[0]) if isinstance(value, Tensor) else value
@@ -260,7 +258,7 @@ class Replicas:
         self._seen = [_Seen(module) for module in self._modules]
         self._used: list[int] = []
         self._idle: set[int] = set()
-        self._leader: list[tuple[nn.Module, nn.Module, dict[str, Any], tuple[tuple[int, ...], ...]]] = []
+        self._leader: list[_Leader] = []
 
     def _has_new_structure(self) -> bool:
         parameters = [module._parameters.get(name) for module, name in self._slots]
