@@ -91,7 +91,7 @@ class KeptState:
 
     @contextmanager
     def _watching_backward(self) -> Generator[None]:
-        """Look whether it computes modules again, without their random numbers, or runs others within itself."""
+        """Look whether it computes modules again, but for `strategy.recompute`, or runs passes within itself."""
         called, begun, own = list[bool](), list[bool](), torch.autograd.backward
 
         def backward(*args: Any, **kwargs: Any) -> None:

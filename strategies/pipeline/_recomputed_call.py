@@ -37,7 +37,7 @@ Learned = dict[tuple[bool, ...], set[int]]
 
 
 def recomputing(part: nn.Module, forward: Callable[..., Any], learned: Learned, *args: Any, **kwargs: Any) -> Any:
-    """Run a part's forward, keeping its inputs only, and what earlier calls have learned."""
+    """Run a part's forward, keeping its inputs only; `learned` is what earlier calls have found out."""
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
     leaves, spec = of_torch.tree_flatten((args, kwargs))

@@ -44,7 +44,7 @@ class Turns:
         """Whether there is one order for all stages."""
 
     def enter(self, task: Task, done: Collection[Task] = ()) -> None:
-        """Wait for the stage and take it, with some tasks done. While waiting the micro-batch holds no stage."""
+        """Note tasks that are done, wait for the stage and take it. While waiting the micro-batch holds no stage."""
         with self._lock:
             self._open.difference_update(done)
             index = self._index(task)
@@ -63,7 +63,7 @@ class Turns:
         granted.acquire()
 
     def leave(self, task: Task, done: bool = True) -> None:
-        """Release the stage, if this micro-batch holds it, with the task done or still to be gone on with."""
+        """Release the stage, if this micro-batch holds it; if the task is done, the next one may begin."""
         with self._lock:
             index = self._index(task)
             if self._holder[index] == task.microbatch:
