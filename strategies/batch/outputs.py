@@ -41,7 +41,8 @@ def combine_outputs(
     Returns:
         A result of the kind that the module returned (None if it skips the batch), and the keys that are left out.
         A mapping has `loss`, the sum of `loss_weight` if the module returned it, means of fractions, and what
-        `batch_dims` declares. Larger values stay where they are, and integers, which may be sums or anything else.
+        `batch_dims` declares. Larger values stay where they are, and integers, which may be sums or anything else. That
+        of a single chunk has all its keys.
 
     Raises:
         ConfigError: a loss is missing, or is not a scalar.
@@ -69,4 +70,4 @@ def combine_outputs(
             result |= structure.join([{key: value} for value in values], used, device)
         else:
             left_out.append(key)
-    return result, left_out
+    return ({**outputs[0], **result}, []) if len(outputs) == 1 else (result, left_out)

@@ -218,8 +218,6 @@ class StageLayout(Layout):
         assert gradients is not None
         result, left_out = combine_outputs(outputs, sizes, logs, reduction, self.strategy, self.devices[0], results)
         self.losses = logs.losses
-        if len(sizes) == 1 and isinstance(result, dict):
-            result, left_out = {**outputs[0], **result}, []
         for key in left_out:
             self._told.info(f"{self.strategy}: {LEFT_OUT.format(key=key)}")
         if isinstance(result, dict):

@@ -637,6 +637,23 @@ def test_integers_that_training_returns_are_left_out_unless_declared(
     assert caplog.text.count("training_step's output 'n' stays on its chunk") == 1
 
 
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_batch_of_a_single_chunk_keeps_all_that_training_returns(strategy: Strategies) -> None:
+    # dp left out what it leaves out of several chunks, where model_parallel kept all.
+    seen: list[set[str]] = []
+
+    class Counting(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return {"loss": self.loss(batch), "n": len(batch[1]), "labels": batch[1]}
+
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            seen.append(set(outputs))
+
+    fitted = make_trainer(Case(), strategy(), devices=2, max_epochs=1, limit_val_batches=0)
+    fitted.fit(Counting().double(), DataLoader(CLASSIFIED, 9), DataLoader(CLASSIFIED, 9))
+    assert seen == [{"loss"}, {"loss", "n", "labels"}]
+
+
 def test_every_loader_of_an_evaluation_has_a_structure_of_its_own() -> None:
     """Boxes of a first loader, three numbers for all samples of a second, both as long as a batch."""
     losses: list[list[float]] = []
