@@ -169,7 +169,7 @@ class RankGroup:
         if not at_once:
             return stopping.ends(wished, self.trainer.global_step, self.devices, self.timeout_s)
         num_wishes = torch.tensor([float(wished or stopping.is_ending)])
-        self.sums(num_wishes).wait()
+        self.sum_beside(num_wishes).wait()
         ends = num_wishes.item() > 0
         if ends:
             stopping.have_ended()

@@ -173,7 +173,8 @@ def _do_first_time() -> None:
     imports modules, and so does Lightning's strategy.
     """
     value = torch.zeros((), device="cpu")
-    of_lightning.ResultCollection(training=True).log("", "", value)
+    results: Any = of_lightning.ResultCollection(training=True)
+    results.log("", "", value)
     pickle.loads(pickle.dumps(value))
     url_to_fs(os.devnull)
     importlib.import_module("torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook")

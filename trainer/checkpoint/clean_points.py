@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from pytorch_lightning.callbacks import GradientAccumulationScheduler
+from pytorch_lightning.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging
 from pytorch_lightning.trainer.states import TrainerFn
 from pytorch_lightning.utilities.exceptions import SIGTERMException
 from pytorch_lightning.utilities.rank_zero import rank_zero_info
@@ -239,7 +239,7 @@ class ResumingFitLoop(FitLoop):
     def _count_epoch(self) -> None:
         """Count the epoch whose last batch a hook has saved: Lightning goes on with the next one."""
         self.epoch_loop.batch_progress.increment_completed()
-        self.epoch_loop._batches_that_stepped += 1
+        put(self.epoch_loop, batches_that_stepped=of_lightning.log_step(self.trainer) + 1)
         self.epoch_progress.increment_processed()
         self.epoch_progress.increment_completed()
 
@@ -281,11 +281,11 @@ class ResumingFitLoop(FitLoop):
         own = self.resumed.own
         if own is not None:
             _run_state.restore(self.trainer, own)
-        if self.resumed.is_between_batches:  # the hooks of the epoch's start, where it sets the number, have run before
+        if self.resumed.is_between_batches:  # what these set at the epoch's start holds for the rest of it
             callbacks: list[Any] = self.trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]  # a list, untyped
             for callback in callbacks:
-                if isinstance(callback, GradientAccumulationScheduler):
-                    callback.on_train_epoch_start(self.trainer)
+                if isinstance(callback, (GradientAccumulationScheduler, StochasticWeightAveraging)):
+                    callback.on_train_epoch_start(self.trainer, self.trainer.lightning_module)
         _logged_rows.withdraw_later_points(self.trainer)
         _logged_rows.withdraw(self.trainer, self.resumed.rows)
         if self.resumed.point == "after_epoch":

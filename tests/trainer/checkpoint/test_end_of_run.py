@@ -8,7 +8,7 @@ import pytest
 import pytorch_lightning as pl
 import torch
 from distributed import run_ranks, run_script
-from pytorch_lightning.callbacks import GradientAccumulationScheduler, ModelCheckpoint
+from pytorch_lightning.callbacks import GradientAccumulationScheduler, ModelCheckpoint, StochasticWeightAveraging
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import SumMetric
@@ -248,3 +248,21 @@ def test_what_lightnings_callback_saved_after_any_batch_goes_on_with_the_next(
     per_epoch = -(-4 // accumulate)  # steps
     batches = [4 * (i // per_epoch) + min(accumulate * (i % per_epoch + 1), 4) for i in range(3 * per_epoch)]
     assert lefts == [24 - 2 * num for num in batches]
+
+
+@pytest.mark.parametrize("steps", [6, 8, 12])
+def test_averaging_with_a_schedule_of_its_own_goes_on_within_an_epoch(steps: int, tmp_path: Path) -> None:
+    # The callback makes its schedule at the start of an epoch: the rest of the epoch went without, and the next ones
+    # were a step behind.
+    def options() -> dict[str, Any]:
+        averaging = StochasticWeightAveraging(0.001, swa_epoch_start=2, annealing_epochs=3)
+        return {"callbacks": [averaging], "enable_checkpointing": False, "max_epochs": 5}
+
+    whole = fit(-1, **options())
+    first = fit(steps, **options())
+    first[1].save_checkpoint(file := tmp_path / "own.ckpt")
+    second = fit(-1, file, **options())
+    assert second[1].global_step == whole[1].global_step
+    assert second[1].optimizers[0].param_groups[0]["lr"] == pytest.approx(whole[1].optimizers[0].param_groups[0]["lr"])
+    for name, value in whole[0].state_dict().items():
+        torch.testing.assert_close(second[0].state_dict()[name], value, rtol=0, atol=1e-10)
