@@ -19,6 +19,7 @@ from ..core.errors import ConfigError
 from ..core.patching import Replacement, replaced
 from ..pipeline.module_parts import find_parts
 from ..sharding.deferred import DeferredTensors
+from ..sharding.originals import Originals
 from ..sharding.parts import automatic_parts, named_parts
 from ..sharding.placed import ShardIO, Writers, place_shards
 from ..sharding.refusals import (
@@ -90,6 +91,7 @@ class ShardSync(GradientSync):
             verify_callbacks(_callbacks(trainer))
             strategy.sync_layers()
         strategy.precision_plugin.convert_module(module)
+        originals = Originals(module)
         self._shards = self._shard(module)
         for copy in _copies(trainer, module):
             self._shard(copy)
@@ -99,6 +101,8 @@ class ShardSync(GradientSync):
                 names = ("toggle_optimizer", "untoggle_optimizer")
                 self._toggles = [Replacement(module, name, self._toggle) for name in names]
             strategy.setup_optimizers(trainer)
+            originals.give_shards(strategy.optimizers)
+            originals.verify_unheld((module, *_callbacks(trainer)))
             verify_optimizers(strategy.optimizers)
         strategy.setup_precision_plugin()
         self._calls = WholeCalls(self._shards, agreement.note)

@@ -100,3 +100,47 @@ def test_what_a_penalty_by_hand_is_told_to_set_helps() -> None:
     for told, trained in run_ranks(_penalised_on_ranks, 2):
         assert "torch.autograd.grad in it, set strategy.shard=[]" in told
         torch.testing.assert_close(trained, _penalised_by_hand(SingleDeviceStrategy(), 1), rtol=0, atol=1e-10)
+
+
+class Early(Net):
+    """Its optimizer exists before training, as LightningCLI makes it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.early = torch.optim.Adam(self.parameters(), lr=0.1)
+
+    def configure_optimizers(self) -> Any:
+        return self.early
+
+
+class Holds(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.groups = {"decayed": [self.net[0].weight]}
+
+
+def _fit_early() -> Any:
+    torch.manual_seed(0)
+    module = Early()
+    quiet_trainer(FSDPStrategy(batch_size_is="global", timeout_s=60), 2, max_epochs=2).fit(
+        module, DataLoader(Numbered(6), 3)
+    )
+    return weights(module)
+
+
+def test_an_optimizer_made_before_trains_the_shards() -> None:
+    torch.manual_seed(0)
+    module = Early()
+    quiet_trainer(SingleDeviceStrategy(), 1, max_epochs=2).fit(module, DataLoader(Numbered(6), 3))
+    for rank in run_ranks(_fit_early, 2, timeout_s=120):
+        torch.testing.assert_close(rank, weights(module), rtol=0, atol=1e-10)
+
+
+def _fit_holding() -> None:
+    strategy = FSDPStrategy(batch_size_is="global", timeout_s=60)
+    quiet_trainer(strategy, 2, max_epochs=1).fit(Holds(), DataLoader(Numbered(6), 3))
+
+
+def test_a_parameter_from_before_it_was_cut_is_refused() -> None:
+    with pytest.raises(RankError, match=r"fsdp: Holds\.groups holds the parameter net\.0\.weight from before"):
+        run_ranks(_fit_holding, 2)
