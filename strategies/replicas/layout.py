@@ -209,9 +209,10 @@ class ReplicaLayout(Layout):
         self._open_batch = batch
 
     def _training_step(self, batch: Batch, *rest: Any) -> Any:
-        structure, logs, root = self.structures.of_results("training_step"), self.runner.logs, self.devices[0]
+        structure, root = self.structures.of_results("training_step"), self.devices[0]
         end = end_of_step(self._module)
         outputs, sizes = self._run("training_step", batch, rest, None if end is None else structure)
+        logs = self.runner.logs  # which a run makes anew where the module has changed
         if end is not None:
             logs.replay(sizes)
             return end(structure.join(outputs, [size for size in sizes if size > 0], root))

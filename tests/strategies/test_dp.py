@@ -741,3 +741,41 @@ def test_a_training_step_that_steps_its_optimizer_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"would step the optimizer once per replica.* return the loss from training"):
         trainer.fit(module, torch.utils.data.DataLoader(torch.ones(4, 3), 4))  # type: ignore[arg-type]
     assert torch.equal(module.layer.weight, before)
+
+
+class Growing(pl.LightningModule):
+    """Gets a layer at the start of the second epoch; notes what it has logged last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.logged = nn.Linear(2, 3).double(), list[float]()
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            self.extra = nn.Linear(1, 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = (self.layer(batch) / 10).square().mean()
+        self.log("loss", loss)
+        return loss
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.logged.append(float(self.trainer.callback_metrics["loss"]))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def test_a_step_in_which_the_module_has_changed_is_logged() -> None:
+    # The step's values went to the recorder of the replicas from before.
+    logged: list[list[float]] = []
+    for strategy, num in ((SingleDeviceStrategy(), 1), (DataParallelStrategy(), 2)):
+        module = Growing()
+        trainer = Trainer(
+            strategy=strategy, devices=num, accelerator="cpu", max_epochs=2, logger=False, enable_checkpointing=False,
+            enable_progress_bar=False, enable_model_summary=False,
+        )  # fmt: skip
+        trainer.fit(module, torch.utils.data.DataLoader(torch.arange(8.0).double().reshape(4, 2), batch_size=2))
+        logged.append(module.logged)
+    assert logged[1] == pytest.approx(logged[0], abs=1e-12)
