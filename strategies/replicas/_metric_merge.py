@@ -1,7 +1,8 @@
 """Merge the metrics of replicas: a copy on each replica counts its chunk, then is merged into the root's metric."""
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torchmetrics.utilities import dim_zero_cat, dim_zero_max, dim_zero_min, dim
 from ..batch.metric_calls import MetricCalls, call_again, outermost_metrics, takes_whole_batches
 from ..batch.structure import are_equal
 from ..core.errors import ConfigError
+from ..core.patching import Replacement
 from ..core.private import of_metrics, put
 from ._module_copy import copy_metric
 from .replicas import Replicas
@@ -24,8 +26,8 @@ _MERGEABLE = (dim_zero_sum, dim_zero_cat, dim_zero_max, dim_zero_min)
 class MetricMerger:
     """Brings what the replicas' metrics counted in a step to the root's metrics.
 
-    During a step each of the root's metrics is replaced by a copy too, so that every copy holds only this step's
-    samples. This makes the value of the whole batch exact, not only the epoch's. Afterwards
+    During a step calls of the root's metrics go to copies, too, so that every copy holds only this step's samples. This
+    makes the value of the whole batch exact, not only the epoch's. Afterwards
 
         a metric whose states are sums, lists, minima or maxima   has the copies' states merged into it
         any other, and metrics of metrics                         is called on the root, with the joined inputs
@@ -39,23 +41,15 @@ class MetricMerger:
 
     def __init__(self, replicas: Replicas, strategy: str = "dp") -> None:
         self._strategy = strategy
-        self._slots = [
-            (module, name, child)
-            for module in replicas.modules()[0]
-            for name, child in module._modules.items()
-            if isinstance(child, (Metric, MetricCollection))
-        ]
+        children = (child for module in replicas.modules()[0] for child in module._modules.values())
+        found = {id(child): child for child in children if isinstance(child, (Metric, MetricCollection))}
         memo: dict[int, Any] = {}
-        found = {id(metric): metric for _, _, metric in self._slots}
         with torch.inference_mode(False), torch.no_grad():
-            self._stand_ins = {key: copy_metric(metric, replicas.devices[0], memo) for key, metric in found.items()}
-        outermost = {id(metric): metric for slot in found.values() for metric in outermost_metrics(slot)}
+            copied = [(metric, copy_metric(metric, replicas.devices[0], memo)) for metric in found.values()]
+        outermost = {id(metric): metric for value in found.values() for metric in outermost_metrics(value)}
         self._metrics = list(outermost.values())
-        stand_ins = {
-            id(part): copy
-            for slot in found.values()
-            for part, copy in zip(slot.modules(), self._stand_ins[id(slot)].modules(), strict=True)
-        }
+        pairs = [pair for metric, copy in copied for pair in zip(metric.modules(), copy.modules(), strict=True)]
+        stand_ins = {id(part): copy for part, copy in pairs}
         others = range(1, len(replicas))
         self._copies = [
             [stand_ins[id(metric)], *(replicas.counterpart(i, metric) for i in others)] for metric in self._metrics
@@ -69,21 +63,36 @@ class MetricMerger:
             id(copy): metric for metric, own in zip(self._metrics, self._copies, strict=True) for copy in own
         }
         self._values: dict[int, tuple[Any, Metric]] = {}
+        parts = {id(part): part for part, _ in pairs if isinstance(part, (Metric, MetricCollection))}
+        self._replaced = [
+            Replacement(part, method, partial(self._routed, getattr(stand_ins[key], method)))
+            for key, part in parts.items()
+            for method in _METHODS
+        ]
+        self._is_open = False
+
+    def _routed(self, stand_in: Callable[..., Any], own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a method of a metric of the root, in a step that of its copy."""
+        return (stand_in if self._is_open else own)(*args, **kwargs)
+
+    def close(self) -> None:
+        """Restore the methods of the root's metrics."""
+        while self._replaced:
+            self._replaced.pop().remove()
 
     @contextmanager
     def standing_in(self) -> Generator[None]:
-        """Replace the root's metrics by their copies inside the block."""
-        for module, name, metric in self._slots:
-            module._modules[name] = self._stand_ins[id(metric)]
-        for calls in self._calls:
-            calls.is_open = True
+        """Have the copies take the calls of the root's metrics inside the block."""
+        self._open(True)
         try:
             yield
         finally:
-            for calls in self._calls:
-                calls.is_open = False
-            for module, name, metric in self._slots:
-                module._modules[name] = metric
+            self._open(False)
+
+    def _open(self, is_open: bool) -> None:
+        self._is_open = is_open
+        for calls in self._calls:
+            calls.is_open = is_open
 
     def original(self, value: Any) -> Any:
         """Map a copy to the root's metric, and the value of a chunk to the whole batch's; others stay unchanged."""

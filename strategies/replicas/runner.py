@@ -100,6 +100,7 @@ class ReplicaRunner:
             The results of the replicas that were called, in order, each on its own device.
         """
         if self.replicas.refresh():
+            self._metrics.close()
             self._attach()
         used = [i for i, size in enumerate(sizes) if size > 0]
         self.replicas.before_step(used)
@@ -129,6 +130,7 @@ class ReplicaRunner:
         self._executor.shutdown()
         for gradients in self._gradients:
             gradients.remove_hooks()
+        self._metrics.close()
         self.replicas.close()
 
     def _attach(self) -> None:
