@@ -129,7 +129,7 @@ class _Graph:
         if kind in _KEEP_ROWS or not dims:
             return False
         sizes = _saved(node, "self_sym_sizes") or (num,) * (len(shape) + _removed(node, len(dims)))
-        return sizes[0] % num == 0 and any(_signed(dim) % len(sizes) == 0 for dim in dims)
+        return len(sizes) > 0 and sizes[0] % num == 0 and any(_signed(dim) % len(sizes) == 0 for dim in dims)
 
     def _is_stretched(self, node: Node, shape: tuple[int, ...]) -> bool:
         """Whether an operation has broadcast what differs between batches."""

@@ -83,6 +83,8 @@ class ResumingFitLoop(FitLoop):
     brought_back = ("end",)
     """What a script gets of this loop from its ranks, besides progress and numbers."""
     _savers: tuple[Checkpoint, ...] = ()
+    begins_epoch = False
+    """Whether a hook has saved after an epoch's last batch, so that the resumed run begins the next one."""
     has_clean_points = True
     takes_steps = False
     """Whether the run has begun to train, so that a stop between two steps has something to save."""
@@ -227,21 +229,9 @@ class ResumingFitLoop(FitLoop):
         self.resumed = self.resumed.for_rank(self.trainer)
         if self.resumed.own is not None:
             self._combined_loader_states_to_load = self.resumed.own["loaders"]
-        self.update_restart_stage()
-        was_last = self.epoch_loop.restarted_on_train_batch_end and self.epoch_loop.batch_progress.is_last_batch
-        if was_last and self.resumed.point is None and self.resumed.own is not None:
-            self._count_epoch()
-            self.resumed = replace(self.resumed, point="after_epoch")
         if self.resumed.point == "after_epoch":  # Lightning considers a run bounded by steps unfinished.
             self._restarting = self.epoch_loop._restarting = self.epoch_loop.val_loop._restarting = False
             self.trainer.should_stop = self.resumed.should_stop
-
-    def _count_epoch(self) -> None:
-        """Count the epoch whose last batch a hook has saved: Lightning goes on with the next one."""
-        self.epoch_loop.batch_progress.increment_completed()
-        put(self.epoch_loop, batches_that_stepped=of_lightning.log_step(self.trainer) + 1)
-        self.epoch_progress.increment_processed()
-        self.epoch_progress.increment_completed()
 
     @property
     @override
@@ -271,6 +261,11 @@ class ResumingFitLoop(FitLoop):
         if self.restarting:
             stateful = [loader for loader in self._combined_loader.flattened if hasattr(loader, "state_dict")]
             verify_states(stateful, self._combined_loader_states_to_load)
+        if self._resuming_from_checkpoint and self.resumed.point is None:
+            self.update_restart_stage()
+            ended = self.epoch_loop.restarted_on_train_batch_end and self.epoch_loop.batch_progress.is_last_batch
+            if ended:  # Lightning goes on with the next epoch
+                self.begins_epoch, self._combined_loader_states_to_load = True, []
         super()._load_combined_loader_states()
 
     @override
@@ -293,6 +288,8 @@ class ResumingFitLoop(FitLoop):
             self._resuming_from_checkpoint = False
             if own is not None and self._combined_loader is not None:
                 _run_state.restore_generators(self._combined_loader, own["loaders"])
+        if self.begins_epoch and own is not None and self._combined_loader is not None:
+            _run_state.restore_generators(self._combined_loader, own["loaders"])
         self.resumed = replace(self.resumed, ranks=None) if self.resumed.is_between_batches else ResumePoint()
         self.takes_steps = True
         self.agree_to_end(at_once=True)
@@ -314,6 +311,14 @@ class ResumingEpochLoop(TrainingEpochLoop):
             self._restarting = self.val_loop._restarting = False
             # the rest of the epoch's end is still to come
             self.trainer.should_stop = self._fit_loop.resumed.should_stop
+
+    @override
+    def on_run_start(self, data_fetcher: of_lightning.DataFetcher) -> None:
+        fit_loop = self._fit_loop
+        if fit_loop.begins_epoch and (self.restarting or fit_loop.is_resuming):  # where Lightning takes the setup's
+            iter(data_fetcher)  # with the random state restored
+        fit_loop.begins_epoch = False
+        super().on_run_start(data_fetcher)
 
     @override
     def run(self, data_fetcher: of_lightning.DataFetcher) -> None:
@@ -364,6 +369,11 @@ class SeparateEvaluation(EvaluationLoop):
         with rng.isolated(devices):
             rng.seed_all(torch.initial_seed(), trainer.current_epoch, trainer.global_rank, devices=devices)
             return super().run() if trainer.sanity_checking else self._run_within_fit()
+
+    @override
+    def increment_progress_to_evaluation_end(self) -> None:
+        with rng.isolated(_run_state.devices_in_use(self.trainer)):  # it makes iterators, which draw seeds
+            super().increment_progress_to_evaluation_end()
 
     def _run_within_fit(self) -> Any:
         self._num_batches, self._has_ended = 0, False
