@@ -29,13 +29,13 @@ _MEAN, _IGNORED = 1, -100
 """The code of `reduction="mean"`, and the default of `ignore_index`."""
 
 
-def why_no_mean(loss: Tensor, num: int, storages: set[int]) -> str:
+def why_no_mean(loss: Tensor, num: int, module: nn.Module) -> str:
     """Name the operation because of which a loss may be no mean over samples.
 
     Args:
         loss: of shape (), before its backward pass.
         num: samples of its batch.
-        storages: what identifies the memory of all parameters and buffers, which holds no samples.
+        module: its parameters and buffers hold no samples.
 
     Returns:
         The operation's name; empty if the graph shows a mean.
@@ -43,14 +43,15 @@ def why_no_mean(loss: Tensor, num: int, storages: set[int]) -> str:
     if loss.grad_fn is None:
         return ""
     try:
-        return _Graph(loss.grad_fn, num, storages).doubt()
+        return _Graph(loss.grad_fn, num, module).doubt()
     except RuntimeError:  # what an operation has saved was freed, or written to
         return loss.grad_fn.name()
 
 
 class _Graph:
-    def __init__(self, root: Node, num: int, storages: set[int]) -> None:
-        self._num, self._storages = num, storages
+    def __init__(self, root: Node, num: int, module: nn.Module) -> None:
+        kept = (t for t in (*module.parameters(), *module.buffers()) if t.layout is torch.strided)
+        self._num, self._storages = num, {of_torch.cdata(t.untyped_storage()) for t in kept}
         self._nodes = _children_first(root)
         self._constant = set[Node]()
         """Nodes that compute something of parameters alone."""

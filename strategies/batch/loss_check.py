@@ -57,8 +57,7 @@ class LossCheck:
     def _inspect(self, module: pl.LightningModule, num: float | None, output: Any, size: float | None) -> None:
         loss = output.get("loss") if isinstance(output, dict) else output
         if isinstance(loss, Tensor) and not (isinstance(output, dict) and output.get("loss_weight") is not None):
-            storages = {of_torch.cdata(p.untyped_storage()) for p in (*module.parameters(), *module.buffers())}
-            self._doubt = self._doubt or why_no_mean(loss, int(size or num or 1), storages)
+            self._doubt = self._doubt or why_no_mean(loss, int(size or num or 1), module)
 
     def close(
         self, strategy: Any, num: float | None, args: Sequence[Any], options: Any,
