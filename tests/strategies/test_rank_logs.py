@@ -108,6 +108,34 @@ def test_what_is_logged_is_one_devices(plan: str, num: int, options: Any) -> Non
         assert_same(found, expected)
 
 
+class Labels(Tokens):
+    """A mean over valid labels: by chance they are all that a rank has, in some batches and not in others."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        valid = batch[0][:, 0] > -0.5
+        num = valid.sum()
+        loss = (self.errors(batch) * valid).sum() / num.clamp(min=1)
+        both: Any = {"on_step": True, "on_epoch": True, "sync_dist": True}
+        self.log("valid", loss, batch_size=int(num), **both)
+        self.log("samples", loss, batch_size=len(batch[0]), **both)
+        self.log("constant", loss, batch_size=4, **both)
+        self.log("counted", loss, **both)
+        return {"loss": loss, "loss_weight": num}
+
+
+def _fit_labels(plan: str, lean: bool) -> Any:
+    devices, strategy = PLANS[plan]
+    return fit(Labels(), strategy(timeout_s=120), devices, 17, 4, lean=lean)
+
+
+@pytest.mark.parametrize(("plan", "lean"), [*((plan, True) for plan in PLANS), ("ddp", False)])
+def test_a_loss_logged_with_the_number_it_is_a_mean_over_counts_by_that_number(plan: str, lean: bool) -> None:
+    # Where it was as large as the rank's part of the batch, it was taken for the number of samples.
+    expected = fit(Labels(), SingleDeviceStrategy(), 1, 17, 4)
+    for found in run_ranks(_fit_labels, 2, plan, lean):
+        assert_same(found, expected)
+
+
 class Searching(Tokens):
     """With an optimizer that calls its closure several times per step."""
 

@@ -127,6 +127,10 @@ def _combine(entries: list[Entry]) -> float:
     if are_constants(entries[0]["meta"]["name"], counted):
         return sum(given["value"] for given in counted) / sum(given["weight"] for given in counted)
     count = sum(state["cumulated_batch_size"] for state in states)
+    known = [entry["given"] for entry in entries if entry["given"] is not None]
+    if all(given["own"] for given in known):
+        value += sum(given["more_value"] for given in known)
+        count += sum(given["more_weight"] for given in known)
     return value / count if count else float("nan")
 
 

@@ -4,8 +4,9 @@ A rank sees its own part of the global batch. A value that it logs counts by sam
 
 - the rank has no samples: it shows the value of the others, and counts for nothing;
 - the value is the loss, and the module returned a `loss_weight`: it counts by that weight;
-- `batch_size` was given. It may be a constant for the whole batch, of which the rank has its share, or the size of the
-  rank's own part. Both sums are kept, and the ranks decide together at the end of the epoch.
+- `batch_size` was given. It may be a constant for the whole batch, of which the rank has its share, the samples of the
+  rank's own part, or another number of that part, such as that of the valid labels that the loss is a mean over. The
+  sums of each case are kept, and the ranks decide together at the end of the epoch.
 """
 
 from collections.abc import Mapping, Sequence
@@ -33,6 +34,9 @@ class GivenSizes:
     Args:
         value: sum of the values, each weighted by this rank's share of the constant.
         own: whether each was the number of samples of this rank.
+        more_value: what is added to the sum of the values, as they were weighted by what was given, if each was the
+            number of samples on all ranks: a loss with a `loss_weight` then counts by this rank's part of that weight.
+        more_weight: the same for the sum of the weights.
         shares: numbers of samples that this rank had, where it had any.
         totals: numbers of samples of the global batches.
     """
@@ -42,6 +46,8 @@ class GivenSizes:
     smallest: float = inf
     largest: float = -inf
     own: bool = True
+    more_value: Any = 0.0
+    more_weight: Any = 0.0
     num: int = 0
     shares: list[float] = field(default_factory=list[float])
     totals: list[float] = field(default_factory=list[float])
@@ -53,15 +59,29 @@ class GivenSizes:
         if not share.num:
             return
         self._note(self.shares, share.num)
+        self.own = self.own and isinstance(given, int) and given == share.num
         constant = constant_of(given)
         if constant is None:  # counted, perhaps on the device, where reading it would wait
-            self.smallest = -inf
+            self.smallest, self.largest = -inf, inf
             return
         self.smallest, self.largest = min(self.smallest, constant), max(self.largest, constant)
-        self.own = self.own and given == share.num
         weight = constant * share.num / share.total
         self.value = self.value + value * weight
         self.weight += weight
+
+    def reweigh(self, value: Tensor, given: Any, scale: Tensor, share: Share, num_ranks: int) -> None:
+        """Weight a value that `add` has added by `scale`, as `WeighedLoss` has it, in place of this rank's samples."""
+        if not share.num:
+            return
+        if self.own:
+            more = scale * (share.total / num_ranks) - given
+            self.more_value = self.more_value + value * more.to(value.dtype)
+            self.more_weight = self.more_weight + more
+        constant = constant_of(given)
+        if constant is not None:
+            more = constant * (scale / num_ranks - share.num / share.total)
+            self.value = self.value + value * more.to(value.dtype)
+            self.weight = self.weight + more
 
     @staticmethod
     def _note(numbers: list[float], number: float) -> None:
@@ -70,9 +90,8 @@ class GivenSizes:
 
     def tell(self, metric: ResultMetric) -> dict[str, Any]:
         """Return it as plain data for the other ranks."""
-        value = self.value.item() if isinstance(self.value, Tensor) else self.value
-        weight = self.weight.item() if isinstance(self.weight, Tensor) else self.weight
-        return {**asdict(self), "value": value, "weight": weight, "whole": self.num == of_metrics.update_count(metric)}
+        told = {name: one.item() if isinstance(one, Tensor) else one for name, one in asdict(self).items()}
+        return {**told, "whole": self.num == of_metrics.update_count(metric)}
 
 
 def are_constants(name: str, told: Sequence[Mapping[str, Any] | None]) -> bool:
@@ -164,13 +183,10 @@ def _reweigh(logged: Logged, scale: Tensor, share: Share | None, num_ranks: int,
         state[of_metrics.FORWARD_CACHE].mul_((scale / by_samples).to(copy.dtype))
     if not meta.on_epoch:
         return
-    if not logged.given or (isinstance(logged.size, int) and logged.size in (own, 0)):
+    if GIVEN in state and logged.given and share is not None:
+        given: GivenSizes = state[GIVEN]
+        given.reweigh(copy, logged.size, scale, share, num_ranks)
+    elif not logged.given or isinstance(logged.size, int):
         more = scale * total - logged.size
         state["value"] = state["value"] + copy * more.to(copy.dtype)
         state["cumulated_batch_size"] = state["cumulated_batch_size"] + more
-    constant = constant_of(logged.size)
-    if logged.given and share is not None and own and GIVEN in state and constant is not None:
-        given: GivenSizes = state[GIVEN]
-        more = constant * (scale / num_ranks - share.num / share.total)
-        given.value = given.value + copy * more.to(copy.dtype)
-        given.weight = given.weight + more

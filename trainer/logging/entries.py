@@ -20,6 +20,7 @@ _META = (
     "fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_graph", "add_dataloader_idx", "dataloader_idx",
     "metric_attribute",
 )  # fmt: skip
+_SUMS = ("value", "weight", "more_value", "more_weight")  # of `GivenSizes`
 _STATE = ("value", "cumulated_batch_size", of_metrics.FORWARD_CACHE)
 
 Entry: TypeAlias = dict[str, Any]
@@ -101,8 +102,7 @@ def _combined(entries: Sequence[Entry]) -> Entry:
     merged = None
     if given:
         merged = {
-            "value": sum(one["value"] for one in given),
-            "weight": sum(one["weight"] for one in given),
+            **{name: sum(one.get(name, 0.0) for one in given) for name in _SUMS},
             "smallest": min(one["smallest"] for one in given),
             "largest": max(one["largest"] for one in given),
             "own": all(one["own"] for one in given),
@@ -122,6 +122,9 @@ def _part(entry: Entry, num_ranks: int) -> Entry:
             like: Any = state["value"]
             state["value"] = torch.as_tensor(given["value"], dtype=like.dtype)
             state["cumulated_batch_size"] = torch.as_tensor(given["weight"])
+        elif given["own"] and entry["reduce_fx"] == "mean":
+            state["value"] = state["value"] + given.get("more_value", 0.0)
+            state["cumulated_batch_size"] = state["cumulated_batch_size"] + given.get("more_weight", 0.0)
         return {**entry, "state": state, "given": None}
     if entry["reduce_fx"] == "mean" and given is None:
         # whether `batch_size` was given is not known of one device: what the ranks give from here on decides
@@ -131,5 +134,5 @@ def _part(entry: Entry, num_ranks: int) -> Entry:
     if entry["reduce_fx"] in ("mean", "sum"):
         state |= {name: state[name] / num_ranks for name in ("value", "cumulated_batch_size") if name in state}
     if given is not None:
-        given = {**given, "value": given["value"] / num_ranks, "weight": given["weight"] / num_ranks}
+        given = {**given, **{name: given.get(name, 0.0) / num_ranks for name in _SUMS}}
     return {**entry, "state": state, "given": given}
