@@ -9,7 +9,7 @@ import pytorch_lightning as pl
 import torch
 from distributed import run_ranks
 from parity import FEATURES, Samples, as_tuple
-from pytorch_lightning.callbacks import ModelCheckpoint
+from pytorch_lightning.callbacks import LambdaCallback, ModelCheckpoint
 from regression import Net, Numbered, quiet_trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -69,12 +69,14 @@ class Tokens(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
-def fit(module: Any, strategy: Any, devices: int, num: int, batch_size: int, **options: Any) -> Any:
+def fit(
+    module: Any, strategy: Any, devices: int, num: int, batch_size: int, ckpt_path: str | None = None, **options: Any
+) -> Any:
     warnings.simplefilter("ignore")
     quiet: Any = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     given = {**quiet, "enable_checkpointing": False, "max_epochs": 2, **options}
     trainer = Trainer(strategy=strategy, devices=devices, accelerator="cpu", **given)
-    trainer.fit(module, DataLoader(Samples(num, as_tuple), batch_size))
+    trainer.fit(module, DataLoader(Samples(num, as_tuple), batch_size), ckpt_path=ckpt_path)
     return {name: float(value) for name, value in trainer.callback_metrics.items()}, module.steps
 
 
@@ -134,6 +136,30 @@ def test_a_loss_logged_with_the_number_it_is_a_mean_over_counts_by_that_number(p
     expected = fit(Labels(), SingleDeviceStrategy(), 1, 17, 4)
     for found in run_ranks(_fit_labels, 2, plan, lean):
         assert_same(found, expected)
+
+
+def _fit_and_save(path: str) -> None:
+    """Save after the second of three batches, whose labels are all valid on rank 0 in one and ignored in the other."""
+    module = Labels()
+    save = LambdaCallback(on_train_batch_end=lambda trainer, _, out, batch, i: i == 1 and trainer.save_checkpoint(path))
+    options: Any = {"max_epochs": 1, "callbacks": [save]}
+    fit(module, BalancedDDPStrategy([1, 3], timeout_s=120), 2, 12, 4, **options)
+
+
+def _resume(path: str, num_ranks: int) -> Any:
+    strategy = DDPStrategy(batch_size_is="global", timeout_s=120) if num_ranks > 1 else SingleDeviceStrategy()
+    return fit(Labels(), strategy, num_ranks, 12, 4, max_epochs=1, ckpt_path=path)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_resumed_epoch_counts_a_loss_as_one_device_does(num_ranks: int, tmp_path: Path) -> None:
+    path = str(tmp_path / "saved.ckpt")
+    expected, _ = fit(Labels(), SingleDeviceStrategy(), 1, 12, 4, max_epochs=1)
+    run_ranks(_fit_and_save, 2, path)
+    found = run_ranks(_resume, 2, path, 2) if num_ranks > 1 else [_resume(path, 1)]
+    names = [f"{name}_epoch" for name in ("valid", "samples", "constant", "counted")]
+    for epoch, _ in found:
+        assert [epoch[name] for name in names] == pytest.approx([expected[name] for name in names], rel=2e-7)
 
 
 class Searching(Tokens):
