@@ -45,6 +45,7 @@ from ..pipeline.options import StageOptions
 from ..pipeline.recompute import Recompute, RecomputeOption, verify_threads
 from ..replicas.layout import ReplicaLayout, ReplicaOptions
 from ..sharding.optimizer_shards import CutStates, OptimizerShards
+from ._plateaus import revert_plateaus, share_plateaus
 from .gradient_sync import GradientSync
 from .step import RankStep
 
@@ -321,6 +322,9 @@ class RankStrategy(pl_strategies.DDPStrategy):
         super().setup_optimizers(trainer)
         if self.world_size > 1:
             self.contract.agreement.watch(trainer, self.optimizers)
+            if not trainer.lightning_module.automatic_optimization:
+                schedulers = (config.scheduler for config in self.lr_scheduler_configs)
+                share_plateaus(schedulers, lambda: self.contract.shares.current)
         if self.shard_optimizer and self.world_size > 1:
             rank, num = self.global_rank, self.world_size
             part = partial(OptimizerShards, rank=rank, num_ranks=num, gather=gather_on_first)
@@ -338,6 +342,7 @@ class RankStrategy(pl_strategies.DDPStrategy):
                 self.layout.close()
             if self.lightning_module is not None:
                 restore_logs(self.lightning_module)
+            revert_plateaus(config.scheduler for config in self.lr_scheduler_configs)
             self.contract.end()
             self.group.end()
             super().teardown()
