@@ -1,7 +1,7 @@
 """Have a `ReduceLROnPlateau` that a module steps itself decide by one value on all ranks.
 
-In manual optimization a module passes it what it likes: its rank's own loss, or what `trainer.callback_metrics` has of
-it. Ranks would then train with learning rates of their own.
+In manual optimization, or in its own `lr_scheduler_step`, a module passes it what it likes: its own loss, or what
+`trainer.callback_metrics` has of it. Ranks would then train with learning rates of their own.
 """
 
 from collections.abc import Callable, Iterable

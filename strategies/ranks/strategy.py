@@ -322,9 +322,8 @@ class RankStrategy(pl_strategies.DDPStrategy):
         super().setup_optimizers(trainer)
         if self.world_size > 1:
             self.contract.agreement.watch(trainer, self.optimizers)
-            if not trainer.lightning_module.automatic_optimization:
-                schedulers = (config.scheduler for config in self.lr_scheduler_configs)
-                share_plateaus(schedulers, lambda: self.contract.shares.current)
+            schedulers = (config.scheduler for config in self.lr_scheduler_configs)
+            share_plateaus(schedulers, lambda: self.contract.shares.current)
         if self.shard_optimizer and self.world_size > 1:
             rank, num = self.global_rank, self.world_size
             part = partial(OptimizerShards, rank=rank, num_ranks=num, gather=gather_on_first)

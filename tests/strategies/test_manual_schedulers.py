@@ -63,9 +63,30 @@ class Manual(pl.LightningModule):
         return [optimizer], [ReduceLROnPlateau(optimizer, patience=0, factor=0.9)]
 
 
+class OwnHook(Manual):
+    """Optimizes automatically, and gives the scheduler another value than the one that is monitored."""
+
+    def __init__(self, reads: str) -> None:
+        super().__init__(reads)
+        self.automatic_optimization = True
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = (self.net(batch[0]) - batch[1]).square().mean()
+        self.last = loss.detach()
+        return loss
+
+    def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
+        scheduler.step(self.last)
+
+    def configure_optimizers(self) -> Any:
+        optimizers, schedulers = super().configure_optimizers()
+        config = {"scheduler": schedulers[0], "interval": "step", "monitor": "none", "strict": False}
+        return {"optimizer": optimizers[0], "lr_scheduler": {**config, "reduce_on_plateau": False}}
+
+
 def _fit(strategy: str, reads: str) -> Any:
     warnings.simplefilter("ignore")
-    module = Manual(reads)
+    module = (OwnHook if reads == "hook" else Manual)(reads)
     trainer = Trainer(
         strategy=STRATEGIES[strategy](), devices=1 if strategy == "single" else 2, accelerator="cpu", max_epochs=2,
         logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
@@ -79,7 +100,7 @@ def _fit(strategy: str, reads: str) -> Any:
 
 @pytest.mark.parametrize(
     ("strategy", "reads"),
-    [("ddp", "loss"), ("ddp", "step"), ("ddp", "end"), ("weights", "step"), ("fsdp", "loss")],
+    [("ddp", "loss"), ("ddp", "step"), ("ddp", "end"), ("weights", "step"), ("ddp", "hook"), ("fsdp", "loss")],
 )
 def test_a_module_that_steps_a_plateau_scheduler_has_one_devices_rates(strategy: str, reads: str) -> None:
     # Each rank stepped it by its own loss, and went on with a learning rate of its own.
