@@ -122,6 +122,7 @@ class Labels(Tokens):
         self.log("samples", loss, batch_size=len(batch[0]), **both)
         self.log("constant", loss, batch_size=4, **both)
         self.log("counted", loss, **both)
+        self.log("sum_epoch", num.double(), batch_size=4, reduce_fx="sum", on_step=False, on_epoch=True)
         return {"loss": loss, "loss_weight": num}
 
 
@@ -157,7 +158,7 @@ def test_a_resumed_epoch_counts_a_loss_as_one_device_does(num_ranks: int, tmp_pa
     expected, _ = fit(Labels(), SingleDeviceStrategy(), 1, 12, 4, max_epochs=1)
     run_ranks(_fit_and_save, 2, path)
     found = run_ranks(_resume, 2, path, 2) if num_ranks > 1 else [_resume(path, 1)]
-    names = [f"{name}_epoch" for name in ("valid", "samples", "constant", "counted")]
+    names = [f"{name}_epoch" for name in ("valid", "samples", "constant", "counted", "sum")]
     for epoch, _ in found:
         assert [epoch[name] for name in names] == pytest.approx([expected[name] for name in names], rel=2e-7)
 

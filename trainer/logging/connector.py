@@ -145,7 +145,7 @@ class LeanResults(of_lightning.ResultCollection):
 
     def note_given(self, metric: Any, value: Any, size: Any) -> None:
         """Note that a value of the batch in process, of which this rank has a share, was logged with `batch_size`."""
-        if metric.is_tensor and metric.meta.on_epoch:
+        if metric.is_tensor and metric.meta.on_epoch and metric.meta.is_mean_reduction:
             vars(metric).setdefault(GIVEN, GivenSizes()).add(value, size, self.share)
 
     @override
