@@ -1,8 +1,10 @@
 """The trainer takes a strategy object or a name."""
 
+import logging
 from typing import Any
 
 import pytest
+from lightning_utilities.core.rank_zero import rank_zero_only
 from pytorch_lightning.callbacks import Callback, TQDMProgressBar
 
 from evener.strategies import ConfigError, DDPStrategy, SingleDeviceStrategy
@@ -12,8 +14,13 @@ from evener.trainer.checkpoint.checkpoint_io import VerifiedCheckpointIO
 QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "accelerator": "cpu"}
 
 
-def test_lightnings_tips_for_other_products_are_not_shown(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level("INFO"):
+def test_lightnings_tips_for_other_products_are_not_shown(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rank_zero_only, "rank", 0)  # whatever ran in this process before
+    for name in ("pytorch_lightning", "pytorch_lightning.utilities.rank_zero"):
+        monkeypatch.setattr(logging.getLogger(name), "propagate", True)
+    with caplog.at_level("INFO"), caplog.at_level("INFO", "pytorch_lightning.utilities.rank_zero"):
         Trainer(accelerator="cpu", devices=1)
     assert "GPU available" in caplog.text
     assert "Tip:" not in caplog.text

@@ -49,8 +49,7 @@ def run_log(run_dir: str | Path, rank: int = 0) -> Generator[None]:
     warnings.filterwarnings("ignore", message=".*isinstance.treespec, LeafSpec.*", category=FutureWarning)
     # Lightning's own rank, which it has not declared; set before loggers are made: a forked worker has the parent's
     own_rank = replaced(rank_zero_only, "rank", rank)
-    told = filtered(LIGHTNING_TELLS, lambda record: not any(text in record.getMessage() for text in REDUNDANT))
-    with own_rank, _root_handlers(run_dir, rank), told:
+    with own_rank, _root_handlers(run_dir, rank), filtered(LIGHTNING_TELLS, _is_needed):
         for name in LIGHTNING_LOGGERS:
             logger = logging.getLogger(name)
             logger.handlers.clear()
@@ -93,3 +92,7 @@ REDUNDANT = (
     "Tip:", "GPU available:", "TPU available:", "HPU available:", "`Trainer(val_check_interval=1.0)`", "global batch ",
 )  # fmt: skip
 """Lightning's tips for other products, and lines that the start-up block replaces."""
+
+
+def _is_needed(record: logging.LogRecord) -> bool:
+    return not any(text in record.getMessage() for text in REDUNDANT)
