@@ -26,7 +26,7 @@ from ..callbacks import EpochLines, LogEveryEpoch, ModuleSummary, RunSummary, Sl
 from ..checkpoint.find import find_newest, good_or_newest
 from ..checkpoint.snapshots import move_to_disk, saved_in_memory
 from ..config.checks import AUTO, entries
-from ..config.instantiate import instantiate, module_and_data, quiet_trainer
+from ..config.instantiate import constructor, instantiate, module_and_data, quiet_trainer
 from ..loggers.custom_scalars import OUR_OWN
 from ..loggers.hparams import hyperparameters, in_order, overridden
 from ..loggers.tensorboard import TensorBoardLogger
@@ -167,7 +167,7 @@ def build(cfg: DictConfig) -> Parts:
     if not (console.is_terminal or console.is_jupyter):  # nothing can draw a progress bar
         callbacks = [callback for callback in callbacks if not isinstance(callback, ProgressBar)]
         options["enable_progress_bar"] = False
-    make_trainer = instantiate("trainer", cfg.trainer, _partial_=True, **options)
+    make_trainer = partial(constructor("trainer", cfg.trainer), **options)
     loggers: list[Logger] = [instantiate(key, options) for key, options in entries("logger", cfg.get("logger"))]
     try:
         trainer: pl.Trainer = make_trainer(

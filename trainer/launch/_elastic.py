@@ -26,6 +26,7 @@ from ...strategies.core.private import of_torch, put
 from ...strategies.distributed.process_exit import forking, kill_frozen
 from ...strategies.distributed.store import loopback_device
 from ..config.checks import AUTO
+from ..config.instantiate import prepare
 from ..config.launch_plan import LaunchPlan
 from ..job.failure import Failure, report_killed
 from ..job.result import Result
@@ -88,6 +89,7 @@ def _launch(cfg: DictConfig, num_processes: int, forks: bool) -> Result:
             # a second signal finds the agent's handlers gone, which would raise its error
             with frozen_workers_killed(), signal_handlers_kept() as handlers:
                 if forks:
+                    prepare(cfg)
                     agents_log = logging.getLogger(elastic_processes.__name__)
                     # a failure is told below
                     with replaced(agents_log, "disabled", True), forking():
