@@ -13,7 +13,7 @@ from torchmetrics import Metric, MetricCollection, SumMetric
 from torchmetrics.aggregation import BaseAggregator
 
 from ..core.errors import ConfigError
-from ..core.module_checks import why_whole
+from ..core.module_checks import is_metric, why_whole
 from ..core.no_value import PartValues
 from ..core.rng import random_state, swapped_random_state
 from ._join import are_equal
@@ -127,7 +127,7 @@ def takes_whole_batches(metric: nn.Module) -> bool:
 
 def outermost_metrics(value: nn.Module) -> list[Metric]:
     """The metrics that are called by themselves: a metric, the members of a collection."""
-    if isinstance(value, Metric):
+    if is_metric(value):
         return [value]
     return [metric for child in value._modules.values() if child is not None for metric in outermost_metrics(child)]
 

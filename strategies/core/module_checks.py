@@ -1,7 +1,7 @@
 """Properties of a module, and of its hooks, that decide whether and where its batches can be cut."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeGuard
 
 import pytorch_lightning as pl
 import torch
@@ -10,6 +10,7 @@ from pytorch_lightning.utilities.model_helpers import is_overridden
 from pytorch_lightning.utilities.signature_utils import is_param_in_hook_signature
 from torch import nn
 from torch.nn.parameter import is_lazy
+from torchmetrics import Metric
 
 from .errors import ConfigError
 from .private import of_metrics, of_torch
@@ -19,6 +20,19 @@ from .private.of_torch import BatchNorm
 def has_batchnorm(module: nn.Module) -> bool:
     """Whether the module has a BatchNorm layer, which can't train on a single sample."""
     return any(isinstance(layer, BatchNorm) for layer in module.modules())
+
+
+def is_metric(part: nn.Module) -> TypeGuard[Metric]:
+    """Whether a module is a metric of torchmetrics.
+
+    `Metric` is an abstract class: for each new class of layers `isinstance` asks all of its 250 derived classes.
+    """
+    return Metric in type(part).__mro__
+
+
+def metrics_of(module: nn.Module) -> list[Metric]:
+    """The metrics of torchmetrics within a module, itself included, in the order of its modules."""
+    return [part for part in module.modules() if is_metric(part)]
 
 
 def is_compiler(module: nn.Module) -> bool:

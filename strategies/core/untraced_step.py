@@ -8,6 +8,7 @@ import pytorch_lightning as pl
 from torch import Tensor
 from torchmetrics import Metric
 
+from .module_checks import metrics_of
 from .module_log import lightning_modules, log_nothing, module_log, received
 from .private import of_metrics
 
@@ -23,7 +24,7 @@ def untraced_step(module: pl.LightningModule, silent: bool = False) -> Generator
         silent: whether it logs nothing at all: in an evaluation ranks may log different names.
     """
     buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
-    metrics = [(metric, _metric_state(metric)) for metric in module.modules() if isinstance(metric, Metric)]
+    metrics = [(metric, _metric_state(metric)) for metric in metrics_of(module)]
     lists = [(value, len(value)) for value in vars(module).values() if type(value) is list]
     try:
         logs = map(module_log, lightning_modules(module))

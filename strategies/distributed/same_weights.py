@@ -25,10 +25,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
-from torchmetrics import Metric
 
 from ..core.errors import ConfigError
-from ..core.module_checks import hooked
+from ..core.module_checks import hooked, is_metric
 from ..core.optimizer_states import before_update
 from ..core.private.of_torch import BatchNorm
 from .objects import gather_objects, sends_cpu_tensors
@@ -199,7 +198,9 @@ def _disagree(one: tuple[str, float, float], other: tuple[str, float, float]) ->
 
 def _states(module: nn.Module) -> dict[str, tuple[Tensor, int]]:
     """Tensors of the module that are neither parameters nor a metric's or a BatchNorm layer's, with their versions."""
-    parts = [(name, part) for name, part in module.named_modules() if not isinstance(part, (Metric, BatchNorm))]
+    parts = [
+        (name, part) for name, part in module.named_modules() if not (is_metric(part) or isinstance(part, BatchNorm))
+    ]
     values = {
         f"{prefix}.{name}".lstrip("."): value
         for prefix, part in parts

@@ -17,10 +17,10 @@ from torch import Tensor, get_rng_state, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
-from torchmetrics import Metric, MetricCollection
+from torchmetrics import MetricCollection
 from typing_extensions import override
 
-from ..core.module_checks import is_compiled
+from ..core.module_checks import is_compiled, is_metric
 from ..core.patching import replaced
 from ._recomputed_call import is_recomputing
 from .schedule import Phase
@@ -39,7 +39,9 @@ class KeptState:
     """
 
     def __init__(self, module: nn.Module, own_hooks: Collection[int]) -> None:
-        self._modules = [part for part in module.modules() if not isinstance(part, (Metric, MetricCollection))]
+        self._modules = [
+            part for part in module.modules() if not (is_metric(part) or isinstance(part, MetricCollection))
+        ]
         self._own_hooks = set(own_hooks)
         self._is_compiled = is_compiled(module)
         self._num_hooks = -1

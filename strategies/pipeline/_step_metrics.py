@@ -18,6 +18,7 @@ from torch import nn
 from torchmetrics import Metric, MetricCollection
 
 from ..batch.metric_calls import MetricCalls, call_again, outermost_metrics, takes_whole_batches
+from ..core.module_checks import metrics_of
 from ..core.no_value import PartValues, empty_copy
 from ..core.patching import Replacement
 from ..core.private import put
@@ -131,9 +132,8 @@ class StepMetrics:
             self._copies[id(metric)] = [empty_copy(metric)]
         (copy,) = self._copies[id(metric)]
         copy.to(metric.device)
-        for part in copy.modules():
-            if isinstance(part, Metric):
-                put(part, to_sync=part.dist_sync_on_step)  # as `forward` does: a step's value is this process's own
+        for part in metrics_of(copy):
+            put(part, to_sync=part.dist_sync_on_step)  # as `forward` does: a step's value is this process's own
         copy.reset()
         with torch.no_grad():
             for args, kwargs in inputs:

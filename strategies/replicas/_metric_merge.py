@@ -14,6 +14,7 @@ from torchmetrics.utilities import dim_zero_cat, dim_zero_max, dim_zero_min, dim
 from ..batch.metric_calls import MetricCalls, call_again, outermost_metrics, takes_whole_batches
 from ..batch.structure import are_equal
 from ..core.errors import ConfigError
+from ..core.module_checks import metrics_of
 from ..core.patching import Replacement
 from ..core.private import of_metrics, put
 from ._module_copy import copy_metric
@@ -151,7 +152,7 @@ class MetricMerger:
         for number, copy in enumerate(copies):
             calls.watch(copy, number, not self._is_merged[number])
         seen = {id(copy) for copy in copies}
-        parts = {id(part): part for copy in copies for part in copy.modules() if isinstance(part, Metric)}
+        parts = {id(part): part for copy in copies for part in metrics_of(copy)}
         for part in (part for key, part in parts.items() if key not in seen):
             calls.watch(part, None, False)
 
@@ -171,8 +172,8 @@ def is_mergeable(metric: Metric) -> bool:
 
 def _make_writable(metric: Metric) -> None:
     """Replace states that a hook of a test or prediction has reset: in inference mode they become inference tensors."""
-    for part in metric.modules():
-        for name in of_metrics.defaults(part) if isinstance(part, Metric) else ():
+    for part in metrics_of(metric):
+        for name in of_metrics.defaults(part):
             state = getattr(part, name)
             if isinstance(state, Tensor) and state.is_inference():
                 setattr(part, name, state.clone())
@@ -190,7 +191,7 @@ def _merge(metric: Metric, copies: Sequence[Metric]) -> None:
 
 def _own_value(metric: Metric) -> Any:
     """What a metric's `forward` returns: the value of the states of this rank, as other ranks may have had no step."""
-    parts = [part for part in metric.modules() if isinstance(part, Metric)]
+    parts = metrics_of(metric)
     try:
         for part in parts:
             put(part, computed=None, to_sync=part.dist_sync_on_step)

@@ -23,10 +23,11 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
-from torchmetrics import Metric, MetricCollection
+from torchmetrics import MetricCollection
 
 from ..core.devices import broadcast_coalesced
 from ..core.errors import ConfigError
+from ..core.module_checks import is_metric
 from ._hidden_writes import HiddenWrites, is_shared
 from ._module_copy import HOOKS, ModuleCopy
 
@@ -406,7 +407,7 @@ def _plain_modules(root: nn.Module) -> list[nn.Module]:
     left = [root]
     while left:
         module = left.pop()
-        if id(module) not in found and not isinstance(module, (Metric, MetricCollection)):
+        if id(module) not in found and not (is_metric(module) or isinstance(module, MetricCollection)):
             found[id(module)] = module
             left += [child for child in reversed(module._modules.values()) if child is not None]
     return list(found.values())

@@ -10,8 +10,8 @@ from pytorch_lightning.utilities.signature_utils import is_param_in_hook_signatu
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
-from torchmetrics import Metric
 
+from ...strategies.core.module_checks import metrics_of
 from ...strategies.core.private import of_lightning
 from ...strategies.core.private.of_torch import FakeTensorMode
 from ...strategies.core.types import Batch
@@ -49,9 +49,8 @@ def count_flops(module: pl.LightningModule, batch: Batch) -> int:
 def silence(module: pl.LightningModule) -> None:
     """Disable `self.log` and metrics: they read values, and need almost no memory or time."""
     vars(module).update(log=_nothing, log_dict=_nothing)
-    for part in module.modules():
-        if isinstance(part, Metric):
-            vars(part).update(forward=_zero, update=_nothing)
+    for part in metrics_of(module):
+        vars(part).update(forward=_zero, update=_nothing)
 
 
 def _leaf(mode: FakeTensorMode, tensor: Tensor) -> Tensor:

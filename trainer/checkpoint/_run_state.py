@@ -22,6 +22,7 @@ from pytorch_lightning.utilities.combined_loader import CombinedLoader
 from torchmetrics import Metric
 
 from ...strategies.core import rng
+from ...strategies.core.module_checks import is_metric
 from ...strategies.core.private import of_lightning
 from ...strategies.distributed.metrics.saved import SavedMetric
 from ...strategies.distributed.metrics.states import Mark
@@ -128,7 +129,7 @@ def _metric_sync(trainer: Any) -> MetricSync | None:
 
 
 def _metrics(module: torch.nn.Module) -> list[tuple[str, Metric]]:
-    return [(name, child) for name, child in module.named_modules() if isinstance(child, Metric)]
+    return [(name, child) for name, child in module.named_modules() if is_metric(child)]
 
 
 def _on_cpu(tree: Any) -> Any:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
+from .states import metric_classes
 from .steps import MetricSteps
 from .sync import MetricSync
 
@@ -22,8 +23,9 @@ class RunMetrics:
 
     def __init__(self, whole: bool) -> None:
         self.sync, self.steps = MetricSync(), MetricSteps(whole)
-        self.sync.start()
-        self.steps.start()
+        kinds = metric_classes()
+        self.sync.start(kinds)
+        self.steps.start(kinds)
         self.has_evaluated = False
         """Whether this pass is an evaluation that has run a step."""
         self._num_passes = 0

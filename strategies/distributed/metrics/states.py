@@ -88,11 +88,16 @@ def moved(sent: Sent, device: torch.device) -> Sent:
     return sent._replace(parts=parts)
 
 
-def metric_classes(kind: type[Metric] = Metric) -> Iterator[type[Metric]]:
-    """Yield a class of metrics and all classes derived from it."""
-    yield kind
-    for child in kind.__subclasses__():
-        yield from metric_classes(child)
+def metric_classes() -> set[type[Metric]]:
+    """Return all classes of metrics of this process, `Metric` included."""
+    found: set[type[Metric]] = set()
+    left = [Metric]
+    while left:
+        kind = left.pop()
+        if kind not in found:
+            found.add(kind)
+            left += kind.__subclasses__()
+    return found
 
 
 def combined(metric: Metric, name: str, reduction: Callable[..., Any] | None, ranks: Sequence[Sent]) -> Any:

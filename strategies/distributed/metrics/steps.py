@@ -1,7 +1,7 @@
 """Values of metrics for one global batch, of which each rank has updated its metric with its own part."""
 
 import warnings
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -12,9 +12,10 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from ...core.errors import ConfigError
+from ...core.module_checks import metrics_of
 from ...core.no_value import NoValue, PartValues, empty_copy
 from ...core.private import of_metrics, put
-from .states import Sent, combined, metric_classes, moved, parts_by_batch
+from .states import Sent, combined, moved, parts_by_batch
 
 
 class MetricSteps:
@@ -35,9 +36,9 @@ class MetricSteps:
         self._told: set[str] = set()
         self._values = PartValues()
 
-    def start(self) -> None:
-        """Record the calls of every metric of the process."""
-        own = {kind for kind in metric_classes() if "forward" in vars(kind)}
+    def start(self, kinds: Iterable[type[Metric]]) -> None:
+        """Record the calls of every metric of some classes."""
+        own = [kind for kind in kinds if "forward" in vars(kind)]
         for kind in (kind for kind in own if not kind.__module__.startswith(("pytorch_lightning", "lightning"))):
             forward = kind.forward
             self._replaced.append((kind, forward))
@@ -100,14 +101,14 @@ class MetricSteps:
             args, kwargs = self._inputs[id(metric)]
             with torch.no_grad():
                 copy.update(*args, **kwargs)
-        parts = [part for part in copy.modules() if isinstance(part, Metric)]
+        parts = metrics_of(copy)
         sent = (Sent(type(part).__name__, of_metrics.update_count(part), parts_by_batch(part, [])) for part in parts)
         return [moved(one, torch.device("cpu")) for one in sent]
 
     def value(self, metric: Metric, ranks: Sequence[list[Sent]]) -> Any:
         """Compute the metric's value from the states of all ranks for a batch."""
         copy = self._copy(metric)
-        parts = [part for part in copy.modules() if isinstance(part, Metric)]
+        parts = metrics_of(copy)
         for part, sent in zip(parts, zip(*ranks, strict=True), strict=True):
             reductions: dict[str, Any] = of_metrics.reductions(part)
             for name, reduction in reductions.items():
@@ -127,9 +128,8 @@ class MetricSteps:
         if id(metric) not in self._copies:
             self._copies[id(metric)] = (metric, empty_copy(metric))
         copy = self._copies[id(metric)][1].to(metric.device)
-        for part in copy.modules():
-            if isinstance(part, Metric):
-                put(part, to_sync=False)
+        for part in metrics_of(copy):
+            put(part, to_sync=False)
         return copy
 
     def _recording(self, forward: Callable[..., Any]) -> Callable[..., Any]:

@@ -8,7 +8,7 @@ once, each part with the batch it belongs to:
     rank 1   batch 0: c d
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -21,10 +21,11 @@ from torchmetrics.utilities.distributed import gather_all_tensors
 from torchmetrics.wrappers import Running
 
 from ...core.errors import ConfigError
+from ...core.module_checks import metrics_of
 from ...core.private import of_metrics, put
 from ..objects import gather_objects
 from ..store import RankError
-from .states import BEFORE, Mark, Part, Place, Sent, combined, growing, metric_classes, moved, parts_by_batch, ranges
+from .states import BEFORE, Mark, Part, Place, Sent, combined, growing, moved, parts_by_batch, ranges
 
 
 class MetricSync:
@@ -37,8 +38,8 @@ class MetricSync:
         self._windows: dict[int, Running] = {}
         self._replaced: list[tuple[type[Metric], Any]] = []
 
-    def start(self) -> None:
-        """Use this exchange in every metric of the process."""
+    def start(self, kinds: Iterable[type[Metric]]) -> None:
+        """Use this exchange in every metric of some classes."""
         sync = self
 
         def sync_dist(metric: Metric, dist_sync_fn: Any = gather_all_tensors, process_group: Any = None) -> None:
@@ -49,7 +50,7 @@ class MetricSync:
 
         own = of_metrics.sync_dist(Metric)
         # of the other classes with an exchange of their own, compositions have no states
-        for kind in [Metric, *(kind for kind in set(metric_classes()) if "_gather_tuple_list" in vars(kind))]:
+        for kind in [Metric, *(kind for kind in kinds if "_gather_tuple_list" in vars(kind))]:
             self._replaced.append((kind, vars(kind).get(of_metrics.SYNC_DIST)))
             put(kind, sync_dist=sync_dist)
 
@@ -61,7 +62,7 @@ class MetricSync:
 
     def watch(self, module: nn.Module) -> None:
         """Record from now on in which batch the states of the module's metrics grow."""
-        metrics = [metric for metric in module.modules() if isinstance(metric, Metric)]
+        metrics = metrics_of(module)
         self._windows = {id(metric.base_metric): metric for metric in metrics if isinstance(metric, Running)}
         self.watched = [metric for metric in metrics if isinstance(metric, Running) or growing(metric)]
         known = {id(metric) for metric in self.watched}

@@ -16,6 +16,7 @@ from torchmetrics.wrappers import Running
 
 from evener.strategies import BalancedDDPStrategy, DDPStrategy, SingleDeviceStrategy
 from evener.strategies.core.errors import ConfigError
+from evener.strategies.distributed.metrics.states import metric_classes
 from evener.strategies.distributed.metrics.sync import MetricSync
 from evener.strategies.distributed.store import RankError
 
@@ -145,7 +146,7 @@ def _exchange() -> dict[str, Any]:
     rank = torch.distributed.get_rank()
     sync = MetricSync()
     found: dict[str, Any] = {}
-    sync.start()
+    sync.start(metric_classes())
     tuples = Tuples()
     for index in ([0, 1, 2], [3])[rank]:
         tuples.update(index)
@@ -186,7 +187,7 @@ def _correlations(num_outputs: int) -> list[Tensor]:
         x, y = x[:, None].repeat(1, num_outputs), y[:, None].repeat(1, num_outputs)
     torch.distributed.init_process_group("gloo", init_method="env://", timeout=timedelta(seconds=20))
     sync = MetricSync()
-    sync.start()
+    sync.start(metric_classes())
     try:
         metrics = [cls(num_outputs) for cls in (torchmetrics.PearsonCorrCoef, torchmetrics.ConcordanceCorrCoef)]
         for metric in metrics:
