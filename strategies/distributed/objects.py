@@ -46,22 +46,52 @@ def gather_objects(value: Any, group: Any = None, only_first: bool = False) -> l
         group: the process group; None for that of all ranks.
         only_first: whether only rank 0 receives them; the list is empty on the others.
     """
-    device = torch.device("cpu") if sends_cpu_tensors(group) else torch.accelerator.current_accelerator()
-    pickled = pickle.dumps(value)
-    own = _tensor(len(pickled).to_bytes(8, "little") + pickled[:SMALL_BYTES].ljust(SMALL_BYTES)).to(device)
+    device, pickled = _device_of(group), pickle.dumps(value)
+    own = _beginning(pickled).to(device)
     # not a sum, which would meet the gradients' where ranks disagree on what they do
     all_small = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
     dist.all_gather(all_small, own, group)
     received = [small.cpu().numpy().tobytes() for small in all_small]
-    sizes = [int.from_bytes(small[:8], "little") for small in received]
+    sizes = [_size(small) for small in received]
     if max(sizes) > SMALL_BYTES:
         wholes = exchange_bytes(_tensor(pickled).to(device), sizes, group, only_first)
         return [pickle.loads(whole.cpu().numpy().data) for whole in wholes]
     return [] if only_first and dist.get_rank() else [pickle.loads(small[8:]) for small in received]
 
 
+def broadcast_object(value: Any, src: int = 0) -> Any:
+    """Send the value of rank `src` to all ranks; anything that can be pickled.
+
+    Returns:
+        The value; on rank `src` the object itself.
+    """
+    is_source, device = dist.get_rank() == src, _device_of(None)
+    pickled = pickle.dumps(value) if is_source else b""
+    small = _beginning(pickled).to(device)
+    dist.broadcast(small, src)
+    received = small.cpu().numpy().tobytes()
+    if (size := _size(received)) > SMALL_BYTES:
+        whole = _tensor(pickled or bytes(size)).to(device)
+        dist.broadcast(whole, src)
+        received = received[:8] + whole.cpu().numpy().tobytes()
+    return value if is_source else pickle.loads(received[8:])
+
+
+def _device_of(group: Any) -> torch.device | None:
+    return torch.device("cpu") if sends_cpu_tensors(group) else torch.accelerator.current_accelerator()
+
+
 def _tensor(content: bytes) -> Tensor:
     return torch.frombuffer(bytearray(content), dtype=torch.uint8)
+
+
+def _beginning(pickled: bytes) -> Tensor:
+    """The size of a pickled object, and its first bytes."""
+    return _tensor(len(pickled).to_bytes(8, "little") + pickled[:SMALL_BYTES].ljust(SMALL_BYTES))
+
+
+def _size(beginning: bytes) -> int:
+    return int.from_bytes(beginning[:8], "little")
 
 
 def gather_on_first(value: Any) -> list[Any] | None:

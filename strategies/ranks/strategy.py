@@ -9,6 +9,7 @@ import pytorch_lightning as pl
 import pytorch_lightning.strategies as pl_strategies
 import torch
 import torch.distributed as dist
+from pytorch_lightning.strategies.strategy import TBroadcast
 from pytorch_lightning.trainer.states import TrainerFn
 from pytorch_lightning.utilities.types import STEP_OUTPUT
 from torch import Tensor
@@ -34,7 +35,7 @@ from ..data.loaders import BatchSizeIs, LoaderRole, RankLoaders, merge_predictio
 from ..distributed.device_blocks import num_processes, own_devices, verify_one_type
 from ..distributed.environment import kubeflow
 from ..distributed.group import RankGroup, reduce_tensor
-from ..distributed.objects import backend_for, gather_objects, gather_on_first
+from ..distributed.objects import backend_for, broadcast_object, gather_objects, gather_on_first
 from ..distributed.options import verified_options, verify_backend, verify_static
 from ..distributed.process_exit import prepare_forked
 from ..distributed.same_weights import give_same_weights
@@ -199,6 +200,10 @@ class RankStrategy(pl_strategies.DDPStrategy):
                 "unequal numbers of samples: use a metric of torchmetrics (CatMetric), or pad to one shape first."
             )
         return super().all_gather(tensor, group, sync_grads)
+
+    @override
+    def broadcast(self, obj: TBroadcast, src: int = 0) -> TBroadcast:
+        return broadcast_object(obj, src) if dist.is_initialized() else obj
 
     @override
     def barrier(self, name: str | None = None, *args: Any, **kwargs: Any) -> None:

@@ -84,7 +84,7 @@ def _exchanged() -> Any:
 
         setattr(dist, name, spy)
 
-    for name in ("gather", "all_gather"):
+    for name in ("gather", "all_gather", "broadcast"):
         spying(name)
     rank = dist.get_rank()
     value = {"rank": rank, "x": torch.full((100 + 400 * rank,), float(rank)), "names": ["a"] * rank}
@@ -95,6 +95,10 @@ def _exchanged() -> Any:
     assert objects.gather_objects("a" * 100 * (rank + 1)) == ["a" * 100, "a" * 200]
     assert objects.gather_on_first(rank) == (None if rank else [0, 1])
     small = [name for name, _, _ in sent]
+    sent.clear()
+    texts = [objects.broadcast_object(letter * length * rank, src=1) for letter, length in (("b", 400), ("c", 5000))]
+    assert texts == ["b" * 400, "c" * 5000]
+    broadcasts = [num_bytes for name, _, num_bytes in sent if name == "broadcast"]
     empty = objects.exchange_bytes(torch.zeros(0, dtype=torch.uint8), [0, 0])
     dist.destroy_process_group()
     return (
@@ -102,6 +106,7 @@ def _exchanged() -> Any:
         on_first and [_plain(part) for part in on_first],
         in_pieces,
         small,
+        broadcasts,
         len(empty),
     )
 
@@ -112,7 +117,7 @@ def _plain(value: Any) -> Any:
 
 def test_objects_travel_as_cpu_tensors_in_pieces() -> None:
     expected = [(0, 100, 0.0, []), (1, 500, 1.0, ["a"])]
-    (all_0, first_0, sent, small, empty), (all_1, first_1, sent_1, _, _) = run_ranks(_exchanged, 2)
+    (all_0, first_0, sent, small, broadcasts, empty), (all_1, first_1, sent_1, _, _, _) = run_ranks(_exchanged, 2)
     assert all_0 == all_1 == first_0 == expected
     assert first_1 is None
     assert sent == sent_1
@@ -121,4 +126,7 @@ def test_objects_travel_as_cpu_tensors_in_pieces() -> None:
     names = [name for name, _, num_bytes in sent if num_bytes != 8 + 500]  # the others are sizes
     assert names.count("gather") == names.count("all_gather") >= 3
     assert small == ["all_gather"] * 2
+    assert broadcasts[:2] == [508, 508]  # one each but for the long text, which is sent whole
+    assert len(broadcasts) == 3
+    assert broadcasts[2] > 5000
     assert empty == 2
