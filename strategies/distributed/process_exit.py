@@ -15,12 +15,14 @@ from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
+from types import MethodType
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from fsspec.core import url_to_fs
 from lightning_fabric.utilities import registry
+from torchmetrics import Metric
 
 from ..core.patching import replaced
 from ..core.private import of_lightning, of_torch
@@ -175,6 +177,7 @@ def _do_first_time() -> None:
     value = torch.zeros((), device="cpu")
     results: Any = of_lightning.ResultCollection(training=True)
     results.log("", "", value)
+    _ = [issubclass(kind, Metric) for kind in (torch.Tensor, MethodType)]
     pickle.loads(pickle.dumps(value))
     url_to_fs(os.devnull)
     importlib.import_module("torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook")
