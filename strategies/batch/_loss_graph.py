@@ -62,18 +62,18 @@ class _Graph:
 
     def doubt(self) -> str:
         """See `why_no_mean`."""
-        above, open_nodes = set[Node](), [self._nodes[-1]]
+        loss_to_means, open_nodes = set[Node](), [self._nodes[-1]]
         while open_nodes:
             node = open_nodes.pop()
-            if node in above or node in self._constant:
+            if node in loss_to_means or node in self._constant:
                 continue
-            above.add(node)
+            loss_to_means.add(node)
             parts = self._summands(node)
             if parts is None and not self._is_mean(node):
                 return node.name()
             open_nodes += parts or ()
-        inner = (node for node in self._nodes if node not in above and node not in self._constant)
-        return next((node.name() for node in inner if self._mixes(node)), "")
+        means_to_batch = (node for node in self._nodes if node not in loss_to_means and node not in self._constant)
+        return next((node.name() for node in means_to_batch if self._mixes(node)), "")
 
     def _summands(self, node: Node) -> list[Node] | None:
         """The nodes of which a scalar is a sum, times constants; None if it is none."""
@@ -114,7 +114,7 @@ class _Graph:
         return not bool((_saved(node, "target") == _IGNORED).any())
 
     def _mixes(self, node: Node) -> bool:
-        """Whether an operation above the means may mix samples."""
+        """Whether an operation between the means and the batch may mix samples."""
         kind, shape, num = _kind(node), _shape(node), self._num
         if isinstance(node, BackwardCFunction):
             return kind not in _ADDED_BY_TORCH
