@@ -202,7 +202,7 @@ def test_a_batch_of_other_things_than_samples_says_how_its_loss_is_weighted(capl
     strategy: Any = SimpleNamespace(layout=layout)
 
     def told(batch: Any) -> str:
-        check = LossCheck("ddp", is_on=True)
+        check = LossCheck("ddp")
         check.open(SmallModule(), layout)
         layout.inspect(torch.ones((), requires_grad=True), None)
         doubt = check.close(strategy, 2, [batch], {}, None)

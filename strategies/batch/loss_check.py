@@ -38,11 +38,10 @@ class LossCheck:
 
     Args:
         strategy: name that begins messages.
-        is_on: whether a loss that is no mean over samples is refused.
     """
 
-    def __init__(self, strategy: str, is_on: bool) -> None:
-        self._strategy, self._is_on = strategy, is_on
+    def __init__(self, strategy: str) -> None:
+        self._strategy = strategy
         self._doubt: str | None = None
 
     def open(self, module: pl.LightningModule, layout: Layout, num: float | None = None) -> None:
@@ -52,7 +51,7 @@ class LossCheck:
             num: samples of this process's batch, where the layout does not count them.
         """
         self._doubt = None if module.automatic_optimization else ""
-        layout.inspect = partial(self._inspect, module, num) if self._is_on else None
+        layout.inspect = partial(self._inspect, module, num)
 
     def _inspect(self, module: pl.LightningModule, num: float | None, output: Any, size: float | None) -> None:
         loss = output.get("loss") if isinstance(output, dict) else output
@@ -79,7 +78,7 @@ class LossCheck:
             ConfigError: the loss is not the mean over samples.
         """
         doubt, self._doubt, strategy.layout.inspect = self._doubt, None, None
-        if doubt is None or not self._is_on:
+        if doubt is None:
             return ""
         rows = set(numbers_of_rows(args[0])) if num else set[int]()
         if rows - {num}:

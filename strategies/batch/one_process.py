@@ -37,8 +37,8 @@ class OneProcessStrategy(pl_strategies.SingleDeviceStrategy):
     ) -> None:
         self._batch_dims = verify_batch_dims(batch_dims, self.strategy_name)
         self.structures = RunStructures(self._batch_dims)
-        self._loss_check = LossCheck(self.strategy_name, verify_loss)
-        self._is_first = False
+        self._verifies_loss = verify_loss
+        self._loss_check: LossCheck | None = None
         super().__init__(device="cpu")
         self._parallel_devices = [torch.device(device) for device in devices or ()]
 
@@ -127,17 +127,18 @@ class OneProcessStrategy(pl_strategies.SingleDeviceStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        step = self.layout.step if self._loss_check is None else self._first_step
         with self.precision_plugin.train_step_context():
-            return (self._first_step if self._is_first else self.layout.step)("training_step", *args, **kwargs)
+            return step("training_step", *args, **kwargs)
 
     def _first_step(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        module = self.lightning_module
+        module, check, self._loss_check = self.lightning_module, self._loss_check, None
         assert module is not None
-        self._is_first = False
-        self._loss_check.open(module, self.layout)
+        assert check is not None
+        check.open(module, self.layout)
         output = self.layout.step(name, *args, **kwargs)
         num = self.structures.of_batch(module.trainer).num_samples(args[0])
-        self._loss_check.tell(self._loss_check.close(self, num, args, kwargs, nullcontext))
+        check.tell(check.close(self, num, args, kwargs, nullcontext))
         return output
 
     def evaluate(self, step: str, context: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
@@ -175,7 +176,7 @@ class OneProcessStrategy(pl_strategies.SingleDeviceStrategy):
         assert self.lightning_module is not None
         self.layout.verify_loaders()
         self.layout.weights_changed()
-        self._is_first = bool(self.layout.cut_by)
+        self._loss_check = LossCheck(self.strategy_name) if self._verifies_loss and self.layout.cut_by else None
         if not self.lightning_module.trainer.fit_loop.restarting:  # a resumed run restores its saved streams
             seed_rank(0, self.process_devices)
 

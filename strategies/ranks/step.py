@@ -40,7 +40,8 @@ class RankStep(StepContract):
 
     def __init__(self, strategy: "RankStrategy", verify_loss: bool) -> None:
         self._strategy = strategy
-        self._loss_check = LossCheck(strategy.strategy_name, verify_loss)
+        self._verifies_loss = verify_loss
+        self._loss_check: LossCheck | None = None
         self.states = StateWatch(strategy.strategy_name)
         self.agreement = Agreement(strategy.strategy_name)
         self.shares = RankShares(1, strategy.strategy_name)
@@ -48,7 +49,6 @@ class RankStep(StepContract):
         self.metrics: RunMetrics | None = None
         """Computes the values of metrics over all ranks; None outside a run."""
         self._weighs_in_loop = False
-        self._is_first = False
         self._evaluation_loop: Any = None
         self._trainer: pl.Trainer
         self._module: pl.LightningModule
@@ -56,8 +56,10 @@ class RankStep(StepContract):
     def begin_run(self, trainer: pl.Trainer) -> None:
         """Begin a run with the devices and ranks that the strategy has."""
         self._trainer, self._module = trainer, trainer.lightning_module
-        self.shares = RankShares(self._strategy.world_size, self._strategy.strategy_name)
-        self._is_first = self._strategy.world_size > 1 or bool(self._strategy.layout.cut_by)
+        name, num_ranks = self._strategy.strategy_name, self._strategy.world_size
+        self.shares = RankShares(num_ranks, name)
+        is_cut = num_ranks > 1 or self._strategy.layout.cut_by
+        self._loss_check = LossCheck(name) if self._verifies_loss and is_cut else None
         self.metrics = RunMetrics(whole=not self._strategy.layout.cut_by)
 
     def begin_pass(self, evaluation: Any) -> None:
@@ -115,9 +117,9 @@ class RankStep(StepContract):
         counts, module, trainer = shares.counts, self._module, self._trainer
         if strategy.balance is not None:
             strategy.balance.begin_step(module, strategy.root_device, strategy.loaders.change_policy)
-        is_first, self._is_first = self._is_first, False
-        if is_first and counts:
-            self._loss_check.open(module, strategy.layout, shares.num or num_samples(args[0]))
+        check, self._loss_check = self._loss_check, None
+        if check is not None and counts:
+            check.open(module, strategy.layout, shares.num or num_samples(args[0]))
         if not module.automatic_optimization:
             shares.verify_parts(trainer.fit_loop, args[0])  # the step itself steps the optimizer
         if counts and self.states.has_ended and self.agreement.has_ended:
@@ -134,13 +136,13 @@ class RankStep(StepContract):
             shares.weigh(own, strategy.group.mean(own), strategy.layout.losses)
         else:
             shares.verify_parts(trainer.fit_loop, args[0])
-        if is_first:
-            self._check_loss(None if module_weighs else shares.num, args, kwargs)
+        if check is not None:
+            self._close(check, None if module_weighs else shares.num, args, kwargs)
         return output
 
-    def _check_loss(self, num: float | None, args: Sequence[Any], options: Mapping[str, Any]) -> None:
+    def _close(self, check: LossCheck, num: float | None, args: Sequence[Any], options: Mapping[str, Any]) -> None:
         """Refuse a loss that is no mean over samples; every rank must call it, since another one may be in doubt."""
-        strategy, check = self._strategy, self._loss_check
+        strategy = self._strategy
         assert self.metrics is not None
         trial = None if strategy.sync.evaluates_together else self.metrics.steps.unrecorded
         doubts = gather_objects(check.close(strategy, num, args, options, trial))

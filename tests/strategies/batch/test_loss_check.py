@@ -132,6 +132,27 @@ def test_ranks_refuse_it_before_the_first_step_and_leave_no_trace_of_the_trial()
         assert "strategy.verify_loss=false" in refused[1]
 
 
+def _exchanges() -> list[int]:
+    warnings.simplefilter("ignore")
+    exchange, counts = torch.distributed.all_gather, list[int]()
+
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        counts[-1] += 1
+        return exchange(*args, **kwargs)
+
+    torch.distributed.all_gather = counting
+    for verify_loss in (True, False):
+        counts.append(0)
+        trained(by_molecule, verify_loss=verify_loss)
+    return counts
+
+
+def test_ranks_exchange_nothing_about_a_loss_that_is_not_to_be_verified() -> None:
+    # Cause: whether the loss is verified was asked where a rank closes its check, and what it found was exchanged.
+    for verified, not_verified in run_ranks(_exchanges, 2, timeout_s=120):
+        assert verified - not_verified == 1
+
+
 def by_molecule_and_summed_over_ranks(batch: dict[str, Tensor]) -> Tensor:
     value = by_molecule(batch)
     if torch.distributed.is_initialized():
