@@ -7,10 +7,9 @@ import sysconfig
 import tempfile
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path, PurePath
 
-_ROOMS = tuple(str(Path(__file__).parents[2] / room) + os.sep for room in ("trainer", "strategies"))
-_LIBRARIES = (*(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")), *_ROOMS, "<")
 _INSTALLED = {"site-packages", "dist-packages"}
 
 
@@ -79,6 +78,7 @@ def was_left(number: str) -> bool:
     return number.isdecimal() and (int(number) == os.getpid() or not is_alive(int(number)))
 
 
+@cache
 def is_library(filename: str) -> bool:
     """Whether a file belongs to Python, an installed package, or this project.
 
@@ -87,4 +87,6 @@ def is_library(filename: str) -> bool:
     Args:
         filename: as in a code object or traceback.
     """
-    return filename.startswith(_LIBRARIES) or not _INSTALLED.isdisjoint(PurePath(filename).parts)
+    libraries = (sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
+    rooms = (str(Path(__file__).parents[2] / room) + os.sep for room in ("trainer", "strategies"))
+    return filename.startswith((*libraries, *rooms, "<")) or not _INSTALLED.isdisjoint(PurePath(filename).parts)

@@ -1,15 +1,18 @@
-"""A file is replaced whole; temporary directories of a killed process are removed by the next run."""
+"""A file is replaced whole; directories of a killed process are removed by the next run; libraries' files are told."""
 
 import os
 import subprocess
 import sys
+import sysconfig
 import tempfile
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
+import torch
 
-from evener.strategies.core.files import replacing, scratch_directory
+from evener.strategies.core import files
+from evener.strategies.core.files import is_library, replacing, scratch_directory
 
 
 @pytest.fixture
@@ -54,3 +57,29 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
         assert path.read_text() == "old"
     assert path.read_text() == "new"
     assert [found.name for found in tmp_path.iterdir()] == ["a.json"]
+
+
+@pytest.mark.parametrize(
+    "filename",
+    [
+        "/somewhere/else/lib/python3.11/site-packages/torch/nn/modules/module.py",
+        "/usr/lib/python3/dist-packages/yaml/__init__.py",
+        "<frozen runpy>",
+        torch.__file__,
+        os.__file__,
+        files.__file__,
+    ],
+)
+def test_packages_of_any_environment_are_libraries(filename: str) -> None:
+    # Only the interpreter's own site-packages were: in an environment on top of another, torch's frames were named
+    # instead of the user's line.
+    assert is_library(filename)
+
+
+@pytest.mark.parametrize("filename", ["/home/me/project/train.py", "/home/me/site-packages.py", __file__])
+def test_a_project_is_no_library(filename: str) -> None:
+    assert not is_library(filename)
+
+
+def test_a_project_below_an_environment_is_no_library() -> None:
+    assert not is_library(os.path.join(sysconfig.get_path("data"), "project", "model.py"))
