@@ -1,6 +1,7 @@
 """Write, find and verify checkpoint files, and restore a run exactly.
 
-Exports: Checkpoint, RunTimer, distinguish; find, file_io, checkpoint_io, snapshots, clean_points.
+Exports: Checkpoint, RunTimer, distinguish; find, file_io, checkpoint_io, snapshots, clean_points,
+separate_evaluation.
 May import: logging.
 """
 

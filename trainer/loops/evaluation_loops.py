@@ -11,7 +11,7 @@ from ...strategies.core.private import of_lightning
 from ...strategies.core.private.of_lightning import EvaluationLoop, Loop, PredictionLoop
 from ...strategies.core.types import Batch
 from ...strategies.registry import ranks_of
-from ..checkpoint.clean_points import SeparateEvaluation
+from ..checkpoint.separate_evaluation import SeparateEvaluation
 from ..logging.connector import LeanResults
 from ._eval_step import StepPlan, run_step, step_plan
 

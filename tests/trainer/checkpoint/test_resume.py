@@ -2,23 +2,16 @@
 
 import random
 import signal
-import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-import pytorch_lightning as pl
 import torch
 from killing import Plan, Streamed, lines
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from torch.utils.data import DataLoader
-from torchmetrics import SumMetric
-from torchmetrics.wrappers import Running
 
 from evener.strategies import BalancedDataParallelStrategy
-from evener.trainer import Trainer
-from evener.trainer.checkpoint._run_state import metric_states, restore_metrics
 
 EVERY_BATCH = {"interval_s": 0.0}
 PERSISTENT = {"num_workers": 1, "persistent_workers": True, "multiprocessing_context": "fork"}
@@ -133,58 +126,6 @@ def test_tensorboard_shows_one_continuous_curve(checkpoint: dict[str, Any], tmp_
     assert killed == whole
     assert [step for step, _ in whole["train/loss_step"]] == list(range(12))
     assert [step for step, _ in whole["val/loss"]] == [5, 11]
-
-
-def test_a_running_metric_keeps_its_window_when_a_validation_is_stopped() -> None:
-    module = torch.nn.Module()
-    module.recent, module.total = Running(SumMetric(), window=3), SumMetric()
-    for value in (1.0, 2.0):
-        module.recent(torch.tensor(value))
-        module.total(torch.tensor(value))
-    before = metric_states(module)
-    module.recent(torch.tensor(100.0))  # the validation that is stopped
-    module.total(torch.tensor(100.0))
-    restore_metrics(module, before)
-    for value in (4.0, 8.0):
-        module.recent(torch.tensor(value))
-    assert module.recent.compute() == 2 + 4 + 8
-    assert module.total.compute() == 1 + 2
-
-
-@pytest.mark.parametrize("given", [True, False], ids=["the same loader", "a loader of its own"])
-def test_validation_leaves_training_as_it_is(given: bool) -> None:
-    # its loader, where it is that of training too, and its random streams
-    losses: list[list[float]] = []
-
-    class Noisy(pl.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = torch.nn.Linear(1, 1)
-
-        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-            loss = (self.layer(batch) + torch.rand_like(batch)).square().mean()
-            losses[-1].append(loss.item())
-            return loss
-
-        def validation_step(self, batch: Any, batch_idx: int) -> None:
-            torch.rand(batch_idx + 1)
-
-        def configure_optimizers(self) -> Any:
-            return torch.optim.SGD(self.parameters(), lr=0.1)
-
-    for limit in (0, 1.0):
-        losses.append([])
-        pl.seed_everything(3, verbose=False)
-        loader = DataLoader(torch.arange(8.0)[:, None], 2, shuffle=True)
-        trainer = Trainer(
-            max_epochs=2, limit_val_batches=limit, val_check_interval=2, accelerator="cpu", devices=1, logger=False,
-            enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-        )  # fmt: skip
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", ".*sampler has shuffling")
-            trainer.fit(Noisy(), loader, loader if given else DataLoader(torch.arange(6.0)[:, None], 2))
-    assert len(losses[0]) == 8
-    assert losses[0] == losses[1]
 
 
 @pytest.mark.slow
