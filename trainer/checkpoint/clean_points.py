@@ -280,9 +280,8 @@ class ResumingFitLoop(FitLoop):
         if self.resumed.point == "after_epoch":
             # Replace the iterator from the loop's setup, at the point where a running epoch creates it.
             self._resuming_from_checkpoint = False
-            if own is not None and self._combined_loader is not None:
-                _run_state.restore_generators(self._combined_loader, own["loaders"])
-        if self.begins_epoch and own is not None and self._combined_loader is not None:
+        begins_epoch = self.begins_epoch or self.resumed.point == "after_epoch"
+        if begins_epoch and own is not None and self._combined_loader is not None:
             _run_state.restore_generators(self._combined_loader, own["loaders"])
         self.resumed = replace(self.resumed, ranks=None) if self.resumed.is_between_batches else ResumePoint()
         self.takes_steps = True
