@@ -9,17 +9,9 @@ own, derived from the epoch's seed, the rank and the batch's index.
 """
 
 import copy
-import multiprocessing
-import os
-import signal
-import sys
-import traceback
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import cache, partial
 from itertools import chain, islice
-from multiprocessing import forkserver
-from multiprocessing.queues import Queue
 from typing import Any
 
 import torch
@@ -29,11 +21,10 @@ from torch.utils.data import DataLoader, IterableDataset
 from typing_extensions import override
 
 from ...strategies.core import rng
-from ...strategies.core.private.of_torch import data_worker as worker
 from ...strategies.core.private.torch_loader import next_of
 from ...strategies.data.sampling import RankBatches, in_one_order, num_samples
 from ...strategies.data.streams import Divided, Stream
-from ...strategies.distributed.process_exit import ASK_TO_STOP
+from ._data_worker import Seeded, start_workers
 from .file_io import CheckpointError
 
 _POSITION = {"position", "seed", "start", "generators"}
@@ -259,19 +250,7 @@ class ResumableLoader(DataLoader[Any]):
 
     @override
     def _get_iterator(self) -> Any:
-        given = self.worker_init_fn
-        self.worker_init_fn = partial(_begin_worker, os.getpid(), given)
-        if self.num_workers and (self.multiprocessing_context or multiprocessing).get_start_method() == "forkserver":
-            forkserver.ensure_running()  # with signals as they are: whatever it starts inherits them
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, ASK_TO_STOP)  # until a worker has handlers of its own
-        try:
-            iterator: Any = super()._get_iterator()
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
-            self.worker_init_fn = given
-        for process in getattr(iterator, "_workers", ()):
-            process._popen.terminate = process._popen.kill  # how torch and Python end one that hangs
-        return iterator
+        return start_workers(self, super()._get_iterator)
 
     def _agreed_seed(self) -> int:
         """The seed that torch's iterator will draw for this epoch, the same on all ranks that share the loader."""
@@ -304,7 +283,7 @@ class _Indices:
             return
         for place, indices in units:
             entropy = (loader._seed, loader.rank, place) if is_stream else (loader._seed, place)
-            yield _Seeded(entropy, indices, not is_stream and type(indices) is list)
+            yield Seeded(entropy, indices, not is_stream and type(indices) is list)
 
 
 def _numbered(base: Any, units: Iterator[Any]) -> Iterator[tuple[int, Any]]:
@@ -315,82 +294,3 @@ def _numbered(base: Any, units: Iterator[Any]) -> Iterator[tuple[int, Any]]:
             now = now or base.passes.latest  # this one; somebody else may begin another later
         yield num_before if now is None else now.first_samples[number], unit
         num_before += num_samples(unit)
-
-
-class _SeededList(list[Any]):
-    """A batch's indices, before each of which the random streams are seeded for its sample."""
-
-    entropy: tuple[int, ...]
-
-    def __iter__(self) -> Iterator[Any]:
-        seed, first = self.entropy
-        for place, index in enumerate(super().__iter__(), first):
-            rng.seed_sample(seed, place)
-            yield index
-
-
-@dataclass
-class _Seeded:
-    """Indices sent to a worker: unpickling them seeds the worker for the batch, or for each of its samples."""
-
-    entropy: tuple[int, ...]
-    indices: Any
-    each: bool
-
-    def __reduce__(self) -> Any:
-        return _arrive, (self.entropy, self.indices, self.each)
-
-
-def _begin_worker(parent: int, then: Any, worker_id: int) -> None:
-    """Begin in a data worker: outlive signals, but not the rank.
-
-    SLURM, systemd and terminals send their signals to all processes of a run. A worker that ended at once would take
-    its rank along before that has saved.
-
-    Args:
-        then: the loader's own `worker_init_fn`.
-    """
-    for signum in ASK_TO_STOP:
-        # a function, not SIG_IGN, which programs that the dataset starts would inherit
-        signal.signal(signum, lambda number, frame: None)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, ASK_TO_STOP)
-    worker.ManagerWatchdog = partial(_Watchdog, parent)  # pyright: ignore  # in this process only
-    if then is not None:
-        then(worker_id)
-
-
-class _Watchdog(worker.ManagerWatchdog):
-    """Torch's, which takes who adopted the worker for its parent if the rank was killed while the worker started.
-
-    A worker that is not the rank's child, as a fork server's, ends when the pipe from the rank is closed.
-    """
-
-    def __init__(self, parent: int) -> None:
-        super().__init__()
-        self._is_child = os.getppid() == parent
-
-    @override
-    def is_alive(self) -> bool:
-        rank = multiprocessing.parent_process()
-        return super().is_alive() if self._is_child or rank is None else rank.is_alive()
-
-
-def _arrive(entropy: tuple[int, ...], indices: Any, each: bool) -> Any:
-    rng.seed_all(*entropy)
-    if each:
-        indices = _SeededList(indices)
-        indices.entropy = entropy
-    feeder: Any = Queue
-    feeder._on_queue_feeder_error = staticmethod(_end_worker)  # in this worker, before its first put
-    return indices
-
-
-def _end_worker(exc: Exception, _: object) -> None:
-    """End a worker whose batch can't be pickled: Python drops such an object, and training would hang."""
-    traceback.print_exception(exc)
-    sys.stderr.write(
-        "A DataLoader worker can't pickle its batch (see above). Return tensors, numbers, strings and containers of "
-        "these from the dataset and from collate_fn, or set num_workers=0.\n"
-    )
-    sys.stderr.flush()
-    os._exit(1)  # a thread can't end its process in another way

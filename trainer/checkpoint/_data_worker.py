@@ -1,0 +1,115 @@
+"""Run data workers whose random numbers belong to samples, and that outlive signals, but not their rank."""
+
+import multiprocessing
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing import forkserver
+from multiprocessing.queues import Queue
+from typing import Any
+
+from torch.utils.data import DataLoader
+from typing_extensions import override
+
+from ...strategies.core import rng
+from ...strategies.core.patching import replaced
+from ...strategies.core.private.of_torch import data_worker as worker
+from ...strategies.distributed.process_exit import ASK_TO_STOP
+
+
+def start_workers(loader: DataLoader[Any], get_iterator: Callable[[], Any]) -> Any:
+    """Return what `get_iterator` makes of a loader."""
+    if loader.num_workers and (loader.multiprocessing_context or multiprocessing).get_start_method() == "forkserver":
+        forkserver.ensure_running()  # with signals as they are: whatever it starts inherits them
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ASK_TO_STOP)  # until a worker has handlers of its own
+    try:
+        with replaced(loader, "worker_init_fn", partial(_begin, os.getpid(), loader.worker_init_fn)):
+            iterator: Any = get_iterator()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    for process in getattr(iterator, "_workers", ()):
+        process._popen.terminate = process._popen.kill  # how torch and Python end one that hangs
+    return iterator
+
+
+class _SeededList(list[Any]):
+    """A batch's indices, before each of which the random streams are seeded for its sample."""
+
+    entropy: tuple[int, ...]
+
+    def __iter__(self) -> Iterator[Any]:
+        seed, first = self.entropy
+        for place, index in enumerate(super().__iter__(), first):
+            rng.seed_sample(seed, place)
+            yield index
+
+
+@dataclass
+class Seeded:
+    """Indices sent to a worker: unpickling them seeds the worker for the batch, or for each of its samples."""
+
+    entropy: tuple[int, ...]
+    indices: Any
+    each: bool
+
+    def __reduce__(self) -> Any:
+        return _arrive, (self.entropy, self.indices, self.each)
+
+
+def _begin(parent: int, then: Any, worker_id: int) -> None:
+    """Begin in a data worker: outlive signals, but not the rank.
+
+    SLURM, systemd and terminals send their signals to all processes of a run. A worker that ended at once would take
+    its rank along before that has saved.
+
+    Args:
+        then: the loader's own `worker_init_fn`.
+    """
+    for signum in ASK_TO_STOP:
+        # a function, not SIG_IGN, which programs that the dataset starts would inherit
+        signal.signal(signum, lambda number, frame: None)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, ASK_TO_STOP)
+    worker.ManagerWatchdog = partial(_Watchdog, parent)  # pyright: ignore  # in this process only
+    if then is not None:
+        then(worker_id)
+
+
+class _Watchdog(worker.ManagerWatchdog):
+    """Torch's, which takes who adopted the worker for its parent if the rank was killed while the worker started.
+
+    A worker that is not the rank's child, as a fork server's, ends when the pipe from the rank is closed.
+    """
+
+    def __init__(self, parent: int) -> None:
+        super().__init__()
+        self._is_child = os.getppid() == parent
+
+    @override
+    def is_alive(self) -> bool:
+        rank = multiprocessing.parent_process()
+        return super().is_alive() if self._is_child or rank is None else rank.is_alive()
+
+
+def _arrive(entropy: tuple[int, ...], indices: Any, each: bool) -> Any:
+    rng.seed_all(*entropy)
+    if each:
+        indices = _SeededList(indices)
+        indices.entropy = entropy
+    feeder: Any = Queue
+    feeder._on_queue_feeder_error = staticmethod(_end)  # in this worker, before its first put
+    return indices
+
+
+def _end(exc: Exception, _: object) -> None:
+    """End a worker whose batch can't be pickled: Python drops such an object, and training would hang."""
+    traceback.print_exception(exc)
+    sys.stderr.write(
+        "A DataLoader worker can't pickle its batch (see above). Return tensors, numbers, strings and containers of "
+        "these from the dataset and from collate_fn, or set num_workers=0.\n"
+    )
+    sys.stderr.flush()
+    os._exit(1)  # a thread can't end its process in another way
