@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from ..core.errors import ConfigError
-from .whole import shard_like
+from .whole import shard_entry
 
 _DEPTH = 3
 """Containers within containers that are looked through."""
@@ -46,8 +46,7 @@ class Originals:
                 group["params"] = [replaced[id(p)][1] if id(p) in replaced else p for p in before]
                 for old, new in zip(before, group["params"], strict=True):
                     if new is not old and old in optimizer.state:
-                        entry: dict[str, Any] = optimizer.state.pop(old)
-                        optimizer.state[new] = {name: _cut(value, new) for name, value in entry.items()}
+                        optimizer.state[new] = shard_entry(optimizer.state.pop(old), new)
 
     def verify_unheld(self, owners: Iterable[object]) -> None:
         """Refuse objects that hold a parameter from before.
@@ -82,7 +81,3 @@ def _tensors_in(value: Any, depth: int) -> Iterator[Tensor]:
     elif depth and isinstance(value, (Mapping, list, tuple, set, deque)):
         for part in list(value.values() if isinstance(value, Mapping) else value):
             yield from _tensors_in(part, depth - 1)
-
-
-def _cut(value: Any, parameter: Tensor) -> Any:
-    return shard_like(value, parameter).clone() if isinstance(value, Tensor) and value.dim() else value

@@ -85,19 +85,20 @@ def shard_like(whole: Tensor, shard: Any) -> Tensor:
 
 
 def shard_optimizer_state(state: Mapping[str, Any], parameters: list[Tensor]) -> dict[str, Any]:
-    """Cut the tensors of an optimizer's state as its parameters are, and copy them: a view would keep the whole.
+    """Cut the tensors of an optimizer's state as its parameters are.
 
     Args:
         parameters: of all groups, in order.
     """
-    entries = {
-        index: {
-            name: shard_like(value, parameters[index]).clone() if isinstance(value, Tensor) and value.dim() else value
-            for name, value in entry.items()
-        }
-        for index, entry in state["state"].items()
+    return {**state, "state": {i: shard_entry(entry, parameters[i]) for i, entry in state["state"].items()}}
+
+
+def shard_entry(entry: Mapping[str, Any], parameter: Tensor) -> dict[str, Any]:
+    """Cut the tensors that an optimizer keeps of a parameter as it is, and copy them: a view would keep the whole."""
+    return {
+        name: shard_like(value, parameter).clone() if isinstance(value, Tensor) and value.dim() else value
+        for name, value in entry.items()
     }
-    return {**state, "state": entries}
 
 
 def own_part(tensor: Tensor) -> Tensor:
