@@ -5,17 +5,22 @@ that many micro-batches of equal size. Here each loss is multiplied by its weigh
 the sum of the weights.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import pytorch_lightning as pl
 import torch
+from pytorch_lightning.loops.optimization.automatic import ClosureResult
 from torch import Tensor
 from torch.nn import Parameter
+from torch.optim import Optimizer
+from typing_extensions import override
 
 from ...strategies.batch.loss_weight import loss_weight, weighs_in_loop
 from ...strategies.batch.run_structures import batch_structure
 from ...strategies.core.errors import ConfigError
-from ...strategies.core.private import of_torch
+from ...strategies.core.private import of_lightning, of_torch
+from ...strategies.core.private.of_lightning import AutomaticOptimization
 from ...strategies.core.types import Batch
 from ...strategies.registry import ranks_of
 
@@ -103,6 +108,52 @@ class Accumulation:
         for optimizer in self.trainer.optimizers:
             found.update((id(p), p) for group in optimizer.param_groups for p in group["params"])
         return list(found.values())
+
+
+class WeighedAutomaticOptimization(AutomaticOptimization):
+    """Lightning's automatic optimization with exact accumulation, for steps that are not lean.
+
+    Args:
+        accumulation: weights of micro-batches, shared with the lean step.
+    """
+
+    def __init__(self, trainer: pl.Trainer, accumulation: Accumulation) -> None:
+        super().__init__(trainer)
+        self._accumulation = accumulation
+        self.num_none = 0
+        """Number of batches of this run for which `training_step` returned None."""
+
+    @override
+    def run(self, optimizer: Optimizer, batch_idx: int, kwargs: Any) -> Any:
+        if batch_idx % self.trainer.accumulate_grad_batches == 0:
+            self._accumulation.start()
+        return super().run(optimizer, batch_idx, kwargs)
+
+    @override
+    def _training_step(self, kwargs: Any) -> ClosureResult:
+        result = super()._training_step(kwargs)
+        self.num_none += result.closure_loss is None
+        if self._accumulation.exact and result.closure_loss is not None:
+            parts = self.trainer.accumulate_grad_batches
+            output = {"loss_weight": result.extra.get("loss_weight")}
+            result.closure_loss = self._accumulation.weigh(
+                result.closure_loss * parts, output, next(iter(kwargs.values()))
+            )
+            assert result.loss is not None
+            result.loss = result.loss * parts
+        return result
+
+    @override
+    def _make_backward_fn(self, optimizer: Optimizer) -> Callable[[Tensor], None] | None:
+        backward = super()._make_backward_fn(optimizer)
+        if backward is None or not self._accumulation.exact or of_lightning.should_accumulate(self.trainer.fit_loop)():
+            return backward
+
+        def backward_and_divide(loss: Tensor) -> None:
+            backward(loss)
+            self._accumulation.divide_gradients()
+
+        return backward_and_divide
 
 
 def _not_zero(total: Tensor | float) -> Tensor | float:

@@ -6,26 +6,16 @@ and when to stop.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable
 from time import perf_counter
 from typing import Any
 
 import pytorch_lightning as pl
-from pytorch_lightning.loops.optimization.automatic import ClosureResult
 from pytorch_lightning.trainer.states import RunningStage, TrainerFn
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
-from torch import Tensor
-from torch.optim import Optimizer
 from typing_extensions import override
 
 from ...strategies.core.private import of_lightning
-from ...strategies.core.private.of_lightning import (
-    AutomaticOptimization,
-    DataFetcher,
-    DataLoaderIterDataFetcher,
-    FitLoop,
-    TrainingEpochLoop,
-)
+from ...strategies.core.private.of_lightning import DataFetcher, DataLoaderIterDataFetcher, FitLoop, TrainingEpochLoop
 from ...strategies.core.types import Batch
 from ...strategies.distributed.group import StopAgreement
 from ...strategies.registry import ranks_of
@@ -35,7 +25,7 @@ from ._batch_fetch import OneLoader
 from ._eval_step import validation_may_be_due
 from ._hook_plan import HookPlan, may_be_lean
 from ._train_step import TrainStep
-from .accumulation import Accumulation
+from .accumulation import Accumulation, WeighedAutomaticOptimization
 from .evaluation_loops import LeanEvaluationLoop
 
 TRAIN_HOOKS = (
@@ -73,7 +63,7 @@ class LeanFitLoop(ResumingFitLoop):
         super().on_run_end()
 
     @property
-    def _automatic(self) -> "WeighedAutomaticOptimization":
+    def _automatic(self) -> WeighedAutomaticOptimization:
         automatic = self.epoch_loop.automatic_optimization
         assert isinstance(automatic, WeighedAutomaticOptimization)
         return automatic
@@ -303,52 +293,6 @@ class LeanTrainingEpochLoop(ResumingEpochLoop):
         bar = getattr(self.trainer, "timed_bar", None)
         if bar is not None:
             bar.catch_up(self.trainer)
-
-
-class WeighedAutomaticOptimization(AutomaticOptimization):
-    """Lightning's automatic optimization with exact accumulation, for steps that are not lean.
-
-    Args:
-        accumulation: weights of micro-batches, shared with the lean step.
-    """
-
-    def __init__(self, trainer: pl.Trainer, accumulation: Accumulation) -> None:
-        super().__init__(trainer)
-        self._accumulation = accumulation
-        self.num_none = 0
-        """Number of batches of this run for which `training_step` returned None."""
-
-    @override
-    def run(self, optimizer: Optimizer, batch_idx: int, kwargs: Any) -> Any:
-        if batch_idx % self.trainer.accumulate_grad_batches == 0:
-            self._accumulation.start()
-        return super().run(optimizer, batch_idx, kwargs)
-
-    @override
-    def _training_step(self, kwargs: Any) -> ClosureResult:
-        result = super()._training_step(kwargs)
-        self.num_none += result.closure_loss is None
-        if self._accumulation.exact and result.closure_loss is not None:
-            parts = self.trainer.accumulate_grad_batches
-            output = {"loss_weight": result.extra.get("loss_weight")}
-            result.closure_loss = self._accumulation.weigh(
-                result.closure_loss * parts, output, next(iter(kwargs.values()))
-            )
-            assert result.loss is not None
-            result.loss = result.loss * parts
-        return result
-
-    @override
-    def _make_backward_fn(self, optimizer: Optimizer) -> Callable[[Tensor], None] | None:
-        backward = super()._make_backward_fn(optimizer)
-        if backward is None or not self._accumulation.exact or of_lightning.should_accumulate(self.trainer.fit_loop)():
-            return backward
-
-        def backward_and_divide(loss: Tensor) -> None:
-            backward(loss)
-            self._accumulation.divide_gradients()
-
-        return backward_and_divide
 
 
 # Profilers name actions after the loop's class: keep Lightning's names.
