@@ -1,5 +1,5 @@
 """Store logged values and synchronize them between ranks.
 
-Exports: connector, entries, slots.
+Exports: connector, results, entries, slots.
 May import: nothing else in the trainer.
 """

@@ -14,7 +14,7 @@ from ...strategies.sharding.whole import map_tensors
 from ._rank_log import GIVEN, GivenSizes
 
 if TYPE_CHECKING:
-    from .connector import LeanResults
+    from .results import LeanResults
 
 _META = (
     "fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_graph", "add_dataloader_idx", "dataloader_idx",

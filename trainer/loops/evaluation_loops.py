@@ -12,7 +12,7 @@ from ...strategies.core.private.of_lightning import EvaluationLoop, Loop, Predic
 from ...strategies.core.types import Batch
 from ...strategies.registry import ranks_of
 from ..checkpoint.separate_evaluation import SeparateEvaluation
-from ..logging.connector import LeanResults
+from ..logging.results import LeanResults
 from ._eval_step import StepPlan, run_step, step_plan
 
 

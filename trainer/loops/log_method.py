@@ -17,7 +17,8 @@ from typing_extensions import override
 from ...strategies.core.module_log import ModuleLog
 from ...strategies.core.private import of_lightning, of_metrics
 from ...strategies.core.types import StaysOnRoot
-from ..logging.connector import LeanLoggerConnector, LeanResults, Logged
+from ..logging.connector import LeanLoggerConnector
+from ..logging.results import LeanResults, Logged
 from ..logging.slots import Slot
 from ._hook_plan import MODULE
 

@@ -20,7 +20,8 @@ from ...strategies.core.types import Batch
 from ...strategies.distributed.group import StopAgreement
 from ...strategies.registry import ranks_of
 from ..checkpoint.clean_points import ResumingEpochLoop, ResumingFitLoop
-from ..logging.connector import LeanLoggerConnector, LeanResults
+from ..logging.connector import LeanLoggerConnector
+from ..logging.results import LeanResults
 from ._batch_fetch import OneLoader
 from ._eval_step import validation_may_be_due
 from ._hook_plan import HookPlan, may_be_lean
