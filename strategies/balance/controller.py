@@ -3,21 +3,17 @@
 Both are pure functions of numbers, without devices, clocks or processes, so replicas and ranks share them.
 """
 
-import heapq
 import math
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass
 from statistics import geometric_mean, median
-from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
+from typing import Annotated, Any, NamedTuple, TypeAlias
 
 from ..batch.policies import Weighted
-from ..core.errors import ConfigError
 from ..core.options import Limit
 from ._estimates import fitted_times, relative_error
-
-Objective: TypeAlias = Literal["time", "memory"]
-"""Quantity to equalize: the time that devices take, or the fraction of their memory that they fill."""
+from ._solver import DeviceCost, Objective, largest_load, solve, with_equal_others
 
 Hysteresis: TypeAlias = Annotated[float, Limit(">=", 0), Limit("<", 1)]
 """Fraction of the largest time or memory that new shares must save to be adopted."""
@@ -35,38 +31,6 @@ SHARED_CHANGE = 1.25
 """Ratio of the devices' common time per sample, then and now, from which old times are scaled to now's."""
 
 
-@dataclass(frozen=True)
-class DeviceCost:
-    """Cost of samples on one device.
-
-    Args:
-        seconds_per_sample: seconds per additional sample.
-        fixed_seconds: seconds per chunk, whatever its size; a device without samples takes none.
-        bytes_per_sample: bytes per additional sample.
-        fixed_bytes: bytes used without any sample (parameters, gradients, optimizer).
-        limit_bytes: memory of the device in bytes.
-    """
-
-    seconds_per_sample: float = 0.0
-    fixed_seconds: float = 0.0
-    bytes_per_sample: float = 0.0
-    fixed_bytes: float = 0.0
-    limit_bytes: float = math.inf
-
-    def seconds(self, num_samples: int) -> float:
-        """Seconds that a chunk takes."""
-        return self.fixed_seconds + num_samples * self.seconds_per_sample if num_samples else 0.0
-
-    def memory(self, num_samples: int) -> float:
-        """Fraction of the device's memory that a chunk fills; bytes if the device has no limit."""
-        used = self.fixed_bytes + num_samples * self.bytes_per_sample
-        return used if math.isinf(self.limit_bytes) else used / self.limit_bytes
-
-    def fits(self, num_samples: int) -> bool:
-        """Whether the device has the memory for a chunk."""
-        return self.fixed_bytes + num_samples * self.bytes_per_sample <= self.limit_bytes
-
-
 class Timed(NamedTuple):
     """A measured chunk: samples, seconds, the devices' common seconds per sample, and which devices had samples."""
 
@@ -74,48 +38,6 @@ class Timed(NamedTuple):
     seconds: float
     level: float
     together: tuple[int, ...]
-
-
-def solve(num_samples: int, costs: Sequence[DeviceCost], objective: Objective = "time") -> list[int]:
-    """Find the sizes that minimize the largest time or memory of all devices.
-
-    Samples are assigned one by one to the device that then has the smallest load, among those with room. Because costs
-    only grow with samples, no other distribution has a smaller maximum.
-
-    Args:
-        num_samples: samples to distribute.
-        costs: one per device.
-        objective: quantity to minimize.
-
-    Returns:
-        Samples per device; they sum to `num_samples`.
-
-    Raises:
-        ConfigError: the batch does not fit on all devices together.
-    """
-    sizes = [0] * len(costs)
-    heap = [(_load(cost, 1, objective), i) for i, cost in enumerate(costs) if cost.fits(1)]
-    heapq.heapify(heap)
-    for done in range(num_samples):
-        if not heap:
-            raise ConfigError(
-                f"balance: a batch of {num_samples} samples does not fit: by the measurements, the devices hold "
-                f"{done} together. Use a smaller batch, more devices, or accumulate_grad_batches."
-            )
-        _, i = heapq.heappop(heap)
-        sizes[i] += 1
-        if costs[i].fits(sizes[i] + 1):
-            heapq.heappush(heap, (_load(costs[i], sizes[i] + 1, objective), i))
-    return sizes
-
-
-def largest_load(sizes: Sequence[int], costs: Sequence[DeviceCost], objective: Objective) -> float:
-    """Largest time in seconds, or memory, of all devices, which `solve` minimizes."""
-    return max(_load(cost, size, objective) for cost, size in zip(costs, sizes, strict=True))
-
-
-def _load(cost: DeviceCost, num_samples: int, objective: Objective) -> float:
-    return cost.seconds(num_samples) if objective == "time" else cost.memory(num_samples)
 
 
 @dataclass(eq=False)
@@ -268,7 +190,7 @@ class BalanceController:
                 times, self._bytes, self._fixed_bytes, limits, strict=True
             )
         ]
-        return _with_equal_others(costs) if self.only_first and len(costs) > 2 else costs
+        return with_equal_others(costs) if self.only_first and len(costs) > 2 else costs
 
     def _resolve(self) -> bool:
         costs, num_samples = self.costs(), self._full_batch
@@ -341,11 +263,3 @@ def cautious(now: Sequence[int], solved: Sequence[int]) -> list[float]:
     allowed = [(1 - LARGEST_CUT) * old / cut for old, cut in zip(now, cuts, strict=True) if cut > 0]
     part = min([1.0, *allowed])
     return [old - part * cut for old, cut in zip(now, cuts, strict=True)]
-
-
-def _with_equal_others(costs: Sequence[DeviceCost]) -> list[DeviceCost]:
-    """Replace the costs of every device but the first by the worst among them, in time and memory."""
-    others = costs[1:]
-    worst = DeviceCost(*map(max, zip(*map(astuple, others), strict=True)))
-    worst = replace(worst, limit_bytes=min(cost.limit_bytes for cost in others))
-    return [costs[0], *([worst] * len(others))]

@@ -97,7 +97,7 @@ def test_memory_is_balanced_against_the_optimizer_on_the_root() -> None:
     for cost in (root, other):
         assert 2 * 64 * 8 * 8 < cost.bytes_per_sample < 2 * 64 * 8 * 8 + 400
     first, second = controller.propose(16)
-    used = [cost.memory(size) for cost, size in zip((root, other), (first, second), strict=True)]
+    used = [cost.load(size, "memory") for cost, size in zip((root, other), (first, second), strict=True)]
     assert abs(used[0] - used[1]) <= root.bytes_per_sample
 
 

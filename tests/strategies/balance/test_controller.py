@@ -8,7 +8,8 @@ import pytest
 
 from evener.strategies import ConfigError
 from evener.strategies.balance._estimates import fitted_times, relative_error
-from evener.strategies.balance.controller import BalanceController, DeviceCost, Objective, cautious, largest_load, solve
+from evener.strategies.balance._solver import DeviceCost, Objective, largest_load, solve
+from evener.strategies.balance.controller import BalanceController, cautious
 
 
 def every_distribution(num_samples: int, num_devices: int) -> list[tuple[int, ...]]:
