@@ -2,7 +2,7 @@
 
 from typing import Any, ClassVar
 
-from .batch.structure import BatchDims
+from .batch.batch_dims import BatchDims
 from .core.errors import ConfigError
 from .core.options import Count, checked
 from .data.loaders import BatchSizeIs

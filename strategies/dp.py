@@ -9,11 +9,11 @@ import torch
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from .batch.batch_dims import BatchDims
 from .batch.layout import Layout, SingleLayout, drop_layout
 from .batch.losses import LossReduction
 from .batch.one_process import OneProcessStrategy
 from .batch.policies import Even, Policy
-from .batch.structure import BatchDims
 from .core.errors import ConfigError, verify_submodules
 from .core.options import Count, checked
 from .core.types import Device

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Annotated
 
 from .balance.ranks import RankBalance
-from .batch.structure import BatchDims
+from .batch.batch_dims import BatchDims
 from .core.options import Advice, Count, Positive, checked
 from .data.loaders import BatchSizeIs
 from .distributed.scripts.launcher import StartMethod

@@ -6,8 +6,8 @@ from typing import Any, ClassVar
 import pytorch_lightning as pl
 from typing_extensions import override
 
+from .batch.batch_dims import BatchDims
 from .batch.one_process import OneProcessStrategy
-from .batch.structure import BatchDims
 from .core.options import checked, hints_of
 from .core.types import Device
 from .pipeline.layout import StageLayout

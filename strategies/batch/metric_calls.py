@@ -16,7 +16,7 @@ from ..core.errors import ConfigError
 from ..core.module_checks import is_metric, why_whole
 from ..core.no_value import PartValues
 from ..core.rng import random_state, swapped_random_state
-from ._join import are_equal
+from .results import are_equal
 
 
 @dataclass(frozen=True)

@@ -17,10 +17,10 @@ from ..core.module_log import restore_logs
 from ..core.optimizer_states import load_states, state_to_parameters
 from ..core.rng import seed_rank
 from ..core.types import Batch, Device
+from .batch_dims import BatchDims, verify_batch_dims
 from .layout import Layout, drop_layout, evaluation_step
 from .loss_check import LossCheck
 from .run_structures import RunStructures
-from .structure import BatchDims, verify_batch_dims
 
 
 class OneProcessStrategy(pl_strategies.SingleDeviceStrategy):

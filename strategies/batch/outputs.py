@@ -6,10 +6,9 @@ from typing import Any
 
 import torch
 
-from ._join import are_equal
 from .log_recorder import LogRecorder
 from .losses import LossReduction, chunk_losses, is_fraction
-from .structure import BatchStructure
+from .results import ResultStructure, are_equal
 
 LEFT_OUT = (
     "training_step's output {key!r} stays on its chunk and does not reach callbacks: it is no mean over samples. Set "
@@ -26,7 +25,7 @@ def combine_outputs(
     reduction: LossReduction,
     strategy: str,
     device: torch.device,
-    structure: BatchStructure,
+    structure: ResultStructure,
 ) -> tuple[Any, list[str]]:
     """Combine what `training_step` returned for each chunk into one result, and log each recorded value once.
 
@@ -55,7 +54,6 @@ def combine_outputs(
     loss = losses.combine(device)
     if not isinstance(outputs[0], dict):
         return loss, []
-    used = [size for size in sizes if size > 0]
     result: dict[str, Any] = {"loss": loss}
     left_out: list[str] = []
     for key in outputs[0].keys() - {"loss"}:
@@ -67,7 +65,7 @@ def combine_outputs(
             or is_fraction(values[0])
             or (isinstance(values[0], (str, bool, NoneType)) and are_equal(values))
         ):
-            result |= structure.join([{key: value} for value in values], used, device)
+            result |= structure.join([{key: value} for value in values], sizes, device)
         else:
             left_out.append(key)
     return ({**outputs[0], **result}, []) if len(outputs) == 1 else (result, left_out)

@@ -14,6 +14,7 @@ from ..core.errors import ConfigError
 from ..core.private import of_lightning
 from ..core.types import Batch
 from .evidence import Evidence, LoaderEvidence
+from .results import ResultStructure
 from .structure import BatchStructure
 from .tree import option_key
 
@@ -30,7 +31,7 @@ class RunStructures:
     def __init__(self, options: Mapping[str, str] | None = None) -> None:
         self.options = dict(options or {})
         self._batches: dict[tuple[str, int], BatchStructure] = {}
-        self._results: dict[tuple[str, int], BatchStructure] = {}
+        self._results: dict[tuple[str, int], ResultStructure] = {}
 
     def of_batch(self, trainer: pl.Trainer, dataloader_idx: int = 0) -> BatchStructure:
         """The structure of the batch in hand.
@@ -54,11 +55,11 @@ class RunStructures:
         evidence = Evidence(((), (0,)), asks=True)
         return BatchStructure(self.options, evidence, root=f"inputs of {name}", prefix=("submodule",))
 
-    def of_results(self, step: str, dataloader_idx: int = 0) -> BatchStructure:
+    def of_results(self, step: str, dataloader_idx: int = 0) -> ResultStructure:
         """The structure of what a step returns; errors call it by the step's name."""
         key = (step, dataloader_idx)
         if key not in self._results:
-            self._results[key] = BatchStructure(self.options, root=step, prefix=(step,))
+            self._results[key] = ResultStructure(step, self.options)
         return self._results[key]
 
     def verify_combined(self, combined: Any, limit: float = math.inf) -> None:

@@ -9,13 +9,13 @@ number, string, tensor of shape ()    shared
 
 Evidence is, first to last: the option `batch_dims`; torch's own collate function, which stacks every tensor; two
 batches of other sizes that the loader's collate function makes of its dataset's samples (what grows with them is
-samples, what does not is shared); how long the parts of one result are on chunks of unequal sizes. A list that can
-still be read in two ways is refused by name. What was decided for a path (`boxes`, `views.0`) holds for the whole run.
+samples, what does not is shared). A list that can still be read in two ways is refused by name. What was decided for a
+path (`boxes`, `views.0`) holds for the whole run.
 """
 
 import numbers
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,46 +24,9 @@ from torch import Tensor
 from ..core.errors import ConfigError
 from ..core.types import Batch, Chunk, Sizes
 from ._cut import Role, cut
-from ._join import are_equal, join_parts, moved
+from .batch_dims import REDUCTIONS, DeclaredDims
 from .evidence import Evidence
-from .tree import (
-    Path,
-    at,
-    called,
-    children,
-    is_array,
-    is_sequence,
-    option_key,
-    plain_length,
-    row_counts,
-    splits_itself,
-    walk,
-)
-
-BatchDims: TypeAlias = Mapping[Any, Any]
-"""The option `batch_dims`: for the path of a value `list`, `none` or 0; of a result also `sum` or `mean`."""
-
-_WORDS: dict[Any, str] = {"list": "list", "none": "shared", None: "shared", 0: "rows", "0": "rows"}
-_REDUCTIONS = {"sum": "sum", "mean": "mean"}
-
-
-def verify_batch_dims(dims: BatchDims | None, strategy: str) -> dict[str, str]:
-    """Read the option `batch_dims`.
-
-    Returns:
-        For each path the role (or the reduction) of its value.
-
-    Raises:
-        ConfigError: a word is unknown.
-    """
-    words = _WORDS | _REDUCTIONS
-    for key, word in (dims or {}).items():
-        if word not in words or isinstance(word, bool):
-            raise ConfigError(
-                f"{strategy}: batch_dims={{{key}: {word}}} is unknown. Choose one of list (one element per sample), "
-                "none (the same for all samples), 0 (tensors with one row per sample); for results also sum, mean."
-            )
-    return {str(key): words[word] for key, word in (dims or {}).items()}
+from .tree import Path, at, called, children, is_array, is_sequence, plain_length, row_counts, splits_itself
 
 
 def num_samples(batch: Batch) -> int | None:
@@ -83,7 +46,7 @@ def num_samples(batch: Batch) -> int | None:
 
 
 class BatchStructure:
-    """What the values of the batches of one loader are, or of the results of one kind of step.
+    """What the values of the batches of one loader are.
 
     Args:
         options: what `verify_batch_dims` returned.
@@ -99,15 +62,12 @@ class BatchStructure:
         root: str = "batch",
         prefix: Path = (),
     ) -> None:
-        self._options = dict(options or {})
-        self._prefix = prefix
+        self._declared = DeclaredDims(options or {}, prefix)
         self._evidence = evidence or Evidence()
         self._root = root
         self._roles: dict[tuple[Path, bool], str] = {}
         self._asks = False
         self._assumed: dict[Path, Any] | None = {}
-        self.is_settled = False
-        """Whether results were seen whose structure is certain; see `unequal`."""
 
     def num_samples(self, batch: Batch) -> int | None:
         """Count the samples of a batch.
@@ -127,7 +87,7 @@ class BatchStructure:
                     f"{called(path, self._root)} has {count} rows in a batch of {counts[0][1]} samples ({first}), so "
                     "it can't be cut along dimension 0. Give every value of the batch one row per sample (loaders that "
                     "are combined: one batch size and one number of samples), or set strategy.batch_dims="
-                    f"{{{self._key(path)}: none}} to give every device all of it."
+                    f"{{{self._declared.key(path)}: none}} to give every device all of it."
                 )
         return counts[0][1] if counts else None
 
@@ -150,38 +110,6 @@ class BatchStructure:
         if self._assumed:
             self._verify_assumed(batch)
         return cut(batch, list(sizes), self._role, self._root)
-
-    def join(self, results: Sequence[Any], sizes: Sizes, device: torch.device | None = None) -> Any:
-        """Join the results of chunks: what one device would have returned for the whole batch.
-
-        Args:
-            results: one per chunk that had samples.
-            sizes: samples per chunk, none of them 0.
-            device: where joined tensors live; None takes the first chunk's.
-
-        Raises:
-            ConfigError: a value can't be joined, or in two ways; the message names it.
-        """
-        assert len(results) == len(sizes) > 0
-        if len(results) == 1:
-            self.is_settled = self.is_settled or not _has_lengths(results[0])
-            return moved(results[0], device)
-        joined = join_parts(list(results), list(sizes), self._reduction, self._root, device, ())
-        self.is_settled = self.is_settled or len(set(sizes)) > 1 or not _has_lengths(results[0])
-        return joined
-
-    def unequal(self, sizes: Sequence[int]) -> list[int]:
-        """Move a sample from the last chunk to the first where all are of one size and results are not yet known.
-
-        What is one row or element per sample differs in length between chunks of unequal sizes; what is a structure,
-        or the same for all samples, does not. Results are equal however a batch is cut, so that this costs nothing.
-        """
-        used = [i for i, size in enumerate(sizes) if size]
-        changed = list(sizes)
-        if not self.is_settled and len(used) > 1 and len({sizes[i] for i in used}) == 1:
-            changed[used[0]] += 1
-            changed[used[-1]] -= 1
-        return changed
 
     def _learn(self, batch: Batch) -> None:
         """Decide what is new in a batch: first what is certain, then the rest, which may ask for N."""
@@ -207,7 +135,7 @@ class BatchStructure:
             yield path, value, self._roles.get(key)
             role = self._roles.get(key)  # settled meanwhile, perhaps
         else:
-            role = None if self._option(path) == "shared" else "structure"
+            role = None if self._declared.word(path) == "shared" else "structure"
             if role is not None and splits_itself(value):
                 yield path, value, "itself"
                 return
@@ -226,28 +154,12 @@ class BatchStructure:
             if role is not None and role != "itself":
                 self._roles[path, is_array(value)] = role
 
-    def is_declared(self, path: Path) -> bool:
-        """Whether the user said what the value at a path is."""
-        return self._option(path) is not None
-
-    def _key(self, path: Path) -> str:
-        """How an option names a path; the whole batch is `batch`."""
-        return option_key((*self._prefix, *path)) or "batch"
-
-    def _option(self, path: Path) -> str | None:
-        """What the user said of a path; 0 for a structure is said of all tensors in it."""
-        found = self._options.get(self._key(path))
-        if found is None:
-            above = [self._options.get(self._key(path[:i])) for i in range(len(path))]
-            return "rows" if "rows" in above else None
-        return found
-
     def _certain(self, value: Any, path: Path) -> str | None:
         """What a value is by the user's word or the loader's evidence; None where both are silent."""
-        option = self._option(path)
+        option = self._declared.word(path)
         if option is not None:
             return self._verified(option, value, path)
-        if not is_array(value) and (self._evidence.is_structure(path) or self._is_described(value, path)):
+        if not is_array(value) and (self._evidence.is_structure(path) or self._declared.names_elements(value, path)):
             return "structure"
         if self._evidence.is_stacked(path):
             # `default_collate` makes a list of all samples' strings, and structures of everything else
@@ -268,19 +180,12 @@ class BatchStructure:
             "split(sizes)."
         )
 
-    def _is_described(self, value: Any, path: Path) -> bool:
-        """Whether the user said what an element of a list is (`{"0": list}`), which is then no list of samples."""
-        above = tuple(map(str, (*self._prefix, *path)))
-        keys = (tuple(key.split(".")) for key in self._options)
-        elements = set(map(str, range(len(value))))
-        return any(key[: len(above)] == above and elements.intersection(key[len(above) :][:1]) for key in keys)
-
     def _verified(self, option: str, value: Any, path: Path) -> str:
         if option == "rows":
             return "rows" if is_array(value) else "structure"
-        if option in _REDUCTIONS or (option == "list" and is_array(value)):
+        if option in REDUCTIONS or (option == "list" and is_array(value)):
             raise ConfigError(
-                f"batch_dims={{{self._key(path)}: {option}}} was given for {called(path, self._root)}, a "
+                f"batch_dims={{{self._declared.key(path)}: {option}}} was given for {called(path, self._root)}, a "
                 f"{type(value).__name__}. Give {'0' if is_array(value) else 'list'} or none."
             )
         return option
@@ -312,7 +217,7 @@ class BatchStructure:
 
     def _question(self, value: Any, path: Path, elements: str) -> str:
         """Ask what the elements of a list as long as the batch are."""
-        name, key = called(path, self._root), self._key(path)
+        name, key = called(path, self._root), self._declared.key(path)
         return (
             f"{name} is a {type(value).__name__} of {elements} in a batch of {len(value)} samples: its elements may be "
             f"samples, or a structure. Set strategy.batch_dims={{{key}: list}} for one element per sample, "
@@ -346,8 +251,8 @@ class BatchStructure:
             if not (now[path] == now[path][:1]).all():
                 raise ConfigError(
                     f"{called(path, self._root)} is the same in two batches in a row, so that it may be one row per "
-                    f"sample, or the same for all samples. Set strategy.batch_dims={{{self._key(path)}: 0}} or "
-                    f"{{{self._key(path)}: none}}."
+                    "sample, or the same for all samples. Set strategy.batch_dims="
+                    f"{{{self._declared.key(path)}: 0}} or {{{self._declared.key(path)}: none}}."
                 )
 
     def _usual_count(self, batch: Batch) -> int | None:
@@ -395,65 +300,7 @@ class BatchStructure:
         if is_array(value) or is_sequence(value):
             known: Any = self._roles.get((path, is_array(value)), "structure")
             return known
-        return "shared" if self._option(path) == "shared" else "structure"
-
-    def _reduction(self, parts: list[Any], sizes: list[int], path: Path) -> str:
-        """How the values that chunks returned become one."""
-        first = parts[0]
-        option = "sum" if path == ("loss_weight",) else self._option(path)
-        if option == "shared" and not isinstance(first, Tensor) and not are_equal(parts):
-            raise ConfigError(
-                f"{called(path, self._root)} differs between chunks, and batch_dims says that it is the same for all "
-                "samples. Set it to list, sum or mean."
-            )
-        if option is not None:
-            return "structure" if option == "rows" and not is_array(first) else option
-        if is_array(first):
-            return "rows"
-        if is_sequence(first):
-            return self._list_or_structure(parts, sizes, path)
-        if children(first) is not None:
-            return "structure"
-        return self._reduction_of_leaf(parts, sizes, path)
-
-    def _list_or_structure(self, parts: list[Any], sizes: list[int], path: Path) -> str:
-        lengths = [len(part) if is_sequence(part) else -1 for part in parts]
-        found = self._roles.get((path, False))
-        if found is None and len(set(sizes)) > 1:
-            found = "list" if lengths == sizes else "structure"
-            self._roles[path, False] = found
-        if found is not None:
-            return found
-        if lengths != sizes:
-            return "structure"
-        inside = [count for part in parts for _, count in row_counts(part)]
-        if inside and all(count == sizes[0] for count in inside):
-            key = self._key(path)
-            raise ConfigError(
-                f"{called(path, self._root)} is a list of {sizes[0]} values of {sizes[0]} rows each from chunks of "
-                f"{sizes[0]} samples: its elements may be samples, or its rows. Set strategy.batch_dims="
-                f"{{{key}: list}} for one element per sample, or {{{key}: 0}} for one row per sample."
-            )
-        return "list"
-
-    def _reduction_of_leaf(self, parts: list[Any], sizes: list[int], path: Path) -> str:
-        """How numbers and other single values become one: a fraction is a mean over samples; a count is not known."""
-        first = parts[0]
-        if isinstance(first, float) or (isinstance(first, Tensor) and first.is_floating_point()):
-            return "mean"
-        if isinstance(first, Tensor) or (isinstance(first, int) and not isinstance(first, bool)):
-            if len(set(sizes)) > 1 and not isinstance(first, Tensor) and parts == sizes:
-                self._roles[path, False] = "sum"
-            if self._roles.get((path, False)) == "sum" and parts == sizes:
-                return "sum"
-        elif are_equal(parts):
-            return "shared"
-        shown = " and ".join(str(part) for part in parts[:2]) if not isinstance(first, Tensor) else "an integer tensor"
-        raise ConfigError(
-            f"{called(path, self._root)} is {shown} in chunks of {' and '.join(map(str, sizes[:2]))} samples: it may "
-            "be a sum over samples, a mean, or something else. Set strategy.batch_dims="
-            f"{{{self._key(path)}: sum, mean or none}}, or return a tensor with one row per sample."
-        )
+        return "shared" if self._declared.word(path) == "shared" else "structure"
 
 
 def _follows_samples(shapes: Sequence[tuple[int, tuple[int, ...]]]) -> bool:
@@ -497,8 +344,3 @@ def _family(value: Any) -> str:
 
 def _plural(value: Any) -> str:
     return "tensors" if is_array(value) else "values"
-
-
-def _has_lengths(result: Any) -> bool:
-    """Whether there are tensors, lists or integers in a result: what chunks of unequal sizes must explain."""
-    return any(is_array(value) or is_sequence(value) or isinstance(value, int) for _, value in walk(result))

@@ -18,10 +18,10 @@ from typing_extensions import override
 
 from ..balance.controller import BalanceController
 from ..balance.ranks import RankBalance
+from ..batch.batch_dims import BatchDims, verify_batch_dims
 from ..batch.layout import Layout, SingleLayout, drop_layout, evaluation_step
 from ..batch.policies import Even, Policy
 from ..batch.run_structures import RunStructures
-from ..batch.structure import BatchDims, verify_batch_dims
 from ..core.errors import ConfigError
 from ..core.loop_contract import run_backward
 from ..core.module_checks import hooked, verify_takes_batches, verify_takes_parts

@@ -12,7 +12,7 @@ from torchmetrics import Metric, MetricCollection
 from torchmetrics.utilities import dim_zero_cat, dim_zero_max, dim_zero_min, dim_zero_sum
 
 from ..batch.metric_calls import MetricCalls, call_again, outermost_metrics, takes_whole_batches
-from ..batch.structure import are_equal
+from ..batch.results import are_equal
 from ..core.errors import ConfigError
 from ..core.module_checks import metrics_of
 from ..core.patching import Replacement

@@ -17,6 +17,7 @@ from ..batch.layout import Layout
 from ..batch.losses import LossReduction, chunk_losses
 from ..batch.outputs import LEFT_OUT, combine_outputs
 from ..batch.policies import Even, Policy, without_single_samples
+from ..batch.results import ResultStructure
 from ..batch.run_structures import RunStructures, dataloader_index
 from ..batch.structure import BatchStructure
 from ..core.devices import is_accelerator
@@ -215,7 +216,7 @@ class ReplicaLayout(Layout):
         logs = self.runner.logs  # which a run makes anew where the module has changed
         if end is not None:
             logs.replay(sizes)
-            return end(structure.join(outputs, [size for size in sizes if size > 0], root))
+            return end(structure.join(outputs, sizes, root))
         if self.inspect is not None and self.options.loss_reduction == "mean":
             for output, size in zip(outputs, filter(None, sizes), strict=True):
                 self.inspect(output, size)
@@ -238,7 +239,7 @@ class ReplicaLayout(Layout):
         results = self.structures.of_results("submodule")
         sizes = results.unequal(self._sizes(num))
         outputs = self.runner.run("forward", inputs.split((args, kwargs), sizes), sizes)
-        return results.join(outputs, [size for size in sizes if size > 0], self.devices[0])
+        return results.join(outputs, sizes, self.devices[0])
 
     def _evaluation_step(self, name: str, batch: Batch, *rest: Any) -> Any:
         results = self.structures.of_results(name, dataloader_index(self._trainer, rest))
@@ -247,11 +248,11 @@ class ReplicaLayout(Layout):
         if name != "predict_step" and all(_has_loss(output) for output in outputs):
             losses = chunk_losses(outputs, sizes, self.options.loss_reduction, self.options.strategy)
         self.runner.logs.replay(sizes, losses)
-        joined = results.join(outputs, [size for size in sizes if size > 0], self.devices[0])
+        joined = results.join(outputs, sizes, self.devices[0])
         return joined if losses is None else _with_loss(joined, losses.combine(self.devices[0]))
 
     def _run(
-        self, name: str, batch: Batch, rest: tuple[Any, ...], results: BatchStructure | None
+        self, name: str, batch: Batch, rest: tuple[Any, ...], results: ResultStructure | None
     ) -> tuple[list[Any], list[int]]:
         """Run a step on the chunks of a batch; returns their outputs, and all sizes."""
         structure = self.structures.of_batch(self._trainer, dataloader_index(self._trainer, rest))

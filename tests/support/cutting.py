@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 
+from evener.strategies.batch.results import ResultStructure
 from evener.strategies.batch.structure import BatchStructure
 
 
@@ -14,4 +15,4 @@ def split(batch: Any, sizes: list[int]) -> list[Any]:
 
 def join(chunks: list[Any], sizes: list[int], device: torch.device | None = None) -> Any:
     """Join the results of chunks; the inverse of `split`."""
-    return BatchStructure(root="output").join(chunks, sizes, device)
+    return ResultStructure("output").join(chunks, sizes, device)

@@ -25,10 +25,11 @@ from evener.strategies import (
     ModelParallelStrategy,
     SingleDeviceStrategy,
 )
+from evener.strategies.batch.batch_dims import verify_batch_dims
 from evener.strategies.batch.evidence import LoaderEvidence
 from evener.strategies.batch.policies import Even
 from evener.strategies.batch.run_structures import RunStructures
-from evener.strategies.batch.structure import BatchStructure, verify_batch_dims
+from evener.strategies.batch.structure import BatchStructure
 from evener.strategies.data.loaders import RankLoaders
 from evener.strategies.data.streams import Divided
 
