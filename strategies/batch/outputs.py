@@ -5,17 +5,11 @@ from types import NoneType
 from typing import Any
 
 import torch
+from lightning_utilities.core.rank_zero import WarningCache
 
 from .log_recorder import LogRecorder
 from .losses import LossReduction, chunk_losses, is_fraction
 from .results import ResultStructure, are_equal
-
-LEFT_OUT = (
-    "training_step's output {key!r} stays on its chunk and does not reach callbacks: it is no mean over samples. Set "
-    "strategy.batch_dims={{training_step.{key}: sum, list or 0}}, or define training_step_end(outputs) to have the "
-    "outputs of all chunks joined on the root device."
-)
-"""What is told of a key that `combine_outputs` leaves out."""
 
 
 def combine_outputs(
@@ -26,7 +20,8 @@ def combine_outputs(
     strategy: str,
     device: torch.device,
     structure: ResultStructure,
-) -> tuple[Any, list[str]]:
+    told: WarningCache,
+) -> Any:
     """Combine what `training_step` returned for each chunk into one result, and log each recorded value once.
 
     Args:
@@ -36,36 +31,40 @@ def combine_outputs(
         reduction: whether a chunk's loss is a mean or a sum.
         strategy: name that begins error messages.
         structure: of what `training_step` returns.
+        told: tells once of each key that is left out.
 
     Returns:
-        A result of the kind that the module returned (None if it skips the batch), and the keys that are left out.
-        A mapping has `loss`, the sum of `loss_weight` if the module returned it, means of fractions, and what
-        `batch_dims` declares. Larger values stay where they are, and integers, which may be sums or anything else. That
-        of a single chunk has all its keys.
+        A result of the kind that the module returned; None if it skips the batch. A mapping has `loss`, the sum of
+        `loss_weight` if the module returned it, means of fractions, and what `batch_dims` declares. Larger values stay
+        where they are, and integers, which may be sums or anything else. That of a single chunk has all its keys.
 
     Raises:
         ConfigError: a loss is missing, or is not a scalar.
     """
     if all(output is None for output in outputs):
         logs.replay(sizes)
-        return None, []
+        return None
     losses = chunk_losses(outputs, sizes, reduction, strategy)
     logs.replay(sizes, losses)
     loss = losses.combine(device)
     if not isinstance(outputs[0], dict):
-        return loss, []
-    result: dict[str, Any] = {"loss": loss}
-    left_out: list[str] = []
-    for key in outputs[0].keys() - {"loss"}:
+        return loss
+    result = dict(outputs[0]) if len(outputs) == 1 else {}
+    result["loss"] = loss
+    if "loss_weight" in outputs[0]:
+        result["loss_weight"] = losses.total(device)
+    for key in outputs[0].keys() - {"loss", "loss_weight"}:
         values = [output.get(key) for output in outputs]
-        if key == "loss_weight":
-            result[key] = losses.total(device)
-        elif (
-            structure.is_declared((key,))
-            or is_fraction(values[0])
-            or (isinstance(values[0], (str, bool, NoneType)) and are_equal(values))
-        ):
+        if structure.is_declared((key,)) or is_fraction(values[0]) or _are_constant(values):
             result |= structure.join([{key: value} for value in values], sizes, device)
-        else:
-            left_out.append(key)
-    return ({**outputs[0], **result}, []) if len(outputs) == 1 else (result, left_out)
+        elif len(outputs) > 1:
+            told.info(
+                f"{strategy}: training_step's output {key!r} stays on its chunk and does not reach callbacks: it is no "
+                f"mean over samples. Set strategy.batch_dims={{training_step.{key}: sum, list or 0}}, or define "
+                "training_step_end(outputs) to have the outputs of all chunks joined on the root device."
+            )
+    return result
+
+
+def _are_constant(values: list[Any]) -> bool:
+    return isinstance(values[0], (str, bool, NoneType)) and are_equal(values)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from ..batch.layout import Layout, losses_in
-from ..batch.outputs import LEFT_OUT, combine_outputs
+from ..batch.outputs import combine_outputs
 from ..batch.policies import Even, without_single_samples
 from ..batch.run_structures import RunStructures
 from ..batch.structure import BatchStructure
@@ -216,10 +216,9 @@ class StageLayout(Layout):
             logs.replay(sizes)
             return end(results.join(outputs, sizes, self.stages.meeting_device))
         assert gradients is not None
-        result, left_out = combine_outputs(outputs, sizes, logs, reduction, self.strategy, self.devices[0], results)
+        root = self.devices[0]
+        result = combine_outputs(outputs, sizes, logs, reduction, self.strategy, root, results, self._told)
         self.losses = logs.losses
-        for key in left_out:
-            self._told.info(f"{self.strategy}: {LEFT_OUT.format(key=key)}")
         if isinstance(result, dict):
             return {**result, "loss": gradients.attach(result["loss"])}
         return None if result is None else gradients.attach(result)

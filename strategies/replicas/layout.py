@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from ..batch.layout import Layout
 from ..batch.losses import LossReduction, chunk_losses
-from ..batch.outputs import LEFT_OUT, combine_outputs
+from ..batch.outputs import combine_outputs
 from ..batch.policies import Even, Policy, without_single_samples
 from ..batch.results import ResultStructure
 from ..batch.run_structures import RunStructures, dataloader_index
@@ -220,12 +220,10 @@ class ReplicaLayout(Layout):
         if self.inspect is not None and self.options.loss_reduction == "mean":
             for output, size in zip(outputs, filter(None, sizes), strict=True):
                 self.inspect(output, size)
-        result, left_out = combine_outputs(
-            outputs, sizes, logs, self.options.loss_reduction, self.options.strategy, root, structure
+        result = combine_outputs(
+            outputs, sizes, logs, self.options.loss_reduction, self.options.strategy, root, structure, self._told
         )
         self.losses = logs.losses
-        for key in left_out:
-            self._info_once(LEFT_OUT.format(key=key))
         return result
 
     def _run_submodule(self, inputs: BatchStructure, _: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
