@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torchmetrics import Metric, MetricCollection
 
-from ..batch.metric_calls import MetricCalls, call_again, outermost_metrics, takes_whole_batches
+from ..batch.metric_calls import MetricCalls, call_again, opened, outermost_metrics, takes_whole_batches
 from ..core.module_checks import metrics_of
 from ..core.no_value import PartValues, empty_copy
 from ..core.patching import Replacement
@@ -42,7 +42,6 @@ class StepMetrics:
         self._copies: dict[int, list[Metric]] = {}
         self._inputs: dict[int, dict[int, _Inputs]] = {}
         self._replaced: dict[int, list[Replacement]] = {}
-        self._is_open = False
 
     @contextmanager
     def recording(self) -> Generator[None]:
@@ -57,11 +56,8 @@ class StepMetrics:
         for calls in self._calls:
             calls.calls.clear()
         self._inputs = {}
-        self._open(True)
-        try:
+        with opened(self._calls):
             yield
-        finally:
-            self._open(False)
 
     def call(self, sizes: Sequence[int]) -> None:
         """Call the metrics that take whole batches with the inputs of all micro-batches."""
@@ -86,11 +82,6 @@ class StepMetrics:
             replacement.remove()
         self._replaced.clear()
 
-    def _open(self, is_open: bool) -> None:
-        self._is_open = is_open
-        for calls in self._calls:
-            calls.is_open = is_open
-
     def _watch(self, metric: Metric) -> None:
         number = None
         if takes_whole_batches(metric):
@@ -108,7 +99,7 @@ class StepMetrics:
         self, call: Callable[..., Any], metric: Metric, number: int | None, own: Any, *args: Any, **kw: Any
     ) -> Any:
         """Make a call of a metric: a micro-batch's in a step, its own elsewhere."""
-        return call(metric, number, own, *args, **kw) if self._is_open else own(*args, **kw)
+        return call(metric, number, own, *args, **kw) if self._calls[0].is_open else own(*args, **kw)
 
     def _update(self, metric: Metric, number: int | None, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return self._calls[self._microbatch()].called("update", own, number, *args, **kwargs)

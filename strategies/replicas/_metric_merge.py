@@ -1,7 +1,7 @@
 """Merge the metrics of replicas: a copy on each replica counts its chunk, then is merged into the root's metric."""
 
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from torchmetrics import Metric, MetricCollection
 from torchmetrics.utilities import dim_zero_cat, dim_zero_max, dim_zero_min, dim_zero_sum
 
-from ..batch.metric_calls import MetricCalls, call_again, outermost_metrics, takes_whole_batches
+from ..batch.metric_calls import MetricCalls, call_again, opened, outermost_metrics, takes_whole_batches
 from ..batch.results import are_equal
 from ..core.errors import ConfigError
 from ..core.module_checks import metrics_of
@@ -70,30 +70,19 @@ class MetricMerger:
             for key, part in parts.items()
             for method in _METHODS
         ]
-        self._is_open = False
 
     def _routed(self, stand_in: Callable[..., Any], own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a method of a metric of the root, in a step that of its copy."""
-        return (stand_in if self._is_open else own)(*args, **kwargs)
+        return (stand_in if self._calls[0].is_open else own)(*args, **kwargs)
 
     def close(self) -> None:
         """Restore the methods of the root's metrics."""
         while self._replaced:
             self._replaced.pop().remove()
 
-    @contextmanager
-    def standing_in(self) -> Generator[None]:
+    def standing_in(self) -> AbstractContextManager[None]:
         """Have the copies take the calls of the root's metrics inside the block."""
-        self._open(True)
-        try:
-            yield
-        finally:
-            self._open(False)
-
-    def _open(self, is_open: bool) -> None:
-        self._is_open = is_open
-        for calls in self._calls:
-            calls.is_open = is_open
+        return opened(self._calls)
 
     def original(self, value: Any) -> Any:
         """Map a copy to the root's metric, and the value of a chunk to the whole batch's; others stay unchanged."""
