@@ -136,10 +136,6 @@ class RankShares:
         """Look at the training loaders again, which may be other ones."""
         self.knows_parts = False
 
-    def verify_evaluation(self, combined: Any) -> None:
-        """Refuse combined loaders whose batches ranks would not read side by side."""
-        verify_side_by_side(combined, self._strategy)
-
     def verify_parts(self, loop: Any, batch: Batch) -> None:
         """Refuse training loaders of which this rank has unequal parts, in any step where that can be known.
 

@@ -19,6 +19,7 @@ from ..batch.loss_weight import loss_weight, weighs_in_loop
 from ..batch.structure import num_samples
 from ..core.loop_contract import StepContract, has_context
 from ..core.private import of_lightning
+from ..data.combined import verify_side_by_side
 from ..data.loaders import positions
 from ..data.shares import RankShares
 from ..distributed.metrics.run import RunMetrics
@@ -67,7 +68,8 @@ class RankStep(StepContract):
         assert self.metrics is not None
         self.metrics.begin_pass(self._module)
         self._evaluation_loop = evaluation
-        self.shares.verify_evaluation(getattr(evaluation, of_lightning.COMBINED_LOADER, None))
+        combined = getattr(evaluation, of_lightning.COMBINED_LOADER, None)
+        verify_side_by_side(combined, self._strategy.strategy_name)
 
     @property
     @override

@@ -247,7 +247,10 @@ class ReplicaLayout(Layout):
             losses = chunk_losses(outputs, sizes, self.options.loss_reduction, self.options.strategy)
         self.runner.logs.replay(sizes, losses)
         joined = results.join(outputs, sizes, self.devices[0])
-        return joined if losses is None else _with_loss(joined, losses.combine(self.devices[0]))
+        if losses is None:
+            return joined
+        loss = losses.combine(self.devices[0])
+        return {**joined, "loss": loss} if isinstance(joined, dict) else loss
 
     def _run(
         self, name: str, batch: Batch, rest: tuple[Any, ...], results: ResultStructure | None
@@ -293,7 +296,3 @@ def _has_loss(output: Any) -> bool:
     """Whether an evaluation step returned a loss: a scalar, or a mapping with one."""
     loss = output.get("loss") if isinstance(output, dict) else output
     return isinstance(loss, Tensor) and not loss.dim()
-
-
-def _with_loss(output: Any, loss: Tensor) -> Any:
-    return {**output, "loss": loss} if isinstance(output, dict) else loss

@@ -102,14 +102,6 @@ class ResumingFitLoop(FitLoop):
         if self._stops():
             self._save_and_stop("between_batches")
 
-    def stops_validation(self, number: int, num_batches: int, ended: bool) -> bool:
-        """Whether to stop within a validation; several processes agree, and wait for each other at its end."""
-        received = of_lightning.signal_connector(self.trainer).received_sigterm
-        ranks = ranks_of(self.trainer.strategy)
-        if ranks is None:
-            return received and not ended
-        return ranks.group.agree_to_stop_validation(received, number, num_batches, ended)
-
     @override
     def on_advance_end(self) -> None:
         try:

@@ -11,6 +11,7 @@ from typing_extensions import override
 from ...strategies.core import rng
 from ...strategies.core.private import of_lightning, put
 from ...strategies.core.private.of_lightning import EvaluationLoop
+from ...strategies.registry import ranks_of
 from . import _run_state
 from ._loader_state import make_resumable
 
@@ -91,8 +92,13 @@ class SeparateEvaluation(EvaluationLoop):
         self._num_batches = 0
 
     def _stop(self, ended: bool) -> None:
-        fit_loop: Any = self.trainer.fit_loop
-        if fit_loop.stops_validation(self._number, self._num_batches, ended):
+        """Stop if a signal was received; several processes agree, and wait for each other at the validation's end."""
+        received = of_lightning.signal_connector(self.trainer).received_sigterm
+        ranks = ranks_of(self.trainer.strategy)
+        stops = received and not ended
+        if ranks is not None:
+            stops = ranks.group.agree_to_stop_validation(received, self._number, self._num_batches, ended)
+        if stops:
             raise ValidationStopped
 
     @override
