@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ..batch.losses import is_fraction
 from ..core.errors import ConfigError
-from .replicas import Replicas, are_same, attribute_values
+from .replicas import Replicas
 
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
@@ -37,23 +37,44 @@ class AttributeWatch:
         """Watch one step of a kind (`training_step` for example)."""
         most = None if kind not in self._kinds else 1
         modules = [module for watched in self.replicas.modules()[1:] for module in watched[:most]]
-        before = [attribute_values(module) for module in modules]
+        before = [tuple(module.__dict__.values()) for module in modules]
         yield
         self._kinds.add(kind)
         for module, values in zip(modules, before, strict=True):
-            if not are_same(values, attribute_values(module)):
+            if not _are_same(values, tuple(module.__dict__.values())):
                 self._warn(module, values, kind)
 
     def _warn(self, module: nn.Module, before: tuple[Any, ...], kind: str) -> None:
         old = list(before) + [None] * (len(module.__dict__) - len(before))
         for (name, value), previous in zip(module.__dict__.items(), old, strict=False):
             key = (type(module).__name__, name)
-            if value is not previous and not are_same((value,), (previous,)) and key not in self._warned:
+            if value is not previous and not _are_same((value,), (previous,)) and key not in self._warned:
                 self._warned.add(key)
                 rank_zero_warn(
                     f"{self.strategy}: {key[0]}.{name} was assigned on a replica in {kind} and is lost: only "
                     "the first device's value is kept. Use self.log, a torchmetrics metric, or return it from the step."
                 )
+
+
+def _are_same(values: tuple[Any, ...], others: tuple[Any, ...]) -> bool:
+    """Whether two tuples hold the same objects, or equal ones of simple types.
+
+    Two tensors are never compared by value: to read the result would wait for the device.
+    """
+    return len(values) == len(others) and all(map(_is_same, values, others))
+
+
+def _is_same(value: Any, other: Any) -> bool:
+    if value is other or type(value) is not type(other) or isinstance(value, Tensor):
+        return value is other
+    if isinstance(value, (list, tuple)):
+        return _are_same(tuple(value), tuple(other))
+    if isinstance(value, dict):
+        return value.keys() == other.keys() and all(_is_same(item, other[key]) for key, item in value.items())
+    try:
+        return bool(value == other)
+    except (RuntimeError, ValueError):
+        return False  # arrays have no single truth value
 
 
 @dataclass

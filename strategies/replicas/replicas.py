@@ -32,11 +32,6 @@ from ._hidden_writes import HiddenWrites, is_shared
 from ._module_copy import HOOKS, ModuleCopy
 
 
-def attribute_values(module: nn.Module) -> tuple[Any, ...]:
-    """The values of a module's attributes, in the order in which they were first set."""
-    return tuple(module.__dict__.values())
-
-
 def hook_numbers(module: nn.Module) -> tuple[tuple[int, ...], ...]:
     """The numbers of a module's hooks, which torch gives out once, in their order."""
     return tuple([tuple(module.__dict__[key]) for key in HOOKS])
@@ -48,27 +43,6 @@ def _added(module: nn.Module, before: Sequence[Sequence[int]]) -> list[list[int]
         [number for number in module.__dict__[key] if number not in known]
         for key, known in zip(HOOKS, before, strict=True)
     ]
-
-
-def are_same(values: tuple[Any, ...], others: tuple[Any, ...]) -> bool:
-    """Whether two tuples hold the same objects, or equal ones of simple types.
-
-    Two tensors are never compared by value: to read the result would wait for the device.
-    """
-    return len(values) == len(others) and all(map(_is_same, values, others))
-
-
-def _is_same(value: Any, other: Any) -> bool:
-    if value is other or type(value) is not type(other) or isinstance(value, Tensor):
-        return value is other
-    if isinstance(value, (list, tuple)):
-        return are_same(tuple(value), tuple(other))
-    if isinstance(value, dict):
-        return value.keys() == other.keys() and all(_is_same(item, other[key]) for key, item in value.items())
-    try:
-        return bool(value == other)
-    except (RuntimeError, ValueError):
-        return False  # arrays have no single truth value
 
 
 _Leader: TypeAlias = tuple[nn.Module, nn.Module, dict[str, Any], tuple[tuple[int, ...], ...]]
