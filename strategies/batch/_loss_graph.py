@@ -129,7 +129,8 @@ class _Graph:
         dims = dims if isinstance(dims, tuple) else () if dims is None else (dims,)
         if kind in _KEEP_ROWS or not dims:
             return False
-        sizes = _saved(node, "self_sym_sizes") or (num,) * (len(shape) + _removed(node, len(dims)))
+        num_removed = len(dims) if _saved(node, "keepdim") is False else 0
+        sizes = _saved(node, "self_sym_sizes") or (num,) * (len(shape) + num_removed)
         return len(sizes) > 0 and sizes[0] % num == 0 and any(_signed(dim) % len(sizes) == 0 for dim in dims)
 
     def _is_stretched(self, node: Node, shape: tuple[int, ...]) -> bool:
@@ -183,11 +184,6 @@ def _shape(node: Node) -> tuple[int, ...]:
     """The shape of what an operation has computed."""
     metadata = of_torch.input_metadata(node)
     return tuple(metadata[0].shape) if metadata else ()
-
-
-def _removed(node: Node, num_dims: int) -> int:
-    """The dimensions that an operation over `num_dims` of them has removed."""
-    return num_dims if _saved(node, "keepdim") is False else 0
 
 
 def _signed(number: int) -> int:

@@ -166,7 +166,9 @@ class LogRecorder:
         if not isinstance(values[0], (Tensor, int, float)):
             return self._original(values[0])
         if any(isinstance(value, Tensor) for value in values):
-            values = [_on_device(value, self._device) for value in values]
+            values = [
+                v.to(self._device).reshape(()) if isinstance(v, Tensor) else scalar(v, self._device) for v in values
+            ]
         if reduction in _MAX:
             return torch.stack(values).max() if isinstance(values[0], Tensor) else max(values)
         if reduction in _MIN:
@@ -179,7 +181,3 @@ class LogRecorder:
 def _kept(value: Tensor, options: dict[str, Any]) -> Tensor:
     """Keep the value as it is now: `loss += penalty` after `self.log("loss", loss)` must not change it."""
     return value.clone() if options.get("enable_graph") else value.detach().clone()
-
-
-def _on_device(value: Any, device: torch.device) -> Tensor:
-    return value.to(device).reshape(()) if isinstance(value, Tensor) else scalar(value, device)

@@ -65,7 +65,7 @@ class BatchStructure:
         self._declared = DeclaredDims(options or {}, prefix)
         self._evidence = evidence or Evidence()
         self._root = root
-        self._roles: dict[tuple[Path, bool], str] = {}
+        self._roles: dict[tuple[Path, bool], Any] = {}
         self._asks = False
         self._assumed: dict[Path, Any] | None = {}
 
@@ -298,8 +298,7 @@ class BatchStructure:
     def _role(self, value: Any, path: Path) -> Role:
         """The role of a value of a batch that was learned."""
         if is_array(value) or is_sequence(value):
-            known: Any = self._roles.get((path, is_array(value)), "structure")
-            return known
+            return self._roles.get((path, is_array(value)), "structure")
         return "shared" if self._declared.word(path) == "shared" else "structure"
 
 

@@ -318,14 +318,11 @@ class Checkpoint(ModelCheckpoint):
             self.best_model_path = kept[-1] if kept else ""
             return
         best, worst = (min, max) if self.mode == "min" else (max, min)
-        self.best_model_path = best(self.best_k_models, key=self._score_of, default="")
+        self.best_model_path = best(self.best_k_models, key=lambda path: self.best_k_models[path], default="")
         self.best_model_score = self.best_k_models.get(self.best_model_path)
-        self.kth_best_model_path = worst(self.best_k_models, key=self._score_of, default="")
+        self.kth_best_model_path = worst(self.best_k_models, key=lambda path: self.best_k_models[path], default="")
         if self.kth_best_model_path:
             self.kth_value = self.best_k_models[self.kth_best_model_path]
-
-    def _score_of(self, path: str) -> float:
-        return float(self.best_k_models[path])
 
     @override
     def _remove_checkpoint(self, trainer: pl.Trainer, filepath: str) -> None:

@@ -90,7 +90,7 @@ def batch_mover(plan: HookPlan) -> Callable[[Batch, int], Batch]:
         return _with_hooks(plan)
     contract = plan.contract
     device = contract.meeting_device or plan.strategy.root_device
-    move = to_cpu if device.type == "cpu" else _to(device)
+    move: Callable[[Batch, int], Batch] = to_cpu if device.type == "cpu" else lambda batch, _: from_host(batch, device)
     return move if isinstance(contract, NothingToDo) else _after(contract.begin_batch, move)
 
 
@@ -123,7 +123,3 @@ def to_cpu(batch: Batch, dataloader_idx: int = 0) -> Batch:
         else:
             return kind(batch)
     return move_data_to_device(batch, torch.device("cpu"))
-
-
-def _to(device: torch.device) -> Callable[[Batch, int], Batch]:
-    return lambda batch, _: from_host(batch, device)

@@ -117,7 +117,8 @@ class LeanLog(ModuleLog):
             metric: Any = results.get(key)
             if metric is not None and results.ranks is not None:
                 copy = value.detach().clone().reshape(()) if isinstance(value, Tensor) else None
-                size = self._batch_size(results, batch_size) if _counts_samples(metric) else 1
+                counts_samples = metric.is_tensor and metric.meta.on_epoch and metric.meta.is_mean_reduction
+                size = self._batch_size(results, batch_size) if counts_samples else 1
                 if batch_size is not None and results.share is not None:
                     results.note_given(metric, value if copy is None else copy, size)
                 if results.tracked is not None:
@@ -197,10 +198,6 @@ def shares_states(collection: MetricCollection) -> bool:
                 if own[name] is not states[name]:
                     return False
     return True
-
-
-def _counts_samples(metric: Any) -> bool:
-    return metric.is_tensor and metric.meta.on_epoch and metric.meta.is_mean_reduction
 
 
 def _samples(batch: Any) -> int:
