@@ -10,6 +10,7 @@ import types
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from operator import is_
 from typing import Any
 
 import torch
@@ -230,19 +231,20 @@ class ModuleCopy:
         handle.id = value.id
         return handle
 
+    def _cell(self, cell: types.CellType) -> types.CellType:
+        try:
+            content = cell.cell_contents
+        except ValueError:
+            return cell  # an empty one
+        translated = self._translated(content)
+        return cell if translated is content else types.CellType(translated)
+
     def _function(self, value: types.FunctionType) -> Any:
         """Rebind a closure over the module, such as a wrapper around one of its methods."""
-        cells = list(value.__closure__ or ())
-        contents = [self._translated(cell.cell_contents) if _is_filled(cell) else None for cell in cells]
-        changed = [
-            _is_filled(cell) and new is not cell.cell_contents for cell, new in zip(cells, contents, strict=True)
-        ]
-        if not any(changed):
+        cells = value.__closure__ or ()
+        closure = tuple(self._cell(cell) for cell in cells)
+        if all(map(is_, closure, cells)):
             return value
-        closure = tuple(
-            types.CellType(new) if differs else cell
-            for cell, new, differs in zip(cells, contents, changed, strict=True)
-        )
         function = types.FunctionType(value.__code__, value.__globals__, value.__name__, value.__defaults__, closure)
         function.__kwdefaults__ = value.__kwdefaults__
         function.__dict__.update(value.__dict__)
@@ -257,14 +259,6 @@ def copy_metric(metric: Any, device: torch.device, memo: dict[int, Any]) -> Any:
         # every member keeps its own state, which is merged
         put(replica, enable_compute_groups=False, groups_checked=False)
     return replica
-
-
-def _is_filled(cell: types.CellType) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018  # an empty cell raises
-    except ValueError:
-        return False
-    return True
 
 
 _TRANSLATORS: dict[type, Any] = {
