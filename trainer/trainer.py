@@ -145,7 +145,7 @@ class Trainer(pl.Trainer):
             super().__init__(strategy=strategy, **kwargs)
         if strategy == "auto":
             self._choose_own_strategy()
-        callbacks: list[Any] = self.callbacks  # pyright: ignore[reportAttributeAccessIssue]  # a list, untyped
+        callbacks: list[Any] = of_lightning.callbacks(self)
         own = {id(callback) for callback in given}  # Lightning's bar, and its timer of `max_time`, are replaced
         callbacks[:] = [RunTimer(cb) if isinstance(cb, Timer) and id(cb) not in own else cb for cb in callbacks]
         bar = self.progress_bar_callback

@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 from torchmetrics import Metric
 
 from .errors import ConfigError
-from .private import of_metrics, of_torch
+from .private import of_lightning, of_metrics, of_torch
 from .private.of_torch import BatchNorm
 
 
@@ -143,10 +143,9 @@ def hooked(name: str, trainer: pl.Trainer, by_user: bool = False) -> bool:
     Args:
         by_user: leave out Lightning's callbacks and this project's.
     """
-    callbacks: list[Any] = getattr(trainer, "callbacks")  # noqa: B009  # not annotated by Lightning
     return is_overridden(name, trainer.lightning_module) or any(
         is_overridden(name, callback, parent=pl.Callback) and (not by_user or _is_users(getattr(callback, name)))
-        for callback in callbacks
+        for callback in of_lightning.callbacks(trainer)
     )
 
 
@@ -162,11 +161,10 @@ def batch_reader(trainer: pl.Trainer) -> str | None:
     """Find a hook of the user's that receives the whole batch, as a name for messages; None if there is none."""
     module: Any = trainer.lightning_module
     data: Any = getattr(trainer, "datamodule", None)
-    callbacks: list[Any] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]  # a list, untyped
     owners = [
         (module, _BATCH_HOOKS + _TRANSFER_HOOKS),
         (data, _TRANSFER_HOOKS),
-        *((callback, _BATCH_HOOKS) for callback in callbacks),
+        *((callback, _BATCH_HOOKS) for callback in of_lightning.callbacks(trainer)),
     ]
     for owner, names in owners:
         for name in names:

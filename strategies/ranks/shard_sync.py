@@ -17,6 +17,7 @@ from typing_extensions import override
 
 from ..core.errors import ConfigError
 from ..core.patching import Replacement, replaced
+from ..core.private import of_lightning
 from ..pipeline.module_parts import find_parts
 from ..sharding.deferred import DeferredTensors
 from ..sharding.originals import Originals
@@ -88,7 +89,7 @@ class ShardSync(GradientSync):
         accelerator.setup(trainer)
         fits = trainer.state.fn == TrainerFn.FITTING
         if fits:
-            verify_callbacks(_callbacks(trainer))
+            verify_callbacks(of_lightning.callbacks(trainer))
             strategy.sync_layers()
         strategy.precision_plugin.convert_module(module)
         originals = Originals(module)
@@ -102,7 +103,7 @@ class ShardSync(GradientSync):
                 self._toggles = [Replacement(module, name, self._toggle) for name in names]
             strategy.setup_optimizers(trainer)
             originals.give_shards(strategy.optimizers)
-            originals.verify_unheld((module, *_callbacks(trainer)))
+            originals.verify_unheld((module, *of_lightning.callbacks(trainer)))
             verify_optimizers(strategy.optimizers)
         strategy.setup_precision_plugin()
         self._calls = WholeCalls(self._shards, agreement.note)
@@ -303,15 +304,10 @@ def part_names(module: nn.Module, shard: Shard = "auto") -> list[str]:
     return automatic_parts(module, [part.name for part in find_parts(module) if not part.loose])
 
 
-def _callbacks(trainer: pl.Trainer) -> list[Any]:
-    return getattr(trainer, "callbacks")  # noqa: B009  # not annotated by Lightning
-
-
 def _copies(trainer: pl.Trainer, module: pl.LightningModule) -> list[nn.Module]:
     """The copies of the module that callbacks keep, such as those of a moving average."""
-    kept = [
-        value for callback in _callbacks(trainer) for value in vars(callback).values() if isinstance(value, nn.Module)
-    ]
+    held = [value for callback in of_lightning.callbacks(trainer) for value in vars(callback).values()]
+    kept = [value for value in held if isinstance(value, nn.Module)]
     modules = [value.module if isinstance(value, AveragedModel) else value for value in kept]
     return [copy for copy in modules if copy is not module and _shapes(copy) == _shapes(module)]
 

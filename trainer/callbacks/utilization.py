@@ -77,8 +77,7 @@ class Utilization(pl.Callback):
     @override
     def on_train_batch_end(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
         self._phases.enter(None)
-        callbacks: list[Any] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]  # a list, untyped
-        times = next((c.times for c in callbacks if isinstance(c, RunSummary)), None)
+        times = next((c.times for c in of_lightning.callbacks(trainer) if isinstance(c, RunSummary)), None)
         if times is None or times is self._seen:
             return
         self._seen = times

@@ -84,7 +84,7 @@ class RunTimer(Timer):
 
 def is_time_over(trainer: pl.Trainer) -> bool:
     """Whether a run stops because its time is over, by rank 0's clock; every rank must call it."""
-    timers = [callback for callback in trainer.callbacks if isinstance(callback, Timer)]  # pyright: ignore[reportAttributeAccessIssue]  # a list, untyped
+    timers = [callback for callback in of_lightning.callbacks(trainer) if isinstance(callback, Timer)]
     if not timers or not trainer.should_stop:
         return False
     over = any((rest := timer.time_remaining()) is not None and rest <= 0 for timer in timers)

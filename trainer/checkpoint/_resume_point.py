@@ -98,8 +98,8 @@ class EndOfRun:
             return cls(copied)
         loops = of_lightning.get_loops_state_dict(of_lightning.connector(trainer))()
         entries = {"epoch": trainer.current_epoch, "global_step": trainer.global_step, "loops": loops}
-        found: list[Any] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]  # a list, untyped
-        callbacks = {cb.state_key: cb.state_dict() for cb in found if not isinstance(cb, LightningCheckpoint)}
+        found = (cb for cb in of_lightning.callbacks(trainer) if not isinstance(cb, LightningCheckpoint))
+        callbacks = {cb.state_key: cb.state_dict() for cb in found}
         return cls(copied, copy.deepcopy(entries), Snapshot().take(callbacks))
 
     def put_into(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:

@@ -263,8 +263,7 @@ class ResumingFitLoop(FitLoop):
         if own is not None:
             _run_state.restore(self.trainer, own)
         if self.resumed.is_between_batches:  # what these set at the epoch's start holds for the rest of it
-            callbacks: list[Any] = self.trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]  # a list, untyped
-            for callback in callbacks:
+            for callback in of_lightning.callbacks(self.trainer):
                 if isinstance(callback, (GradientAccumulationScheduler, StochasticWeightAveraging)):
                     callback.on_train_epoch_start(self.trainer, self.trainer.lightning_module)
         _logged_rows.withdraw_later_points(self.trainer)

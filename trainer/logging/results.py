@@ -79,7 +79,7 @@ class LeanResults(of_lightning.ResultCollection):
         """Whether a scheduler or callback monitors a step value, by which ranks would decide each for itself."""
         if not self.training or self.ranks is None:
             return False
-        configs, callbacks = self.trainer.lr_scheduler_configs, self.trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]  # a list, untyped
+        configs, callbacks = self.trainer.lr_scheduler_configs, of_lightning.callbacks(self.trainer)
         by_step = {config.monitor for config in configs if config.interval == "step"}
         monitored = {config.monitor for config in configs} | {getattr(one, "monitor", None) for one in callbacks}
         return name in by_step or f"{name}_step" in monitored or (name in monitored and not on_epoch)

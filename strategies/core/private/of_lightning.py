@@ -94,6 +94,7 @@ COLLECTED = ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics")
 accelerator_connector = attrgetter("_accelerator_connector")
 active_loop = attrgetter("_active_loop")
 callback_metrics = attrgetter("_callback_metrics")
+callbacks = attrgetter("callbacks")  # a list that Lightning does not declare
 connector = attrgetter("_checkpoint_connector")
 evaluation_loop = attrgetter("_evaluation_loop")
 first_loop_iter = attrgetter("_first_loop_iter")

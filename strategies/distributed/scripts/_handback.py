@@ -30,7 +30,6 @@ _LIBRARIES = ("pytorch_lightning", "lightning", "lightning_fabric", "evener", "t
 def known_objects(trainer: pl.Trainer) -> dict[str, Any]:
     """List by name what a script has before its ranks start, in the script and in each rank alike."""
     module = trainer.lightning_module
-    callbacks: list[Any] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]  # a list, untyped
     known: dict[str, Any] = {
         "trainer": trainer,
         "strategy": trainer.strategy,
@@ -39,7 +38,7 @@ def known_objects(trainer: pl.Trainer) -> dict[str, Any]:
         **{f"loop {name}": loop for name, loop in _loops(trainer)},
         **{f"module {name}": child for name, child in module.named_modules()},
         **{f"parameter {name}": parameter for name, parameter in module.named_parameters()},
-        **{f"callback {i}": callback for i, callback in enumerate(callbacks)},
+        **{f"callback {i}": callback for i, callback in enumerate(of_lightning.callbacks(trainer))},
         **{f"logger {i}": logger for i, logger in enumerate(trainer.loggers)},
     }
     return {name: value for name, value in known.items() if value is not None}
@@ -59,7 +58,7 @@ def pack(trainer: pl.Trainer, known: Mapping[str, Any], results: Any) -> bytes:
             for name, value in known.items()
             if isinstance(value, nn.Parameter)
         },
-        "callbacks": trainer.callbacks,  # pyright: ignore[reportAttributeAccessIssue]  # a list, untyped
+        "callbacks": of_lightning.callbacks(trainer),
         "metrics": dict(zip(_METRICS, [dict(values) for values in metrics], strict=True)),
         "first_loop_iter": of_lightning.first_loop_iter(connector),
         "state": trainer.state,
