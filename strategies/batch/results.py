@@ -167,15 +167,11 @@ def are_equal(parts: Sequence[Any]) -> bool:
 
 def _reduced(parts: list[Any], weights: list[int] | None, device: torch.device | None) -> Any:
     if isinstance(parts[0], Tensor):
-        where = device or parts[0].device
-        moved_parts = [part.to(where) for part in parts]
-        if weights is None:
-            return torch.stack(moved_parts).sum(0)
-        weighted = [part * weight for part, weight in zip(moved_parts, weights, strict=True)]
-        return torch.stack(weighted).sum(0) / sum(weights)
-    if weights is None:
-        return sum(parts[1:], start=parts[0])
-    return sum(part * weight for part, weight in zip(parts, weights, strict=True)) / sum(weights)
+        parts = [part.to(device or parts[0].device) for part in parts]
+    if weights is not None:
+        parts = [part * weight for part, weight in zip(parts, weights, strict=True)]
+    total = torch.stack(parts).sum(0) if isinstance(parts[0], Tensor) else sum(parts[1:], start=parts[0])
+    return total if weights is None else total / sum(weights)
 
 
 def _verify_lengths(parts: list[Any], sizes: list[int], root: str, path: Path) -> None:
