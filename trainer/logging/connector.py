@@ -138,13 +138,11 @@ class LeanLoggerConnector(of_lightning.LoggerConnector):
 
     @override
     def on_batch_start(self, batch: Batch, dataloader_idx: int | None = None) -> None:
-        results: Any = of_lightning.results(self.trainer)
-        self.start_batch(results, batch, dataloader_idx)
+        self.start_batch(of_lightning.results(self.trainer), batch, dataloader_idx)
 
     @override
     def on_batch_end(self) -> None:
-        results: Any = of_lightning.results(self.trainer)
-        self.finish_batch(results)
+        self.finish_batch(of_lightning.results(self.trainer))
 
     @override
     def epoch_end_reached(self) -> None:
