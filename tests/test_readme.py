@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -64,7 +65,7 @@ def test_every_requirement_is_pinned_once_for_each_python(python: str) -> None:
     applying = [pin.name for pin in pins if pin.marker is None or pin.marker.evaluate(machine)]
     assert len(applying) == len(set(applying))
     required = re.findall(
-        r'^    "([\w-]+)(?:\[\w+\])?[><=]', PYPROJECT.partition("third_party = [")[0], flags=re.MULTILINE
+        r'^    "([\w-]+)(?:\[\w+\])?[><=]', PYPROJECT.partition("third-party = [")[0], flags=re.MULTILINE
     )
     assert {"torch", "pytorch-lightning", "import-linter"} < set(required)
     assert set(required) <= set(applying)
@@ -76,3 +77,11 @@ def test_the_table_of_versions_has_what_pyproject_allows() -> None:
     allowed = Requirement(re.findall(r'"(torch[><=].*?)"', PYPROJECT)[0]).specifier
     torches = [f"2.{minor}" for minor in range(40) if f"2.{minor}" in allowed]
     assert sorted({torch for _, torch in rows}) == torches
+
+
+def test_the_names_of_extras_are_in_normal_form() -> None:
+    """Those with an underscore are in the metadata with a hyphen, so that an older pip does not find them."""
+    extras = PYPROJECT.partition("[project.optional-dependencies]\n")[2].partition("\n[")[0]
+    names = re.findall(r"^([\w.-]+) = \[", extras, flags=re.MULTILINE)
+    assert "test" in names
+    assert names == [canonicalize_name(name) for name in names]

@@ -1,6 +1,6 @@
 """LightningModules of other projects train unchanged, and as one device does.
 
-Needs `pip install torch==2.13.0 -e ".[test,third_party]"` in an environment of its own; see docs/migrating.md.
+Needs `pip install torch==2.13.0 -e ".[test,third-party]"` in an environment of its own; see docs/migrating.md.
 """
 
 import importlib
@@ -128,7 +128,7 @@ def needs(package: str) -> None:
     try:
         importlib.import_module(package)
     except ImportError as exc:
-        pytest.skip(f'{package} is not installed ({exc}); pip install -e ".[third_party]"')
+        pytest.skip(f'{package} is not installed ({exc}); pip install -e ".[third-party]"')
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -33,7 +33,7 @@ rank 0's own, as in Lightning.
 Written by `python tests/zoo/table.py docs/zoo.md` in an environment of its own, with {versions}:
 
 ```bash
-pip install torch==2.13.0 -e ".[test,third_party]"
+pip install torch==2.13.0 -e ".[test,zoo]"
 pip install --no-deps torchvision==0.28.0 && tests/zoo/torchvision_on_cpu.sh  # the registry has a CUDA build only
 pytest -m slow tests/zoo
 ```

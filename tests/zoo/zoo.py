@@ -415,5 +415,5 @@ def needs(*packages: str, allow_module_level: bool = False) -> None:
         try:
             importlib.import_module(package)
         except Exception as exc:  # noqa: BLE001  # compiled parts that do not load raise anything
-            reason = f'{package} is not there ({type(exc).__name__}: {exc}); pip install -e ".[third_party]"'
+            reason = f'{package} is not there ({type(exc).__name__}: {exc}); pip install -e ".[zoo]"'
             pytest.skip(reason, allow_module_level=allow_module_level)

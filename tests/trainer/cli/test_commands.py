@@ -35,7 +35,8 @@ CANNOT_RUN = {
     'pip install -c constraints.txt torch -e ".[examples]"': "needs a network",
     'pip install -c constraints.txt torch -e ".[test]"': "needs a network; .ci/run runs it",
     'pip install -e ".[examples]"': "needs a network",
-    'pip install torch==2.13.0 -e ".[test,third_party]"': "needs a network",
+    'pip install torch==2.13.0 -e ".[test,third-party]"': "needs a network",
+    'pip install torch==2.13.0 -e ".[test,zoo]"': "needs a network",
     'pip install "evener[examples]"': "needs a network",
     'pip install -e ".[slurm]"': "needs a network",
     "pip install evener": "needs a network",
@@ -58,7 +59,7 @@ CANNOT_RUN = {
         "needs Lightning's own tests"
     ),
     "python tests/libraries/libraries.py terratorch": "needs terratorch",
-    "python tests/zoo/table.py docs/zoo.md": "needs the packages of the extra third_party",
+    "python tests/zoo/table.py docs/zoo.md": "needs the packages of the extra zoo",
     "pip install --no-deps torchvision==0.28.0 && tests/zoo/torchvision_on_cpu.sh": "needs a network",
     "pytest -m slow tests/zoo": "runs tests, as this does",
     "python src/eval.py": "is lightning-hydra-template's",
