@@ -7,7 +7,7 @@ import signal
 import sys
 import threading
 from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -90,9 +90,11 @@ def _launch(cfg: DictConfig, num_processes: int, forks: bool) -> Result:
             with frozen_workers_killed(), signal_handlers_kept() as handlers:
                 if forks:
                     prepare(cfg)
-                    agents_log = logging.getLogger(elastic_processes.__name__)
-                    # a failure is told below
-                    with replaced(agents_log, "disabled", True), forking():
+                    agents_logs = map(logging.getLogger, (elastic_processes.__name__, ProcessContext.__module__))
+                    with ExitStack() as stack:
+                        for log in agents_logs:  # a failure is told below
+                            stack.enter_context(replaced(log, "disabled", True))
+                        stack.enter_context(forking())
                         elastic_launch(config, entrypoint=run_forked)(cfg, scratch, handlers)
                 else:
                     config_file = scratch / "config.yaml"
