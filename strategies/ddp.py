@@ -31,6 +31,7 @@ class DDPStrategy(RankStrategy):
             `always`, `except_last`, or names of submodules.
         verify_loss: refuse a loss that is not the mean over samples: where autograd's graph of the first step does not
             show that it is one, some samples are tried alone and together. False weights it by samples nevertheless.
+            Likewise for what `training_step` writes to the module by the samples of a part of the batch.
         compression: compression of gradients between ranks: `fp16`, `bf16`, `powersgd`, or None.
         **options: options of `RankStrategy` (`timeout_s`, `start_method`, ...) and of
             `torch.nn.parallel.DistributedDataParallel`: `find_unused_parameters`, `static_graph`,

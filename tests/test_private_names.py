@@ -492,6 +492,9 @@ def test_names_of_torch_do_what_they_are_read_for(tmp_path: Path) -> None:
     layer = nn.Linear(1, 1)
     hook = layer.register_forward_pre_hook(lambda module, args: None)
     assert list(of_torch.forward_pre_hooks(layer)) == [hook.id]
+    layer.register_buffer("kept", torch.zeros(1))
+    layer.register_buffer("scratch", torch.zeros(1), persistent=False)
+    assert of_torch.non_persistent_buffers(layer) == {"scratch"}
     of_torch.apply(layer)(torch.Tensor.double)
     assert layer.weight.dtype == torch.float64
     replica = of_torch.replicate_for_data_parallel(layer)()

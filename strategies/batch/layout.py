@@ -17,6 +17,7 @@ from typing_extensions import override
 
 from ..core.module_checks import end_of_step
 from .run_structures import RunStructures
+from .state_watch import StateWatch
 
 
 class Layout(Protocol):
@@ -27,11 +28,13 @@ class Layout(Protocol):
         losses: what the last training step logged, or returned, as its loss.
         inspect: if set, gets what the module's training step has returned for each part of a batch, before its backward
             pass, and the number of samples in it, if the layout knows.
+        states: if set, watches what each part of a batch does to the module.
     """
 
     devices: list[torch.device]
     losses: list[Tensor]
     inspect: Callable[[Any, float | None], None] | None = None
+    states: StateWatch | None = None
 
     @property
     def meeting_device(self) -> torch.device:

@@ -15,12 +15,14 @@ from ..core.errors import ConfigError
 from ..core.loop_contract import StepContract, run_backward
 from ..core.module_log import restore_logs
 from ..core.optimizer_states import load_states, state_to_parameters
+from ..core.patching import replaced
 from ..core.rng import seed_rank
 from ..core.types import Batch, Device
 from .batch_dims import BatchDims, verify_batch_dims
 from .layout import Layout, drop_layout, evaluation_step
 from .loss_check import LossCheck
 from .run_structures import RunStructures
+from .state_watch import StateWatch
 
 
 class OneProcessStrategy(pl_strategies.SingleDeviceStrategy):
@@ -29,7 +31,8 @@ class OneProcessStrategy(pl_strategies.SingleDeviceStrategy):
     Args:
         devices: the devices; None takes the trainer's.
         batch_dims: which dimensions of the batch are samples, by path, where that can't be found out.
-        verify_loss: refuse a loss that is not the mean over samples, if batches are cut.
+        verify_loss: refuse a loss that is not the mean over samples, if batches are cut, and state of the module that
+            `training_step` computes from a part of the batch.
     """
 
     def __init__(
@@ -39,6 +42,7 @@ class OneProcessStrategy(pl_strategies.SingleDeviceStrategy):
         self.structures = RunStructures(self._batch_dims)
         self._verifies_loss = verify_loss
         self._loss_check: LossCheck | None = None
+        self._states: StateWatch | None = None
         super().__init__(device="cpu")
         self._parallel_devices = [torch.device(device) for device in devices or ()]
 
@@ -127,18 +131,25 @@ class OneProcessStrategy(pl_strategies.SingleDeviceStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        step = self.layout.step if self._loss_check is None else self._first_step
+        step = self.layout.step if self._states is None else self._first_step
         with self.precision_plugin.train_step_context():
             return step("training_step", *args, **kwargs)
 
     def _first_step(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        module, check, self._loss_check = self.lightning_module, self._loss_check, None
+        module, states = self.lightning_module, self._states
+        check, self._loss_check = self._loss_check, None
         assert module is not None
-        assert check is not None
-        check.open(module, self.layout)
-        output = self.layout.step(name, *args, **kwargs)
-        num = self.structures.of_batch(module.trainer).num_samples(args[0])
-        check.tell(check.close(self, num, args, kwargs, nullcontext))
+        assert states is not None
+        if check is not None:
+            check.open(module, self.layout)
+        with replaced(self.layout, "states", states):
+            output = self.layout.step(name, *args, **kwargs)
+        states.close()
+        if states.has_ended:
+            self._states = None
+        if check is not None:
+            num = self.structures.of_batch(module.trainer).num_samples(args[0])
+            check.tell(check.close(self, num, args, kwargs, nullcontext))
         return output
 
     def evaluate(self, step: str, context: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
@@ -176,7 +187,9 @@ class OneProcessStrategy(pl_strategies.SingleDeviceStrategy):
         assert self.lightning_module is not None
         self.layout.verify_loaders()
         self.layout.weights_changed()
-        self._loss_check = LossCheck(self.strategy_name) if self._verifies_loss and self.layout.cut_by else None
+        is_cut = bool(self.layout.cut_by)
+        self._loss_check = LossCheck(self.strategy_name) if self._verifies_loss and is_cut else None
+        self._states = StateWatch(self.strategy_name, self._verifies_loss) if is_cut else None
         if not self.lightning_module.trainer.fit_loop.restarting:  # a resumed run restores its saved streams
             seed_rank(0, self.process_devices)
 

@@ -8,7 +8,7 @@ import torch
 from pytorch_lightning.trainer.states import TrainerFn
 from pytorch_lightning.utilities.model_helpers import is_overridden
 from pytorch_lightning.utilities.signature_utils import is_param_in_hook_signature
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torchmetrics import Metric
 
@@ -82,18 +82,23 @@ def ended(module: pl.LightningModule | None, output: Any) -> Any:
     return output if end is None else end(output)
 
 
+def is_plain(tensor: Tensor) -> bool:
+    """Whether a tensor has elements of its own on one device, and counts writes to them."""
+    return not is_lazy(tensor) and not tensor.is_meta and not tensor.is_inference() and type(tensor.detach()) is Tensor
+
+
 def has_nan(module: torch.nn.Module) -> bool:
     """Whether parameters of this process contain nan, which no later step repairs; waits for their devices.
 
     Args:
         module: its parameters may lie on several devices, or be this rank's shards.
     """
-    found: dict[torch.device, torch.Tensor] = {}
+    found: dict[torch.device, Tensor] = {}
     for parameter in module.parameters():
         if is_lazy(parameter) or not (parameter.is_floating_point() or parameter.is_complex()):
             continue
         whole: Any = parameter.detach()
-        local: torch.Tensor = whole.to_local() if hasattr(whole, "to_local") else whole
+        local: Tensor = whole.to_local() if hasattr(whole, "to_local") else whole
         # a sum reads the values once, and with a nan among them it is nan
         local = local.float() if local.element_size() == 1 else local  # torch can't sum float8
         nan = local.sum(dtype=torch.float32 if local.element_size() < 4 else None).isnan()

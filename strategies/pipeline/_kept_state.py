@@ -22,6 +22,7 @@ from typing_extensions import override
 
 from ..core.module_checks import is_compiled, is_metric
 from ..core.patching import replaced
+from ..core.private.of_torch import BatchNorm
 from ._recomputed_call import is_recomputing
 from .schedule import Phase
 
@@ -65,6 +66,7 @@ class KeptState:
     @contextmanager
     def _watching_step(self) -> Generator[None]:
         before = [dict(part.__dict__) for part in self._modules]
+        versions = self._versions()
         collections = [value for values in before for key, value in values.items() if _is_collection(key, value)]
         lengths = list(map(len, collections))
         grown: list[bool] = []
@@ -88,6 +90,7 @@ class KeptState:
         self._draws = not torch.equal(random_state, get_rng_state())
         self._num_hooks = RemovableHandle.next_id
         changed = any(_differ(old, part.__dict__) for old, part in zip(before, self._modules, strict=True))
+        changed |= versions != self._versions()
         draws_again = self._draws and any(saves)
         self.keeps_state = changed or any(grown) or self._num_hooks != num_hooks or self._has_hooks() or draws_again
 
@@ -109,6 +112,11 @@ class KeptState:
             self._num_hooks = RemovableHandle.next_id
         self.nests_backward = len(begun) > 1
         self.keeps_state |= self._draws and any(called)
+
+    def _versions(self) -> list[tuple[int, int]]:
+        """What tells whether buffers are written to, but for BatchNorm's, which each micro-batch updates."""
+        parts = [part for part in self._modules if not isinstance(part, BatchNorm)]
+        return [(id(b), b._version) for part in parts for b in part.buffers(recurse=False) if not b.is_inference()]
 
     def _has_hooks(self) -> bool:
         hooks = (number for part in self._modules for key in _HOOKS for number in part.__dict__.get(key, ()))

@@ -1,7 +1,7 @@
 """Lay a module out as stages: one copy, cut across the devices of the process; a batch may be cut in time."""
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -26,6 +26,7 @@ from ..core.errors import ConfigError
 from ..core.module_checks import end_of_step, ended, has_batchnorm, hooked, resting_device, verify_takes_batches
 from ..core.optimizer_states import unwrapped
 from ..core.types import Batch
+from ._carried_state import CarriedState
 from ._gradients import EarlyGradients
 from ._microbatches import MicroBatches, MicroBatchLogs
 from ._reduction import Reduction
@@ -57,6 +58,7 @@ class StageLayout(Layout):
         self.losses: list[Tensor] = []
         self.structures = RunStructures()
         self._microbatches = MicroBatches(self.stages)
+        self._carried = CarriedState(nn.Module())
         self._logs: MicroBatchLogs | None = None
         self._module: pl.LightningModule | None = None
         self._has_batchnorm = False
@@ -177,7 +179,7 @@ class StageLayout(Layout):
     def _cut_anew(self, module: nn.Module) -> None:
         """Run micro-batches, and record what they log, on the stages as they are cut now."""
         self._microbatches.shutdown()
-        self._microbatches = MicroBatches(self.stages, module)
+        self._microbatches, self._carried = MicroBatches(self.stages, module), CarriedState(module)
         if self._logs is not None:
             self._logs.close()
         self._logs = MicroBatchLogs(module, self.options.num_microbatches, self.stages.meeting_device)
@@ -207,10 +209,12 @@ class StageLayout(Layout):
         chunks = self._batch_structure.split(batch, sizes)
         steps = [partial(step, chunk, *args, **kwargs) for chunk in chunks]
         steps[0] = partial(self._watched, steps[0])
+        if self._carried.may_change or self.states is not None:
+            steps = [partial(self._carrying, i, step) for i, step in enumerate(steps)]
         if self.inspect is not None and end is None and reduction == "mean":
             steps = [partial(self._inspected, step, size) for step, size in zip(steps, sizes, strict=True)]
         gradients = self._gradients(sizes) if end is None else None
-        with logs.recording(), self.stages.reading(batch):
+        with logs.recording(), self.stages.reading(batch), self._carried.step():
             outputs = self._microbatches.run(names, steps, gradients, logs.run)
         if end is not None:
             logs.replay(sizes)
@@ -255,6 +259,12 @@ class StageLayout(Layout):
         assert self.inspect is not None
         self.inspect(output, size)
         return output
+
+    def _carrying(self, number: int, call: Callable[[], Any]) -> Any:
+        assert self._module is not None
+        states = nullcontext() if self.states is None else self.states.part(self._module)
+        with self._carried.microbatch(number), states:
+            return call()
 
     def _watched(self, call: Callable[[], Any]) -> Any:
         with self.stages.watched():

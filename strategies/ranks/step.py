@@ -16,15 +16,17 @@ from typing_extensions import override
 from ..batch.layout import SingleLayout
 from ..batch.loss_check import LossCheck
 from ..batch.loss_weight import loss_weight, weighs_in_loop
+from ..batch.state_watch import StateWatch
 from ..batch.structure import num_samples
 from ..core.loop_contract import StepContract, has_context
+from ..core.patching import replaced
 from ..core.private import of_lightning
 from ..data.combined import verify_side_by_side
 from ..data.loaders import positions
 from ..data.shares import RankShares
 from ..distributed.metrics.run import RunMetrics
 from ..distributed.objects import gather_objects
-from ..distributed.same_weights import Agreement, StateWatch
+from ..distributed.same_weights import Agreement
 from ..distributed.wrapper import StepReduction
 from ..distributed.zero_weight_step import recompute_weights, zero_weight_step
 
@@ -43,7 +45,7 @@ class RankStep(StepContract):
         self._strategy = strategy
         self._verifies_loss = verify_loss
         self._loss_check: LossCheck | None = None
-        self.states = StateWatch(strategy.strategy_name)
+        self.states = StateWatch(strategy.strategy_name, verify_loss)
         self.agreement = Agreement(strategy.strategy_name)
         self.shares = RankShares(1, strategy.strategy_name)
         """This rank's share of the current batch."""
@@ -59,8 +61,10 @@ class RankStep(StepContract):
         self._trainer, self._module = trainer, trainer.lightning_module
         name, num_ranks = self._strategy.strategy_name, self._strategy.world_size
         self.shares = RankShares(num_ranks, name)
-        is_cut = num_ranks > 1 or self._strategy.layout.cut_by
+        is_cut = num_ranks > 1 or bool(self._strategy.layout.cut_by)
         self._loss_check = LossCheck(name) if self._verifies_loss and is_cut else None
+        self.states = StateWatch(name, self._verifies_loss)
+        self.states.has_ended = not is_cut
         self.metrics = RunMetrics(whole=not self._strategy.layout.cut_by)
 
     def begin_pass(self, evaluation: Any) -> None:
@@ -155,8 +159,14 @@ class RankStep(StepContract):
     def _watching(self, module: pl.LightningModule) -> Generator[None]:
         """Watch one of the first steps for what ranks must have in common; every rank must call it."""
         self.agreement.begin_step()
-        with self.states.watching(module):
+        if self.states.has_ended:
             yield
+        else:
+            layout, states, counts = self._strategy.layout, self.states, self.shares.counts
+            cut = replaced(layout, "states", states if counts else None)
+            with cut if layout.cut_by or not counts else states.part(module):
+                yield
+            states.close(gather_objects)
         if not (self.agreement.has_ended or module.automatic_optimization):
             self.agreement.verify_weights(module)
 

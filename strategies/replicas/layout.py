@@ -236,7 +236,7 @@ class ReplicaLayout(Layout):
             )
         results = self.structures.of_results("submodule")
         sizes = results.unequal(self._sizes(num))
-        outputs = self.runner.run("forward", inputs.split((args, kwargs), sizes), sizes)
+        outputs = self.runner.run("forward", inputs.split((args, kwargs), sizes), sizes, self.states)
         return results.join(outputs, sizes, self.devices[0])
 
     def _evaluation_step(self, name: str, batch: Batch, *rest: Any) -> Any:
@@ -261,7 +261,7 @@ class ReplicaLayout(Layout):
         sizes = sizes if results is None else results.unequal(sizes)
         chunks = structure.split(batch, sizes)
         with replaced(self, "_runs", True):
-            return self.runner.run(name, [((chunk, *rest), {}) for chunk in chunks], sizes), sizes
+            return self.runner.run(name, [((chunk, *rest), {}) for chunk in chunks], sizes, self.states), sizes
 
     @property
     def _trainer(self) -> pl.Trainer:

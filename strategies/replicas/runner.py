@@ -11,6 +11,7 @@ from pytorch_lightning import LightningModule
 from torch import nn
 
 from ..batch.log_recorder import LogRecorder
+from ..batch.state_watch import StateWatch
 from ..core.devices import is_accelerator
 from ..core.executor import Executor, Piece
 from ..core.module_checks import is_compiled
@@ -88,13 +89,16 @@ class ReplicaRunner:
         self._measurement = Measurement(memory)
         return self._measurement
 
-    def run(self, method: str, arguments: Sequence[Arguments], sizes: Sequence[int]) -> list[Any]:
+    def run(
+        self, method: str, arguments: Sequence[Arguments], sizes: Sequence[int], states: StateWatch | None = None
+    ) -> list[Any]:
         """Call a method on every replica that has samples.
 
         Args:
             method: name of the method, `training_step` for example.
             arguments: positional and keyword arguments per replica; tensors are moved to its device.
             sizes: samples per replica; a replica without samples is not called.
+            states: watches what each replica does to itself.
 
         Returns:
             The results of the replicas that were called, in order, each on its own device.
@@ -105,6 +109,11 @@ class ReplicaRunner:
         used = [i for i, size in enumerate(sizes) if size > 0]
         self.replicas.before_step(used)
         pieces = [self._piece(i, method, arguments[i], sizes) for i in used]
+        if states is not None:
+            states.begin_call()
+            pieces = [
+                replace(p, call=partial(self._seen, states, i, p.call)) for i, p in zip(used, pieces, strict=True)
+            ]
         if self._measurement is not None:
             pieces = self._measured(self._measurement, pieces, used, sizes)
             self._measurement = None
@@ -167,6 +176,10 @@ class ReplicaRunner:
         name = f"chunk {i + 1} of {len(sizes)}, {sizes[i]} of {sum(sizes)} samples,"
         call = partial(self.logs.run, i, partial(call, *arguments[0], **arguments[1]))
         return Piece(device, name, call if self.stages is None else partial(self._call_on_block, i, call))
+
+    def _seen(self, states: StateWatch, i: int, call: Callable[[], Any]) -> Any:
+        with states.part(self.replicas[i], by_assignment=False):  # `AttributeWatch` tells of those
+            return call()
 
     def _call_on_block(self, i: int, call: Callable[[], Any]) -> Any:
         assert self.stages is not None

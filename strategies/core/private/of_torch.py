@@ -61,6 +61,7 @@ FORWARD_HOOKS, FORWARD_PRE_HOOKS = "_forward_hooks", "_forward_pre_hooks"
 apply = attrgetter("_apply")
 forward_pre_hooks = attrgetter(FORWARD_PRE_HOOKS)
 replicate_for_data_parallel = attrgetter("_replicate_for_data_parallel")
+non_persistent_buffers = attrgetter("_non_persistent_buffers_set")
 compiled_call_impl = attrgetter("_compiled_call_impl")
 orig_mod = attrgetter("_orig_mod")
 

@@ -1,0 +1,105 @@
+"""Have each micro-batch begin with the state of the module with which its step began.
+
+What a step does to the module is done once per micro-batch: a counter would count micro-batches, and spectral norm
+would improve its estimate several times. So what the first micro-batch changes is put back before each other one, and
+what it has left stays. If others leave something else, `batch/state_watch.py` refuses it.
+"""
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from numbers import Number
+from typing import Any
+
+import torch
+from pytorch_lightning import LightningModule
+from torch import Tensor, nn
+
+from ..batch.state_watch import own_parts
+from ..core.module_checks import is_plain
+
+_LIGHTNING = LightningModule().__dict__.keys()
+_MISSING = object()
+
+
+class CarriedState:
+    """Buffers and plain attributes that a step changes, as far as the first step of a run shows.
+
+    Args:
+        module: the placed module; metrics and BatchNorm layers in it are left out.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._owners = [owner for _, part in own_parts(module) for owner in (vars(part), part._buffers)]
+        self._changed: list[tuple[dict[str, Any], str]] | None = None
+        """What a step changes, as a dictionary and a key in it; None before the first step."""
+        self._begun: list[dict[str, Any]] = []
+        self._before: list[Any] = []
+        self._left: list[Any] = []
+
+    @property
+    def may_change(self) -> bool:
+        """Whether a step changes anything, as far as is known."""
+        return self._changed is None or bool(self._changed)
+
+    @contextmanager
+    def microbatch(self, number: int) -> Generator[None]:
+        """Run a micro-batch of a step inside the block, in their order."""
+        if number:
+            self._put([_copy(value) for value in self._before])
+            yield
+            return
+        if self._changed is not None:
+            self._before = [_copy(owner.get(key, _MISSING)) for owner, key in self._changed]
+            yield
+        else:
+            before, copies = [dict(owner) for owner in self._owners], [_copies(owner) for owner in self._owners]
+            yield
+            self._find_changed(before, copies)
+        self._left = [owner.get(key, _MISSING) for owner, key in self._changed or ()]
+
+    @contextmanager
+    def step(self) -> Generator[None]:
+        """Run the micro-batches of a step inside the block; what the first one has left stays."""
+        try:
+            yield
+        finally:
+            self._put(self._left)
+            self._before, self._left = [], []
+
+    def _find_changed(self, before: list[dict[str, Any]], copies: list[dict[str, Any]]) -> None:
+        self._changed, self._before = [], []
+        for owner, old, copied in zip(self._owners, before, copies, strict=True):
+            for key in (old.keys() | owner.keys()) - _LIGHTNING:
+                was, now = old.get(key, _MISSING), owner.get(key, _MISSING)
+                if _is_kept(was) and _is_kept(now) and (was is not now or _is_written(now, copied.get(key))):
+                    self._changed.append((owner, key))
+                    self._before.append(copied.get(key, was))
+
+    def _put(self, values: list[Any]) -> None:
+        for (owner, key), value in zip(self._changed or (), values, strict=False):
+            if value is _MISSING:
+                owner.pop(key, None)
+            else:
+                owner[key] = value
+
+
+def _copies(owner: dict[str, Any]) -> dict[str, Any]:
+    return {key: _copy(value) for key, value in owner.items() if isinstance(value, Tensor)}
+
+
+def _copy(value: Any) -> Any:
+    """A copy of a tensor that may be written to in place."""
+    if isinstance(value, Tensor) and is_plain(value) and not value.requires_grad:
+        return value.detach().clone()
+    return value
+
+
+def _is_written(tensor: Any, copied: Any) -> bool:
+    return isinstance(tensor, Tensor) and copied is not tensor and not torch.equal(tensor, copied)
+
+
+def _is_kept(value: Any) -> bool:
+    """Whether a value can't be written to by those who hold it, is a tensor, or is not there."""
+    if isinstance(value, tuple):
+        return all(map(_is_kept, value))
+    return value is _MISSING or isinstance(value, (str, bytes, Number, Tensor, torch.device, torch.dtype, type(None)))
