@@ -1,6 +1,6 @@
 """Cut a batch into chunks and combine what the chunks return and log.
 
 Exports: layout, one_process, policies, batch_dims, structure, results, run_structures, evidence, tree; losses,
-loss_check, loss_weight, state_watch, given_sizes, outputs, log_recorder, metric_calls.
+loss_check, state_watch, collected, given_sizes, outputs, log_recorder, metric_calls.
 May import: core.
 """

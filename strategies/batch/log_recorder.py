@@ -17,8 +17,7 @@ from ..core.errors import ConfigError
 from ..core.module_log import LOG_OPTIONS, Receiver, module_log, received
 from ..core.patching import replaced
 from .given_sizes import GivenSizes
-from .loss_weight import is_loss
-from .losses import ChunkLosses
+from .losses import ChunkLosses, is_loss
 
 _MAX, _MIN = ("max", max, torch.max), ("min", min, torch.min)
 _SUMS = ("sum", sum, torch.sum)

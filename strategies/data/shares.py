@@ -8,7 +8,7 @@ from pytorch_lightning.utilities.combined_loader import CombinedLoader
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from ..batch.loss_weight import WeighedLoss
+from ..batch.losses import WeighedLoss
 from ..batch.tree import Path, at, held, walk
 from ..core.errors import ConfigError
 from ..core.private import of_lightning

@@ -16,6 +16,7 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from typing_extensions import override
 
+from ..batch.collected import CollectedLists
 from ..batch.layout import Layout, losses_in
 from ..batch.outputs import combine_outputs
 from ..batch.policies import Even, without_single_samples
@@ -58,6 +59,7 @@ class StageLayout(Layout):
         self.losses: list[Tensor] = []
         self.structures = RunStructures()
         self._microbatches = MicroBatches(self.stages)
+        self._collected = CollectedLists(nn.Module(), {}, self.strategy)
         self._carried = CarriedState(nn.Module())
         self._logs: MicroBatchLogs | None = None
         self._module: pl.LightningModule | None = None
@@ -118,6 +120,7 @@ class StageLayout(Layout):
     def begin(self, trainer: pl.Trainer, structures: RunStructures) -> None:
         self._module = module = trainer.lightning_module
         self.structures = structures
+        self._collected = CollectedLists(module, structures.options, self.strategy)
         self._has_batchnorm = has_batchnorm(module)
         self._cut_anew(module)
         if self.cut_by and self._microbatches.overlap == "threads" and end_of_step(module) is not None:
@@ -214,8 +217,10 @@ class StageLayout(Layout):
         if self.inspect is not None and end is None and reduction == "mean":
             steps = [partial(self._inspected, step, size) for step, size in zip(steps, sizes, strict=True)]
         gradients = self._gradients(sizes) if end is None else None
+        self._collected.before_step()
         with logs.recording(), self.stages.reading(batch), self._carried.step():
             outputs = self._microbatches.run(names, steps, gradients, logs.run)
+        self._collected.after_step("training_step", sizes)
         if end is not None:
             logs.replay(sizes)
             return end(results.join(outputs, sizes, self.stages.meeting_device))

@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from ..batch.layout import SingleLayout
 from ..batch.loss_check import LossCheck
-from ..batch.loss_weight import loss_weight, weighs_in_loop
+from ..batch.losses import loss_weight, weighs_in_loop
 from ..batch.state_watch import StateWatch
 from ..batch.structure import num_samples
 from ..core.loop_contract import StepContract, has_context

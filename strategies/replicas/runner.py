@@ -10,6 +10,7 @@ import torch
 from pytorch_lightning import LightningModule
 from torch import nn
 
+from ..batch.collected import CollectedLists
 from ..batch.log_recorder import LogRecorder
 from ..batch.state_watch import StateWatch
 from ..core.devices import is_accelerator
@@ -17,7 +18,7 @@ from ..core.executor import Executor, Piece
 from ..core.module_checks import is_compiled
 from ..core.private import of_torch
 from ..core.side_streams import from_host
-from ._attributes import AttributeWatch, CollectedLists
+from ._attributes import AttributeWatch
 from ._gradient_sum import GradientSum
 from ._metric_merge import MetricMerger
 from .measurement import Measurement, Reading

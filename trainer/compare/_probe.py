@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from ...strategies.batch.loss_weight import loss_weight
+from ...strategies.batch.losses import loss_weight
 from ...strategies.batch.structure import num_samples
 from ...strategies.core.devices import is_accelerator
 from ...strategies.core.private.of_torch import BatchNorm, DropoutNd

@@ -18,7 +18,7 @@ from lightning_fabric.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from ...strategies.batch.given_sizes import constant_of
-from ...strategies.batch.loss_weight import WeighedLoss
+from ...strategies.batch.losses import WeighedLoss
 from ...strategies.core.private import of_metrics
 from ...strategies.core.private.of_lightning import ResultMetric
 from ...strategies.data.sampling import Share

@@ -16,7 +16,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from ...strategies.batch.loss_weight import loss_weight, weighs_in_loop
+from ...strategies.batch.losses import loss_weight, weighs_in_loop
 from ...strategies.batch.run_structures import batch_structure
 from ...strategies.core.errors import ConfigError
 from ...strategies.core.private import of_lightning, of_torch
