@@ -38,6 +38,8 @@ class Line(pl.LightningModule):
     def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
         if "fail" in sys.argv and self.global_rank == 1:
             raise ValueError("rank 1 of a script")
+        if self.global_rank == 1 and self.trainer.global_step == 2 and {"interrupt", "exit"} & set(sys.argv):
+            raise KeyboardInterrupt if "interrupt" in sys.argv else SystemExit(7)
         if "hang" in sys.argv and self.global_rank == 1:
             time.sleep(600)
         if f"freeze{self.global_rank}" in sys.argv and self.trainer.global_step == 3:

@@ -16,12 +16,15 @@ from pathlib import Path
 from typing import Any
 
 import torch.multiprocessing as multiprocessing_of_torch
+from pytorch_lightning.utilities.rank_zero import rank_zero_info
 
 from ...core.errors import ConfigError
 from ...core.files import replacing
 from ..process_exit import LAST_WORDS_S, forking, kill_frozen
 from ..store import RankError
 
+STOPS_ALONE = 128 + signal.SIGTERM
+"""Exit status of a rank that has stopped by a signal, without the others."""
 POLL_S = 0.1
 """Seconds between two looks for processes that are frozen, once one has failed."""
 
@@ -80,11 +83,17 @@ class RankProcesses:
             )
         return failed
 
-    def error(self, rank: int) -> Exception:
-        """Tell why a rank failed: its refusal, its traceback, or how it ended."""
+    def error(self, rank: int) -> BaseException:
+        """Tell why a rank failed: its refusal, its traceback, or how it ended.
+
+        A KeyboardInterrupt or SystemExit that the user's code has raised ends the script as it does on one device.
+        """
         process, path = self.processes[rank], _error_file(self.folder, rank)
         if path.exists():
             told = json.loads(path.read_text(encoding="utf-8"))
+            if told["ends"]:
+                rank_zero_info(f"rank {rank} has ended the run:\n\n{told['text']}")
+                return SystemExit(told["code"]) if told["ends"] == "SystemExit" else KeyboardInterrupt()
             return (
                 ConfigError(told["message"]) if told["refused"] else RankError(f"rank {rank} failed:\n\n{told['text']}")
             )
@@ -110,8 +119,12 @@ def _shared_by_name() -> Generator[None]:
 def _main(work: Callable[..., None], rank: int, folder: str, args: tuple[Any, ...]) -> None:
     try:
         work(rank, *args)
-    except Exception as exc:  # noqa: BLE001  # told in the script
+    except BaseException as exc:  # told in the script
+        if isinstance(exc, SystemExit) and exc.code == STOPS_ALONE:
+            raise
+        ends = type(exc).__name__ if not isinstance(exc, Exception) else ""
         told = {"refused": isinstance(exc, ConfigError), "message": str(exc), "text": traceback.format_exc()}
+        told |= {"ends": ends, "code": getattr(exc, "code", None)}
         with replacing(_error_file(Path(folder), rank)) as file:
             file.write_text(json.dumps(told), encoding="utf-8")
         sys.exit(1)

@@ -33,7 +33,7 @@ from ...core.private.of_lightning import (
 )
 from ..store import hosted_store, leave_store
 from ._handback import known_objects, pack, unpack
-from ._processes import RankProcesses
+from ._processes import STOPS_ALONE, RankProcesses
 
 StartMethod: TypeAlias = Literal["fork", "spawn", "forkserver"]
 """How a plain script's processes start, in the words of `multiprocessing`."""
@@ -130,6 +130,7 @@ class ScriptLauncher(Launcher):
         Raises:
             RankError: a rank failed; the message holds its traceback.
             ConfigError: a rank refused what was asked.
+            KeyboardInterrupt, SystemExit: the user's code has raised it in a rank.
         """
         if self._method != "fork":
             verify_guarded()
@@ -157,7 +158,7 @@ class ScriptLauncher(Launcher):
                 )
                 processes.start(_rank, strategy.num_processes, trainer, work, variables, state, folder / RESULT)
                 failed = processes.join()
-            if failed is not None and processes.processes[failed].exitcode != 128 + signal.SIGTERM:
+            if failed is not None and processes.processes[failed].exitcode != STOPS_ALONE:
                 raise processes.error(failed)
             packed = (folder / RESULT).read_bytes() if failed is None else STOPPED
         if received or packed == STOPPED:
@@ -250,7 +251,7 @@ def _in_rank(trainer: pl.Trainer, work: Callable[[], Any]) -> Any:
         interrupt(trainer, exc)
         strategy: Any = trainer.strategy
         if strategy.group.stop_signal is None:  # this rank stops alone
-            raise SystemExit(128 + signal.SIGTERM) from exc
+            raise SystemExit(STOPS_ALONE) from exc
         return STOPPED
     except BaseException as exc:
         interrupt(trainer, exc)

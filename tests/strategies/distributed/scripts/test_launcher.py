@@ -52,6 +52,18 @@ def test_a_failing_rank_of_a_script_ends_it_with_its_traceback(tmp_path: Path, f
 
 
 @pytest.mark.long
+@pytest.mark.parametrize(
+    ("fault", "status", "told"), [("interrupt", 1, "KeyboardInterrupt"), ("exit", 7, "SystemExit: 7")]
+)
+def test_a_script_ends_as_its_module_ends_a_rank(tmp_path: Path, fault: str, status: int, told: str) -> None:
+    # it ended with "rank 1 exited with status 7", and status 1; on one device both statuses are these
+    done = warm_python.run(SCRIPT, tmp_path / "log", fault)
+    assert done.returncode == status
+    assert re.search(rf"rank 1 has ended the run:\n(.*\n)*.*in training_step\n(.*\n)*{told}", done.stderr), done.stderr
+    assert "RankError" not in done.stderr
+
+
+@pytest.mark.long
 def test_a_rank_that_is_busy_while_another_is_killed_ends_with_it(tmp_path: Path) -> None:
     done = warm_python.run(SCRIPT, tmp_path / "log", "busy")
     assert done.returncode == 1
