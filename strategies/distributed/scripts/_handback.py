@@ -8,6 +8,7 @@ name travels instead of the object, and the script's own object takes its place.
 import io
 import pickle
 from collections.abc import Iterator, Mapping
+from types import MethodType
 from typing import Any
 
 import pytorch_lightning as pl
@@ -182,6 +183,12 @@ class _Pickler(pickle.Pickler):
 
     def persistent_id(self, obj: Any) -> Any:
         return self._ids.get(id(obj))
+
+    def reducer_override(self, obj: Any) -> Any:
+        """Pickle a method that its object does not have by its function's name as the function and the object."""
+        if not isinstance(obj, MethodType) or getattr(obj.__self__, obj.__name__, None) == obj:
+            return NotImplemented
+        return MethodType, (obj.__func__, obj.__self__)
 
 
 class _Unpickler(pickle.Unpickler):

@@ -3,6 +3,7 @@
 import random
 import warnings
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import numpy as np
@@ -178,6 +179,24 @@ def lose(folder: Path) -> list[str]:
 def test_what_cannot_be_brought_back_is_named(tmp_path: Path) -> None:
     told = run_script(lose, tmp_path)
     assert any("Locked.lock: can't be brought back from the processes that trained" in text for text in told), told
+
+
+def slow(module: pl.LightningModule) -> torch.optim.Optimizer:
+    return torch.optim.SGD(module.parameters(), lr=0.125)
+
+
+def give_method(folder: Path) -> float:
+    warnings.simplefilter("ignore")
+    trainer, _ = trainer_of("ddp", folder)
+    module: Any = Net().eval()
+    module.configure_optimizers = MethodType(slow, module)
+    trainer.fit(module, data(), data())
+    return module.configure_optimizers().param_groups[0]["lr"]
+
+
+def test_a_method_given_to_a_module_under_another_name_comes_back(tmp_path: Path) -> None:
+    # it was looked up by its function's name: 'Net' object has no attribute 'slow', after training
+    assert run_script(give_method, tmp_path) == 0.125
 
 
 class Refusing(Net):
