@@ -1,5 +1,7 @@
 """Register the strategies by name, and answer what loops and callbacks ask of any strategy, of this project or not."""
 
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,6 +37,19 @@ STRATEGIES: dict[str, type[Strategy]] = {
     )
 }
 """Strategies of this project by the name that `strategy=` takes."""
+
+_STARTS = {"": {}, "_spawn": {"start_method": "spawn"}, "_fork": {"start_method": "fork"}} | {
+    "_notebook": {"start_method": "fork"}
+}
+_UNUSED = {"": {}} | {
+    f"_find_unused_parameters_{str(value).lower()}": {"find_unused_parameters": value} for value in (False, True)
+}
+LIGHTNINGS_WORDS: Mapping[str, Callable[[], Strategy]] = {
+    f"ddp{start}{unused}": partial(DDPStrategy, **options, **more)
+    for start, options in _STARTS.items()
+    for unused, more in _UNUSED.items()
+} | {"fsdp_cpu_offload": partial(FSDPStrategy, cpu_offload=True)}
+"""What makes the strategies of this project for words of Lightning's that stand for a strategy with options."""
 
 
 for _name, _cls in STRATEGIES.items():

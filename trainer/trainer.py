@@ -20,13 +20,13 @@ from pytorch_lightning.utilities.exceptions import SIGTERMException
 from typing_extensions import override
 
 from ..strategies import STRATEGIES
-from ..strategies.core.device_names import are_names, give_devices
+from ..strategies.core.device_names import are_names, give_devices, listed
 from ..strategies.core.errors import ConfigError
 from ..strategies.core.lightning_names import verify_family
 from ..strategies.core.options import verify_value
 from ..strategies.core.patching import LIGHTNING_TELLS, filtered
 from ..strategies.core.private import of_lightning, put
-from ..strategies.registry import ranks_of, stop_signal_of
+from ..strategies.registry import LIGHTNINGS_WORDS, ranks_of, stop_signal_of
 from .callbacks.nonfinite import DetectNonFinite
 from .checkpoint import Checkpoint, RunTimer, distinguish
 from .checkpoint.checkpoint_io import VerifiedCheckpointIO
@@ -88,8 +88,8 @@ def _verify_arguments(arguments: dict[str, Any]) -> None:
 def _strategy_of(word: str) -> str | Strategy:
     """The strategy of this project that a word names; the word, where it is Lightning's."""
     word = word.lower()  # as Lightning does
-    if word in STRATEGIES:
-        return STRATEGIES[word]()
+    if (make := STRATEGIES.get(word) or LIGHTNINGS_WORDS.get(word)) is not None:
+        return make()
     known = ["auto", *StrategyRegistry.available_strategies()]
     if word not in known:
         raise ConfigError(
@@ -110,8 +110,9 @@ class Trainer(pl.Trainer):
     """`pytorch_lightning.Trainer` with loops of low overhead that also accepts this project's strategies.
 
     Args:
-        strategy: a strategy object, or a name: one of `evener.strategies.STRATEGIES`, or any of Lightning's. `auto`
-            selects `single_device` for one device and `ddp` for several.
+        strategy: a strategy object, or a name: one of `evener.strategies.STRATEGIES`, or any of Lightning's, of which
+            those of ddp and fsdp (`ddp_find_unused_parameters_true`) take this project's. `auto` selects
+            `single_device` for one device and `ddp` for several.
         exact_accumulation: whether an accumulated step is the mean over all its samples (or `loss_weight`s), including
             short tails and ragged micro-batches. False keeps Lightning's rule: every micro-batch's loss is divided
             by `accumulate_grad_batches`.
@@ -135,8 +136,8 @@ class Trainer(pl.Trainer):
         verify_value("detect_nonfinite", detect_nonfinite, OnNonFinite, "Trainer: ")
         if isinstance(strategy, str):
             strategy = _strategy_of(strategy)
-        if are_names(kwargs.get("devices")):
-            kwargs |= give_devices(strategy, kwargs["devices"])
+        if are_names(devices := listed(kwargs.get("devices"))):
+            kwargs |= give_devices(strategy, devices)
         _verify_arguments(kwargs)
         verify_family(strategy, *_flat(kwargs.values()))
         given = list(_flat([kwargs.get("callbacks") or []]))  # Lightning appends its own bar to the very list

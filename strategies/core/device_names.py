@@ -139,6 +139,13 @@ def give_devices(strategy: Any, devices: Any) -> dict[str, Any]:
     return {"accelerator": root.type, "devices": [root.index or 0] if is_accelerator(root) else 1}
 
 
+def listed(devices: Any) -> Any:
+    """`devices=` as a list where it is the text of a list of names, as LightningCLI gives it."""
+    if not isinstance(devices, str) or devices == "auto" or not re.search("[a-z]", devices):
+        return devices
+    return [name.strip(" '\"") for name in devices.strip(" []").split(",")]
+
+
 def are_names(devices: Any) -> bool:
     """Whether `devices=` lists devices by name, such as `cpu` or `cuda:0`."""
     return isinstance(devices, (list, tuple)) and any(

@@ -4,10 +4,14 @@ import logging
 from typing import Any
 
 import pytest
+import torch
 from lightning_utilities.core.rank_zero import rank_zero_only
 from pytorch_lightning.callbacks import Callback, TQDMProgressBar
+from pytorch_lightning.strategies import StrategyRegistry
 
-from evener.strategies import ConfigError, DDPStrategy, SingleDeviceStrategy
+from evener.strategies import STRATEGIES, ConfigError, DDPStrategy, SingleDeviceStrategy
+from evener.strategies.ranks.strategy import RankStrategy
+from evener.strategies.registry import LIGHTNINGS_WORDS
 from evener.trainer import Trainer
 from evener.trainer.checkpoint.checkpoint_io import VerifiedCheckpointIO
 
@@ -35,6 +39,26 @@ def test_a_name_in_capitals_is_ours_too_and_an_unknown_one_is_refused_with_the_n
     assert type(Trainer(strategy="DDP", devices=2, **QUIET).strategy) is DDPStrategy
     with pytest.raises(ConfigError, match=r"strategy='balanced_dpp' is unknown; .*Did you mean balanced_dp\?"):
         Trainer(strategy="balanced_dpp", **QUIET)
+
+
+def test_lightnings_words_for_ddp_and_fsdp_take_our_strategies() -> None:
+    # Lightning's own were taken, under which none of this project's promises hold
+    known = {word for word in StrategyRegistry.available_strategies() if word.startswith(("ddp", "fsdp"))}
+    assert known <= {*LIGHTNINGS_WORDS, *STRATEGIES}
+    for word in known:
+        assert isinstance(Trainer(strategy=word, devices=2, **QUIET).strategy, RankStrategy), word
+    strategy: Any = Trainer(strategy="ddp_spawn_find_unused_parameters_true", devices=2, **QUIET).strategy
+    assert strategy._ddp_kwargs["find_unused_parameters"] is True
+    assert strategy._given_start_method == "spawn"
+
+
+@pytest.mark.parametrize("devices", ['["cpu","cpu"]', "[cpu, cpu]", "cpu,cpu"])
+def test_devices_may_be_the_text_of_a_list_of_names(devices: str) -> None:
+    # LightningCLI gives it so: `devices` selected with `CPUAccelerator` should be an int > 0
+    strategy: Any = Trainer(strategy="dp", devices=devices, **QUIET).strategy
+    assert strategy.parallel_devices == [torch.device("cpu")] * 2
+    with pytest.raises(ConfigError, match="devices: 'gpus' is not a device"):
+        Trainer(strategy="dp", devices="gpus", **QUIET)
 
 
 def test_auto_is_one_of_our_strategies() -> None:
