@@ -22,6 +22,12 @@ _COPIES = {"Alias", "Clone", "ToCopy", "View", "UnsafeView", "ReshapeAlias", "Sq
 _PAIRINGS = {"Add", "Sub", "Mul", "Div", "Maximum", "Minimum", "Where", "Expand", "Repeat"}
 _PICKS = {"Index", "MaskedSelect", "Cdist", "Pdist"}
 _KEEP_ROWS = {"Cat", "Stack", "Squeeze", "Unsqueeze"}
+_SHIFTS = {"Flip", "Roll"}
+_FACTORS = {
+    "Mm": ("self", "mat2"), "Addmm": ("mat1", "mat2"), "Bmm": ("self", "mat2"), "Baddbmm": ("batch1", "batch2"),
+}  # fmt: skip
+"""Products of matrices, and the names by which they save their factors."""
+
 _ADDED_BY_TORCH = {"_DDPSink", "RegisterPostBackwardFunction"}
 """By which torch's DDP and FSDP2 pass tensors on."""
 
@@ -120,12 +126,15 @@ class _Graph:
             return kind not in _ADDED_BY_TORCH
         if kind in _PICKS or math.prod(shape) % num:
             return True
-        if kind in {"Mm", "Addmm"} and self._both_vary(node, kind):
+        is_one_per_sample = len(shape) > 2 and not shape[0] % num
+        if kind in _FACTORS and not is_one_per_sample and self._both_vary(node, kind):
+            return True
+        if kind.startswith("ScaledDotProduct") and not is_one_per_sample:
             return True
         is_square = len(shape) > 1 and shape[0] == shape[1] and not shape[0] % num
         if is_square and kind in _PAIRINGS and self._is_stretched(node, shape):
             return True
-        dims = _saved(node, "dim")
+        dims = (_saved(node, "dims") or (0,)) if kind in _SHIFTS else _saved(node, "dim")
         dims = dims if isinstance(dims, tuple) else () if dims is None else (dims,)
         if kind in _KEEP_ROWS or not dims:
             return False
@@ -143,9 +152,9 @@ class _Graph:
         *_, left, right = _inputs(node)
         if left in self._constant or right in self._constant:
             return False
-        names = ("self" if kind == "Mm" else "mat1", "mat2")  # read last: it may be recomputed
-        without_grad = [name for part, name in zip((left, right), names, strict=True) if part is None]
-        return not any(self._is_kept(_saved(node, name)) for name in without_grad)
+        factors = zip((left, right), _FACTORS[kind], strict=True)
+        without_grad = [name for part, name in factors if part is None]
+        return not any(self._is_kept(_saved(node, name)) for name in without_grad)  # read last: it may be recomputed
 
     def _is_kept(self, value: Any) -> bool:
         return isinstance(value, nn.Parameter) or (

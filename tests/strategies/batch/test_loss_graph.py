@@ -55,6 +55,7 @@ MEANS: dict[str, Callable[[Tensor], Tensor]] = {
     "mean of terms": lambda z: torch.stack([F.cross_entropy(z, LABELS), z.mean()]).mean(),
     "third of a sum": lambda z: (z.mean() + z.abs().mean() + F.cross_entropy(z, LABELS)) / 3,
     "learned scale": lambda z: torch.exp(-LOG_SCALE) * F.cross_entropy(z, LABELS) + LOG_SCALE,
+    "mirrored features": lambda z: (z.flip(-1) - z.roll(1, 1)).square().mean(),
     "weight decay": lambda z: F.cross_entropy(z, LABELS) + weight_decay(LOG_SCALE),
 }
 
@@ -70,6 +71,11 @@ OTHERS: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "masked": (lambda z: z[LABELS > 0].mean(), "Mean"),
     "contrastive": (lambda z: F.cross_entropy(z @ z.T, torch.arange(NUM)), "Mm"),
     "contrastive to fixed targets": (lambda z: F.cross_entropy(INPUTS[:, :3] @ z.T, torch.arange(NUM)), "Mm"),
+    "contrastive by einsum": (lambda z: F.cross_entropy(torch.einsum("nc,kc->nk", z, z), torch.arange(NUM)), "Bmm"),
+    "added products": (lambda z: torch.baddbmm(torch.zeros(1), z[None], z.T[None]).mean(), "Baddbmm"),
+    "mirrored samples": (lambda z: (z - z.flip(0)).square().mean(), "Flip"),
+    "next sample": (lambda z: (z - z.roll(1, 0)).square().mean(), "Roll"),
+    "next element": (lambda z: (z - z.roll(1)).square().mean(), "Roll"),
     "pairs": (lambda z: (z[:, None] - z[None]).abs().mean(), "Sub"),
     "pairs with fixed ones": (lambda z: (z[:, None] - INPUTS[None, :, :3]).abs().mean(), "Sub"),
     "distances": (lambda z: torch.cdist(z, z).mean(), "Cdist"),
@@ -103,6 +109,22 @@ def test_layers_that_keep_samples_apart_are_passed() -> None:
     normed = nn.utils.parametrizations.weight_norm(nn.Linear(5, 3))
     for net in (images, sequence, frozen, normed):
         assert not doubt(squares, net), net
+
+
+class Attention(nn.MultiheadAttention):
+    """Takes samples for the elements of one sequence."""
+
+    needs_weights = True
+
+    def forward(self, inputs: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(inputs, inputs, inputs, need_weights=self.needs_weights)[0]
+
+
+def test_attention_over_samples_is_named() -> None:
+    attention = Attention(6, 3)
+    assert doubt(squares, nn.Sequential(nn.Linear(5, 6), attention)).startswith("Bmm")
+    attention.needs_weights = False
+    assert doubt(squares, nn.Sequential(nn.Linear(5, 6), attention)).startswith("ScaledDotProduct")
 
 
 class Recurrent(nn.LSTM):
