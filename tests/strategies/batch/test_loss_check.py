@@ -70,6 +70,15 @@ def test_a_mean_over_atoms_and_a_sum_are_refused(function: Callable[[Any], Tenso
         verify_mean(loss(function), LOADER, "ddp")
 
 
+def with_entropy(batch: dict[str, Tensor]) -> Tensor:
+    """A mean over molecules, and a term of the whole batch that is a ten-thousandth of it: the spread of the labels."""
+    return by_molecule(batch) + 1e-4 * batch["labels"].double().var(correction=0)
+
+
+def test_a_difference_beyond_rounding_shows_neither() -> None:
+    assert not verify_mean(loss(with_entropy), LOADER, "ddp")
+
+
 def fails(batch: Any) -> Tensor:
     raise RuntimeError("only in training mode")
 
