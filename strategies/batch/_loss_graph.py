@@ -28,6 +28,7 @@ _FACTORS = {
 }  # fmt: skip
 """Products of matrices, and the names by which they save their factors."""
 
+_NAMES_OF_INDICES = ("indices", "index", "target")
 _ADDED_BY_TORCH = {"_DDPSink", "RegisterPostBackwardFunction"}
 """By which torch's DDP and FSDP2 pass tensors on."""
 
@@ -63,7 +64,8 @@ class _Graph:
         """Nodes that compute something of parameters alone."""
         for node in self._nodes:
             variable, parts = getattr(node, "variable", None), _inputs(node)
-            if self._is_kept(variable) if variable is not None else parts and self._constant.issuperset(parts):
+            is_constant = bool(parts) and self._constant.issuperset(parts) and not self._looks_up(node)
+            if is_constant if variable is None else self._is_kept(variable):
                 self._constant.add(node)
 
     def doubt(self) -> str:
@@ -124,7 +126,7 @@ class _Graph:
         kind, shape, num = _kind(node), _shape(node), self._num
         if isinstance(node, BackwardCFunction):
             return kind not in _ADDED_BY_TORCH
-        if kind in _PICKS or math.prod(shape) % num:
+        if (kind in _PICKS and not self._constant.issuperset(_inputs(node))) or math.prod(shape) % num:
             return True
         is_one_per_sample = len(shape) > 2 and not shape[0] % num
         if kind in _FACTORS and not is_one_per_sample and self._both_vary(node, kind):
@@ -155,6 +157,12 @@ class _Graph:
         factors = zip((left, right), _FACTORS[kind], strict=True)
         without_grad = [name for part, name in factors if part is None]
         return not any(self._is_kept(_saved(node, name)) for name in without_grad)  # read last: it may be recomputed
+
+    def _looks_up(self, node: Node) -> bool:
+        """Whether an operation reads of its input what samples of the batch name, as an embedding does."""
+        saved = [_saved(node, name) for name in _NAMES_OF_INDICES]
+        indices: list[Any] = [i for one in saved for i in (one if isinstance(one, tuple) else (one,))]
+        return any(isinstance(i, Tensor) and i.numel() % self._num == 0 and not self._is_kept(i) for i in indices)
 
     def _is_kept(self, value: Any) -> bool:
         return isinstance(value, nn.Parameter) or (

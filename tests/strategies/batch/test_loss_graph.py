@@ -136,6 +136,18 @@ def test_the_state_of_a_recurrent_layer_is_no_sample() -> None:
     assert not doubt(squares, Recurrent(1, 7, num_layers=3, batch_first=True))
 
 
+def test_what_is_looked_up_by_the_batch_differs_between_samples() -> None:
+    tokens, positions = torch.arange(NUM * 3).reshape(NUM, 3) % 5, torch.arange(3)
+    net = nn.ModuleList([nn.Embedding(5, 6), nn.Embedding(3, 6), nn.Linear(6, 3)])
+    features: Tensor = net[2](net[0](tokens) + net[1](positions))
+    labels = (tokens.flatten() % 3).clone()
+    assert not why_no_mean(F.cross_entropy(features.flatten(0, 1), labels), NUM, net)
+    assert why_no_mean(F.cross_entropy(features.flatten(0, 1), labels, ignore_index=0), NUM, net).startswith("NllLoss")
+    assert why_no_mean(features.sum(), NUM, net).startswith("Sum")
+    assert why_no_mean(net[1].weight[LABELS].sum(), NUM, net).startswith("Sum")
+    assert not why_no_mean(net[1].weight[LABELS].square().mean(), NUM, net)
+
+
 class Half(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: Tensor) -> Tensor:
