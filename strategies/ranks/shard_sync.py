@@ -20,7 +20,7 @@ from ..core.patching import Replacement, replaced
 from ..core.private import of_lightning
 from ..pipeline.module_parts import find_parts
 from ..sharding.deferred import DeferredTensors
-from ..sharding.originals import Originals
+from ..sharding.originals import LateParameters, Originals
 from ..sharding.parts import automatic_parts, named_parts
 from ..sharding.placed import ShardIO, Writers, place_shards
 from ..sharding.refusals import (
@@ -56,6 +56,7 @@ class ShardSync(GradientSync):
         self._finds_unused = find_unused
         self._shards: ShardedModule | None = None
         self._calls: WholeCalls | None = None
+        self._late: LateParameters | None = None
         self._deferred: DeferredTensors | None = None
         self._reduces = True
         self._had_none: set[int] = set()
@@ -105,6 +106,7 @@ class ShardSync(GradientSync):
             originals.give_shards(strategy.optimizers)
             originals.verify_unheld((module, *of_lightning.callbacks(trainer)))
             verify_optimizers(strategy.optimizers)
+            self._late = LateParameters(module)
         strategy.setup_precision_plugin()
         self._calls = WholeCalls(self._shards, agreement.note)
         self._shards.note_writes(agreement.note)
@@ -157,6 +159,8 @@ class ShardSync(GradientSync):
     def train(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         assert self._calls is not None
         self._calls.verify_unshared()
+        if self._late is not None:
+            self._late.verify()
         self.sync_buffers()
         with self.shards.step(backward_follows=self._strategy.module.automatic_optimization):
             output = step(*args, **kwargs)
@@ -282,6 +286,9 @@ class ShardSync(GradientSync):
         if self._calls is not None:
             self._calls.close()
             self._calls = None
+        if self._late is not None:
+            self._late.close()
+            self._late = None
         shards = None if strategy.lightning_module is None else sharded(strategy.lightning_module)
         if shards is None:
             yield

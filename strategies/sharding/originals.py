@@ -12,9 +12,14 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
 from torch.optim import Optimizer
 
 from ..core.errors import ConfigError
+from .refusals import verify_kept
 from .whole import shard_entry
 
 _DEPTH = 3
@@ -73,6 +78,36 @@ class Originals:
                         "before it was cut over the ranks, which nobody trains. Read parameters from the module where "
                         "they are used (self.parameters(), self.net.weight), or choose strategy=ddp."
                     )
+
+
+class LateParameters:
+    """Refuses parameters that a module is given after it was cut: no rank would gather or reduce them."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._known = set(map(id, module.parameters()))
+        self._may_be_there = False
+        register = (register_module_parameter_registration_hook, register_module_module_registration_hook)
+        self._handles = [each(self._note) for each in register]
+
+    def _note(self, *_: Any) -> None:
+        self._may_be_there = True
+
+    def verify(self) -> None:
+        """Look at the module, if anything was registered in any module since the last look; not within a step.
+
+        Raises:
+            ConfigError: it has a parameter that was not there when it was cut; the message names it.
+        """
+        if not self._may_be_there:
+            return
+        self._may_be_there = False
+        verify_kept([name for name, p in self._module.named_parameters() if id(p) not in self._known])
+
+    def close(self) -> None:
+        """Look no more."""
+        for handle in self._handles:
+            handle.remove()
 
 
 def _tensors_in(value: Any, depth: int) -> Iterator[Tensor]:

@@ -81,11 +81,11 @@ def verify_callbacks(callbacks: Iterable[Any]) -> None:
 
 
 def verify_kept(replaced: Sequence[str]) -> None:
-    """Refuse parameters that a hook has put in the place of those that are cut over the ranks."""
+    """Refuse parameters that a hook has added to those that are cut over the ranks, or put in their place."""
     if replaced:
         raise ConfigError(
-            f"fsdp: {', '.join(replaced)} was replaced by another parameter after the module was cut over the ranks. "
-            "Replace it in __init__ or configure_model, or write to it: parameter.data.copy_(values)."
+            f"fsdp: {', '.join(replaced)} was added, or replaced by another parameter, after the module was cut over "
+            "the ranks. Do so in __init__ or configure_model, or write to it: parameter.data.copy_(values)."
         )
 
 

@@ -44,7 +44,7 @@ def put_together(
     for name, shard in list(module.named_parameters(remove_duplicate=False)):
         if shard not in whole:
             gradient, value = gather_tree((shard.grad, shard.detach()), keep)
-            parameter = before[name]
+            parameter = before.get(name, shard)  # a layer that is new has no shards
             parameter = nn.Parameter(value) if parameter.is_meta or not keep else parameter
             parameter.grad = None
             parameter.data = value

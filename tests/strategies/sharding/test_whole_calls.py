@@ -354,7 +354,7 @@ def replaced_parameter(m: Hooked) -> None:
 REFUSED: dict[str, tuple[Callable[[Hooked], Any], str]] = {
     "shared": (shared_data, "0: fsdp: a hook has set parameter.data to a tensor that is still used elsewhere."),
     "smaller": (smaller_data, r"0: fsdp: parameter.data has the shape \(4, 3\), but was set to a tensor of the shape"),
-    "replaced": (replaced_parameter, "0: fsdp: net.0.weight was replaced by another parameter after the module was"),
+    "replaced": (replaced_parameter, "0: fsdp: net.0.weight was added, or replaced by another parameter, after the"),
     "assigned": (lambda m: m.load_state_dict(m.start_state, assign=True), r"0: fsdp: load_state_dict\(assign=True\)"),
     "elements": (lambda m: torch.tensor([m.weight[3, 0]]), r"0: fsdp: torch.tensor\(\[...\]\) was given elements of"),
     "saved": (lambda m: torch.save(m.state_dict(), io.BytesIO()), "0: fsdp: a parameter, a gradient or a state of"),
