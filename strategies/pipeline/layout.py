@@ -280,7 +280,7 @@ class StageLayout(Layout):
         if num is None:
             raise ConfigError(
                 f"{self.cut_by}: the batch of type {type(batch).__name__} holds nothing to count samples by. "
-                "Set num_microbatches=1, or give the batch a method split(sizes)."
+                "Set num_microbatches=1, or give the batch the methods __len__ and split(sizes)."
             )
         sizes = Even().sizes(num, self.options.num_microbatches)
         if self._has_batchnorm:

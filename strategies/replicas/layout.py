@@ -273,7 +273,8 @@ class ReplicaLayout(Layout):
         if not num:
             raise ConfigError(
                 f"{self.options.strategy}: a batch of type {type(batch).__name__} has no samples to split: it holds no "
-                "tensor with rows and no list. Give tensors of shape (samples, ...), or define split(sizes)."
+                "tensor with rows and no list. Give tensors of shape (samples, ...), or define __len__ and "
+                "split(sizes)."
             )
         return num
 

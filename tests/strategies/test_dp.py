@@ -510,7 +510,7 @@ X, Y = torch.randn(4, FEATURES, dtype=torch.float64), torch.tensor([0, 1, 2, 0])
 @pytest.mark.parametrize(
     ("batch", "message"),
     [
-        (torch.tensor(1.0), "dp: a batch of type Tensor has no samples to split"),
+        (torch.tensor(1.0), "dp: a batch of type Tensor has no samples to split.*define __len__ and split"),
         ((X, Y[:3]), r"batch\[1\] has 3 rows in a batch of 4 samples"),
         ((X, object()), r"batch\[1\] is a object, which can't be cut"),
     ],

@@ -86,7 +86,7 @@ def test_a_batch_that_cannot_be_counted_is_refused() -> None:
 
     loader = torch.utils.data.DataLoader([{"a": None}] * 2, batch_size=None)
     with pytest.raises(
-        ConfigError, match="num_microbatches=2: the batch of type dict holds nothing to count samples by"
+        ConfigError, match=r"the batch of type dict holds nothing to count samples by.*methods __len__ and split"
     ):
         make_trainer(Case(), ModelParallelStrategy(num_microbatches=2), devices=2).fit(Odd(), loader, loader)
 
