@@ -70,6 +70,7 @@ class StateWatch:
     def __init__(self, strategy: str, refuses: bool = True) -> None:
         self._strategy, self._refuses = strategy, refuses
         self._parts: list[_Part] = []
+        self._noted: dict[str, _Change] = {}
         self._is_unclear = False
         self._num_calls = self._num_steps = 0
         self.has_ended = False
@@ -97,8 +98,14 @@ class StateWatch:
             values = _values(value)
             if values != old[name] and (is_kept or by_assignment):
                 changed[name] = _Change(values, is_kept)
-        self._parts.append((call, changed))
+        self._parts.append((call, changed | self._noted))
+        self._noted = {}
         self._is_unclear |= by_assignment and not after.keys() <= before.keys()
+
+    def note(self, name: str, tensor: Tensor) -> None:
+        """Note what a part writes to a tensor that the module has only while the part runs."""
+        if not self.has_ended:
+            self._noted[name] = _Change(_values(tensor), is_kept=True)
 
     def close(self, gather: Callable[[Any], Sequence[Any]] = lambda told: [told]) -> None:
         """Compare the parts of a step; every rank must call it.

@@ -109,7 +109,14 @@ class ShardSync(GradientSync):
             self._late = LateParameters(module)
         strategy.setup_precision_plugin()
         self._calls = WholeCalls(self._shards, agreement.note)
-        self._shards.note_writes(agreement.note)
+        self._shards.note_writes(self._note_write)
+
+    def _note_write(self, name: str, gathered: Tensor) -> None:
+        """Have what a step writes to a parameter compared over the ranks: each keeps a part of what it wrote."""
+        contract = self._strategy.contract
+        contract.agreement.note(name, gathered)
+        if self._strategy.module.automatic_optimization:
+            contract.states.note(name, gathered)
 
     def _toggle(self, own: Callable[..., None], optimizer: Optimizer | LightningOptimizer) -> None:
         """Freeze or unfreeze parameters in a step: what is gathered follows its shards."""
@@ -164,6 +171,8 @@ class ShardSync(GradientSync):
         self.sync_buffers()
         with self.shards.step(backward_follows=self._strategy.module.automatic_optimization):
             output = step(*args, **kwargs)
+            if not self._strategy.contract.states.has_ended:
+                self.shards.note_open_writes()
         verify_plain(output)
         return output
 

@@ -7,7 +7,7 @@ when it, or its backward pass, has ended; the parts keep torch's hooks.
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, cast
+from typing import Any, TypeGuard, cast
 
 import torch
 from torch import Tensor, nn
@@ -53,6 +53,13 @@ class ParameterGroup:
         """Give the shards what was written to gathered parameters."""
         for parameter in self._group.fsdp_params:
             _put_back(self, parameter)
+
+    def note_writes(self) -> None:
+        """Note what was written to parameters that are gathered still."""
+        for parameter in self._group.fsdp_params:
+            gathered = getattr(parameter, "_unsharded_param", None)
+            if _is_written(gathered):
+                self.note(parameter._param_fqn or "a parameter", gathered)
 
     def unreduced(self) -> list[str]:
         """Names of the gathered parameters with gradients that were not reduced."""
@@ -228,10 +235,14 @@ def _gather(group: ParameterGroup, parameter: Any, own: Callable[[], None]) -> N
     gathered.touched, gathered.seen, gathered.own_data = False, gathered._version, None
 
 
+def _is_written(gathered: Any) -> TypeGuard["_Gathered"]:
+    return isinstance(gathered, _Gathered) and (gathered.touched or gathered._version != gathered.seen)
+
+
 def _put_back(group: ParameterGroup, parameter: Any) -> None:
     """Give a parameter's shard what was written to the gathered one."""
     gathered = getattr(parameter, "_unsharded_param", None)
-    if isinstance(gathered, _Gathered) and (gathered.touched or gathered._version != gathered.seen):
+    if _is_written(gathered):
         shard = parameter.sharded_param.detach()
         group.note(parameter._param_fqn or "a parameter", gathered)
         with torch.no_grad():

@@ -158,6 +158,11 @@ class ShardedModule:
         for group in self._state.groups:
             group.note = note
 
+    def note_open_writes(self) -> None:
+        """Note what a step has written to parameters that stay gathered until its backward pass ends."""
+        for group in self._state.groups:
+            group.note_writes()
+
     def verify_reduced(self) -> None:
         """Refuse gradients of this rank's own, before an optimizer steps without them.
 

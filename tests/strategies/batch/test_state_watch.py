@@ -143,8 +143,7 @@ def test_spectral_norm_is_one_devices_in_one_process(name: str) -> None:
 
 
 def _refused(name: str) -> dict[str, tuple[str, int]]:
-    # a parameter that fsdp gathers for a step is not kept
-    names = ("mean", "largest", "bank", "attribute", *(["frozen"] if name != "fsdp" else []))
+    names = ("mean", "largest", "bank", "attribute", "frozen")
     return {keeps: _error(_over_ranks(name), 2, keeps) for keeps in names}
 
 
