@@ -1,7 +1,9 @@
 """Run a step of a module that leaves no trace in it."""
 
-from collections.abc import Generator
+from collections import OrderedDict, deque
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
+from copy import copy
 from typing import Any
 
 import pytorch_lightning as pl
@@ -23,7 +25,11 @@ def untraced_step(module: pl.LightningModule, silent: bool = False) -> Generator
     Args:
         silent: whether it logs nothing at all: in an evaluation ranks may log different names.
     """
-    buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    buffers = [
+        (part, name, buffer, buffer.clone())
+        for part in module.modules()
+        for name, buffer in part.named_buffers(recurse=False)
+    ]
     metrics = [(metric, _metric_state(metric)) for metric in metrics_of(module)]
     lists = [(value, len(value)) for value in vars(module).values() if type(value) is list]
     try:
@@ -31,7 +37,8 @@ def untraced_step(module: pl.LightningModule, silent: bool = False) -> Generator
         with received((log, log_nothing if silent else log.without_weight) for log in logs):
             yield
     finally:
-        for buffer, value in buffers:
+        for part, name, buffer, value in buffers:
+            setattr(part, name, buffer)  # the step may have put another in its place
             buffer.data.copy_(value)  # hidden from autograd: BatchNorm's backward, with weight 0 here, needs them
         for value, length in lists:
             del value[length:]
@@ -42,18 +49,30 @@ def untraced_step(module: pl.LightningModule, silent: bool = False) -> Generator
 @contextmanager
 def trial_step(module: pl.LightningModule) -> Generator[None]:
     """Run a step in evaluation mode only to see its result: it leaves no trace, also in attributes of the module."""
-    parts = [(part, part.training, dict(vars(part))) for part in module.modules()]
+    parts = [(part, part.training, dict(vars(part)), list(_contents(vars(part)))) for part in module.modules()]
     try:
         with untraced_step(module, silent=True):
-            for part, _, _ in parts:
+            for part, *_ in parts:
                 part.training = False
             yield
     finally:
-        for part, training, attributes in parts:
+        for part, training, attributes, contents in parts:
             if not isinstance(part, Metric):  # restored already
                 vars(part).clear()
                 vars(part).update(attributes)
+                for container, items in contents:
+                    container.clear()
+                    (container.update if isinstance(container, (dict, set)) else container.extend)(items)
             part.training = training
+
+
+def _contents(values: dict[str, Any]) -> Iterator[tuple[Any, Any]]:
+    """Yield the dicts, lists, deques and sets among the values, and in dicts among them, each with a copy."""
+    for value in values.values():
+        if type(value) in (dict, OrderedDict, list, deque, set):  # hooks of a torch module, too
+            yield value, copy(value)
+            if isinstance(value, dict):
+                yield from _contents(value)
 
 
 def _metric_state(metric: Metric) -> dict[str, Any]:
