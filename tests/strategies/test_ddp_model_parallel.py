@@ -206,7 +206,7 @@ def test_the_command_trains_the_transformer_on_four_cpu_devices_in_two_processes
 @pytest.mark.slow
 def test_a_killed_rank_is_restarted_from_the_newest_checkpoint(tmp_path: Path) -> None:
     with running(
-        tmp_path, "strategy._target_=evener.strategies.DDPModelParallelStrategy", "devices=4",
+        tmp_path, "strategy=ddp_model_parallel", "devices=4",
         "++module.fault=kill", f"++module.once={tmp_path}/once", "launcher.max_restarts=1",
         "checkpoint=every_n_steps", "checkpoint.every_n_steps=2", "trainer.max_epochs=1",
     ) as run:  # fmt: skip
