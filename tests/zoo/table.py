@@ -34,6 +34,7 @@ Written by `python tests/zoo/table.py docs/zoo.md` in an environment of its own,
 
 ```bash
 pip install torch==2.13.0 -e ".[test,zoo]"
+pip install --no-deps --no-build-isolation torch_linear_assignment  # for ClusterAccuracy
 pip install --no-deps torchvision==0.28.0 && tests/zoo/torchvision_on_cpu.sh  # the registry has a CUDA build only
 pytest -m slow tests/zoo
 ```
