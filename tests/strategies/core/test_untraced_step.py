@@ -1,5 +1,6 @@
 """A step that is run only to see its result leaves the module as it was."""
 
+from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -60,12 +61,14 @@ class Counting(Collecting):
         super().__init__()
         self.register_buffer("count", torch.zeros(()))
         self.seen: dict[str, list[float]] = {"losses": []}
+        self.last = deque([7.0], maxlen=1)
         self.trainer = Trainer(logger=False, enable_checkpointing=False, accelerator="cpu")
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         self.count = self.count + 1
         loss = super().training_step(batch, batch_idx)
         self.seen["losses"].append(float(loss.detach()))
+        self.last.append(float(loss.detach()))
         return loss
 
 
@@ -76,6 +79,7 @@ def test_a_trial_leaves_no_hook_and_nothing_in_dicts() -> None:
     assert not hasattr(module.net, "has_hook")
     assert not module.net.layer._forward_hooks
     assert module.seen == {"losses": []}
+    assert list(module.last) == [7.0]
 
 
 @pytest.mark.parametrize("context", [trial_step, untraced_step])
