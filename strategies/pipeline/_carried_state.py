@@ -2,7 +2,8 @@
 
 What a step does to the module is done once per micro-batch: a counter would count micro-batches, and spectral norm
 would improve its estimate several times. So what the first micro-batch changes is put back before each other one, and
-what it has left stays. If others leave something else, `batch/state_watch.py` refuses it.
+what it has left stays. If others leave something else, `batch/state_watch.py` refuses it. What was not there before,
+was None, or says whether something was done (a hook registered, a table computed) is done once, and stays.
 """
 
 from collections.abc import Generator
@@ -18,7 +19,6 @@ from ..batch.state_watch import own_parts
 from ..core.module_checks import is_plain
 
 _LIGHTNING = LightningModule().__dict__.keys()
-_MISSING = object()
 
 
 class CarriedState:
@@ -49,13 +49,13 @@ class CarriedState:
             yield
             return
         if self._changed is not None:
-            self._before = [_copy(owner.get(key, _MISSING)) for owner, key in self._changed]
+            self._before = [_copy(owner.get(key)) for owner, key in self._changed]
             yield
         else:
             before, copies = [dict(owner) for owner in self._owners], [_copies(owner) for owner in self._owners]
             yield
             self._find_changed(before, copies)
-        self._left = [owner.get(key, _MISSING) for owner, key in self._changed or ()]
+        self._left = [owner.get(key) for owner, key in self._changed or ()]
 
     @contextmanager
     def step(self) -> Generator[None]:
@@ -69,18 +69,15 @@ class CarriedState:
     def _find_changed(self, before: list[dict[str, Any]], copies: list[dict[str, Any]]) -> None:
         self._changed, self._before = [], []
         for owner, old, copied in zip(self._owners, before, copies, strict=True):
-            for key in (old.keys() | owner.keys()) - _LIGHTNING:
-                was, now = old.get(key, _MISSING), owner.get(key, _MISSING)
+            for key in (old.keys() & owner.keys()) - _LIGHTNING:
+                was, now = old[key], owner[key]
                 if _is_kept(was) and _is_kept(now) and (was is not now or _is_written(now, copied.get(key))):
                     self._changed.append((owner, key))
                     self._before.append(copied.get(key, was))
 
     def _put(self, values: list[Any]) -> None:
         for (owner, key), value in zip(self._changed or (), values, strict=False):
-            if value is _MISSING:
-                owner.pop(key, None)
-            else:
-                owner[key] = value
+            owner[key] = value
 
 
 def _copies(owner: dict[str, Any]) -> dict[str, Any]:
@@ -99,7 +96,9 @@ def _is_written(tensor: Any, copied: Any) -> bool:
 
 
 def _is_kept(value: Any) -> bool:
-    """Whether a value can't be written to by those who hold it, is a tensor, or is not there."""
+    """Whether a value is a tensor, or can't be written to by those who hold it and is more than yes, no or nothing."""
+    if isinstance(value, bool):
+        return False
     if isinstance(value, tuple):
         return all(map(_is_kept, value))
-    return value is _MISSING or isinstance(value, (str, bytes, Number, Tensor, torch.device, torch.dtype, type(None)))
+    return isinstance(value, (str, bytes, Number, Tensor, torch.device, torch.dtype))

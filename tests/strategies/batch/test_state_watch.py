@@ -70,6 +70,21 @@ class Keeping(Net):
         return ((self.net(x) - kept - y) ** 2).mean()
 
 
+class Hooked(Net):
+    """Registers a hook that adds up what a layer computes when it is first called, as models of transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_hooked, self.table = False, None
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if not self.is_hooked:
+            self.is_hooked, self.has_flag, self.table = True, True, torch.ones(1, dtype=torch.float64)
+            self.net[0].register_forward_hook(lambda part, args, out: self.found.append(out.square().mean(1)))
+        self.found = list[torch.Tensor]()
+        return super().training_step(batch, batch_idx) + torch.stack(self.found).sum(0).mean()
+
+
 class Spectral(Net):
     """Has a layer whose weight is divided by an estimate that each forward pass improves, in buffers."""
 
@@ -132,6 +147,14 @@ def test_counters_are_one_devices_in_one_process(name: str) -> None:
     expected = _fit(SingleDeviceStrategy(), 1, Keeping("counts"))
     module = _fit(_in_one_process(name), 1, Keeping("counts"))
     assert (module.num_steps, module.steps) == (3, 3) == (expected.num_steps, expected.steps)
+    torch.testing.assert_close(weights(module), weights(expected), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["stages", "microbatches"])
+def test_what_a_step_does_when_it_is_first_called_is_done_once(name: str) -> None:
+    expected = _fit(SingleDeviceStrategy(), 1, Hooked())
+    module = _fit(_in_one_process(name), 1, Hooked())
+    assert len(module.net[0]._forward_hooks) == 1
     torch.testing.assert_close(weights(module), weights(expected), rtol=0, atol=1e-12)
 
 
