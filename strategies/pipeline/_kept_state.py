@@ -2,8 +2,9 @@
 
 Micro-batches in threads call the same module in turns that change at every stage. What a step keeps there from one
 layer to the next (features that a forward hook collects, a loss that `forward` appends to a list, hooks that the step
-itself registers) would then be mixed. Such micro-batches run one after the other. So do those that are computed again
-in backward with the same random numbers (activation checkpointing of dropout), since all threads share one stream.
+itself registers, parameters that `functional_call` swaps) would then be mixed. Such micro-batches run one after the
+other. So do those that are computed again in backward with the same random numbers (activation checkpointing of
+dropout), since all threads share one stream.
 """
 
 from collections import deque
@@ -69,8 +70,14 @@ class KeptState:
         versions = self._versions()
         collections = [value for values in before for key, value in values.items() if _is_collection(key, value)]
         lengths = list(map(len, collections))
-        grown: list[bool] = []
-        look = register_module_forward_hook(lambda *_: grown.append(lengths != list(map(len, collections))))
+        parameters = {part: _parameters(part) for part in self._modules}
+        shares: list[bool] = []
+
+        def look_at(part: nn.Module, *_: Any) -> None:
+            is_swapped = part in parameters and _parameters(part) != parameters[part]
+            shares.append(is_swapped or lengths != list(map(len, collections)))
+
+        look = register_module_forward_hook(look_at)
         num_hooks = RemovableHandle.next_id
         random_state, saves = get_rng_state(), list[bool]()
 
@@ -92,7 +99,7 @@ class KeptState:
         changed = any(_differ(old, part.__dict__) for old, part in zip(before, self._modules, strict=True))
         changed |= versions != self._versions()
         draws_again = self._draws and any(saves)
-        self.keeps_state = changed or any(grown) or self._num_hooks != num_hooks or self._has_hooks() or draws_again
+        self.keeps_state = changed or any(shares) or self._num_hooks != num_hooks or self._has_hooks() or draws_again
 
     @contextmanager
     def _watching_backward(self) -> Generator[None]:
@@ -134,6 +141,11 @@ class _GradientReads(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.found |= func == _READ and isinstance(args[0], nn.Parameter)
         return func(*args, **(kwargs or {}))
+
+
+def _parameters(part: nn.Module) -> list[int]:
+    """What tells whether `torch.func.functional_call` has put other tensors in the place of a module's parameters."""
+    return [id(parameter) for parameter in part.parameters(recurse=False)]
 
 
 def _is_collection(key: str, value: Any) -> bool:

@@ -10,6 +10,8 @@ import torch
 from parity import Case, Net, assert_equal, baseline, run
 from plans import Threads
 from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.functional import cross_entropy
 
 
 class HookedNet(Net):
@@ -102,19 +104,29 @@ class CollectingNet(Net):
         return loss + self.net[1].loss
 
 
-@pytest.mark.parametrize("module", [HookedNet, HookedInStep, AppendingNet, CollectingNet])
+class SwappingNet(Net):
+    """Calls its layers with other weights, as a step of MAML does."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = self.read(batch)
+        halves = {name: parameter / 2 for name, parameter in self.net.named_parameters()}
+        return cross_entropy(functional_call(self.net, halves, (x,)), y)
+
+
+@pytest.mark.parametrize("module", [HookedNet, HookedInStep, AppendingNet, CollectingNet, SwappingNet])
 def test_what_a_step_keeps_on_the_module_stays_its_micro_batch_s(module: type[Net]) -> None:
     case = Case(module)
     assert_equal(run(case, Threads(num_microbatches=3), devices=2), baseline(case), 1e-10)
 
 
-def test_a_module_that_keeps_nothing_uses_threads_from_the_second_step_on() -> None:
+@pytest.mark.parametrize(("module", "keeps"), [(Net, False), (SwappingNet, True)])
+def test_a_module_that_keeps_nothing_uses_threads_from_the_second_step_on(module: type[Net], keeps: bool) -> None:
     found: list[tuple[bool, bool]] = []
 
-    class Plain(Net):
+    class Seen(module):
         def on_train_end(self) -> None:
             microbatches: Any = self.trainer.strategy.layout._microbatches  # type: ignore[attr-defined]
             found.append((microbatches._kept_state.must_watch(), microbatches._kept_state.keeps_state))
 
-    run(Case(Plain), Threads(num_microbatches=2), devices=2)
-    assert found == [(False, False)]
+    run(Case(Seen), Threads(num_microbatches=2), devices=2)
+    assert found == [(False, keeps)]
