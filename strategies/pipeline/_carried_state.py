@@ -32,7 +32,6 @@ class CarriedState:
         self._owners = [owner for _, part in own_parts(module) for owner in (vars(part), part._buffers)]
         self._changed: list[tuple[dict[str, Any], str]] | None = None
         """What a step changes, as a dictionary and a key in it; None before the first step."""
-        self._begun: list[dict[str, Any]] = []
         self._before: list[Any] = []
         self._left: list[Any] = []
 
