@@ -15,6 +15,7 @@ from torchmetrics import Metric
 from typing_extensions import override
 
 from .errors import ConfigError
+from .module_checks import is_metric
 from .patching import Replacement, replaced
 from .private import of_metrics, of_torch
 
@@ -53,7 +54,7 @@ def empty_copy(metric: Metric) -> Metric:
     """
     with ExitStack() as stack:
         for part in metric.modules():
-            states = dict(of_metrics.defaults(part)) if isinstance(part, Metric) else {}
+            states = dict(of_metrics.defaults(part)) if is_metric(part) else {}
             if states:
                 states |= {of_metrics.COMPUTED: None, of_metrics.FORWARD_CACHE: None}
             states |= {of_torch.FORWARD_HOOKS: OrderedDict(), of_torch.FORWARD_PRE_HOOKS: OrderedDict()}

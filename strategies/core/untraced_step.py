@@ -10,7 +10,7 @@ import pytorch_lightning as pl
 from torch import Tensor
 from torchmetrics import Metric
 
-from .module_checks import metrics_of
+from .module_checks import is_metric, metrics_of
 from .module_log import lightning_modules, log_nothing, module_log, received
 from .private import of_metrics
 
@@ -57,7 +57,7 @@ def trial_step(module: pl.LightningModule) -> Generator[None]:
             yield
     finally:
         for part, training, attributes, contents in parts:
-            if not isinstance(part, Metric):  # restored already
+            if not is_metric(part):  # restored already
                 vars(part).clear()
                 vars(part).update(attributes)
                 for container, items in contents:
