@@ -38,16 +38,12 @@ STRATEGIES: dict[str, type[Strategy]] = {
 }
 """Strategies of this project by the name that `strategy=` takes."""
 
-_STARTS = {"": {}, "_spawn": {"start_method": "spawn"}, "_fork": {"start_method": "fork"}} | {
-    "_notebook": {"start_method": "fork"}
-}
-_UNUSED = {"": {}} | {
-    f"_find_unused_parameters_{str(value).lower()}": {"find_unused_parameters": value} for value in (False, True)
-}
+_STARTS = {"": None, "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}
+_UNUSED = {"": False, "_find_unused_parameters_false": False, "_find_unused_parameters_true": True}
 LIGHTNINGS_WORDS: Mapping[str, Callable[[], Strategy]] = {
-    f"ddp{start}{unused}": partial(DDPStrategy, **options, **more)
-    for start, options in _STARTS.items()
-    for unused, more in _UNUSED.items()
+    f"ddp{start}{unused}": partial(DDPStrategy, start_method=method, find_unused_parameters=finds)
+    for start, method in _STARTS.items()
+    for unused, finds in _UNUSED.items()
 } | {"fsdp_cpu_offload": partial(FSDPStrategy, cpu_offload=True)}
 """What makes the strategies of this project for words of Lightning's that stand for a strategy with options."""
 
