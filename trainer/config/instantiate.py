@@ -32,7 +32,7 @@ def prepare(cfg: DictConfig) -> None:
     would be made here.
 
     Raises:
-        ConfigError: a class can't be found.
+        ImportError: a class can't be found.
     """
     one = [(key, cfg.get(key)) for key in ("strategy", "module", "data", "checkpoint", "trainer")]
     several = [entry for group in ("callbacks", "logger") for entry in entries(group, cfg.get(group))]
