@@ -87,6 +87,12 @@ def is_library(filename: str) -> bool:
     Args:
         filename: as in a code object or traceback.
     """
+    return filename.startswith(_libraries()) or not _INSTALLED.isdisjoint(PurePath(filename).parts)
+
+
+@cache
+def _libraries() -> tuple[str, ...]:
+    """What names of library files begin with; Python takes a third of a millisecond to tell where it installs."""
     libraries = (sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
     rooms = (str(Path(__file__).parents[2] / room) + os.sep for room in ("trainer", "strategies"))
-    return filename.startswith((*libraries, *rooms, "<")) or not _INSTALLED.isdisjoint(PurePath(filename).parts)
+    return (*libraries, *rooms, "<")
