@@ -18,6 +18,7 @@ from ..core.private import of_lightning, put
 from ._barrier import Barrier
 from ._heartbeat import HeartbeatMonitor, is_about_communication
 from ._stop import StopAgreement as StopAgreement
+from .objects import gather_objects
 from .process_exit import leave_group_at_exit
 from .signed_store import signed
 from .store import root_store
@@ -102,12 +103,11 @@ class RankGroup:
             put(of_lightning.signal_connector(trainer), sigterm_notifier_fn=self._on_signal)
         if self.coordinator is not None:
             self.coordinator.heartbeat.count_steps = lambda: trainer.global_step
-        side = dist.new_group(backend="gloo", timeout=self.timeout)  # on all ranks: one alone may request loaders
-        self._side = cast("dist.ProcessGroup", side)
 
     def sum_beside(self, values: Tensor) -> Work:
         """Start summing a small CPU tensor over all ranks, in place, beside the gradients."""
-        assert self._side is not None, "the run has ended"
+        if self._side is None:
+            self._side = cast("dist.ProcessGroup", dist.new_group(backend="gloo", timeout=self.timeout))
         return cast(Work, dist.all_reduce(values, group=self._side, async_op=True))
 
     def _on_signal(self, signum: int, _: object) -> None:
@@ -168,9 +168,7 @@ class RankGroup:
         stopping = self.coordinator.stop_agreement
         if not at_once:
             return stopping.ends(wished, self.trainer.global_step, self.devices, self.timeout_s)
-        num_wishes = torch.tensor([float(wished or stopping.is_ending)])
-        self.sum_beside(num_wishes).wait()
-        ends = num_wishes.item() > 0
+        ends = any(gather_objects(wished or stopping.is_ending))
         if ends:
             stopping.have_ended()
         else:
