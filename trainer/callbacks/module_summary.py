@@ -3,6 +3,7 @@
 import logging
 from typing import Any
 
+import pytorch_lightning as pl
 from pytorch_lightning.callbacks import ModelSummary
 from typing_extensions import override
 
@@ -16,6 +17,11 @@ class ModuleSummary(ModelSummary):
 
     The numbers of parameters are in the block that `StartUp` logs. The arguments are Lightning's.
     """
+
+    @override
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if trainer.is_global_zero or pl_module.example_input_array is not None:  # in its forward ranks may meet
+            super().on_fit_start(trainer, pl_module)
 
     @staticmethod
     @override

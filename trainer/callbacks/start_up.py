@@ -30,8 +30,11 @@ class StartUp(pl.Callback):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        facts = all_device_facts(trainer)
+        if not trainer.is_global_zero:
+            return
         devices = all_devices(trainer)
-        rows = [*start_up_rows(trainer, devices, self.run_dir), ("hint", hint(trainer, all_device_facts(trainer)))]
+        rows = [*start_up_rows(trainer, devices, self.run_dir), ("hint", hint(trainer, facts))]
         rows = [(label, value) for label, value in rows if value]
         width = max(len(label) for label, _ in rows)
         log.info("\n%s", "\n".join(f"  {label:<{width}}  {value}" for label, value in rows))
