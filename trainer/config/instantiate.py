@@ -21,25 +21,35 @@ QUIET: dict[str, Any] = {
 """The trainer's options for steps that are not the run's own."""
 
 
+_OWN = ("evener.strategies.", "evener.trainer.")
+"""What the names of this project's classes begin with; the module and the data are the user's."""
+
 _prepared: dict[int, tuple[Any, Callable[..., Any]]] = {}
 """What `prepare` has found, by the identity of the options."""
+
+_made: dict[int, tuple[str, Any]] = {}
+"""Objects that `prepare` has made, with their group, by the identity of their options, until they are asked for."""
 
 
 def prepare(cfg: DictConfig) -> None:
     """Find the classes of a job's objects, and convert their arguments, so that `instantiate` only has to call them.
 
     Ranks that are forked afterwards need not do it each. Options that contain other objects are left out, because these
-    would be made here.
+    would be made here. The classes of this project are called at once: theirs do not ask for the rank.
 
     Raises:
         ImportError: a class can't be found.
+        ConfigError: an object of this project refuses its options.
     """
     one = [(key, cfg.get(key)) for key in ("strategy", "module", "data", "checkpoint", "trainer")]
     several = [entry for group in ("callbacks", "logger") for entry in entries(group, cfg.get(group))]
     _prepared.clear()
+    _made.clear()
     for key, options in [*one, *several]:
         if options and num_targets(OmegaConf.to_container(options)) == 1:
             _prepared[id(options)] = options, constructor(key, options)
+            if key != "trainer" and str(options["_target_"]).startswith(_OWN):
+                _made[id(options)] = key, instantiate(key, options)
 
 
 def num_targets(options: Any) -> int:
@@ -70,6 +80,8 @@ def instantiate(key: str, options: Any) -> Any:
     Raises:
         ConfigError: the constructor raised TypeError, ValueError, or one of Lightning's or our own errors.
     """
+    if id(options) in _made:
+        return _made.pop(id(options))[1]
     make = constructor(key, options)
     with refusals_named(key, options):
         return make()

@@ -33,6 +33,7 @@ def conversions(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return convert(options, **hydra_options)
 
     monkeypatch.setattr(module, "_prepared", {})
+    monkeypatch.setattr(module, "_made", {})
     monkeypatch.setattr(hydra.utils, "instantiate", recorded)
     return targets
 
@@ -58,6 +59,16 @@ def test_objects_within_options_are_not_made_before_they_are_needed(conversions:
     prepare(cfg)
     assert conversions == []
     assert instantiate("module", cfg.module) == 7
+
+
+def test_objects_of_this_project_are_made_once_before_they_are_needed(conversions: list[str]) -> None:
+    cfg = config(strategy={"_target_": "evener.strategies.dp.DataParallelStrategy"}, trainer={"_target_": "evener.trainer.Trainer"})
+    prepare(cfg)
+    assert [key for key, _ in module._made.values()] == ["strategy"]
+    made = module._made[id(cfg.strategy)][1]
+    assert instantiate("strategy", cfg.strategy) is made
+    assert instantiate("strategy", cfg.strategy) is not made  # a trial step has one of its own
+    assert len(conversions) == 2
 
 
 def test_a_constructor_can_be_given_further_arguments() -> None:
