@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import pytorch_lightning as pl
 
-from ...strategies.core.devices import device_model, memory_bytes
+from ...strategies.core.devices import device_model, is_accelerator, memory_bytes
 from ...strategies.registry import name_of, process_devices
 from .device_monitor import gather
 
@@ -29,13 +29,15 @@ class DeviceFacts(NamedTuple):
 
 
 def all_device_facts(trainer: pl.Trainer) -> list[DeviceFacts]:
-    """Gather the facts of all devices of all processes; every rank must call it, at the start of training."""
-    own = [
-        DeviceFacts(float(zlib.crc32(device_model(device).encode())), memory_bytes(device))
-        for device in process_devices(trainer.strategy)
-    ]
-    flat = [number for facts in own for number in facts]
-    found = gather(trainer.strategy, flat) if trainer.world_size > 1 else flat
+    """Gather the facts of all devices of all processes; every rank must call it, at the start of training.
+
+    The processes of one machine have its CPU in common: then a process's own facts are all.
+    """
+    devices = process_devices(trainer.strategy)
+    own = [DeviceFacts(float(zlib.crc32(device_model(device).encode())), memory_bytes(device)) for device in devices]
+    if trainer.world_size == 1 or (trainer.num_nodes == 1 and not any(map(is_accelerator, devices))):
+        return own
+    found = gather(trainer.strategy, [number for facts in own for number in facts])
     return [DeviceFacts(*pair) for pair in zip(found[0::2], found[1::2], strict=True)]
 
 
