@@ -20,7 +20,7 @@ from ..core.options import Positive, verify_value
 Compression: TypeAlias = Literal["fp16", "bf16", "powersgd"]
 """Compression of gradients between ranks."""
 
-_OURS = ("module", "device_ids", "output_device", "process_group", "self")
+_OURS = ("module", "device_ids", "output_device", "process_group", "init_sync", "self")
 
 
 @cache

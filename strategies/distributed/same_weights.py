@@ -11,7 +11,7 @@ The ranks would train apart, without a word.
 
 import hashlib
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from itertools import zip_longest
 
@@ -41,16 +41,16 @@ _TOLERANCE = 1e-3
 def give_same_weights(module: nn.Module, root_device: torch.device) -> None:
     """Copy rank 0's parameters and buffers to all ranks, if they differ; every rank must call it.
 
-    Ranks whose modules differ in names, shapes or types are left alone: the wrapper names what differs.
+    Ranks whose modules differ in names, shapes or types are left alone: `verify_same_layout` names what differs.
 
     Args:
         root_device: this rank's device, by which tensors are sent if the group can't send CPU tensors.
     """
     named = [*module.named_parameters(), *module.named_buffers()]
     tensors = {name: tensor for name, tensor in named if is_plain(tensor)}
-    layout = [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in tensors.items()]
-    told = gather_objects((layout, [_sample(tensor) for tensor in tensors.values()]))
-    if any(other[0] != layout for other in told) or all(other[1] == told[0][1] for other in told):
+    samples = _digest("".join(map(_sample, tensors.values())).encode())
+    told = gather_objects((_digest(str([*_layout(tensors)]).encode()), samples))
+    if len({layout for layout, _ in told}) > 1 or len(set(told)) == 1:
         return
     for tensor in tensors.values():
         device = tensor.device if sends_cpu_tensors() else root_device
@@ -58,6 +58,33 @@ def give_same_weights(module: nn.Module, root_device: torch.device) -> None:
         dist.broadcast(sent, src=0)
         with torch.no_grad():
             tensor.copy_(sent)
+
+
+def verify_same_layout(module: nn.Module, strategy: str) -> None:
+    """Verify that all ranks train the same parameters; every rank must call it.
+
+    Args:
+        strategy: what the error names.
+
+    Raises:
+        ConfigError: ranks have parameters of other names, shapes or types, or other ones are trained.
+    """
+    layout = [*_layout({name: p for name, p in module.named_parameters() if p.requires_grad and is_plain(p)})]
+    if len(set(gather_objects(_digest(str(layout).encode())))) == 1:
+        return
+    for same in zip_longest(*gather_objects(layout), fillvalue="none"):
+        if len(set(same)) > 1:
+            other = next(rank for rank, one in enumerate(same) if one != same[0])
+            raise ConfigError(
+                f"{strategy}: the ranks have different modules: where rank 0 trains {same[0]}, rank {other} trains "
+                f"{same[other]}. Build the same module on all ranks, and freeze the same layers."
+            )
+
+
+def _layout(tensors: Mapping[str, Tensor]) -> Iterator[str]:
+    """The name, type and shape of each tensor, as text."""
+    for name, tensor in tensors.items():
+        yield f"{name} ({str(tensor.dtype).removeprefix('torch.')}, shape {tuple(tensor.shape)})"
 
 
 class Agreement:
@@ -159,4 +186,8 @@ def _sample(tensor: Tensor) -> str:
     if tensor.layout is not torch.strided or not tensor.numel():
         return ""
     flat = tensor.detach().reshape(-1)[:: max(1, tensor.numel() // _SAMPLED)]
-    return hashlib.sha256(flat.cpu().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
+    return _digest(flat.cpu().contiguous().view(torch.uint8).numpy().tobytes())
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()

@@ -164,6 +164,12 @@ class ReducedParameters:
         return any(id(parameter) not in known for group in groups for parameter in group)
 
 
+def give_weights(wrapper: DistributedDataParallel) -> None:
+    """Give all ranks rank 0's parameters and buffers, as the wrapper does by itself with `init_sync`."""
+    size: Any = wrapper.broadcast_bucket_size
+    of_torch.sync_module_states(wrapper.module, wrapper.process_group, size, 0, wrapper.parameters_to_ignore)
+
+
 def unwrap(wrapper: DistributedDataParallel) -> nn.Module:
     """Take a module out of its wrapper and detach the reducer from its parameters at once."""
     state: Any = wrapper

@@ -18,10 +18,12 @@ from ..core.errors import ConfigError
 from ..core.loop_contract import StepContract
 from ..core.private import of_lightning, of_torch
 from ..distributed.options import name_unused_parameters
+from ..distributed.same_weights import verify_same_layout
 from ..distributed.wrapper import (
     ReducedParameters,
     StepReduction,
     forward_through,
+    give_weights,
     reduce_finished,
     unwrap,
     verify_reduced,
@@ -74,7 +76,7 @@ class GradientSync:
         """Wrap the module, as `wrap` does.
 
         Raises:
-            ConfigError: it has no gradients.
+            ConfigError: it has no gradients, or not those that the other ranks' modules have.
         """
         strategy = self._strategy
         module = strategy.model
@@ -84,10 +86,12 @@ class GradientSync:
                 f"{strategy.strategy_name}: {type(strategy.module).__name__} has no parameter that requires a "
                 "gradient, so there is nothing to average over ranks. Unfreeze one, or choose strategy=single_device."
             )
+        verify_same_layout(strategy.module, strategy.strategy_name)
         self._trained = ReducedParameters(module)
         wrap()
         wrapper = self._wrapper
         assert wrapper is not None
+        give_weights(wrapper)
         if self._hook is not None:
             wrapper.register_comm_hook(*self._hook())
 

@@ -105,6 +105,7 @@ class RankStrategy(pl_strategies.DDPStrategy):
             cluster_environment=kubeflow(),
             process_group_backend=backend,
             timeout=self.group.timeout,
+            init_sync=False,  # `GradientSync.wrap` does it, and names what differs
             **verified_options(self.strategy_name, ddp_options),
         )
         self._batch_dims = verify_batch_dims(batch_dims, self.strategy_name)

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch._subclasses import fake_tensor
+from torch.distributed import utils as distributed_utils
 from torch.nn.modules import batchnorm, dropout
 from torch.utils import _python_dispatch, _pytree
 from torch.utils.data._utils import worker
@@ -82,6 +83,7 @@ inside_ddp_forward = attrgetter("_inside_ddp_forward")
 pre_forward, post_forward = attrgetter("_pre_forward"), attrgetter("_post_forward")
 root_copy_hook = attrgetter("_root_copy_hook")
 get_backend = attrgetter("_get_backend")
+sync_module_states: Any = distributed_utils._sync_module_states
 
 # torch's agent
 join_procs_with_timeout = attrgetter("_join_procs_with_timeout")

@@ -105,6 +105,52 @@ def test_a_ranks_own_gradients_are_refused_and_the_mean_of_all_is_trained() -> N
         torch.testing.assert_close(rank["fsdp clipped"], expected, rtol=0, atol=1e-10)
 
 
+class OwnLayers(Net):
+    """Changes its layers by the rank, in the last hook before the module is wrapped."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way = way
+
+    def configure_model(self) -> None:
+        rank = self.trainer.global_rank
+        if self.way == "shape":
+            self.net[2] = nn.Linear(4, 1 + rank, dtype=torch.float64)
+        elif self.way == "missing" and rank:
+            self.net[2] = nn.Identity()
+        elif self.way == "frozen" and rank:
+            self.net[0].requires_grad_(False)
+        elif self.way == "values":
+            with torch.no_grad():
+                self.net[0].bias[1] += rank
+
+
+def _wrapped(way: str) -> str | Tensor:
+    module = OwnLayers(way)
+    trainer = quiet_trainer(DDPStrategy(batch_size_is="global", timeout_s=60), 2, max_steps=0 if way == "values" else 1)
+    try:
+        trainer.fit(module, DataLoader(Numbered(16), 4))
+    except ConfigError as exc:
+        return str(exc)
+    return weights(module)
+
+
+def _all_layers() -> list[Any]:
+    return [_wrapped(way) for way in ("shape", "missing", "frozen", "values")]
+
+
+def test_ranks_that_train_other_parameters_are_refused_and_other_values_become_rank_0s() -> None:
+    (shape, missing, frozen, values), (*others, same) = run_ranks(_all_layers, 2, timeout_s=120)
+    assert others == [shape, missing, frozen]
+    first = "ddp: the ranks have different modules: where rank 0 trains"
+    last = "net.2.weight (float64, shape (1, 4)), rank 1 trains"
+    assert f"{first} {last} net.2.weight (float64, shape (2, 4)). " in shape
+    assert f"{first} {last} none. " in missing
+    assert f"{first} net.0.weight (float64, shape (4, 3)), rank 1 trains net.2.weight " in frozen
+    torch.testing.assert_close(same, values, rtol=0, atol=0)
+    torch.testing.assert_close(values, weights(Net()), rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("automatic", [True, False])
 def test_nothing_is_compared_where_ddp_alone_writes_gradients(automatic: bool) -> None:
     module = Net() if automatic else Manual("clipped")

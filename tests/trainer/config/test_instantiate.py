@@ -62,7 +62,10 @@ def test_objects_within_options_are_not_made_before_they_are_needed(conversions:
 
 
 def test_objects_of_this_project_are_made_once_before_they_are_needed(conversions: list[str]) -> None:
-    cfg = config(strategy={"_target_": "evener.strategies.dp.DataParallelStrategy"}, trainer={"_target_": "evener.trainer.Trainer"})
+    cfg = config(
+        strategy={"_target_": "evener.strategies.dp.DataParallelStrategy"},
+        trainer={"_target_": "evener.trainer.Trainer"},
+    )
     prepare(cfg)
     assert [key for key, _ in module._made.values()] == ["strategy"]
     made = module._made[id(cfg.strategy)][1]
