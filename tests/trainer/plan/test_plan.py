@@ -251,13 +251,29 @@ class Blocks(Small):
         return torch.optim.AdamW(self.parameters())
 
 
+class WatchSteps(Watch):
+    """Keeps the peaks of all steps.
+
+    A thread of gloo may be the last to hold what a collective has worked on. It isn't profiled: what it frees counts
+    as never freed, by more megabytes the busier the machine is, so that the least of many peaks is the right one.
+    """
+
+    def __init__(self) -> None:
+        self.peaks: list[int] = []
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        super().on_train_batch_end(*args)
+        self.peaks.append(self.peak())
+
+
 def _peak_of_a_rank(num_ranks: int, keeps: bool) -> int:
-    """The most bytes in the third step beyond those that it began with."""
+    """The most bytes in a step, after the first two, beyond those that it began with."""
     warnings.simplefilter("ignore")  # Lightning's advice on workers and the like
-    watch = Watch()
+    watch = WatchSteps()
     strategy = FSDPStrategy(reshard_after_forward=not keeps, timeout_s=60)
-    Trainer(accelerator="cpu", devices=num_ranks, strategy=strategy, callbacks=[watch], **QUIET).fit(Blocks())
-    return watch.peak()
+    options = {**QUIET, "max_epochs": 20}
+    Trainer(accelerator="cpu", devices=num_ranks, strategy=strategy, callbacks=[watch], **options).fit(Blocks())
+    return min(watch.peaks[2:])
 
 
 @pytest.mark.slow
