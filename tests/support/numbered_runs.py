@@ -12,7 +12,7 @@ from launched import Numbered
 from launching import Run, running
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-NUM_EPOCHS, BATCHES_PER_EPOCH = 3, 10
+NUM_EPOCHS, BATCHES_PER_EPOCH = 6, 10
 WORDS = [
     "module._target_=launched.Numbered", f"trainer.max_epochs={NUM_EPOCHS}", "devices=1", "checkpoint=interval",
     "checkpoint.interval_s=0", "logger=tensorboard", "trainer.log_every_n_steps=1",
@@ -35,12 +35,13 @@ def wait_until(record: Path, condition: Any, machines: list[Run], timeout_s: flo
 
 
 def all_at(place: int, num: int) -> Any:
-    """A condition: that many ranks have begun a batch, and nobody a later one."""
+    """A condition: that many ranks have begun a batch, or a later one, and nobody the one after it."""
+    return lambda lines: reached(lines) >= place and present(lines) == num
 
-    def holds(lines: list[Any]) -> bool:
-        return bool(lines) and lines[-1][2] * BATCHES_PER_EPOCH + lines[-1][3] == place and present(lines) == num
 
-    return holds
+def reached(lines: list[Any]) -> int:
+    """The batch, counted over all epochs, that was begun last; -1 before the first."""
+    return lines[-1][2] * BATCHES_PER_EPOCH + lines[-1][3] if lines else -1
 
 
 def present(lines: list[Any]) -> int:
