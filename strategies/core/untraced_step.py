@@ -16,7 +16,7 @@ from .private import of_metrics
 
 
 @contextmanager
-def untraced_step(module: pl.LightningModule, silent: bool = False) -> Generator[None]:
+def untraced_step(module: pl.LightningModule, silent: bool = False) -> Generator[list[tuple[Metric, dict[str, Any]]]]:
     """Run a step that leaves no trace.
 
     Buffers and metric states are restored, logged values get no weight, and what the step appended to lists of the
@@ -24,6 +24,9 @@ def untraced_step(module: pl.LightningModule, silent: bool = False) -> Generator
 
     Args:
         silent: whether it logs nothing at all: in an evaluation ranks may log different names.
+
+    Yields:
+        The metrics in the module, each with the attributes that will be restored.
     """
     buffers = [
         (part, name, buffer, buffer.clone())
@@ -35,7 +38,7 @@ def untraced_step(module: pl.LightningModule, silent: bool = False) -> Generator
     try:
         logs = map(module_log, lightning_modules(module))
         with received((log, log_nothing if silent else log.without_weight) for log in logs):
-            yield
+            yield metrics
     finally:
         for part, name, buffer, value in buffers:
             setattr(part, name, buffer)  # the step may have put another in its place

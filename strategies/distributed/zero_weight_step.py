@@ -8,24 +8,29 @@ from torch import nn
 from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.weight_norm import WeightNorm
 
-from ..core.private import of_torch
+from ..core.private import of_metrics, of_torch, put
 from ..core.untraced_step import untraced_step
+from .metrics.sync import MetricSync
 from .sync_batchnorm import SyncedBatchNorm
 
 
 @contextmanager
-def zero_weight_step(module: pl.LightningModule, silent: bool = False) -> Generator[None]:
-    """Run a step with weight zero: it leaves no trace, and synchronized BatchNorm layers don't count its samples.
+def zero_weight_step(module: pl.LightningModule, sync: MetricSync, silent: bool = False) -> Generator[None]:
+    """Run a step with weight zero: it leaves no trace, and synchronized BatchNorm layers and metrics don't count it.
 
     Args:
+        sync: the exchange of metric states, which the step may ask for by `compute`.
         silent: whether it logs nothing at all: in an evaluation ranks may log different names.
     """
     synced = [layer for layer in module.modules() if isinstance(layer, SyncedBatchNorm)]
     for layer in synced:
         layer.counts = False
     try:
-        with untraced_step(module, silent):
+        with untraced_step(module, silent) as metrics, sync.counting(metrics):
             yield
+            computed = [(metric, of_metrics.computed(metric)) for metric, _ in metrics]
+        for metric, value in computed:  # on the other ranks an update has cleared it: all must compute it again
+            put(metric, computed=value)
     finally:
         for layer in synced:
             layer.counts = True

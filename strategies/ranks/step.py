@@ -121,6 +121,7 @@ class RankStep(StepContract):
         """Run `training_step`; a rank without samples runs it with weight zero."""
         strategy, shares = self._strategy, self.shares
         counts, module, trainer = shares.counts, self._module, self._trainer
+        assert self.metrics is not None
         if strategy.balance is not None:
             strategy.balance.begin_step(module, strategy.root_device, strategy.loaders.change_policy)
         check, self._loss_check = self._loss_check, None
@@ -131,7 +132,7 @@ class RankStep(StepContract):
         if counts and self.states.has_ended and self.agreement.has_ended:
             output = self._own_step(*args, **kwargs)
         else:
-            with self._watching(module), nullcontext() if counts else zero_weight_step(module):
+            with self._watching(module), nullcontext() if counts else zero_weight_step(module, self.metrics.sync):
                 output = self._own_step(*args, **kwargs)
         module_weighs = isinstance(output, dict) and output.get("loss_weight") is not None
         if not counts and output is not None:  # None in manual optimization
@@ -190,7 +191,8 @@ class RankStep(StepContract):
         with strategy.sync.evaluating(), context():
             if not self.stands_in():
                 return strategy.layout.step(step, *args, **kwargs)
-            with zero_weight_step(self._module, silent=True):
+            assert self.metrics is not None
+            with zero_weight_step(self._module, self.metrics.sync, silent=True):
                 getattr(self._module, step)(*args, **kwargs)
             return None
 

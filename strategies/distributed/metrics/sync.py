@@ -8,7 +8,8 @@ once, each part with the batch it belongs to:
     rank 1   batch 0: c d
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -22,6 +23,7 @@ from torchmetrics.wrappers import Running
 
 from ...core.errors import ConfigError
 from ...core.module_checks import metrics_of
+from ...core.patching import replaced
 from ...core.private import of_metrics, put
 from ..objects import gather_objects
 from ..store import RankError
@@ -36,6 +38,7 @@ class MetricSync:
         self.watched: list[Metric] = []
         """The metrics whose states grow; without any, nothing happens at a batch."""
         self._windows: dict[int, Running] = {}
+        self._counted: dict[int, Mapping[str, Any]] = {}
         self._replaced: list[tuple[type[Metric], Any]] = []
 
     def start(self, kinds: Iterable[type[Metric]]) -> None:
@@ -79,6 +82,19 @@ class MetricSync:
                 marks.pop()  # nothing came from the last batch
             marks.append(Mark(place, sizes))
 
+    @contextmanager
+    def counting(self, metrics: Iterable[tuple[Metric, Mapping[str, Any]]]) -> Generator[None]:
+        """Combine what metrics have counted so far, and not what they do inside the block.
+
+        Args:
+            metrics: each with its attributes.
+        """
+        self._counted = {id(metric): attributes for metric, attributes in metrics}
+        try:
+            yield
+        finally:
+            self._counted = {}
+
     def combine(self, metric: Metric, group: Any = None) -> None:
         """Replace a metric's states by those of all ranks; every rank must call it.
 
@@ -87,7 +103,7 @@ class MetricSync:
             ConfigError: the states can't be combined exactly.
         """
         window = self._windows.get(id(metric))
-        own = Sent(type(metric).__name__, of_metrics.update_count(metric), self._parts(metric, window))
+        own = self._own(metric, window)
         for part in own.parts:
             if isinstance(part.value, Tensor) and part.value.requires_grad:
                 part.value.register_hook(partial(_refuse_as_loss, own.kind))
@@ -99,6 +115,20 @@ class MetricSync:
             setattr(metric, name, combined(metric, name, reduction, ranks))
         if isinstance(metric, PearsonCorrCoef):
             widen_deviations(metric)
+
+    def _own(self, metric: Metric, window: Running | None) -> Sent:
+        """What this rank sends of a metric: in a step that does not count, what it had before or, if reset, nothing."""
+        num, kind = of_metrics.update_count(metric), type(metric).__name__
+        counted = self._counted.get(id(metric), {})
+        before = counted.get(of_metrics.UPDATE_COUNT, 0)
+        if num < before or (counted and num == 1 and metric.dist_sync_on_step):
+            return Sent(kind, 0, [])
+        with ExitStack() as stack:
+            for name, value in counted.items():
+                stack.enter_context(replaced(metric, name, value))
+            for name, value in self._counted.get(id(window), {}).items():
+                stack.enter_context(replaced(window, name, value))
+            return Sent(kind, of_metrics.update_count(metric), self._parts(metric, window))
 
     def _parts(self, metric: Metric, window: Running | None) -> list[Part]:
         if window is not None:

@@ -7,6 +7,7 @@ import pytorch_lightning as pl
 import torch
 
 from evener.strategies.core.module_log import ModuleLog, log_nothing, module_log, received, restore_logs
+from evener.strategies.distributed.metrics.sync import MetricSync
 from evener.strategies.distributed.zero_weight_step import zero_weight_step
 
 
@@ -28,7 +29,7 @@ def test_a_step_without_weight_gives_none_to_what_inner_modules_log() -> None:
     """Only the outer module's values were neutralised, so that those of the samples that stand in counted."""
     outer = Outer()
     own, inner = listening(outer), listening(outer.inner)
-    with zero_weight_step(outer):
+    with zero_weight_step(outer, MetricSync()):
         outer.log("a", 2.0, batch_size=4)
         outer.inner.log("b", torch.tensor(3.0), False, reduce_fx="max")
     outer.log("a", 2.0)
@@ -39,7 +40,7 @@ def test_a_step_without_weight_gives_none_to_what_inner_modules_log() -> None:
 def test_a_silent_step_logs_nothing() -> None:
     outer = Outer()
     own, inner = listening(outer), listening(outer.inner)
-    with zero_weight_step(outer, silent=True):
+    with zero_weight_step(outer, MetricSync(), silent=True):
         outer.log("a", 2.0)
         outer.inner.log("b", 2.0)
     assert own == inner == []

@@ -248,3 +248,50 @@ def test_a_synchronized_metric_that_is_no_loss_may_have_gradients() -> None:
     for found, refused, num in run_ranks(_fit_synced, 2, False, 2):
         assert (refused, num) == ("", num_steps)
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
+
+
+class Asks(Net):
+    """Asks its metrics for values within steps, and once more at the end of the epoch."""
+
+    def __init__(self, when: str) -> None:
+        super().__init__()
+        self.when = when
+        self.error = torchmetrics.MeanAbsoluteError().set_dtype(torch.float64)
+        self.order = torchmetrics.CatMetric()
+        self.window = Running(torchmetrics.MeanMetric().set_dtype(torch.float64), 2)
+        self.in_step = torchmetrics.MeanAbsoluteError(dist_sync_on_step=True).set_dtype(torch.float64)
+        self.values: list[Any] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y, index = batch
+        self.error.update(self.net(x), y)
+        self.order.update(index)
+        self.window.update(index.double())
+        self.log("in_step", self.in_step(self.net(x), y))
+        if batch_idx == 1 or self.when == "each":
+            for name in ("error", "order", "window"):
+                value = getattr(self, name).compute()
+                self.log(f"{name}_{batch_idx}", value.double().sum(), batch_size=1)
+        return super().training_step(batch, batch_idx)
+
+    def on_train_epoch_end(self) -> None:
+        self.values.append([metric.compute().tolist() for metric in (self.error, self.order, self.window)])
+
+
+def _ask(strategy: str | None, when: str) -> tuple[list[Any], dict[str, float]]:
+    module = Asks(when)
+    chosen = STRATEGIES[strategy]() if strategy else SingleDeviceStrategy()
+    trainer = quiet_trainer(chosen, 2 if strategy else 1, max_epochs=1)
+    trainer.fit(module, DataLoader(Numbered(9), 4))
+    names = [name for name in trainer.callback_metrics if name != "in_step"]
+    return module.values, {name: trainer.callback_metrics[name].item() for name in names}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("when", ["each", "once"])
+def test_compute_in_a_step_does_not_count_the_sample_of_a_rank_without_one(strategy: str, when: str) -> None:
+    """The rank's stand-in was counted; computed before that step, the metric met no other rank afterwards."""
+    # of 9 samples in batches of 4 the last batch has one
+    single = _ask(None, when)
+    for rank in run_ranks(_ask, 2, strategy, when):
+        torch.testing.assert_close(rank, single, rtol=0, atol=1e-10)
