@@ -65,7 +65,7 @@ class RankStep(StepContract):
         self._loss_check = LossCheck(name) if self._verifies_loss and is_cut else None
         self.states = StateWatch(name, self._verifies_loss)
         self.states.has_ended = not is_cut
-        self.metrics = RunMetrics(whole=not self._strategy.layout.cut_by)
+        self.metrics = RunMetrics(not self._strategy.layout.cut_by, self._part)
 
     def begin_pass(self, evaluation: Any) -> None:
         """Begin a pass over loaders, refusing an evaluation that ranks would not read side by side."""
@@ -74,6 +74,14 @@ class RankStep(StepContract):
         self._evaluation_loop = evaluation
         combined = getattr(evaluation, of_lightning.COMBINED_LOADER, None)
         verify_side_by_side(combined, self._strategy.strategy_name)
+
+    def _part(self) -> tuple[float, bool] | None:
+        """This rank's fraction of the batch in process, as `PartNumbers` asks for it."""
+        results, shares = of_lightning.results(self._trainer), self.shares
+        if results is None or results.batch is None or not (shares.is_part and shares.counts):
+            return None
+        share = shares.current
+        return (1 / self._strategy.world_size, False) if share is None else (share.num / share.total, share.num == 1)
 
     @property
     @override

@@ -1,10 +1,11 @@
 """Follow the metrics of a run: which pass over the loaders, and which batch of it, they are updated with."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import nn
 
+from .part_numbers import PartNumbers
 from .states import metric_classes
 from .steps import MetricSteps
 from .sync import MetricSync
@@ -15,17 +16,19 @@ class RunMetrics:
 
     Args:
         whole: whether a step calls a metric once, with all samples of this rank.
+        part: see `PartNumbers`.
 
     Attributes:
         sync: the exchange of metric states between ranks.
         steps: computes the values that metrics have for one global batch.
     """
 
-    def __init__(self, whole: bool) -> None:
-        self.sync, self.steps = MetricSync(), MetricSteps(whole)
+    def __init__(self, whole: bool, part: Callable[[], tuple[float, bool] | None]) -> None:
+        self.sync, self.steps, self._numbers = MetricSync(), MetricSteps(whole), PartNumbers(part)
         kinds = metric_classes()
         self.sync.start(kinds)
         self.steps.start(kinds)
+        self._numbers.start(kinds)
         self.has_evaluated = False
         """Whether this pass is an evaluation that has run a step."""
         self._num_passes = 0
@@ -60,3 +63,4 @@ class RunMetrics:
         """Restore the metrics' own methods."""
         self.sync.end()
         self.steps.end()
+        self._numbers.end()

@@ -1,6 +1,6 @@
 """States of torchmetrics metrics as ranks send them, and how they are combined."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -32,11 +32,16 @@ class Part(NamedTuple):
 
 
 class Sent(NamedTuple):
-    """What one rank sends of a metric."""
+    """What one rank sends of a metric.
+
+    Args:
+        given: see `part_numbers.GIVEN`.
+    """
 
     kind: str
     num_updates: int
     parts: list[Part]
+    given: Set[str] = frozenset()
 
 
 class Mark(NamedTuple):

@@ -27,6 +27,7 @@ from ...core.patching import replaced
 from ...core.private import of_metrics, put
 from ..objects import gather_objects
 from ..store import RankError
+from .part_numbers import GIVEN, verify_given
 from .states import BEFORE, Mark, Part, Place, Sent, combined, growing, moved, parts_by_batch, ranges
 
 
@@ -108,6 +109,7 @@ class MetricSync:
             if isinstance(part.value, Tensor) and part.value.requires_grad:
                 part.value.register_hook(partial(_refuse_as_loss, own.kind))
         ranks = _gather(own, metric.device, group)
+        verify_given(own.kind, [rank.given for rank in ranks])
         if window is not None:
             ranks = _last_batches(ranks, window)
         reductions: dict[str, Any] = of_metrics.reductions(metric)
@@ -128,7 +130,8 @@ class MetricSync:
                 stack.enter_context(replaced(metric, name, value))
             for name, value in self._counted.get(id(window), {}).items():
                 stack.enter_context(replaced(window, name, value))
-            return Sent(kind, of_metrics.update_count(metric), self._parts(metric, window))
+            num, given = of_metrics.update_count(metric), vars(metric).get(GIVEN, frozenset())
+            return Sent(kind, num, self._parts(metric, window), given)
 
     def _parts(self, metric: Metric, window: Running | None) -> list[Part]:
         if window is not None:

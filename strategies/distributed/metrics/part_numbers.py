@@ -1,0 +1,124 @@
+"""Weigh one number that an aggregator of torchmetrics is given for this rank's part of a batch.
+
+`MeanMetric` counts each number alike: of 4 samples a rank with 3 and one with 1 would give it two means of the same
+weight. One device gives it one number, the mean over all samples. Each rank's number therefore counts by its part:
+
+    self.train_loss.update(loss)     rank 0, 3 samples: 3/4     rank 1, 1 sample: 1/4     sum 1, as on one device
+
+The largest, the smallest or the list of such numbers is not known of parts, and their sum may be a sum of means.
+"""
+
+from collections.abc import Callable, Iterable, Set
+from functools import partial
+from numbers import Integral, Number
+from typing import Any
+
+import torch
+from torch import Tensor
+from torchmetrics import MeanMetric, Metric, SumMetric
+from torchmetrics.aggregation import BaseAggregator
+
+from ...core.errors import ConfigError
+
+GIVEN = "given_per_part"
+"""Attribute of an aggregator: whether it was given one value per `sample`, or one `number` for a part of a batch."""
+
+
+class PartNumbers:
+    """Stands before `update` of every aggregator while a run lasts.
+
+    Args:
+        part: returns this rank's fraction of the samples of the batch in process, and whether that is one sample; None
+            outside of a batch, and if this rank has all of its samples, or none.
+    """
+
+    def __init__(self, part: Callable[[], tuple[float, bool] | None]) -> None:
+        self._part = part
+        self._replaced: list[tuple[type[Metric], _Update]] = []
+
+    def start(self, kinds: Iterable[type[Metric]]) -> None:
+        """Weigh the numbers that metrics of some classes are given."""
+        for kind in kinds:
+            if issubclass(kind, BaseAggregator) and "update" in vars(kind):
+                update = _Update(kind.update, self._update)
+                self._replaced.append((kind, update))
+                setattr(kind, "update", update)  # noqa: B010
+
+    def end(self) -> None:
+        """Restore the metrics' own method."""
+        for kind, update in self._replaced:
+            setattr(kind, "update", update.own)  # noqa: B010
+        self._replaced.clear()
+
+    def _update(self, metric: BaseAggregator, update: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        given = (*args, *kwargs.values())
+        kinds: set[str] = vars(metric).setdefault(GIVEN, set())
+        if not _is_number(given[0]):
+            kinds.add("sample")
+            update(*args, **kwargs)
+            return
+        part = self._part() if len(given) == 1 else None  # a weight that is given is that of the part
+        if part is None or (part[1] and "sample" in kinds):  # one value, squeezed
+            update(*args, **kwargs)
+        elif isinstance(metric, MeanMetric):
+            kinds.add("number")
+            _add_part(metric, partial(update, *args, **kwargs), part[0])
+        elif not isinstance(metric, SumMetric) or _is_fraction(given[0]):
+            name = type(metric).__name__
+            raise ConfigError(
+                f"{name} was given one number for the samples that this rank has of a batch, of which the number for "
+                "the whole batch isn't known: it may be a mean over samples, a sum or another. Give it a tensor with "
+                "one value per sample, log the number with self.log(name, number, reduce_fx=...), or update the "
+                "metric in an epoch hook."
+            )
+        else:
+            update(*args, **kwargs)  # counts add up
+
+
+class _Update:
+    """Takes precedence over the method that each metric has in its own dictionary, as a property does."""
+
+    def __init__(self, own: Callable[..., None], call: Callable[..., None]) -> None:
+        self.own, self._call = own, call
+
+    def __get__(self, metric: Any, kind: type[Metric]) -> Any:
+        if metric is None:
+            return self.own
+        update = vars(metric).get("update")
+        # a metric that is being made wraps the method of its class
+        return self.own.__get__(metric) if update is None else partial(self._call, metric, update)
+
+    def __set__(self, metric: Any, update: Callable[..., None]) -> None:
+        vars(metric)["update"] = update
+
+
+def _add_part(metric: MeanMetric, update: Callable[[], None], part: float) -> None:
+    """Add a number with the weight of a part: by its states, as not all metrics take a weight into account."""
+    states = vars(metric)  # which `setattr` writes to at several times the cost
+    before = {name: states[name] for name in ("mean_value", "weight")}
+    states.update({name: torch.zeros_like(value) for name, value in before.items()})
+    update()
+    states.update({name: torch.add(value, states[name], alpha=part) for name, value in before.items()})
+
+
+def verify_given(name: str, ranks: Iterable[Set[str]]) -> None:
+    """Refuse what ranks were given for one metric, of which it isn't known what it is.
+
+    Raises:
+        ConfigError: one value per sample on a rank, and on another, which had one sample each time, a number.
+    """
+    kinds = [kinds for kinds in ranks if kinds]
+    if {"sample"} in kinds and {"number"} in kinds:
+        raise ConfigError(
+            f"{name} was given one value per sample on a rank, but a number on another, which had one sample of each "
+            "batch: it isn't known whether that is a sample's or the batch's. Give it tensors of shape (samples,), "
+            "with squeeze(1) in place of squeeze(), say."
+        )
+
+
+def _is_number(value: Any) -> bool:
+    return not value.dim() if isinstance(value, Tensor) else isinstance(value, Number)
+
+
+def _is_fraction(value: Any) -> bool:
+    return value.is_floating_point() if isinstance(value, Tensor) else not isinstance(value, Integral)

@@ -1,0 +1,152 @@
+"""Aggregators that are given one number per batch, of which each rank has a part: the idiom `self.train_loss(loss)`."""
+
+from typing import Any
+
+import pytest
+import pytorch_lightning as pl
+import torch
+import torchmetrics as tm
+from distributed import run_ranks, run_ranks_unchecked
+from regression import Net, Numbered, quiet_trainer
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from evener.strategies import BalancedDDPStrategy, DDPStrategy, SingleDeviceStrategy
+
+STRATEGIES: dict[str, Any] = {
+    "global": lambda: DDPStrategy(batch_size_is="global", timeout_s=120),
+    "weights": lambda: BalancedDDPStrategy(weights=[1, 3], timeout_s=120),
+}
+
+
+class OfCallback(pl.Callback):
+    """Keeps a metric that is no part of the module, and updates it between two steps."""
+
+    def __init__(self) -> None:
+        self.mean = tm.MeanMetric()
+        self.found = 0.0
+
+    def on_validation_batch_end(self, trainer: Any, module: Any, outputs: Any, *args: Any) -> None:
+        self.mean.update(outputs["error"])
+
+    def on_validation_epoch_end(self, trainer: Any, module: Any) -> None:
+        self.found = self.mean.compute().item()
+        self.mean.reset()
+
+
+class Aggregates(Net):
+    """Gives numbers of a batch to aggregators, in every way that is one device's."""
+
+    def __init__(self, squeezes: bool) -> None:
+        super().__init__()
+        self.squeezes = squeezes
+        made: dict[str, Any] = {
+            "trained": tm.MeanMetric(), "validated": tm.MeanMetric(), "window": tm.RunningMean(2),
+            "unchecked": tm.MeanMetric(nan_strategy="disable"), "weighted": tm.MeanMetric(),
+            "samples": tm.MeanMetric(), "squeezed": tm.MeanMetric(), "count": tm.SumMetric(), "host": tm.MeanMetric(),
+            "epochs": tm.MaxMetric(),
+        }  # fmt: skip
+        self.of = nn.ModuleDict(made)
+        self.pair = tm.MetricCollection([tm.MeanMetric()], prefix="pair_")
+        self.found: list[dict[str, float]] = []
+        self.within: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y, _ = batch
+        loss, of = ((self.net(x) - y) ** 2).mean(), self.of
+        of["trained"](loss)
+        self.log("train", of["trained"], on_step=True, on_epoch=True, sync_dist=True)
+        if batch_idx == 1:
+            self.within.append(of["trained"].compute().item())
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> dict[str, Tensor]:
+        x, y, _ = batch
+        each = ((self.net(x) - y) ** 2).squeeze(1)
+        error, of = each.mean(), self.of
+        of["validated"].update(value=error)
+        of["window"].update(error)
+        of["unchecked"].update(error)
+        of["weighted"].update(error, weight=len(x))
+        of["samples"].update(each)
+        if self.squeezes:
+            of["squeezed"].update(each.squeeze())
+        of["count"].update((each > 0.5).sum())
+        of["host"].update(error.item())
+        self.pair(error)
+        self.log_dict(self.pair)
+        self.log("val", of["validated"])
+        return {"error": error}
+
+    def on_validation_epoch_end(self) -> None:
+        self.of["epochs"].update(self.of["weighted"].compute())
+        skipped = ("trained", "validated", *([] if self.squeezes else ["squeezed"]))
+        self.found.append({name: m.compute().item() for name, m in self.of.items() if name not in skipped})
+        for name, metric in self.of.items():
+            if name not in ("trained", "validated", "epochs"):
+                metric.reset()
+
+
+def _fit(strategy: str | None, num: int, num_ranks: int, squeezes: bool = True) -> dict[str, Any]:
+    module, callback = Aggregates(squeezes), OfCallback()
+    chosen = STRATEGIES[strategy]() if strategy else SingleDeviceStrategy()
+    trainer = quiet_trainer(chosen, num_ranks, num_sanity_val_steps=0, callbacks=[callback])
+    trainer.fit(module, DataLoader(Numbered(num), 4), DataLoader(Numbered(num), 4))
+    logged = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    return {"found": module.found, "within": module.within, "callback": callback.found, "logged": logged}
+
+
+# of 9 in batches of 4 the last batch has one sample, of 11 three
+@pytest.mark.parametrize(
+    ("strategy", "num", "num_ranks"),
+    [("global", 9, 2), ("weights", 9, 2), ("weights", 11, 2), ("global", 9, 3)],
+)
+def test_a_number_per_batch_counts_by_the_samples_of_its_rank(strategy: str, num: int, num_ranks: int) -> None:
+    squeezes = num_ranks == 2  # each rank has two samples at first
+    single = _fit(None, num, 1, squeezes)
+    assert len(single["found"]) == 2
+    assert {"train_step", "train_epoch", "val", "pair_MeanMetric"} <= set(single["logged"])
+    for rank in run_ranks(_fit, num_ranks, strategy, num, num_ranks, squeezes):
+        torch.testing.assert_close(rank, single, rtol=0, atol=1e-6)  # aggregators round what they get to float32
+
+
+def test_a_number_that_may_be_the_value_of_one_sample_is_refused() -> None:
+    for rank in run_ranks_unchecked(_fit, 3, "global", 8, 3):  # 2, 1 and 1 of 4 samples
+        assert "MeanMetric was given one value per sample on a rank, but a number on another" in str(rank)
+
+
+class GivesNumber(Net):
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.metric: Any = getattr(tm, name)() if name != "RunningSum" else tm.RunningSum(3)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.metric(self.net(batch[0]).sum())
+
+
+def _fit_number(name: str) -> None:
+    trainer = quiet_trainer(STRATEGIES["global"](), 2)
+    loader = DataLoader(Numbered(8), 4)
+    trainer.fit(GivesNumber(name), loader, loader)
+
+
+@pytest.mark.parametrize("name", ["MaxMetric", "MinMetric", "SumMetric", "CatMetric", "RunningSum"])
+def test_numbers_of_parts_from_which_the_batchs_is_not_known_are_refused_before_training(name: str) -> None:
+    said = "SumMetric" if name == "RunningSum" else name
+    for rank in run_ranks_unchecked(_fit_number, 2, name):
+        assert f"{said} was given one number for the samples that this rank has of a batch" in str(rank)
+        assert "_run_sanity_check" in str(rank)
+
+
+def _keeps_methods() -> tuple[bool, bool, float]:
+    before = tm.MeanMetric.update
+    trainer = quiet_trainer(STRATEGIES["global"](), 2)
+    module = Aggregates(squeezes=True)
+    trainer.validate(module, DataLoader(Numbered(9), 4), verbose=False)
+    mean = tm.MeanMetric()
+    mean.update(2.0)
+    return tm.MeanMetric.update is before, "update" in vars(module.of["validated"]), mean.weight.item()
+
+
+def test_metrics_have_their_own_methods_after_a_run() -> None:
+    assert run_ranks(_keeps_methods, 2) == [(True, True, 1.0)] * 2
