@@ -13,6 +13,8 @@ until all are through, so each rank then says whether it has stopped or ended, a
 A loop also ends where `trainer.should_stop` is set: by the same values on all ranks, which then end there, as one
 device does, or by one rank's own. The rank that finds it set says so, and waits until every rank has said the same
 there or has gone on. If one has gone on, all end later, at a step that rank 0 announces as after a signal.
+
+The rest of an epoch is skipped where `on_train_batch_start` returns -1 on all ranks, and refused where one goes on.
 """
 
 import signal
@@ -34,6 +36,9 @@ TRAINING = "training"
 ENDING = "ending"
 """What wishes of ranks to end training are called in the store."""
 
+SKIPPING = "skipping"
+"""What wishes of ranks to skip the rest of an epoch are called in the store."""
+
 
 class StopAgreement:
     """Agrees with the other ranks on the step to stop at.
@@ -45,6 +50,7 @@ class StopAgreement:
         armed: whether any rank was asked to stop. The loop reads it after every optimizer step, and
             calls `due` when it is set.
         num_passed: places at which this rank could have ended training, and has gone on.
+        num_begun: batches at whose start this rank could have skipped the rest of the epoch, and has gone on.
     """
 
     def __init__(self, rank: int, num_ranks: int, store: Store) -> None:
@@ -58,6 +64,7 @@ class StopAgreement:
         self.num_passed = 0
         self._num_ended = 0  # times that all ranks have ended; a hook may have them go on
         self._ends_later = -1  # the number of the end that is to come
+        self.num_begun = self._num_skipped = 0
 
     def request(self, signum: int) -> None:
         """Ask all ranks to stop. Safe to call from a signal handler: it only sets attributes."""
@@ -83,6 +90,9 @@ class StopAgreement:
             store.set(f"{ENDING}/{number}/passed/{self.rank}", str(self.num_passed))
             if store.check([f"{ENDING}/{number}/later"]):
                 self._ends_later = number
+        skip = f"{SKIPPING}/{self._num_skipped}"
+        if store.check([skip]):
+            store.set(f"{skip}/begun/{self.rank}", str(self.num_begun))
 
     @property
     def is_ending(self) -> bool:
@@ -114,6 +124,40 @@ class StopAgreement:
         """Learn that all ranks end training here."""
         self.num_passed += 1
         self._num_ended += 1
+
+    def skip(self, where: str, timeout_s: float) -> None:
+        """Learn that all ranks skip the rest of the epoch; called by each that does.
+
+        Args:
+            where: the batch, for messages.
+            timeout_s: seconds to wait for ranks that have not come here.
+
+        Raises:
+            RankError: another rank goes on with this batch, or did not come in time.
+        """
+        name, here = f"{SKIPPING}/{self._num_skipped}", self.num_begun + 1
+        others = [rank for rank in range(self.num_ranks) if rank != self.rank]
+        self.store.set(f"{name}/skipped/{self.rank}", "")
+        self.store.set(name, "")
+        self.store.set(NEWS, "")
+
+        def skips(rank: int) -> bool:
+            return self.store.check([f"{name}/skipped/{rank}"])
+
+        def goes_on(rank: int) -> bool:
+            key = f"{name}/begun/{rank}"
+            return self.store.check([key]) and int(self.store.get(key)) >= here
+
+        if not poll(lambda: all(skips(rank) or goes_on(rank) for rank in others), timeout_s):
+            missing = ", ".join(str(rank) for rank in others if not (skips(rank) or goes_on(rank)))
+            raise RankError(f"rank {self.rank}: on_train_batch_start returned -1 {where}, rank {missing} did not come.")
+        going = ", ".join(str(rank) for rank in others if not skips(rank))
+        if going:
+            raise RankError(
+                f"rank {self.rank}: on_train_batch_start returned -1 {where}, but not on rank {going}, which waits "
+                "for its gradients. Return -1 on all ranks, or set self.trainer.should_stop, on which ranks agree."
+            )
+        self._num_skipped += 1
 
     def _all_wish(self, name: str, timeout_s: float) -> bool:
         """Whether all ranks wish to end at this place, once each has come to it."""

@@ -175,6 +175,13 @@ class RankGroup:
             stopping.num_passed += 1
         return ends
 
+    def skip_rest(self, batch_idx: int) -> None:
+        """Skip the rest of the epoch from a batch on, as all ranks must."""
+        assert self.coordinator is not None
+        assert self.trainer is not None
+        where = f"in batch {batch_idx} of epoch {self.trainer.current_epoch}"
+        self.coordinator.stop_agreement.skip(where, self.timeout_s)
+
     def mean(self, local: Tensor | float) -> Tensor:
         """Compute the mean of a number over the ranks, as DDP does with gradients.
 

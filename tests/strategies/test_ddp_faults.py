@@ -232,3 +232,32 @@ def test_all_ranks_end_at_one_step_where_some_are_to_stop() -> None:
         assert is_stopped, case
         assert trained == pytest.approx(other[2], rel=1e-12), case
         assert case[3] <= step < 1000 if expected is None else step == expected, case
+
+
+class Skipper(Net):
+    """Skips the rest of each epoch from the second batch on, on some ranks only."""
+
+    def __init__(self, ranks: tuple[int, ...]) -> None:
+        super().__init__()
+        self.ranks = ranks
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+        return -1 if batch_idx == 1 and self.global_rank in self.ranks else None
+
+
+def _skip_rest_of_epoch(ranks: tuple[int, ...]) -> int:
+    trainer = quiet_trainer(DDPStrategy(timeout_s=60), 2)
+    trainer.fit(Skipper(ranks), DataLoader(Numbered(12), 2))
+    return trainer.global_step
+
+
+def test_the_rest_of_an_epoch_is_skipped_by_all_ranks() -> None:
+    assert run_ranks(_skip_rest_of_epoch, 2, (0, 1)) == [2, 2]  # one step in each of two epochs
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_alone_skips_the_rest_of_an_epoch_is_named(rank: int) -> None:
+    """Its process ended, or the other's was killed, without a word on the hook."""
+    outcome = run_ranks_unchecked(_skip_rest_of_epoch, 2, (rank,), timeout_s=HARD_TIMEOUT_S)[rank]
+    message = f"rank {rank}: on_train_batch_start returned -1 in batch 1 of epoch 0, but not on rank {1 - rank}"
+    assert message in str(outcome)

@@ -205,7 +205,10 @@ class LeanTrainingEpochLoop(ResumingEpochLoop):
         if batch is None:
             self._warning_cache.warn("train_dataloader yielded None. If this was on purpose, ignore this warning...")
         else:
-            skip = "on_train_batch_start" in plan.work and plan.call("on_train_batch_start", batch, batch_idx) == -1
+            if "on_train_batch_start" in plan.work:
+                skip = plan.call("on_train_batch_start", batch, batch_idx) == -1
+                if self._stop is not None:
+                    self._agree_to_skip(self._stop, skip, batch_idx)
             if step.tells_strategy:
                 plan.call_as("on_train_batch_start", plan.strategy.on_train_batch_start, batch, batch_idx)
             if skip:
@@ -228,6 +231,13 @@ class LeanTrainingEpochLoop(ResumingEpochLoop):
         current.completed += 1
         if self._stepping() or not plan.module.automatic_optimization:
             connector.log_train_step(self._batches_that_stepped + 1)
+
+    def _agree_to_skip(self, stop: StopAgreement, skip: bool, batch_idx: int) -> None:
+        ranks = ranks_of(self.trainer.strategy)
+        if skip and ranks is not None:
+            ranks.group.skip_rest(batch_idx)
+        else:
+            stop.num_begun += 1
 
     def _fetch(self, data_fetcher: DataFetcher) -> Batch:
         asked_s = perf_counter()
