@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from ..core.errors import ConfigError
+from ..core.private import of_torch, put
 from .refusals import ASSIGNED, refuse_sparse, refuse_unreduced, verify_shape
 from .whole import shard_like
 
@@ -233,6 +234,9 @@ def _gather(group: ParameterGroup, parameter: Any, own: Callable[[], None]) -> N
     gathered.__class__ = _Gathered
     gathered.group, gathered.shard = group, parameter.sharded_param
     gathered.touched, gathered.seen, gathered.own_data = False, gathered._version, None
+    hooks = of_torch.backward_hooks(parameter.sharded_param)
+    if hooks is not None and hooks is not of_torch.backward_hooks(gathered):
+        put(gathered, backward_hooks=hooks)  # the gathered one is what autograd knows
 
 
 def _is_written(gathered: Any) -> TypeGuard["_Gathered"]:

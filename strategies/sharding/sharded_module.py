@@ -18,7 +18,7 @@ from ..core.devices import buckets, flattened, unflattened
 from ..core.errors import ConfigError
 from ..core.options import Count
 from ..core.patching import replaced
-from ..core.private import of_torch
+from ..core.private import of_torch, put
 from ._fsdp2 import RootState, forget_sharding, set_local_part
 from .refusals import refuse_assigned, refuse_copy, refuse_unreduced, verify_dtypes, verify_kept
 from .whole import put_together
@@ -62,10 +62,13 @@ class ShardedModule:
         on_cpu = mesh.device_type == "cpu"  # there is nothing to pin for there
         offload = CPUOffloadPolicy(pin_memory=not on_cpu) if options.cpu_offload else OffloadPolicy()
         parts = [module.get_submodule(name) for name in names]
+        hooks = [(of_torch.backward_hooks(p), of_torch.post_accumulate_grad_hooks(p)) for p in module.parameters()]
         for part in parts:
             again = options.reshard_after_forward
             fully_shard(part, mesh=mesh, offload_policy=offload, reshard_after_forward=again)
         fully_shard(module, mesh=mesh, offload_policy=offload)
+        for parameter, (backward, accumulated) in zip(module.parameters(), hooks, strict=True):
+            put(parameter, backward_hooks=backward, post_accumulate_grad_hooks=accumulated)
         for part in (module, *parts):
             setattr(type(part), "__deepcopy__", refuse_copy)  # noqa: B010  # a class that `fully_shard` has made
             part.register_load_state_dict_pre_hook(refuse_assigned)

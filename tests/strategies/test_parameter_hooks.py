@@ -7,8 +7,8 @@ import torch
 from distributed import run_ranks
 from parity import Case, Net, assert_equal, baseline, run
 from regression import Net as Regression
-from regression import Numbered, quiet_trainer
-from torch import Tensor, nn
+from regression import Numbered, quiet_trainer, weights
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from evener.strategies import (
@@ -17,6 +17,7 @@ from evener.strategies import (
     DataParallelStrategy,
     DDPModelParallelStrategy,
     DDPStrategy,
+    FSDPStrategy,
     ModelParallelStrategy,
     SingleDeviceStrategy,
 )
@@ -68,7 +69,32 @@ class Judged(Regression):
 
 def trained(module: Regression, strategy: Any, devices: int) -> Tensor:
     quiet_trainer(strategy, devices, limit_val_batches=0).fit(module, DataLoader(Numbered(), 6))
-    return nn.utils.parameters_to_vector(module.parameters()).detach()
+    return weights(module)
+
+
+class ScaledLate(Regression):
+    """As `Scaled`, by hooks that come when training starts, and one that sees what is accumulated."""
+
+    def on_train_start(self) -> None:
+        self.net[0].weight.register_hook(lambda gradient: gradient * 3)
+        self.net[0].bias.register_hook(lambda gradient: gradient * 5).remove()
+        self.net[2].weight.register_post_accumulate_grad_hook(_halve)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Halved(Scaled):
+    """As `Scaled`, with a hook that sees what is accumulated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[2].weight.register_post_accumulate_grad_hook(_halve)
+
+
+def _halve(parameter: Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad.mul_(0.5)
 
 
 def _train_all() -> dict[str, Tensor]:
@@ -78,12 +104,17 @@ def _train_all() -> dict[str, Tensor]:
         "Scaled, stages": trained(Scaled(), DDPModelParallelStrategy(num_microbatches=2, **two_each), 4),
         "Judged, even": trained(Judged(), DDPStrategy(**two_each), 2),  # type: ignore[arg-type]
         "Judged, uneven": trained(Judged(), BalancedDDPStrategy([1, 3], timeout_s=120), 2),
+        **{
+            f"{cls.__name__}, {shard}": trained(cls(), FSDPStrategy(shard, **two_each), 2)  # type: ignore[arg-type]
+            for cls in (Scaled, ScaledLate, Halved)
+            for shard in ("auto", [])
+        },
     }
 
 
 def test_ranks_call_hooks_once_and_judge_by_one_loss() -> None:
     by_rank = run_ranks(_train_all, 2, timeout_s=300)
-    single = {cls.__name__: trained(cls(), SingleDeviceStrategy(), 1) for cls in (Scaled, Judged)}
+    single = {cls.__name__: trained(cls(), SingleDeviceStrategy(), 1) for cls in (Scaled, Judged, ScaledLate, Halved)}
     for found in by_rank:
-        for name, weights in found.items():
-            torch.testing.assert_close(weights, single[name.split(",")[0]], rtol=0, atol=1e-10, msg=name)
+        for name, trained_weights in found.items():
+            torch.testing.assert_close(trained_weights, single[name.split(",")[0]], rtol=0, atol=1e-10, msg=name)
