@@ -77,6 +77,7 @@ pytorch_lightning.loops.fit_loop _FitLoop._can_stop_early
 pytorch_lightning.trainer.call _call_teardown_hook
 pytorch_lightning.trainer.call _interrupt
 pytorch_lightning.trainer.trainer Trainer._teardown
+pytorch_lightning.tuner.lr_finder _LRCallback.on_train_batch_end
 pytorch_lightning.utilities.exceptions _TunerExitException
 pytorch_lightning.trainer.call log
 pytorch_lightning.trainer.connectors.checkpoint_connector _CheckpointConnector.dump_checkpoint

@@ -28,6 +28,7 @@ from ..core.module_checks import hooked, verify_takes_batches, verify_takes_part
 from ..core.module_log import lightning_modules, module_log, restore_logs
 from ..core.optimizer_states import load_states, state_to_parameters
 from ..core.options import Positive, checked
+from ..core.patching import Replacement
 from ..core.private import of_lightning
 from ..core.rng import seed_rank
 from ..core.types import Batch
@@ -46,6 +47,7 @@ from ..pipeline.options import StageOptions
 from ..pipeline.recompute import Recompute, RecomputeOption, verify_threads
 from ..replicas.layout import ReplicaLayout, ReplicaOptions
 from ..sharding.optimizer_shards import CutStates, OptimizerShards
+from ._loss_judges import share_losses
 from ._plateaus import revert_plateaus, share_plateaus
 from .gradient_sync import GradientSync
 from .step import RankStep
@@ -118,6 +120,7 @@ class RankStrategy(pl_strategies.DDPStrategy):
         self._syncs_batchnorm = sync_batchnorm
         self._manages_samples = True
         self._num_ranks: int | None = None
+        self._judges: list[Replacement] = []
         self._loaders: RankLoaders | None = None
         self._cut_states = CutStates()
 
@@ -347,6 +350,8 @@ class RankStrategy(pl_strategies.DDPStrategy):
                 self.layout.close()
             if self.lightning_module is not None:
                 restore_logs(self.lightning_module)
+            while self._judges:
+                self._judges.pop().remove()
             revert_plateaus(config.scheduler for config in self.lr_scheduler_configs)
             self.contract.end()
             self.group.end()
@@ -388,6 +393,7 @@ class RankStrategy(pl_strategies.DDPStrategy):
     def on_train_start(self) -> None:
         self.contract.begin_pass(self.trainer.fit_loop.epoch_loop.val_loop)
         self.contract.shares.begin_training()
+        self._judges += share_losses(of_lightning.callbacks(self.trainer), self.contract.global_loss)
         self.layout.verify_loaders()
         self.layout.weights_changed()
         self.loaders.tell(of_lightning.combined_loader(self.trainer.fit_loop))

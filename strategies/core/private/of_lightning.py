@@ -14,6 +14,7 @@ from pytorch_lightning.trainer import call
 from pytorch_lightning.trainer.connectors import checkpoint_connector
 from pytorch_lightning.trainer.connectors import logger_connector as connectors
 from pytorch_lightning.trainer.connectors.logger_connector import result
+from pytorch_lightning.tuner import lr_finder
 from pytorch_lightning.utilities import combined_loader as combined
 from pytorch_lightning.utilities import data, exceptions
 
@@ -25,6 +26,8 @@ set_sampler_epoch = fabric_data._set_sampler_epoch
 extract_batch_sizes = data._extract_batch_size
 IndexBatchSamplerWrapper = overrides._IndexBatchSamplerWrapper
 Launcher = launcher._Launcher
+LRCallback = lr_finder._LRCallback
+"""The only callback of a trainer that searches for a learning rate; it records the losses."""
 TunerExit: type[Exception] = exceptions._TunerExitException
 """Raised by a tuner's callback once it has found what it searched for; the rest of the run is left out."""
 
