@@ -8,7 +8,7 @@
 | position of the training loaders, and the random state of their order | yes |
 | gradients and loss weights accumulated so far, if saved inside an accumulated step | yes |
 | states of the module's torchmetrics metrics, accumulated over the epoch | yes |
-| values that `self.log` accumulates over the epoch | yes |
+| values that `self.log` accumulates over the epoch, and which of the metrics it logs | yes |
 | metrics logged last, which schedulers and early stopping read | no, they are equal |
 """
 
@@ -37,6 +37,8 @@ def capture(trainer: pl.Trainer, accumulating: bool) -> dict[str, Any]:
     """Read this process's state, with the gradients of an unfinished step; every rank must call it."""
     loader = of_lightning.combined_loader(trainer.fit_loop)
     module, sync, contract = trainer.lightning_module, _metric_sync(trainer), contract_of(trainer.strategy)
+    results = of_lightning.results(trainer.fit_loop.epoch_loop)
+    logged = {id(result.value) for result in results.values() if not result.is_tensor}
     return {
         "random": rng.capture(devices_in_use(trainer)),
         "loaders": [] if loader is None else _positions(trainer, loader),
@@ -46,14 +48,24 @@ def capture(trainer: pl.Trainer, accumulating: bool) -> dict[str, Any]:
             name: SavedMetric.of(metric, [] if sync is None else sync.marks_of(metric)).to_dict()
             for name, metric in _metrics(module)
         },
-        "results": entries.capture(of_lightning.results(trainer.fit_loop.epoch_loop)),
+        "of_epoch": [name for name, metric in _metrics(module) if id(metric) in logged],
+        "results": entries.capture(results),
         "logged": _on_cpu(dict(trainer.callback_metrics)),
     }
 
 
-def restore(trainer: pl.Trainer, state: dict[str, Any]) -> None:
-    """Restore a state that `capture` read; call it after everything that draws random numbers at the start of a run."""
+def restore(trainer: pl.Trainer, state: dict[str, Any], begins_epoch: bool) -> None:
+    """Restore a state that `capture` read; call it after everything that draws random numbers at the start of a run.
+
+    Args:
+        begins_epoch: go on with a new epoch, although the state is from before the last one's end: values and metrics
+            that are logged for an epoch begin anew.
+    """
     module = trainer.lightning_module
+    if begins_epoch:
+        of_epoch = state.get("of_epoch", ())
+        kept = {name: saved for name, saved in state["metrics"].items() if name not in of_epoch}
+        state = {**state, "results": {}, "metrics": kept}
     of_lightning.callback_metrics(of_lightning.logger_connector(trainer)).update(state["logged"])
     entries.restore(trainer, of_lightning.results(trainer.fit_loop.epoch_loop), state["results"])
     sync = _metric_sync(trainer)

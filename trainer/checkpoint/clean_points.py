@@ -261,7 +261,7 @@ class ResumingFitLoop(FitLoop):
         super().on_run_start()
         own = self.resumed.own
         if own is not None:
-            _run_state.restore(self.trainer, own)
+            _run_state.restore(self.trainer, own, self.begins_epoch)
         if self.resumed.is_between_batches:  # what these set at the epoch's start holds for the rest of it
             for callback in of_lightning.callbacks(self.trainer):
                 if isinstance(callback, (GradientAccumulationScheduler, StochasticWeightAveraging)):

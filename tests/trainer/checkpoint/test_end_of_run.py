@@ -11,7 +11,7 @@ from distributed import run_ranks, run_script
 from pytorch_lightning.callbacks import GradientAccumulationScheduler, ModelCheckpoint, StochasticWeightAveraging
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
-from torchmetrics import SumMetric
+from torchmetrics import MeanMetric, SumMetric
 
 from evener.strategies import DDPStrategy
 from evener.trainer import Trainer
@@ -198,15 +198,25 @@ def test_a_schedule_of_accumulation_holds_for_the_rest_of_an_epoch(steps: int, t
 
 
 class Recording(pl.LightningModule):
-    """Notes the samples of each batch, in a shuffled order."""
+    """Notes the samples of each batch, in a shuffled order, and their means of each epoch."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layer, self.seen = nn.Linear(1, 1), list[float]()
+        self.squares, self.all_squares = MeanMetric(), MeanMetric()
+        self.means = list[dict[str, float]]()
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.seen += batch[0].flatten().tolist()
+        self.all_squares.update(batch[0].square())  # of all epochs
+        self.log("mean", (batch_idx + 1.0) * batch[0].mean(), on_step=False, on_epoch=True)
+        self.squares(self.current_epoch + batch[0].square())
+        self.log("squares", self.squares, on_step=False, on_epoch=True)
         return self.layer(batch[0]).square().mean()
+
+    def on_train_epoch_end(self) -> None:
+        logged = {name: value.item() for name, value in self.trainer.callback_metrics.items()}
+        self.means.append({**logged, "all": self.all_squares.compute().item()})
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         pass
@@ -245,6 +255,7 @@ def test_what_lightnings_callback_saved_after_any_batch_goes_on_with_the_next(
         lefts.append(len(resumed.seen))
         assert resumed.seen == whole.seen[24 - len(resumed.seen) :], path.name
         assert torch.equal(resumed.layer.weight, whole.layer.weight), path.name
+        assert resumed.means == whole.means[3 - len(resumed.means) :], path.name
     per_epoch = -(-4 // accumulate)  # steps
     batches = [4 * (i // per_epoch) + min(accumulate * (i % per_epoch + 1), 4) for i in range(3 * per_epoch)]
     assert lefts == [24 - 2 * num for num in batches]
