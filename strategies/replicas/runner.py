@@ -18,6 +18,7 @@ from ..core.executor import Executor, Piece
 from ..core.module_checks import is_compiled
 from ..core.private import of_torch
 from ..core.side_streams import from_host
+from ._accumulated_hooks import AccumulatedHooks
 from ._attributes import AttributeWatch
 from ._gradient_sum import GradientSum
 from ._metric_merge import MetricMerger
@@ -106,9 +107,12 @@ class ReplicaRunner:
         """
         if self.replicas.refresh():
             self._metrics.close()
+            self._hooks.restore()
             self._attach()
         used = [i for i, size in enumerate(sizes) if size > 0]
         self.replicas.before_step(used)
+        if torch.is_grad_enabled():
+            self._hooks.hold()
         pieces = [self._piece(i, method, arguments[i], sizes) for i in used]
         if states is not None:
             states.begin_call()
@@ -131,13 +135,15 @@ class ReplicaRunner:
         return outputs
 
     def sum_gradients(self) -> None:
-        """Add the gradients of all replicas to the root's parameters."""
+        """Add the gradients of all replicas to the root's parameters, and call the hooks that see these."""
         for gradients in self._gradients:
             gradients.collect()
+        self._hooks.call()
 
     def close(self) -> None:
         """Stop the threads and remove the hooks; the root keeps its state."""
         self._executor.shutdown()
+        self._hooks.restore()
         for gradients in self._gradients:
             gradients.remove_hooks()
         self._metrics.close()
@@ -148,6 +154,7 @@ class ReplicaRunner:
         if is_compiled(self.replicas.root):
             allow_recompiling(len(set(self.devices)))
         root, *others = self.replicas.parameters()
+        self._hooks = AccumulatedHooks(root)
         self._gradients = [
             GradientSum([root[i] for i in group], [[other[i] for i in group] for other in others])
             for group in by_device(root)

@@ -31,9 +31,27 @@ class Masked(Net):
         mask = torch.arange(8.0, dtype=torch.float64)[:, None] % 2
         self.net[0].weight.register_hook(lambda gradient: gradient * mask)
         self.net[0].bias.register_hook(lambda gradient: gradient * 3)
+        self.net[2].weight.register_post_accumulate_grad_hook(_clamp)
+        self.net[2].bias.register_post_accumulate_grad_hook(_step).remove()
+
+    def on_train_start(self) -> None:
+        self.net[2].bias.register_post_accumulate_grad_hook(_step)
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.1)  # Adam would not notice a factor
+
+
+def _clamp(parameter: Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad.clamp_(-0.01, 0.01)
+
+
+def _step(parameter: Tensor) -> None:
+    """Update a parameter in the backward pass, by its own rate."""
+    assert parameter.grad is not None
+    with torch.no_grad():
+        parameter -= 0.3 * parameter.grad
+    parameter.grad = None
 
 
 @pytest.mark.parametrize(
