@@ -26,6 +26,7 @@ from torch.utils.hooks import RemovableHandle
 from ..core.errors import ConfigError
 from ..core.module_checks import hooked, is_plain
 from ..core.optimizer_states import before_update
+from ..core.private import of_torch
 from .objects import gather_objects, sends_cpu_tensors
 
 _SAMPLED = 256
@@ -100,23 +101,34 @@ class Agreement:
         self._handles: list[RemovableHandle] = []
         self._not_updated: set[int] = set()
         """Optimizers that have not stepped yet."""
-        self._has_begun = False
+        self._has_begun = self._may_write = False
         self.has_ended = True
         """Whether there is nothing left to compare."""
 
     def watch(self, trainer: Trainer, optimizers: Iterable[Optimizer]) -> None:
-        """Verify the gradients of each optimizer before its first step, if the user's code may write them."""
+        """Verify the gradients of each optimizer before its first step, if the user's code may write them.
+
+        Hooks that see the accumulated gradients of a rank may write to the weights: these are compared after the step.
+        """
         module = trainer.lightning_module
-        if module.automatic_optimization and not any(hooked(name, trainer, by_user=True) for name in _HOOKS):
+        self._may_write = any(of_torch.post_accumulate_grad_hooks(p) for p in module.parameters())
+        by_hand = not module.automatic_optimization
+        if not (by_hand or self._may_write or any(hooked(name, trainer, by_user=True) for name in _HOOKS)):
             return
         given = list(optimizers)
         self._not_updated = set(map(id, given))
         self._handles = [before_update(one, partial(self._verify_gradients, module, one)) for one in given]
         self.has_ended = self._has_begun = False
 
-    def begin_step(self) -> None:
-        """End after the first step, if each optimizer has stepped."""
+    def begin_step(self, module: nn.Module) -> None:
+        """End after the first step, if each optimizer has stepped; every rank must call it.
+
+        Raises:
+            ConfigError: hooks have written other weights on each rank.
+        """
         if self._has_begun and not self._not_updated:
+            if self._may_write:
+                self.verify_weights(module, "a hook of register_post_accumulate_grad_hook")
             self.end()
         self._has_begun = True
 
@@ -162,15 +174,15 @@ class Agreement:
                     "(self.trainer.strategy.reduce(gradient)), or set strategy=single_device."
                 )
 
-    def verify_weights(self, module: nn.Module) -> None:
-        """Compare the weights after the first step of manual optimization.
+    def verify_weights(self, module: nn.Module, by: str = "training_step") -> None:
+        """Compare the weights after the first step of manual optimization, or of hooks.
 
         Raises:
             ConfigError: the step has changed them by what only one rank has.
         """
         for name, parameter in module.named_parameters():
             self.note(name, parameter)
-        self.verify("values", "training_step has changed it by what this rank alone has computed")
+        self.verify("values", f"{by} has changed it by what this rank alone has computed")
 
 
 def _disagree(one: tuple[str, float, float], other: tuple[str, float, float]) -> bool:

@@ -167,7 +167,7 @@ class RankStep(StepContract):
     @contextmanager
     def _watching(self, module: pl.LightningModule) -> Generator[None]:
         """Watch one of the first steps for what ranks must have in common; every rank must call it."""
-        self.agreement.begin_step()
+        self.agreement.begin_step(module)
         if self.states.has_ended:
             yield
         else:

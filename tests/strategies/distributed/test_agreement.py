@@ -59,8 +59,29 @@ class Noisy(Net):
             parameter.grad += torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
 
 
+class InBackward(Net):
+    """Updates each parameter in the backward pass, by its gradient; or halves the gradient there."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        for parameter in self.parameters():
+            parameter.register_post_accumulate_grad_hook(_halve if way == "halved in backward" else _update)
+
+
+def _halve(parameter: Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad *= 0.5
+
+
+def _update(parameter: Tensor) -> None:
+    assert parameter.grad is not None
+    with torch.no_grad():
+        parameter -= 0.1 * parameter.grad
+    parameter.grad = None
+
+
 def _trained(num_ranks: int, strategy: Any, way: str) -> str | Tensor:
-    module = Noisy(way) if "noise" in way else Manual(way)
+    module = (Noisy if "noise" in way else InBackward if "in backward" in way else Manual)(way)
     trainer = quiet_trainer(strategy, num_ranks)
     try:
         trainer.fit(module, DataLoader(Numbered(16), 4))
@@ -74,15 +95,16 @@ REFUSED = {
     "assigned": "net.0.weight: training_step or a hook has computed them",
     "written": "values of net.0.weight: training_step has changed it",
     "noise": "net.0.weight: training_step or a hook has computed them",
+    "in backward": "values of net.0.weight: a hook of register_post_accumulate_grad_hook has changed it",
 }
 
 
 def _all_ways(num_ranks: int) -> dict[str, Any]:
-    ways = (*REFUSED, "clipped", "averaged", "common noise")
+    ways = (*REFUSED, "clipped", "averaged", "common noise", "halved in backward")
     found: dict[str, Any] = {
         way: _trained(num_ranks, DDPStrategy(batch_size_is="global", timeout_s=60), way) for way in ways
     }
-    for way in ("backward", "assigned", "written", "clipped"):
+    for way in ("backward", "assigned", "written", "clipped", "in backward"):
         fsdp = FSDPStrategy(batch_size_is="global", shard=[], timeout_s=60)
         found[f"fsdp {way}"] = _trained(num_ranks, fsdp, way)
     found["fsdp parts"] = _trained(num_ranks, FSDPStrategy(batch_size_is="global", timeout_s=60), "backward")
@@ -93,16 +115,18 @@ def test_a_ranks_own_gradients_are_refused_and_the_mean_of_all_is_trained() -> N
     # Each rank trained with its own gradients, without a word, and rank 0's weights were saved.
     for rank in run_ranks(_all_ways, 2, 2, timeout_s=120):
         for way, words in REFUSED.items():
-            assert rank[way].startswith("0: ddp: the ranks have different "), way
+            steps = 1 if way == "in backward" else 0
+            assert rank[way].startswith(f"{steps}: ddp: the ranks have different "), way
             assert words in rank[way], way
-        for way in ("clipped", "averaged", "common noise"):
+        for way in ("clipped", "averaged", "common noise", "halved in backward"):
             torch.testing.assert_close(rank[way], _trained(1, SingleDeviceStrategy(), way), rtol=0, atol=1e-10)
         assert rank["fsdp backward"].startswith("0: fsdp: training_step computed gradients of net.0.weight, net.0.bias")
         assert rank["fsdp assigned"].startswith("0: fsdp: the ranks have different gradients of a parameter")
         assert rank["fsdp written"].startswith("0: fsdp: the ranks have different values of net.0.weight")
         assert rank["fsdp parts"].startswith("0: fsdp: training_step computed gradients of net.2.weight, net.2.bias")
-        expected = _trained(1, SingleDeviceStrategy(), "clipped")
-        torch.testing.assert_close(rank["fsdp clipped"], expected, rtol=0, atol=1e-10)
+        for way in ("clipped", "in backward"):
+            expected = _trained(1, SingleDeviceStrategy(), way)
+            torch.testing.assert_close(rank[f"fsdp {way}"], expected, rtol=0, atol=1e-10)
 
 
 class OwnLayers(Net):
