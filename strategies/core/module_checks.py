@@ -87,6 +87,17 @@ def is_plain(tensor: Tensor) -> bool:
     return not is_lazy(tensor) and not tensor.is_meta and not tensor.is_inference() and type(tensor.detach()) is Tensor
 
 
+def verify_shapes(module: nn.Module) -> None:
+    """Refuse parameters without a shape (of `nn.LazyLinear` and the like), which can't be placed or copied.
+
+    Raises:
+        ConfigError: there is one; the message names it.
+    """
+    for name, tensor in module.named_parameters():
+        if is_lazy(tensor):
+            raise ConfigError(f"Parameter {name} has no shape yet, so it can't be placed. Run one forward before fit.")
+
+
 def has_nan(module: torch.nn.Module) -> bool:
     """Whether parameters of this process contain nan, which no later step repairs; waits for their devices.
 

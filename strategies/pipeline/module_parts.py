@@ -11,9 +11,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 
-from ..core.errors import ConfigError
+from ..core.module_checks import verify_shapes
 
 
 @dataclass(frozen=True)
@@ -39,9 +38,7 @@ def find_parts(module: nn.Module, names: Sequence[str] = ()) -> list[Part]:
     Raises:
         ConfigError: a parameter is uninitialized (`nn.LazyLinear` and the like).
     """
-    for name, tensor in module.named_parameters():
-        if is_lazy(tensor):
-            raise ConfigError(f"Parameter {name} has no shape yet, so it can't be placed. Run one forward before fit.")
+    verify_shapes(module)
     ancestors = {name.rsplit(".", depth)[0] for name in names for depth in range(1, name.count(".") + 1)}
     return list(_walk(module, "", ancestors))
 

@@ -24,7 +24,7 @@ from ..batch.policies import Even, Policy
 from ..batch.run_structures import RunStructures
 from ..core.errors import ConfigError
 from ..core.loop_contract import run_backward
-from ..core.module_checks import hooked, verify_takes_batches, verify_takes_parts
+from ..core.module_checks import hooked, verify_shapes, verify_takes_batches, verify_takes_parts
 from ..core.module_log import lightning_modules, module_log, restore_logs
 from ..core.optimizer_states import load_states, state_to_parameters
 from ..core.options import Positive, checked
@@ -262,6 +262,7 @@ class RankStrategy(pl_strategies.DDPStrategy):
         self.layout.verify(trainer)
         self.recompute.begin(trainer, "auto" if self.stage_options is None else self.stage_options.partition)
         verify_takes_parts(trainer.lightning_module, self.strategy_name)
+        verify_shapes(trainer.lightning_module)
         if self.balance is not None:
             self.balance.begin(self.world_size)
         connector = of_lightning.accelerator_connector(trainer)

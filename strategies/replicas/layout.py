@@ -22,7 +22,7 @@ from ..batch.run_structures import RunStructures, dataloader_index
 from ..batch.structure import BatchStructure
 from ..core.devices import is_accelerator
 from ..core.errors import ConfigError
-from ..core.module_checks import end_of_step, ended, has_batchnorm, resting_device, verify_takes_batches
+from ..core.module_checks import end_of_step, ended, has_batchnorm, resting_device, verify_shapes, verify_takes_batches
 from ..core.patching import Replacement, replaced
 from ..core.private import of_lightning
 from ..core.types import Batch
@@ -113,6 +113,7 @@ class ReplicaLayout(Layout):
     def verify(self, trainer: pl.Trainer) -> None:
         module, options = trainer.lightning_module, self.options
         verify_takes_batches(trainer, options.strategy, options.instead)
+        verify_shapes(module)
         if trainer.state.fn != TrainerFn.FITTING:
             return
         if not module.automatic_optimization:

@@ -14,8 +14,10 @@ from torch.utils.data import DataLoader
 from evener.strategies import (
     BalancedDDPStrategy,
     ConfigError,
+    DataParallelStrategy,
     DDPModelParallelStrategy,
     DDPStrategy,
+    FSDPStrategy,
     SingleDeviceStrategy,
 )
 from evener.strategies.balance.ranks import RankTimer
@@ -236,3 +238,27 @@ def test_balanced_refuses_what_it_cannot_divide() -> None:
         BalancedDDPStrategy(batch_size_is="per_device")
     with pytest.raises(ConfigError, match=r"weights=fast is not allowed. Give a list of numbers or auto"):
         BalancedDDPStrategy("fast")  # type: ignore[arg-type]
+
+
+class Lazy(Net):
+    """Its layers find their shapes at the first call, which its hook `setup` makes if that is asked for."""
+
+    def __init__(self, in_setup: bool) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.LazyLinear(4), nn.Tanh(), nn.LazyLinear(1)).double()
+        self.in_setup = in_setup
+
+    def setup(self, stage: str) -> None:
+        if self.in_setup:
+            self.net(torch.zeros(1, 3, dtype=torch.float64))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "in_setup"),
+    [(DDPStrategy, False), (DDPStrategy, True), (FSDPStrategy, True), (DataParallelStrategy, False)],
+)
+def test_layers_without_a_shape_are_refused_before_ranks_start(strategy: Any, in_setup: bool) -> None:
+    # Torch's errors told of a class that the user does not know; shapes found in the ranks' `setup` could not be
+    # brought back to the script, which lost all that was trained.
+    with pytest.raises(ConfigError, match=r"Parameter net\.0\.weight has no shape yet.* Run one forward before fit"):
+        quiet_trainer(strategy(), 2).fit(Lazy(in_setup), DataLoader(Numbered(6), 3))

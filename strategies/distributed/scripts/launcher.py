@@ -23,6 +23,7 @@ from typing_extensions import override
 from ...core import rng
 from ...core.errors import ConfigError
 from ...core.files import replacing, scratch_directory
+from ...core.module_checks import verify_shapes
 from ...core.private.of_lightning import (
     IS_INTERACTIVE,
     Launcher,
@@ -146,6 +147,7 @@ class ScriptLauncher(Launcher):
             self._processes = None
 
     def _launch(self, work: Callable[[], Any], trainer: Any) -> Any:
+        verify_shapes(trainer.lightning_module)
         known, strategy = known_objects(trainer), self._strategy
         with scratch_directory() as folder, self._store() as variables:
             processes = self._processes = RankProcesses(self._method, folder, self._timeout_s)
