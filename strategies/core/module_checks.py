@@ -98,6 +98,20 @@ def verify_shapes(module: nn.Module) -> None:
             raise ConfigError(f"Parameter {name} has no shape yet, so it can't be placed. Run one forward before fit.")
 
 
+def verify_unscripted(module: nn.Module) -> None:
+    """Refuse modules of TorchScript, whose parameters and hooks can't be replaced.
+
+    Raises:
+        ConfigError: there is one; the message names it.
+    """
+    for name, child in module.named_modules():
+        if isinstance(child, torch.jit.ScriptModule):
+            raise ConfigError(
+                f"{name or type(module).__name__} is compiled by TorchScript (torch.jit), so that it can't be copied "
+                "or cut. Give the module that it was made of, or use strategy=ddp."
+            )
+
+
 def has_nan(module: torch.nn.Module) -> bool:
     """Whether parameters of this process contain nan, which no later step repairs; waits for their devices.
 

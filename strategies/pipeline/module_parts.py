@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ..core.module_checks import verify_shapes
+from ..core.module_checks import verify_shapes, verify_unscripted
 
 
 @dataclass(frozen=True)
@@ -36,9 +36,10 @@ def find_parts(module: nn.Module, names: Sequence[str] = ()) -> list[Part]:
         Parts that together hold every parameter and buffer of the module.
 
     Raises:
-        ConfigError: a parameter is uninitialized (`nn.LazyLinear` and the like).
+        ConfigError: a parameter is uninitialized (`nn.LazyLinear` and the like), or a layer is of TorchScript.
     """
     verify_shapes(module)
+    verify_unscripted(module)
     ancestors = {name.rsplit(".", depth)[0] for name in names for depth in range(1, name.count(".") + 1)}
     return list(_walk(module, "", ancestors))
 

@@ -16,6 +16,7 @@ from torch.optim.swa_utils import AveragedModel
 from typing_extensions import override
 
 from ..core.errors import ConfigError
+from ..core.module_checks import verify_unscripted
 from ..core.patching import Replacement, replaced
 from ..core.private import of_lightning
 from ..pipeline.module_parts import find_parts
@@ -87,6 +88,7 @@ class ShardSync(GradientSync):
         strategy = self._strategy
         module, accelerator, agreement = strategy.module, strategy.accelerator, strategy.contract.agreement
         assert accelerator is not None
+        verify_unscripted(module)
         accelerator.setup(trainer)
         fits = trainer.state.fn == TrainerFn.FITTING
         if fits:

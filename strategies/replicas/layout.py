@@ -22,7 +22,15 @@ from ..batch.run_structures import RunStructures, dataloader_index
 from ..batch.structure import BatchStructure
 from ..core.devices import is_accelerator
 from ..core.errors import ConfigError
-from ..core.module_checks import end_of_step, ended, has_batchnorm, resting_device, verify_shapes, verify_takes_batches
+from ..core.module_checks import (
+    end_of_step,
+    ended,
+    has_batchnorm,
+    resting_device,
+    verify_shapes,
+    verify_takes_batches,
+    verify_unscripted,
+)
 from ..core.patching import Replacement, replaced
 from ..core.private import of_lightning
 from ..core.types import Batch
@@ -144,6 +152,7 @@ class ReplicaLayout(Layout):
         self._module, self.structures = module, structures
         self._has_batchnorm = has_batchnorm(module)
         part = module if options.submodule is None else module.get_submodule(options.submodule)
+        verify_unscripted(part)
         root_call = None if part is module else part.forward
         self._runner = ReplicaRunner(
             part, [block[0] for block in self.blocks], options.threads, options.strategy, root_call, structures.options,

@@ -18,6 +18,7 @@ from evener.strategies import (
     DDPModelParallelStrategy,
     DDPStrategy,
     FSDPStrategy,
+    ModelParallelStrategy,
     SingleDeviceStrategy,
 )
 from evener.strategies.balance.ranks import RankTimer
@@ -262,3 +263,20 @@ def test_layers_without_a_shape_are_refused_before_ranks_start(strategy: Any, in
     # brought back to the script, which lost all that was trained.
     with pytest.raises(ConfigError, match=r"Parameter net\.0\.weight has no shape yet.* Run one forward before fit"):
         quiet_trainer(strategy(), 2).fit(Lazy(in_setup), DataLoader(Numbered(6), 3))
+
+
+class Scripted(Net):
+    """With a layer of TorchScript, whose parameters nobody can replace."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[0] = torch.jit.script(self.net[0])
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize(
+    "strategy", [FSDPStrategy, lambda: FSDPStrategy([]), DataParallelStrategy, ModelParallelStrategy]
+)
+def test_torchscript_is_refused_where_it_would_be_copied_or_cut(strategy: Any) -> None:
+    with pytest.raises(ConfigError, match=r"net\.0 is compiled by TorchScript .* can't be copied or cut"):
+        quiet_trainer(strategy(), 2).fit(Scripted(), DataLoader(Numbered(6), 3))
