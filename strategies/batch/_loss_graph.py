@@ -34,6 +34,8 @@ _ADDED_BY_TORCH = {"_DDPSink", "RegisterPostBackwardFunction"}
 
 _MEAN, _IGNORED = 1, -100
 """The code of `reduction="mean"`, and the default of `ignore_index`."""
+_ROUNDING = 1e-6
+"""Of sums of weights, as a fraction."""
 
 
 def why_no_mean(loss: Tensor, num: int, module: nn.Module) -> str:
@@ -53,6 +55,25 @@ def why_no_mean(loss: Tensor, num: int, module: nn.Module) -> str:
         return _Graph(loss.grad_fn, num, module).doubt()
     except RuntimeError:  # what an operation has saved was freed, or written to
         return loss.grad_fn.name()
+
+
+def uneven_targets(loss: Tensor, num: int, module: nn.Module) -> str:
+    """Tell that a loss is no mean over samples for certain: targets of some samples count more than those of others.
+
+    Args:
+        loss: of shape (), before its backward pass.
+        num: samples of its batch.
+        module: its parameters and buffers hold no samples.
+
+    Returns:
+        How many targets count, for a message; empty if the graph does not show it.
+    """
+    if loss.grad_fn is None or num == 1:
+        return ""
+    try:
+        return _Graph(loss.grad_fn, num, module).uneven()
+    except RuntimeError:  # what an operation has saved was freed, or written to
+        return ""
 
 
 class _Graph:
@@ -82,6 +103,36 @@ class _Graph:
             open_nodes += parts or ()
         means_to_batch = (node for node in self._nodes if node not in loss_to_means and node not in self._constant)
         return next((node.name() for node in means_to_batch if self._mixes(node)), "")
+
+    def uneven(self) -> str:
+        """See `uneven_targets`. What is multiplied is passed over: the factor may make up for it."""
+        seen, open_nodes = set[Node](), [self._nodes[-1]]
+        while open_nodes:
+            node = open_nodes.pop()
+            if node in seen:
+                continue
+            seen.add(node)
+            kind = _kind(node)
+            if kind.startswith("NllLoss") and (told := self._targets_differ(node)):
+                return told
+            if kind not in {"Mul", "Div"}:
+                open_nodes += self._summands(node) or ()
+        return ""
+
+    def _targets_differ(self, node: Node) -> str:
+        """Tell that samples weigh otherwise in a mean over targets, whichever dimension of these is samples."""
+        target, weight = _saved(node, "target"), _saved(node, "weight")
+        if _saved(node, "reduction") != _MEAN or self._is_kept(target) or target.numel() % self._num:
+            return ""
+        counted = target != _signed(_saved(node, "ignore_index"))
+        weights = counted.double() if weight is None else weight.double()[target.where(counted, 0)] * counted
+        num_each = target.numel() // self._num
+        for stride in (n for n in range(1, num_each + 1) if not num_each % n):
+            of_samples = weights.reshape(-1, self._num, stride).sum((0, 2))
+            if of_samples.max() - of_samples.min() <= _ROUNDING * of_samples.max():
+                return ""
+        num_counted = f"{int(counted.sum())} of {target.numel()} targets count"
+        return num_counted if weight is None else f"{num_counted}, by weights of classes"
 
     def _summands(self, node: Node) -> list[Node] | None:
         """The nodes of which a scalar is a sum, times constants; None if it is none."""

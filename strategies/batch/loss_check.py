@@ -22,7 +22,7 @@ from ..core.errors import ConfigError
 from ..core.private import of_lightning, of_torch
 from ..core.types import Batch
 from ..core.untraced_step import trial_step
-from ._loss_graph import why_no_mean
+from ._loss_graph import uneven_targets, why_no_mean
 from .evidence import fetch_singles, numbers_of_rows
 from .layout import Layout
 
@@ -31,6 +31,10 @@ logger = logging.getLogger(__name__)
 _SEEDS = (1, 2)
 _SAME, _CLOSE, _CLEAR = 1e-5, 1e-3, 0.05
 """Differences of losses, as fractions of the largest: rounding on a CPU, on any device, and what can't be by chance."""
+_OTHERWISE = (
+    "Or use strategy=single_device, or set strategy.verify_loss=false to weight it by samples nevertheless, which "
+    "trains otherwise than one device."
+)
 
 
 class LossCheck:
@@ -43,6 +47,7 @@ class LossCheck:
     def __init__(self, strategy: str) -> None:
         self._strategy = strategy
         self._doubt: str | None = None
+        self._uneven = ""
 
     def open(self, module: pl.LightningModule, layout: Layout, num: float | None = None) -> None:
         """Have the layout show the losses of a training step, before their backward pass.
@@ -56,7 +61,11 @@ class LossCheck:
     def _inspect(self, module: pl.LightningModule, num: float | None, output: Any, size: float | None) -> None:
         loss = output.get("loss") if isinstance(output, dict) else output
         if isinstance(loss, Tensor) and not (isinstance(output, dict) and output.get("loss_weight") is not None):
-            self._doubt = self._doubt or why_no_mean(loss, int(size or num or 1), module)
+            num_samples = int(size or num or 1)
+            self._doubt = self._doubt or why_no_mean(loss, num_samples, module)
+            self._uneven = self._uneven or (uneven_targets(loss, num_samples, module) if self._doubt else "")
+            if self._uneven and not module.automatic_optimization:  # which steps before it returns
+                self._refuse_targets()
 
     def close(
         self, strategy: Any, num: float | None, args: Sequence[Any], options: Any,
@@ -80,12 +89,22 @@ class LossCheck:
         doubt, self._doubt, strategy.layout.inspect = self._doubt, None, None
         if doubt is None:
             return ""
+        if self._uneven:
+            self._refuse_targets()
         rows = set(numbers_of_rows(args[0])) if num else set[int]()
         if rows - {num}:
             doubt = f"a batch of {num:g} samples has tensors of {' and '.join(map(str, sorted(rows)))} rows"
         elif doubt:
             doubt = f"nothing shows that the loss is a mean over samples (it depends on {doubt})"
         return "" if trial is not None and doubt and self._is_mean(strategy, args[1:], options, trial) else doubt
+
+    def _refuse_targets(self) -> None:
+        raise ConfigError(
+            f"{self._strategy}: the loss is not the mean over samples, by which parts of a batch are weighted: it is "
+            f"one over targets, and {self._uneven}, more of some samples than of others. With automatic optimization, "
+            'return {"loss": loss, "loss_weight": n} from training_step, n being the number of targets that count or '
+            f"the sum of their weights. {_OTHERWISE}"
+        )
 
     def tell(self, doubt: str) -> None:
         """Warn that nothing shows that the loss is a mean over samples, unless something does."""
@@ -146,8 +165,7 @@ def verify_mean(loss_of: Callable[[Batch, int], float], loader: Any, strategy: s
             f"{strategy}: the loss is not the mean over samples, by which parts of a batch are weighted: the mean of "
             f"the losses of {len(single)} samples, each computed alone, is {mean:.4g}, and the loss of all together "
             f"{together:.4g}. If it is a mean over something else (atoms, tokens, weights of classes), return "
-            '{"loss": loss, "loss_weight": n} from training_step; use strategy=single_device; or set '
-            "strategy.verify_loss=false to weight it by samples nevertheless, which trains otherwise than one device."
+            f'{{"loss": loss, "loss_weight": n}} from training_step. {_OTHERWISE}'
         )
     return False
 

@@ -18,6 +18,7 @@ from ..batch.loss_check import LossCheck
 from ..batch.losses import loss_weight, weighs_in_loop
 from ..batch.state_watch import StateWatch
 from ..batch.structure import num_samples
+from ..core.errors import ConfigError
 from ..core.loop_contract import StepContract, has_context
 from ..core.patching import replaced
 from ..core.private import of_lightning
@@ -160,9 +161,16 @@ class RankStep(StepContract):
         strategy = self._strategy
         assert self.metrics is not None
         trial = None if strategy.sync.evaluates_together else self.metrics.steps.unrecorded
-        doubts = gather_objects(check.close(strategy, num, args, options, trial))
+        try:
+            told = check.close(strategy, num, args, options, trial), None
+        except ConfigError as exc:
+            told = "", exc
+        found = gather_objects(told)
+        refusal = next((exc for _, exc in found if exc is not None), None)
+        if refusal is not None:
+            raise refusal
         if strategy.global_rank == 0:
-            check.tell(next(filter(None, doubts), ""))
+            check.tell(next((doubt for doubt, _ in found if doubt), ""))
 
     @contextmanager
     def _watching(self, module: pl.LightningModule) -> Generator[None]:

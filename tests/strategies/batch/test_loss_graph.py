@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from evener.strategies.batch._loss_graph import why_no_mean
+from evener.strategies.batch._loss_graph import uneven_targets, why_no_mean
 
 NUM = 4
 INPUTS = torch.linspace(-1, 1, NUM * 5).reshape(NUM, 5)
@@ -146,6 +146,60 @@ def test_what_is_looked_up_by_the_batch_differs_between_samples() -> None:
     assert why_no_mean(features.sum(), NUM, net).startswith("Sum")
     assert why_no_mean(net[1].weight[LABELS].sum(), NUM, net).startswith("Sum")
     assert not why_no_mean(net[1].weight[LABELS].square().mean(), NUM, net)
+
+
+PADDED = torch.tensor([[0, 1, 1, -100], [1, -100, -100, -100], [2, 2, 1, 0], [0, 1, -100, -100]])
+"""Four samples of 3, 1, 4 and 2 targets."""
+SHIFTED = torch.tensor([[0, 1, -100], [1, 2, -100], [2, 2, -100], [0, 1, -100]])
+"""Two targets of each; what torch sees is a row of 12."""
+
+UNEVEN: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
+    "padding": (lambda z: F.cross_entropy(words(z, 4), PADDED.flatten()), "10 of 16 targets count"),
+    "pictures": (lambda z: F.cross_entropy(words(z, 4).reshape(4, 4, 3).mT, PADDED), "10 of 16 targets count"),
+    "ignored class": (lambda z: F.cross_entropy(z, LABELS, ignore_index=2), "3 of 4 targets count"),
+    "weights of classes": (
+        lambda z: F.cross_entropy(z, LABELS, weight=torch.tensor([1.0, 5.0, 3.0])),
+        "4 of 4 targets count, by weights of classes",
+    ),
+    "two terms": (lambda z: z.square().mean() + F.cross_entropy(words(z, 4), PADDED.flatten()), "10 of 16"),
+}
+
+EVEN: dict[str, Callable[[Tensor], Tensor]] = {
+    "shifted": lambda z: F.cross_entropy(words(z, 3), SHIFTED.flatten()),
+    "shifted, steps of time first": lambda z: F.cross_entropy(words(z, 3), SHIFTED.mT.flatten()),
+    "equal weights": lambda z: F.cross_entropy(z, LABELS, weight=torch.full((3,), 0.3)),
+    "weights of one class": lambda z: F.cross_entropy(z, torch.ones_like(LABELS), weight=torch.tensor([1.0, 5.0, 3.0])),
+    "times the targets that count": lambda z: F.cross_entropy(words(z, 4), PADDED.flatten()) * 10 / 16,
+    "by the targets that do not": lambda z: F.cross_entropy(words(z, 4), PADDED.flatten()) / torch.tensor(1.6),
+    "sum": lambda z: F.cross_entropy(words(z, 4), PADDED.flatten(), reduction="sum"),
+    "nothing counts": lambda z: F.cross_entropy(z, torch.full_like(LABELS, -100)),
+    "targets of the module": lambda z: F.cross_entropy(KEPT + z.mean(), KEPT_LABELS, ignore_index=0),
+}
+
+KEPT, KEPT_LABELS = nn.Parameter(torch.eye(4, 3)), LABELS.clone()
+
+
+def words(z: Tensor, num: int) -> Tensor:
+    """As many rows of three classes for each sample."""
+    return z.repeat_interleave(num, 0)
+
+
+def uneven(function: Callable[[Tensor], Tensor]) -> str:
+    whole = Whole(nn.Linear(5, 3))
+    whole.register_buffer("labels", KEPT_LABELS)
+    return uneven_targets(function(whole.net(INPUTS)), NUM, whole)
+
+
+@pytest.mark.parametrize("name", UNEVEN)
+def test_targets_that_count_more_of_some_samples_prove_that_a_loss_is_no_mean(name: str) -> None:
+    function, told = UNEVEN[name]
+    assert uneven(function).startswith(told)
+    assert not uneven_targets(function(torch.ones(NUM, 3, requires_grad=True)), 1, nn.Module())  # of one sample
+
+
+@pytest.mark.parametrize("name", EVEN)
+def test_targets_that_may_count_alike_of_each_sample_prove_nothing(name: str) -> None:
+    assert not uneven(EVEN[name])
 
 
 class Half(torch.autograd.Function):
