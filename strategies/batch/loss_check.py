@@ -6,16 +6,17 @@ normalised by something else (atoms, tokens, weights of classes), or depends on 
 contrastive loss).
 """
 
+import itertools
 import logging
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import pytorch_lightning as pl
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from typing_extensions import override
 
 from ..core.errors import ConfigError
@@ -31,6 +32,8 @@ logger = logging.getLogger(__name__)
 _SEEDS = (1, 2)
 _SAME, _CLOSE, _CLEAR = 1e-5, 1e-3, 0.05
 """Differences of losses, as fractions of the largest: rounding on a CPU, on any device, and what can't be by chance."""
+_MOST_ELEMENTS = 2**16
+"""Of the parameters whose gradients are compared."""
 _OTHERWISE = (
     "Or use strategy=single_device, or set strategy.verify_loss=false to weight it by samples nevertheless, which "
     "trains otherwise than one device."
@@ -123,56 +126,107 @@ class LossCheck:
         if not module.automatic_optimization or len(loaders) != 1:
             return False
 
-        def loss_of(batch: Batch, seed: int) -> float:
+        def compute(batch: Batch, seed: int, read: Callable[[Tensor], Tensor]) -> Tensor:
             batch = of_lightning.on_before_batch_transfer(module)(strategy.precision_plugin.convert_input(batch), 0)
             batch = of_lightning.apply_batch_transfer_handler(module)(batch, device=strategy.root_device)
             with trial_step(module), trial(), torch.random.fork_rng():
                 torch.manual_seed(seed)
                 output: Any = module.training_step(batch, *rest, **options)
-            loss: Tensor = output["loss"] if isinstance(output, dict) else output
-            if torch.finfo(loss.dtype).eps > _CLOSE:
-                raise RuntimeError(f"{loss.dtype} rounds too much to compare losses")
-            return loss.detach().item()
+                loss: Tensor = output["loss"] if isinstance(output, dict) else output
+                if torch.finfo(loss.dtype).eps > _CLOSE:
+                    raise RuntimeError(f"{loss.dtype} rounds too much to compare losses")
+                return read(loss)
 
-        return verify_mean(loss_of, loaders[0], self._strategy)
+        return verify_mean(compute, loaders[0], self._strategy, _small_parameters(module))
 
 
-def verify_mean(loss_of: Callable[[Batch, int], float], loader: Any, strategy: str) -> bool:
+_Compute: TypeAlias = Callable[[Batch, int, Callable[[Tensor], Tensor]], Tensor]
+"""Computes the loss of a batch with a seed, reads something of it, and leaves no trace."""
+
+
+def verify_mean(compute: _Compute, loader: Any, strategy: str, parameters: Sequence[nn.Parameter] = ()) -> bool:
     """Refuse a loss that is not the mean over samples.
 
     Args:
-        loss_of: computes the loss of a batch with a seed, and leaves no trace.
+        compute: computes the loss of a batch with a seed, returns what the function that it gets reads of the loss, and
+            leaves no trace.
         loader: its samples are used.
         strategy: name that begins messages.
+        parameters: of the module. Where all samples have nearly the same loss, its gradients are compared.
 
     Returns:
         Whether it is known to be one. It is not where samples can't be chosen, where the loss draws random numbers,
-        where all samples have nearly the same loss, or where it differs from the mean by what rounding may be.
+        or where it or its gradient differs from the mean by what rounding may be.
 
     Raises:
         ConfigError: it is not the mean over samples.
     """
     try:  # arbitrary code, in evaluation mode: what fails here shows nothing, as a collective does
-        *single, together = first = _losses(loss_of, loader, _SEEDS[0])
-        largest, gap, mean = max(map(abs, first)), max(single) - min(single), sum(single) / len(single)
-        if not math.isfinite(together) or abs(together - mean) <= _CLOSE * (largest + gap):
-            return gap > _CLEAR * largest and abs(together - mean) <= _SAME * (largest + gap)
-        again = _losses(loss_of, loader, _SEEDS[1])
+        verdict = _by_losses(compute, loader)
+        if verdict is None and parameters:
+            verdict = _by_gradients(compute, loader, parameters)
     except Exception:  # noqa: BLE001  # see above
         return False
-    if all(a == b or not abs(a - b) > _CLOSE * largest for a, b in zip(first, again, strict=True)):
+    if verdict:
         raise ConfigError(
-            f"{strategy}: the loss is not the mean over samples, by which parts of a batch are weighted: the mean of "
-            f"the losses of {len(single)} samples, each computed alone, is {mean:.4g}, and the loss of all together "
-            f"{together:.4g}. If it is a mean over something else (atoms, tokens, weights of classes), return "
+            f"{strategy}: the loss is not the mean over samples, by which parts of a batch are weighted: {verdict}. "
+            "If it is a mean over something else (atoms, tokens, weights of classes), return "
             f'{{"loss": loss, "loss_weight": n}} from training_step. {_OTHERWISE}'
         )
-    return False
+    return verdict is not None
 
 
-def _losses(loss_of: Callable[[Batch, int], float], loader: Any, seed: int) -> list[float]:
+def _by_losses(compute: _Compute, loader: Any) -> str | None:
+    """What losses of samples show: how they differ from a mean; empty if they are one; None if neither."""
+    *single, together = first = [float(loss) for loss in _tried(compute, loader, _SEEDS[0], Tensor.detach)]
+    largest, gap, mean = max(map(abs, first)), max(single) - min(single), sum(single) / len(single)
+    if not math.isfinite(together) or abs(together - mean) <= _CLOSE * (largest + gap):
+        return "" if gap > _CLEAR * largest and abs(together - mean) <= _SAME * (largest + gap) else None
+    again = [float(loss) for loss in _tried(compute, loader, _SEEDS[1], Tensor.detach)]
+    if any(a != b and abs(a - b) > _CLOSE * largest for a, b in zip(first, again, strict=True)):
+        return None
+    return (
+        f"the mean of the losses of {len(single)} samples, each computed alone, is {mean:.4g}, and the loss of all "
+        f"together {together:.4g}"
+    )
+
+
+def _by_gradients(compute: _Compute, loader: Any, parameters: Sequence[nn.Parameter]) -> str | None:
+    """What the gradients of samples' losses show; see `_by_losses`."""
+
+    def gradient(loss: Tensor) -> Tensor:
+        if torch.is_autocast_enabled(loss.device.type):
+            raise RuntimeError("autocast rounds too much to compare gradients")
+        found = torch.autograd.grad(loss, parameters, allow_unused=True, materialize_grads=True)
+        return torch.cat([one.flatten().double().cpu() for one in found])
+
+    *single, together = first = _tried(compute, loader, _SEEDS[0], gradient)
+    mean = torch.stack(single).mean(0)
+    largest, gap = max(float(one.norm()) for one in single), max(float((one - mean).norm()) for one in single)
+    difference = float((together - mean).norm())
+    if not difference > _CLEAR * largest:
+        return "" if gap > _CLEAR * largest and difference <= _SAME * largest else None
+    again = _tried(compute, loader, _SEEDS[1], gradient)
+    if any(float((a - b).norm()) > _CLOSE * largest for a, b in zip(first, again, strict=True)):
+        return None
+    return (
+        f"the losses of {len(single)} samples are nearly alike, but the gradient of the loss of all together differs "
+        f"from the mean of their gradients by {difference / largest:.0%} of the largest"
+    )
+
+
+def _small_parameters(module: nn.Module) -> list[nn.Parameter]:
+    """Some of the parameters that are trained, the smallest first; those with hooks may have another gradient."""
+    trained = [p for p in module.parameters() if p.requires_grad and not of_torch.backward_hooks(p)]
+    trained.sort(key=nn.Parameter.numel)
+    sums = itertools.accumulate(p.numel() for p in trained)
+    return [p for i, (p, total) in enumerate(zip(trained, sums, strict=True)) if not i or total <= _MOST_ELEMENTS]
+
+
+def _tried(compute: _Compute, loader: Any, seed: int, read: Callable[[Tensor], Tensor]) -> list[Tensor]:
+    """What is read of the losses of some samples, each alone, and of the loss of all together."""
     with _OneRank():
-        return [loss_of(batch, seed) for batch in fetch_singles(loader, seed)]
+        return [compute(batch, seed, read) for batch in fetch_singles(loader, seed)]
 
 
 class _OneRank(of_torch.TorchDispatchMode):

@@ -55,8 +55,8 @@ def summed(batch: dict[str, Tensor]) -> Tensor:
     return batch["atoms"].sum()
 
 
-def loss(function: Callable[[Any], Tensor]) -> Callable[[Any, int], float]:
-    return lambda batch, _: float(function(batch))
+def loss(function: Callable[[Any], Tensor]) -> Callable[[Any, int, Callable[[Tensor], Tensor]], Tensor]:
+    return lambda batch, _, read: read(function(batch))
 
 
 def test_a_mean_over_samples_is_known_to_be_one() -> None:
@@ -91,7 +91,7 @@ def test_what_fails_or_is_the_same_for_all_shows_nothing(function: Callable[[Any
 
 
 def test_a_loss_that_draws_random_numbers_shows_nothing() -> None:
-    assert not verify_mean(lambda batch, seed: float(by_atom(batch)) + seed, LOADER, "ddp")
+    assert not verify_mean(lambda batch, seed, read: read(by_atom(batch)) + seed, LOADER, "ddp")
     noisy = DataLoader[Any](MOLECULES, 2, collate_fn=lambda some: {"atoms": torch.rand(len(some)) * random.random()})  # type: ignore[arg-type]
     assert not verify_mean(loss(by_atom), noisy, "ddp")
 
@@ -242,8 +242,8 @@ def test_samples_show_losses_of_plain_batches_that_are_no_means(name: str) -> No
     torch.manual_seed(0)
     layer = nn.Linear(1, 3)
 
-    def loss_of(batch: Any, _: int) -> float:
-        return FUNCTIONS[name](layer(batch[0]), batch[1]).item()
+    def loss_of(batch: Any, _: int, read: Callable[[Tensor], Tensor]) -> Tensor:
+        return read(FUNCTIONS[name](layer(batch[0]), batch[1]))
 
     if name == "mean":
         verify_mean(loss_of, CLASSES, "ddp")  # which raises no error
@@ -254,6 +254,51 @@ def test_samples_show_losses_of_plain_batches_that_are_no_means(name: str) -> No
 
 CERTAIN = {"weights of classes", "ignored class"}
 """Of which the graph shows that they are no means."""
+
+
+SENTENCES = torch.tensor([[0, -100, -100], [1, 2, -100], [2, 1, -100], [0, 1, 1]])
+"""Of 1, 2, 2 and 3 words, padded to 3."""
+
+
+def of_new_scores(labels: Tensor, weight: nn.Parameter, **options: Any) -> Tensor:
+    """Scores of zero: each target's loss is log 3, and each sample's, whatever counts."""
+    return nn.functional.cross_entropy(weight.expand(labels.numel(), 3), labels.flatten(), **options)
+
+
+NEW: dict[str, Callable[[Tensor, nn.Parameter], Tensor]] = {
+    "smoothed": lambda x, w: of_new_scores(x, w, label_smoothing=0.1),
+    "scaled": lambda x, w: 0.5 * of_new_scores(x, w),
+    "masked": lambda x, w: of_new_scores(x.clamp(min=0), w, reduction="none")[x.flatten() >= 0].mean(),
+}
+
+
+@pytest.mark.parametrize("name", NEW)
+def test_gradients_show_what_losses_that_are_alike_do_not(name: str) -> None:
+    weight, unused = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.ones(2))
+    loader = DataLoader[Any](SENTENCES, 2)  # type: ignore[arg-type]
+
+    def compute(batch: Tensor, _: int, read: Callable[[Tensor], Tensor]) -> Tensor:
+        return read(NEW[name](batch, weight))
+
+    assert not verify_mean(compute, loader, "ddp")
+    with pytest.raises(ConfigError, match="the losses of 4 samples are nearly alike, but the gradient"):
+        verify_mean(compute, loader, "ddp", [weight, unused])
+    assert weight.grad is None
+
+
+def test_gradients_show_that_a_loss_is_a_mean() -> None:
+    weight, loader = nn.Parameter(torch.zeros(3)), DataLoader[Any](SENTENCES[:, :1], 2)  # type: ignore[arg-type]
+
+    def compute(batch: Tensor, seed: int, read: Callable[[Tensor], Tensor]) -> Tensor:
+        return read(of_new_scores(batch, weight))
+
+    assert verify_mean(compute, loader, "ddp", [weight])
+    assert not verify_mean(lambda *args: compute(*args) * torch.rand(()), loader, "ddp", [weight])
+
+
+def test_gradients_of_samples_that_are_alike_show_nothing() -> None:
+    weight, loader = nn.Parameter(torch.zeros(3)), DataLoader[Any](torch.ones(4, 1, dtype=torch.int64), 2)  # type: ignore[arg-type]
+    assert not verify_mean(lambda batch, _, read: read(of_new_scores(batch, weight)), loader, "ddp", [weight])
 
 
 class Classifier(pl.LightningModule):
@@ -389,11 +434,11 @@ class Words(pl.LightningModule):
 
 
 class Stream(IterableDataset[Tensor]):
-    """Sentences of 1, 2, 2 and 3 words, padded to 3; no sample of it can be chosen."""
+    """No sample of it can be chosen."""
 
     @override
     def __iter__(self) -> Iterator[Tensor]:
-        return iter(torch.tensor([[0, -100, -100], [1, 2, -100], [2, 1, -100], [0, 1, 1]]))
+        return iter(SENTENCES)
 
 
 def padded(strategy: Any, automatic: bool = True) -> tuple[str, bool]:
