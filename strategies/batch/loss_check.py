@@ -30,8 +30,12 @@ from .layout import Layout
 logger = logging.getLogger(__name__)
 
 _SEEDS = (1, 2)
-_SAME, _CLOSE, _CLEAR = 1e-5, 1e-3, 0.05
-"""Differences of losses, as fractions of the largest: rounding on a CPU, on any device, and what can't be by chance."""
+_SAME, _CLOSE, _FAR, _CLEAR = 1e-5, 1e-3, 0.02, 0.05
+"""Differences as fractions of the largest: rounding on a CPU; of losses and of gradients on any device; no chance."""
+_PAIRS = (
+    "if it compares samples with one another (pairs, ranks, a variance over the batch), only strategy=dp and "
+    "balanced_dp compute it on the whole batch, in training_step_end"
+)
 _MOST_ELEMENTS = 2**16
 """Of the parameters whose gradients are compared."""
 _OTHERWISE = (
@@ -185,6 +189,10 @@ def _by_losses(compute: _Compute, loader: Any) -> str | None:
     again = [float(loss) for loss in _tried(compute, loader, _SEEDS[1], Tensor.detach)]
     if any(a != b and abs(a - b) > _CLOSE * largest for a, b in zip(first, again, strict=True)):
         return None
+    if not math.isfinite(mean):
+        return f"of a sample alone it is undefined ({mean:.4g}), and of {len(single)} together {together:.4g}; {_PAIRS}"
+    if len(set(single)) == 1:
+        return f"of each of {len(single)} samples alone it is {mean:.4g}, and of all together {together:.4g}; {_PAIRS}"
     return (
         f"the mean of the losses of {len(single)} samples, each computed alone, is {mean:.4g}, and the loss of all "
         f"together {together:.4g}"
@@ -204,7 +212,7 @@ def _by_gradients(compute: _Compute, loader: Any, parameters: Sequence[nn.Parame
     mean = torch.stack(single).mean(0)
     largest, gap = max(float(one.norm()) for one in single), max(float((one - mean).norm()) for one in single)
     difference = float((together - mean).norm())
-    if not difference > _CLEAR * largest:
+    if not difference > _FAR * largest:
         return "" if gap > _CLEAR * largest and difference <= _SAME * largest else None
     again = _tried(compute, loader, _SEEDS[1], gradient)
     if any(float((a - b).norm()) > _CLOSE * largest for a, b in zip(first, again, strict=True)):

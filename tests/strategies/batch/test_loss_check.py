@@ -81,6 +81,18 @@ def test_a_difference_beyond_rounding_shows_neither() -> None:
     assert not verify_mean(loss(with_entropy), LOADER, "ddp")
 
 
+def spread(batch: dict[str, Tensor]) -> Tensor:
+    labels = batch["labels"].double()
+    return (labels - labels.mean()).square().sum() / (len(labels) - 1)
+
+
+def test_a_loss_that_a_sample_alone_has_not_is_said_to_compare_samples() -> None:
+    # of 0, 1, 2, 3: (2.25 + 0.25 + 0.25 + 2.25) / 3
+    told = r"of a sample alone it is undefined \(nan\), and of 4 together 1.667; if it compares samples"
+    with pytest.raises(ConfigError, match=told):
+        verify_mean(loss(spread), LOADER, "ddp")
+
+
 def fails(batch: Any) -> Tensor:
     raise RuntimeError("only in training mode")
 
@@ -247,6 +259,9 @@ def test_samples_show_losses_of_plain_batches_that_are_no_means(name: str) -> No
 
     if name == "mean":
         verify_mean(loss_of, CLASSES, "ddp")  # which raises no error
+    elif name == "contrastive":
+        with pytest.raises(ConfigError, match=r"of each of 4 samples alone it is 0, and .* if it compares samples"):
+            verify_mean(loss_of, CLASSES, "ddp")
     else:
         with pytest.raises(ConfigError, match="the loss is not the mean over samples"):
             verify_mean(loss_of, CLASSES, "ddp")
