@@ -8,6 +8,7 @@ the first (after a transpose, say) is not found.
 
 import math
 import re
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,11 +23,19 @@ _COPIES = {"Alias", "Clone", "ToCopy", "View", "UnsafeView", "ReshapeAlias", "Sq
 _PAIRINGS = {"Add", "Sub", "Mul", "Div", "Maximum", "Minimum", "Where", "Expand", "Repeat"}
 _PICKS = {"Index", "MaskedSelect", "Cdist", "Pdist"}
 _KEEP_ROWS = {"Cat", "Stack", "Squeeze", "Unsqueeze"}
+_ELEMENTWISE = _SUMS | {"Mul", "Div", "Minimum", "Maximum", "Clamp", "ClampMin", "Where", "Exp", "Squeeze", "Unsqueeze"}
 _SHIFTS = {"Flip", "Roll"}
 _FACTORS = {
     "Mm": ("self", "mat2"), "Addmm": ("mat1", "mat2"), "Bmm": ("self", "mat2"), "Baddbmm": ("batch1", "batch2"),
 }  # fmt: skip
 """Products of matrices, and the names by which they save their factors."""
+
+_ROWS: dict[str, Callable[[Node], int]] = {
+    "Convolution": lambda node: _shape(node)[0],
+    "MkldnnRnnLayer": lambda node: _shape(node, 1)[-2],
+    "CudnnRnn": lambda node: _shape(node, 1)[-2],
+}
+"""Layers of which each row is computed alone: how many they had."""
 
 _NAMES_OF_INDICES = ("indices", "index", "target")
 _ADDED_BY_TORCH = {"_DDPSink", "RegisterPostBackwardFunction"}
@@ -101,8 +110,33 @@ class _Graph:
             if parts is None and not self._is_mean(node):
                 return node.name()
             open_nodes += parts or ()
-        means_to_batch = (node for node in self._nodes if node not in loss_to_means and node not in self._constant)
-        return next((node.name() for node in means_to_batch if self._mixes(node)), "")
+        means_to_batch = [node for node in self._nodes if node not in loss_to_means and node not in self._constant]
+        mixing = next((node for node in means_to_batch if self._mixes(node)), None) or self._centred(loss_to_means)
+        return "" if mixing is None else mixing.name()
+
+    def _centred(self, loss_to_means: set[Node]) -> Node | None:
+        """The operation on the way from the loss to the model's results that reads values centred over the batch."""
+        seen, open_nodes = set[Node](), list(loss_to_means - self._constant)
+        while open_nodes:
+            node = open_nodes.pop()
+            if node in seen:
+                continue
+            seen.add(node)
+            parts = _inputs(node)
+            fixed = [_saved(node, name) for part, name in zip(parts, ("self", "other"), strict=False) if part is None]
+            if any(map(self._is_centred, (*fixed, _saved(node, "target")))):
+                return node
+            open_nodes += [part for part in parts if part is not None and _kind(part) in _ELEMENTWISE]
+        return None
+
+    def _is_centred(self, values: Any) -> bool:
+        """Whether values that a step has not learned have the mean 0 over the batch, and not over each sample."""
+        if not isinstance(values, Tensor) or not values.is_floating_point() or values.numel() % self._num:
+            return False
+        values = values.detach().double()
+        small, of_samples = _ROUNDING * values.abs().mean(), values.reshape(self._num, -1).mean(1)
+        is_centred = (of_samples.mean().abs() <= small) & (of_samples.abs().max() > small)
+        return bool(is_centred & values.frac().any())  # labels of 1 and -1 are centred by chance
 
     def uneven(self) -> str:
         """See `uneven_targets`. What is multiplied is passed over: the factor may make up for it."""
@@ -157,7 +191,9 @@ class _Graph:
             if value.numel() != 1 or (value.is_floating_point() and value.dtype != torch.float64):
                 return False
             value = value.item()
-        return isinstance(value, (int, float)) and not (value > 1 and value % self._num == 0)  # by as many as samples
+        if not isinstance(value, (int, float)) or _is_result(value):
+            return False
+        return not (value > 1 and value % self._num == 0)  # by as many as samples
 
     def _is_mean(self, node: Node) -> bool:
         """Whether an operation computes the mean over values of which each sample has as many."""
@@ -178,6 +214,9 @@ class _Graph:
         if isinstance(node, BackwardCFunction):
             return kind not in _ADDED_BY_TORCH
         if (kind in _PICKS and not self._constant.issuperset(_inputs(node))) or math.prod(shape) % num:
+            return True
+        rows = next((rows(node) for name, rows in _ROWS.items() if kind.startswith(name)), num)
+        if rows % num:
             return True
         is_one_per_sample = len(shape) > 2 and not shape[0] % num
         if kind in _FACTORS and not is_one_per_sample and self._both_vary(node, kind):
@@ -248,10 +287,16 @@ def _saved(node: Node, name: str) -> Any:
     return getattr(node, f"_saved_{name}", None)
 
 
-def _shape(node: Node) -> tuple[int, ...]:
-    """The shape of what an operation has computed."""
+def _shape(node: Node, i: int = 0) -> tuple[int, ...]:
+    """The shape of what an operation has computed, of several results the i-th."""
     metadata = of_torch.input_metadata(node)
-    return tuple(metadata[0].shape) if metadata else ()
+    return tuple(metadata[i].shape) if i < len(metadata) else ()
+
+
+def _is_result(number: float) -> bool:
+    """Whether a number looks like one that was read from a float32 tensor: it has more than nine digits, and is one."""
+    has_more = isinstance(number, float) and float(f"{number:.9g}") != number
+    return has_more and torch.tensor(number, dtype=torch.float32).item() == number
 
 
 def _signed(number: int) -> int:
