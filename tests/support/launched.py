@@ -21,7 +21,8 @@ class Told(pl.LightningModule):
     Args:
         record: the file.
         pause_s: seconds that a step takes.
-        fault: what rank 1 does at step 3: raise, kill, abort, hang, other_key, save, or nothing;
+        fault: what rank 1 does at step 3: raise, exit, exit_well, interrupt, kill, abort, hang, other_key, save, or
+            nothing;
             `late`: rank 1 is asked to stop (SIGTERM) after the last step.
         once: a file that exists once the fault has happened, after which it does not happen again.
     """
@@ -50,6 +51,12 @@ class Told(pl.LightningModule):
             Path(self.once).touch()
         if self.fault == "raise":
             raise KeyError("rank 1 had enough")
+        if self.fault == "exit":
+            sys.exit("rank 1 has seen enough")
+        if self.fault == "exit_well":
+            sys.exit()
+        if self.fault == "interrupt":
+            raise KeyboardInterrupt
         if self.fault == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         if self.fault == "abort":

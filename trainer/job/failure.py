@@ -18,6 +18,7 @@ from ...strategies.core.files import is_library
 from ..config.launch_plan import strategy_name
 from .log_file import FORMAT, LOG_FILE
 from .result import FAILED, Result
+from .signals import Interrupted
 
 _FRAME = re.compile(r'  File "(?P<file>.+)", line \d+, in ')
 
@@ -37,7 +38,9 @@ class Failure:
 
     @classmethod
     def of(cls, exc: BaseException, rank: int) -> "Failure":
-        """Describe an exception."""
+        """Describe an exception; of a KeyboardInterrupt Lightning makes a SystemExit."""
+        if isinstance(exc, SystemExit) and isinstance(exc.__context__, KeyboardInterrupt):
+            exc = exc.__context__
         sentence = sentence_of(exc)
         if sentence is not None:
             return cls(rank, sentence)
@@ -48,6 +51,11 @@ class Failure:
     def short(self) -> str:
         """The frames of the user's code and the reason; without traceback, the reason."""
         return users_frames(self.trace) if self.trace else self.reason
+
+
+def is_stop(exc: BaseException) -> bool:
+    """Whether an exception answers a signal; others, a SystemExit included, are of the user's code."""
+    return isinstance(exc, (Interrupted, KeyboardInterrupt))  # Lightning's loops let no other KeyboardInterrupt through
 
 
 def sentence_of(exc: BaseException) -> str | None:

@@ -6,7 +6,7 @@ from omegaconf import DictConfig
 
 from ...strategies import ConfigError
 from ..config.launch_plan import LaunchPlan
-from ..job.failure import Failure, report
+from ..job.failure import Failure, is_stop, report
 from ..job.log_file import run_log
 from ..job.result import RESULT_FILE, Result
 from ..job.run import run
@@ -69,7 +69,9 @@ def run_rank(cfg: DictConfig, rank: int = 0, num_processes: int = 1) -> Result:
     with run_log(cfg.run_dir, rank):
         try:
             return run(cfg)
-        except Exception as exc:
+        except BaseException as exc:
+            if is_stop(exc) or (num_processes == 1 and not isinstance(exc, Exception)):
+                raise
             failure = Failure.of(exc, rank)
             if report(cfg, failure, num_processes):
                 raise

@@ -19,7 +19,7 @@ from ...strategies import ConfigError
 from ...strategies.core.files import replacing
 from ...strategies.distributed.process_exit import die_with_parent, end_process, leave_in_time
 from ...strategies.distributed.store import leave_store
-from ..job.failure import Failure, report
+from ..job.failure import Failure, is_stop, report
 from ..job.log_file import run_log
 from ..job.run import run
 from ..job.signals import Interrupted
@@ -38,7 +38,9 @@ def work(cfg: DictConfig, scratch: Path) -> None:
     with run_log(cfg.run_dir, rank):
         try:
             run(cfg)
-        except Exception as exc:
+        except BaseException as exc:
+            if is_stop(exc):
+                raise
             failure = Failure.of(exc, rank)
             if report(cfg, failure, int(os.environ["WORLD_SIZE"])):
                 tell(scratch, failure, isinstance(exc, (ConfigError, MisconfigurationException)))
@@ -63,17 +65,14 @@ def exit_status(cfg: DictConfig, scratch: Path) -> int:
     """Run one rank.
 
     Returns:
-        The exit status of a Python script that ends the same way.
+        The exit status of a Python script that ends the same way; not 0 if the user's code has ended this rank.
     """
     try:
         work(cfg, scratch)
     except SystemExit as exc:
         if isinstance(exc, Interrupted) and os.environ["RANK"] == "0":
             (scratch / STOPPED_FILE).touch()
-        if exc.code is None or isinstance(exc.code, int):
-            return exc.code or 0
-        sys.stderr.write(f"{exc.code}\n")  # sys.exit("why")
-        return 1
+        return exc.code if isinstance(exc.code, int) and exc.code else 1  # the other ranks go on: it has failed
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except Exception:  # noqa: BLE001  # reported already

@@ -140,6 +140,22 @@ def test_a_rank_that_raises_is_named_with_its_traceback(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [("exit", "SystemExit: rank 1 has seen enough"), ("exit_well", "SystemExit"), ("interrupt", "KeyboardInterrupt")],
+)
+def test_a_rank_that_the_users_code_has_ended_is_named_with_its_traceback(
+    tmp_path: Path, fault: str, reason: str
+) -> None:
+    # Cause: a rank reported exceptions only. After a sys.exit() the others waited for it, and no process ended.
+    with running(tmp_path, f"++module.fault={fault}") as run:
+        run.wait_for_step(3)
+        assert ends(run, time.monotonic()) == 1
+        assert "in misbehave" in run.output.read_text().partition("rank 1 failed")[2]
+        assert failure_of(run) == (1, reason)
+
+
+@pytest.mark.long
 def test_a_killed_rank_is_named_and_nothing_that_was_logged_is_lost(tmp_path: Path) -> None:
     with running(tmp_path, "++module.fault=kill", *LOGGED) as run:
         run.wait_for_step(3)
