@@ -15,6 +15,7 @@ from typing_extensions import override
 
 from ..core.errors import ConfigError
 from ..core.private.of_torch import BatchNorm
+from .objects import gather_rows
 
 
 class SyncedBatchNorm(BatchNorm):
@@ -74,10 +75,7 @@ def _global_moments(input: Tensor, counts: bool) -> tuple[Tensor, Tensor, Tensor
     if num:
         mean, variance = torch.batch_norm_update_stats(values, None, None, 0.0)
         torch.cat([mean, variance, values.new_full((1,), num)], out=own)  # new_tensor would wait for the device
-    gathered = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-    dist.all_gather(gathered, own)
-    ranks = torch.stack(gathered)
-    means, variances, nums = ranks.split([values.shape[1], values.shape[1], 1], 1)
+    means, variances, nums = gather_rows(own).split([values.shape[1], values.shape[1], 1], 1)
     total = nums.sum(0)
     if num <= 1 and total <= 1:  # the total is read back only where this rank has next to nothing
         raise ValueError(
