@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed import RankError, run_ranks
+from torch.utils.data import DataLoader, Dataset
 
 
 def _sum_of_ranks() -> float:
@@ -29,6 +30,19 @@ def _rank_1_hangs() -> int:
     return 0
 
 
+class _Hanging(Dataset[int]):
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: int) -> int:
+        time.sleep(60)
+        return 0
+
+
+def _a_data_worker_hangs() -> list[int]:
+    return list(DataLoader(_Hanging(), num_workers=1, multiprocessing_context="fork"))
+
+
 def test_ranks_talk_and_results_come_back_by_rank() -> None:
     assert run_ranks(_sum_of_ranks, 3) == [6.0, 6.0, 6.0]
 
@@ -42,3 +56,9 @@ def test_a_hang_fails_at_the_timeout_with_the_stack() -> None:
     run_ranks(_sum_of_ranks, 1)  # the server of forks has imported torch
     with pytest.raises(RankError, match=r"(?s)rank 1: exit code -9.*_rank_1_hangs"):
         run_ranks(_rank_1_hangs, 2, timeout_s=10)
+
+
+def test_a_hang_in_a_data_worker_fails_with_the_stack_of_the_worker() -> None:
+    run_ranks(_sum_of_ranks, 1)
+    with pytest.raises(RankError, match=r"in __getitem__\n"):
+        run_ranks(_a_data_worker_hangs, 1, timeout_s=10)

@@ -15,11 +15,13 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import fork_server
+import psutil
 import torch
 from torch.distributed import TCPStore
 
@@ -41,7 +43,7 @@ def run_ranks(
         function: a module-level function; it is pickled by name.
         num_ranks: number of processes, one node.
         args: its arguments, pickled.
-        timeout_s: seconds after which the ranks print their stacks and are killed.
+        timeout_s: seconds after which the ranks and their data workers print their stacks, and are killed.
         env: further environment variables of the ranks.
 
     Returns:
@@ -134,12 +136,21 @@ def _join(ranks: list[BaseProcess], timeout_s: float) -> None:
         process.join(max(0.0, deadline - time.monotonic()))
     late = [process for process in ranks if process.is_alive()]
     for process in late:
-        os.kill(process.pid or 0, signal.SIGUSR2)
+        _print_stacks(process.pid or 0)
     if late:
         time.sleep(0.5)  # the stacks of all threads go to the rank's output
     for process in late:
         process.kill()
         process.join()
+
+
+def _print_stacks(pid: int) -> None:
+    """Let a rank write the stacks of its threads, and so its data workers, which are forked with its handler."""
+    with suppress(psutil.NoSuchProcess):
+        workers = psutil.Process(pid).children(recursive=True)
+        os.kill(pid, signal.SIGUSR2)
+        for worker in workers:
+            worker.send_signal(signal.SIGUSR2)
 
 
 def _outcome(process: BaseProcess, path: Path) -> Any:
