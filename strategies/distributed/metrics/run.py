@@ -5,6 +5,8 @@ from collections.abc import Callable, Sequence
 
 from torch import nn
 
+from ...core.module_checks import metrics_of
+from ...core.private import put
 from .part_numbers import PartNumbers
 from .states import metric_classes
 from .steps import MetricSteps
@@ -39,6 +41,8 @@ class RunMetrics:
         self._num_passes += 1
         self._num_evaluated.clear()
         self.has_evaluated = False
+        for metric in metrics_of(module):  # without updates on this rank it may have some on others
+            put(metric, computed=None)
         self.sync.watch(module)
 
     def begin_training_batch(self, number: int) -> None:

@@ -295,3 +295,33 @@ def test_compute_in_a_step_does_not_count_the_sample_of_a_rank_without_one(strat
     single = _ask(None, when)
     for rank in run_ranks(_ask, 2, strategy, when):
         torch.testing.assert_close(rank, single, rtol=0, atol=1e-10)
+
+
+class Accumulates(Net):
+    """Computes a metric after each validation and never resets it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.error = torchmetrics.MeanAbsoluteError().set_dtype(torch.float64)
+        self.values: list[float] = []
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.error.update(self.net(batch[0]), batch[1])
+
+    def on_validation_epoch_end(self) -> None:
+        self.values.append(self.error.compute().item())
+
+
+def _accumulate(num_ranks: int) -> list[float]:
+    module = Accumulates()
+    chosen = STRATEGIES["global"]() if num_ranks > 1 else SingleDeviceStrategy()
+    quiet_trainer(chosen, num_ranks).fit(module, DataLoader(Numbered(8), 4), DataLoader(Numbered(1), 4))
+    return module.values
+
+
+def test_a_rank_that_updates_a_metric_no_more_computes_it_with_the_others() -> None:
+    """It returned the value of the last time at once, so that the others met what this rank exchanged next."""
+    single = _accumulate(1)
+    assert len(single) == 3  # a sanity check and two epochs
+    for rank in run_ranks(_accumulate, 2, 2):
+        assert rank == pytest.approx(single, abs=1e-10)
