@@ -10,7 +10,7 @@ import torch
 from lightning_fabric.utilities import move_data_to_device
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
-from torchmetrics import Metric, MetricCollection, SumMetric
+from torchmetrics import MeanMetric, Metric, MetricCollection, SumMetric
 from torchmetrics.aggregation import BaseAggregator
 
 from ..core.errors import ConfigError
@@ -149,11 +149,29 @@ def _joined(metric: Metric, inputs: list[Any], sizes: list[int], strategy: str) 
     """The inputs of the whole batch; rows that are not samples (tokens, valid pixels) are concatenated in order."""
     if len(inputs) == 1:
         return move_data_to_device(inputs[0], metric.device)
+    if (weighted := _weighted_mean(metric, inputs, sizes)) is not None:
+        return weighted, {}
     name = f"{strategy}: {type(metric).__name__}"
     sums = any(isinstance(part, SumMetric) for part in metric.modules())
     columns = zip(*(args for args, _ in inputs), strict=True)
     args = tuple(_joined_value(list(column), sizes, metric.device, name, sums) for column in columns)
     return args, _joined_value([kwargs for _, kwargs in inputs], sizes, metric.device, name, sums)
+
+
+def _weighted_mean(metric: Metric, inputs: list[Any], sizes: list[int]) -> tuple[Any, Any] | None:
+    """The mean of numbers that were given with weights counted in each part, and its weight; None of other inputs."""
+    if not isinstance(getattr(metric, "base_metric", metric), MeanMetric):
+        return None
+    given = [dict(zip(("value", "weight"), args, strict=False)) | kwargs for args, kwargs in inputs]
+    parts = [move_data_to_device(part, metric.device) for part in given]
+    numbers = [number for part in parts for number in (part["value"], part.get("weight"))]
+    if any(number is None or (isinstance(number, Tensor) and number.dim()) for number in numbers):
+        return None
+    values, weights = numbers[::2], numbers[1::2]
+    if not isinstance(weights[0], Tensor) and weights != sizes and are_equal(weights):
+        return None  # a constant for the whole batch
+    total = sum(weights)
+    return sum(value * weight for value, weight in zip(values, weights, strict=True)) / (total or 1), total
 
 
 def _joined_value(parts: list[Any], sizes: list[int], device: torch.device, name: str, sums: bool) -> Any:

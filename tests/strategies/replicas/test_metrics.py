@@ -48,6 +48,12 @@ def accuracy(**options: Any) -> Any:
     return tm.Accuracy("multiclass", num_classes=CLASSES, **options)
 
 
+def of_tokens(out: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """A mean over something that samples have different numbers of, and their number."""
+    num = y.to(out.dtype) + 1
+    return (nn.functional.cross_entropy(out, y, reduction="none") * num).sum() / num.sum(), num.sum()
+
+
 class Measured(Net):
     """Feeds one metric, by `update` or `forward`, and keeps its values of every step and epoch."""
 
@@ -98,6 +104,9 @@ FED: dict[str, tuple[Callable[[], Any], Callable[[Tensor, Tensor, Tensor], Any]]
     "running mean": (lambda: tm.RunningMean(3), lambda out, y, loss: (loss,)),
     "mean": (tm.MeanMetric, lambda out, y, loss: (loss,)),
     "weighted mean": (tm.MeanMetric, lambda out, y, loss: (loss, len(y))),
+    "mean of tokens": (tm.MeanMetric, lambda out, y, loss: of_tokens(out, y)),
+    "running mean of tokens": (lambda: tm.RunningMean(2), lambda out, y, loss: of_tokens(out, y)),
+    "mean with a constant weight": (tm.MeanMetric, lambda out, y, loss: (loss, 4.0)),
     "mean of each": (tm.MeanMetric, lambda out, y, loss: (out.sum(1),)),
     "sum of each": (tm.SumMetric, lambda out, y, loss: (out.sum(1),)),
     "running sum": (lambda: tm.RunningSum(2), lambda out, y, loss: (out.sum(1),)),
