@@ -22,9 +22,11 @@ from ..core.private import of_lightning
 from ..pipeline.module_parts import find_parts
 from ..sharding.deferred import DeferredTensors
 from ..sharding.originals import LateParameters, Originals
+from ..sharding.part_calls import PartCalls
 from ..sharding.parts import automatic_parts, named_parts
 from ..sharding.placed import ShardIO, Writers, place_shards
 from ..sharding.refusals import (
+    DIFFERENTIATED,
     unused_parameters,
     verify_callbacks,
     verify_optimizers,
@@ -58,6 +60,7 @@ class ShardSync(GradientSync):
         self._shards: ShardedModule | None = None
         self._calls: WholeCalls | None = None
         self._late: LateParameters | None = None
+        self._part_calls: PartCalls | None = None
         self._deferred: DeferredTensors | None = None
         self._reduces = True
         self._had_none: set[int] = set()
@@ -109,6 +112,7 @@ class ShardSync(GradientSync):
             originals.verify_unheld((module, *of_lightning.callbacks(trainer)))
             verify_optimizers(strategy.optimizers)
             self._late = LateParameters(module)
+            self._part_calls = PartCalls(module, self._shards.group, strategy.root_device)
         strategy.setup_precision_plugin()
         self._calls = WholeCalls(self._shards, agreement.note)
         self._shards.note_writes(self._note_write)
@@ -171,7 +175,8 @@ class ShardSync(GradientSync):
         if self._late is not None:
             self._late.verify()
         self.sync_buffers()
-        with self.shards.step(backward_follows=self._strategy.module.automatic_optimization):
+        by_parts = nullcontext() if self._part_calls is None else self._part_calls.step()
+        with self.shards.step(backward_follows=self._strategy.module.automatic_optimization), by_parts:
             output = step(*args, **kwargs)
             if not self._strategy.contract.states.has_ended:
                 self.shards.note_open_writes()
@@ -290,6 +295,12 @@ class ShardSync(GradientSync):
         return load() if io is None else io.load_shards(path, strategy.global_rank, strategy.world_size)
 
     @override
+    def fail(self, exception: BaseException) -> None:
+        """Tell what torch's error about a parameter outside of the loss's graph comes from."""
+        if "appears to not have been used in the graph" in str(exception):
+            exception.args = (f"{DIFFERENTIATED} torch: {exception}",)
+
+    @override
     @contextmanager
     def ending(self) -> Generator[None]:
         strategy = self._strategy
@@ -300,6 +311,9 @@ class ShardSync(GradientSync):
         if self._late is not None:
             self._late.close()
             self._late = None
+        if self._part_calls is not None:
+            self._part_calls.close()
+            self._part_calls = None
         shards = None if strategy.lightning_module is None else sharded(strategy.lightning_module)
         if shards is None:
             yield

@@ -1,6 +1,6 @@
 """Refuse what can't be trained exactly where each rank has a shard of each parameter."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from pytorch_lightning.callbacks import ModelPruning
@@ -14,6 +14,11 @@ OUTSIDE = (
     "fsdp: a step uses a parameter of a part outside of the part's forward, where only this rank's shard of it is "
     "there. Leave the part out of strategy.shard, so that it is gathered for the whole step, or set "
     "strategy.shard=[] to gather all."
+)
+
+DIFFERENTIATED = (
+    "fsdp: torch.autograd.grad was given a parameter that the loss was not computed from. If it is in a part that is "
+    "gathered for its own forward only, set strategy.shard=[], which gathers all for the step."
 )
 
 PICKLED = (
@@ -57,6 +62,16 @@ def refuse_unreduced(names: Sequence[str]) -> None:
             "them by self.manual_backward(loss), which averages them over the ranks; if its loss has gradients of "
             "torch.autograd.grad in it, set strategy.shard=[]. Or set strategy=single_device."
         )
+
+
+def refuse_other_calls(called: Mapping[int, str]) -> None:
+    """Refuse a step in which ranks call different parts, of which these are the next ones by rank."""
+    told = ", ".join(f"rank {rank} {name}" for rank, name in called.items())
+    raise ConfigError(
+        f"fsdp: ranks call other parts of the module in training_step, or one more often than another (next: {told}). "
+        "Each call gathers the part from all of them. Let them decide alike (by random numbers of one seed, not by "
+        "their samples), or set strategy.shard=[], which gathers all once for the step."
+    )
 
 
 def refuse_sparse(name: str) -> None:

@@ -55,6 +55,8 @@ class ShardedModule:
     ) -> None:
         self.module = module
         self._options = options
+        self.group = mesh.get_group("shard")
+        """The ranks that each parameter is cut over."""
         self.in_step = self._is_written = False
         self._before = dict(module.named_parameters(remove_duplicate=False)) if keeps else {}
         self._hooks = range(RemovableHandle.next_id, RemovableHandle.next_id)

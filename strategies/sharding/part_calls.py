@@ -1,0 +1,73 @@
+"""Refuse parts of a module that ranks call differently, one more often than another.
+
+Each call gathers the part from all ranks. If they gather different parts, gloo ends a process by SIGABRT, or all wait.
+"""
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from .refusals import refuse_other_calls
+
+_WATCHED_STEPS = 8
+"""Training steps whose calls are compared: what a step decides at random mostly differs in one of them."""
+_END = -1
+
+
+class PartCalls:
+    """Compares call by call, in a run's first training steps, which parts the ranks call.
+
+    Args:
+        module: the module, cut over the ranks.
+        group: the ranks that it is cut over.
+        device: of the messages to other ranks.
+    """
+
+    def __init__(self, module: nn.Module, group: dist.ProcessGroup, device: torch.device) -> None:
+        parts = [(name, part) for name, part in module.named_modules() if name and isinstance(part, FSDPModule)]
+        self._names, self._device = [*(name for name, _ in parts), "the end of the step"], device
+        self._group, self._num_steps, self._in_step = group, 0, False
+        self._handles = [
+            part.register_forward_pre_hook(partial(self._compare, i), prepend=True) for i, (_, part) in enumerate(parts)
+        ]
+
+    @contextmanager
+    def step(self) -> Generator[None]:
+        """Watch a training step inside the block; every rank must call it.
+
+        Raises:
+            ConfigError: ranks call different parts; the message names them.
+        """
+        if not self._handles:
+            yield
+            return
+        self._in_step = True
+        try:
+            yield
+            self._compare(_END)
+        finally:
+            self._in_step = False
+        self._num_steps += 1
+        if self._num_steps == _WATCHED_STEPS:
+            self.close()
+
+    @torch.compiler.disable
+    def _compare(self, number: int, *_: Any) -> None:
+        if self._in_step:
+            told = [torch.empty(1, dtype=torch.int64, device=self._device) for _ in range(self._group.size())]
+            dist.all_gather(told, torch.tensor([number], device=self._device), self._group)
+            numbers = [int(one) for one in told]
+            if len(set(numbers)) > 1:
+                ranks = dist.get_process_group_ranks(self._group)
+                refuse_other_calls({rank: self._names[one] for rank, one in zip(ranks, numbers, strict=True)})
+
+    def close(self) -> None:
+        """Watch no more."""
+        while self._handles:
+            self._handles.pop().remove()
