@@ -39,8 +39,8 @@ _PAIRS = (
 _MOST_ELEMENTS = 2**16
 """Of the parameters whose gradients are compared."""
 _OTHERWISE = (
-    "Or use strategy=single_device, or set strategy.verify_loss=false to weight it by samples nevertheless, which "
-    "trains otherwise than one device."
+    "Or use strategy=single_device, or set strategy.verify_loss=false (fsdp has no such option) to weight it by "
+    "samples nevertheless, which trains otherwise than one device."
 )
 
 
