@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..core.private import of_torch
@@ -41,7 +42,8 @@ class AccumulatedHooks:
         """Call those that were held back, for the parameters that have a gradient."""
         held = list(self._held)
         self.restore()
-        for parameter, _, kept in held:
-            for hook in kept.values():
-                if parameter.grad is not None:
-                    hook(parameter)
+        with torch.no_grad():  # as in a backward pass
+            for parameter, _, kept in held:
+                for hook in kept.values():
+                    if parameter.grad is not None:
+                        hook(parameter)

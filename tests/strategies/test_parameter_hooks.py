@@ -49,8 +49,7 @@ def _clamp(parameter: Tensor) -> None:
 def _step(parameter: Tensor) -> None:
     """Update a parameter in the backward pass, by its own rate."""
     assert parameter.grad is not None
-    with torch.no_grad():
-        parameter -= 0.3 * parameter.grad
+    parameter -= 0.3 * parameter.grad
     parameter.grad = None
 
 
