@@ -152,6 +152,7 @@ torch.utils.data._utils.worker ManagerWatchdog
 torch.nn Module._replicate_for_data_parallel
 torch.nn.modules.batchnorm _BatchNorm
 torch.autograd _profiler_enabled
+torch.autograd Variable._execution_engine.queue_callback
 torch.autograd.graph _engine_run_backward
 torch.optim.optimizer _global_optimizer_post_hooks
 torch.optim.optimizer _global_optimizer_pre_hooks

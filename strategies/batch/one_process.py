@@ -8,6 +8,8 @@ from typing import Any
 import pytorch_lightning as pl
 import pytorch_lightning.strategies as pl_strategies
 import torch
+from pytorch_lightning.utilities.model_helpers import is_overridden
+from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -16,6 +18,7 @@ from ..core.loop_contract import StepContract, run_backward
 from ..core.module_log import restore_logs
 from ..core.optimizer_states import load_states, state_to_parameters
 from ..core.patching import replaced
+from ..core.private import of_torch
 from ..core.rng import seed_rank
 from ..core.types import Batch, Device
 from .batch_dims import BatchDims, verify_batch_dims
@@ -162,10 +165,19 @@ class OneProcessStrategy(pl_strategies.SingleDeviceStrategy):
 
     backward = run_backward
     # the batch and its loss are the global ones, and there are no other ranks
-    begin_batch, scale_loss = StepContract.begin_batch, StepContract.scale_loss
+    begin_batch = StepContract.begin_batch
     changes_update, runs_alone = StepContract.changes_update, StepContract.runs_alone
     accumulating, stands_in = StepContract.accumulating, StepContract.stands_in
     whole_gradients, restore_gradients = StepContract.whole_gradients, StepContract.restore_gradients
+
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        """Have the backward pass itself complete the gradients, if the module's own `backward` may go on with them."""
+        if self.layout.finishes_later and is_overridden("backward", self.lightning_module):
+            loss.register_hook(self._finish_in_backward)
+        return loss
+
+    def _finish_in_backward(self, gradient: Tensor) -> None:
+        of_torch.queue_callback(self.finish_backward)
 
     def finish_backward(self) -> None:
         """Complete the gradients of the root's parameters."""

@@ -135,3 +135,22 @@ def test_ranks_call_hooks_once_and_judge_by_one_loss() -> None:
     for found in by_rank:
         for name, trained_weights in found.items():
             torch.testing.assert_close(trained_weights, single[name.split(",")[0]], rtol=0, atol=1e-10, msg=name)
+
+
+class OwnBackward(Net):
+    """Goes backward itself, and scales what it then finds."""
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        loss.backward()
+        for parameter in self.parameters():
+            assert parameter.grad is not None
+            parameter.grad *= 0.5
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("strategy", [DataParallelStrategy, lambda: BalancedDataParallelStrategy(weights=[1, 2])])
+def test_a_modules_own_backward_finds_the_gradients_of_all_replicas(strategy: Any) -> None:
+    case = Case(OwnBackward, num=22)
+    assert_equal(run(case, strategy(), devices=2), baseline(case), 1e-10)

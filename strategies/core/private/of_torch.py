@@ -32,6 +32,8 @@ data_worker = worker
 # tensors
 backward_hooks = attrgetter("_backward_hooks")
 post_accumulate_grad_hooks = attrgetter("_post_accumulate_grad_hooks")
+queue_callback: Any = torch.autograd.Variable._execution_engine.queue_callback
+"""Called in a backward pass: calls a function at its end."""
 foreach_add_: Any = torch._foreach_add_
 foreach_copy_: Any = torch._foreach_copy_
 foreach_div_: Any = torch._foreach_div_
