@@ -44,9 +44,9 @@ _ELEMENTWISE = frozenset((
 _AS_THEY_ARE = frozenset((
     "__deepcopy__", "__delete__", "__dir__", "__format__", "__hash__", "__repr__", "_is_view", "backward", "data_ptr",
     "detach", "detach_", "dim", "element_size", "get_device", "grad", "is_complex", "is_conj", "is_contiguous",
-    "is_floating_point", "is_neg", "is_pinned", "is_shared", "ndimension", "nelement", "numel", "register_hook",
-    "register_post_accumulate_grad_hook", "requires_grad_", "retain_grad", "size", "storage_offset", "stride",
-    "untyped_storage",
+    "is_floating_point", "is_inference", "is_neg", "is_pinned", "is_shared", "ndimension", "nelement", "numel",
+    "register_hook", "register_post_accumulate_grad_hook", "requires_grad_", "retain_grad", "size", "storage_offset",
+    "stride", "untyped_storage",
 ))  # fmt: skip
 """Methods that read no element, and those that act on the tensor itself."""
 _OF_LISTS = ("_foreach", "_fused", "_amp_foreach")

@@ -102,6 +102,20 @@ def test_what_a_penalty_by_hand_is_told_to_set_helps() -> None:
         torch.testing.assert_close(trained, _penalised_by_hand(SingleDeviceStrategy(), 1), rtol=0, atol=1e-10)
 
 
+def _fit_singly() -> Any:
+    module = Net()
+    quiet_trainer(FSDPStrategy(batch_size_is="global", timeout_s=60), 2).fit(module, DataLoader(Numbered(3), 1))
+    return weights(module)
+
+
+def test_a_rank_without_samples_in_the_first_batch_waits_for_nothing() -> None:
+    # Ranks with samples asked each shard `is_inference`, which gathered it: gloo ended rank 0 by SIGABRT.
+    module = Net()
+    quiet_trainer(SingleDeviceStrategy(), 1).fit(module, DataLoader(Numbered(3), 1))
+    for rank in run_ranks(_fit_singly, 2, timeout_s=120):
+        torch.testing.assert_close(rank, weights(module), rtol=0, atol=1e-10)
+
+
 class Early(Net):
     """Its optimizer exists before training, as LightningCLI makes it."""
 
