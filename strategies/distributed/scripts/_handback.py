@@ -176,6 +176,18 @@ def _dumps(value: Any, ids: Mapping[int, str]) -> bytes:
     return file.getvalue()
 
 
+def reduce_method(method: MethodType) -> tuple[Any, tuple[Any, Any]]:
+    """How to pickle a method: by name, or as its function and object if the object does not have it by that name."""
+    owner, name = method.__self__, method.__name__
+    if getattr(owner, name, None) == method:
+        return getattr, (owner, name)
+    return _bound, (method.__func__, owner)
+
+
+def _bound(function: Any, owner: Any) -> MethodType:
+    return MethodType(function, owner)
+
+
 class _Pickler(pickle.Pickler):
     def __init__(self, file: io.BytesIO, ids: Mapping[int, str]) -> None:
         super().__init__(file)
@@ -185,10 +197,7 @@ class _Pickler(pickle.Pickler):
         return self._ids.get(id(obj))
 
     def reducer_override(self, obj: Any) -> Any:
-        """Pickle a method that its object does not have by its function's name as the function and the object."""
-        if not isinstance(obj, MethodType) or getattr(obj.__self__, obj.__name__, None) == obj:
-            return NotImplemented
-        return MethodType, (obj.__func__, obj.__self__)
+        return reduce_method(obj) if isinstance(obj, MethodType) else NotImplemented
 
 
 class _Unpickler(pickle.Unpickler):

@@ -12,7 +12,9 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import torch.multiprocessing as multiprocessing_of_torch
@@ -22,6 +24,7 @@ from ...core.errors import ConfigError
 from ...core.files import replacing
 from ..process_exit import LAST_WORDS_S, forking, kill_frozen
 from ..store import RankError
+from ._handback import reduce_method
 
 STOPS_ALONE = 128 + signal.SIGTERM
 """Exit status of a rank that has stopped by a signal, without the others."""
@@ -41,7 +44,7 @@ class RankProcesses:
     def start(self, work: Callable[..., None], num_ranks: int, *args: Any) -> None:
         """Start `work(rank, *args)` in a process per rank."""
         context: Any = multiprocessing.get_context(self.method)
-        with forking() if self.method == "fork" else _shared_by_name():
+        with forking() if self.method == "fork" else shared_by_name():
             for rank in range(num_ranks):
                 process = context.Process(target=_main, args=(work, rank, str(self.folder), args))
                 process.start()
@@ -103,11 +106,13 @@ class RankProcesses:
 
 
 @contextmanager
-def _shared_by_name() -> Generator[None]:
+def shared_by_name() -> Generator[None]:
     """Send tensors to processes inside the block by the names of files in shared memory, however many there are.
 
     By default each takes a file descriptor of the sender's and the receiver's, and a fork server passes 252 at most.
+    Methods are sent under whatever name their object has them.
     """
+    ForkingPickler.register(MethodType, reduce_method)
     before = multiprocessing_of_torch.get_sharing_strategy()
     multiprocessing_of_torch.set_sharing_strategy("file_system")
     try:

@@ -1,7 +1,9 @@
 """After ddp in a plain script it goes on as after one device: trainer, module, callbacks, optimizer, random numbers."""
 
+import pickle
 import random
 import warnings
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from types import MethodType
 from typing import Any
@@ -16,6 +18,7 @@ from pytorch_lightning.tuner import Tuner
 from torch.utils.data import DataLoader, TensorDataset
 
 from evener.strategies import ConfigError, DDPStrategy, FSDPStrategy, SingleDeviceStrategy
+from evener.strategies.distributed.scripts._processes import shared_by_name
 from evener.trainer import Trainer
 from evener.trainer.checkpoint import Checkpoint
 
@@ -197,6 +200,16 @@ def give_method(folder: Path) -> float:
 def test_a_method_given_to_a_module_under_another_name_comes_back(tmp_path: Path) -> None:
     # it was looked up by its function's name: 'Net' object has no attribute 'slow', after training
     assert run_script(give_method, tmp_path) == 0.125
+
+
+def test_a_method_given_to_a_module_under_another_name_reaches_spawned_ranks() -> None:
+    # they ended with "'Net' object has no attribute 'slow'" before they began
+    module: Any = Net()
+    module.configure_optimizers, module.by_name = MethodType(slow, module), module.training_step
+    with shared_by_name():
+        sent: Any = pickle.loads(ForkingPickler.dumps(module))
+    assert sent.configure_optimizers().param_groups[0]["lr"] == 0.125
+    assert sent.configure_optimizers.__self__ is sent.by_name.__self__ is sent
 
 
 class Refusing(Net):
