@@ -20,8 +20,8 @@ class Replacement(StaysOnRoot):
 
     def __init__(self, owner: object, name: str, call: Callable[..., Any]) -> None:
         self.owner, self.name, self.call = owner, name, call
-        self.own: Callable[..., Any] = getattr(owner, name)
         self._kept = vars(owner).get(name)
+        self.own: Callable[..., Any] = getattr(owner, name) if self._kept is None else self._kept
         vars(owner)[name] = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

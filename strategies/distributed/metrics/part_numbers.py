@@ -11,6 +11,7 @@ The largest, the smallest or the list of such numbers is not known of parts, and
 from collections.abc import Callable, Iterable, Set
 from functools import partial
 from numbers import Integral, Number
+from threading import RLock
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ class PartNumbers:
     def __init__(self, part: Callable[[], tuple[float, bool] | None]) -> None:
         self._part = part
         self._replaced: list[tuple[type[Metric], _Update]] = []
+        self._lock = RLock()  # micro-batches may run in threads
 
     def start(self, kinds: Iterable[type[Metric]]) -> None:
         """Weigh the numbers that metrics of some classes are given."""
@@ -62,7 +64,8 @@ class PartNumbers:
             update(*args, **kwargs)
         elif isinstance(metric, MeanMetric):
             kinds.add("number")
-            _add_part(metric, partial(update, *args, **kwargs), part[0])
+            with self._lock:
+                _add_part(metric, partial(update, *args, **kwargs), part[0])
         elif not isinstance(metric, SumMetric) or _is_fraction(given[0]):
             name = type(metric).__name__
             raise ConfigError(

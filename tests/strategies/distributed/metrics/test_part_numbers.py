@@ -11,7 +11,13 @@ from regression import Net, Numbered, quiet_trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from evener.strategies import BalancedDDPStrategy, DDPStrategy, SingleDeviceStrategy
+from evener.strategies import (
+    BalancedDDPStrategy,
+    DDPModelParallelStrategy,
+    DDPStrategy,
+    FSDPStrategy,
+    SingleDeviceStrategy,
+)
 
 STRATEGIES: dict[str, Any] = {
     "global": lambda: DDPStrategy(batch_size_is="global", timeout_s=120),
@@ -150,3 +156,46 @@ def _keeps_methods() -> tuple[bool, bool, float]:
 
 def test_metrics_have_their_own_methods_after_a_run() -> None:
     assert run_ranks(_keeps_methods, 2) == [(True, True, 1.0)] * 2
+
+
+class CountsEach(Net):
+    """Gives numbers to metrics in steps that a rank may run in chunks or micro-batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean, self.window, self.val = tm.MeanMetric(), tm.RunningMean(2), tm.MeanMetric()
+        self.found: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = ((self.net(batch[0]) - batch[1]) ** 2).mean()
+        self.mean(loss.detach())
+        self.window.update(loss.detach())
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.val.update(((self.net(batch[0]) - batch[1]) ** 2).mean())
+
+    def on_train_epoch_end(self) -> None:
+        self.found += [metric.compute().item() for metric in (self.mean, self.window, self.val)]
+
+
+GRID: dict[str, Any] = {
+    "single": lambda: (SingleDeviceStrategy(), 1),
+    "replicas": lambda: (DDPStrategy(batch_size_is="global", devices_per_process=2, timeout_s=120), 4),
+    "stages": lambda: (DDPModelParallelStrategy(batch_size_is="global", num_microbatches=2, timeout_s=120), 4),
+    "shards": lambda: (FSDPStrategy(batch_size_is="global", timeout_s=120), 2),
+}
+
+
+def _fit_grid(name: str) -> list[float]:
+    strategy, devices = GRID[name]()
+    module, loader = CountsEach(), DataLoader(Numbered(11), 4)
+    quiet_trainer(strategy, devices, max_epochs=1, num_sanity_val_steps=0).fit(module, loader, loader)
+    return module.found
+
+
+@pytest.mark.parametrize("name", ["replicas", "stages", "shards"])
+def test_a_number_of_several_devices_of_a_rank_counts_once(name: str) -> None:
+    """A part's weight was applied twice where the call of the metric is replaced for chunks, too."""
+    for rank in run_ranks(_fit_grid, 2, name):
+        assert rank == pytest.approx(_fit_grid("single"), abs=1e-6)
