@@ -219,6 +219,8 @@ def computed_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 def _whole_of(tensor: Tensor, gathered: dict[Any, _Gathered]) -> Tensor:
     if isinstance(tensor, ShardView):
         whole = _whole_of(tensor.source, gathered)
+        if whole.is_complex() and not tensor.dtype.is_complex:
+            whole = torch.view_as_real(whole)  # whose strides and offset the view has
         return whole.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
     if not isinstance(tensor, DTensor):
         return tensor

@@ -102,6 +102,37 @@ def test_what_a_penalty_by_hand_is_told_to_set_helps() -> None:
         torch.testing.assert_close(trained, _penalised_by_hand(SingleDeviceStrategy(), 1), rtol=0, atol=1e-10)
 
 
+class Complex(Net):
+    """With complex parameters, of which Adam updates the real and imaginary parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        real, imaginary = torch.arange(1.0, 7.0, dtype=torch.float64).reshape(2, 3, 1) / 10
+        self.net = torch.nn.Sequential(self.net[0], torch.nn.Tanh(), torch.nn.Linear(4, 3).double())
+        self.last = torch.nn.Parameter(torch.complex(real, imaginary))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return ((self.net(batch[0]).to(torch.complex128) @ self.last).abs() - batch[1]).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), lr=0.05)
+
+
+def _fit_complex(strategy: Any = None) -> Any:
+    torch.manual_seed(0)
+    module = Complex()
+    strategy, num_ranks = (strategy, 1) if strategy else (FSDPStrategy(batch_size_is="global", timeout_s=60), 2)
+    quiet_trainer(strategy, num_ranks, limit_val_batches=0).fit(module, DataLoader(Numbered(9), 4))
+    return weights(module)
+
+
+def test_complex_parameters_are_trained_in_shards() -> None:
+    # Their real and imaginary parts, as which Adam views them, were read as complex numbers: an error of torch's.
+    single = _fit_complex(SingleDeviceStrategy())
+    for rank in run_ranks(_fit_complex, 2, timeout_s=120):
+        torch.testing.assert_close(rank, single, rtol=0, atol=1e-10)
+
+
 def _fit_singly() -> Any:
     module = Net()
     quiet_trainer(FSDPStrategy(batch_size_is="global", timeout_s=60), 2).fit(module, DataLoader(Numbered(3), 1))
