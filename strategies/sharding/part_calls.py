@@ -30,11 +30,12 @@ class PartCalls:
     """
 
     def __init__(self, module: nn.Module, group: dist.ProcessGroup, device: torch.device) -> None:
-        parts = [(name, part) for name, part in module.named_modules() if name and isinstance(part, FSDPModule)]
+        parts = [named for named in module.named_modules() if named[0] and isinstance(named[1], FSDPModule)]
         self._names, self._device = [*(name for name, _ in parts), "the end of the step"], device
         self._group, self._num_steps, self._in_step = group, 0, False
+        compare: Any = torch.compiler.disable(self._compare)
         self._handles = [
-            part.register_forward_pre_hook(partial(self._compare, i), prepend=True) for i, (_, part) in enumerate(parts)
+            part.register_forward_pre_hook(partial(compare, i), prepend=True) for i, (_, part) in enumerate(parts)
         ]
 
     @contextmanager
@@ -57,7 +58,6 @@ class PartCalls:
         if self._num_steps == _WATCHED_STEPS:
             self.close()
 
-    @torch.compiler.disable
     def _compare(self, number: int, *_: Any) -> None:
         if self._in_step:
             told = [torch.empty(1, dtype=torch.int64, device=self._device) for _ in range(self._group.size())]
