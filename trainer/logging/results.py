@@ -7,7 +7,7 @@ from typing import Any
 import pytorch_lightning as pl
 from pytorch_lightning.utilities.data import extract_batch_size
 from torch import Tensor
-from torchmetrics import Metric
+from torchmetrics import Metric, MetricCollection
 from typing_extensions import override
 
 from ...strategies.core.errors import ConfigError
@@ -21,6 +21,7 @@ from ._epoch_sync import is_shared_by, own_values
 from ._eval_step_sync import NUM_SAMPLES
 from ._rank_log import GIVEN, GivenSizes, Logged
 from ._step_sync import metric_steps_of
+from .collection_slot import CollectionSlot
 from .slots import Slot
 
 
@@ -35,6 +36,7 @@ class LeanResults(of_lightning.ResultCollection):
         super().__init__(training)
         self.trainer = trainer
         self.slots: dict[tuple[str, str, int | None], Slot] = {}
+        self.collections: dict[tuple[str, MetricCollection, int | None], CollectionSlot] = {}
         self.logs_steps = False
         self.waits_for_epoch = False
         """Whether evaluation logged a step value with `sync_dist=True`, which is exchanged at the end of the epoch."""
@@ -171,5 +173,5 @@ class LeanResults(of_lightning.ResultCollection):
 
     def settle(self) -> None:
         """Write the values held back by the slots to Lightning's metrics."""
-        for slot in self.slots.values():
+        for slot in (*self.slots.values(), *self.collections.values()):
             slot.settle()

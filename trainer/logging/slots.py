@@ -89,10 +89,7 @@ class Slot:
         elif self.is_tensor or value is not state["value"]:  # which is a metric then
             return False
         else:
-            state[COMPUTED] = None
-            state[UPDATE_COUNT] += 1
-            state["has_reset"] = False
-            state[FORWARD_CACHE] = forward_cache(value)
+            self.count(1)
             return True
         self.last = copy
         state[COMPUTED] = None
@@ -104,6 +101,14 @@ class Slot:
             assert copy is not None
             self._accumulate(copy, batch_size)
         return True
+
+    def count(self, num_times: int) -> None:
+        """Log the slot's torchmetrics metric so many times, as it is now."""
+        state = self.state
+        state[COMPUTED] = None
+        state[UPDATE_COUNT] += num_times
+        state["has_reset"] = False
+        state[FORWARD_CACHE] = forward_cache(state["value"])
 
     def _accumulate(self, copy: Tensor, batch_size: int) -> None:
         state = self.state

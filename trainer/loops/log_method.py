@@ -2,7 +2,7 @@
 
 import inspect
 from collections import OrderedDict
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,6 +17,7 @@ from typing_extensions import override
 from ...strategies.core.module_log import ModuleLog
 from ...strategies.core.private import of_lightning, of_metrics
 from ...strategies.core.types import StaysOnRoot
+from ..logging.collection_slot import CollectionSlot, shares_states
 from ..logging.connector import LeanLoggerConnector
 from ..logging.results import LeanResults, Logged
 from ..logging.slots import Slot
@@ -106,6 +107,39 @@ class LeanLog(ModuleLog):
         slot.settle()
         return False
 
+    def add_collection(self, collection: MetricCollection, given: Mapping[str, Any]) -> bool:
+        """Log the metrics of a collection, if the last call with it took them all by slots.
+
+        Args:
+            given: the arguments of `log_dict` given by name, without `batch_size`.
+
+        Returns:
+            Whether it did.
+        """
+        fx: str = self.state["_current_fx_name"]
+        connector = self.connector
+        results = connector.batch_results
+        slot = None if results is None else results.collections.get((fx, collection, results.dataloader_idx))
+        if (
+            slot is None
+            or slot.given != given
+            or not slot.is_current()
+            or not connector.enters(fx)
+            or (slot.needs_logger and not self.trainer.loggers)
+        ):
+            return False
+        slot.add()
+        return True
+
+    def join_slots(self, collection: MetricCollection, given: Mapping[str, Any], names: Iterable[str]) -> None:
+        """Join the slots that have just taken a collection's metrics, so that the next call finds them together."""
+        fx, results = self.state["_current_fx_name"], self.connector.batch_results
+        assert results is not None
+        index = results.dataloader_idx
+        slots = [results.slots[fx, name, index] for name in names]
+        if not any(slot.is_tensor or slot.on_step for slot in slots):
+            results.collections[fx, collection, index] = CollectionSlot(collection, given, slots)
+
     def _log_first(self, name: str, value: Any, options: tuple[Any, ...], batch_size: Any) -> None:
         fx: str = self.state["_current_fx_name"]
         results = self.connector.batch_results
@@ -155,49 +189,33 @@ class LeanLogDict(StaysOnRoot):
 
     def __call__(self, dictionary: Any, *args: Any, batch_size: Any = None, **given: Any) -> None:
         """Log values; see `LightningModule.log_dict`."""
+        log, is_collection = self.log, type(dictionary) is MetricCollection
+        by_slot = not args and log.receiver is None and self.module.__dict__.get("log") is log
+        by_slot = by_slot and not torch.compiler.is_compiling()
+        if by_slot and is_collection and log.add_collection(dictionary, given):
+            return
         values: Any = dictionary
-        if type(dictionary) is MetricCollection and shares_states(dictionary):
+        if is_collection and shares_states(dictionary):
             renames = dictionary.prefix is not None or dictionary.postfix is not None
             values = of_metrics.to_renamed_dict(dictionary)() if renames else dict(dictionary._modules)
-        log = self.log
-        by_slot = type(values) in (dict, OrderedDict) and not args and log.receiver is None
-        if by_slot and self.module.__dict__.get("log") is log and not torch.compiler.is_compiling():
+        if by_slot and type(values) in (dict, OrderedDict):
             if given != self._given:
                 self._given = given
                 self._options = slot_options(given) if given.keys() <= _DICT_OPTIONS else None
             add, options = log.add, self._options
             if options is not None:
-                values = {name: value for name, value in values.items() if not add(name, value, options, batch_size)}
-                if not values:
+                left = {name: value for name, value in values.items() if not add(name, value, options, batch_size)}
+                if not left:
+                    if is_collection:
+                        log.join_slots(dictionary, given, values)
                     return
+                values = left
         self.full(values, *args, **given, **({} if batch_size is None else {"batch_size": batch_size}))
 
 
 def slot_options(given: Mapping[str, Any]) -> tuple[Any, ...]:
     """The options of a slot, of those that were given by name."""
     return tuple([given.get(name, default) for name, default in _DEFAULTS.items()])
-
-
-def shares_states(collection: MetricCollection) -> bool:
-    """Whether the metrics of each group have the states of its first, as `update` leaves them.
-
-    `collection.items()`, which `log_dict` calls, sets them all again through `nn.Module.__setattr__`, at the cost of
-    an update. All names read here are torchmetrics' own.
-    """
-    if not of_metrics.groups_checked(collection) or of_metrics.state_is_copy(collection):
-        return False
-    metrics: Any = collection._modules
-    for group in of_metrics.groups(collection).values():
-        if len(group) == 1:
-            continue
-        states = metrics[group[0]].__dict__
-        for own in [metrics[name].__dict__ for name in group[1:]]:
-            if own[of_metrics.UPDATE_COUNT] != states[of_metrics.UPDATE_COUNT]:
-                return False
-            for name in states[of_metrics.DEFAULTS]:
-                if own[name] is not states[name]:
-                    return False
-    return True
 
 
 def _samples(batch: Any) -> int:

@@ -23,7 +23,8 @@ computed = attrgetter(COMPUTED)
 num_vals_seen = attrgetter("_num_vals_seen")
 
 # MetricCollection
-groups = attrgetter("_groups")
-groups_checked = attrgetter("_groups_checked")
-state_is_copy = attrgetter("_state_is_copy")
+GROUPS, GROUPS_CHECKED, STATE_IS_COPY = "_groups", "_groups_checked", "_state_is_copy"
+groups = attrgetter(GROUPS)
+groups_checked = attrgetter(GROUPS_CHECKED)
+state_is_copy = attrgetter(STATE_IS_COPY)
 to_renamed_dict = attrgetter("_to_renamed_dict")

@@ -18,7 +18,7 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassCohenKappa
 from evener.strategies import DataParallelStrategy
 from evener.trainer import Trainer
 from evener.trainer.logging import connector
-from evener.trainer.loops.log_method import shares_states
+from evener.trainer.logging.collection_slot import shares_states
 
 TRAINERS = (Trainer, pl.Trainer)
 QUIET: dict[str, Any] = {
@@ -282,14 +282,16 @@ class LogsCollection(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def collection_values(trainer_class: type[pl.Trainer], strategy: Any) -> dict[str, float]:
+def collection_values(
+    trainer_class: type[pl.Trainer], strategy: Any, module: type[pl.LightningModule] = LogsCollection
+) -> dict[str, float]:
     pl.seed_everything(0, verbose=False)
     data = torch.utils.data.TensorDataset(torch.randn(20, 2), torch.randint(2, (20,)))
     trainer = trainer_class(
         strategy=strategy, accelerator="cpu", max_epochs=2, logger=False, enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
-    trainer.fit(LogsCollection(), torch.utils.data.DataLoader(data, batch_size=4))
+    trainer.fit(module(), torch.utils.data.DataLoader(data, batch_size=4))
     return {name: value.item() for name, value in trainer.callback_metrics.items()}
 
 
@@ -312,6 +314,25 @@ def test_states_of_a_collection_are_linked_until_one_is_replaced() -> None:
     assert shares_states(metrics)
     metrics["train/f1"]  # to read one gives each its own copies
     assert not shares_states(metrics)
+
+
+class ChangesCollection(LogsCollection):
+    """Updates one of two metrics that share states alone, then renames all, between calls that only repeat."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        if batch_idx == 4:
+            self.metrics._modules["f1"].update(torch.eye(2), torch.tensor([0, 0]))  # type: ignore[operator]
+            self.log_dict(self.metrics, on_step=False, on_epoch=True)  # type: ignore[arg-type]
+        if batch_idx == 1 and self.current_epoch:
+            self.metrics.prefix = "late/"
+        return loss
+
+
+def test_a_collection_changed_between_calls_is_logged_as_lightnings() -> None:
+    values = [collection_values(trainer, "auto", ChangesCollection) for trainer in (Trainer, pl.Trainer)]
+    assert {"train/f1", "late/f1"} <= set(values[0])
+    assert values[0] == pytest.approx(values[1], abs=1e-6)
 
 
 class LogsUnequal(pl.LightningModule):
