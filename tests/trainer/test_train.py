@@ -169,6 +169,7 @@ MISTAKES = [
     (["module.lrr=1"], r"module\.lrr is unknown\. Did you mean module\.lr\?$"),
     (["trainer.max_epoch=3"], r"trainer\.max_epoch is unknown\. Did you mean trainer\.max_epochs\?$"),
     (["max_epochs=3"], r"max_epochs is unknown\. Did you mean trainer\.max_epochs\?$"),
+    (["data.xy=3"], r"data\.xy is unknown: neither a key nor a group.* \+data\.xy="),
     (["zzz=3"], r"zzz is unknown: neither a key nor a group"),
     (
         ["strategy=ddp", "strategy.gpu0_chunk=2"],

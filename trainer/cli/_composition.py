@@ -56,7 +56,12 @@ def _unknown_key(key: str, source: Source, overrides: Iterable[str]) -> str:
     if others and chosen_one not in others:  # otherwise the unknown part comes later in the key
         named = " and ".join(f"{group}={name}" for name in others)
         return f"{key} is not an option of {group}={chosen_one}, but of {named}."
-    found = next((k for k in known if k.rpartition(".")[2] == key), None) or nearest(key, known)
+    owner, _, last = key.rpartition(".")
+    if owner in known:  # of which the names are compared: a long one is like any key of the same owner
+        near = nearest(last, [name for of, _, name in (k.rpartition(".") for k in known) if of == owner])
+        found = near and f"{owner}.{near}"
+    else:
+        found = next((k for k in known if k.rpartition(".")[2] == key), None) or nearest(key, known)
     if found:
         return f"{key} is unknown. Did you mean {found}?"
     return f"{key} is unknown: neither a key nor a group. Run --help to list them, or add a new key with +{key}=..."
