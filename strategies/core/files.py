@@ -48,10 +48,11 @@ def temporary_for(path: Path) -> Path:
 def scratch_directory() -> Generator[Path]:
     """Make a directory for the duration of the block, readable by this user alone."""
     prefix = f"evener-{socket.gethostname()}-"
-    for left in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
-        pid = left.name[len(prefix) :].partition("-")[0]
+    common = tempfile.gettempdir()
+    for name in (name for name in os.listdir(common) if name.startswith(prefix)):  # there may be thousands of others
+        pid = name[len(prefix) :].partition("-")[0]
         if pid.isdigit() and not is_alive(int(pid)):
-            shutil.rmtree(left, ignore_errors=True)
+            shutil.rmtree(Path(common, name), ignore_errors=True)
     folder = Path(tempfile.mkdtemp(prefix=f"{prefix}{os.getpid()}-"))
     try:
         yield folder
