@@ -1,7 +1,7 @@
 """Hold what one loop logs, as Lightning's collection of results does, with ranks' shares of the batch in process."""
 
 from contextlib import nullcontext
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import pytorch_lightning as pl
@@ -76,6 +76,12 @@ class LeanResults(of_lightning.ResultCollection):
         super().log(fx, name, value, *args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
         self._logs = False
         self.logs_steps = self.logs_steps or bool(kwargs.get("on_step"))
+
+    @override
+    def __setitem__(self, key: str, metric: ResultMetric) -> None:
+        if metric.is_tensor:  # Lightning's own way looks for tensors in all that its attributes hold
+            vars(metric)["to"] = partial(Metric.to, metric)
+        super().__setitem__(key, metric)
 
     def _decides(self, name: str, on_epoch: Any) -> bool:
         """Whether a scheduler or callback monitors a step value, by which ranks would decide each for itself."""
