@@ -155,6 +155,7 @@ def run_ddp(rank: int, port: int, cases: list[str], rounds: int, steps: int) -> 
         lines = compare(case, "ddp", rounds, steps)
         if rank == 0:
             print("\n".join(lines), flush=True)
+    torch.distributed.destroy_process_group()
 
 
 def quiet() -> None:
