@@ -19,6 +19,7 @@ from ..core.errors import ConfigError
 from ..core.module_checks import verify_unscripted
 from ..core.patching import Replacement, replaced
 from ..core.private import of_lightning
+from ..distributed.objects import gather_rows
 from ..pipeline.module_parts import find_parts
 from ..sharding.deferred import DeferredTensors
 from ..sharding.originals import LateParameters, Originals
@@ -112,7 +113,7 @@ class ShardSync(GradientSync):
             originals.verify_unheld((module, *of_lightning.callbacks(trainer)))
             verify_optimizers(strategy.optimizers)
             self._late = LateParameters(module)
-            self._part_calls = PartCalls(module, self._shards.group, strategy.root_device)
+            self._part_calls = PartCalls(module, self._shards.group, strategy.root_device, gather_rows)
         strategy.setup_precision_plugin()
         self._calls = WholeCalls(self._shards, agreement.note)
         self._shards.note_writes(self._note_write)

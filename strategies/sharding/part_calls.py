@@ -3,14 +3,14 @@
 Each call gathers the part from all ranks. If they gather different parts, gloo ends a process by SIGABRT, or all wait.
 """
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from .refusals import refuse_other_calls
@@ -27,12 +27,19 @@ class PartCalls:
         module: the module, cut over the ranks.
         group: the ranks that it is cut over.
         device: of the messages to other ranks.
+        gather: gathers a tensor of shape (1,) from all ranks of a group, as one of shape (ranks, 1).
     """
 
-    def __init__(self, module: nn.Module, group: dist.ProcessGroup, device: torch.device) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        gather: Callable[[Tensor, dist.ProcessGroup], Tensor],
+    ) -> None:
         parts = [named for named in module.named_modules() if named[0] and isinstance(named[1], FSDPModule)]
         self._names, self._device = [*(name for name, _ in parts), "the end of the step"], device
-        self._group, self._num_steps, self._in_step = group, 0, False
+        self._group, self._gather, self._num_steps, self._in_step = group, gather, 0, False
         compare: Any = torch.compiler.disable(self._compare)
         self._handles = [
             part.register_forward_pre_hook(partial(compare, i), prepend=True) for i, (_, part) in enumerate(parts)
@@ -60,9 +67,7 @@ class PartCalls:
 
     def _compare(self, number: int, *_: Any) -> None:
         if self._in_step:
-            told = [torch.empty(1, dtype=torch.int64, device=self._device) for _ in range(self._group.size())]
-            dist.all_gather(told, torch.tensor([number], device=self._device), self._group)
-            numbers = [int(one) for one in told]
+            numbers = self._gather(torch.tensor([number], device=self._device), self._group).flatten().tolist()
             if len(set(numbers)) > 1:
                 ranks = dist.get_process_group_ranks(self._group)
                 refuse_other_calls({rank: self._names[one] for rank, one in zip(ranks, numbers, strict=True)})
