@@ -9,7 +9,7 @@ the first (after a transpose, say) is not found.
 import math
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -47,42 +47,36 @@ _ROUNDING = 1e-6
 """Of sums of weights, as a fraction."""
 
 
-def why_no_mean(loss: Tensor, num: int, module: nn.Module) -> str:
-    """Name the operation because of which a loss may be no mean over samples.
+class Reading(NamedTuple):
+    """What the graph of a loss tells.
+
+    Attributes:
+        doubt: the operation because of which the loss may be no mean over samples; empty if the graph shows a mean.
+        uneven: how many targets count, where those of some samples count more than those of others, so that it is no
+            mean over samples for certain; empty if the graph does not show it.
+    """
+
+    doubt: str = ""
+    uneven: str = ""
+
+
+def read_loss(loss: Tensor, num: int, module: nn.Module) -> Reading:
+    """Tell whether a loss is a mean over samples.
 
     Args:
         loss: of shape (), before its backward pass.
         num: samples of its batch.
         module: its parameters and buffers hold no samples.
-
-    Returns:
-        The operation's name; empty if the graph shows a mean.
     """
     if loss.grad_fn is None:
-        return ""
+        return Reading()
+    doubt = loss.grad_fn.name()
     try:
-        return _Graph(loss.grad_fn, num, module).doubt()
+        graph = _Graph(loss.grad_fn, num, module)
+        doubt = graph.doubt()
+        return Reading(doubt, graph.uneven() if doubt and num > 1 else "")
     except RuntimeError:  # what an operation has saved was freed, or written to
-        return loss.grad_fn.name()
-
-
-def uneven_targets(loss: Tensor, num: int, module: nn.Module) -> str:
-    """Tell that a loss is no mean over samples for certain: targets of some samples count more than those of others.
-
-    Args:
-        loss: of shape (), before its backward pass.
-        num: samples of its batch.
-        module: its parameters and buffers hold no samples.
-
-    Returns:
-        How many targets count, for a message; empty if the graph does not show it.
-    """
-    if loss.grad_fn is None or num == 1:
-        return ""
-    try:
-        return _Graph(loss.grad_fn, num, module).uneven()
-    except RuntimeError:  # what an operation has saved was freed, or written to
-        return ""
+        return Reading(doubt)
 
 
 class _Graph:
@@ -99,7 +93,7 @@ class _Graph:
                 self._constant.add(node)
 
     def doubt(self) -> str:
-        """See `why_no_mean`."""
+        """See `Reading`."""
         loss_to_means, open_nodes = set[Node](), [self._nodes[-1]]
         while open_nodes:
             node = open_nodes.pop()
@@ -139,7 +133,7 @@ class _Graph:
         return bool(is_centred & values.frac().any())  # labels of 1 and -1 are centred by chance
 
     def uneven(self) -> str:
-        """See `uneven_targets`. What is multiplied is passed over: the factor may make up for it."""
+        """See `Reading`. What is multiplied is passed over: the factor may make up for it."""
         seen, open_nodes = set[Node](), [self._nodes[-1]]
         while open_nodes:
             node = open_nodes.pop()

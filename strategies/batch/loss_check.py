@@ -23,7 +23,7 @@ from ..core.errors import ConfigError
 from ..core.private import of_lightning, of_torch
 from ..core.types import Batch
 from ..core.untraced_step import trial_step
-from ._loss_graph import uneven_targets, why_no_mean
+from ._loss_graph import read_loss
 from .evidence import fetch_singles, numbers_of_rows
 from .layout import Layout
 
@@ -68,9 +68,8 @@ class LossCheck:
     def _inspect(self, module: pl.LightningModule, num: float | None, output: Any, size: float | None) -> None:
         loss = output.get("loss") if isinstance(output, dict) else output
         if isinstance(loss, Tensor) and not (isinstance(output, dict) and output.get("loss_weight") is not None):
-            num_samples = int(size or num or 1)
-            self._doubt = self._doubt or why_no_mean(loss, num_samples, module)
-            self._uneven = self._uneven or (uneven_targets(loss, num_samples, module) if self._doubt else "")
+            doubt, uneven = read_loss(loss, int(size or num or 1), module)
+            self._doubt, self._uneven = self._doubt or doubt, self._uneven or uneven
             if self._uneven and not module.automatic_optimization:  # which steps before it returns
                 self._refuse_targets()
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from evener.strategies.batch._loss_graph import uneven_targets, why_no_mean
+from evener.strategies.batch._loss_graph import read_loss
 
 NUM = 4
 INPUTS = torch.linspace(-1, 1, NUM * 5).reshape(NUM, 5)
@@ -41,7 +41,7 @@ class Whole(nn.Module):
 
 def doubt(function: Callable[[Tensor], Tensor], net: nn.Module | None = None) -> str:
     net = net or nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.BatchNorm1d(8), nn.Linear(8, 3))
-    return why_no_mean(function(net(INPUTS)), NUM, Whole(net))
+    return read_loss(function(net(INPUTS)), NUM, Whole(net)).doubt
 
 
 def weight_decay(*parameters: Tensor) -> Tensor:
@@ -164,11 +164,13 @@ def test_what_is_looked_up_by_the_batch_differs_between_samples() -> None:
     net = nn.ModuleList([nn.Embedding(5, 6), nn.Embedding(3, 6), nn.Linear(6, 3)])
     features: Tensor = net[2](net[0](tokens) + net[1](positions))
     labels = (tokens.flatten() % 3).clone()
-    assert not why_no_mean(F.cross_entropy(features.flatten(0, 1), labels), NUM, net)
-    assert why_no_mean(F.cross_entropy(features.flatten(0, 1), labels, ignore_index=0), NUM, net).startswith("NllLoss")
-    assert why_no_mean(features.sum(), NUM, net).startswith("Sum")
-    assert why_no_mean(net[1].weight[LABELS].sum(), NUM, net).startswith("Sum")
-    assert not why_no_mean(net[1].weight[LABELS].square().mean(), NUM, net)
+    assert not read_loss(F.cross_entropy(features.flatten(0, 1), labels), NUM, net).doubt
+    assert read_loss(F.cross_entropy(features.flatten(0, 1), labels, ignore_index=0), NUM, net).doubt.startswith(
+        "NllLoss"
+    )
+    assert read_loss(features.sum(), NUM, net).doubt.startswith("Sum")
+    assert read_loss(net[1].weight[LABELS].sum(), NUM, net).doubt.startswith("Sum")
+    assert not read_loss(net[1].weight[LABELS].square().mean(), NUM, net).doubt
 
 
 PADDED = torch.tensor([[0, 1, 1, -100], [1, -100, -100, -100], [2, 2, 1, 0], [0, 1, -100, -100]])
@@ -210,14 +212,14 @@ def words(z: Tensor, num: int) -> Tensor:
 def uneven(function: Callable[[Tensor], Tensor]) -> str:
     whole = Whole(nn.Linear(5, 3))
     whole.register_buffer("labels", KEPT_LABELS)
-    return uneven_targets(function(whole.net(INPUTS)), NUM, whole)
+    return read_loss(function(whole.net(INPUTS)), NUM, whole).uneven
 
 
 @pytest.mark.parametrize("name", UNEVEN)
 def test_targets_that_count_more_of_some_samples_prove_that_a_loss_is_no_mean(name: str) -> None:
     function, told = UNEVEN[name]
     assert uneven(function).startswith(told)
-    assert not uneven_targets(function(torch.ones(NUM, 3, requires_grad=True)), 1, nn.Module())  # of one sample
+    assert not read_loss(function(torch.ones(NUM, 3, requires_grad=True)), 1, nn.Module()).uneven  # of one sample
 
 
 @pytest.mark.parametrize("name", EVEN)
@@ -249,7 +251,7 @@ def test_recomputed_parts_are_not_computed_once_more() -> None:
 
     layer = Counts(5, 3)
     output: Any = checkpoint(layer, INPUTS, use_reentrant=False)
-    assert not why_no_mean(F.cross_entropy(output, LABELS), NUM, Whole(layer))
+    assert not read_loss(F.cross_entropy(output, LABELS), NUM, Whole(layer)).doubt
     assert len(calls) == 1
 
 
