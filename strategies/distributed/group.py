@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, cast
+from typing import cast
 
 import pytorch_lightning as pl
 import torch
@@ -20,6 +20,7 @@ from ._heartbeat import HeartbeatMonitor, is_about_communication
 from ._stop import StopAgreement as StopAgreement
 from .objects import gather_objects
 from .process_exit import leave_group_at_exit
+from .reduction import all_reduce
 from .signed_store import signed
 from .store import root_store
 
@@ -196,7 +197,7 @@ class RankGroup:
             total = local.detach().to(device, dtype, copy=True)
         else:
             total = scalar(local, device, dtype)
-        dist.all_reduce(total)
+        all_reduce(total)
         return total / dist.get_world_size()
 
     def wait(self, name: str) -> None:
@@ -231,17 +232,3 @@ class RankGroup:
 def only_accelerator(devices: Sequence[torch.device]) -> torch.device | None:
     """The device that a process group may be bound to: the only one of a process, if it is an accelerator."""
     return devices[0] if len(devices) == 1 and is_accelerator(devices[0]) else None
-
-
-def reduce_tensor(tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
-    """Reduce a tensor over the ranks, in place unless it becomes a mean of integers; other values are returned."""
-    if not isinstance(tensor, Tensor) or not dist.is_initialized():
-        return tensor
-    mean = isinstance(reduce_op, str) and reduce_op.lower() in ("mean", "avg")
-    op = dist.ReduceOp.SUM if mean else reduce_op
-    op = getattr(dist.ReduceOp, op.upper()) if isinstance(op, str) else op or dist.ReduceOp.SUM
-    # a mean of integers is not an integer: Lightning truncates it, and so epoch means of uneven ranks
-    whole = mean and not tensor.is_floating_point()
-    result = tensor.to(precise_dtype(tensor.device)) if whole else tensor
-    dist.all_reduce(result, op=op, group=group)
-    return result.div_(dist.get_world_size(group)) if mean else result

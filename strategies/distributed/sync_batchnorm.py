@@ -7,7 +7,6 @@ exchanges the moments of each rank's samples: once in forward, and the sums of t
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from pytorch_lightning.plugins.layer_sync import LayerSync
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -16,6 +15,7 @@ from typing_extensions import override
 from ..core.errors import ConfigError
 from ..core.private.of_torch import BatchNorm
 from .objects import gather_rows
+from .reduction import all_reduce
 
 
 class SyncedBatchNorm(BatchNorm):
@@ -113,7 +113,7 @@ class _Normalized(torch.autograd.Function):
         scale = torch.ones_like(mean) if weight is None else weight
         grad_input, grad_weight, grad_bias = _own_gradients(grad, input, scale, mean, variance, ctx.eps)
         sums = torch.stack([grad_bias, grad_weight]).to(mean.dtype)
-        dist.all_reduce(sums)
+        all_reduce(sums)
         if ctx.counts:
             deviation = (variance + ctx.eps).rsqrt()
             constant, slope = sums * (scale * deviation / num)
@@ -173,7 +173,7 @@ class _SumOverRanks(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, summand: Tensor) -> Tensor:
         total = summand.clone()
-        dist.all_reduce(total)
+        all_reduce(total)
         return total
 
     @staticmethod

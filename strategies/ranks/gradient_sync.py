@@ -6,7 +6,7 @@ ShardSync       a shard of every parameter    strategies/ranks/shard_sync.py
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any
 
 import pytorch_lightning as pl
@@ -18,6 +18,7 @@ from ..core.errors import ConfigError
 from ..core.loop_contract import StepContract
 from ..core.private import of_lightning, of_torch
 from ..distributed.options import name_unused_parameters
+from ..distributed.reduction import are_small, average_gradients
 from ..distributed.same_weights import verify_same_layout
 from ..distributed.wrapper import (
     ReducedParameters,
@@ -53,6 +54,7 @@ class GradientSync:
         self._recorded: nn.Module | None = None
         self._reduction: StepReduction | None = None
         self._without_gradient: list[nn.Parameter] = []
+        self._is_new = False
 
     @property
     def _wrapper(self) -> DistributedDataParallel | None:
@@ -94,6 +96,7 @@ class GradientSync:
         give_weights(wrapper)
         if self._hook is not None:
             wrapper.register_comm_hook(*self._hook())
+        self._is_new = self._hook is None and are_small([parameter for _, parameter in self._trained.reduced])
 
     def wrap_again(self) -> None:
         """Wrap the parameters as they are now, and where they are."""
@@ -108,6 +111,11 @@ class GradientSync:
         if trained is not None and trained.changed(self._strategy.optimizers):
             self._reduce_left(trained.frozen())
             self.wrap_again()
+        if self._is_new:
+            self._is_new, wrapper = False, self._wrapper
+            assert wrapper is not None
+            with suppress(RuntimeError):  # a callback has registered a hook of its own
+                wrapper.register_comm_hook(wrapper.process_group, average_gradients)
 
     def _reduce_left(self, parameters: Sequence[nn.Parameter]) -> None:
         """Average the gradients that frozen parameters have accumulated on each rank; reduced ones do not change."""

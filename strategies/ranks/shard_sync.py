@@ -20,6 +20,7 @@ from ..core.module_checks import verify_unscripted
 from ..core.patching import Replacement, replaced
 from ..core.private import of_lightning
 from ..distributed.objects import gather_rows
+from ..distributed.reduction import all_reduce
 from ..pipeline.module_parts import find_parts
 from ..sharding.deferred import DeferredTensors
 from ..sharding.originals import LateParameters, Originals
@@ -227,7 +228,7 @@ class ShardSync(GradientSync):
         unused = {id(parameter) for parameter in shards.unused().values()}
         used = torch.tensor([id(parameter) not in unused for parameter in trained], dtype=torch.uint8)
         used = used.to(self._strategy.root_device)
-        dist.all_reduce(used, op=dist.ReduceOp.MAX)
+        all_reduce(used, dist.ReduceOp.MAX)
         for parameter, by_any in zip(trained, used.tolist(), strict=True):
             if not by_any and id(parameter) in self._had_none:
                 parameter.grad = None

@@ -35,10 +35,11 @@ from ..core.types import Batch
 from ..data.loaders import BatchSizeIs, LoaderRole, RankLoaders, merge_predictions
 from ..distributed.device_blocks import num_processes, own_devices, verify_one_type
 from ..distributed.environment import kubeflow
-from ..distributed.group import RankGroup, reduce_tensor
+from ..distributed.group import RankGroup
 from ..distributed.objects import backend_for, broadcast_object, gather_objects, gather_on_first
 from ..distributed.options import verified_options, verify_backend, verify_static
 from ..distributed.process_exit import prepare_forked
+from ..distributed.reduction import reduce_tensor
 from ..distributed.same_weights import give_same_weights
 from ..distributed.scripts.launcher import ScriptLauncher, StartMethod
 from ..distributed.sync_batchnorm import SyncBatchNorm, needs_two_samples, verify_whole_batch
