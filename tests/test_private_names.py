@@ -507,6 +507,10 @@ def test_names_of_torch_do_what_they_are_read_for(tmp_path: Path) -> None:
     assert of_torch.compiled_call_impl(layer) is not None
     assert of_torch.orig_mod(torch.compile(layer)) is layer
     assert of_torch.dynamo_config().recompile_limit > 0
+    rules: Any = importlib.import_module("torch._dynamo.trace_rules")
+    rules.get_torch_obj_rule_map()
+    of_torch.clear_compile_rules()
+    assert rules.get_torch_obj_rule_map.cache_info().currsize == 0
     assert isinstance(nn.BatchNorm1d(1), of_torch.BatchNorm)
     assert isinstance(nn.Dropout(), of_torch.DropoutNd)
     assert "c10d" in of_torch.registry(rendezvous_handler_registry)

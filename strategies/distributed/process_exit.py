@@ -11,9 +11,10 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
+from numbers import Number
 from pathlib import Path
 from types import MethodType
 from typing import Any, NoReturn
@@ -21,6 +22,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from fsspec.core import url_to_fs
+from lightning_fabric.accelerators import XLAAccelerator
 from lightning_fabric.utilities import registry
 from torchmetrics import Metric
 
@@ -142,6 +144,8 @@ def freeze_for_good() -> None:
     _is_frozen_for_good = True
 
 
+_KINDS_OF_VALUES = Iterable, Mapping, Number, Sequence
+
 _openmp_released = False
 """Whether the process from which this one was forked had released its threads of OpenMP."""
 
@@ -171,13 +175,17 @@ def forking() -> Generator[None]:
 def _do_first_time() -> None:
     """Do here what takes longer the first time, and what each rank would do for a first time.
 
-    To log a value asks of twenty classes whether any of torchmetrics' is their base, to read a tensor or to open a path
-    imports modules, and so does Lightning's strategy.
+    To log a value asks of twenty classes whether any of torchmetrics' is their base, and what takes batches or sizes
+    apart asks whether values are mappings or sequences; abstract classes keep the answers. To read a tensor or to open
+    a path imports modules, and so does Lightning's strategy. To make a group clears torch.compile's rules.
     """
     value = torch.zeros((), device="cpu")
     results: Any = of_lightning.ResultCollection(training=True)
     results.log("", "", value)
     _ = [issubclass(kind, Metric) for kind in (torch.Tensor, MethodType)]
+    _ = [issubclass(kind, base) for kind in (int, list, tuple, torch.Tensor) for base in _KINDS_OF_VALUES]
+    XLAAccelerator.is_available()
+    of_torch.clear_compile_rules()
     pickle.loads(pickle.dumps(value))
     url_to_fs(os.devnull)
     importlib.import_module("torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook")

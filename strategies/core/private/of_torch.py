@@ -5,6 +5,7 @@ Three files do a piece of torch's own work again and reach the names of that pie
 `trainer/loops/_torch_fast_path.py` (backward and the step of an optimizer).
 """
 
+import sys
 from operator import attrgetter
 from typing import Any
 
@@ -74,6 +75,12 @@ def dynamo_config() -> Any:
     from torch._dynamo import config  # takes a second to import, and is there if a module is compiled
 
     return config
+
+
+def clear_compile_rules() -> None:
+    """Clear what torch.compile knows of functions, as a new process group does, if it was imported."""
+    if rules := sys.modules.get("torch._dynamo.trace_rules"):
+        rules.clear_lru_cache()
 
 
 # DistributedDataParallel and process groups
