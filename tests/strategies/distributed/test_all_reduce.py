@@ -1,4 +1,6 @@
-"""Small CPU tensors of three or more ranks are reduced through rank 0, larger ones and those of two by all_reduce."""
+"""Small CPU tensors of three or more ranks are reduced through rank 0; larger and tiny ones, and those of two ranks, by
+all_reduce.
+"""
 
 from typing import Any
 
@@ -36,14 +38,14 @@ def _reduced(limit: int) -> list[Any]:
     grid = torch.arange(6.0).view(2, 3)
     results = [
         (torch.tensor(rank + 0.5), SUM),
-        (torch.tensor([1, rank], dtype=torch.uint8), SUM),
+        (torch.tensor([1, rank, 2], dtype=torch.uint8), SUM),
         ((grid + rank).T, SUM),  # not contiguous
         (torch.tensor([rank, -rank, float("inf")]), MAX),
-        (torch.tensor([rank, -rank]), MIN),
-        (torch.full((2,), rank + 1.0, dtype=torch.bfloat16), SUM),
-        (torch.tensor([complex(rank, 1)]), SUM),
+        (torch.tensor([rank, -rank, 1]), MIN),
+        (torch.full((3,), rank + 1.0, dtype=torch.bfloat16), SUM),
+        (torch.tensor([complex(rank, 1)] * 3), SUM),
         (torch.zeros(0), SUM),
-        (torch.tensor([rank + 1.0]), PRODUCT),
+        (torch.full((3,), rank + 1.0), PRODUCT),
     ]
     for tensor, op in results:
         reduction.all_reduce(tensor, op)
@@ -56,8 +58,8 @@ def _reduced(limit: int) -> list[Any]:
 
 
 EXPECTED = [
-    4.5, [3, 3], [[3.0, 12.0], [6.0, 15.0], [9.0, 18.0]], [2.0, 0.0, float("inf")], [0, -2], [6.0, 6.0], [3 + 3j], [],
-    [6.0],
+    4.5, [3, 3, 6], [[3.0, 12.0], [6.0, 15.0], [9.0, 18.0]], [2.0, 0.0, float("inf")], [0, -2, 1], [6.0] * 3,
+    [3 + 3j] * 3, [], [6.0] * 3,
 ]  # fmt: skip
 
 
@@ -66,7 +68,7 @@ def test_tensors_are_reduced_by_either_way() -> None:
     for rank, (small, large) in enumerate(zip(through_first, all_reduced, strict=True)):
         assert small[:-1] == large[:-1] == [*EXPECTED, [3.0] if rank else [0.0]]
         pair = 1 if rank else 0
-        assert (small[-1], large[-1]) == (2 + pair, len(EXPECTED) + pair)  # nothing to send, and a product
+        assert (small[-1], large[-1]) == (3 + pair, len(EXPECTED) + pair)  # one number, none, a product
 
 
 class Words(pl.LightningModule):
