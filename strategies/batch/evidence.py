@@ -2,7 +2,8 @@
 
 import copy
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -127,9 +128,39 @@ class LoaderEvidence(Evidence):
             return
 
     def _made(self, num: int) -> Batch:
-        made = {prefix: fetch(loader, num) for prefix, loader in self.loaders()}
-        batch = _filled(self.loader.iterables, (), made) if isinstance(self.loader, CombinedLoader) else made[()]
+        batch = self._joined([fetch(loader, num) for _, loader in self.loaders()])
         return batch if self.transform is None else self.transform(batch)
+
+    def replaced(self, seed: int) -> tuple[int, Batch, Batch]:
+        """Make a batch of some samples, and one with the first of them in place of the last, without a trace.
+
+        Args:
+            seed: of what the collate functions and the hooks draw.
+
+        Returns:
+            The number of samples, and the two batches.
+
+        Raises:
+            TypeError: a loader's samples can't be chosen.
+        """
+        loaders = [loader for _, loader in self.loaders()]
+        num = min(_CANDIDATES, *(len(loader.dataset) for loader in loaders))
+        with seeded(0):
+            samples = [_samples(loader, num) for loader in loaders]
+        batches = list[Batch]()
+        for chosen in (samples, [[*some[:-1], some[0]] for some in samples]):
+            with seeded(seed):
+                parts = zip(loaders, copy.deepcopy(chosen), strict=True)
+                batch = self._joined([loader.collate_fn(some) for loader, some in parts])
+                batches.append(batch if self.transform is None else self.transform(batch))
+        return num, batches[0], batches[1]
+
+    def _joined(self, batches: list[Batch]) -> Batch:
+        """The batch of all loaders, of their own batches."""
+        if not isinstance(self.loader, CombinedLoader):
+            return batches[0]
+        paths = [path for path, _ in self.loaders()]
+        return _filled(self.loader.iterables, (), dict(zip(paths, batches, strict=True)))
 
 
 def fetch(loader: Any, num: int) -> Batch:
@@ -153,12 +184,19 @@ def fetch_singles(loader: Any, seed: int) -> list[Batch]:
     Raises:
         TypeError: the loader's samples can't be chosen.
     """
+    with seeded(seed):
+        samples = _samples(loader, min(_CANDIDATES, len(loader.dataset)))
+        return [loader.collate_fn(copy.deepcopy(some)) for some in (*([sample] for sample in samples), samples)]
+
+
+@contextmanager
+def seeded(seed: int) -> Generator[None]:
+    """Draw random numbers of a seed inside the block, without gradients, and leave all generators as they were."""
     with torch.random.fork_rng(), swapped_random_state(random_state()), torch.no_grad():
         torch.manual_seed(seed)
         random.seed(seed)
         np.random.seed(seed)
-        samples = _samples(loader, min(_CANDIDATES, len(loader.dataset)))
-        return [loader.collate_fn(copy.deepcopy(some)) for some in (*([sample] for sample in samples), samples)]
+        yield
 
 
 def _samples(loader: Any, num: int) -> list[Any]:

@@ -41,7 +41,7 @@ class RunStructures:
         """
         key = (_stage(trainer), dataloader_idx)
         if key not in self._batches:
-            evidence = _evidence(trainer, dataloader_idx)
+            evidence = loader_evidence(trainer, dataloader_idx)
             self.verify_combined(evidence.loader, trainer.num_training_batches if trainer.training else math.inf)
             self._batches[key] = _of_stream(evidence) or BatchStructure(self.options, evidence)
         return self._batches[key]
@@ -132,22 +132,26 @@ def _stage(trainer: pl.Trainer) -> str:
     return "train" if trainer.training else "test" if trainer.testing else "predict"
 
 
-def _evidence(trainer: pl.Trainer, dataloader_idx: int) -> LoaderEvidence:
+def loader_evidence(trainer: pl.Trainer, dataloader_idx: int = 0) -> LoaderEvidence:
+    """What the loader of the batch in hand shows, and the hooks that see its batches."""
     combined: Any = getattr(of_lightning.active_loop(trainer), of_lightning.COMBINED_LOADER, None)
     loader = combined
     if isinstance(combined, CombinedLoader) and of_lightning.mode(combined) == "sequential":
         loader = combined.flattened[dataloader_idx]
-    module, data = trainer.lightning_module, getattr(trainer, "datamodule", None)
-    hooked = any(
-        is_overridden(name, module) or (data is not None and is_overridden(name, data)) for name in _TRANSFER_HOOKS
-    )
+    module = trainer.lightning_module
 
     def transform(batch: Batch) -> Batch:
         batch = of_lightning.on_before_batch_transfer(module)(batch, dataloader_idx=dataloader_idx)
         device = trainer.strategy.root_device
         return of_lightning.apply_batch_transfer_handler(module)(batch, device=device, dataloader_idx=dataloader_idx)
 
-    return LoaderEvidence(loader, transform if hooked else None)
+    return LoaderEvidence(loader, transform if transfer_hooks(trainer) else None)
+
+
+def transfer_hooks(trainer: pl.Trainer) -> list[str]:
+    """The hooks of the module, or of the data module, that may change a batch before a step sees it."""
+    owners = [owner for owner in (trainer.lightning_module, getattr(trainer, "datamodule", None)) if owner is not None]
+    return [name for name in _TRANSFER_HOOKS if any(is_overridden(name, owner) for owner in owners)]
 
 
 def _of_stream(evidence: LoaderEvidence) -> BatchStructure | None:

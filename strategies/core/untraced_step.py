@@ -50,13 +50,17 @@ def untraced_step(module: pl.LightningModule, silent: bool = False) -> Generator
 
 
 @contextmanager
-def trial_step(module: pl.LightningModule) -> Generator[None]:
-    """Run a step in evaluation mode only to see its result: it leaves no trace, also in attributes of the module."""
+def trial_step(module: pl.LightningModule, evaluates: bool = True) -> Generator[None]:
+    """Run a step only to see its result: it leaves no trace, also in attributes of the module.
+
+    Args:
+        evaluates: whether it is run in evaluation mode.
+    """
     parts = [(part, part.training, dict(vars(part)), list(_contents(vars(part)))) for part in module.modules()]
     try:
         with untraced_step(module, silent=True):
             for part, *_ in parts:
-                part.training = False
+                part.training = part.training and not evaluates
             yield
     finally:
         for part, training, attributes, contents in parts:

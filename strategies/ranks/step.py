@@ -30,6 +30,7 @@ from ..distributed.objects import gather_objects
 from ..distributed.same_weights import Agreement
 from ..distributed.wrapper import StepReduction
 from ..distributed.zero_weight_step import recompute_weights, zero_weight_step
+from ._mixed_batches import verify_apart
 
 if TYPE_CHECKING:
     from .strategy import RankStrategy
@@ -134,6 +135,8 @@ class RankStep(StepContract):
         if strategy.balance is not None:
             strategy.balance.begin_step(module, strategy.root_device, strategy.loaders.change_policy)
         check, self._loss_check = self._loss_check, None
+        if check is not None and strategy.world_size > 1:
+            verify_apart(trainer, strategy.strategy_name)
         if check is not None and counts:
             check.open(module, strategy.layout, shares.num or num_samples(args[0]))
         if not module.automatic_optimization:
