@@ -232,7 +232,7 @@ def _small_parameters(module: nn.Module) -> list[nn.Parameter]:
 
 def _tried(compute: _Compute, loader: Any, seed: int, read: Callable[[Tensor], Tensor]) -> list[Tensor]:
     """What is read of the losses of some samples, each alone, and of the loss of all together."""
-    with _OneRank():
+    with of_torch.not_compiling(), _OneRank():
         return [compute(batch, seed, read) for batch in fetch_singles(loader, seed)]
 
 

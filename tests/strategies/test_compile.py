@@ -13,6 +13,8 @@ from parity import Case, Net, assert_equal, baseline, run
 from plans import PLANS
 from torch import Tensor
 
+from evener.strategies import DataParallelStrategy
+
 
 def count_and_run(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
     GRAPHS.append(graph)
@@ -38,3 +40,40 @@ def test_a_compiled_module_trains_as_the_plain_one(plan: str) -> None:
     num_devices, strategy = PLANS[plan]
     assert_equal(run(Case(CompiledNet), strategy(), devices=num_devices), baseline(Case(Net)), 1e-10)
     assert GRAPHS
+
+
+class CompiledSum(Net):
+    """Its loss is a mean over samples, as a trial of some samples shows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.summed = torch.compile(_squares, backend=_count_runs)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        CALLS.append("step")
+        return self.summed(self(batch[0])) / len(batch[0])
+
+
+def _squares(values: Tensor) -> Tensor:
+    return values.square().sum()
+
+
+def _count_runs(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+    def run(*args: Tensor) -> Any:
+        CALLS.append("compiled")
+        return graph(*args)
+
+    return run
+
+
+CALLS: list[str] = []
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_what_is_compiled_stays_so_after_a_trial_of_the_loss() -> None:
+    # Cause: the trial ran under a dispatch mode, for which torch leaves out a compiled function, then and later.
+    torch._dynamo.reset()
+    CALLS.clear()
+    run(Case(CompiledSum), DataParallelStrategy(), devices=2)
+    assert len(CALLS) - 2 * CALLS.count("compiled") > 0  # the trial compiles nothing
+    assert CALLS[-8:].count("compiled") == 4

@@ -6,6 +6,7 @@ Three files do a piece of torch's own work again and reach the names of that pie
 """
 
 import sys
+from contextlib import AbstractContextManager, nullcontext
 from operator import attrgetter
 from typing import Any
 
@@ -81,6 +82,12 @@ def clear_compile_rules() -> None:
     """Clear what torch.compile knows of functions, as a new process group does, if it was imported."""
     if rules := sys.modules.get("torch._dynamo.trace_rules"):
         rules.clear_lru_cache()
+
+
+def not_compiling() -> AbstractContextManager[Any]:
+    """Run compiled functions uncompiled inside the block; called in a dispatch mode, they would remain so."""
+    is_used = "torch._dynamo" in sys.modules  # which takes a second to import
+    return torch.compiler.set_stance("force_eager") if is_used else nullcontext()
 
 
 # DistributedDataParallel and process groups
