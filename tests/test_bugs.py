@@ -20,7 +20,7 @@ from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import DataLoader, RandomSampler
 
 from evener.strategies import BalancedDDPModelParallelStrategy, ConfigError
-from evener.strategies.batch.loss_check import LossCheck
+from evener.strategies.batch.checks.loss_check import LossCheck
 from evener.strategies.batch.losses import ChunkLosses
 from evener.strategies.data.sampling import Passes, Share
 from evener.strategies.data.shares import RankShares

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from ..core.module_checks import end_of_step
+from .checks.state_watch import StateWatch
 from .run_structures import RunStructures
-from .state_watch import StateWatch
 
 
 class Layout(Protocol):

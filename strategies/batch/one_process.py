@@ -22,10 +22,10 @@ from ..core.private import of_torch
 from ..core.rng import seed_rank
 from ..core.types import Batch, Device
 from .batch_dims import BatchDims, verify_batch_dims
+from .checks.loss_check import LossCheck
+from .checks.state_watch import StateWatch
 from .layout import Layout, drop_layout, evaluation_step
-from .loss_check import LossCheck
 from .run_structures import RunStructures
-from .state_watch import StateWatch
 
 
 class OneProcessStrategy(pl_strategies.SingleDeviceStrategy):

@@ -2,7 +2,7 @@
 
 What a step does to the module is done once per micro-batch: a counter would count micro-batches, and spectral norm
 would improve its estimate several times. So what the first micro-batch changes is put back before each other one, and
-what it has left stays. If others leave something else, `batch/state_watch.py` refuses it. What was not there before,
+what it has left stays. If others leave something else, `batch/checks/state_watch.py` refuses it. What was not there before,
 was None, or says whether something was done (a hook registered, a table computed) is done once, and stays.
 """
 
@@ -15,7 +15,7 @@ import torch
 from pytorch_lightning import LightningModule
 from torch import Tensor, nn
 
-from ..batch.state_watch import own_parts
+from ..batch.checks.state_watch import own_parts
 from ..core.module_checks import is_plain
 
 _LIGHTNING = LightningModule().__dict__.keys()

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 from typing_extensions import override
 
+from ..batch.checks.loss_check import LossCheck
+from ..batch.checks.state_watch import StateWatch
 from ..batch.layout import SingleLayout
-from ..batch.loss_check import LossCheck
 from ..batch.losses import loss_weight, weighs_in_loop
-from ..batch.state_watch import StateWatch
 from ..batch.structure import num_samples
 from ..core.errors import ConfigError
 from ..core.loop_contract import StepContract, has_context

@@ -10,9 +10,9 @@ import torch
 from pytorch_lightning import LightningModule
 from torch import nn
 
+from ..batch.checks.state_watch import StateWatch
 from ..batch.collected import CollectedLists
 from ..batch.log_recorder import LogRecorder
-from ..batch.state_watch import StateWatch
 from ..core.devices import is_accelerator
 from ..core.executor import Executor, Piece
 from ..core.module_checks import is_compiled

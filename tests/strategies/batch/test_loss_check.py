@@ -25,7 +25,7 @@ from evener.strategies import (
     ModelParallelStrategy,
     SingleDeviceStrategy,
 )
-from evener.strategies.batch.loss_check import verify_mean
+from evener.strategies.batch.checks.loss_check import verify_mean
 from evener.trainer import Trainer
 
 SIZES = (2, 3, 2, 4)
@@ -400,13 +400,13 @@ def _told_of_manual_losses() -> dict[str, bool]:
     told = dict[str, bool]()
     for name in FUNCTIONS.keys() - CERTAIN:
         log = _Lines()
-        logging.getLogger("evener.strategies.batch.loss_check").addHandler(log)
+        logging.getLogger("evener.strategies.batch.checks.loss_check").addHandler(log)
         trainer = Trainer(
             strategy=DDPStrategy(batch_size_is="global", timeout_s=60), devices=2, accelerator="cpu", max_steps=1,
             logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
         )  # fmt: skip
         trainer.fit(Manual(name), CLASSES_IN_ONE_BATCH)
-        logging.getLogger("evener.strategies.batch.loss_check").removeHandler(log)
+        logging.getLogger("evener.strategies.batch.checks.loss_check").removeHandler(log)
         told[name] = any("nothing shows that the loss is a mean over samples" in line for line in log.lines)
     return told
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from evener.strategies.batch._loss_graph import read_loss
+from evener.strategies.batch.checks._loss_graph import read_loss
 
 NUM = 4
 INPUTS = torch.linspace(-1, 1, NUM * 5).reshape(NUM, 5)

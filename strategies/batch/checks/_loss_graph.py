@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
-from ..core.private import of_torch
+from ...core.private import of_torch
 
 _SUMS = {"Add", "Sub", "Rsub", "Neg"}
 _COPIES = {"Alias", "Clone", "ToCopy", "View", "UnsafeView", "ReshapeAlias", "Squeeze", "Stack", "Unsqueeze"}

@@ -19,13 +19,13 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from ..core.errors import ConfigError
-from ..core.private import of_lightning, of_torch
-from ..core.types import Batch
-from ..core.untraced_step import trial_step
+from ...core.errors import ConfigError
+from ...core.private import of_lightning, of_torch
+from ...core.types import Batch
+from ...core.untraced_step import trial_step
+from ..evidence import fetch_singles, numbers_of_rows
+from ..layout import Layout
 from ._loss_graph import read_loss
-from .evidence import fetch_singles, numbers_of_rows
-from .layout import Layout
 
 logger = logging.getLogger(__name__)
 

@@ -17,10 +17,10 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torchmetrics import MetricCollection
 
-from ..core.devices import precise_dtype
-from ..core.errors import ConfigError
-from ..core.module_checks import is_metric, is_plain
-from ..core.private import of_torch
+from ...core.devices import precise_dtype
+from ...core.errors import ConfigError
+from ...core.module_checks import is_metric, is_plain
+from ...core.private import of_torch
 
 _BLOCKS = 256
 """Sums by which a tensor is compared."""
