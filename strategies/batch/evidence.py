@@ -216,8 +216,13 @@ def _spread(loader: Any, num: int) -> list[int]:
 
 
 def numbers_of_rows(value: Any) -> list[int]:
-    """The rows of all tensors in a batch, those that objects such as graphs hold included."""
-    return [len(part) for _, part in walk(value, _in_objects) if isinstance(part, Tensor) and part.dim()]
+    """The rows of all tensors in a batch."""
+    return [len(part) for part in tensors_in(value) if part.dim()]
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """All tensors in a batch, those that objects such as graphs hold included."""
+    return [part for _, part in walk(value, _in_objects) if isinstance(part, Tensor)]
 
 
 def _in_objects(value: Any) -> Items | None:

@@ -143,9 +143,8 @@ class OneProcessStrategy(pl_strategies.SingleDeviceStrategy):
         check, self._loss_check = self._loss_check, None
         assert module is not None
         assert states is not None
-        if check is not None:
-            check.open(module, self.layout)
-        with replaced(self.layout, "states", states):
+        looking = nullcontext() if check is None else check.open(module, self.layout)
+        with replaced(self.layout, "states", states), looking:
             output = self.layout.step(name, *args, **kwargs)
         states.close()
         if states.has_ended:

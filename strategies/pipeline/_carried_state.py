@@ -2,8 +2,8 @@
 
 What a step does to the module is done once per micro-batch: a counter would count micro-batches, and spectral norm
 would improve its estimate several times. So what the first micro-batch changes is put back before each other one, and
-what it has left stays. If others leave something else, `batch/checks/state_watch.py` refuses it. What was not there before,
-was None, or says whether something was done (a hook registered, a table computed) is done once, and stays.
+what it has left stays. If others leave something else, `batch/checks/state_watch.py` refuses it. What was not there
+before, was None, or says whether something was done (a hook registered, a table computed) is done once, and stays.
 """
 
 from collections.abc import Generator

@@ -137,14 +137,15 @@ class RankStep(StepContract):
         check, self._loss_check = self._loss_check, None
         if check is not None and strategy.world_size > 1:
             verify_apart(trainer, strategy.strategy_name)
-        if check is not None and counts:
-            check.open(module, strategy.layout, shares.num or num_samples(args[0]))
         if not module.automatic_optimization:
             shares.verify_parts(trainer.fit_loop, args[0])  # the step itself steps the optimizer
         if counts and self.states.has_ended and self.agreement.has_ended:
             output = self._own_step(*args, **kwargs)
         else:
-            with self._watching(module), nullcontext() if counts else zero_weight_step(module, self.metrics.sync):
+            silent, looking = nullcontext() if counts else zero_weight_step(module, self.metrics.sync), nullcontext()
+            if check is not None and counts:
+                looking = check.open(module, strategy.layout, shares.num or num_samples(args[0]))
+            with self._watching(module), silent, looking:
                 output = self._own_step(*args, **kwargs)
         module_weighs = isinstance(output, dict) and output.get("loss_weight") is not None
         if not counts and output is not None:  # None in manual optimization

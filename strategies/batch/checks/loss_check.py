@@ -9,8 +9,8 @@ contrastive loss).
 import itertools
 import logging
 import math
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -20,11 +20,14 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from ...core.errors import ConfigError
+from ...core.patching import Replacement
 from ...core.private import of_lightning, of_torch
 from ...core.types import Batch
 from ...core.untraced_step import trial_step
-from ..evidence import fetch_singles, numbers_of_rows
+from ..evidence import fetch_singles, numbers_of_rows, tensors_in
 from ..layout import Layout
+from ..structure import num_samples
+from ._data_flow import DataFlow
 from ._loss_graph import read_loss
 
 logger = logging.getLogger(__name__)
@@ -55,15 +58,34 @@ class LossCheck:
         self._strategy = strategy
         self._doubt: str | None = None
         self._uneven = ""
+        self._flow: DataFlow | None = None
 
-    def open(self, module: pl.LightningModule, layout: Layout, num: float | None = None) -> None:
-        """Have the layout show the losses of a training step, before their backward pass.
+    @contextmanager
+    def open(self, module: pl.LightningModule, layout: Layout, num: float | None = None) -> Generator[None]:
+        """Have the layout show the losses of a training step inside the block, before their backward pass.
 
         Args:
             num: samples of this process's batch, where the layout does not count them.
         """
         self._doubt = None if module.automatic_optimization else ""
         layout.inspect = partial(self._inspect, module, num)
+        if not module.automatic_optimization:  # whose backward pass and update are in the step
+            yield
+            return
+        followed = Replacement(module, "training_step", self._follow)
+        try:
+            yield
+        finally:
+            followed.remove()
+
+    def _follow(self, step: Callable[..., Any], batch: Batch, *args: Any, **kwargs: Any) -> Any:
+        """Run the step of one part of the batch, and see what it does to its samples."""
+        num = num_samples(batch) or 1
+        if self._flow is not None or num < 2:
+            return step(batch, *args, **kwargs)
+        self._flow = DataFlow(tensors_in(batch), num)
+        with self._flow:
+            return step(batch, *args, **kwargs)
 
     def _inspect(self, module: pl.LightningModule, num: float | None, output: Any, size: float | None) -> None:
         loss = output.get("loss") if isinstance(output, dict) else output
@@ -93,6 +115,7 @@ class LossCheck:
             ConfigError: the loss is not the mean over samples.
         """
         doubt, self._doubt, strategy.layout.inspect = self._doubt, None, None
+        flow, self._flow = self._flow, None
         if doubt is None:
             return ""
         if self._uneven:
@@ -102,7 +125,11 @@ class LossCheck:
             doubt = f"a batch of {num:g} samples has tensors of {' and '.join(map(str, sorted(rows)))} rows"
         elif doubt:
             doubt = f"nothing shows that the loss is a mean over samples (it depends on {doubt})"
-        return "" if trial is not None and doubt and self._is_mean(strategy, args[1:], options, trial) else doubt
+        elif flow is not None and flow.mixed_by:
+            doubt = f"nothing shows that the loss is a mean over samples (it reads the batch mixed by {flow.mixed_by})"
+        if trial is None or not (doubt or (flow is not None and flow.may_mix)):
+            return doubt
+        return "" if self._is_mean(strategy, args[1:], options, trial) else doubt
 
     def _refuse_targets(self) -> None:
         raise ConfigError(

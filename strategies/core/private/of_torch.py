@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch._subclasses import fake_tensor
 from torch.distributed import utils as distributed_utils
+from torch.multiprocessing import reductions
 from torch.nn.modules import batchnorm, dropout
 from torch.utils import _python_dispatch, _pytree
 from torch.utils.data._utils import worker
@@ -43,6 +44,7 @@ foreach_mul_: Any = torch._foreach_mul_
 foreach_norm: Any = torch._foreach_norm
 cdata = attrgetter("_cdata")
 """Of a storage: what identifies its memory."""
+StorageWeakRef = reductions.StorageWeakRef
 make_wrapper_subclass = attrgetter("_make_wrapper_subclass")
 is_dispatch_key_excluded: Any = torch._C._dispatch_tls_is_dispatch_key_excluded
 DisableTorchFunctionSubclass = torch._C.DisableTorchFunctionSubclass
