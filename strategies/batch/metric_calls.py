@@ -17,6 +17,7 @@ from ..core.errors import ConfigError
 from ..core.module_checks import is_metric, why_whole
 from ..core.no_value import PartValues
 from ..core.rng import random_state, swapped_random_state
+from .losses import is_fraction, is_loss
 from .results import are_equal
 
 
@@ -103,13 +104,20 @@ def opened(calls: Sequence[MetricCalls]) -> Generator[None]:
             own.is_open = False
 
 
-def call_again(metrics: Sequence[Metric], replicas: Sequence[MetricCalls], sizes: Sequence[int], strategy: str) -> None:
+def call_again(
+    metrics: Sequence[Metric],
+    replicas: Sequence[MetricCalls],
+    sizes: Sequence[int],
+    strategy: str,
+    losses: Sequence[Tensor],
+) -> None:
     """Call the root's metrics as one device would have: once for what every replica called, with joined inputs.
 
     Args:
         replicas: the calls of those that had samples.
         sizes: samples of each.
         strategy: name that begins error messages.
+        losses: which the step has returned on each; none if it has not.
 
     Raises:
         ConfigError: replicas made different calls, or inputs can't be joined; the message names the metric.
@@ -124,7 +132,7 @@ def call_again(metrics: Sequence[Metric], replicas: Sequence[MetricCalls], sizes
             )
     for column in zip(*(replica.calls for replica in replicas), strict=True):
         metric = metrics[column[0].metric]
-        args, kwargs = _joined(metric, [call.inputs for call in column], list(sizes), strategy)
+        args, kwargs = _joined(metric, [call.inputs for call in column], list(sizes), strategy, losses)
         getattr(metric, column[0].method)(*args, **kwargs)
 
 
@@ -145,17 +153,28 @@ def outermost_metrics(value: nn.Module) -> list[Metric]:
     return [metric for child in value._modules.values() if child is not None for metric in outermost_metrics(child)]
 
 
-def _joined(metric: Metric, inputs: list[Any], sizes: list[int], strategy: str) -> Any:
+def _joined(metric: Metric, inputs: list[Any], sizes: list[int], strategy: str, losses: Sequence[Tensor]) -> Any:
     """The inputs of the whole batch; rows that are not samples (tokens, valid pixels) are concatenated in order."""
     if len(inputs) == 1:
         return move_data_to_device(inputs[0], metric.device)
     if (weighted := _weighted_mean(metric, inputs, sizes)) is not None:
         return weighted, {}
     name = f"{strategy}: {type(metric).__name__}"
-    sums = any(isinstance(part, SumMetric) for part in metric.modules())
+    aggregators = [part for part in metric.modules() if isinstance(part, BaseAggregator)]
+    is_unknown = any(isinstance(part, SumMetric) for part in aggregators)
+    if not is_unknown and any(not isinstance(part, MeanMetric) for part in aggregators):
+        given = [(*args, *kwargs.values())[0] for args, kwargs in inputs]
+        is_unknown = is_fraction(given[0]) and not (_are_losses(given, losses) or are_equal(given))
     columns = zip(*(args for args, _ in inputs), strict=True)
-    args = tuple(_joined_value(list(column), sizes, metric.device, name, sums) for column in columns)
-    return args, _joined_value([kwargs for _, kwargs in inputs], sizes, metric.device, name, sums)
+    args = tuple(_joined_value(list(column), sizes, metric.device, name, is_unknown) for column in columns)
+    return args, _joined_value([kwargs for _, kwargs in inputs], sizes, metric.device, name, is_unknown)
+
+
+def _are_losses(numbers: Sequence[Any], losses: Sequence[Tensor]) -> bool:
+    """Whether numbers are those that the step has returned as its losses, by which parts are weighted."""
+    return len(losses) == len(numbers) and all(
+        is_loss(number, loss) or float(number) == float(loss) for number, loss in zip(numbers, losses, strict=True)
+    )
 
 
 def _weighted_mean(metric: Metric, inputs: list[Any], sizes: list[int]) -> tuple[Any, Any] | None:
@@ -174,7 +193,7 @@ def _weighted_mean(metric: Metric, inputs: list[Any], sizes: list[int]) -> tuple
     return sum(value * weight for value, weight in zip(values, weights, strict=True)) / (total or 1), total
 
 
-def _joined_value(parts: list[Any], sizes: list[int], device: torch.device, name: str, sums: bool) -> Any:
+def _joined_value(parts: list[Any], sizes: list[int], device: torch.device, name: str, is_unknown: bool) -> Any:
     first = parts[0]
     if isinstance(first, Tensor) and first.dim():
         moved = [part.to(device) for part in parts]
@@ -185,9 +204,9 @@ def _joined_value(parts: list[Any], sizes: list[int], device: torch.device, name
         return [element for part in parts for element in move_data_to_device(part, device)]
     if type(first) is dict and all(part.keys() == first.keys() for part in parts):
         columns = {key: [part[key] for part in parts] for key in first}
-        return {key: _joined_value(column, sizes, device, name, sums) for key, column in columns.items()}
+        return {key: _joined_value(column, sizes, device, name, is_unknown) for key, column in columns.items()}
     if isinstance(first, float) or (isinstance(first, Tensor) and first.is_floating_point()):
-        if not sums:
+        if not is_unknown:
             return sum(move_data_to_device(part, device) * size for part, size in zip(parts, sizes, strict=True)) / sum(
                 sizes
             )
@@ -198,6 +217,7 @@ def _joined_value(parts: list[Any], sizes: list[int], device: torch.device, name
             return first
     raise ConfigError(
         f"{name} was given {'one number' if isinstance(first, (int, float, Tensor)) else type(first).__name__} per "
-        "replica, from which the whole batch's isn't known: it may be a sum over samples or a mean. Give it a tensor "
-        "with one value per sample, or update it in training_step_end or in an epoch hook."
+        "replica, from which the whole batch's isn't known: it may be a mean over samples, a sum or another. Give it a "
+        "tensor with one value per sample, or update it in training_step_end or in an epoch hook; a number that the "
+        "step also returns as its loss is a mean."
     )

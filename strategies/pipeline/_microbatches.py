@@ -225,7 +225,7 @@ class MicroBatchLogs(LogRecorder):
 
     @override
     def replay(self, sizes: Sequence[int], losses: ChunkLosses | None = None) -> None:
-        self._metrics.call(sizes)
+        self._metrics.call(sizes, [] if losses is None else losses.losses)
         super().replay(sizes, losses)
         self._metrics.clear()
 

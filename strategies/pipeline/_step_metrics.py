@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 
 from ..batch.metric_calls import MetricCalls, call_again, opened, outermost_metrics, takes_whole_batches
@@ -59,10 +59,10 @@ class StepMetrics:
         with opened(self._calls):
             yield
 
-    def call(self, sizes: Sequence[int]) -> None:
-        """Call the metrics that take whole batches with the inputs of all micro-batches."""
+    def call(self, sizes: Sequence[int], losses: Sequence[Tensor]) -> None:
+        """Call the metrics that take whole batches with the inputs of all micro-batches, whose losses are given."""
         with torch.no_grad():
-            call_again(self._whole, self._calls[: len(sizes)], sizes, "model_parallel")
+            call_again(self._whole, self._calls[: len(sizes)], sizes, "model_parallel", losses)
 
     def settle(self, metric: Any) -> Any:
         """Make a metric show the value of the whole step; returns the same object."""

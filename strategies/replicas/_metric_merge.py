@@ -11,6 +11,7 @@ from torch import Tensor
 from torchmetrics import Metric, MetricCollection
 from torchmetrics.utilities import dim_zero_cat, dim_zero_max, dim_zero_min, dim_zero_sum
 
+from ..batch.layout import losses_in
 from ..batch.metric_calls import MetricCalls, call_again, opened, outermost_metrics, takes_whole_batches
 from ..batch.results import are_equal
 from ..core.errors import ConfigError
@@ -91,8 +92,12 @@ class MetricMerger:
             return value if found is None else of_metrics.forward_cache(found[1])
         return self._originals.get(id(value), value)
 
-    def merge(self, used: Sequence[int], sizes: Sequence[int]) -> None:
-        """Bring the counts of the copies that had samples to the root's metrics, in order, and reset the copies."""
+    def merge(self, used: Sequence[int], sizes: Sequence[int], outputs: Sequence[Any]) -> None:
+        """Bring the counts of the copies that had samples to the root's metrics, in order, and reset the copies.
+
+        Args:
+            outputs: what the step has returned on each of them.
+        """
         self._values = {
             id(of_metrics.forward_cache(copy)): (of_metrics.forward_cache(copy), metric)
             for metric, copies in zip(self._metrics, self._copies, strict=True)
@@ -107,7 +112,8 @@ class MetricMerger:
                 if is_merged and updated:
                     self._carry_attributes(metric, updated)
                     _merge(metric, updated)
-            call_again(self._metrics, [self._calls[i] for i in used], sizes, self._strategy)
+            losses = [loss for output in outputs for loss in losses_in(output)]
+            call_again(self._metrics, [self._calls[i] for i in used], sizes, self._strategy, losses)
         self.discard()
 
     def discard(self) -> None:

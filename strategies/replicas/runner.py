@@ -131,7 +131,7 @@ class ReplicaRunner:
             self._metrics.discard()
             raise
         self.replicas.after_step()
-        self._metrics.merge(used, [sizes[i] for i in used])
+        self._metrics.merge(used, [sizes[i] for i in used], outputs)
         return outputs
 
     def sum_gradients(self) -> None:

@@ -74,8 +74,8 @@ class Measured(Net):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return self.measure(batch, "train")
 
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.measure(batch, "val")
+    def validation_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.measure(batch, "val")
 
     def keep(self) -> None:
         self.values.append(self.metric.compute())
@@ -161,6 +161,30 @@ def test_metrics_of_metrics_equal_one_device(name: str, by_forward: bool, strate
     expected = measured(SingleDeviceStrategy(), 1, *FED[name], by_forward)
     found = measured(strategy(), 3, *FED[name], by_forward)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-6, check_dtype=False, equal_nan=True)
+
+
+CUTTING = [*((strategy, 3) for strategy in STRATEGIES), (lambda: ModelParallelStrategy(num_microbatches=2), 2)]
+
+
+@pytest.mark.parametrize(("strategy", "devices"), CUTTING)
+@pytest.mark.parametrize("make", [tm.MaxMetric, tm.MinMetric, tm.CatMetric, tm.SumMetric])
+def test_one_number_per_part_that_may_be_no_mean_is_refused(
+    make: Callable[[], Any], strategy: Any, devices: int
+) -> None:
+    # MaxMetric had the mean of the parts' maxima.
+    case, module = Case(), Measured(make, lambda out, y, loss: (out.max(),), False).double()
+    trainer = make_trainer(case, strategy(), devices=devices, limit_val_batches=0)
+    with pytest.raises(ConfigError, match=f"{make.__name__} was given one number per replica, from which the whole"):
+        trainer.fit(module, case.loader(), case.loader())
+    assert trainer.global_step == 0
+
+
+@pytest.mark.parametrize(("strategy", "devices"), CUTTING)
+def test_an_aggregator_is_given_equal_numbers_and_losses(strategy: Any, devices: int) -> None:
+    for feed in (lambda out, y, loss: (0.5,), lambda out, y, loss: (loss.item(),)):
+        expected = measured(SingleDeviceStrategy(), 1, tm.MaxMetric, feed, False)
+        found = measured(strategy(), devices, tm.MaxMetric, feed, False)
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
 
 
 class Parts(Net):
