@@ -35,6 +35,8 @@ from ._mixed_batches import verify_apart
 if TYPE_CHECKING:
     from .strategy import RankStrategy
 
+_STEPS = {"training_step", "validation_step", "test_step", "predict_step"}
+
 
 class RankStep(StepContract):
     """What a rank does in a step beside Lightning's part.
@@ -67,7 +69,7 @@ class RankStep(StepContract):
         self._loss_check = LossCheck(name) if self._verifies_loss and is_cut else None
         self.states = StateWatch(name, self._verifies_loss)
         self.states.has_ended = not is_cut
-        self.metrics = RunMetrics(not self._strategy.layout.cut_by, self._part)
+        self.metrics = RunMetrics(not self._strategy.layout.cut_by, self._part, self._hook)
 
     def begin_pass(self, evaluation: Any) -> None:
         """Begin a pass over loaders, refusing an evaluation that ranks would not read side by side."""
@@ -80,10 +82,21 @@ class RankStep(StepContract):
     def _part(self) -> tuple[float, bool] | None:
         """This rank's fraction of the batch in process, as `PartNumbers` asks for it."""
         results, shares = of_lightning.results(self._trainer), self.shares
-        if results is None or results.batch is None or not (shares.is_part and shares.counts):
+        if results is None or results.batch is None:
+            return None
+        if not shares.counts:
+            return 0.0, False
+        if not shares.is_part:
             return None
         share = shares.current
         return (1 / self._strategy.world_size, False) if share is None else (share.num / share.total, share.num == 1)
+
+    def _hook(self) -> str:
+        """Whose hook runs, as `PartNumbers` asks for it."""
+        if vars(self._module)["_current_fx_name"] in _STEPS:
+            return ""
+        results = of_lightning.results(self._trainer)
+        return "epoch" if results is None or results.batch is None else "batch"
 
     @property
     @override

@@ -6,9 +6,12 @@ weight. One device gives it one number, the mean over all samples. Each rank's n
     self.train_loss.update(loss)     rank 0, 3 samples: 3/4     rank 1, 1 sample: 1/4     sum 1, as on one device
 
 The largest, the smallest or the list of such numbers is not known of parts, and their sum may be a sum of means.
+
+What a hook gives, outside of a step, is one device's if all ranks give the same (the norm of a gradient, the value of
+another metric). It counts once; whether it is the same shows where the ranks' states are combined.
 """
 
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from functools import partial
 from numbers import Integral, Number
 from threading import RLock
@@ -20,9 +23,13 @@ from torchmetrics import MeanMetric, Metric, SumMetric
 from torchmetrics.aggregation import BaseAggregator
 
 from ...core.errors import ConfigError
+from .states import Sent
 
 GIVEN = "given_per_part"
-"""Attribute of an aggregator: whether it was given one value per `sample`, or one `number` for a part of a batch."""
+"""Attribute of an aggregator: whether it was given one value per `sample`, one `number` for a part of a batch, or, by a
+hook outside of a step, a number that may be the `whole` batch's or a `count`."""
+
+_ROUNDING = 1e-6
 
 
 class PartNumbers:
@@ -30,11 +37,12 @@ class PartNumbers:
 
     Args:
         part: returns this rank's fraction of the samples of the batch in process, and whether that is one sample; None
-            outside of a batch, and if this rank has all of its samples, or none.
+            outside of a batch, and if this rank has all of its samples; of one without samples the fraction is 0.
+        hook: returns whose hook runs, that of a `batch` or of an `epoch`; empty if a step of the module runs.
     """
 
-    def __init__(self, part: Callable[[], tuple[float, bool] | None]) -> None:
-        self._part = part
+    def __init__(self, part: Callable[[], tuple[float, bool] | None], hook: Callable[[], str]) -> None:
+        self._part, self._hook = part, hook
         self._replaced: list[tuple[type[Metric], _Update]] = []
         self._lock = RLock()  # micro-batches may run in threads
 
@@ -55,20 +63,26 @@ class PartNumbers:
         self._replaced.clear()
 
     def _update(self, metric: BaseAggregator, update: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-        given = (*args, *kwargs.values())
+        given = [*args, *kwargs.values()]
         kinds: set[str] = vars(metric).setdefault(GIVEN, set())
         if not _is_number(given[0]):
             kinds.add("sample")
             update(*args, **kwargs)
             return
-        part = self._part() if len(given) == 1 else None  # a weight that is given is that of the part
-        if part is None or (part[1] and "sample" in kinds):  # one value, squeezed
+        if len(given) > 1:  # a weight that is given is that of the part
+            update(*args, **kwargs)
+            return
+        part, hook, adds = self._part(), self._hook(), isinstance(metric, SumMetric) and not _is_fraction(given[0])
+        if hook == "epoch" or (hook and not adds and not isinstance(metric, MeanMetric)):
+            kinds.add("count" if adds else "whole")
+            update(*args, **kwargs)
+        elif part is None or not (hook or part[0]) or (part[1] and "sample" in kinds):  # undone, or one value, squeezed
             update(*args, **kwargs)
         elif isinstance(metric, MeanMetric):
             kinds.add("number")
             with self._lock:
                 _add_part(metric, partial(update, *args, **kwargs), part[0])
-        elif not isinstance(metric, SumMetric) or _is_fraction(given[0]):
+        elif not adds:
             name = type(metric).__name__
             raise ConfigError(
                 f"{name} was given one number for the samples that this rank has of a batch, of which the number for "
@@ -119,6 +133,42 @@ def verify_given(name: str, ranks: Iterable[Set[str]]) -> None:
             "batch: it isn't known whether that is a sample's or the batch's. Give it tensors of shape (samples,), "
             "with squeeze(1) in place of squeeze(), say."
         )
+
+
+def verify_whole(metric: Metric, ranks: Sequence[Sent]) -> Sequence[Sent]:
+    """Count once what hooks gave to an aggregator on all ranks alike.
+
+    Args:
+        ranks: what all ranks send of the metric.
+
+    Returns:
+        What is combined.
+
+    Raises:
+        ConfigError: it isn't known whether the numbers are a rank's or the global batch's.
+    """
+    kinds = {kind for rank in ranks for kind in rank.given}
+    if not kinds & {"whole", "count"} or not any(rank.num_updates for rank in ranks):
+        return ranks
+    values = [[part.value for part in rank.parts] for rank in ranks]
+    are_alike = all(_are_alike(values[0], others) for others in values[1:])
+    if are_alike and kinds == {"whole"}:
+        return ranks[:1]
+    if not are_alike and kinds == {"count"}:
+        return ranks  # of each rank's own samples
+    told = "the same whole numbers" if are_alike else "different numbers"
+    raise ConfigError(
+        f"{type(metric).__name__} was given numbers by a hook, outside of a step, and ranks have {told}, of which one "
+        "device's isn't known. Update it in the step with one value per sample, give it what is the same on all ranks "
+        "(self.trainer.strategy.reduce(value) is) as a float, or log the number with self.log."
+    )
+
+
+def _are_alike(values: Sequence[Any], others: Sequence[Any]) -> bool:
+    return len(values) == len(others) and all(
+        torch.allclose(one.cpu(), two.cpu(), rtol=_ROUNDING, atol=0, equal_nan=True)
+        for one, two in zip(values, others, strict=True)
+    )
 
 
 def _is_number(value: Any) -> bool:

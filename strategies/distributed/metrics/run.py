@@ -18,15 +18,15 @@ class RunMetrics:
 
     Args:
         whole: whether a step calls a metric once, with all samples of this rank.
-        part: see `PartNumbers`.
+        part, hook: see `PartNumbers`.
 
     Attributes:
         sync: the exchange of metric states between ranks.
         steps: computes the values that metrics have for one global batch.
     """
 
-    def __init__(self, whole: bool, part: Callable[[], tuple[float, bool] | None]) -> None:
-        self.sync, self.steps, self._numbers = MetricSync(), MetricSteps(whole), PartNumbers(part)
+    def __init__(self, whole: bool, part: Callable[[], tuple[float, bool] | None], hook: Callable[[], str]) -> None:
+        self.sync, self.steps, self._numbers = MetricSync(), MetricSteps(whole), PartNumbers(part, hook)
         kinds = metric_classes()
         self.sync.start(kinds)
         self.steps.start(kinds)

@@ -27,7 +27,7 @@ from ...core.patching import replaced
 from ...core.private import of_metrics, put
 from ..objects import gather_objects
 from ..store import RankError
-from .part_numbers import GIVEN, verify_given
+from .part_numbers import GIVEN, verify_given, verify_whole
 from .states import BEFORE, Mark, Part, Place, Sent, combined, growing, moved, parts_by_batch, ranges
 
 
@@ -110,6 +110,7 @@ class MetricSync:
                 part.value.register_hook(partial(_refuse_as_loss, own.kind))
         ranks = _gather(own, metric.device, group)
         verify_given(own.kind, [rank.given for rank in ranks])
+        ranks = verify_whole(metric, ranks)
         if window is not None:
             ranks = _last_batches(ranks, window)
         reductions: dict[str, Any] = of_metrics.reductions(metric)
@@ -200,7 +201,7 @@ def _window_parts(window: Running, marks: list[Mark]) -> Iterator[Part]:
                     yield Part(name, (*place, number - start), value)
 
 
-def _last_batches(ranks: list[Sent], window: Running) -> list[Sent]:
+def _last_batches(ranks: Sequence[Sent], window: Running) -> list[Sent]:
     """Keep the parts of the last updates of all ranks, as many as the window holds."""
     base = window.base_metric
     for name, reduction in of_metrics.reductions(base).items():

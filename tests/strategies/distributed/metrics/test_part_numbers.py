@@ -199,3 +199,81 @@ def test_a_number_of_several_devices_of_a_rank_counts_once(name: str) -> None:
     """A part's weight was applied twice where the call of the metric is replaced for chunks, too."""
     for rank in run_ranks(_fit_grid, 2, name):
         assert rank == pytest.approx(_fit_grid("single"), abs=1e-6)
+
+
+class GivenByHooks(Net):
+    """Gives what is one device's on every rank to aggregators, in hooks of batches and of epochs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        made: dict[str, Any] = {
+            "largest": tm.MaxMetric(), "smallest": tm.MinMetric(), "norms": tm.CatMetric(), "total": tm.SumMetric(),
+            "mean": tm.MeanMetric(), "epochs": tm.SumMetric(), "losses": tm.CatMetric(), "of_epochs": tm.MeanMetric(),
+        }  # fmt: skip
+        self.of, self.trained = nn.ModuleDict(made), tm.MeanMetric()
+        self.found: list[dict[str, Any]] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = ((self.net(batch[0]) - batch[1]) ** 2).mean()
+        self.trained(loss)
+        return loss
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        norm = torch.stack([p.grad.norm() for p in self.parameters() if p.grad is not None]).norm()
+        for name in ("largest", "smallest", "norms", "total", "mean"):
+            self.of[name].update(norm)
+
+    def on_train_epoch_end(self) -> None:
+        loss = self.trained.compute()
+        self.trained.reset()
+        self.of["epochs"].update(1.5)
+        self.of["losses"].update(loss)
+        self.of["of_epochs"].update(loss.item())
+        self.found.append({name: metric.compute() for name, metric in self.of.items()})
+
+
+def _given_by_hooks(strategy: str | None, devices: int) -> list[dict[str, Any]]:
+    module = GivenByHooks()
+    trainer = quiet_trainer(STRATEGIES[strategy]() if strategy else SingleDeviceStrategy(), devices)
+    trainer.fit(module, DataLoader(Numbered(9), 4))
+    return module.found
+
+
+@pytest.mark.parametrize("strategy", ["global", "weights"])
+def test_what_hooks_give_on_all_ranks_alike_counts_once(strategy: str) -> None:
+    # SumMetric and CatMetric counted it once per rank, and MaxMetric refused the norm of a gradient.
+    expected = _given_by_hooks(None, 1)
+    assert [len(found["norms"]) for found in expected] == [3, 6]
+    assert [float(found["epochs"]) for found in expected] == [1.5, 3.0]
+    for found in run_ranks(_given_by_hooks, 2, strategy, 2):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+class GivesItsOwn(Net):
+    """Gives an aggregator what a rank has computed of its samples, or what may be that."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+        self.metric: Any = getattr(tm, name.partition(" ")[0])()
+        self.losses = list[float]()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = ((self.net(batch[0]) - batch[1]) ** 2).mean()
+        self.losses.append(loss.item())
+        return loss
+
+    def on_train_epoch_end(self) -> None:
+        self.metric.update(len(self.losses) if "count" in self.name else sum(self.losses))
+        self.metric.compute()
+
+
+def _fit_own(name: str) -> None:
+    quiet_trainer(STRATEGIES["global"](), 2).fit(GivesItsOwn(name), DataLoader(Numbered(8), 4))
+
+
+@pytest.mark.parametrize("name", ["MeanMetric", "MaxMetric", "SumMetric", "CatMetric", "SumMetric of a count"])
+def test_what_hooks_give_of_a_ranks_own_samples_is_refused(name: str) -> None:
+    told = "ranks have the same whole numbers" if "count" in name else "ranks have different numbers"
+    for rank in run_ranks_unchecked(_fit_own, 2, name):
+        assert f"{name.partition(' ')[0]} was given numbers by a hook, outside of a step, and {told}" in str(rank)
