@@ -41,6 +41,10 @@ class Masked(Net):
         return torch.optim.SGD(self.parameters(), lr=0.1)  # Adam would not notice a factor
 
 
+def _limit(gradient: Tensor) -> None:
+    gradient.clamp_(max=0.005)
+
+
 def _clamp(parameter: Tensor) -> None:
     assert parameter.grad is not None
     parameter.grad.clamp_(-0.01, 0.01)
@@ -63,6 +67,44 @@ def _step(parameter: Tensor) -> None:
 )
 def test_hooks_on_parameters_equal_one_device(strategy: Any) -> None:
     case = Case(Masked, num=22, trainer={"accumulate_grad_batches": 2})
+    assert_equal(run(case, strategy(), devices=2), baseline(case), 1e-10)
+
+
+class Nonlinear(Net):
+    """Clamps a gradient, collects one that it uses later, and writes to another in place; adds a hook later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.collected = list[Tensor]()
+        self.net[0].weight.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
+        self.net[0].weight.register_hook(lambda gradient: gradient / gradient.norm())
+        self.net[0].bias.register_hook(self.collected.append)
+        self.net[2].weight.register_hook(_limit)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1 and self.current_epoch == 0:
+            self.net[2].bias.register_hook(lambda gradient: gradient.sign())
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.net[0].bias.grad.add_(torch.stack(self.collected).norm())  # type: ignore[union-attr]
+        self.collected.clear()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        DataParallelStrategy,
+        lambda: BalancedDataParallelStrategy(weights=[0, 1]),
+        lambda: BalancedDataParallelStrategy(weights=[1, 2]),
+        lambda: ModelParallelStrategy(num_microbatches=2),
+    ],
+)
+def test_hooks_of_one_process_see_the_gradient_of_the_whole_batch(strategy: Any) -> None:
+    # Under dp they saw each replica's: a hook that collects gradients had those of the first chunk, and of the others.
+    case = Case(Nonlinear, num=22, trainer={"accumulate_grad_batches": 2})
     assert_equal(run(case, strategy(), devices=2), baseline(case), 1e-10)
 
 
