@@ -30,6 +30,7 @@ from ..distributed.objects import gather_objects
 from ..distributed.same_weights import Agreement
 from ..distributed.wrapper import StepReduction
 from ..distributed.zero_weight_step import recompute_weights, zero_weight_step
+from ._gradient_hooks import verify_hooks
 from ._mixed_batches import verify_apart
 
 if TYPE_CHECKING:
@@ -150,6 +151,7 @@ class RankStep(StepContract):
         check, self._loss_check = self._loss_check, None
         if check is not None and strategy.world_size > 1:
             verify_apart(trainer, strategy.strategy_name)
+            verify_hooks(module, strategy.strategy_name)
         if not module.automatic_optimization:
             shares.verify_parts(trainer.fit_loop, args[0])  # the step itself steps the optimizer
         if counts and self.states.has_ended and self.agreement.has_ended:

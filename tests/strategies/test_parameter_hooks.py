@@ -1,5 +1,6 @@
 """Hooks that users register on parameters see every part's gradient, once, whatever the strategy."""
 
+import warnings
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch.utils.data import DataLoader
 from evener.strategies import (
     BalancedDataParallelStrategy,
     BalancedDDPStrategy,
+    ConfigError,
     DataParallelStrategy,
     DDPModelParallelStrategy,
     DDPStrategy,
@@ -196,3 +198,51 @@ class OwnBackward(Net):
 def test_a_modules_own_backward_finds_the_gradients_of_all_replicas(strategy: Any) -> None:
     case = Case(OwnBackward, num=22)
     assert_equal(run(case, strategy(), devices=2), baseline(case), 1e-10)
+
+
+HOOKS: dict[str, Any] = {
+    "factor": lambda gradient: gradient * 3,
+    "mask": lambda gradient: gradient * (torch.arange(len(gradient)) % 2)[:, None],
+    "centred": lambda gradient: gradient - gradient.mean(1, keepdim=True),
+    "in place": lambda gradient: gradient.mul_(0.5),
+    "finite": torch.nan_to_num,
+    "clamp": lambda gradient: gradient.clamp(-0.1, 0.1),
+    "norm": lambda gradient: gradient / gradient.norm(),
+    "size": lambda gradient: gradient.abs(),
+    "collects": lambda gradient: COLLECTED.append(gradient),
+}
+COLLECTED: list[Tensor] = []
+REFUSED = {"clamp", "norm", "size"}
+
+
+def _told(strategy: str, name: str) -> tuple[int, str]:
+    """The steps that were taken, and the refusal or the warning."""
+    made = {"ddp": DDPStrategy, "fsdp": FSDPStrategy}[strategy](batch_size_is="global", timeout_s=20)
+    module = Regression()
+    module.net[0].weight.register_hook(HOOKS[name])
+    trainer = quiet_trainer(made, 2, limit_val_batches=0, max_steps=2)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        try:
+            trainer.fit(module, DataLoader(Numbered(), 6))
+        except ConfigError as exc:
+            return trainer.global_step, str(exc)
+    return trainer.global_step, next((str(one.message) for one in seen if "a hook on the" in str(one.message)), "")
+
+
+def _all_told(strategy: str) -> dict[str, tuple[int, str]]:
+    return {name: _told(strategy, name) for name in HOOKS}
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_hooks_that_make_something_else_of_a_ranks_gradient_are_refused(strategy: str) -> None:
+    # Cause: they get each rank's gradient, and what clamps it, or collects it, had that without a word.
+    for rank, found in enumerate(run_ranks(_all_told, 2, strategy)):
+        for name, (num_steps, told) in found.items():
+            start = f"{strategy}: a hook on the parameter net.0.weight"
+            if name in REFUSED:
+                assert num_steps == 0
+                assert told.startswith(f"{start} makes something else of a sum of gradients")
+            else:
+                assert num_steps == 2
+                assert told.startswith(f"{start} leaves its gradient") if name == "collects" and not rank else not told
