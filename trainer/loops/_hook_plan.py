@@ -64,9 +64,8 @@ def may_be_lean(trainer: Any) -> bool:
     return silent and not call.log.isEnabledFor(10)
 
 
-def namespaces(obj: object, *bases: type) -> Iterator[Mapping[str, Any]]:
-    """The dictionaries that can hold an attribute of the object: its own and those of its classes."""
-    yield getattr(obj, "__dict__", {})
+def class_namespaces(obj: object, *bases: type) -> Iterator[Mapping[str, Any]]:
+    """The dictionaries of an object's classes, down to the bases, which are left out."""
     for cls in type(obj).__mro__:
         if cls in bases or cls is object:
             return
@@ -115,10 +114,10 @@ class HookPlan:
     def _watch_hooks(self) -> None:
         """Remember which hooks exist, for `stale`: one may be set while another attribute is removed."""
         callbacks = [cb for cb in self.callbacks if isinstance(cb, pl.Callback)]
-        watched = [(self.module, MODULE), (self.strategy, STRATEGY), (self.precision, PRECISION)]
-        watched += [(callback, dict.fromkeys(self.hooks)) for callback in callbacks]
-        self._attributes = [vars(obj).keys() for obj, _ in watched]
-        self._absent = [frozenset(base) - vars(obj).keys() for obj, base in watched]
+        self._called = [vars(self.module), vars(self.strategy), vars(self.precision)]
+        self._names = [*map(list, self._called)]
+        self._attributes = [vars(callback).keys() for callback in callbacks]
+        self._absent = [frozenset(self.hooks) - names for names in self._attributes]
         self._classes: list[type] = [type(obj) for obj in (self.module, *callbacks)]
         self._read_hooks: Callable[[type], Any] = attrgetter(*self.hooks)
         self._class_hooks = [*map(self._read_hooks, self._classes)]
@@ -126,12 +125,14 @@ class HookPlan:
     def stale(self) -> bool:
         """Whether a callback was added or removed, or an attribute of a called object was set or removed.
 
-        The number of attributes shows most changes. If one was set and another removed, only the one that was set
-        matters: a removed hook falls back to Lightning's own, which does nothing.
+        The names of attributes of module, strategy and precision plugin are compared; elsewhere their number shows most
+        changes. If one was set and another removed, only the one that was set matters: a removed hook falls back to
+        Lightning's own, which does nothing.
         """
         trainer = self.trainer
         return (
-            sum(map(len, self._spaces)) != self._size
+            [*map(list, self._called)] != self._names
+            or sum(map(len, self._spaces)) != self._size
             or not all(map(_DISJOINT, self._attributes, self._absent))
             or [*map(self._read_hooks, self._classes)] != self._class_hooks
             or trainer.callbacks != self.callbacks
@@ -140,12 +141,14 @@ class HookPlan:
         )
 
     def _namespaces(self) -> Iterator[Mapping[str, Any]]:
-        yield from namespaces(self.module, pl.LightningModule)
-        yield from namespaces(self.strategy, Strategy)
-        yield from namespaces(self.precision, Precision)
+        """The dictionaries whose attributes are counted."""
+        yield from class_namespaces(self.module, pl.LightningModule)
+        yield from class_namespaces(self.strategy, Strategy)
+        yield from class_namespaces(self.precision, Precision)
         yield self.profiler.__dict__
         for callback in self.callbacks:
-            yield from namespaces(callback, pl.Callback)
+            yield getattr(callback, "__dict__", {})
+            yield from class_namespaces(callback, pl.Callback)
 
     def _work(self, name: str) -> tuple[list[Any], bool] | None:
         """The callbacks that override a hook, and whether the module does; None if nothing overrides it."""

@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 import pytorch_lightning as pl
 import torch
+from pytorch_lightning.profilers import SimpleProfiler
 from recording import RecordingCallback, RecordingModule, SmallModule, StatefulLoader, Tape, loader
 
 from evener.trainer import Trainer
+from evener.trainer.loops._hook_plan import HookPlan
 
 QUIET: dict[str, Any] = {
     "accelerator": "cpu", "logger": False, "enable_progress_bar": False, "enable_model_summary": False,
@@ -212,3 +214,86 @@ def test_a_hook_patched_late_in_a_step_is_called_at_its_end(when: str) -> None:
         options = {**QUIET, "callbacks": [pl.callbacks.LambdaCallback(on_train_batch_start=lambda *_: None)]}
         cls(**options, max_epochs=1, enable_checkpointing=False).fit(module, loader(), loader(10))
         assert ended == [1, 2, 3, 4, 5]
+
+
+PLANNED = ("on_train_batch_start", "on_train_batch_end")
+
+
+def plan_of_a_run() -> HookPlan:
+    """A plan for a module of its own class, with a callback of its own class, as it is after a run."""
+
+    class Module(SmallModule):
+        pass
+
+    class Callback(pl.Callback):
+        pass
+
+    trainer = Trainer(**QUIET, max_epochs=1, enable_checkpointing=False, callbacks=[Callback()])
+    trainer.fit(Module(), loader(), loader(10))
+    return HookPlan(trainer, PLANNED)
+
+
+OWNERS = {
+    "module": lambda plan: (plan.module, "on_train_batch_end"),
+    "a method that the loop calls": lambda plan: (plan.module, "optimizer_step"),
+    "strategy": lambda plan: (plan.strategy, "backward"),
+    "precision plugin": lambda plan: (plan.precision, "clip_gradients"),
+    "callback": lambda plan: (plan.callbacks[0], "on_train_batch_end"),
+    "class of the module": lambda plan: (type(plan.module), "on_train_batch_end"),
+    "class of a callback": lambda plan: (type(plan.callbacks[0]), "on_train_batch_end"),
+}
+
+
+@pytest.mark.parametrize("owner", OWNERS)
+def test_a_plan_is_stale_as_soon_as_a_hook_comes_even_if_another_attribute_goes(owner: str) -> None:
+    plan = plan_of_a_run()
+    obj, name = OWNERS[owner](plan)
+    obj.passing = 1
+    plan.resolve()
+    assert not plan.stale()
+    setattr(obj, name, lambda *_, **__: None)
+    del obj.passing
+    assert plan.stale()
+    plan.resolve()
+    assert not plan.stale()
+
+
+@pytest.mark.parametrize("owner", OWNERS)
+def test_a_plan_is_stale_as_soon_as_an_attribute_comes_or_goes(owner: str) -> None:
+    plan = plan_of_a_run()
+    obj, _ = OWNERS[owner](plan)
+    obj.passing = 1
+    assert plan.stale()
+    plan.resolve()
+    assert not plan.stale()
+    obj.passing = 2  # no hook
+    assert not plan.stale()
+    del obj.passing
+    assert plan.stale()
+
+
+@pytest.mark.parametrize("owner", ["class of the module", "class of a callback"])
+def test_a_plan_is_stale_as_soon_as_a_hook_of_a_class_is_replaced(owner: str) -> None:
+    plan = plan_of_a_run()
+    cls, name = OWNERS[owner](plan)
+    setattr(cls, name, lambda *_: None)
+    plan.resolve()
+    setattr(cls, name, lambda *_: None)
+    assert plan.stale()
+
+
+def test_a_plan_is_stale_as_soon_as_callbacks_profiler_or_model_change() -> None:
+    plan = plan_of_a_run()
+    plan.trainer.callbacks.append(pl.Callback())
+    assert plan.stale()
+    plan.resolve()
+    plan.trainer.callbacks.pop(0)
+    assert plan.stale()
+    plan.resolve()
+    plan.trainer.profiler = SimpleProfiler()
+    assert plan.stale()
+    plan.resolve()
+    plan.strategy.model = SmallModule()
+    assert plan.stale()
+    plan.resolve()
+    assert not plan.stale()
