@@ -26,7 +26,7 @@ def cut(value: Any, sizes: list[int], role_of: RoleOf, root: str, path: Path = (
     if is_listed and role != "structure":
         if isinstance(value, Tensor) and (value.layout is not torch.strided or value.is_nested):
             raise _refusal(value, called(path, root), f"tensor of layout {value.layout}")
-        _verify_length(value, sum(sizes), called(path, root), path)
+        _verify_length(value, sum(sizes), root, path)
         return list(value.split(sizes)) if isinstance(value, Tensor) else _slices(value, sizes)
     if splits_itself(value) and not is_listed:
         return _cut_by_itself(value, sizes, called(path, root))
@@ -74,10 +74,10 @@ def _slices(value: Any, sizes: Iterable[int]) -> list[Any]:
     return [value[start:end] for start, end in zip([0, *ends], ends, strict=False)]
 
 
-def _verify_length(value: Any, num: int, name: str, path: Path) -> None:
+def _verify_length(value: Any, num: int, root: str, path: Path) -> None:
     if len(value) == num:
         return
-    key = option_key(path) or "batch"
+    name, key = called(path, root), option_key(path) or "batch"
     what = (f"{len(value)} rows", "row") if is_array(value) else (f"{len(value)} elements", "element")
     raise ConfigError(
         f"{name} has {what[0]} in a batch of {num} samples, so it can't be cut along dimension 0. Give it one "

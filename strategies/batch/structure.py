@@ -15,7 +15,7 @@ path (`boxes`, `views.0`) holds for the whole run.
 
 import numbers
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -43,6 +43,10 @@ def num_samples(batch: Batch) -> int | None:
     """
     count = next((rows for _, rows in row_counts(batch)), None)
     return plain_length(batch) if count is None else count
+
+
+_Reached: TypeAlias = tuple[Path, Any, str | None]
+"""A value of a batch: its path, the value, and what is known of it."""
 
 
 class BatchStructure:
@@ -78,8 +82,7 @@ class BatchStructure:
         Raises:
             ConfigError: values disagree on N, or can be read in two ways; the message names them.
         """
-        self._learn(batch)
-        counts = self._counts(batch)
+        counts = self._counts(self._learn(batch))
         for path, count in counts:
             if count != counts[0][1]:
                 first = called(counts[0][0], self._root)
@@ -111,27 +114,34 @@ class BatchStructure:
             self._verify_assumed(batch)
         return cut(batch, list(sizes), self._role, self._root)
 
-    def _learn(self, batch: Batch) -> None:
-        """Decide what is new in a batch: first what is certain, then the rest, which may ask for N."""
-        if self._knows(batch):
-            return
+    def _learn(self, batch: Batch) -> list[_Reached]:
+        """Decide what is new in a batch: first what is certain, then the rest, which may ask for N.
+
+        Returns:
+            What is then reached in it.
+        """
+        reached = list(self._reached(batch))
+        if _are_known(reached):
+            return reached
         self._settle(batch, None)
-        if self._knows(batch):
-            return
-        counts = [count for _, count in self._counts(batch)]
+        reached = list(self._reached(batch))
+        if _are_known(reached):
+            return reached
+        counts = [count for _, count in self._counts(reached)]
         outside = [count for path, count in row_counts(batch) if not self._lists_around(batch, path)]
         self._asks = self._evidence.asks and bool(counts or outside)
         num = counts[0] if counts else outside[0] if outside else self._usual_count(batch)
         if num is not None:
             self._settle(batch, num)
+        return list(self._reached(batch))
 
-    def _reached(self, value: Any, path: Path = ()) -> Iterator[tuple[Path, Any, str | None]]:
+    def _reached(self, value: Any, path: Path = ()) -> Iterator[_Reached]:
         """Yield the arrays, lists and objects with `split` of a batch, with their paths and what is known of them.
 
         What is in a list is yielded once that is known to be a structure.
         """
-        if is_array(value) or is_sequence(value):
-            key = (path, is_array(value))
+        if (has_rows := is_array(value)) or is_sequence(value):
+            key = (path, has_rows)
             yield path, value, self._roles.get(key)
             role = self._roles.get(key)  # settled meanwhile, perhaps
         else:
@@ -141,9 +151,6 @@ class BatchStructure:
                 return
         for key, child in (children(value) or ()) if role == "structure" else ():
             yield from self._reached(child, (*path, key))
-
-    def _knows(self, batch: Batch) -> bool:
-        return all(role is not None for _, _, role in self._reached(batch))
 
     def _settle(self, batch: Batch, num: int | None) -> None:
         """Note what the values of a batch are: only what is certain, or everything, where N is given."""
@@ -289,17 +296,20 @@ class BatchStructure:
         paths = [path[:i] for i in range(1, len(path)) if self._roles.get((path[:i], False)) != "structure"]
         return [len(value) for value in (at(batch, one) for one in paths) if is_sequence(value)]
 
-    def _counts(self, batch: Batch) -> list[tuple[Path, int]]:
+    def _counts(self, reached: Sequence[_Reached]) -> list[tuple[Path, int]]:
         """Paths and lengths of all values whose length is N, as far as that is decided."""
         counted = ("rows", "list", "itself")
-        reached = self._reached(batch)
         return [(path, len(value)) for path, value, role in reached if role in counted and hasattr(value, "__len__")]
 
     def _role(self, value: Any, path: Path) -> Role:
         """The role of a value of a batch that was learned."""
-        if is_array(value) or is_sequence(value):
-            return self._roles.get((path, is_array(value)), "structure")
+        if (has_rows := is_array(value)) or is_sequence(value):
+            return self._roles.get((path, has_rows), "structure")
         return "shared" if self._declared.word(path) == "shared" else "structure"
+
+
+def _are_known(reached: Sequence[_Reached]) -> bool:
+    return all(role is not None for _, _, role in reached)
 
 
 def _follows_samples(shapes: Sequence[tuple[int, tuple[int, ...]]]) -> bool:

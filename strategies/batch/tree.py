@@ -25,12 +25,12 @@ def children(value: Any) -> Items | None:
     """The named parts of a structure; None for a leaf."""
     if isinstance(value, PackedSequence):
         return None  # a namedtuple, but its rows are time steps
-    if isinstance(value, Mapping):
-        return list(value.items())
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return [(name, getattr(value, name)) for name in value._fields]  # pyright: ignore[reportAttributeAccessIssue]  # a namedtuple
     if isinstance(value, (list, tuple)):
         return list(enumerate(value))
+    if isinstance(value, Mapping):
+        return list(value.items())
     if is_dataclass(value) and not isinstance(value, type):
         return [(field.name, getattr(value, field.name)) for field in fields(value)]
     return None
@@ -79,7 +79,7 @@ def is_array(value: Any) -> bool:
 
 def is_sequence(value: Any) -> bool:
     """Whether a value is a plain list or tuple, whose elements may be samples."""
-    return isinstance(value, (list, tuple)) and children(value) is not None and not hasattr(value, "_fields")
+    return isinstance(value, (list, tuple)) and not hasattr(value, "_fields")
 
 
 def row_counts(value: Any) -> Iterator[tuple[Path, int]]:
