@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from itertools import cycle, islice
 from typing import Any
@@ -121,24 +121,25 @@ class _Context:
 
     def run(self, piece: Piece) -> Any:
         """Run a piece in the thread that created this context."""
-        with on_device(piece.device), ExitStack() as stack:
-            if piece.device.type not in self._autocast:
-                self._enter_autocast(stack, piece.device)
+        is_on = piece.device.type in self._autocast
+        with on_device(piece.device), nullcontext() if is_on else self._autocast_on(piece.device):
             return piece.call()
 
     @contextmanager
     def entered(self, device: torch.device, stream: torch.Stream | None) -> Generator[None]:
         """Work on a device in another thread inside the block."""
-        with on_device(device, stream), ExitStack() as stack:
-            stack.enter_context(torch.inference_mode(self._inference))
-            stack.enter_context(torch.set_grad_enabled(self._grad))
-            self._enter_autocast(stack, device)
+        with (
+            on_device(device, stream),
+            torch.inference_mode(self._inference),
+            torch.set_grad_enabled(self._grad),
+            self._autocast_on(device),
+        ):
             yield
 
-    def _enter_autocast(self, stack: ExitStack, device: torch.device) -> None:
+    def _autocast_on(self, device: torch.device) -> AbstractContextManager[Any]:
+        """Autocast on a device inside the block, if it is on for any."""
         dtype = self._autocast.get(device.type, next(iter(self._autocast.values()), None))
-        if dtype is not None:
-            stack.enter_context(torch.autocast(device.type, dtype, cache_enabled=self._cache))
+        return nullcontext() if dtype is None else torch.autocast(device.type, dtype, cache_enabled=self._cache)
 
 
 def _raise(error: BaseException) -> Any:
