@@ -17,7 +17,7 @@ those of the first replica that ran, and a replica that had no samples takes eve
 import itertools
 from collections.abc import Iterator, Sequence, Set
 from numbers import Number
-from operator import is_
+from operator import is_, itemgetter
 from typing import Any, TypeAlias
 
 import torch
@@ -31,10 +31,12 @@ from ..core.module_checks import is_metric
 from ._hidden_writes import HiddenWrites, is_shared
 from ._module_copy import HOOKS, ModuleCopy
 
+_hooks_in = itemgetter(*HOOKS)
+
 
 def hook_numbers(module: nn.Module) -> tuple[tuple[int, ...], ...]:
     """The numbers of a module's hooks, which torch gives out once, in their order."""
-    return tuple([tuple(module.__dict__[key]) for key in HOOKS])
+    return tuple(map(tuple, _hooks_in(module.__dict__)))
 
 
 def _added(module: nn.Module, before: Sequence[Sequence[int]]) -> list[list[int]]:
