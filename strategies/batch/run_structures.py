@@ -119,8 +119,10 @@ def batch_structure(trainer: pl.Trainer) -> BatchStructure:
 
 def dataloader_index(trainer: pl.Trainer, rest: tuple[Any, ...]) -> int:
     """Which loader an evaluated batch is from: the last argument of a step, where there are several loaders."""
+    if trainer.training or not rest:
+        return 0
     loop: Any = of_lightning.active_loop(trainer)
-    return rest[-1] if not trainer.training and rest and loop is not None and loop.num_dataloaders > 1 else 0
+    return rest[-1] if loop is not None and loop.num_dataloaders > 1 else 0
 
 
 _WITHOUT_STRATEGY: WeakKeyDictionary[CombinedLoader, RunStructures] = WeakKeyDictionary()

@@ -222,7 +222,7 @@ class ReplicaLayout(Layout):
     def _training_step(self, batch: Batch, *rest: Any) -> Any:
         structure, root = self.structures.of_results("training_step"), self.devices[0]
         end = end_of_step(self._module)
-        outputs, sizes = self._run("training_step", batch, rest, None if end is None else structure)
+        outputs, sizes = self._run("training_step", batch, rest, 0, None if end is None else structure)
         logs = self.runner.logs  # which a run makes anew where the module has changed
         if end is not None:
             logs.replay(sizes)
@@ -250,8 +250,9 @@ class ReplicaLayout(Layout):
         return results.join(outputs, sizes, self.devices[0])
 
     def _evaluation_step(self, name: str, batch: Batch, *rest: Any) -> Any:
-        results = self.structures.of_results(name, dataloader_index(self._trainer, rest))
-        outputs, sizes = self._run(name, batch, rest, results)
+        index = dataloader_index(self._trainer, rest)
+        results = self.structures.of_results(name, index)
+        outputs, sizes = self._run(name, batch, rest, index, results)
         losses = None
         if name != "predict_step" and all(_has_loss(output) for output in outputs):
             losses = chunk_losses(outputs, sizes, self.options.loss_reduction, self.options.strategy)
@@ -263,10 +264,10 @@ class ReplicaLayout(Layout):
         return {**joined, "loss": loss} if isinstance(joined, dict) else loss
 
     def _run(
-        self, name: str, batch: Batch, rest: tuple[Any, ...], results: ResultStructure | None
+        self, name: str, batch: Batch, rest: tuple[Any, ...], dataloader_idx: int, results: ResultStructure | None
     ) -> tuple[list[Any], list[int]]:
         """Run a step on the chunks of a batch; returns their outputs, and all sizes."""
-        structure = self.structures.of_batch(self._trainer, dataloader_index(self._trainer, rest))
+        structure = self.structures.of_batch(self._trainer, dataloader_idx)
         sizes = self._sizes(self._num_samples(batch, structure))
         sizes = sizes if results is None else results.unequal(sizes)
         chunks = structure.split(batch, sizes)
