@@ -15,10 +15,9 @@ those of the first replica that ran, and a replica that had no samples takes eve
 """
 
 import itertools
-from collections.abc import Iterator, Sequence, Set
-from numbers import Number
-from operator import is_, itemgetter
-from typing import Any, TypeAlias
+from collections.abc import Iterator, Sequence
+from operator import is_
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,25 +29,8 @@ from ..core.errors import ConfigError
 from ..core.module_checks import is_metric
 from ._hidden_writes import HiddenWrites, is_shared
 from ._module_copy import HOOKS, ModuleCopy
-
-_hooks_in = itemgetter(*HOOKS)
-
-
-def hook_numbers(module: nn.Module) -> tuple[tuple[int, ...], ...]:
-    """The numbers of a module's hooks, which torch gives out once, in their order."""
-    return tuple(map(tuple, _hooks_in(module.__dict__)))
-
-
-def _added(module: nn.Module, before: Sequence[Sequence[int]]) -> list[list[int]]:
-    """For each of `HOOKS` the numbers of the hooks that a module was given."""
-    return [
-        [number for number in module.__dict__[key] if number not in known]
-        for key, known in zip(HOOKS, before, strict=True)
-    ]
-
-
-_Leader: TypeAlias = tuple[nn.Module, nn.Module, dict[str, Any], tuple[tuple[int, ...], ...]]
-"""A module of the root, the one that runs the first chunk in its place, and the attributes and hooks of that before."""
+from ._seen import Seen
+from ._stand_in import StandIn
 
 
 class Replicas:
@@ -127,27 +109,22 @@ class Replicas:
         """
         self._used = list(used)
         self._next_hook = RemovableHandle.next_id
-        pairs = self._copies[used[0] - 1].pairs if used[0] > 0 else []
-        self._leader = [(root, module, module.__dict__.copy(), hook_numbers(module)) for root, module in pairs]
+        self._stand_in = StandIn(self._copies[used[0] - 1], self.devices[0]) if used[0] > 0 else None
 
     def after_step(self) -> None:
         """Note what the step did to the root; where it had no sample, take over what the step did to the first chunk's.
 
         Buffers are those of the training step only, as evaluation changes none.
         """
-        if self._leader and self.root.training:
-            with torch.inference_mode(False), torch.no_grad():
-                _broadcast(self._buffers(self._used[0]), [self._buffers(0)])
-        if RemovableHandle.next_id > self._next_hook:
+        registers = RemovableHandle.next_id > self._next_hook
+        if registers:
             self._verify_hooks()
-        if self._leader and RemovableHandle.next_id > self._next_hook and self._keeps_handle():
-            self._return_hooks()
-        elif self._leader:
-            # what a step sets first when it registers hooks may say that it has, and the root has none of them
-            adds_hooks = any(any(_added(leader, hooks)) for _, leader, _, hooks in self._leader)
-            for entry in self._leader:
-                self._take_over(entry, entry[2].keys() | (set() if adds_hooks else entry[1].__dict__.keys()))
-        if RemovableHandle.next_id > self._next_hook:
+        if self._stand_in is not None:
+            if self.root.training:
+                with torch.inference_mode(False), torch.no_grad():
+                    _broadcast(self._buffers(self._used[0]), [self._buffers(0)])
+            self._stand_in.hand_over()
+        if registers:
             self._pair_hooks()
         for seen, module in zip(self._seen, self._modules, strict=True):
             seen.note_step(module)
@@ -174,46 +151,6 @@ class Replicas:
                         "each handle in an attribute of its own, or register hooks in __init__, setup or on_fit_start."
                     )
 
-    def _keeps_handle(self) -> bool:
-        """Whether the step of the first chunk's replica has set an attribute to the handle of a hook that is there."""
-        added = {number for _, leader, _, hooks in self._leader for own in _added(leader, hooks) for number in own}
-        kept = (
-            leader.__dict__.get(key)
-            for _, leader, before, _ in (self._leader if added else [])
-            for key in _changed_keys(before, leader.__dict__)
-        )
-        return any(handle.id in added for value in kept for handle in _handles(value))
-
-    def _return_hooks(self) -> None:
-        """Give the root the hooks that the step registered on another replica, and all that it set.
-
-        Whoever removes a hook between steps does so by the root's handle.
-        """
-        copy = self._copies[self._used[0] - 1]
-        for entry in self._leader:
-            module, leader, before, hooks = entry
-            for key in _changed_keys(before, leader.__dict__):
-                if key in _OWN:
-                    continue
-                if key in leader.__dict__:
-                    module.__dict__[key] = copy.returned(leader.__dict__[key])
-                else:
-                    module.__dict__.pop(key, None)
-            self._take_over(entry, set())
-            for key, added in zip(HOOKS, _added(leader, hooks), strict=True):
-                own = leader.__dict__[key]
-                module.__dict__[key].update({number: copy.returned(own[number]) for number in added})
-
-    def _take_over(self, entry: _Leader, known: Set[str]) -> None:
-        """Do to a module of the root what a step did to another replica's: known plain values set, hooks removed."""
-        module, leader, before, hooks = entry
-        for key in _changed_keys(before, leader.__dict__):
-            if key in known and _is_plain(value := leader.__dict__.get(key)) and key not in _OWN:
-                module.__dict__[key] = value.detach().to(self.devices[0]) if isinstance(value, Tensor) else value
-        for key, numbers in zip(HOOKS, hooks, strict=True):
-            for number in set(numbers) - leader.__dict__[key].keys():
-                module.__dict__[key].pop(number, None)
-
     def _make(self) -> None:
         self._copies = [
             ModuleCopy(self.root, self.devices[0], device, places=places)
@@ -232,10 +169,10 @@ class Replicas:
             (module, name) for module in self._modules for name, buffer in module._buffers.items() if buffer is not None
         ]
         self._buffer_versions = self._versions_of_buffers()
-        self._seen = [_Seen(module) for module in self._modules]
+        self._seen = [Seen(module) for module in self._modules]
         self._used: list[int] = []
         self._idle: set[int] = set()
-        self._leader: list[_Leader] = []
+        self._stand_in: StandIn | None = None
 
     def _has_new_structure(self) -> bool:
         parameters = [module._parameters.get(name) for module, name in self._slots]
@@ -303,70 +240,6 @@ def by_device(tensors: Sequence[Tensor]) -> list[list[int]]:
     for i, tensor in enumerate(tensors):
         groups.setdefault(tensor.device, []).append(i)
     return list(groups.values())
-
-
-class _Seen:
-    """What a module of the root held when it was last copied, and after the step that followed."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self.refresh(module)
-
-    def refresh(self, module: nn.Module) -> None:
-        """Note that the copies are as the module is."""
-        self._copied = self._left = module.__dict__.copy()
-        self._copied_hooks = self._left_hooks = hook_numbers(module)
-
-    def note_step(self, module: nn.Module) -> None:
-        """Note how a step has left the module."""
-        if not _are_same_dicts(module.__dict__, self._left):
-            self._left = module.__dict__.copy()
-        self._left_hooks = hook_numbers(module)
-
-    def is_current(self, module: nn.Module) -> bool:
-        """Whether neither a step nor anything else has changed the module since it was copied."""
-        return self._copied_hooks == hook_numbers(module) and _are_same_dicts(self._copied, module.__dict__)
-
-    def changed(self, module: nn.Module, own_step: bool) -> list[str]:
-        """The attributes to copy; with `own_step` the copy ran the step, too, and keeps the objects that it made."""
-        now = module.__dict__
-        later = _changed_keys(self._left, now)
-        in_step = _changed_keys(self._copied, self._left)
-        return later + [key for key in in_step if key not in later and not (own_step and not _is_plain(now.get(key)))]
-
-    def hooks(self, with_step: bool) -> Sequence[Sequence[int]]:
-        """The hooks that a copy has; with `with_step` it did not run the step that changed them on the root."""
-        return self._copied_hooks if with_step else self._left_hooks
-
-
-def _are_same_dicts(values: dict[str, Any], others: dict[str, Any]) -> bool:
-    """Whether two dictionaries hold the same objects: of two lists that are equal now, each goes its own way."""
-    return values.keys() == others.keys() and all(map(is_, values.values(), others.values()))
-
-
-def _changed_keys(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    missing = object()
-    changed = [key for key, value in now.items() if value is not before.get(key, missing)]
-    return changed + [key for key in before if key not in now]
-
-
-def _handles(value: Any) -> Iterator[RemovableHandle]:
-    """The handles of hooks in a value."""
-    if isinstance(value, RemovableHandle):
-        yield value
-    elif isinstance(value, (list, tuple, dict)):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from _handles(item)
-
-
-def _is_plain(value: Any) -> bool:
-    """Whether a value can't be written to by those who hold it, or is a tensor."""
-    if isinstance(value, tuple):
-        return all(map(_is_plain, value))
-    return isinstance(value, (str, bytes, Number, Tensor, torch.device, torch.dtype, type(None)))
-
-
-_OWN = ("_device", "_parameters", "_buffers", "_modules", *HOOKS)
-"""Attributes that every replica has of its own."""
 
 
 def _version(tensor: Tensor) -> int:
