@@ -32,13 +32,14 @@ class AccumulatedHooks:
 
     def hold(self) -> None:
         """Have no backward pass call them, until `restore`."""
+        taken = {id(parameter): parts for parameter, _, _, parts in self._added}
         self.restore()
         for parameter in self._parameters:
             if hooks := of_torch.post_accumulate_grad_hooks(parameter):
                 self._held.append((parameter, hooks, dict(hooks)))
                 hooks.clear()  # torch keeps this dict: to set None instead has no effect
             if hooks := of_torch.backward_hooks(parameter):
-                parts = list[Tensor]()
+                parts = taken.get(id(parameter), [])
                 self._added.append((parameter, hooks, dict(hooks), parts))
                 hooks.clear()
                 hooks[_TAKING] = partial(_take, parts)

@@ -227,7 +227,8 @@ class ModuleCopy:
         hooks = self.counterpart(value.hooks_dict_ref())
         if hooks is None:
             return value
-        handle = RemovableHandle(hooks, extra_dict=[self.counterpart(extra()) for extra in value.extra_dict_ref])
+        extras = [self.counterpart(extra()) for extra in value.extra_dict_ref]
+        handle = RemovableHandle(hooks, extra_dict=[extra for extra in extras if extra is not None])
         handle.id = value.id
         return handle
 

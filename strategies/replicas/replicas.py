@@ -29,6 +29,7 @@ from ..core.errors import ConfigError
 from ..core.module_checks import is_metric
 from ._hidden_writes import HiddenWrites, is_shared
 from ._module_copy import HOOKS, ModuleCopy
+from ._parameter_hooks import hooks_of, take_hooks
 from ._seen import Seen
 from ._stand_in import StandIn
 
@@ -111,24 +112,38 @@ class Replicas:
         self._next_hook = RemovableHandle.next_id
         self._stand_in = StandIn(self._copies[used[0] - 1], self.devices[0]) if used[0] > 0 else None
 
-    def after_step(self) -> None:
+    def after_step(self) -> bool:
         """Note what the step did to the root; where it had no sample, take over what the step did to the first chunk's.
 
         Buffers are those of the training step only, as evaluation changes none.
+
+        Returns:
+            Whether the step registered hooks.
         """
-        registers = RemovableHandle.next_id > self._next_hook
-        if registers:
+        registered = RemovableHandle.next_id > self._next_hook
+        if self._stand_in is not None and self.root.training:
+            with torch.inference_mode(False), torch.no_grad():
+                _broadcast(self._buffers(self._used[0]), [self._buffers(0)])
+        if registered:
             self._verify_hooks()
+        returned = registered and self._return_hooks()
         if self._stand_in is not None:
-            if self.root.training:
-                with torch.inference_mode(False), torch.no_grad():
-                    _broadcast(self._buffers(self._used[0]), [self._buffers(0)])
-            self._stand_in.hand_over()
-        if registers:
+            self._stand_in.hand_over(everything=returned)
+        if registered:
             self._pair_hooks()
         for seen, module in zip(self._seen, self._modules, strict=True):
             seen.note_step(module)
         self._idle |= set(range(1, len(self))) - set(self._used)
+        return registered
+
+    def _return_hooks(self) -> bool:
+        """Leave the hooks that the step registered on parameters to the root; where it had no sample, give it all."""
+        copies = self._used if self._stand_in is not None else self._used[1:]
+        taken = [[take_hooks(p, self._next_hook) for p in self._parameter_copies[i - 1]] for i in copies]
+        if self._stand_in is None:
+            return False
+        own = zip(self._parameters, self._parameter_copies[copies[0] - 1], taken[0], strict=True)
+        return self._stand_in.return_hooks(self._next_hook, list(own))
 
     def _pair_hooks(self) -> None:
         """Note which hooks of the copies belong to those that the step registered on the root."""
@@ -140,16 +155,26 @@ class Replicas:
 
     def _verify_hooks(self) -> None:
         """Refuse a step that has registered hooks on some replicas only: a part of the batch would miss them."""
+        for name, (first, *others) in self._numbers_of_hooks():
+            other = next((num for num in others if num != first), first)
+            if other != first:
+                raise ConfigError(
+                    f"After a step that registered hooks a {name} has {first} on one replica and {other} on another: "
+                    "replicas share the lists and dictionaries that a module had before. Keep each handle in an "
+                    "attribute of its own, or register hooks in __init__, setup or on_fit_start."
+                )
+
+    def _numbers_of_hooks(self) -> Iterator[tuple[str, list[int]]]:
+        """Yield a name, and for each replica that ran how many hooks it has; of a parameter those of the last step."""
         for module in self._modules:
             for key in HOOKS:
-                first, *others = [len(self.counterpart(i, module).__dict__[key]) for i in self._used]
-                other = next((num for num in others if num != first), first)
-                if other != first:
-                    raise ConfigError(
-                        f"After a step that registered hooks a {type(module).__name__} has {first} on one replica and "
-                        f"{other} on another: replicas share the lists and dictionaries that a module had before. Keep "
-                        "each handle in an attribute of its own, or register hooks in __init__, setup or on_fit_start."
-                    )
+                yield type(module).__name__, [len(self.counterpart(i, module).__dict__[key]) for i in self._used]
+        parameters = self.parameters()
+        for i, (module, name) in enumerate(self._slots):
+            own = [hooks_of(parameters[used][i]) for used in self._used]
+            nums = [sum(number >= self._next_hook for kind in hooks for number in kind) for hooks in own]
+            # the root's see the gradients of all replicas, so that others may have none
+            yield f"{type(module).__name__}.{name}", [nums[0], *(num for num in nums[1:] if num > nums[0])]
 
     def _make(self) -> None:
         self._copies = [

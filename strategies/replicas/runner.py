@@ -130,7 +130,8 @@ class ReplicaRunner:
         except BaseException:
             self._metrics.discard()
             raise
-        self.replicas.after_step()
+        if self.replicas.after_step() and torch.is_grad_enabled():
+            self._hooks.hold()
         self._metrics.merge(used, [sizes[i] for i in used], outputs)
         return outputs
 

@@ -168,6 +168,121 @@ def test_a_root_without_samples_does_not_believe_that_it_has_the_replicas_hooks(
     torch.testing.assert_close(found[0], found[1], rtol=0, atol=1e-10)
 
 
+class Once(Net):
+    """Registers its hook in the first step; only the step's number says that it has."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.trainer.global_step == 0:
+            self.register()
+        return super().training_step(batch, batch_idx)
+
+    def register(self) -> None:
+        self.net[0].register_forward_hook(self.scale)
+
+    def scale(self, layer: nn.Module, args: Any, output: Tensor) -> Tensor:
+        assert layer is self.net[0]
+        return output * 1.5
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self(batch[0])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)  # Adam would not notice a factor
+
+
+class OnceInAList(Once):
+    """Notes its hook in a list that it has from the start, and removes it between steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.handles: list[Any] = []
+
+    def register(self) -> None:
+        self.handles.append(self.net[0].register_forward_hook(self.scale))
+
+    def on_train_epoch_end(self) -> None:
+        for handle in self.handles:
+            handle.remove()
+
+
+class OnceOnAParameter(Once):
+    """Has one weight learn three times as fast."""
+
+    def register(self) -> None:
+        self.net[0].weight.register_hook(lambda gradient: gradient * 3)
+
+
+class NotedOnAParameter(OnceInAList):
+    """The same where the list says that the hook is there: only the first replica registers it."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if not self.handles:
+            self.handles.append(self.net[0].weight.register_hook(lambda gradient: gradient * 3))
+        return self.loss(batch)
+
+
+class OnceAccumulated(Once):
+    """Clamps what is accumulated of one weight's gradient."""
+
+    def register(self) -> None:
+        self.net[0].weight.register_post_accumulate_grad_hook(_clamp)
+
+
+def _clamp(parameter: Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad.clamp_(-0.01, 0.01)
+
+
+class InEachStep(Once):
+    """Registers a parameter's hook in each step, and removes it after the backward pass."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.handle = self.net[0].weight.register_hook(lambda gradient: gradient * 3)
+        return self.loss(batch)
+
+    def on_after_backward(self) -> None:
+        super().on_after_backward()
+        self.handle.remove()
+
+
+class RemovedByTheStep(Once):
+    """Registers hooks in the first step, and removes them in the third."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.trainer.global_step == 2:
+            self.handle.remove()
+            self.handles["weight"].remove()
+        return super().training_step(batch, batch_idx)
+
+    def register(self) -> None:
+        self.handle = self.net[0].register_forward_hook(self.scale)
+        self.handles = {"weight": self.net[0].weight.register_hook(lambda gradient: gradient * 3)}
+
+
+@pytest.mark.parametrize(
+    ("module_type", "strategy"),
+    [
+        (module_type, strategy)
+        for module_type in (Once, OnceInAList, OnceOnAParameter, OnceAccumulated, InEachStep, RemovedByTheStep)
+        for strategy in STRATEGIES
+    ]
+    + [(NotedOnAParameter, STRATEGIES[0]), (NotedOnAParameter, STRATEGIES[2])],
+)
+@pytest.mark.parametrize("devices", [2, 3])
+@pytest.mark.filterwarnings("ignore:.*was assigned on a replica")
+def test_hooks_that_a_step_registers_are_the_modules_own(module_type: type[Net], strategy: Any, devices: int) -> None:
+    """With `gpu0_chunk=0` the module had none after training; a parameter's hook saw a replica's gradient twice."""
+    case = Case(module_type, trainer={"num_sanity_val_steps": 0})
+    found: list[Tensor] = []
+    for used, num in ((strategy(), devices), (SingleDeviceStrategy(), 1)):
+        module = make_module(case)
+        trainer = make_trainer(case, used, devices=num)
+        trainer.fit(module, case.loader(), case.loader())
+        found.append(torch.cat([*module.gradients, *(p.detach().flatten() for p in module.parameters())]))
+        found.append(torch.cat([module(torch.ones(2, 4).double()).detach(), *trainer.predict(module, case.loader())]))  # type: ignore[misc]
+    torch.testing.assert_close(found[:2], found[2:], rtol=0, atol=1e-10)
+
+
 class KeepsItsHandle(Net):
     """Registers a hook in a step where it has none, and removes it between steps if it has one."""
 
