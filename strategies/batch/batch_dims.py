@@ -43,7 +43,7 @@ class DeclaredDims:
     """
 
     words: Mapping[str, str]
-    prefix: Path = ()
+    prefix: Path
 
     def key(self, path: Path) -> str:
         """How an option names a path; the whole batch is `batch`."""

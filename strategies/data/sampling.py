@@ -107,7 +107,7 @@ class Deal:
         smallest: minimum samples of a part that is split off; BatchNorm can't train on one.
     """
 
-    spread: bool = True
+    spread: bool
     smallest: int = 1
 
     def parts(self, units: Iterator[Unit], num_ranks: int) -> Iterator[list[Unit]]:

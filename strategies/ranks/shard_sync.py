@@ -331,7 +331,7 @@ class ShardSync(GradientSync):
             shards.put_together(strategy.optimizers, strategy.is_global_zero)
 
 
-def part_names(module: nn.Module, shard: Shard = "auto") -> list[str]:
+def part_names(module: nn.Module, shard: Shard) -> list[str]:
     """The parts of a module that are gathered one by one."""
     if not isinstance(shard, str):
         return named_parts(module, shard)

@@ -41,7 +41,7 @@ class MetricMerger:
         strategy: name that begins error messages.
     """
 
-    def __init__(self, replicas: Replicas, strategy: str = "dp") -> None:
+    def __init__(self, replicas: Replicas, strategy: str) -> None:
         self._strategy = strategy
         children = (child for module in replicas.modules()[0] for child in module._modules.values())
         found = {id(child): child for child in children if isinstance(child, (Metric, MetricCollection))}

@@ -18,7 +18,7 @@ from ..config.nearest import did_you_mean, nearest
 _MISSING = re.compile(r"Interpolation key '(\w+)\.(\w+)' not found")
 
 
-def composition_sentence(exc: Exception, source: Source = PACKAGE, overrides: Sequence[str] = ()) -> str | None:
+def composition_sentence(exc: Exception, source: Source, overrides: Sequence[str]) -> str | None:
     """Summarize an error of Hydra or OmegaConf; None for any other."""
     if isinstance(exc, MissingConfigException) and exc.options is not None and exc.missing_cfg_file:
         group, _, option = exc.missing_cfg_file.rpartition("/")

@@ -15,7 +15,7 @@ INDENT = 34
 """Characters of the column of names."""
 
 
-def show_help(source: Source, overrides: Sequence[str] = ()) -> None:
+def show_help(source: Source, overrides: Sequence[str]) -> None:
     """Print groups, keys and examples for a configuration; overrides decide which files' keys are listed."""
     cfg = source.compose([*overrides, "hydra.runtime.output_dir=''"], return_hydra=True)
     choices: dict[str, Any] = {str(k): v for k, v in cfg.hydra.runtime.choices.items()}

@@ -79,7 +79,7 @@ def excuses_of(trial: Trial, reference: Trial) -> list[str]:
     return found
 
 
-def recommend(trials: list[Trial], device_bytes: float | None = None) -> tuple[str | None, str]:
+def recommend(trials: list[Trial], device_bytes: float | None) -> tuple[str | None, str]:
     """Choose among strategies that train alike.
 
     The fastest wins. Among strategies as fast within the noise, the one with the lowest peak memory wins; if that is

@@ -108,9 +108,7 @@ class ScriptLauncher(Launcher):
         method: how they start; None chooses by the device.
     """
 
-    def __init__(
-        self, strategy: pl_strategies.DDPStrategy, timeout_s: float, method: StartMethod | None = None
-    ) -> None:
+    def __init__(self, strategy: pl_strategies.DDPStrategy, timeout_s: float, method: StartMethod | None) -> None:
         self._strategy = strategy
         self._timeout_s = timeout_s
         self._method = start_method(strategy.root_device, method)
