@@ -5,7 +5,7 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from .private import of_torch, put
 from .types import StaysOnRoot
@@ -49,6 +49,20 @@ def replaced(owner: object, name: str, value: Any) -> Generator[None]:
     finally:
         del vars(owner)[name]
         vars(owner).update(kept)
+
+
+def hooks_of(parameter: Tensor) -> list[dict[Any, Any]]:
+    """The dictionaries of a parameter's hooks: those that see its gradient, and those that see what is accumulated."""
+    found = [of_torch.backward_hooks(parameter), of_torch.post_accumulate_grad_hooks(parameter)]
+    return [{} if hooks is None else hooks for hooks in found]
+
+
+def take_hooks(parameter: Tensor, first: int) -> list[dict[int, Any]]:
+    """Take away the hooks that were registered since torch gave out a number, the first of theirs."""
+    return [
+        {number: hooks.pop(number) for number in list(hooks) if isinstance(number, int) and number >= first}
+        for hooks in hooks_of(parameter)
+    ]
 
 
 @contextmanager

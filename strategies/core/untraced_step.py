@@ -8,10 +8,12 @@ from typing import Any
 
 import pytorch_lightning as pl
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 from torchmetrics import Metric
 
 from .module_checks import is_metric, metrics_of
 from .module_log import lightning_modules, log_nothing, module_log, received
+from .patching import take_hooks
 from .private import of_metrics
 
 
@@ -56,6 +58,7 @@ def trial_step(module: pl.LightningModule, evaluates: bool = True) -> Generator[
     Args:
         evaluates: whether it is run in evaluation mode.
     """
+    first_hook = RemovableHandle.next_id
     parts = [(part, part.training, dict(vars(part)), list(_contents(vars(part)))) for part in module.modules()]
     try:
         with untraced_step(module, silent=True):
@@ -71,6 +74,8 @@ def trial_step(module: pl.LightningModule, evaluates: bool = True) -> Generator[
                     container.clear()
                     (container.update if isinstance(container, (dict, set)) else container.extend)(items)
             part.training = training
+        for parameter in module.parameters() if RemovableHandle.next_id > first_hook else ():
+            take_hooks(parameter, first_hook)
 
 
 def _contents(values: dict[str, Any]) -> Iterator[tuple[Any, Any]]:

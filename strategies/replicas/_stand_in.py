@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from ..core.patching import hooks_of
 from ._module_copy import HOOKS, ModuleCopy
-from ._parameter_hooks import TakenHooks, give_hooks, hooks_of
 from ._seen import changed_keys, hook_numbers, is_plain
 
 _OWN = ("_device", "_parameters", "_buffers", "_modules", *HOOKS)
@@ -29,7 +29,7 @@ class StandIn:
         self._root_device = root_device
         self._before = [(root, module, module.__dict__.copy(), hook_numbers(module)) for root, module in copy.pairs]
 
-    def return_hooks(self, first: int, taken: list[tuple[Tensor, Tensor, TakenHooks]]) -> bool:
+    def return_hooks(self, first: int, taken: list[tuple[Tensor, Tensor, list[dict[int, Any]]]]) -> bool:
         """Register on the root the hooks that the step registered; whoever has a handle removes them from both.
 
         Args:
@@ -50,7 +50,10 @@ class StandIn:
                 found = found or bool(added)
                 roots[id(own)] = hooks
         for root, parameter, hooks in taken:
-            give_hooks(root, [{n: self._copy.returned(hook) for n, hook in kind.items()} for kind in hooks])
+            registers = (root.register_hook, root.register_post_accumulate_grad_hook)
+            for kind, register in zip(hooks, registers, strict=True):
+                for number, hook in kind.items():
+                    _renumber(register(self._copy.returned(hook)), number)
             found = found or any(hooks)
             roots |= {id(own): hooks for own, hooks in zip(hooks_of(parameter), hooks_of(root), strict=True)}
         for _, module in self._copy.pairs if found else ():
@@ -96,3 +99,10 @@ def _extend(handle: RemovableHandle, roots: dict[int, Any]) -> None:
     own = [handle.hooks_dict_ref(), *(extra() for extra in handle.extra_dict_ref)]
     others = [roots[id(hooks)] for hooks in own if id(hooks) in roots]
     handle.extra_dict_ref = (*handle.extra_dict_ref, *map(weakref.ref, others))
+
+
+def _renumber(handle: RemovableHandle, number: int) -> None:
+    """Give a hook that was registered just now another number."""
+    hooks = handle.hooks_dict_ref()
+    assert hooks is not None
+    hooks[number] = hooks.pop(handle.id)

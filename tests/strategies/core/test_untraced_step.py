@@ -82,6 +82,19 @@ def test_a_trial_leaves_no_hook_and_nothing_in_dicts() -> None:
     assert list(module.last) == [7.0]
 
 
+def test_a_trial_leaves_no_hook_on_a_parameter() -> None:
+    # Cause: only hooks of modules were restored, so that each trial of a loss scaled the gradient once more.
+    module = Counting()
+    weight = module.net.layer.weight
+    weight.register_hook(lambda gradient: gradient * 2)
+    with trial_step(module):
+        weight.register_hook(lambda gradient: gradient * 3)
+        weight.register_post_accumulate_grad_hook(lambda parameter: parameter.grad.zero_())  # type: ignore[union-attr]
+    weight.sum().backward()
+    assert weight.grad is not None
+    assert weight.grad.tolist() == [[2.0, 2.0], [2.0, 2.0]]
+
+
 @pytest.mark.parametrize("context", [trial_step, untraced_step])
 def test_a_buffer_that_a_step_replaces_is_restored(context: Context) -> None:
     module = Counting()
