@@ -10,6 +10,9 @@ from torch import Tensor, nn
 from .private import of_torch, put
 from .types import StaysOnRoot
 
+HOOKS = tuple(key for key, value in nn.Module().__dict__.items() if "hooks" in key and isinstance(value, dict))
+"""The attributes in which a module keeps its hooks, each a dictionary from number to hook."""
+
 
 class Replacement(StaysOnRoot):
     """Takes the place of a method of one object, until `remove`; copies of the object have their own method.
@@ -51,9 +54,11 @@ def replaced(owner: object, name: str, value: Any) -> Generator[None]:
         vars(owner).update(kept)
 
 
-def hooks_of(parameter: Tensor) -> list[dict[Any, Any]]:
-    """The dictionaries of a parameter's hooks: those that see its gradient, and those that see what is accumulated."""
-    found = [of_torch.backward_hooks(parameter), of_torch.post_accumulate_grad_hooks(parameter)]
+def hooks_of(owner: nn.Module | Tensor) -> list[dict[Any, Any]]:
+    """The dictionaries of the hooks of a module, or of a parameter: of its gradient, and of what is accumulated."""
+    if isinstance(owner, nn.Module):
+        return [vars(owner)[key] for key in HOOKS if key in vars(owner)]  # a scripted one has others
+    found = [of_torch.backward_hooks(owner), of_torch.post_accumulate_grad_hooks(owner)]
     return [{} if hooks is None else hooks for hooks in found]
 
 

@@ -4,8 +4,12 @@ What a step does to the module is done once per micro-batch: a counter would cou
 would improve its estimate several times. So what the first micro-batch changes is put back before each other one, and
 what it has left stays. If others leave something else, `batch/checks/state_watch.py` refuses it. What was not there
 before, was None, or says whether something was done (a hook registered, a table computed) is done once, and stays.
+what it has left stays. If others leave something else, `batch/state_watch.py` refuses it. What was not there before,
+was None, or says whether something was done (a hook registered, a table computed) is done once, and stays. Hooks that
+each micro-batch registers are refused: they would be called several times.
 """
 
+import math
 from collections.abc import Generator
 from contextlib import contextmanager
 from numbers import Number
@@ -14,9 +18,12 @@ from typing import Any
 import torch
 from pytorch_lightning import LightningModule
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from ..batch.checks.state_watch import own_parts
+from ..core.errors import ConfigError
 from ..core.module_checks import is_plain
+from ..core.patching import hooks_of
 
 _LIGHTNING = LightningModule().__dict__.keys()
 
@@ -29,23 +36,24 @@ class CarriedState:
     """
 
     def __init__(self, module: nn.Module) -> None:
+        self._module = module
         self._owners = [owner for _, part in own_parts(module) for owner in (vars(part), part._buffers)]
         self._changed: list[tuple[dict[str, Any], str]] | None = None
         """What a step changes, as a dictionary and a key in it; None before the first step."""
         self._before: list[Any] = []
         self._left: list[Any] = []
-
-    @property
-    def may_change(self) -> bool:
-        """Whether a step changes anything, as far as is known."""
-        return self._changed is None or bool(self._changed)
+        self._next_hook: float = math.inf
+        """The lowest number of a hook that a micro-batch after the first can have registered."""
 
     @contextmanager
     def microbatch(self, number: int) -> Generator[None]:
         """Run a micro-batch of a step inside the block, in their order."""
+        if number == 1:
+            self._next_hook = RemovableHandle.next_id
         if number:
             self._put([_copy(value) for value in self._before])
             yield
+            self._verify_hooks()
             return
         if self._changed is not None:
             self._before = [_copy(owner.get(key)) for owner, key in self._changed]
@@ -59,11 +67,26 @@ class CarriedState:
     @contextmanager
     def step(self) -> Generator[None]:
         """Run the micro-batches of a step inside the block; what the first one has left stays."""
+        self._next_hook = math.inf
         try:
             yield
         finally:
             self._put(self._left)
             self._before, self._left = [], []
+        self._verify_hooks()  # again: those of parameters are not there while gradients are summed
+
+    def _verify_hooks(self) -> None:
+        """Refuse hooks that a micro-batch after the first has registered."""
+        if RemovableHandle.next_id <= self._next_hook:
+            return
+        for name, owner in (*self._module.named_modules(), *self._module.named_parameters()):
+            numbers = (number for hooks in hooks_of(owner) for number in hooks if isinstance(number, int))
+            if any(number >= self._next_hook for number in numbers):
+                raise ConfigError(
+                    f"training_step registers a hook on {name or type(owner).__name__} in every micro-batch, and they "
+                    "would all be called. Register it in __init__, setup, on_fit_start or on_train_batch_start, or "
+                    "remove it in the step."
+                )
 
     def _find_changed(self, before: list[dict[str, Any]], copies: list[dict[str, Any]]) -> None:
         self._changed, self._before = [], []

@@ -22,12 +22,12 @@ from torchmetrics import MetricCollection
 from typing_extensions import override
 
 from ..core.module_checks import is_compiled, is_metric
-from ..core.patching import replaced
+from ..core.patching import HOOKS, replaced
 from ..core.private.of_torch import BatchNorm
 from ._recomputed_call import is_recomputing
 from .schedule import Phase
 
-_HOOKS = tuple(key for key in nn.Module().__dict__ if "_hooks" in key and "state_dict" not in key)
+_HOOKS = tuple(key for key in HOOKS if "state_dict" not in key)
 _LIGHTNING = LightningModule().__dict__.keys()
 _READ: Any = getattr(Tensor.grad, "__get__")  # noqa: B009  # typed as the tensor that it returns
 

@@ -212,8 +212,7 @@ class StageLayout(Layout):
         chunks = self._batch_structure.split(batch, sizes)
         steps = [partial(step, chunk, *args, **kwargs) for chunk in chunks]
         steps[0] = partial(self._watched, steps[0])
-        if self._carried.may_change or self.states is not None:
-            steps = [partial(self._carrying, i, step) for i, step in enumerate(steps)]
+        steps = [partial(self._carrying, i, step) for i, step in enumerate(steps)]
         if self.inspect is not None and end is None and reduction == "mean":
             steps = [partial(self._inspected, step, size) for step, size in zip(steps, sizes, strict=True)]
         gradients = self._gradients(sizes) if end is None else None

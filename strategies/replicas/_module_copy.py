@@ -19,11 +19,9 @@ from torch.utils.hooks import RemovableHandle
 from torchmetrics import Metric, MetricCollection
 
 from ..core.module_checks import is_compiler
+from ..core.patching import HOOKS
 from ..core.private import of_torch, put
 from ..core.types import StaysOnRoot
-
-HOOKS = tuple(key for key, value in nn.Module().__dict__.items() if "hooks" in key and isinstance(value, dict))
-"""The attributes in which a module keeps its hooks, each a dictionary from number to hook."""
 
 
 class ModuleCopy:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ._module_copy import HOOKS
+from ..core.patching import HOOKS
 
 _hooks_in = itemgetter(*HOOKS)
 

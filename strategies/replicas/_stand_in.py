@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from ..core.patching import hooks_of
-from ._module_copy import HOOKS, ModuleCopy
+from ..core.patching import HOOKS, hooks_of
+from ._module_copy import ModuleCopy
 from ._seen import changed_keys, hook_numbers, is_plain
 
 _OWN = ("_device", "_parameters", "_buffers", "_modules", *HOOKS)

@@ -27,9 +27,9 @@ from torchmetrics import MetricCollection
 from ..core.devices import broadcast_coalesced
 from ..core.errors import ConfigError
 from ..core.module_checks import is_metric
-from ..core.patching import hooks_of, take_hooks
+from ..core.patching import HOOKS, hooks_of, take_hooks
 from ._hidden_writes import HiddenWrites, is_shared
-from ._module_copy import HOOKS, ModuleCopy
+from ._module_copy import ModuleCopy
 from ._seen import Seen
 from ._stand_in import StandIn
 

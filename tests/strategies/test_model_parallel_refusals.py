@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from parity import FEATURES, Case, Net, fit, make_trainer
+from parity import FEATURES, Case, Net, assert_equal, baseline, fit, make_module, make_trainer, run
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -108,3 +108,48 @@ def test_what_cannot_be_cut_is_refused_in_a_first_batch_of_one_sample() -> None:
     with pytest.raises(ConfigError, match=r"batch\[2\] is a Opaque, which can't be cut into chunks"):
         trainer.fit(Described(), DataLoader(batches, batch_size=None))
     assert trainer.global_step == 0
+
+
+class RegistersForward(Net):
+    """Registers a hook in the third step, by its number."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if self.trainer.global_step == 2:
+            self.register()
+        return super().training_step(batch, batch_idx)
+
+    def register(self) -> None:
+        self.net[0].register_forward_hook(lambda layer, args, output: output * 1.5)
+
+
+class RegistersOnAParameter(RegistersForward):
+    def register(self) -> None:
+        self.net[0].weight.register_hook(lambda gradient: gradient * 3)
+
+
+@pytest.mark.parametrize(
+    ("module", "named"), [(RegistersForward, r"net\.0"), (RegistersOnAParameter, r"net\.0\.weight")]
+)
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_hooks_of_every_micro_batch_are_refused(module: type[Net], named: str, deterministic: bool) -> None:
+    """They were called once for each micro-batch that had registered one, and the weights were others."""
+    strategy, case = ModelParallelStrategy(num_microbatches=2, deterministic=deterministic), Case(module)
+    with pytest.raises(ConfigError, match=f"registers a hook on {named} in every micro-batch"):
+        fit(case, make_module(case), strategy)
+
+
+class RegistersOnce(Net):
+    """Registers a hook in the first step, as an attribute says."""
+
+    has_hook = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if not self.has_hook:
+            self.net[0].register_forward_hook(lambda layer, args, output: output * 1.5)
+            self.has_hook = True
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_hook_of_the_first_micro_batch_is_taken() -> None:
+    case = Case(RegistersOnce)
+    assert_equal(run(case, ModelParallelStrategy(num_microbatches=2), devices=2), baseline(case), 1e-10)
