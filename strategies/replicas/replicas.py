@@ -11,7 +11,9 @@ The first replica is the root module itself. A refresh copies:
 
 A step runs on several replicas, and each does to itself what the step does to the module. So the hooks that a step
 registered and the objects that it made stay each replica's own; numbers, strings and tensors that it assigned become
-those of the first replica that ran, and a replica that had no samples takes everything from the root.
+those of the first replica that ran, and a replica that had no samples takes everything from the root. Where the root
+has none, `_stand_in.py` does to it what the first one did to itself. Hooks on parameters are the root's alone, which
+gives them the gradients of all replicas.
 """
 
 import itertools
@@ -28,6 +30,7 @@ from ..core.devices import broadcast_coalesced
 from ..core.errors import ConfigError
 from ..core.module_checks import is_metric
 from ..core.patching import HOOKS, hooks_of, take_hooks
+from ..core.private import of_torch
 from ._hidden_writes import HiddenWrites, is_shared
 from ._module_copy import ModuleCopy
 from ._seen import Seen
@@ -139,11 +142,28 @@ class Replicas:
     def _return_hooks(self) -> bool:
         """Leave the hooks that the step registered on parameters to the root; where it had no sample, give it all."""
         copies = self._used if self._stand_in is not None else self._used[1:]
-        taken = [[take_hooks(p, self._next_hook) for p in self._parameter_copies[i - 1]] for i in copies]
+        taken = [self._taken(i) for i in copies]
+        for k in {k for own in taken for k in own}:
+            nums = [sum(map(len, own.get(k, ()))) for own in taken]
+            if self._stand_in is None:
+                nums.insert(0, sum(n >= self._next_hook for hooks in hooks_of(self._parameters[k]) for n in hooks))
+            # the root's see the gradients of all replicas, so that others may have none
+            self._verify_same(f"parameter {self._slots[k][1]}", [nums[0], *(n for n in nums if n > nums[0])])
         if self._stand_in is None:
             return False
-        own = zip(self._parameters, self._parameter_copies[copies[0] - 1], taken[0], strict=True)
-        return self._stand_in.return_hooks(self._next_hook, list(own))
+        own = self._parameter_copies[copies[0] - 1]
+        return self._stand_in.return_hooks(
+            self._next_hook, [(self._parameters[k], own[k], hooks) for k, hooks in taken[0].items()]
+        )
+
+    def _taken(self, i: int) -> dict[int, list[dict[int, Any]]]:
+        """Take away the hooks that the step registered on parameters of replica i; returns them by their indices."""
+        taken: dict[int, list[dict[int, Any]]] = {}
+        for k, parameter in enumerate(self._parameter_copies[i - 1]):
+            if of_torch.backward_hooks(parameter) or of_torch.post_accumulate_grad_hooks(parameter):
+                hooks = take_hooks(parameter, self._next_hook)
+                taken |= {k: hooks} if any(hooks) else {}
+        return taken
 
     def _pair_hooks(self) -> None:
         """Note which hooks of the copies belong to those that the step registered on the root."""
@@ -155,26 +175,19 @@ class Replicas:
 
     def _verify_hooks(self) -> None:
         """Refuse a step that has registered hooks on some replicas only: a part of the batch would miss them."""
-        for name, (first, *others) in self._numbers_of_hooks():
-            other = next((num for num in others if num != first), first)
-            if other != first:
-                raise ConfigError(
-                    f"After a step that registered hooks a {name} has {first} on one replica and {other} on another: "
-                    "replicas share the lists and dictionaries that a module had before. Keep each handle in an "
-                    "attribute of its own, or register hooks in __init__, setup or on_fit_start."
-                )
-
-    def _numbers_of_hooks(self) -> Iterator[tuple[str, list[int]]]:
-        """Yield a name, and for each replica that ran how many hooks it has; of a parameter those of the last step."""
         for module in self._modules:
             for key in HOOKS:
-                yield type(module).__name__, [len(self.counterpart(i, module).__dict__[key]) for i in self._used]
-        parameters = self.parameters()
-        for i, (module, name) in enumerate(self._slots):
-            own = [hooks_of(parameters[used][i]) for used in self._used]
-            nums = [sum(number >= self._next_hook for kind in hooks for number in kind) for hooks in own]
-            # the root's see the gradients of all replicas, so that others may have none
-            yield f"{type(module).__name__}.{name}", [nums[0], *(num for num in nums[1:] if num > nums[0])]
+                nums = [len(self.counterpart(i, module).__dict__[key]) for i in self._used]
+                self._verify_same(type(module).__name__, nums)
+
+    def _verify_same(self, name: str, nums: Sequence[int]) -> None:
+        other = next((num for num in nums if num != nums[0]), None)
+        if other is not None:
+            raise ConfigError(
+                f"After a step that registered hooks a {name} has {nums[0]} on one replica and {other} on another: "
+                "replicas share the lists and dictionaries that a module had before. Keep each handle in an attribute "
+                "of its own, or register hooks in __init__, setup or on_fit_start."
+            )
 
     def _make(self) -> None:
         self._copies = [
