@@ -10,22 +10,16 @@ import torch.distributed as dist
 from pytorch_lightning.core.optimizer import LightningOptimizer
 from pytorch_lightning.trainer.states import TrainerFn
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import Optimizer
-from torch.optim.swa_utils import AveragedModel
 from typing_extensions import override
 
-from ..core.errors import ConfigError
 from ..core.module_checks import verify_unscripted
 from ..core.patching import Replacement, replaced
 from ..core.private import of_lightning
 from ..distributed.objects import gather_rows
 from ..distributed.reduction import all_reduce
-from ..pipeline.module_parts import find_parts
-from ..sharding.deferred import DeferredTensors
 from ..sharding.originals import LateParameters, Originals
 from ..sharding.part_calls import PartCalls
-from ..sharding.parts import automatic_parts, named_parts
 from ..sharding.placed import ShardIO, Writers, place_shards
 from ..sharding.refusals import (
     DIFFERENTIATED,
@@ -33,13 +27,12 @@ from ..sharding.refusals import (
     verify_callbacks,
     verify_optimizers,
     verify_plain,
-    verify_replicas,
-    without_values,
 )
-from ..sharding.sharded_module import Shard, ShardedModule, ShardOptions, broadcast_states, sharded, sync_buffers
+from ..sharding.sharded_module import ShardedModule, ShardOptions, sharded, sync_buffers
 from ..sharding.whole import gather_tree, holds_shards, shard_like, shard_optimizer_state
 from ..sharding.whole_calls import WholeCalls
 from .gradient_sync import GradientSync
+from .shard_placing import ShardPlacing, kept_copies
 
 if TYPE_CHECKING:
     from .strategy import RankStrategy
@@ -57,13 +50,12 @@ class ShardSync(GradientSync):
 
     def __init__(self, strategy: "RankStrategy", options: ShardOptions, find_unused: bool) -> None:
         super().__init__(strategy)
-        self._options = options
+        self._placing = ShardPlacing(strategy, options)
         self._finds_unused = find_unused
         self._shards: ShardedModule | None = None
         self._calls: WholeCalls | None = None
         self._late: LateParameters | None = None
         self._part_calls: PartCalls | None = None
-        self._deferred: DeferredTensors | None = None
         self._reduces = True
         self._had_none: set[int] = set()
         self._toggles: list[Replacement] = []
@@ -75,13 +67,8 @@ class ShardSync(GradientSync):
         return self._shards
 
     @override
-    @contextmanager
-    def creating(self, module: pl.LightningModule) -> Generator[None]:
-        """Build the layers of `configure_model` without memory; `place` fills them shard by shard."""
-        self._deferred = DeferredTensors()
-        with self._deferred:
-            yield
-        self._deferred.to_meta(module)
+    def creating(self, module: pl.LightningModule) -> AbstractContextManager[None]:
+        return self._placing.creating(module)
 
     @property
     @override
@@ -101,9 +88,9 @@ class ShardSync(GradientSync):
             strategy.sync_layers()
         strategy.precision_plugin.convert_module(module)
         originals = Originals(module)
-        self._shards = self._shard(module)
-        for copy in _copies(trainer, module):
-            self._shard(copy)
+        self._shards = self._placing.cut(module)
+        for copy in kept_copies(of_lightning.callbacks(trainer), module):
+            self._placing.cut(copy)
         if fits:
             self._shards.keep_root(not module.automatic_optimization)
             if not module.automatic_optimization:
@@ -131,44 +118,6 @@ class ShardSync(GradientSync):
         own(optimizer)
         if self.shards.in_step:
             self.shards.follow_flags()
-
-    def _shard(self, module: nn.Module) -> ShardedModule:
-        """Cut a module over the ranks, unless an earlier run of this process has done so."""
-        options, device = self._options, self._strategy.root_device
-        found = sharded(module)
-        if found is not None:
-            found.verify_same(options)
-            return found
-        parts = part_names(module, options.shard)
-        waiting = {name: tensor for name, tensor in _tensors(module) if tensor.is_meta}
-        broadcast_states(module, device)
-        num, replicas = self._strategy.world_size, options.replicas
-        verify_replicas(num, replicas)
-        shape = (num,) if replicas == 1 else (replicas, num // replicas)
-        mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
-        shards = ShardedModule(module, parts, mesh, options, self._ends_with_run)
-        if waiting:
-            self._fill(shards, waiting, device)
-        shards.prime()
-        return shards
-
-    def _fill(self, shards: ShardedModule, waiting: Mapping[str, Tensor], device: torch.device) -> None:
-        """Compute the tensors that `configure_model` has only announced, one by one, and keep this rank's shards."""
-        if self._deferred is None:
-            raise ConfigError(without_values(next(iter(waiting))))
-        shards.allocate(device)
-        for name, tensor in _tensors(shards.module):
-            if name in waiting:
-                value = self._deferred.value(waiting[name]).to(device)
-                dist.broadcast(value, 0)
-                with torch.no_grad():
-                    tensor.copy_(shard_like(value, tensor))
-        self._deferred = None
-
-    @property
-    def _ends_with_run(self) -> bool:
-        """Whether the ranks end with this run, after which a script goes on with the module."""
-        return self._strategy.launcher is not None
 
     @override
     def train(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -327,28 +276,5 @@ class ShardSync(GradientSync):
         # shards belong to their devices: `test` after `fit` goes on with them
         with replaced(shards.module, "cpu", lambda: shards.module):
             yield
-        if self._ends_with_run and not strategy.group.failed:
+        if self._placing.ends_with_run and not strategy.group.failed:
             shards.put_together(strategy.optimizers, strategy.is_global_zero)
-
-
-def part_names(module: nn.Module, shard: Shard) -> list[str]:
-    """The parts of a module that are gathered one by one."""
-    if not isinstance(shard, str):
-        return named_parts(module, shard)
-    return automatic_parts(module, [part.name for part in find_parts(module) if not part.loose])
-
-
-def _copies(trainer: pl.Trainer, module: pl.LightningModule) -> list[nn.Module]:
-    """The copies of the module that callbacks keep, such as those of a moving average."""
-    held = [value for callback in of_lightning.callbacks(trainer) for value in vars(callback).values()]
-    kept = [value for value in held if isinstance(value, nn.Module)]
-    modules = [value.module if isinstance(value, AveragedModel) else value for value in kept]
-    return [copy for copy in modules if copy is not module and _shapes(copy) == _shapes(module)]
-
-
-def _tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
-    return [*module.named_parameters(), *module.named_buffers()]
-
-
-def _shapes(module: nn.Module) -> dict[str, torch.Size]:
-    return {name: parameter.shape for name, parameter in module.named_parameters()}

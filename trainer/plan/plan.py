@@ -22,7 +22,7 @@ from ...strategies.core.private.of_torch import (
 )
 from ...strategies.fsdp import FSDPStrategy
 from ...strategies.model_parallel import ModelParallelStrategy
-from ...strategies.ranks.shard_sync import part_names
+from ...strategies.ranks.shard_placing import part_names
 from ...strategies.ranks.strategy import RankStrategy
 from ...strategies.registry import recompute_of
 from ..compare.compare import short_config
