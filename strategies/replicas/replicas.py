@@ -23,18 +23,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 from torchmetrics import MetricCollection
 
 from ..core.devices import broadcast_coalesced
-from ..core.errors import ConfigError
 from ..core.module_checks import is_metric
-from ..core.patching import HOOKS, hooks_of, take_hooks
-from ..core.private import of_torch
 from ._hidden_writes import HiddenWrites, is_shared
 from ._module_copy import ModuleCopy
 from ._seen import Seen
 from ._stand_in import StandIn
+from ._step_hooks import StepHooks
 
 
 class Replicas:
@@ -112,8 +109,9 @@ class Replicas:
             used: the replicas that have samples.
         """
         self._used = list(used)
-        self._next_hook = RemovableHandle.next_id
-        self._stand_in = StandIn(self._copies[used[0] - 1], self.devices[0]) if used[0] > 0 else None
+        copies = [self._copies[i - 1] for i in used if i > 0]
+        self._hooks = StepHooks(self._modules, self._named, copies, with_root=used[0] == 0)
+        self._stand_in = StandIn(copies[0], self.devices[0]) if used[0] > 0 else None
 
     def after_step(self) -> bool:
         """Note what the step did to the root; where it had no sample, take over what the step did to the first chunk's.
@@ -123,71 +121,22 @@ class Replicas:
         Returns:
             Whether the step registered hooks.
         """
-        registered = RemovableHandle.next_id > self._next_hook
-        if self._stand_in is not None and self.root.training:
-            with torch.inference_mode(False), torch.no_grad():
-                _broadcast(self._buffers(self._used[0]), [self._buffers(0)])
+        hooks, stand_in = self._hooks, self._stand_in
+        registered = hooks.are_registered
         if registered:
-            self._verify_hooks()
-        returned = registered and self._return_hooks()
-        if self._stand_in is not None:
-            self._stand_in.hand_over(everything=returned)
+            hooks.verify()
+        taken = hooks.take() if registered else []
+        if stand_in is not None:
+            if self.root.training:
+                with torch.inference_mode(False), torch.no_grad():
+                    _broadcast(self._buffers(self._used[0]), [self._buffers(0)])
+            stand_in.hand_over(everything=registered and stand_in.return_hooks(hooks.first, taken))
         if registered:
-            self._pair_hooks()
+            hooks.pair()
         for seen, module in zip(self._seen, self._modules, strict=True):
             seen.note_step(module)
         self._idle |= set(range(1, len(self))) - set(self._used)
         return registered
-
-    def _return_hooks(self) -> bool:
-        """Leave the hooks that the step registered on parameters to the root; where it had no sample, give it all."""
-        copies = self._used if self._stand_in is not None else self._used[1:]
-        taken = [self._taken(i) for i in copies]
-        for k in {k for own in taken for k in own}:
-            nums = [sum(map(len, own.get(k, ()))) for own in taken]
-            if self._stand_in is None:
-                nums.insert(0, sum(n >= self._next_hook for hooks in hooks_of(self._parameters[k]) for n in hooks))
-            # the root's see the gradients of all replicas, so that others may have none
-            self._verify_same(f"parameter {self._slots[k][1]}", [nums[0], *(n for n in nums if n > nums[0])])
-        if self._stand_in is None:
-            return False
-        own = self._parameter_copies[copies[0] - 1]
-        return self._stand_in.return_hooks(
-            self._next_hook, [(self._parameters[k], own[k], hooks) for k, hooks in taken[0].items()]
-        )
-
-    def _taken(self, i: int) -> dict[int, list[dict[int, Any]]]:
-        """Take away the hooks that the step registered on parameters of replica i; returns them by their indices."""
-        taken: dict[int, list[dict[int, Any]]] = {}
-        for k, parameter in enumerate(self._parameter_copies[i - 1]):
-            if of_torch.backward_hooks(parameter) or of_torch.post_accumulate_grad_hooks(parameter):
-                hooks = take_hooks(parameter, self._next_hook)
-                taken |= {k: hooks} if any(hooks) else {}
-        return taken
-
-    def _pair_hooks(self) -> None:
-        """Note which hooks of the copies belong to those that the step registered on the root."""
-        for module in self._modules:
-            for key in HOOKS:
-                added = [number for number in module.__dict__[key] if number >= self._next_hook]
-                for i in self._used[1:] if added else []:
-                    self._copies[i - 1].pair_hooks(module, key, added, self._next_hook)
-
-    def _verify_hooks(self) -> None:
-        """Refuse a step that has registered hooks on some replicas only: a part of the batch would miss them."""
-        for module in self._modules:
-            for key in HOOKS:
-                nums = [len(self.counterpart(i, module).__dict__[key]) for i in self._used]
-                self._verify_same(type(module).__name__, nums)
-
-    def _verify_same(self, name: str, nums: Sequence[int]) -> None:
-        other = next((num for num in nums if num != nums[0]), None)
-        if other is not None:
-            raise ConfigError(
-                f"After a step that registered hooks a {name} has {nums[0]} on one replica and {other} on another: "
-                "replicas share the lists and dictionaries that a module had before. Keep each handle in an attribute "
-                "of its own, or register hooks in __init__, setup or on_fit_start."
-            )
 
     def _make(self) -> None:
         self._copies = [
@@ -198,6 +147,7 @@ class Replicas:
         self._changed: set[int] = set()
         self._slots = list(_parameter_slots(self._modules))
         self._parameters: list[Any] = [module._parameters[name] for module, name in self._slots]
+        self._named = [(name, parameter) for (_, name), parameter in zip(self._slots, self._parameters, strict=True)]
         self._hidden_writes.close()
         self._hidden_writes = HiddenWrites(self._parameters)
         self._parameter_copies = [[copy.counterpart(p) for p in self._parameters] for copy in self._copies]
