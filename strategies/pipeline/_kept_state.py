@@ -2,9 +2,9 @@
 
 Micro-batches in threads call the same module in turns that change at every stage. What a step keeps there from one
 layer to the next (features that a forward hook collects, a loss that `forward` appends to a list, hooks that the step
-itself registers, parameters that `functional_call` swaps) would then be mixed. Such micro-batches run one after the
-other. So do those that are computed again in backward with the same random numbers (activation checkpointing of
-dropout), since all threads share one stream.
+itself registers, parameters that `functional_call` swaps, a flag or `requires_grad` that it sets for some calls) would
+then be mixed. Such micro-batches run one after the other. So do those that are computed again in backward with the same
+random numbers (activation checkpointing of dropout), since all threads share one stream.
 """
 
 from collections import deque
@@ -28,7 +28,7 @@ from ._recomputed_call import is_recomputing
 from .schedule import Phase
 
 _HOOKS = tuple(key for key in HOOKS if "state_dict" not in key)
-_LIGHTNING = LightningModule().__dict__.keys()
+_LIGHTNING = LightningModule().__dict__.keys() - {"training"}
 _READ: Any = getattr(Tensor.grad, "__get__")  # noqa: B009  # typed as the tensor that it returns
 
 
@@ -41,6 +41,7 @@ class KeptState:
     """
 
     def __init__(self, module: nn.Module, own_hooks: Collection[int]) -> None:
+        self._root = module
         self._modules = [
             part for part in module.modules() if not (is_metric(part) or isinstance(part, MetricCollection))
         ]
@@ -66,16 +67,15 @@ class KeptState:
 
     @contextmanager
     def _watching_step(self) -> Generator[None]:
-        before = [dict(part.__dict__) for part in self._modules]
+        before = {part: _state(part) for part in self._modules}
         versions = self._versions()
-        collections = [value for values in before for key, value in values.items() if _is_collection(key, value)]
+        collections = [value for held in before.values() for key, value in held.items() if _is_collection(key, value)]
         lengths = list(map(len, collections))
-        parameters = {part: _parameters(part) for part in self._modules}
         shares: list[bool] = []
 
         def look_at(part: nn.Module, *_: Any) -> None:
-            is_swapped = part in parameters and _parameters(part) != parameters[part]
-            shares.append(is_swapped or lengths != list(map(len, collections)))
+            is_set = any(_differ(before[one], _state(one)) for one in (self._root, part) if one in before)
+            shares.append(is_set or lengths != list(map(len, collections)))
 
         look = register_module_forward_hook(look_at)
         num_hooks = RemovableHandle.next_id
@@ -96,7 +96,7 @@ class KeptState:
         self.reads_gradients = reads is not None and reads.found
         self._draws = not torch.equal(random_state, get_rng_state())
         self._num_hooks = RemovableHandle.next_id
-        changed = any(_differ(old, part.__dict__) for old, part in zip(before, self._modules, strict=True))
+        changed = any(_differ(old, _state(part)) for part, old in before.items())
         changed |= versions != self._versions()
         draws_again = self._draws and any(saves)
         self.keeps_state = changed or any(shares) or self._num_hooks != num_hooks or self._has_hooks() or draws_again
@@ -143,9 +143,10 @@ class _GradientReads(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _parameters(part: nn.Module) -> list[int]:
-    """What tells whether `torch.func.functional_call` has put other tensors in the place of a module's parameters."""
-    return [id(parameter) for parameter in part.parameters(recurse=False)]
+def _state(part: nn.Module) -> dict[str, Any]:
+    """What a step may set for some calls of a part: attributes, children, parameters and whether these are trained."""
+    trained = {f"{name}.requires_grad": p.requires_grad for name, p in part.named_parameters(recurse=False)}
+    return {**part.__dict__, **part._modules, **part._parameters, **trained}
 
 
 def _is_collection(key: str, value: Any) -> bool:

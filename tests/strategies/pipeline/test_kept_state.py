@@ -113,13 +113,89 @@ class SwappingNet(Net):
         return cross_entropy(functional_call(self.net, halves, (x,)), y)
 
 
-@pytest.mark.parametrize("module", [HookedNet, HookedInStep, AppendingNet, CollectingNet, SwappingNet])
+class Scaled(nn.Module):
+    """A layer that does something else in evaluation mode, and while it is off."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_off = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x if self.is_off else x * (2 if self.training else 3)
+
+
+class SettingNet(Net):
+    """Sets something for its first call of the layers, and sets it back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(4, 6), Scaled(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3), Scaled())
+        self.other = nn.Linear(6, 3)
+        self.is_halved = False
+
+    def set_for_a_call(self, is_set: bool) -> None:
+        raise NotImplementedError
+
+    def scores(self, x: Tensor) -> Tensor:
+        return self.net(x) / (2 if self.is_halved else 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = self.read(batch)
+        self.set_for_a_call(True)
+        first = self.scores(x)
+        self.set_for_a_call(False)
+        return cross_entropy(self.scores(x), y) + first.square().mean() + self.other.weight.square().mean()
+
+
+class FlagNet(SettingNet):
+    """Switches its layers off for a call, as adapters are for the reference of preference optimization."""
+
+    def set_for_a_call(self, is_set: bool) -> None:
+        self.net[1].is_off = self.net[5].is_off = is_set
+
+
+class OwnFlagNet(SettingNet):
+    """Sets a flag on the module itself."""
+
+    def set_for_a_call(self, is_set: bool) -> None:
+        self.is_halved = is_set
+
+
+class EvaluatingNet(SettingNet):
+    """Calls its layers in evaluation mode first."""
+
+    def set_for_a_call(self, is_set: bool) -> None:
+        self.net.train(not is_set)
+
+
+class FreezingNet(SettingNet):
+    """Goes through frozen layers first, as the generator's loss goes through a discriminator."""
+
+    def set_for_a_call(self, is_set: bool) -> None:
+        self.net.requires_grad_(not is_set)
+        self.net[0].requires_grad_()
+
+
+class ExchangingNet(SettingNet):
+    """Puts another layer in a place for a call."""
+
+    def set_for_a_call(self, is_set: bool) -> None:
+        self.net[4], self.other = self.other, self.net[4]
+
+
+TWICE = pytest.mark.filterwarnings("ignore:A stage is used before the previous one")  # the layers are called twice
+SETTING = [FlagNet, OwnFlagNet, EvaluatingNet, FreezingNet, ExchangingNet]
+
+
+@TWICE
+@pytest.mark.parametrize("module", [HookedNet, HookedInStep, AppendingNet, CollectingNet, SwappingNet, *SETTING])
 def test_what_a_step_keeps_on_the_module_stays_its_micro_batch_s(module: type[Net]) -> None:
     case = Case(module)
     assert_equal(run(case, Threads(num_microbatches=3), devices=2), baseline(case), 1e-10)
 
 
-@pytest.mark.parametrize(("module", "keeps"), [(Net, False), (SwappingNet, True)])
+@TWICE
+@pytest.mark.parametrize(("module", "keeps"), [(Net, False), *((one, True) for one in (SwappingNet, *SETTING))])
 def test_a_module_that_keeps_nothing_uses_threads_from_the_second_step_on(module: type[Net], keeps: bool) -> None:
     found: list[tuple[bool, bool]] = []
 
