@@ -148,8 +148,8 @@ class GradientSync:
         self.sync_buffers()
         return step(*args, **kwargs)
 
-    def evaluating(self) -> AbstractContextManager[Any]:
-        """Run a step of evaluation inside the block."""
+    def evaluating(self, step: str) -> AbstractContextManager[Any]:
+        """Run a step of evaluation of this name inside the block."""
         return nullcontext()
 
     def accumulating(self, seen: bool) -> AbstractContextManager[Any]:

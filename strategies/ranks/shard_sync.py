@@ -101,7 +101,7 @@ class ShardSync(GradientSync):
             originals.verify_unheld((module, *of_lightning.callbacks(trainer)))
             verify_optimizers(strategy.optimizers)
             self._late = LateParameters(module)
-            self._part_calls = PartCalls(module, self._shards.group, strategy.root_device, gather_rows)
+        self._part_calls = PartCalls(module, self._shards.group, strategy.root_device, gather_rows)
         strategy.setup_precision_plugin()
         self._calls = WholeCalls(self._shards, agreement.note)
         self._shards.note_writes(self._note_write)
@@ -126,8 +126,11 @@ class ShardSync(GradientSync):
         if self._late is not None:
             self._late.verify()
         self.sync_buffers()
-        by_parts = nullcontext() if self._part_calls is None else self._part_calls.step()
-        with self.shards.step(backward_follows=self._strategy.module.automatic_optimization), by_parts:
+        assert self._part_calls is not None
+        with (
+            self.shards.step(backward_follows=self._strategy.module.automatic_optimization),
+            self._part_calls.step("training_step"),
+        ):
             output = step(*args, **kwargs)
             if not self._strategy.contract.states.has_ended:
                 self.shards.note_open_writes()
@@ -135,8 +138,11 @@ class ShardSync(GradientSync):
         return output
 
     @override
-    def evaluating(self) -> AbstractContextManager[Any]:
-        return self.shards.step(backward_follows=False)
+    @contextmanager
+    def evaluating(self, step: str) -> Generator[None]:
+        assert self._part_calls is not None
+        with self.shards.step(backward_follows=False), self._part_calls.step(step):
+            yield
 
     @override
     def sync_buffers(self) -> None:

@@ -223,7 +223,7 @@ class RankStep(StepContract):
     def evaluate(self, step: str, context: Callable[[], AbstractContextManager[Any]], *args: Any, **kwargs: Any) -> Any:
         """Run a step of evaluation, in a context of the precision plugin."""
         strategy = self._strategy
-        with strategy.sync.evaluating(), context():
+        with strategy.sync.evaluating(step), context():
             if not self.stands_in():
                 return strategy.layout.step(step, *args, **kwargs)
             assert self.metrics is not None

@@ -3,6 +3,7 @@
 Each call gathers the part from all ranks. If they gather different parts, gloo ends a process by SIGABRT, or all wait.
 """
 
+from collections import Counter
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from functools import partial
@@ -12,16 +13,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.utils.hooks import RemovableHandle
 
 from .refusals import refuse_other_calls
 
 _WATCHED_STEPS = 8
-"""Training steps whose calls are compared: what a step decides at random mostly differs in one of them."""
+"""Steps of each kind whose calls are compared: what a step decides at random mostly differs in one of them."""
 _END = -1
 
 
 class PartCalls:
-    """Compares call by call, in a run's first training steps, which parts the ranks call.
+    """Compares call by call, in a run's first steps of each kind, which parts the ranks call.
 
     Args:
         module: the module, cut over the ranks.
@@ -38,20 +40,25 @@ class PartCalls:
         gather: Callable[[Tensor, dist.ProcessGroup], Tensor],
     ) -> None:
         parts = [named for named in module.named_modules() if named[0] and isinstance(named[1], FSDPModule)]
-        self._names, self._device = [*(name for name, _ in parts), "the end of the step"], device
-        self._group, self._gather, self._num_steps, self._in_step = group, gather, 0, False
-        compare: Any = torch.compiler.disable(self._compare)
-        self._handles = [
-            part.register_forward_pre_hook(partial(compare, i), prepend=True) for i, (_, part) in enumerate(parts)
-        ]
+        self._parts, self._names = [part for _, part in parts], [*(name for name, _ in parts), "the end of the step"]
+        self._device, self._group, self._gather = device, group, gather
+        self._num_steps = Counter[str]()
+        self._watched = ""
+        self._in_step = False
+        self._handles: list[RemovableHandle] = []
 
     @contextmanager
-    def step(self) -> Generator[None]:
-        """Watch a training step inside the block; every rank must call it.
+    def step(self, name: str) -> Generator[None]:
+        """Watch a step inside the block; every rank must call it.
+
+        Args:
+            name: of the step (`training_step`).
 
         Raises:
             ConfigError: ranks call different parts; the message names them.
         """
+        if name != self._watched:
+            self._watch(name)
         if not self._handles:
             yield
             return
@@ -61,16 +68,27 @@ class PartCalls:
             self._compare(_END)
         finally:
             self._in_step = False
-        self._num_steps += 1
-        if self._num_steps == _WATCHED_STEPS:
+        self._num_steps[name] += 1
+        if self._num_steps[name] == _WATCHED_STEPS:
             self.close()
+
+    def _watch(self, name: str) -> None:
+        """Have the parts called by steps of another kind compared, unless enough have been."""
+        self.close()
+        self._watched = name
+        if self._num_steps[name] < _WATCHED_STEPS:
+            compare: Any = torch.compiler.disable(self._compare)
+            self._handles = [
+                part.register_forward_pre_hook(partial(compare, i), prepend=True) for i, part in enumerate(self._parts)
+            ]
 
     def _compare(self, number: int, *_: Any) -> None:
         if self._in_step:
             numbers = self._gather(torch.tensor([number], device=self._device), self._group).flatten().tolist()
             if len(set(numbers)) > 1:
                 ranks = dist.get_process_group_ranks(self._group)
-                refuse_other_calls({rank: self._names[one] for rank, one in zip(ranks, numbers, strict=True)})
+                calls = {rank: self._names[one] for rank, one in zip(ranks, numbers, strict=True)}
+                refuse_other_calls(self._watched, calls)
 
     def close(self) -> None:
         """Watch no more."""

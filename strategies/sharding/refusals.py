@@ -64,11 +64,11 @@ def refuse_unreduced(names: Sequence[str]) -> None:
         )
 
 
-def refuse_other_calls(called: Mapping[int, str]) -> None:
+def refuse_other_calls(step: str, called: Mapping[int, str]) -> None:
     """Refuse a step in which ranks call different parts, of which these are the next ones by rank."""
     told = ", ".join(f"rank {rank} {name}" for rank, name in called.items())
     raise ConfigError(
-        f"fsdp: ranks call other parts of the module in training_step, or one more often than another (next: {told}). "
+        f"fsdp: ranks call other parts of the module in {step}, or one more often than another (next: {told}). "
         "Each call gathers the part from all of them. Let them decide alike (by random numbers of one seed, not by "
         "their samples), or set strategy.shard=[], which gathers all once for the step."
     )

@@ -60,6 +60,40 @@ def test_ranks_that_call_other_parts_are_refused_with_what_each_calls() -> None:
         assert gathered_once == alike == ("", 12)
 
 
+class RepeatsInEvaluation(Repeats):
+    """Calls the layers so in evaluation only."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.last(self.again(self.first(batch[0]))).square().mean()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        super().training_step(batch, batch_idx)
+
+    predict_step = validation_step
+
+
+def _evaluated(call: str, *args: Any) -> str:
+    trainer = quiet_trainer(FSDPStrategy(SHARD, batch_size_is="global", timeout_s=60), 2, max_epochs=2)
+    try:  # in the second batch, of the ninth and later steps of training
+        getattr(trainer, call)(RepeatsInEvaluation({(1, 1): 2}), *args)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def _all_evaluated() -> list[str]:
+    loader, long = DataLoader(Numbered(8), 4), DataLoader(Numbered(48), 4)
+    return [_evaluated("fit", long, loader), _evaluated("validate", loader), _evaluated("predict", loader)]
+
+
+def test_evaluating_ranks_that_call_other_parts_are_refused_too() -> None:
+    # Cause: only steps of training were watched; gloo ended a rank by SIGABRT in Lightning's sanity check.
+    for fit, validate, predict in run_ranks(_all_evaluated, 2, timeout_s=120):
+        assert "other parts of the module in validation_step" in fit
+        assert "(next: rank 0 the end of the step, rank 1 again)" in validate
+        assert "other parts of the module in predict_step" in predict
+
+
 class Adapts(Repeats):
     """A step of MAML: the loss of weights after a step of gradient descent."""
 
