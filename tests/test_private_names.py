@@ -490,6 +490,9 @@ def test_names_of_torch_do_what_they_are_read_for(tmp_path: Path) -> None:
     assert of_torch.schema(torch.ops.aten.add_.Tensor).is_mutable
     assert not of_torch.schema(torch.ops.aten.add.Tensor).is_mutable
     assert torch.ops.aten._local_scalar_dense is of_torch.local_scalar_dense
+    in_transform = list[bool]()
+    torch.func.vmap(lambda row: (in_transform.append(of_torch.transforms_active()), row)[1])(torch.ones(1))
+    assert (in_transform, of_torch.transforms_active()) == ([True], False)
 
     layer = nn.Linear(1, 1)
     hook = layer.register_forward_pre_hook(lambda module, args: None)

@@ -4,7 +4,8 @@ Micro-batches in threads call the same module in turns that change at every stag
 layer to the next (features that a forward hook collects, a loss that `forward` appends to a list, hooks that the step
 itself registers, parameters that `functional_call` swaps, a flag or `requires_grad` that it sets for some calls) would
 then be mixed. Such micro-batches run one after the other. So do those that are computed again in backward with the same
-random numbers (activation checkpointing of dropout), since all threads share one stream.
+random numbers (activation checkpointing of dropout), since all threads share one stream, and those that differentiate
+forward, whose levels all threads share, or call layers in transforms of `torch.func`, in which turns can't change.
 """
 
 from collections import deque
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 from pytorch_lightning import LightningModule
 from torch import Tensor, get_rng_state, nn
+from torch.autograd import forward_ad
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
@@ -23,7 +25,7 @@ from typing_extensions import override
 
 from ..core.module_checks import is_compiled, is_metric
 from ..core.patching import HOOKS, replaced
-from ..core.private.of_torch import BatchNorm
+from ..core.private import of_torch
 from ._recomputed_call import is_recomputing
 from .schedule import Phase
 
@@ -75,11 +77,17 @@ class KeptState:
 
         def look_at(part: nn.Module, *_: Any) -> None:
             is_set = any(_differ(before[one], _state(one)) for one in (self._root, part) if one in before)
-            shares.append(is_set or lengths != list(map(len, collections)))
+            shares.append(is_set or lengths != list(map(len, collections)) or of_torch.transforms_active())
 
         look = register_module_forward_hook(look_at)
         num_hooks = RemovableHandle.next_id
         random_state, saves = get_rng_state(), list[bool]()
+
+        enter_level = forward_ad.enter_dual_level
+
+        def entered() -> int:
+            shares.append(True)
+            return enter_level()
 
         def saved() -> Tensor:  # `torch.utils.checkpoint` does, to draw the same numbers again
             saves.append(True)
@@ -88,6 +96,7 @@ class KeptState:
         try:
             with (
                 replaced(torch, "get_rng_state", saved),
+                replaced(forward_ad, "enter_dual_level", entered),
                 nullcontext() if self._is_compiled else _GradientReads() as reads,
             ):
                 yield
@@ -122,7 +131,7 @@ class KeptState:
 
     def _versions(self) -> list[tuple[int, int]]:
         """What tells whether buffers are written to, but for BatchNorm's, which each micro-batch updates."""
-        parts = [part for part in self._modules if not isinstance(part, BatchNorm)]
+        parts = [part for part in self._modules if not isinstance(part, of_torch.BatchNorm)]
         return [(id(b), b._version) for part in parts for b in part.buffers(recurse=False) if not b.is_inference()]
 
     def _has_hooks(self) -> bool:

@@ -48,6 +48,7 @@ StorageWeakRef = reductions.StorageWeakRef
 make_wrapper_subclass = attrgetter("_make_wrapper_subclass")
 is_dispatch_key_excluded: Any = torch._C._dispatch_tls_is_dispatch_key_excluded
 DisableTorchFunctionSubclass = torch._C.DisableTorchFunctionSubclass
+transforms_active: Any = torch._C._are_functorch_transforms_active
 local_scalar_dense: Any = torch.ops.aten._local_scalar_dense
 schema = attrgetter("_schema")
 input_metadata = attrgetter("_input_metadata")

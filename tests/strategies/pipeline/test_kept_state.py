@@ -10,8 +10,16 @@ import torch
 from parity import Case, Net, assert_equal, baseline, run
 from plans import Threads
 from torch import Tensor, nn
-from torch.func import functional_call
+from torch.autograd import forward_ad
+from torch.func import functional_call, grad, vmap
 from torch.nn.functional import cross_entropy
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:A stage is used before the previous one"),  # some call their layers twice
+    pytest.mark.filterwarnings(
+        "ignore:.torch.jit.script. is deprecated"
+    ),  # torch's own, where it differentiates forward
+]
 
 
 class HookedNet(Net):
@@ -183,19 +191,41 @@ class ExchangingNet(SettingNet):
         self.net[4], self.other = self.other, self.net[4]
 
 
-TWICE = pytest.mark.filterwarnings("ignore:A stage is used before the previous one")  # the layers are called twice
+class TransformingNet(Net):
+    """Has gradients by its input in its loss, which `torch.func` computes sample by sample."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = self.read(batch)
+        by_input = vmap(grad(lambda sample: self.net(sample).square().sum()))(x)
+        return cross_entropy(self.net(x), y) + by_input.square().mean()
+
+
+class ForwardNet(Net):
+    """Has derivatives in one direction in its loss, computed forward."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = self.read(batch)
+        with forward_ad.dual_level():
+            scores, along = forward_ad.unpack_dual(self.net(forward_ad.make_dual(x, torch.ones_like(x))))
+        assert along is not None
+        return cross_entropy(scores, y) + along.square().mean()
+
+
+DIFFERENTIATING = [TransformingNet, ForwardNet]
 SETTING = [FlagNet, OwnFlagNet, EvaluatingNet, FreezingNet, ExchangingNet]
 
 
-@TWICE
-@pytest.mark.parametrize("module", [HookedNet, HookedInStep, AppendingNet, CollectingNet, SwappingNet, *SETTING])
+@pytest.mark.parametrize(
+    "module", [HookedNet, HookedInStep, AppendingNet, CollectingNet, SwappingNet, *SETTING, *DIFFERENTIATING]
+)
 def test_what_a_step_keeps_on_the_module_stays_its_micro_batch_s(module: type[Net]) -> None:
     case = Case(module)
     assert_equal(run(case, Threads(num_microbatches=3), devices=2), baseline(case), 1e-10)
 
 
-@TWICE
-@pytest.mark.parametrize(("module", "keeps"), [(Net, False), *((one, True) for one in (SwappingNet, *SETTING))])
+@pytest.mark.parametrize(
+    ("module", "keeps"), [(Net, False), *((one, True) for one in (SwappingNet, *SETTING, *DIFFERENTIATING))]
+)
 def test_a_module_that_keeps_nothing_uses_threads_from_the_second_step_on(module: type[Net], keeps: bool) -> None:
     found: list[tuple[bool, bool]] = []
 
