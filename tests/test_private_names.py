@@ -493,6 +493,9 @@ def test_names_of_torch_do_what_they_are_read_for(tmp_path: Path) -> None:
     in_transform = list[bool]()
     torch.func.vmap(lambda row: (in_transform.append(of_torch.transforms_active()), row)[1])(torch.ones(1))
     assert (in_transform, of_torch.transforms_active()) == ([True], False)
+    with torch.nn.utils.parametrize.cached():
+        assert of_torch.parametrizations_are_cached()
+    assert not of_torch.parametrizations_are_cached()
 
     layer = nn.Linear(1, 1)
     hook = layer.register_forward_pre_hook(lambda module, args: None)

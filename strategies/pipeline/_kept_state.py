@@ -5,7 +5,8 @@ layer to the next (features that a forward hook collects, a loss that `forward` 
 itself registers, parameters that `functional_call` swaps, a flag or `requires_grad` that it sets for some calls) would
 then be mixed. Such micro-batches run one after the other. So do those that are computed again in backward with the same
 random numbers (activation checkpointing of dropout), since all threads share one stream, and those that differentiate
-forward, whose levels all threads share, or call layers in transforms of `torch.func`, in which turns can't change.
+forward, whose levels all threads share as they do cached parametrizations, or call layers in transforms of
+`torch.func`, in which turns can't change.
 """
 
 from collections import deque
@@ -77,7 +78,8 @@ class KeptState:
 
         def look_at(part: nn.Module, *_: Any) -> None:
             is_set = any(_differ(before[one], _state(one)) for one in (self._root, part) if one in before)
-            shares.append(is_set or lengths != list(map(len, collections)) or of_torch.transforms_active())
+            is_shared = of_torch.transforms_active() or of_torch.parametrizations_are_cached()
+            shares.append(is_set or is_shared or lengths != list(map(len, collections)))
 
         look = register_module_forward_hook(look_at)
         num_hooks = RemovableHandle.next_id

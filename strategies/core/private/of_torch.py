@@ -15,6 +15,7 @@ from torch._subclasses import fake_tensor
 from torch.distributed import utils as distributed_utils
 from torch.multiprocessing import reductions
 from torch.nn.modules import batchnorm, dropout
+from torch.nn.utils import parametrize
 from torch.utils import _python_dispatch, _pytree
 from torch.utils.data._utils import worker
 
@@ -53,6 +54,11 @@ local_scalar_dense: Any = torch.ops.aten._local_scalar_dense
 schema = attrgetter("_schema")
 input_metadata = attrgetter("_input_metadata")
 """Of a node of autograd: shapes of what its operation has computed."""
+
+
+def parametrizations_are_cached() -> bool:
+    """Whether `torch.nn.utils.parametrize.cached()` is open, in any thread."""
+    return bool(parametrize._cache_enabled)
 
 
 def storage_use_count(storage: Any) -> int:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.func import functional_call, grad, vmap
 from torch.nn.functional import cross_entropy
+from torch.nn.utils import parametrize
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:A stage is used before the previous one"),  # some call their layers twice
@@ -200,6 +201,26 @@ class TransformingNet(Net):
         return cross_entropy(self.net(x), y) + by_input.square().mean()
 
 
+class Squared(nn.Module):
+    """A weight from a parameter of which the backward pass needs the values."""
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight.square()
+
+
+class CachingNet(Net):
+    """Computes its parametrized weights once per step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for layer in (self.net[0], self.net[2]):
+            parametrize.register_parametrization(layer, "weight", Squared())
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        with parametrize.cached():
+            return super().training_step(batch, batch_idx)
+
+
 class ForwardNet(Net):
     """Has derivatives in one direction in its loss, computed forward."""
 
@@ -211,12 +232,12 @@ class ForwardNet(Net):
         return cross_entropy(scores, y) + along.square().mean()
 
 
-DIFFERENTIATING = [TransformingNet, ForwardNet]
+SHARING = [TransformingNet, ForwardNet, CachingNet]
 SETTING = [FlagNet, OwnFlagNet, EvaluatingNet, FreezingNet, ExchangingNet]
 
 
 @pytest.mark.parametrize(
-    "module", [HookedNet, HookedInStep, AppendingNet, CollectingNet, SwappingNet, *SETTING, *DIFFERENTIATING]
+    "module", [HookedNet, HookedInStep, AppendingNet, CollectingNet, SwappingNet, *SETTING, *SHARING]
 )
 def test_what_a_step_keeps_on_the_module_stays_its_micro_batch_s(module: type[Net]) -> None:
     case = Case(module)
@@ -224,7 +245,7 @@ def test_what_a_step_keeps_on_the_module_stays_its_micro_batch_s(module: type[Ne
 
 
 @pytest.mark.parametrize(
-    ("module", "keeps"), [(Net, False), *((one, True) for one in (SwappingNet, *SETTING, *DIFFERENTIATING))]
+    ("module", "keeps"), [(Net, False), *((one, True) for one in (SwappingNet, *SETTING, *SHARING))]
 )
 def test_a_module_that_keeps_nothing_uses_threads_from_the_second_step_on(module: type[Net], keeps: bool) -> None:
     found: list[tuple[bool, bool]] = []
