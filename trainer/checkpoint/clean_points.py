@@ -249,8 +249,8 @@ class ResumingFitLoop(FitLoop):
             verify_states(stateful, self._combined_loader_states_to_load)
         if self._resuming_from_checkpoint and self.resumed.point is None:
             self.update_restart_stage()
-            ended = self.epoch_loop.restarted_on_train_batch_end and self.epoch_loop.batch_progress.is_last_batch
-            if ended:  # Lightning goes on with the next epoch
+            ended = self.epoch_loop.restarted_on_train_batch_end or self.resumed_on_epoch_end
+            if ended and self.epoch_loop.batch_progress.is_last_batch:  # Lightning goes on with the next epoch
                 self.begins_epoch, self._combined_loader_states_to_load = True, []
         super()._load_combined_loader_states()
 

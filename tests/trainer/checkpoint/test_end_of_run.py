@@ -246,7 +246,8 @@ def test_what_lightnings_callback_saved_after_any_batch_goes_on_with_the_next(
         return module
 
     saver = ModelCheckpoint(tmp_path, "{step}-{epoch}", every_n_train_steps=1, save_top_k=-1)
-    whole = fit(None, saver)
+    of_epochs = ModelCheckpoint(tmp_path / "epochs", save_top_k=-1, save_on_train_epoch_end=True)
+    whole = fit(None, saver, of_epochs)
     assert len(whole.seen) == 24
     saved = sorted(tmp_path.glob("*.ckpt"), key=lambda path: int(path.name.split("-")[0].partition("=")[2]))
     lefts: list[int] = []
@@ -259,6 +260,9 @@ def test_what_lightnings_callback_saved_after_any_batch_goes_on_with_the_next(
     per_epoch = -(-4 // accumulate)  # steps
     batches = [4 * (i // per_epoch) + min(accumulate * (i % per_epoch + 1), 4) for i in range(3 * per_epoch)]
     assert lefts == [24 - 2 * num for num in batches]
+    for path in (tmp_path / "epochs").glob("*.ckpt"):  # saved before Lightning has cleared what the epoch logged
+        resumed = fit(str(path))
+        assert resumed.means == whole.means[3 - len(resumed.means) :], path.name
 
 
 @pytest.mark.parametrize("steps", [6, 8, 12])
