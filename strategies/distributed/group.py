@@ -112,6 +112,8 @@ class RankGroup:
         return cast(Work, dist.all_reduce(values, group=self._side, async_op=True))
 
     def _on_signal(self, signum: int, _: object) -> None:
+        if self.failed:
+            return  # it is ending, and its error says why; others may have been told so by now, and sent the signal
         if self.coordinator is None or self.trainer is None or self.trainer.state.fn != TrainerFn.FITTING:
             raise SIGTERMException
         self.coordinator.stop_agreement.request(signum)
