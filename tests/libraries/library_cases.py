@@ -16,6 +16,8 @@ from torch.utils.data import DataLoader, Dataset, dataloader
 Made = tuple[Any, dict[str, Any]]
 NUM_SAMPLES = 11
 
+vars(dataloader).setdefault("T_co", TypeVar("T_co", covariant=True))  # schnetpack imports it; torch had it
+
 
 def generator(seed: int = 3) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
@@ -264,7 +266,6 @@ def deeptab() -> Made:
 
 def schnetpack() -> Made:
     """A potential of SchNetPack with forces; its batches are dicts of all atoms and all pairs, in a row."""
-    vars(dataloader).setdefault("T_co", TypeVar("T_co", covariant=True))  # schnetpack 2.2.0 imports it; torch had it
     package, task = importlib.import_module("schnetpack"), importlib.import_module("schnetpack.task")
     atomistic, metrics = importlib.import_module("schnetpack.atomistic"), importlib.import_module("torchmetrics")
     keys = importlib.import_module("schnetpack.properties")
