@@ -7,7 +7,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import pytorch_lightning as pl
 from pytorch_lightning.loggers import TensorBoardLogger
-from pytorch_lightning.loggers.logger import DummyLogger
+from pytorch_lightning.loggers.csv_logs import ExperimentWriter
 from tensorboard.compat.proto import event_pb2 as event_pb2_module
 
 from ...strategies.core.private import of_lightning, of_torch
@@ -67,9 +67,9 @@ def withdraw_later_points(trainer: pl.Trainer) -> None:
 
 def _files(trainer: Any) -> list[RowsFile]:
     logs = trainer.loggers if trainer.is_global_zero else []
-    # that of `fast_dev_run` has any attribute
-    found = [getattr(log, EXPERIMENT, None) for log in logs if not isinstance(log, DummyLogger)]
-    return [file for file in found if isinstance(file, RowsFile)]
+    found = [getattr(log, EXPERIMENT, None) for log in logs]
+    # by its class too: that of `fast_dev_run`, or a tracker's that is switched off, has any attribute
+    return [file for file in found if isinstance(file, ExperimentWriter) and isinstance(file, RowsFile)]
 
 
 def _name(file: RowsFile) -> str:

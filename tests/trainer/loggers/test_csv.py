@@ -5,12 +5,14 @@ import os
 import signal
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import pytorch_lightning as pl
 import torch
 import warm_python
 from launching import running
+from pytorch_lightning.demos.boring_classes import BoringModel
 from pytorch_lightning.loggers import CSVLogger as LightningsCSVLogger
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -167,3 +169,22 @@ def test_a_new_column_leaves_the_file_whole_whenever_the_process_ends(
     with pytest.raises(KeyboardInterrupt):
         file.save()
     assert (tmp_path / "metrics.csv").read_text().split() == ["loss,step", "0.5,0"]
+
+
+class SwitchedOff(pl.loggers.logger.Logger):
+    """A tracker that is switched off: its experiment takes every call, and has every attribute."""
+
+    name = version = "off"
+    experiment = _experiment = Mock()  # as loggers of Lightning keep it
+
+    def log_metrics(self, metrics: Any, step: int | None = None) -> None:
+        pass
+
+    def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
+        pass
+
+
+def test_an_experiment_that_has_every_attribute_is_no_file_of_rows() -> None:
+    trainer = Trainer(logger=SwitchedOff(), max_steps=2, enable_checkpointing=False, enable_progress_bar=False)
+    trainer.fit(BoringModel())
+    assert trainer.global_step == 2
