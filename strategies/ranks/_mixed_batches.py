@@ -101,22 +101,30 @@ def _are_alike(batch: Batch, other: Batch) -> bool:
 
 def _is_mixed(values: Tensor, others: Tensor, num: int) -> bool:
     """Whether more than one of `num` samples has changed, whichever dimension is that of samples."""
-    if values.shape != others.shape or not values.numel():
+    if values.shape != others.shape or not values.numel() or _are_joined(values, others, num):
         return False
     dims = [dim for dim, size in enumerate(values.shape) if not size % num]
     return bool(dims) and num > 1 and all(
-        _num_new(values.movedim(dim, 0), others.movedim(dim, 0)) > values.shape[dim] // num for dim in dims
+        len(_new_rows(values.movedim(dim, 0), others.movedim(dim, 0))) > values.shape[dim] // num for dim in dims
     )  # fmt: skip
 
 
-def _num_new(values: Tensor, others: Tensor) -> int:
-    """Count the rows of a tensor that another one has nowhere: collate functions may sort samples."""
+def _are_joined(values: Tensor, others: Tensor, num: int) -> bool:
+    """Whether samples of several rows each, such as the nodes of graphs, seem to follow one another."""
+    new = _new_rows(values, others)
+    if len(values) == num or len(new) == len(values):
+        return False
+    return bool(len(values) % num) or new == list(range(len(values) - len(new), len(values)))  # of the last sample
+
+
+def _new_rows(values: Tensor, others: Tensor) -> list[int]:
+    """The rows of a tensor that another one has nowhere: collate functions may sort samples."""
     small = _tolerance(values)
     values, others = (rows.detach().reshape(len(rows), -1).double().nan_to_num() for rows in (values, others))
-    changed = values[(values - others).abs().amax(1) > small]
+    changed = ((values - others).abs().amax(1) > small).nonzero().flatten().tolist()
     if len(changed) * math.prod(others.shape) > _MOST_ELEMENTS:
-        return 0
-    return sum(bool((others - row).abs().amax(1).min() > small) for row in changed)
+        return []
+    return [row for row in changed if (others - values[row]).abs().amax(1).min() > small]
 
 
 def _tolerance(values: Tensor) -> float:

@@ -62,6 +62,18 @@ def drawn_in_time(samples: list[Any]) -> Any:
     return (x + torch.randn_like(x)).T, y
 
 
+def joined(*nums: int) -> Callable[[list[Any]], Any]:
+    """Join samples of several rows each, such as the nodes of graphs, one after the other."""
+
+    def collate(samples: list[Any]) -> Any:
+        rows = [
+            x.expand(num, 16) * torch.arange(1.0, 1 + num)[:, None] for (x, _), num in zip(samples, nums, strict=False)
+        ]
+        return torch.cat(rows), torch.tensor(nums[: len(samples)])
+
+    return collate
+
+
 def collating(function: Callable[[Tensor], Any]) -> Callable[[list[Any]], Any]:
     def collate(samples: list[Any]) -> Any:
         x, y = default_collate(samples)
@@ -123,6 +135,7 @@ def test_hooks_that_mix_samples_are_refused() -> None:
 
 def _told_of_collates() -> Any:
     others = {"by length": by_length, "in time": drawn_in_time}
+    others |= {"16 nodes": joined(1, 1, 1, 1, 1, 2, 4, 5), "17 nodes": joined(1, 1, 1, 1, 2, 2, 4, 5)}
     collates = others | {name: collating(function) for name, function in (APART | MIXED).items()}
     return {name: told(ddp(), Taught(), collate) for name, collate in collates.items()}
 
