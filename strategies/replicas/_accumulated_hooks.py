@@ -6,20 +6,24 @@ register_post_accumulate_grad_hook   what is accumulated
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from ..core.private import of_torch
 
-_Hooks = dict[Any, Callable[[Tensor], Any]]
+_Hooks: TypeAlias = dict[int, Callable[[Tensor], Any]]
+
+_TAKING = -1
+"""The number, among the hooks of a parameter, of what takes the gradients of parts."""
 
 
 class AccumulatedHooks:
     """Holds back the hooks of the root's parameters until its gradients are summed.
 
-    The root is a replica itself: its backward pass would call them with the gradients of its chunk.
+    The root is a replica itself: its backward pass would call them with the gradients of its chunk. Each leaves
+    something in its place, so that a step may remove it.
 
     Args:
         parameters: of the root.
@@ -27,49 +31,54 @@ class AccumulatedHooks:
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         self._parameters = parameters
-        self._held: list[tuple[Tensor, _Hooks, _Hooks]] = []
-        self._added: list[tuple[Tensor, _Hooks, _Hooks, list[Tensor]]] = []
+        self._held: list[tuple[_Hooks, _Hooks]] = []
+        self._accumulated: list[tuple[Tensor, _Hooks]] = []
+        self._added: list[tuple[Tensor, _Hooks, list[Tensor]]] = []
 
     def hold(self) -> None:
         """Have no backward pass call them, until `restore`."""
-        taken = {id(parameter): parts for parameter, _, _, parts in self._added}
+        taken = {id(parameter): parts for parameter, _, parts in self._added}
         self.restore()
         for parameter in self._parameters:
             if hooks := of_torch.post_accumulate_grad_hooks(parameter):
-                self._held.append((parameter, hooks, dict(hooks)))
-                hooks.clear()  # torch keeps this dict: to set None instead has no effect
+                self._accumulated.append((parameter, hooks))
+                self._leave_places(hooks)
             if hooks := of_torch.backward_hooks(parameter):
                 parts = taken.get(id(parameter), [])
-                self._added.append((parameter, hooks, dict(hooks), parts))
-                hooks.clear()
+                self._added.append((parameter, hooks, parts))
+                self._leave_places(hooks)
                 hooks[_TAKING] = partial(_take, parts)
 
+    def _leave_places(self, hooks: _Hooks) -> None:
+        self._held.append((hooks, dict(hooks)))
+        for number in hooks:
+            hooks[number] = _nothing
+
     def restore(self) -> None:
-        """Have backward passes call them again."""
-        for _, hooks, kept in (*self._held, *(entry[:3] for entry in self._added)):
-            later = dict(hooks)
-            later.pop(_TAKING, None)
-            hooks.clear()
-            hooks.update(kept | later)
+        """Have backward passes call them again, but for those that were removed."""
+        for hooks, kept in self._held:
+            hooks.pop(_TAKING, None)
+            hooks.update({number: hook for number, hook in kept.items() if number in hooks})
         self._held.clear()
+        self._accumulated.clear()
         self._added.clear()
 
     def call(self) -> None:
         """Call those that were held back, for the parameters that have a gradient."""
-        held, added = list(self._held), list(self._added)
+        accumulated, added = list(self._accumulated), list(self._added)
         self.restore()
         with torch.no_grad():  # as in a backward pass
-            for parameter, hooks, _, parts in added:
+            for parameter, hooks, parts in added:
                 if parts:
                     _add(parameter, hooks, parts)
-            for parameter, _, kept in held:
-                for hook in kept.values():
+            for parameter, hooks in accumulated:
+                for hook in tuple(hooks.values()):
                     if parameter.grad is not None:
                         hook(parameter)
 
 
-_TAKING = "taking"
-"""The key, among the hooks of a parameter, of what takes the gradients of parts."""
+def _nothing(tensor: Tensor) -> None:
+    """Stand in the place of a hook."""
 
 
 def _take(parts: list[Tensor], gradient: Tensor) -> Tensor:
