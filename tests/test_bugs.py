@@ -203,8 +203,8 @@ def test_a_batch_of_other_things_than_samples_says_how_its_loss_is_weighted(capl
 
     def told(batch: Any) -> str:
         check = LossCheck("ddp")
-        check.open(SmallModule(), layout)
-        layout.inspect(torch.ones((), requires_grad=True), None)
+        with check.open(SmallModule(), layout):
+            layout.inspect(torch.ones((), requires_grad=True), None)
         doubt = check.close(strategy, 2, [batch], {}, None)
         check.tell(doubt)
         return doubt

@@ -41,13 +41,15 @@ class DataFlow(of_torch.TorchDispatchMode):
     Attributes:
         mixed_by: the operation that mixes samples; empty if none does for certain.
         may_mix: whether something may do so: an operation on another dimension of as many elements, once dimensions
-            were moved, or a number that the program reads from what was computed of the batch.
+            were moved, or a number that the program reads of the batch, and not of what the module computed of it.
     """
 
     def __init__(self, tensors: Iterable[Tensor], num: int) -> None:
         super().__init__()
         self._num = num
         self._flows: dict[Any, _Flow] = {}
+        self._computed = set[Any]()
+        """Storages of what was computed of trained parameters, such as losses and predictions."""
         self._storages = list[Any]()
         """References that keep the numbers of storages, not their memory, from being used again."""
         self._name = self.mixed_by = ""
@@ -73,8 +75,9 @@ class DataFlow(of_torch.TorchDispatchMode):
         if flow is _Flow.OTHERS:
             return
         is_trained = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in read)
+        is_computed = is_trained or not self._computed.isdisjoint(map(_storage, filter(_has_storage, read)))
         if func is of_torch.local_scalar_dense.default:
-            self.may_mix |= read[0].is_floating_point()
+            self.may_mix |= read[0].is_floating_point() and not is_computed
         elif is_trained:
             named = self._flow(args[0]) is not _Flow.OTHERS and self._mixes(func, args, kwargs, result)
             self.may_mix |= _Flow.MAYBE_MIXED in (flow, named)
@@ -85,6 +88,8 @@ class DataFlow(of_torch.TorchDispatchMode):
             flow = max(flow, mixes)
         for tensor in _tensors(result):
             self._mark(tensor, flow)
+            if is_computed and _has_storage(tensor):
+                self._computed.add(_storage(tensor))
 
     def _mixes(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> _Flow:
         """Tell what an operation on values of the batch makes of samples."""
@@ -126,8 +131,12 @@ class DataFlow(of_torch.TorchDispatchMode):
 
 def _keys(tensor: Tensor) -> tuple[Any, Any]:
     """What identifies the storage of a tensor, and the part of it that the tensor shows."""
-    storage = of_torch.cdata(tensor.untyped_storage())
+    storage = _storage(tensor)
     return storage, (storage, tensor.storage_offset(), tuple(tensor.shape))
+
+
+def _storage(tensor: Tensor) -> Any:
+    return of_torch.cdata(tensor.untyped_storage())
 
 
 def _tensors(values: Any) -> list[Tensor]:

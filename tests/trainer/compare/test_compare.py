@@ -57,11 +57,10 @@ class Fair(pl.LightningModule):
 
 
 class Unfair(Fair):
-    """Weights of samples that add up to one in each chunk, in a dimension in which nobody looks for samples."""
+    """A mean times the number of samples, a constant of each chunk that nobody can tell from others."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        errors = (self.net(batch[0]) - batch[1]).square().T
-        return (torch.zeros_like(errors).softmax(1) * errors).mean()
+        return (self.net(batch[0]) - batch[1]).square().mean() * len(batch[0])
 
 
 class Random(Fair):
@@ -121,8 +120,8 @@ def test_equal_losses_are_found_equal(tmp_path: Path) -> None:
 def test_unequal_losses_are_told_and_not_recommended(tmp_path: Path) -> None:
     one = tried(tmp_path, "single_device", module="Unfair")
     two = tried(tmp_path, "dp", module="Unfair")
-    # weights of 1/4 and 1/3 in chunks of 4 and 3 samples, in place of 1/7: with 4/7 and 3/7 twice the loss
-    assert two.losses[0] == pytest.approx(one.losses[0] * 2, rel=0.2)
+    # factors of 4 and 3 in chunks of 4 and 3 samples, in place of 7: with weights of 4/7 and 3/7 half the loss
+    assert two.losses[0] == pytest.approx(one.losses[0] * 25 / 49, rel=0.2)
     comparison = judge([one, two], 1e-4)
     assert comparison.recommended == "single_device"
     assert verdict(comparison, two).startswith("DIFFER (")
