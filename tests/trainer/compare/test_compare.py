@@ -57,10 +57,11 @@ class Fair(pl.LightningModule):
 
 
 class Unfair(Fair):
-    """A mean times the number of samples, a constant of each chunk that nobody can tell from others."""
+    """A mean times a number that the program reads from it: nobody looks at what a step reads of its own results."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return (self.net(batch[0]) - batch[1]).square().mean() * len(batch[0])
+        loss = (self.net(batch[0]) - batch[1]).square().mean()
+        return loss * loss.item()
 
 
 class Random(Fair):
@@ -120,8 +121,8 @@ def test_equal_losses_are_found_equal(tmp_path: Path) -> None:
 def test_unequal_losses_are_told_and_not_recommended(tmp_path: Path) -> None:
     one = tried(tmp_path, "single_device", module="Unfair")
     two = tried(tmp_path, "dp", module="Unfair")
-    # factors of 4 and 3 in chunks of 4 and 3 samples, in place of 7: with weights of 4/7 and 3/7 half the loss
-    assert two.losses[0] == pytest.approx(one.losses[0] * 25 / 49, rel=0.2)
+    # the mean of two chunks' squares is larger than the square of their mean
+    assert two.losses[0] > one.losses[0] * 1.001
     comparison = judge([one, two], 1e-4)
     assert comparison.recommended == "single_device"
     assert verdict(comparison, two).startswith("DIFFER (")
