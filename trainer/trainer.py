@@ -16,6 +16,7 @@ from lightning_fabric.plugins import TorchCheckpointIO
 from pytorch_lightning.callbacks import Timer
 from pytorch_lightning.strategies import Strategy, StrategyRegistry
 from pytorch_lightning.trainer.states import RunningStage, TrainerFn
+from pytorch_lightning.utilities.combined_loader import CombinedLoader
 from pytorch_lightning.utilities.exceptions import SIGTERMException
 from typing_extensions import override
 
@@ -214,6 +215,23 @@ class Trainer(pl.Trainer):
         if self._agreed_log_dir is None:
             self._agreed_log_dir = (super().log_dir,)
         return self._agreed_log_dir[0]
+
+    @property
+    @override
+    def estimated_stepping_batches(self) -> int | float:
+        """The number of optimizer steps that training takes; in a script whose ranks have trained, too.
+
+        The ranks had the loaders. The script has the number of their batches, which Lightning takes where it need not
+        load data.
+        """
+        loop: Any = self.fit_loop
+        if self.state.fn != TrainerFn.FITTING or of_lightning.data_source(loop).instance is not None:
+            return super().estimated_stepping_batches
+        put(loop, combined_loader=CombinedLoader(()))
+        try:
+            return super().estimated_stepping_batches
+        finally:
+            put(loop, combined_loader=None)
 
     @override
     def _run_stage(self) -> Any:

@@ -62,6 +62,7 @@ COMBINED_LOADER, ITERATOR = "_combined_loader", "_iterator"
 combined_loader = attrgetter(COMBINED_LOADER)
 consumed = attrgetter("_consumed")
 data_fetcher = attrgetter("_data_fetcher")
+data_source = attrgetter("_data_source")
 flattened = attrgetter("_flattened")
 idx = attrgetter("_idx")
 iterables = attrgetter("_iterables")

@@ -24,6 +24,8 @@ from ...core.private.of_lightning import BaseProgress, Loop
 
 _CHILDREN = ("_parameters", "_buffers", "_modules")
 _INTERNAL = frozenset(vars(pl.LightningModule())) - {*_CHILDREN, "training", "_hparams"}
+_BATCHES = ("max_batches", "_max_batches")
+"""Attributes of a loop: how many batches it takes, where that is a list of one number per loader."""
 _METRICS = of_lightning.COLLECTED
 _LIBRARIES = ("pytorch_lightning", "lightning", "lightning_fabric", "evener", "torch", "torchmetrics")
 
@@ -64,6 +66,7 @@ def pack(trainer: pl.Trainer, known: Mapping[str, Any], results: Any) -> bytes:
         "first_loop_iter": of_lightning.first_loop_iter(connector),
         "state": trainer.state,
         "should_stop": trainer.should_stop,
+        "val_check_batch": trainer.val_check_batch,
         "optimizers": strategy.optimizers,
         "schedulers": strategy.lr_scheduler_configs,
         "scaler": strategy.precision_plugin.state_dict(),
@@ -101,6 +104,7 @@ def unpack(trainer: pl.Trainer, known: Mapping[str, Any], packed: bytes) -> Any:
     vars(trainer)["callbacks"] = state["callbacks"]
     trainer.state = state["state"]
     trainer.should_stop = state["should_stop"]
+    trainer.val_check_batch = state["val_check_batch"]
     rng.set_random_state(state["random"])
     if state["lost"]:
         rank_zero_warn(
@@ -134,7 +138,7 @@ def _loops(trainer: pl.Trainer) -> Iterator[tuple[str, Loop]]:
 def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
     """The attributes of a known object that a run may have changed."""
     if isinstance(value, Loop):
-        plain, named = (BaseProgress, bool, int, float), getattr(value, "brought_back", ())
+        plain, named = (BaseProgress, bool, int, float), (*_BATCHES, *getattr(value, "brought_back", ()))
         yield from ((key, item) for key, item in vars(value).items() if isinstance(item, plain) or key in named)
     elif isinstance(value, nn.Module):
         yield from ((key, item) for key, item in vars(value).items() if key not in _INTERNAL)

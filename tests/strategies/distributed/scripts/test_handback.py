@@ -91,6 +91,13 @@ def data() -> DataLoader[Any]:
     return DataLoader(TensorDataset(inputs), 4)
 
 
+def numbers_of_batches(trainer: Trainer) -> dict[str, Any]:
+    """The trainer's own numbers, which the ranks have counted."""
+    names = [f"num_{stage}_batches" for stage in ("training", "sanity_val", "val", "test", "predict")]
+    numbers = {name: getattr(trainer, name) for name in (*names, "val_check_batch")}
+    return numbers | ({"steps": trainer.estimated_stepping_batches} if trainer.state.fn == "fit" else {})
+
+
 def script(strategy: str, folder: Path) -> dict[str, Any]:
     """What a script sees after each of its calls."""
     warnings.simplefilter("ignore")
@@ -106,6 +113,7 @@ def script(strategy: str, folder: Path) -> dict[str, Any]:
     saved = torch.load(folder / "final.ckpt", weights_only=True)
     seen = {
         "progress": (trainer.global_step, trainer.current_epoch, str(trainer.state.status), trainer.should_stop),
+        "batches": numbers_of_batches(trainer),
         "metrics": [dict(m) for m in (trainer.callback_metrics, trainer.logged_metrics, trainer.progress_bar_metrics)],
         "history": (
             torch.tensor(history.losses).shape,
@@ -131,7 +139,9 @@ def script(strategy: str, folder: Path) -> dict[str, Any]:
     seen["resumed"] = (resumed.global_step, again.state_dict())
     predictor, _ = trainer_of(strategy, folder / "predict")
     seen["predicted"] = torch.cat(predictor.predict(module, data()))
+    seen["predicted batches"] = numbers_of_batches(predictor)
     seen["validated"] = predictor.validate(module, data(), verbose=False)
+    seen["validated batches"] = numbers_of_batches(predictor)
     return seen
 
 
@@ -159,6 +169,10 @@ def test_a_script_goes_on_as_after_one_device(strategy: str, tmp_path: Path) -> 
     for name in single:
         assert_same(ours[name], single[name], name)
     assert single["progress"][:2] == (6, 2)
+    assert single["batches"] == {  # 9 samples in batches of 4, twice
+        "num_training_batches": 3, "num_sanity_val_batches": [2], "num_val_batches": [3], "num_test_batches": [],
+        "num_predict_batches": [], "val_check_batch": 3, "steps": 6,
+    }  # fmt: skip
     assert single["trained on"][0] == 9
 
 
