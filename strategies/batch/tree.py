@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
+from ..core.errors import ConfigError
+
 SHARED = (str, bytes, numbers.Number, enum.Enum, torch.dtype, torch.device, np.generic, type(None))
 """Values that hold no samples: every chunk has them."""
 
@@ -73,7 +75,16 @@ def splits_itself(value: Any) -> bool:
 
 
 def is_array(value: Any) -> bool:
-    """Whether a value is a tensor or array with rows."""
+    """Whether a value is a tensor or array with rows.
+
+    Raises:
+        ConfigError: it is a nested tensor of strided layout, which torch gives neither a shape nor a length.
+    """
+    if isinstance(value, Tensor) and value.is_nested and value.layout is torch.strided:
+        raise ConfigError(
+            "a batch has a nested tensor of layout torch.strided, whose samples can't be counted or cut. Use a list "
+            "with one tensor per sample, or a padded tensor and the lengths of the samples."
+        )
     return isinstance(value, (Tensor, np.ndarray)) and value.ndim > 0
 
 

@@ -173,6 +173,15 @@ def test_what_cannot_be_cut_is_refused_by_name(batch: Any, message: str) -> None
         split(batch, [1, 1])
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_nested_tensor_without_a_shape_is_refused_by_name() -> None:
+    # it was torch's "Internal error: NestedTensorImpl doesn't support sizes"
+    batch = {"x": torch.nested.nested_tensor([rows(1, 2), rows(3)], layout=torch.strided), "y": rows(1, 2)}
+    for use in (num_samples, lambda batch: split(batch, [1, 1])):
+        with pytest.raises(ConfigError, match=r"nested tensor of layout torch.strided.*one tensor per sample"):
+            use(batch)
+
+
 def test_a_wrong_split_method_is_refused() -> None:
     class Wrong:
         def split(self, sizes: list[int]) -> list[int]:
