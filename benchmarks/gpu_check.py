@@ -315,7 +315,8 @@ def stages_overlap(devices: list[str]) -> str:
         return clock.ms_per_step()
 
     whole, parts = ms(1), ms(8)
-    assert whole / parts > 1.3, f"{whole:.0f} ms in one piece, {parts:.0f} ms in 8 micro-batches"
+    # 1.78 is the ideal, of which the late device reaches 0.94 where copies take as long as operations (docs/gpu.md)
+    assert whole / parts > 1.5, f"{whole:.0f} ms in one piece, {parts:.0f} ms in 8 micro-batches"
     return f"{whole:.0f} ms in one piece, {parts:.0f} ms in 8 micro-batches"
 
 
@@ -332,7 +333,7 @@ def root_memory(devices: list[str]) -> str:
         return torch.cuda.max_memory_allocated(devices[0]) / num_bytes
 
     peaks = [peak(num) for num in range(2, len(devices) + 1)]
-    assert max(peaks) < 4, f"peaks in units of the parameters: {peaks}"
+    assert max(peaks) < 3.5, f"peaks in units of the parameters: {peaks}"
     assert max(peaks) - min(peaks) < 0.5, f"the peak grows with the number of GPUs: {peaks}"
     return "peak on the root: " + ", ".join(f"{value:.1f}" for value in peaks) + " x the parameters"
 

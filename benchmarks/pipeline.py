@@ -1,6 +1,6 @@
 """Measure the speed-up of a training step on k stages with m micro-batches, compared with the ideal.
 
-    python benchmarks/pipeline.py
+    python benchmarks/pipeline.py --devices cuda:0,cuda:1
     python benchmarks/pipeline.py --wait
     python benchmarks/pipeline.py --wait --microbatches 8,32 --wait_us 80
     python benchmarks/pipeline.py --wait --devices cpu,cpu,cpu,cpu --microbatches 1,2,4,8,16,32
@@ -10,6 +10,7 @@
 
 Equal stages of wide linear layers, one intra-op thread each, so that a stage is compute-bound: each micro-batch
 reads all weights and adds to all gradients once, so a small batch (`--batch 512`) is memory-bound and gains little.
+Stages on CPUs work one after the other, so that they show what micro-batches cost, and no speed-up.
 All variants run interleaved in one process, round by round; the table shows medians over the rounds. Two CPU stages
 need two free cores: the last line shows the speed-up of two independent threads over one at the same time, an upper
 bound for any pipeline. With `--wait` a stage waits `--wait_us` per sample and direction instead of computing, which

@@ -3,8 +3,7 @@
     torchrun --nproc-per-node=2 benchmarks/reduction.py
 
 Two ranks of two stages, which wait instead of computing (20 µs per sample and direction), and between the ranks a link
-that takes `--link-ms` for the gradients of each stage, one after the other. Both ways run in turns in the same
-processes: with a callback that has `on_before_backward` gradients are reduced when all micro-batches have ended.
+that takes `--link-ms` for the gradients of each stage, one after the other.
 
 With m micro-batches a stage works t = 20 µs · samples / m at a time. A step takes 2·(m + 1)·t, and 2·L for the link;
 where the first half of that overlaps, L + max(0, L − t).
@@ -62,13 +61,6 @@ class SlowLink(pl.Callback):
         future.set_result(buffer)
 
 
-class AtTheEnd(SlowLink):
-    """Might add to gradients before the loss goes backward, so that they are reduced later."""
-
-    def on_before_backward(self, *_: Any) -> None:
-        """Does nothing."""
-
-
 def step_ms(link: SlowLink, num_microbatches: int, args: argparse.Namespace) -> float:
     """Median time of a training step."""
     times = StepTimes([])
@@ -97,16 +89,13 @@ def main() -> None:
     link_ms = args.link_ms
     rows: list[str] = []
     for count in map(int, args.microbatches.split(",")):
-        rounds = [
-            [step_ms(kind(link_ms / 1e3), count, args) for kind in (AtTheEnd, SlowLink)] for _ in range(args.rounds)
-        ]
-        end, early = (statistics.median(column) for column in zip(*rounds, strict=True))
+        found = statistics.median(step_ms(SlowLink(link_ms / 1e3), count, args) for _ in range(args.rounds))
         tick_ms = WAIT_S * args.batch / count * 1e3
         ideal = 2 * (count + 1) * tick_ms + 2 * link_ms, 2 * (count + 1) * tick_ms + link_ms + max(0, link_ms - tick_ms)
-        rows.append(f"{count:13d}{end:9.1f}{early:9.1f}{ideal[0]:14.1f}{ideal[1]:9.1f}")
+        rows.append(f"{count:13d}{found:9.1f}{ideal[0]:14.1f}{ideal[1]:9.1f}")
     if os.environ["RANK"] == "0":
         print(f"ms/step, load {os.getloadavg()[0]:.1f}, a link of {link_ms:g} ms per stage")
-        print("micro-batches  at end    early  ideal: at end    early")
+        print("micro-batches  found  ideal: at end    early")
         print("\n".join(rows))
 
 

@@ -2,10 +2,11 @@
 
     python benchmarks/survival.py --kills 300 --commands 20 --files 1000 --jobs 2 --seed 0
 
-Each run is drawn from the seed: strategy, loaders, callbacks, when checkpoints are saved. It is done once undisturbed,
-and once more while the script or command, a rank, or all processes at once are killed, frozen or asked to stop, in some
-phase, and each time resumed as a user would. Most runs are plain scripts, forked from this process; `--commands` are
-`train.py`, with and without restarts of failed workers. Linux only.
+Each run is drawn from the seed: strategy, loaders, optimizers, schedulers, callbacks, when checkpoints are saved. It is
+done once undisturbed, and once more while the script or command, a rank, its group, or all processes are killed, frozen
+or asked to stop (in a terminal, by Ctrl-C or its end), or its data workers hang, in some phase, and each time resumed
+as a user would. Most runs are plain scripts, forked from this process; `--commands` are `train.py`, with and without
+restarts of failed workers. Linux only.
 
 | counted | |
 |---|---|
@@ -36,16 +37,16 @@ from typing import Any
 
 import torch
 from survival_files import ACCEPTED, damage_files
-from survival_processes import all_have_ended, become_reaper, descendants, end_all, has_ended, wait_for_end
+from survival_processes import Terminal, all_have_ended, become_reaper, descendants, end_all, has_ended, wait_for_end
 from survival_runs import NUM_EPOCHS, Life, Run, difference, draw, lives, saved_batches, start
 
 LEAVE_S = 15.0
 """Seconds that data workers of a killed process have to notice: torch's look every 5."""
 PHASES = [*["step"] * 4, "begin", "start", "validation", "save", "epoch end", "end"]
-ACTS = [*["kill"] * 7, "freeze", "thaw", "stop", "stop"]
+ACTS = [*["kill"] * 7, "freeze", "thaw", "hang", "stop", "stop", "stop"]
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
-MAIN, ALL = "script", "all"
-"""The process that the user started, and all of its processes; other targets are ranks."""
+MAIN, GROUP, ALL = "script", "group", "all"
+"""The process that the user started, its group, and all of its processes; other targets are ranks."""
 BAD = ("different", "lost", "hung", "orphans", "failed")
 MOST_BAD = 10
 """Defects after which a job gives up."""
@@ -70,12 +71,14 @@ class Disturbance:
     def drawn(cls, run: Run, dice: random.Random) -> "Disturbance":
         act, phase = dice.choice(ACTS), dice.choice(PHASES)
         ranks = list(range(run.num_ranks))
-        target = dice.choice([MAIN, ALL, *ranks, *ranks])
-        if act in ("freeze", "thaw") and target in (MAIN, ALL):
+        target = dice.choice([MAIN, GROUP if act == "stop" else MAIN, ALL, *ranks, *ranks])
+        if act == "hang" and not (run.loader.get("num_workers") and run.loader["dataset"] == "map"):
+            act = "kill"
+        if act in ("freeze", "thaw", "hang") and target in (MAIN, ALL):
             target = dice.choice(ranks)
         if act == "freeze" and run.num_ranks == 1:
             act = "thaw"  # nobody is there to notice
-        if phase == "begin" and target not in (MAIN, ALL):
+        if (phase == "begin" and target not in (MAIN, ALL)) or act == "hang":
             phase = "start"
         times = dice.randint(1, 12) if phase == "step" else dice.randint(1, 3) if phase in ("save", "validation") else 1
         delay_s = dice.random() * ((6.0 if run.command else 0.2) if phase == "begin" else 0.03)
@@ -107,7 +110,7 @@ class Trial:
 
     def survive(self, num_acts: int) -> None:
         """Disturb the run a number of times, let it end, and compare it with the undisturbed one."""
-        if self._end(start(self.run, self.whole, 0), self.whole, None) != 0:
+        if self._end(*start(self.run, self.whole, 0), self.whole, None) != 0:
             return
         for life in lives(self.whole):
             self.known[life.rank] = [batch[:2] for batch in life.batches]
@@ -128,24 +131,25 @@ class Trial:
             for path in self.folder.rglob("*.ckpt"):
                 path.unlink()
         since_ns = time.time_ns()
-        pid = start(self.run, self.folder, self.num_attempts)
+        pid, terminal = start(self.run, self.folder, self.num_attempts)
         self.counts["resumes"] += self.num_attempts > 0
         what = None
         if self.counts["disturbances"] < num_acts:
-            what = self._disturb(pid, Disturbance.drawn(self.run, self.dice), since_ns)
+            what = self._disturb(pid, terminal, Disturbance.drawn(self.run, self.dice), since_ns)
         self.history.append(f"attempt {self.num_attempts}: {what}")
-        status = self._end(pid, self.folder, what)
+        status = self._end(pid, terminal, self.folder, what)
+        (self.folder / "hang").unlink(missing_ok=True)
         self.history[-1] += f", status {status}"
         self._review(what, lives(self.folder, since_ns))
         return None if status != 0 and (what is None or what.act == "thaw") else status
 
-    def _disturb(self, pid: int, what: Disturbance, since_ns: int) -> Disturbance | None:
+    def _disturb(self, pid: int, terminal: Terminal | None, what: Disturbance, since_ns: int) -> Disturbance | None:
         """Wait for the moment and act; None if the run ended before."""
         newest: dict[int, Life] = {}
         deadline = time.monotonic() + self.end_s
         while what.phase != "begin":
             newest = {life.rank: life for life in lives(self.folder, since_ns)}
-            watched = newest.get(0 if what.target in (MAIN, ALL) else what.target)
+            watched = newest.get(0 if what.target in (MAIN, GROUP, ALL) else what.target)
             if watched is not None and watched.count(what.phase) >= what.times and len(newest) == self.run.num_ranks:
                 break
             if has_ended(pid) or time.monotonic() > deadline:
@@ -154,19 +158,33 @@ class Trial:
         time.sleep(what.delay_s)
         if has_ended(pid):
             return None
-        targets = {MAIN: [pid], ALL: descendants()}.get(what.target)
-        for target in targets if targets is not None else [newest[what.target].pid]:
+        rank_pid = newest[what.target].pid if what.target in newest else pid
+        self._act(what, pid, rank_pid, terminal)
+        self.counts.update(["disturbances", what.act, f"in {what.phase}"])
+        return what
+
+    def _act(self, what: Disturbance, pid: int, rank_pid: int, terminal: Terminal | None) -> None:
+        if what.act == "hang":
+            (self.folder / "hang").write_text(str(what.target))
+            if self.run.num_ranks == 1:  # nobody is there to notice
+                time.sleep(0.5)
+                os.kill(pid, signal.SIGKILL)
+            return
+        if what.target == GROUP and terminal is not None and what.signum in (signal.SIGINT, signal.SIGHUP):
+            (terminal.press_ctrl_c if what.signum == signal.SIGINT else terminal.close)()
+            return
+        for target in {MAIN: [pid], GROUP: [-pid], ALL: descendants()}.get(what.target, [rank_pid]):
             with suppress(ProcessLookupError):
                 os.kill(target, what.signum)
                 if what.act == "thaw":
                     time.sleep(1)
                     os.kill(target, signal.SIGCONT)
-        self.counts.update(["disturbances", what.act, f"in {what.phase}"])
-        return what
 
-    def _end(self, pid: int, folder: Path, what: Disturbance | None) -> int | None:
+    def _end(self, pid: int, terminal: Terminal | None, folder: Path, what: Disturbance | None) -> int | None:
         """Wait for the end of an attempt, and of all that it has started."""
         status = wait_for_end(pid, self.end_s)
+        if terminal is not None:
+            terminal.close()
         if status is None:
             self._bad("hung", f"{what}: {end_all()}")
             return None
@@ -252,7 +270,7 @@ def main() -> int:
     files = damage_files(home / "files", given.files, random.Random(given.seed))
     print(f"{', '.join(f'{number} {name}' for name, number in sorted(counts.items()) if name.startswith('in '))}")
     print(f"{time.monotonic() - since_s:.0f} s, torch {torch.__version__}, {os.cpu_count()} cores\n\n| | |\n|---|---:|")
-    names = ("runs", "disturbances", "kill", "freeze", "thaw", "stop", "resumes", "bitwise equal", *BAD)
+    names = ("runs", "disturbances", "kill", "freeze", "thaw", "hang", "stop", "resumes", "bitwise equal", *BAD)
     for name, number in [*((name, counts[name]) for name in names), *files.items()]:
         print(f"| {name} | {number} |")
     bad = sum(counts[name] for name in BAD) + sum(files[name] for name in ACCEPTED)

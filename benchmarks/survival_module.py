@@ -20,12 +20,22 @@ BATCH_SIZE = 4
 
 
 class Noisy(Dataset[tuple[torch.Tensor, int]]):
-    """Samples with noise from all three libraries, and their numbers."""
+    """Samples with noise from all three libraries, and their numbers.
+
+    Args:
+        hang: a file with the rank whose data workers hang as long as it is there.
+    """
+
+    def __init__(self, hang: Path) -> None:
+        self.hang = hang
 
     def __len__(self) -> int:
         return NUM_SAMPLES
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        rank = os.environ.get("LOCAL_RANK", "0")
+        if get_worker_info() is not None and self.hang.exists() and self.hang.read_text() == rank:
+            time.sleep(300)
         noise = random.random() + np.random.rand() + torch.rand(())
         return torch.full((3,), index / 10, dtype=torch.float64) + noise, index
 
@@ -47,15 +57,18 @@ class Diary(pl.LightningModule):
     Args:
         folder: of the files, `<nanoseconds>-<rank>-<process>.life`.
         loader: what distinguishes the training loader: `dataset` (`map` or `stream`) and DataLoader's own options.
-        val_loader: DataLoader's options for validation.
+        val_loader: DataLoader's options for validation, and `loaders`, their number.
+        steps: what steps beside the optimizer: `StepLR`, `plateau`, `cyclic` or `restarts`; `two optimizers` are
+            stepped by hand.
         pause_s: seconds that a step takes longer than it needs; a batch of validation takes half of that.
         sabotage: a defect of its own: `different`, `hung` or `orphans`; `raise <rank>` in the fourth step, or
             `hang <rank>` after the last one.
     """
 
     def __init__(
-        self, folder: str, loader: dict[str, Any], val_loader: dict[str, Any], pause_s: float, sabotage: str = ""
-    ) -> None:
+        self, folder: str, loader: dict[str, Any], val_loader: dict[str, Any], pause_s: float, sabotage: str = "",
+        steps: str = "StepLR",
+    ) -> None:  # fmt: skip
         super().__init__()
         self.layers = torch.nn.Sequential(
             torch.nn.Linear(3, 8), torch.nn.Dropout(0.2), torch.nn.Linear(8, 8), torch.nn.Linear(8, 1)
@@ -64,6 +77,7 @@ class Diary(pl.LightningModule):
         self.folder, self.pause_s, self.sabotage = Path(folder), pause_s, sabotage
         self.loader, self.val_loader = dict(loader), dict(val_loader)
         self.life = ""
+        self.steps, self.automatic_optimization = steps, steps != "two optimizers"
 
     def tell(self, *what: Any) -> None:
         with open(self.life, "a") as file:
@@ -92,6 +106,12 @@ class Diary(pl.LightningModule):
         self.mean.update(loss.detach(), len(ids))
         self.log("train/loss", loss, on_step=True, on_epoch=True, batch_size=len(ids), sync_dist=True)
         time.sleep(self.pause_s)
+        if not self.automatic_optimization:
+            optimizers: Any = self.optimizers()
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizers[batch_idx % 2].step()
         return loss
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -102,10 +122,11 @@ class Diary(pl.LightningModule):
         self.log("train/mean", self.mean.compute(), sync_dist=True)
         self.mean.reset()
 
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         self.tell("validation")
         time.sleep(self.pause_s / 2)
-        self.log("val/loss", self.layers(batch[0]).square().mean(), sync_dist=True)
+        name = f"val/{dataloader_idx}" if dataloader_idx else "val/loss"
+        self.log(name, self.layers(batch[0]).square().mean(), sync_dist=True, add_dataloader_idx=False)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self.tell("save")
@@ -117,17 +138,33 @@ class Diary(pl.LightningModule):
             time.sleep(300)
 
     def configure_optimizers(self) -> Any:
+        if not self.automatic_optimization:
+            first, *others = self.layers.children()
+            parts = [list(first.parameters()), [p for other in others for p in other.parameters()]]
+            return [torch.optim.AdamW(part, lr=0.05) for part in parts], []
         optimizer = torch.optim.AdamW(self.parameters(), lr=0.05)
-        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.7)]
+        schedulers = torch.optim.lr_scheduler
+        made: dict[str, Any] = {
+            "StepLR": lambda: schedulers.StepLR(optimizer, 1, 0.7),
+            # a threshold that no loss reaches: each epoch counts
+            "plateau": lambda: schedulers.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=10.0),
+            "cyclic": lambda: schedulers.CyclicLR(optimizer, 0.01, 0.1, step_size_up=3, cycle_momentum=False),
+            "restarts": lambda: schedulers.CosineAnnealingWarmRestarts(optimizer, 4),
+        }
+        interval = "step" if self.steps in ("cyclic", "restarts") else "epoch"
+        config = {"scheduler": made[self.steps](), "interval": interval, "monitor": "val/loss", "strict": False}
+        return {"optimizer": optimizer, "lr_scheduler": config}
 
     def train_dataloader(self) -> DataLoader[Any]:
         options = dict(self.loader)
         if options.pop("dataset") == "stream":
             return DataLoader(Stream(), BATCH_SIZE, **_forked(options))
-        return DataLoader(Noisy(), BATCH_SIZE, shuffle=True, **_forked(options))
+        return DataLoader(Noisy(self.folder / "hang"), BATCH_SIZE, shuffle=True, **_forked(options))
 
-    def val_dataloader(self) -> DataLoader[Any]:
-        return DataLoader(Noisy(), 11, **_forked(self.val_loader))
+    def val_dataloader(self) -> list[DataLoader[Any]]:
+        options = dict(self.val_loader)
+        number = options.pop("loaders", 1)
+        return [DataLoader(Noisy(self.folder / "none"), 11, **_forked(options)) for _ in range(number)]
 
 
 def _forked(options: dict[str, Any]) -> dict[str, Any]:

@@ -2,12 +2,44 @@
 
 import ctypes
 import os
+import select
 import signal
+import threading
 import time
 from contextlib import suppress
 from pathlib import Path
 
 _PR_SET_CHILD_SUBREAPER = 36
+
+
+class Terminal:
+    """A pseudo-terminal: it controls the leader of a session that opens its `path`, and copies the output to a file."""
+
+    def __init__(self, output: Path) -> None:
+        self._output = output
+        self._master, self._slave = os.openpty()
+        self.path = Path(os.ttyname(self._slave))
+        self._wake, self._woken = os.pipe()
+        self._thread = threading.Thread(target=self._read, daemon=True)
+        self._thread.start()
+
+    def press_ctrl_c(self) -> None:
+        """Send SIGINT to all processes in the foreground."""
+        os.write(self._master, b"\x03")
+
+    def close(self) -> None:
+        """Close the window, if it is open: its processes get SIGHUP, and can't write to it any more."""
+        if self._thread.is_alive():
+            os.write(self._woken, b".")
+            self._thread.join()
+
+    def _read(self) -> None:
+        with self._output.open("ab", buffering=0) as file:
+            while self._wake not in (ready := select.select([self._master, self._wake], [], [])[0]):
+                with suppress(OSError):  # nobody has it open
+                    file.write(os.read(self._master, 65536) if ready else b"")
+        for descriptor in (self._master, self._slave, self._wake, self._woken):
+            os.close(descriptor)
 
 
 def become_reaper() -> None:

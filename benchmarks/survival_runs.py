@@ -6,7 +6,6 @@ import math
 import os
 import random
 import signal
-import subprocess
 import sys
 import traceback
 import warnings
@@ -16,6 +15,7 @@ from typing import Any
 
 import torch
 from survival_module import Diary
+from survival_processes import Terminal
 
 from evener import strategies
 from evener.trainer import Trainer
@@ -47,7 +47,10 @@ LOADERS: list[dict[str, Any]] = [
     {"dataset": "stream"},
     {"dataset": "stream", "num_workers": 2},
 ]
-VAL_LOADERS: list[dict[str, Any]] = [{}, {"num_workers": 1}, {"num_workers": 1, "persistent_workers": True}]
+VAL_LOADERS: list[dict[str, Any]] = [
+    {}, {"loaders": 2}, {"num_workers": 1}, {"num_workers": 1, "persistent_workers": True},
+]  # fmt: skip
+STEPS = ["StepLR", "plateau", "plateau", "cyclic", "restarts", "two optimizers"]
 SAVES: list[tuple[str, dict[str, Any]]] = [  # group of conf/checkpoint, options
     ("every_n_steps", {"every_n_steps": 1}),
     ("every_n_steps", {"every_n_steps": 3}),
@@ -57,10 +60,10 @@ SAVES: list[tuple[str, dict[str, Any]]] = [  # group of conf/checkpoint, options
     ("interval", {"interval_s": 0.0}),
 ]
 OPTIONS: list[dict[str, Any]] = [
-    {}, {"accumulate_grad_batches": 3}, {"val_check_interval": 0.5},
+    {}, {"accumulate_grad_batches": 3}, {"val_check_interval": 0.5}, {"check_val_every_n_epoch": 2},
     {"accumulate_grad_batches": 2, "exact_accumulation": True},
 ]  # fmt: skip
-CALLBACKS = ["none", "EarlyStopping", "a second Checkpoint", "LearningRateMonitor"]
+CALLBACKS = ["none", "EarlyStopping", "a second Checkpoint", "LearningRateMonitor", "SWA", "EMA"]
 
 
 @dataclass
@@ -77,6 +80,8 @@ class Run:
     max_restarts: int = 0
     pause_s: float = 0.01
     sabotage: str = ""
+    steps: str = "StepLR"
+    terminal: bool = False
 
     @property
     def num_ranks(self) -> int:
@@ -85,7 +90,7 @@ class Run:
     def __str__(self) -> str:
         parts = " ".join(map(json.dumps, (self.loader, self.val_loader, self.save[1], self.options)))
         how = f"train.py (max_restarts={self.max_restarts})" if self.command else f"script ({self.callback})"
-        return f"{how} {self.strategy} {parts}"
+        return f"{how} {self.strategy} {self.steps} {parts}{' in a terminal' if self.terminal else ''}"
 
 
 def draw(dice: random.Random, command: bool, sabotage: str = "") -> Run:
@@ -93,16 +98,22 @@ def draw(dice: random.Random, command: bool, sabotage: str = "") -> Run:
     options, loader = dice.choice(OPTIONS), dice.choice(LOADERS)
     if loader["dataset"] == "stream" and "val_check_interval" in options:
         options = {}  # a fraction of an unknown length
+    strategy, steps, callback = dice.choice(list(STRATEGIES)), dice.choice(STEPS), dice.choice(CALLBACKS)
+    if steps == "two optimizers":  # one loss for all stages; the trainer accumulates, and averages, for one optimizer
+        steps = "StepLR" if "model_parallel" in strategy or "accumulate_grad_batches" in options else steps
+        callback = "none" if callback in ("SWA", "EMA") else callback
     return Run(
-        dice.choice(list(STRATEGIES)), loader, dice.choice(VAL_LOADERS), dice.choice(SAVES), options,
-        dice.choice(CALLBACKS), command, dice.choice([0, 2]) if command else 0, sabotage=sabotage,
+        strategy, loader, dice.choice(VAL_LOADERS), dice.choice(SAVES), options, callback, command,
+        dice.choice([0, 2]) if command else 0, sabotage=sabotage, steps=steps, terminal=dice.random() < 0.3,
     )  # fmt: skip
 
 
-def start(run: Run, folder: Path, attempt: int) -> int:
-    """Start an attempt at a run, from the newest checkpoint of its folder; return its process."""
+def start(run: Run, folder: Path, attempt: int) -> tuple[int, Terminal | None]:
+    """Start an attempt at a run, from the newest checkpoint of its folder; return its process, and its terminal."""
     output = folder / f"output{attempt}"
-    return (_start_command if run.command else _start_script)(run, folder, output)
+    terminal = Terminal(output) if run.terminal else None
+    place = output if terminal is None else terminal.path
+    return (_start_command if run.command else _start_script)(run, folder, place), terminal
 
 
 def _start_script(run: Run, folder: Path, output: Path) -> int:
@@ -113,7 +124,7 @@ def _start_script(run: Run, folder: Path, output: Path) -> int:
     status = 1
     try:
         os.setsid()
-        file = os.open(output, os.O_WRONLY | os.O_CREAT)
+        file = os.open(output, os.O_RDWR | os.O_CREAT)  # a terminal controls who may read from it
         os.dup2(file, 1)
         os.dup2(file, 2)
         faulthandler.register(signal.SIGUSR2)  # `end_all` asks what is left where it is
@@ -131,7 +142,12 @@ def _start_script(run: Run, folder: Path, output: Path) -> int:
 
 def _train(run: Run, folder: Path) -> None:
     import pytorch_lightning as pl
-    from pytorch_lightning.callbacks import EarlyStopping, LearningRateMonitor
+    from pytorch_lightning.callbacks import (
+        EarlyStopping,
+        EMAWeightAveraging,
+        LearningRateMonitor,
+        StochasticWeightAveraging,
+    )
 
     warnings.simplefilter("ignore")
     pl.seed_everything(7, workers=True, verbose=False)
@@ -142,6 +158,8 @@ def _train(run: Run, folder: Path) -> None:
             folder / "checkpoints", filename="second-{step}", every_n_steps=4, save_last=False
         ),
         "LearningRateMonitor": LearningRateMonitor,
+        "SWA": lambda: StochasticWeightAveraging(0.02, swa_epoch_start=1, annealing_epochs=1),
+        "EMA": lambda: EMAWeightAveraging(decay=0.8),
     }
     trainer = Trainer(
         strategy=getattr(strategies, cls)(**options, **({"timeout_s": TIMEOUT_S} if num_ranks > 1 else {})),
@@ -159,7 +177,7 @@ def _train(run: Run, folder: Path) -> None:
         **run.options,
     )
     newest = find_newest(folder)
-    module = Diary(str(folder), run.loader, run.val_loader, run.pause_s, run.sabotage)
+    module = Diary(str(folder), run.loader, run.val_loader, run.pause_s, run.sabotage, run.steps)
     trainer.fit(module, ckpt_path=None if newest is None else str(newest))
 
 
@@ -169,7 +187,7 @@ def _start_command(run: Run, folder: Path, output: Path) -> int:
     group, save = run.save
     module = {
         "folder": str(folder), "loader": run.loader, "val_loader": run.val_loader, "pause_s": run.pause_s,
-        "sabotage": run.sabotage,
+        "sabotage": run.sabotage, "steps": run.steps,
     }  # fmt: skip
     strategy = {**options, **({"timeout_s": TIMEOUT_S} if num_ranks > 1 else {})}
     words = [
@@ -181,12 +199,19 @@ def _start_command(run: Run, folder: Path, output: Path) -> int:
         *_overrides("++strategy", strategy), *_overrides("++trainer", run.options),
     ]  # fmt: skip
     paths = os.pathsep.join([str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH", "")])
-    with open(output, "w") as file:
-        process = subprocess.Popen(
-            [sys.executable, str(ROOT / "train.py"), *words], stdout=file, stderr=subprocess.STDOUT,
-            env={**os.environ, "PYTHONPATH": paths}, cwd=folder, start_new_session=True,
-        )  # fmt: skip
-    return process.pid
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.setsid()
+            file = os.open(output, os.O_RDWR | os.O_CREAT)
+            os.dup2(file, 1)
+            os.dup2(file, 2)
+            os.chdir(folder)
+            os.environ["PYTHONPATH"] = paths
+            os.execv(sys.executable, [sys.executable, str(ROOT / "train.py"), *words])
+        finally:
+            os._exit(1)
+    return pid
 
 
 def _overrides(group: str, values: dict[str, Any]) -> list[str]:

@@ -43,7 +43,7 @@ def measure(name: str, command: bool, folder: Path) -> tuple[float, int]:
         sabotage=sabotage,
     )  # fmt: skip
     folder.mkdir()
-    pid = start(run, folder, 0)
+    pid, _ = start(run, folder, 0)
     try:
         if sabotage:
             since = _wait(_told_events(folder))

@@ -6,30 +6,21 @@ from evener.trainer.config.descriptions import Option, bases, options, summary
 from evener.trainer.config.group_files import PACKAGE
 
 ROOT = Path(__file__).parents[1]
-CONF = ROOT / "conf"
-SHARED_FOLDER = "_shared"
 PAGE = ROOT / "docs" / "configuration.md"
 HEAD = """# Configuration reference
 
 Made from `conf/` by `python docs/reference.py`; a test fails when it is not current.
 Choose a file of a group with `group=file`, set an option with `group.option=value`.
-An option that several files share is described once, and each of these files names it under "Inherits".
-"""
-SHARED = """## Shared options
-
-Files in `conf/_shared/` that other files inherit by Hydra's defaults lists. They are not choices of a group: set their
-options on the group that inherits them, as in `strategy.timeout_s=60`.
+A file that builds on another one of its group names that file's options under "Inherits".
 """
 
 
 def page() -> str:
-    """The whole page: the root keys, every file of every group, then what several files share."""
+    """The whole page: the root keys, then every file of every group."""
     parts = [HEAD, "## Root keys\n", table("train")]
     for group in PACKAGE.groups():
         parts.append(f"## {group}\n")
         parts.extend(section(f"{group}/{name}") for name in PACKAGE.files(group))
-    parts.append(SHARED)
-    parts.extend(section(f"{SHARED_FOLDER}/{file.stem}") for file in sorted((CONF / SHARED_FOLDER).glob("*.yaml")))
     return "\n".join(part for part in parts if part)
 
 
@@ -53,7 +44,7 @@ def inherited(name: str) -> str:
 
 def title(name: str) -> str:
     """The heading of a file's section."""
-    return name.removeprefix(f"{SHARED_FOLDER}/").replace("/", "=")
+    return name.replace("/", "=")
 
 
 def link(name: str) -> str:
@@ -69,7 +60,7 @@ def table(name: str) -> str:
 
 def row(option: Option) -> str:
     """One option in a line of a table."""
-    comment = option.comment.replace("|", "\\|")
+    comment = option.comment.replace("|", "\\|").replace("<", "&lt;")  # of place holders, which HTML would eat
     return f"| `{option.name}` | `{option.default}` | {comment} |"
 
 

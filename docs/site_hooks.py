@@ -1,10 +1,12 @@
-"""Hooks of the documentation site: pages from the repository's root, and links out of docs/.
+"""Hooks of the documentation site: pages from the repository's root, links out of docs/, and drawings without network.
 
-mkdocs takes pages from one folder. The READMEs, CHANGELOG.md and CONTRIBUTING.md are added to it as they are; a link to
-any other file of the repository becomes plain text, since that file is not on the site.
+mkdocs takes pages from one folder. The READMEs, CHANGELOG.md and CONTRIBUTING.md are added to it as they are, README.md
+as the first page; a link to any other file of the repository becomes plain text, since that file is not on the site.
+Mermaid's blocks become the pictures that `drawings.py` has drawn of them.
 """
 
 import re
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -13,12 +15,18 @@ from mkdocs.plugins import event_priority
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[1]
+sys.path.append(str(ROOT / "docs"))
+
+from drawings import BLOCK, name_of  # noqa: E402
+
 ADDED = {
-    "README.md": "about.md",
+    "README.md": "index.md",
+    "docs/README.md": "pages.md",
     "README.zh.md": "about.zh.md",
     "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
 }
+_IMAGES = "images/drawings"
 _LINK = re.compile(r"(?<!!)\[([^\]]+)\]\((?!https?:|#|mailto:)([^)]+)\)")
 
 
@@ -34,7 +42,8 @@ def on_config(config: Any) -> Any:
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add the pages of the repository's root."""
+    """Add the pages of the repository's root, and give docs/README.md another name than the first page's."""
+    files.remove(next(file for file in files if file.src_uri == "README.md"))
     for name, page in ADDED.items():
         files.append(File.generated(config, page, content=(ROOT / name).read_text(encoding="utf-8")))
     return files
@@ -43,7 +52,12 @@ def on_files(files: Files, config: Any) -> Files:
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
     """Lead links to their pages on the site, and drop those that have none."""
     sources = {page: name for name, page in ADDED.items()}
-    folder = ROOT if page.file.src_uri in sources else ROOT / "docs"
+    folder = (ROOT / sources.get(page.file.src_uri, "docs/README.md")).parent
+    if folder == ROOT:
+        markdown = markdown.replace("](docs/images/", "](images/")
+    markdown = BLOCK.sub(
+        lambda block: f'![]({_IMAGES}/{name_of(block[1])}.svg){{: style="background: white" }}', markdown
+    )
 
     def lead(match: re.Match[str]) -> str:
         text, link = match[1], match[2]

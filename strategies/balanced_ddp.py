@@ -2,11 +2,20 @@
 
 from typing import Any
 
+from typing_extensions import Unpack
+
 from .balance.controller import Hysteresis
 from .balance.ranks import RankBalance, Weights
 from .core.errors import ConfigError
 from .core.options import checked
 from .ddp import DDPStrategy
+from .ranks.arguments import DDPArguments
+
+
+class BalancedDDPArguments(DDPArguments, total=False):
+    """Options of `DDPStrategy` that `BalancedDDPStrategy` passes on."""
+
+    devices_per_process: int
 
 
 class BalancedDDPStrategy(DDPStrategy):
@@ -29,9 +38,12 @@ class BalancedDDPStrategy(DDPStrategy):
     strategy_name = "balanced_ddp"
 
     @checked
-    def __init__(self, weights: Weights = "auto", hysteresis: Hysteresis = 0.05, **options: Any) -> None:
-        verify_divides(options.pop("batch_size_is", "global"))
-        super().__init__(batch_size_is="global", **options)
+    def __init__(
+        self, weights: Weights = "auto", hysteresis: Hysteresis = 0.05, **options: Unpack[BalancedDDPArguments]
+    ) -> None:
+        given: dict[str, Any] = {**options}
+        verify_divides(given.pop("batch_size_is", "global"))
+        super().__init__(batch_size_is="global", **given)
         self.balance = RankBalance(self.strategy_name, weights, hysteresis)
 
 

@@ -5,9 +5,10 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 import pytorch_lightning as pl
+from lightning_utilities.core.rank_zero import WarningCache
 from pytorch_lightning.utilities.rank_zero import rank_zero_info
 from torch import Tensor
-from typing_extensions import override
+from typing_extensions import Unpack, override
 
 from .balance.checkpointed import KeptController
 from .balance.controller import BalanceController, Hysteresis, Objective
@@ -17,7 +18,7 @@ from .core.devices import is_accelerator, memory_bytes, peak_memory_bytes
 from .core.errors import ConfigError
 from .core.module_checks import has_batchnorm
 from .core.options import Natural, checked
-from .dp import DataParallelStrategy
+from .dp import DataParallelArguments, DataParallelStrategy
 from .replicas.layout import ReplicaLayout
 from .replicas.measurement import Measurement
 
@@ -69,7 +70,7 @@ class BalancedDataParallelStrategy(DataParallelStrategy):
         weights: Sequence[float] | Auto | None = None,
         objective: Objective = "time",
         hysteresis: Hysteresis = 0.02,
-        **options: Any,
+        **options: Unpack[DataParallelArguments],
     ) -> None:
         super().__init__(**options)
         if self.model_parallel_size > 1:
@@ -89,6 +90,7 @@ class BalancedDataParallelStrategy(DataParallelStrategy):
         self._kept = KeptController(self.strategy_name, "devices")
         self._pending: Measurement | None = None
         self._num_steps = self._num_measured = 0
+        self._told = WarningCache()
         self._is_batch_verified = False
 
     @property
@@ -126,6 +128,12 @@ class BalancedDataParallelStrategy(DataParallelStrategy):
             self._num_measured += 1
         self._num_steps += 1
         output = super().training_step(*args, **kwargs)
+        if layout.runner.has_met:
+            self._pending = None
+            self._told.info(
+                "balanced_dp: the replicas wait for each other within a step (over_batch, manual optimization), so "
+                "that their times can't be measured. Set strategy.weights to give them other shares than now."
+            )
         self._observe(self.controller, layout)
         assert self.lightning_module is not None
         log_shares(self.lightning_module, self._shown)

@@ -2,12 +2,15 @@
 
 from typing import Any, ClassVar
 
+from typing_extensions import Unpack
+
 from .batch.batch_dims import BatchDims
 from .core.errors import ConfigError
 from .core.options import Count, checked
 from .data.loaders import BatchSizeIs
 from .distributed.options import Compression, compression_hook, reducer_options
 from .pipeline.recompute import RecomputeOption
+from .ranks.arguments import RankArguments
 from .ranks.gradient_sync import GradientSync
 from .ranks.strategy import RankStrategy
 
@@ -29,9 +32,8 @@ class DDPStrategy(RankStrategy):
         shard_optimizer: cut the optimizers' state over the ranks (ZeRO, stage 1): each updates some of the parameters.
         recompute: parts of the module whose activations are computed once more in the backward pass: `never`,
             `always`, `except_last`, or names of submodules.
-        verify_loss: refuse a loss that is not the mean over samples: where autograd's graph of the first step does not
-            show that it is one, some samples are tried alone and together. False weights it by samples nevertheless.
-            Likewise for what `training_step` writes to the module by the samples of a part of the batch.
+        verify: refuse, before the first step, a module that trains otherwise in parts of a batch than on the whole one,
+            for which at most eight samples of the dataset are tried. False trains it nevertheless.
         compression: compression of gradients between ranks: `fp16`, `bf16`, `powersgd`, or None.
         **options: options of `RankStrategy` (`timeout_s`, `start_method`, ...) and of
             `torch.nn.parallel.DistributedDataParallel`: `find_unused_parameters`, `static_graph`,
@@ -54,16 +56,16 @@ class DDPStrategy(RankStrategy):
         batch_dims: BatchDims | None = None,
         shard_optimizer: bool = False,
         recompute: RecomputeOption = "never",
-        verify_loss: bool = True,
+        verify: bool = True,
         compression: Compression | None = None,
-        **options: Any,
+        **options: Unpack[RankArguments],
     ) -> None:
         if devices_per_process > 1 and self.stage_options is None and options.get("static_graph"):
             raise ConfigError(
                 f"ddp: static_graph=true can't be recorded with devices_per_process={devices_per_process}, whose "
                 "replicas have a backward pass of their own. Set static_graph=false, or devices_per_process=1."
             )
-        super().__init__(batch_size_is, batch_dims, recompute, verify_loss=verify_loss, **options)
+        super().__init__(batch_size_is, batch_dims, recompute, verify=verify, **options)
         self.devices_per_process = devices_per_process
         self.shard_optimizer = shard_optimizer
         self.sync = GradientSync(self, compression_hook(compression))

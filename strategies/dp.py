@@ -7,7 +7,7 @@ from typing import Any
 import pytorch_lightning as pl
 import torch
 from torch.optim import Optimizer
-from typing_extensions import override
+from typing_extensions import TypedDict, override
 
 from .batch.batch_dims import BatchDims
 from .batch.layout import Layout, SingleLayout, drop_layout
@@ -25,6 +25,21 @@ from .sharding.device_shards import DeviceShards
 from .sharding.optimizer_shards import CutStates
 
 
+class DataParallelArguments(TypedDict, total=False):
+    """The options of `DataParallelStrategy` as keyword arguments, for type checkers."""
+
+    devices: Sequence[Device] | None
+    loss_reduction: LossReduction
+    submodule: str | None
+    copy_frozen: bool
+    threads: bool | None
+    batch_dims: BatchDims | None
+    model_parallel_size: int
+    recompute: RecomputeOption
+    shard_optimizer: bool
+    verify: bool
+
+
 class DataParallelStrategy(OneProcessStrategy):
     """Train with a replica of the module per device, in one process.
 
@@ -32,8 +47,8 @@ class DataParallelStrategy(OneProcessStrategy):
     batch, and the gradients summed on the root device, which alone has an optimizer. Training equals
     `SingleDeviceStrategy`, except for BatchNorm statistics and random streams (docs/data_parallel.md).
 
-    If a module defines `training_step_end(outputs)`, the replicas' outputs are joined on the root device and passed to
-    it; it returns the loss of the whole batch.
+    A loss over the batch is computed on the root device, by `evener.over_batch` or `training_step_end(outputs)`. In
+    manual optimization the replicas meet wherever weights change.
 
     Args:
         devices: one per replica; they may repeat and mix (`["cuda:0", "cpu"]`). None takes the trainer's.
@@ -48,7 +63,7 @@ class DataParallelStrategy(OneProcessStrategy):
         recompute: parts of the module whose activations are computed once more in the backward pass: `never`,
             `always`, `except_last`, or names of submodules.
         shard_optimizer: cut the optimizers' state over the devices (ZeRO, stage 1): each updates some parameters.
-        verify_loss: as in `DDPStrategy`.
+        verify: as in `DDPStrategy`.
 
     Raises:
         ConfigError: an option has an invalid value.
@@ -68,9 +83,9 @@ class DataParallelStrategy(OneProcessStrategy):
         model_parallel_size: Count = 1,
         recompute: RecomputeOption = "never",
         shard_optimizer: bool = False,
-        verify_loss: bool = True,
+        verify: bool = True,
     ) -> None:
-        super().__init__(devices, batch_dims, verify_loss)
+        super().__init__(devices, batch_dims, verify)
         self.replica_options = ReplicaOptions(
             self.strategy_name, "strategy=ddp", loss_reduction, submodule, copy_frozen, threads
         )

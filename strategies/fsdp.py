@@ -46,6 +46,8 @@ class FSDPStrategy(RankStrategy):
         sync_batchnorm: as in `DDPStrategy`.
         start_method: as in `DDPStrategy`.
         recompute: as in `DDPStrategy`.
+        verify: as in `DDPStrategy`; before the module is cut, so that a module made on the meta device is not verified.
+        gather_lists_mb: as in `RankStrategy`.
 
     Raises:
         ConfigError: an option has an invalid value.
@@ -69,9 +71,14 @@ class FSDPStrategy(RankStrategy):
         sync_batchnorm: bool = False,
         recompute: RecomputeOption = "never",
         start_method: StartMethod | None = None,
+        verify: bool = True,
+        gather_lists_mb: Positive = 1024.0,
     ) -> None:
         verify_batches(weights, batch_size_is)
-        super().__init__(batch_size_is, batch_dims, recompute, timeout_s, backend, sync_batchnorm, start_method)
+        super().__init__(
+            batch_size_is, batch_dims, recompute, timeout_s, backend, sync_batchnorm, start_method, verify,
+            gather_lists_mb=gather_lists_mb,
+        )  # fmt: skip
         self.shards = ShardOptions(shard, reshard_after_forward, cpu_offload, replicas)
         self.sync = ShardSync(self, self.shards, find_unused_parameters)
         if weights is not None:

@@ -4,14 +4,14 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import pytorch_lightning as pl
-from typing_extensions import override
+from typing_extensions import Unpack, override
 
 from .batch.batch_dims import BatchDims
 from .batch.one_process import OneProcessStrategy
 from .core.options import checked, hints_of
 from .core.types import Device
 from .pipeline.layout import StageLayout
-from .pipeline.options import StageOptions
+from .pipeline.options import StageArguments, StageOptions
 from .pipeline.recompute import Recompute, RecomputeOption
 
 
@@ -23,7 +23,7 @@ class ModelParallelStrategy(OneProcessStrategy):
         batch_dims: which dimensions of the batch are samples, by path, where that can't be found out.
         recompute: parts of the module whose activations are computed once more in the backward pass: `never`,
             `always`, `except_last`, or names of submodules.
-        verify_loss: as in `DDPStrategy`, for micro-batches.
+        verify: as in `DDPStrategy`, for micro-batches.
         **options: options of `StageOptions`: `partition`, `num_microbatches`, `schedule`, ...
 
     Raises:
@@ -40,16 +40,16 @@ class ModelParallelStrategy(OneProcessStrategy):
         devices: Sequence[Device] | None = None,
         batch_dims: BatchDims | None = None,
         recompute: RecomputeOption = "never",
-        verify_loss: bool = True,
-        **options: Any,
+        verify: bool = True,
+        **options: Unpack[StageArguments],
     ) -> None:
-        super().__init__(devices, batch_dims, verify_loss)
+        super().__init__(devices, batch_dims, verify)
         self.recompute = Recompute(recompute, self.strategy_name)
         self.stage_options = StageOptions(**options)
 
     @override
     def new_layout(self) -> StageLayout:
-        options = self.recompute.stage_options(self.stage_options, self.process_devices)
+        options = self.stage_options
         return StageLayout(self.process_devices, options, self.strategy_name)
 
     @override

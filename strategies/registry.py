@@ -15,6 +15,7 @@ from .batch.one_process import OneProcessStrategy
 from .core.loop_contract import NothingToDo, StepContract
 from .ddp import DDPStrategy
 from .ddp_model_parallel import DDPModelParallelStrategy
+from .distributed.scripts.launcher import StartMethod
 from .dp import DataParallelStrategy
 from .fsdp import FSDPStrategy
 from .model_parallel import ModelParallelStrategy
@@ -38,12 +39,16 @@ STRATEGIES: dict[str, type[Strategy]] = {
 }
 """Strategies of this project by the name that `strategy=` takes."""
 
-_STARTS = {"": None, "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}
-_UNUSED = {"": False, "_find_unused_parameters_false": False, "_find_unused_parameters_true": True}
+_STARTS: Mapping[str, StartMethod | None] = {"": None, "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}
+_UNUSED: dict[str, dict[str, Any]] = {
+    "": {},
+    "_find_unused_parameters_false": {"find_unused_parameters": False},
+    "_find_unused_parameters_true": {"find_unused_parameters": True},
+}
 LIGHTNINGS_WORDS: Mapping[str, Callable[[], Strategy]] = {
-    f"ddp{start}{unused}": partial(DDPStrategy, start_method=method, find_unused_parameters=finds)
+    f"ddp{start}{unused}": partial(DDPStrategy, start_method=method, **options)
     for start, method in _STARTS.items()
-    for unused, finds in _UNUSED.items()
+    for unused, options in _UNUSED.items()
 } | {"fsdp_cpu_offload": partial(FSDPStrategy, cpu_offload=True)}
 """What makes the strategies of this project for words of Lightning's that stand for a strategy with options."""
 

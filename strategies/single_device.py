@@ -9,8 +9,8 @@ import pytorch_lightning.strategies as pl_strategies
 import torch
 from typing_extensions import override
 
+from .batch.whole.over_batch import end_of_step
 from .core.errors import ConfigError
-from .core.module_checks import end_of_step
 from .core.options import checked
 from .core.types import Device
 from .pipeline.recompute import Recompute, RecomputeOption

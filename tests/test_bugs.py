@@ -6,7 +6,6 @@ import subprocess
 import sys
 import threading
 from contextlib import nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,11 +15,9 @@ import torch
 from recording import SmallModule, loader
 from torch import nn
 from torch.distributed.elastic.multiprocessing import api
-from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import DataLoader, RandomSampler
 
 from evener.strategies import BalancedDDPModelParallelStrategy, ConfigError
-from evener.strategies.batch.checks.loss_check import LossCheck
 from evener.strategies.batch.losses import ChunkLosses
 from evener.strategies.data.sampling import Passes, Share
 from evener.strategies.data.shares import RankShares
@@ -97,7 +94,7 @@ def test_a_lone_process_of_two_stages_tells_its_batch() -> None:
     assert batch_line(trainer) == "64 samples"
 
 
-@pytest.mark.parametrize("process", ["worker", "trial_process"])
+@pytest.mark.parametrize("process", ["launch.worker", "study.trial"])
 def test_a_process_of_ours_starts_without_a_warning(process: str) -> None:
     # Where the package imports what `python -m` is to run, Python warns in every worker that it may misbehave.
     script = f"import sys, evener.trainer; sys.exit('evener.trainer.{process}' in sys.modules)"
@@ -187,33 +184,6 @@ def test_batches_of_several_loaders_that_ranks_share_in_unequal_parts_are_refuse
         shares.verify_parts(loop, None)
     shares.begin_batch(combined, 0)
     assert shares.current == Share(1, 3)
-
-
-@dataclass(frozen=True)
-class Frozen:
-    """A batch, or a part of one."""
-
-    x: torch.Tensor
-
-
-def test_a_batch_of_other_things_than_samples_says_how_its_loss_is_weighted(caplog: pytest.LogCaptureFixture) -> None:
-    # A loss of forces, a mean over atoms, was weighed by molecules without a word (schnetpack).
-    layout: Any = SimpleNamespace(inspect=None)
-    strategy: Any = SimpleNamespace(layout=layout)
-
-    def told(batch: Any) -> str:
-        check = LossCheck("ddp")
-        with check.open(SmallModule(), layout):
-            layout.inspect(torch.ones((), requires_grad=True), None)
-        doubt = check.close(strategy, 2, [batch], {}, None)
-        check.tell(doubt)
-        return doubt
-
-    told({"energy": torch.ones(2), "forces": torch.ones(7, 3), "count": torch.tensor(2)})
-    assert "ddp: a batch of 2 samples has tensors of 2 and 7 rows" in caplog.text
-    # a walk that builds structures anew crashed on the last two
-    frozen = Frozen(torch.ones(2))
-    assert not told([torch.ones(2, 5), torch.ones(2), pack_sequence([torch.ones(3), torch.ones(1)]), frozen])
 
 
 def test_a_batch_that_has_lost_samples_of_its_share_is_refused() -> None:

@@ -1,7 +1,9 @@
 """What the docs say is true: examples run, references are current."""
 
 import ast
+import importlib
 import importlib.util
+import os
 import re
 import subprocess
 import sys
@@ -65,6 +67,32 @@ def test_the_worked_example_equals_one_device() -> None:
 def test_the_worked_example_refuses_no_parts() -> None:
     with pytest.raises(ConfigError, match="num_microbatches=0 is not positive"):
         code_of("adding_a_strategy.md")["MicroBatchStrategy"](0)
+
+
+WITHOUT_EVENER = """
+import re, sys
+from importlib.util import find_spec
+sys.modules["evener"] = None
+for block in re.findall(r"```python\\n(.*?)```", open(sys.argv[1], encoding="utf-8").read(), re.DOTALL):
+    if "onnx" not in block or find_spec("onnxscript"):
+        exec(compile(block, "inference.md", "exec"), {})
+"""
+
+
+@pytest.mark.long
+def test_a_checkpoint_is_used_without_evener(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    project = DOCS.parent / "examples" / "user_project"
+    monkeypatch.syspath_prepend(str(project))
+    spirals = importlib.import_module("spirals")
+    trainer = Trainer(max_steps=2, accelerator="cpu", logger=False, enable_checkpointing=False, num_sanity_val_steps=0,
+                      limit_val_batches=0, enable_progress_bar=False, enable_model_summary=False)  # fmt: skip
+    trainer.fit(spirals.SpiralClassifier(), datamodule=spirals.SpiralData())
+    trainer.save_checkpoint(tmp_path / "last.ckpt")
+    command = [sys.executable, "-W", "ignore", "-c", WITHOUT_EVENER, str(DOCS / "inference.md")]
+    env = {**os.environ, "PYTHONPATH": str(project)}
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=500, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "torch.Size([5, 3])" in done.stdout
 
 
 def reference() -> ModuleType:
@@ -191,7 +219,8 @@ def test_every_quoted_sentence_is_in_the_source() -> None:
 
 def test_the_site_names_every_page() -> None:
     site = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
-    missing = [page.name for page in (ROOT / "docs").glob("*.md") if f": {page.name}\n" not in site]
+    names = {page.name for page in (ROOT / "docs").glob("*.md")} - {"README.md"} | {"index.md", "pages.md"}
+    missing = [name for name in names if f": {name}\n" not in site]
     assert not missing
 
 
@@ -203,8 +232,24 @@ def test_the_site_builds_without_warnings(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    for page, text in (("index.html", "Evener"), ("api/index.html", "DDPStrategy"), ("about.zh/index.html", "策略")):
+    shown = {
+        "index.html": "the bar that shares a load evenly", "pages/index.html": "to understand",
+        "api/index.html": "DDPStrategy", "about.zh/index.html": "策略", "configuration/index.html": "&lt;name&gt;",
+        "strategies/index.html": "images/drawings/",
+    }  # fmt: skip
+    for page, text in shown.items():
         assert text in (tmp_path / page).read_text(encoding="utf-8"), page
+    index = (tmp_path / "search" / "search_index.json").read_text(encoding="utf-8").lower()
+    assert all(words in index for words in ("load a checkpoint", "inference", "class weights"))
+
+
+def test_every_drawing_of_the_pages_is_current() -> None:
+    drawings = importlib.util.spec_from_file_location("drawings", DOCS / "drawings.py")
+    assert drawings is not None
+    assert drawings.loader is not None
+    drawings.loader.exec_module(module := importlib.util.module_from_spec(drawings))
+    drawn = {file.stem for file in (DOCS / "images" / "drawings").glob("*.svg")}
+    assert drawn == set(module.blocks()), "run `python docs/drawings.py <mermaid.min.js>`"
 
 
 def test_the_index_names_every_page() -> None:

@@ -10,6 +10,7 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+VERSIONS = (ROOT / "docs" / "versions.md").read_text(encoding="utf-8")
 
 
 def test_readme_has_exactly_two_set_up_commands() -> None:
@@ -17,22 +18,27 @@ def test_readme_has_exactly_two_set_up_commands() -> None:
     assert README.count("python3 -m venv") == 2
 
 
-def test_python_blocks_compile() -> None:
-    blocks = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
-    assert len(blocks) == 2
-    for block in blocks:
-        compile(block, "README.md", "exec")
+def test_readme_has_at_most_100_lines_and_says_early_what_it_has_not_run_on() -> None:
+    assert len(README.splitlines()) <= 100
+    assert "has run on a GPU yet" in "\n".join(README.splitlines()[:20])
+
+
+def test_both_sides_of_the_difference_from_lightning_compile() -> None:
+    (block,) = re.findall(r"```diff\n(.*?)```", README, flags=re.DOTALL)
+    for sign in "+-":
+        lines = [line[1:] for line in block.splitlines() if line[:1] in ("", " ", sign)]
+        compile("\n".join(lines), "README.md", "exec")
 
 
 def commands_of(page: str) -> list[str]:
     """Blocks of bash and Python, and commands in the text, as they stand, without comments."""
-    found = re.findall(r"^```(?:bash|python)\n[\s\S]*?^```|^ {4}python .*$|`python [^`]+`", page, flags=re.MULTILINE)
+    found = re.findall(r"^```(?:bash|diff)\n[\s\S]*?^```|^ {4}python .*$|`python [^`]+`", page, flags=re.MULTILINE)
     return [re.sub(r" +# .*", "", block) for block in found]
 
 
 def test_the_chinese_readme_has_the_same_commands() -> None:
     chinese = (ROOT / "README.zh.md").read_text(encoding="utf-8")
-    assert len(commands_of(README)) > 5
+    assert len(commands_of(README)) > 4
     assert commands_of(chinese) == commands_of(README)
 
 
@@ -72,7 +78,7 @@ def test_every_requirement_is_pinned_once_for_each_python(python: str) -> None:
 
 
 def test_the_table_of_versions_has_what_pyproject_allows() -> None:
-    rows = re.findall(r"^\| (3\.\d+)\.\d+ \| (2\.\d+)\.", README, flags=re.MULTILINE)
+    rows = re.findall(r"^\| (3\.\d+)\.\d+ \| (2\.\d+)\.", VERSIONS, flags=re.MULTILINE)
     assert sorted({python for python, _ in rows}) == sorted(MINORS)
     allowed = Requirement(re.findall(r'"(torch[><=].*?)"', PYPROJECT)[0]).specifier
     torches = [f"2.{minor}" for minor in range(40) if f"2.{minor}" in allowed]

@@ -1,6 +1,7 @@
 """The rooms: sizes, doors, and what the wheel holds. The arrows between rooms are checked by `lint-imports`."""
 
 import ast
+import csv
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -49,6 +50,19 @@ def test_underscored_files_are_imported_in_their_own_room_only() -> None:
         if any(part.startswith("_") and not part.startswith("__") for part in name.split(".")) and depth != 1
     ]
     assert intruders == []
+
+
+def test_no_room_has_more_lines_than_its_budget() -> None:
+    """Raise a number of budgets.csv by an argument in the commit; lower it with each room that got smaller."""
+    with (ROOT / "tests" / "budgets.csv").open(encoding="utf-8", newline="") as file:
+        budgets = {row["room"]: int(row["most"]) for row in csv.DictReader(file)}
+    lines = {name: _num_lines(ROOT / name) for name in budgets}
+    assert {name: num for name, num in lines.items() if num > budgets[name]} == {}
+    assert {f"{room.parent.name}/{room.name}" for room in ROOMS} <= budgets.keys()
+
+
+def _num_lines(folder: Path) -> int:
+    return sum(len(path.read_text(encoding="utf-8").splitlines()) for path in folder.rglob("*.py"))
 
 
 TOP = {"trainer": "trainer_py", "strategies": "top"}

@@ -43,18 +43,33 @@ def test_wheel_holds_every_config_and_no_other_top_level_name(installed: Path) -
     assert {path.name for path in installed.iterdir() if not path.name.endswith(".dist-info")} == {"evener"}
     here = {path.relative_to(ROOT / "conf") for path in (ROOT / "conf").rglob("*.yaml")}
     assert {path.relative_to(installed / "evener/conf") for path in (installed / "evener/conf").rglob("*.yaml")} == here
-    for package in ("trainer", "strategies", "conf", "examples"):
+    for package in ("", "trainer", "strategies", "conf", "examples"):
         assert (installed / "evener" / package / "py.typed").exists()
 
 
 def test_wheel_holds_the_files_of_the_checkout_and_no_others(installed: Path) -> None:
-    folders = ("trainer", "strategies", "conf", "examples")
+    folders = ("evener", "trainer", "strategies", "conf", "examples")
     listed = subprocess.run(["git", "ls-files", *folders], cwd=ROOT, capture_output=True, text=True, check=False)
     if listed.returncode:
         pytest.skip("needs a git checkout, to know which files belong to it")
     here = set(listed.stdout.split())
     packed = {str(path.relative_to(installed / "evener")) for path in (installed / "evener").rglob("*.*")}
-    assert packed == {name for name in here if (ROOT / name).exists()}
+    assert packed == {name.removeprefix("evener/") for name in here if (ROOT / name).exists()}
+
+
+def test_importing_evener_loads_no_torch_and_its_words_work(installed: Path, tmp_path: Path) -> None:
+    code = (
+        "import sys, evener; assert 'torch' not in sys.modules; print(evener.__file__); import torch;"
+        "print(float(evener.mean(torch.tensor([1.0, 3.0]))), evener.over_batch(torch.mean)(torch.ones(2)).item())"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(installed)}
+    told = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300,
+        check=True,
+    )  # fmt: skip
+    where, words = told.stdout.splitlines()
+    assert where == str(installed / "evener" / "__init__.py")
+    assert words == "2.0 1.0"
 
 
 @pytest.mark.long

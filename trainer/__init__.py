@@ -28,17 +28,19 @@ _PLACES = {
 }
 
 
-def _unify_lightning() -> None:
-    """Make both names of Lightning one package, before anything imports either, without the rest of `strategies`."""
-    name = __name__.replace("trainer", "strategies.core.lightning_names")
+def _load_alone(module: str) -> Any:
+    """Import a module of `strategies.core` without the rest of `strategies`, which needs torch."""
+    name = __name__.replace("trainer", f"strategies.core.{module}")
     if name not in sys.modules:
-        found: Any = spec_from_file_location(name, Path(__file__).parents[1] / "strategies/core/lightning_names.py")
+        found: Any = spec_from_file_location(name, Path(__file__).parents[1] / f"strategies/core/{module}.py")
         sys.modules[name] = module_from_spec(found)
         found.loader.exec_module(sys.modules[name])
-    sys.modules[name].unify()
+    return sys.modules[name]
 
 
-_unify_lightning()
+_load_alone("lightning_names").unify()  # before anything imports either of Lightning's names
+_load_alone("errors")
+_load_alone("options")
 
 
 def __getattr__(name: str) -> Any:

@@ -1,11 +1,14 @@
 """Extend Lightning's Trainer with the lean loops and this project's strategies, given as objects or by name."""
 
 import inspect
+import logging
 import signal
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from functools import wraps
+from pathlib import Path
 from types import FrameType
 from typing import Any, Literal, TypeAlias, TypeVar, cast
 
@@ -13,20 +16,24 @@ import pytorch_lightning as pl
 import pytorch_lightning.strategies as pl_strategies
 import torch.distributed as dist
 from lightning_fabric.plugins import TorchCheckpointIO
+from pytorch_lightning.accelerators import Accelerator
 from pytorch_lightning.callbacks import Timer
+from pytorch_lightning.loggers import Logger
+from pytorch_lightning.profilers import Profiler
 from pytorch_lightning.strategies import Strategy, StrategyRegistry
 from pytorch_lightning.trainer.states import RunningStage, TrainerFn
 from pytorch_lightning.utilities.combined_loader import CombinedLoader
 from pytorch_lightning.utilities.exceptions import SIGTERMException
-from typing_extensions import override
+from typing_extensions import TypedDict, Unpack, override
 
 from ..strategies import STRATEGIES
-from ..strategies.core.device_names import are_names, give_devices, listed
+from ..strategies.core.device_names import are_names, for_lightning, give_devices, listed
 from ..strategies.core.errors import ConfigError
+from ..strategies.core.internals import callbacks_of
 from ..strategies.core.lightning_names import verify_family
 from ..strategies.core.options import verify_value
 from ..strategies.core.patching import LIGHTNING_TELLS, filtered
-from ..strategies.core.private import of_lightning, put
+from ..strategies.distributed.process_exit import StopRequests
 from ..strategies.registry import LIGHTNINGS_WORDS, ranks_of, stop_signal_of
 from .callbacks.nonfinite import DetectNonFinite
 from .checkpoint import Checkpoint, RunTimer, distinguish
@@ -86,6 +93,11 @@ def _verify_arguments(arguments: dict[str, Any]) -> None:
         )
 
 
+def _is_no_tip(record: logging.LogRecord) -> bool:
+    """Whether a line is none of Lightning's tips for other products."""
+    return "Tip:" not in record.getMessage()
+
+
 def _strategy_of(word: str) -> str | Strategy:
     """The strategy of this project that a word names; the word, where it is Lightning's."""
     word = word.lower()  # as Lightning does
@@ -107,6 +119,51 @@ _CHOSEN_BY_LIGHTNING: dict[type, str] = {
 """Lightning's choices for `strategy="auto"` and the strategies of this project that replace them."""
 
 
+class TrainerArguments(TypedDict, total=False):
+    """The arguments of Lightning's Trainer, for type checkers; a test compares the names with Lightning's."""
+
+    accelerator: str | Accelerator
+    devices: list[int] | list[str] | str | int
+    num_nodes: int
+    precision: Literal[64, 32, 16] | str | None
+    logger: Logger | Iterable[Logger] | bool | None
+    callbacks: list[pl.Callback] | pl.Callback | None
+    fast_dev_run: int | bool
+    max_epochs: int | None
+    min_epochs: int | None
+    max_steps: int
+    min_steps: int | None
+    max_time: str | timedelta | dict[str, int] | None
+    limit_train_batches: int | float | None
+    limit_val_batches: int | float | None
+    limit_test_batches: int | float | None
+    limit_predict_batches: int | float | None
+    overfit_batches: int | float
+    val_check_interval: int | float | str | timedelta | dict[str, int] | None
+    check_val_every_n_epoch: int | None
+    num_sanity_val_steps: int | None
+    log_every_n_steps: int | None
+    enable_checkpointing: bool | None
+    enable_progress_bar: bool | None
+    enable_model_summary: bool | None
+    accumulate_grad_batches: int
+    gradient_clip_val: int | float | None
+    gradient_clip_algorithm: str | None
+    deterministic: bool | Literal["warn"] | None
+    benchmark: bool | None
+    inference_mode: bool
+    use_distributed_sampler: bool
+    profiler: Profiler | str | None
+    detect_anomaly: bool
+    barebones: bool
+    plugins: Any
+    sync_batchnorm: bool
+    reload_dataloaders_every_n_epochs: int
+    default_root_dir: str | Path | None
+    enable_autolog_hparams: bool
+    model_registry: str | None
+
+
 class Trainer(pl.Trainer):
     """`pytorch_lightning.Trainer` with loops of low overhead that also accepts this project's strategies.
 
@@ -119,8 +176,8 @@ class Trainer(pl.Trainer):
             by `accumulate_grad_batches`.
         detect_nonfinite: what to do if gradients are inf or nan: `raise` stops training, `skip_step` skips the
             optimizer step, `off` (or False, as YAML reads off) does not check. See `DetectNonFinite`.
-        lean: whether common steps take this project's lean path. None does so unless `EVENER_LEAN=0` is set, or torch
-            or Lightning has a version that it was not tested with; then Lightning's own loops run.
+        lean: whether common steps take this project's lean path. None does so unless torch or Lightning has a version
+            that it was not tested with; then Lightning's own loops run.
         **kwargs: every argument of `pytorch_lightning.Trainer`, with the same meaning and default; `devices` may also
             be a list of names (`["cuda:0", "cpu"]`) for a strategy of one process.
     """
@@ -132,23 +189,25 @@ class Trainer(pl.Trainer):
         exact_accumulation: bool = False,
         detect_nonfinite: OnNonFinite = "off",
         lean: bool | None = None,
-        **kwargs: Any,
+        **kwargs: Unpack[TrainerArguments],
     ) -> None:
+        given: dict[str, Any] = {**kwargs}
         verify_value("detect_nonfinite", detect_nonfinite, OnNonFinite, "Trainer: ")
         if isinstance(strategy, str):
             strategy = _strategy_of(strategy)
-        if are_names(devices := listed(kwargs.get("devices"))):
-            kwargs |= give_devices(strategy, devices)
-        _verify_arguments(kwargs)
-        verify_family(strategy, *_flat(kwargs.values()))
-        given = list(_flat([kwargs.get("callbacks") or []]))  # Lightning appends its own bar to the very list
-        distinguish(given)
-        with filtered(LIGHTNING_TELLS, lambda record: "Tip:" not in record.getMessage()):
-            super().__init__(strategy=strategy, **kwargs)
+        if are_names(devices := listed(given.get("devices"))):
+            given |= give_devices(strategy, devices)
+        given["accelerator"] = for_lightning(given.get("accelerator", "auto"))
+        _verify_arguments(given)
+        verify_family(strategy, *_flat(given.values()))
+        own_callbacks = list(_flat([given.get("callbacks") or []]))  # Lightning appends its own bar to the very list
+        distinguish(own_callbacks)
+        with filtered(LIGHTNING_TELLS, _is_no_tip):
+            super().__init__(strategy=strategy, **given)
         if strategy == "auto":
             self._choose_own_strategy()
-        callbacks: list[Any] = of_lightning.callbacks(self)
-        own = {id(callback) for callback in given}  # Lightning's bar, and its timer of `max_time`, are replaced
+        callbacks: list[Any] = callbacks_of(self)
+        own = {id(callback) for callback in own_callbacks}  # Lightning's bar, and its timer of `max_time`, are replaced
         callbacks[:] = [RunTimer(cb) if isinstance(cb, Timer) and id(cb) not in own else cb for cb in callbacks]
         bar = self.progress_bar_callback
         self.timed_bar = None if bar is None or id(bar) in own else TimedBar(bar)
@@ -159,10 +218,10 @@ class Trainer(pl.Trainer):
         self._agreed_log_dir: tuple[str | None] | None = None
         if detect_nonfinite not in ("off", False, None):
             callbacks.insert(0, DetectNonFinite(detect_nonfinite))
-        self._make_lean(bool(kwargs.get("inference_mode", True)))
+        self._make_lean(bool(given.get("inference_mode", True)))
         # Lightning's logs from within the handler; a strategy of several processes puts its own in this place
-        put(self._signal_connector, sigterm_notifier_fn=self._on_signal)
-        own = of_lightning.checkpoint_io(self.strategy) is not None  # the strategy's own, or given by the user
+        self._signal_connector._sigterm_notifier_fn = self._on_signal
+        own = self.strategy._checkpoint_io is not None  # the strategy's own, or given by the user
         if not own and type(self.strategy.checkpoint_io) is TorchCheckpointIO:
             self.strategy.checkpoint_io = VerifiedCheckpointIO()
 
@@ -171,9 +230,9 @@ class Trainer(pl.Trainer):
         connector = self._accelerator_connector
         word = _CHOSEN_BY_LIGHTNING.get(type(connector.strategy))
         if word is not None:
-            put(connector, strategy_flag=STRATEGIES[word]())
-            of_lightning.init_strategy(connector)()
-            of_lightning.lazy_init_strategy(connector)()
+            connector._strategy_flag = STRATEGIES[word]()
+            connector._init_strategy()
+            connector._lazy_init_strategy()
 
     def _make_lean(self, inference_mode: bool) -> None:
         """Replace Lightning's loops, which have not run yet, with the lean ones, which also resume exactly."""
@@ -199,7 +258,7 @@ class Trainer(pl.Trainer):
     @override
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         self._agreed_log_dir = None
-        with explained_errors(self):
+        with explained_errors(self), filtered(LIGHTNING_TELLS, _is_no_tip):
             return super()._run(*args, **kwargs)
 
     @property
@@ -225,13 +284,13 @@ class Trainer(pl.Trainer):
         load data.
         """
         loop: Any = self.fit_loop
-        if self.state.fn != TrainerFn.FITTING or of_lightning.data_source(loop).instance is not None:
+        if self.state.fn != TrainerFn.FITTING or loop._data_source.instance is not None:
             return super().estimated_stepping_batches
-        put(loop, combined_loader=CombinedLoader(()))
+        loop._combined_loader = CombinedLoader(())
         try:
             return super().estimated_stepping_batches
         finally:
-            put(loop, combined_loader=None)
+            loop._combined_loader = None
 
     @override
     def _run_stage(self) -> Any:
@@ -247,16 +306,16 @@ class Trainer(pl.Trainer):
     @contextmanager
     def _more_signals(self) -> Generator[None]:
         """Take Ctrl-C, SIGHUP and SIGUSR1 for SIGTERM while a script fits, unless somebody handles or ignores them."""
-        received: list[int] = []
+        requests = StopRequests()
 
         def stop(signum: int, frame: FrameType | None) -> None:
             savers = [callback for callback in self.checkpoint_callbacks if isinstance(callback, Checkpoint)]
             saves = self.fit_loop.takes_steps and any(saver.save_last for saver in savers)
-            if signum == signal.SIGINT and (received or not saves):  # stopping after this step would save nothing
+            answer = requests.receive(signum)
+            if answer == "at once" or (signum == signal.SIGINT and not saves):  # after this step it would save nothing
                 raise KeyboardInterrupt
-            received.append(signum)
-            # a strategy of several processes has a function of its own in this place
-            of_lightning.sigterm_notifier_fn(self._signal_connector)(signum, frame)  # pyright: ignore[reportArgumentType]  # untyped
+            if answer == "first":  # a strategy of several processes has a function of its own in this place
+                self._signal_connector._sigterm_notifier_fn(signum, frame)  # pyright: ignore[reportArgumentType]  # untyped
 
         in_main_thread = threading.current_thread() is threading.main_thread()
         fitting = in_main_thread and self.state.fn == TrainerFn.FITTING
@@ -267,7 +326,7 @@ class Trainer(pl.Trainer):
         try:
             yield
         except SIGTERMException as exc:
-            if signal.SIGINT in received:  # what Lightning, and the script, expect after Ctrl-C
+            if requests.signum == signal.SIGINT:  # what Lightning, and the script, expect after Ctrl-C
                 raise KeyboardInterrupt from exc
             raise
         finally:

@@ -12,7 +12,6 @@ from torch.utils.hooks import RemovableHandle
 
 from ..batch.policies import Even, Policy, Weighted
 from ..core.devices import seconds_between, time_mark
-from ..core.private import of_lightning
 from .checkpointed import KeptController
 from .controller import BalanceController
 
@@ -157,6 +156,6 @@ def _of_time(controller: BalanceController) -> dict[str, float]:
 def log_shares(module: pl.LightningModule, values: Callable[[], Mapping[str, float]], **options: Any) -> None:
     """Log shares and what they were computed of, in the steps that log."""
     trainer: Any = module.trainer
-    if trainer.loggers and of_lightning.logger_connector(trainer).should_update_logs:
+    if trainer.loggers and trainer._logger_connector.should_update_logs:
         for name, value in values().items():
             module.log(name, value, on_step=True, on_epoch=False, batch_size=1, **options)

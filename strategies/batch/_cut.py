@@ -1,7 +1,7 @@
 """Cut the values of a batch by sizes, each by its role."""
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from itertools import accumulate
 from typing import Any, Literal, TypeAlias
 
@@ -18,8 +18,15 @@ Role: TypeAlias = Literal["rows", "list", "shared", "structure"]
 RoleOf: TypeAlias = Callable[[Any, Path], Role]
 
 
-def cut(value: Any, sizes: list[int], role_of: RoleOf, root: str, path: Path = ()) -> list[Any]:
-    """Cut a value into one part per size, or refuse it by name."""
+def cut(
+    value: Any, sizes: list[int], role_of: RoleOf, root: str, factors: Mapping[Path, int], path: Path = ()
+) -> list[Any]:
+    """Cut a value into one part per size, or refuse it by name.
+
+    Args:
+        factors: at paths where each size is so many times as large.
+    """
+    sizes = [size * factors.get(path, 1) for size in sizes]
     role, is_listed = role_of(value, path), is_array(value) or is_sequence(value)
     if role == "shared":
         return [value] * len(sizes)
@@ -31,16 +38,20 @@ def cut(value: Any, sizes: list[int], role_of: RoleOf, root: str, path: Path = (
     if splits_itself(value) and not is_listed:
         return _cut_by_itself(value, sizes, called(path, root))
     if children(value) is not None:
-        return _cut_structure(value, sizes, role_of, root, path)
+        return _cut_structure(value, sizes, role_of, root, factors, path)
     if not isinstance(value, (*SHARED, np.ndarray, Tensor)):
         raise _refusal(value, called(path, root))
     return [value] * len(sizes)
 
 
-def _cut_structure(value: Any, sizes: list[int], role_of: RoleOf, root: str, path: Path) -> list[Any]:
+def _cut_structure(
+    value: Any, sizes: list[int], role_of: RoleOf, root: str, factors: Mapping[Path, int], path: Path
+) -> list[Any]:
     items = children(value) or []
     parts = [
-        _cut_labels(child, items, sizes) if _is_labels(child) else cut(child, sizes, role_of, root, (*path, key))
+        _cut_labels(child, items, sizes)
+        if _is_labels(child)
+        else cut(child, sizes, role_of, root, factors, (*path, key))
         for key, child in items
     ]
     return [rebuild(value, [part[i] for part in parts]) for i in range(len(sizes))]
@@ -61,6 +72,9 @@ def _cut_labels(labels: Any, beside: Items, sizes: list[int]) -> list[Any]:
 
 
 def _cut_by_itself(value: Any, sizes: list[int], name: str) -> list[Any]:
+    if callable(getattr(value, "to_data_list", None)):
+        graphs = value.to_data_list()
+        return [type(value).from_data_list(part) for part in _slices(graphs, sizes) if part]
     parts = list(value.split(sizes))
     if len(parts) != len(sizes):
         raise ConfigError(

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from ..core.module_checks import end_of_step
-from .checks.state_watch import StateWatch
+from .exact.loss_reader import LossReader
 from .run_structures import RunStructures
+from .whole.over_batch import end_of_step
 
 
 class Layout(Protocol):
@@ -26,15 +26,16 @@ class Layout(Protocol):
     Attributes:
         devices: the devices of the process, the root device first.
         losses: what the last training step logged, or returned, as its loss.
-        inspect: if set, gets what the module's training step has returned for each part of a batch, before its backward
-            pass, and the number of samples in it, if the layout knows.
-        states: if set, watches what each part of a batch does to the module.
+        cuts_evaluation: whether batches of evaluation are cut as those of training.
+        goes_backward_early: whether parts of a batch go backward before the loss of the batch is known.
+        reader: reads what the losses of the parts of a batch divide by.
     """
 
     devices: list[torch.device]
     losses: list[Tensor]
-    inspect: Callable[[Any, float | None], None] | None = None
-    states: StateWatch | None = None
+    cuts_evaluation = False
+    goes_backward_early = False
+    reader: LossReader = LossReader("")
 
     @property
     def meeting_device(self) -> torch.device:
@@ -42,14 +43,14 @@ class Layout(Protocol):
         return self.devices[0]
 
     @property
-    def finishes_later(self) -> bool:
-        """Whether gradients are complete only after `finish_backward`."""
-        return False
-
-    @property
     def cut_by(self) -> str:
         """The option that cuts a process's batch into parts, as `name=value`; empty if a step sees it whole."""
         return ""
+
+    @property
+    def cuts_steps(self) -> bool:
+        """Whether the module's steps see parts of a batch."""
+        return bool(self.cut_by)
 
     def verify(self, trainer: pl.Trainer) -> None:
         """Refuse, before anything is placed, a module or options that can't be honoured."""
@@ -78,9 +79,6 @@ class Layout(Protocol):
             What the module would return for the whole batch on one device, the loss on the root device.
         """
         ...
-
-    def finish_backward(self) -> None:
-        """Complete the gradients of the module's parameters after the backward pass of the loss."""
 
     def weights_changed(self) -> None:
         """Learn that somebody may have written to parameters."""
@@ -141,8 +139,6 @@ class SingleLayout(Layout):
         output = getattr(self._module, name)(*args, **kwargs)
         if self._end is not None and name == "training_step":
             output = self._end(output)
-        if self.inspect is not None and name == "training_step":
-            self.inspect(output, None)
         self.losses = losses_in(output) if isinstance(output, dict) else []  # which has a `loss_weight`, or none counts
         return output
 

@@ -3,7 +3,7 @@
 import threading
 from collections import Counter
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from ..core.devices import scalar
 from ..core.errors import ConfigError
-from ..core.module_log import LOG_OPTIONS, Receiver, module_log, received
+from ..core.module_log import LOG_OPTIONS, module_log, received
 from ..core.patching import replaced
+from .exact.values import Program, Tape, Values
 from .given_sizes import GivenSizes
 from .losses import ChunkLosses, is_loss
 
@@ -53,6 +54,8 @@ class LogRecorder:
         self._calls: list[list[_Call]] = []
         self._given = GivenSizes()
         self._running = threading.local()
+        self._values, self._programs = Values(), dict[str, Program]()
+        self._tapes: dict[int, Tape] = {}
         self.losses: list[Tensor] = []
         """What `replay` logged as the loss of the batch."""
         for i, copies in enumerate(self._modules[1:], start=1):  # a copy runs in steps alone
@@ -61,23 +64,31 @@ class LogRecorder:
                     module_log(copy).receiver = partial(self._record, i, j)
 
     @contextmanager
-    def recording(self) -> Generator[None]:
-        """Record the calls of one step."""
+    def recording(self, values: Values, step: str, loader: int = 0) -> Generator[None]:
+        """Record the calls of one step, and what its values are computed of."""
+        self._values, self._programs, self._tapes = values, values.of(step, loader), {}
         self._calls = [[] for _ in self._modules]
-        with received((module_log(module), self._root_receiver(j)) for j, module in enumerate(self._modules[0])):
+        with received((module_log(module), partial(self._record_root, j)) for j, module in enumerate(self._modules[0])):
             yield
+
+    @property
+    def part(self) -> int:
+        """The replica, or micro-batch, that the calling thread runs; the first outside of a step."""
+        return getattr(self._running, "part", 0)
 
     def run(self, part: int, call: Callable[[], Any]) -> Any:
         """Run the step of a replica, or of a micro-batch, in the thread that calls this."""
-        with replaced(self._running, "part", part):
+        with replaced(self._running, "part", part), self._taped(part):
             return call()
 
-    def _root_receiver(self, module: int) -> Receiver:
-        """What records the calls of a module of the root."""
-        return partial(self._record_root, module)
+    def _taped(self, part: int) -> AbstractContextManager[Any]:
+        if not self._programs or part in self._tapes:  # it goes backward
+            return nullcontext()
+        self._tapes[part] = Tape(self._programs)
+        return self._tapes[part]
 
     def _record_root(self, module: int, *args: Any, **options: Any) -> None:
-        replica: int = getattr(self._running, "part", 0)
+        replica = self.part
         root = self._modules[0][module]
         if self._modules[replica][module] is not root:
             name = type(root).__name__
@@ -99,15 +110,17 @@ class LogRecorder:
             losses: the chunks' losses, one per replica with samples.
         """
         self.losses = []
+        self._values.begin()
         for same in self._same_calls():
             weights, options = self._weighed(same, sizes)
             value = self._loss(same, sizes, losses)
-            if value is None:
-                value = self._of_metric(same)
-            if value is None:
-                value = self._combined(same, weights)
-            else:
+            of_metric = self._of_metric(same) if value is None else None
+            if value is not None and same[0].name not in self._programs:
                 self.losses.append(value)
+            if of_metric is None:
+                value = self._of_program(same, self._combined(same, weights) if value is None else value, options)
+            else:
+                value = of_metric
             self._modules[0][same[0].module].log(same[0].name, value, **options)
 
     def _weighed(self, calls: list[_Call], sizes: Sequence[int]) -> tuple[Sequence[int], dict[str, Any]]:
@@ -148,9 +161,14 @@ class LogRecorder:
         used = [i for i, size in enumerate(sizes) if size > 0]
         if losses is None or [call.replica for call in calls] != used:
             return None
-        if not all(is_loss(call.value, losses.losses[i]) for i, call in enumerate(calls)):
+        shown = losses.shown or losses.losses
+        if not all(is_loss(call.value, shown[i]) for i, call in enumerate(calls)):
             return None
-        return ChunkLosses([call.kept for call in calls], losses.weights, losses.reduction).combine(self._device)
+        values = [
+            call.kept if own is loss else loss.detach()
+            for call, own, loss in zip(calls, shown, losses.losses, strict=True)
+        ]
+        return ChunkLosses(values, losses.weights, losses.reduction).combine(self._device)
 
     def _of_metric(self, calls: list[_Call]) -> Any:
         """The whole batch's value, if each chunk logged what a metric returned for it."""
@@ -158,6 +176,20 @@ class LogRecorder:
         if len(found) < len(calls) or found[0] is calls[0].value or any(value is not found[0] for value in found):
             return None
         return found[0]
+
+    def _of_program(self, calls: list[_Call], otherwise: Any, options: dict[str, Any]) -> Any:
+        """The whole batch's value, if there is a program that makes it."""
+        program = self._programs.get(calls[0].name)
+        others = options.get("reduce_fx", "mean") != "mean" or not isinstance(otherwise, (Tensor, float))
+        if program is None or len(calls) < len(self._tapes) or others:
+            return otherwise
+        rows = [self._tapes[call.replica].rows(program, self._device) for call in calls]
+        values = [torch.as_tensor(call.kept).to(self._device) for call in calls]
+        self._values.rows[calls[0].name] = merged = program.merged(rows)
+        fits = torch.stack([program.fits(own, value) for own, value in zip(rows, values, strict=True)]).all()
+        value = program.value(merged)
+        value = torch.where(fits, value, torch.as_tensor(otherwise).to(value))
+        return self._values.noted(calls[0].name, value)
 
     def _combined(self, calls: list[_Call], weights: Sequence[Any]) -> Any:
         values = [call.kept for call in calls]

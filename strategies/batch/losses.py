@@ -1,8 +1,9 @@
 """Weigh losses by their numbers of samples, or by the `loss_weight` that the module returns, and combine them.
 
-A `training_step` returns the mean loss of its samples, or `{"loss": mean, "loss_weight": n}` if it is normalised by
-something else (tokens, valid pixels). Wherever means over unequal parts are combined (chunks of a replica, ranks,
-micro-batches of an accumulated step), part i has the weight w_i / sum(w), which makes the mean over the whole batch.
+A `training_step` returns the mean loss of its samples, or of something else (tokens, valid pixels), whose number is
+found (`normalisers.py`), or given as `{"loss": mean, "loss_weight": n}`. Wherever means over unequal parts are combined
+(chunks of a replica, ranks, micro-batches of an accumulated step), part i has the weight w_i / sum(w), which makes the
+mean over the whole batch.
 """
 
 from collections.abc import Sequence
@@ -20,8 +21,11 @@ from .structure import BatchStructure, num_samples
 LossReduction: TypeAlias = Literal["mean", "sum"]
 """Whether a module's loss is a mean over samples or a sum."""
 
+FOUND = "found_loss_weight"
+"""What a loss was found to divide by, beside it in the output of a step, in place of a `loss_weight`."""
 
-@dataclass(frozen=True)
+
+@dataclass
 class ChunkLosses:
     """The losses of all chunks of a batch.
 
@@ -29,11 +33,13 @@ class ChunkLosses:
         losses: one scalar per chunk that has samples, each on its own device.
         weights: samples per chunk, or the `loss_weight` that the module returned.
         reduction: whether a chunk's loss is a mean or a sum.
+        shown: the losses as the module knows them; None for `losses`.
     """
 
     losses: list[Tensor]
     weights: list[Tensor | float]
     reduction: LossReduction = "mean"
+    shown: list[Tensor] | None = None
 
     def combine(self, device: torch.device) -> Tensor:
         """The loss of the whole batch, on `device`, of shape ()."""
@@ -41,7 +47,7 @@ class ChunkLosses:
         if self.reduction == "sum":
             return torch.stack(moved).sum()
         weights = [_on(weight, device) for weight in self.weights]
-        parts = [loss * share for loss, share in zip(moved, _shares(weights), strict=True)]
+        parts = [_weighed(loss, share) for loss, share in zip(moved, _shares(weights), strict=True)]
         return torch.stack(parts).sum() if len(parts) > 1 else parts[0]
 
     def total(self, device: torch.device) -> Tensor | float:
@@ -70,7 +76,7 @@ def chunk_losses(outputs: Sequence[Any], sizes: Sequence[int], reduction: LossRe
                 f"{strategy}: training_step returned a loss of {found} for a chunk of {sizes[i]} samples. Return a "
                 "scalar, the mean over the chunk's samples; or define training_step_end(outputs) and compute it there."
             )
-    given = [output.get("loss_weight") if isinstance(output, dict) else None for output in outputs]
+    given = list(map(weight_in, outputs))
     weights = [float(size) if weight is None else weight for weight, size in zip(given, sizes, strict=True)]
     return ChunkLosses(losses, weights, reduction)
 
@@ -86,6 +92,11 @@ def _shares(weights: Sequence[Any]) -> list[Any]:
     if not isinstance(total, Tensor):
         return [weight / total if total else 1.0 / len(weights) for weight in weights]
     return [torch.where(total == 0, 1.0 / len(weights), weight / total) for weight in weights]
+
+
+def _weighed(loss: Tensor, share: Any) -> Tensor:
+    """A part's loss in that of the whole batch; nothing of a mean over nothing, which is nan."""
+    return torch.where(share != 0, loss * share, 0.0) if isinstance(share, Tensor) else loss * share
 
 
 def _on(weight: Tensor | float, device: torch.device) -> Any:
@@ -107,8 +118,8 @@ def loss_weight(output: Any, batch: Batch, structure: BatchStructure | None = No
     Raises:
         ConfigError: the module returned no weight, and the batch holds no tensor to count samples by.
     """
-    if isinstance(output, dict) and output.get("loss_weight") is not None:
-        return output["loss_weight"]
+    if (weight := weight_in(output)) is not None:
+        return weight
     count = num_samples(batch) if structure is None else structure.num_samples(batch)
     if count is None:
         raise ConfigError(
@@ -130,10 +141,12 @@ class WeighedLoss:
     Args:
         losses: tensors that are the loss where they are logged; each shares its storage with what was logged.
         scale: this rank's fraction of the weight of the global batch, times the number of ranks; of shape ().
+        value: what counts in place of the loss, of which a term has another normaliser than `scale`; None for the loss.
     """
 
     losses: Sequence[Tensor]
     scale: Tensor
+    value: Tensor | None = None
 
     def is_loss(self, value: Any) -> bool:
         """Whether a logged value is the loss, or the loss detached."""
@@ -147,3 +160,11 @@ def weighs_in_loop(trainer: "pl.Trainer") -> bool:
     once, before clipping, by the sum of the weights over all micro-batches and ranks.
     """
     return bool(getattr(trainer, "exact_accumulation", False)) and trainer.accumulate_grad_batches > 1
+
+
+def weight_in(output: Any) -> Any:
+    """What the loss in a step's output is a mean over, as the module has given it, or as it was found; else None."""
+    if not isinstance(output, dict):
+        return None
+    given = output.get("loss_weight")
+    return output.get(FOUND) if given is None else given

@@ -35,42 +35,45 @@ class MetricCalls:
     """Stands between a replica's step and its metrics.
 
     Attributes:
-        calls: what the step called of the metrics that are called again on the root, in order.
+        recorded: the numbers of the metrics whose calls are noted, as they are made again on the root, or may be.
+        whole: of those, the ones whose `update` is called on the root only.
+        calls: what the step called of them, in order.
         is_open: whether a step runs: `compute` and `reset` would be those of a chunk, and are refused.
     """
 
-    strategy: str = "dp"
+    strategy: str
+    recorded: set[int]
+    whole: set[int]
     calls: list[Call] = field(default_factory=list)
     is_open: bool = False
     values: PartValues = field(default_factory=PartValues)
     _depth: int = 0
 
-    def watch(self, copy: nn.Module, number: int | None, records: bool) -> None:
+    def watch(self, copy: nn.Module, number: int | None) -> None:
         """Put this between a metric's copy and those who call it.
 
         Args:
             copy: a metric, or a part of one.
             number: of the root's metric, for `calls`; None for a part of a metric.
-            records: whether its calls are made again on the root.
         """
         for method in ("update", "forward"):
             own = getattr(copy, method)
             if method == "forward" and isinstance(copy, Metric):
                 own = partial(self.values.forward, copy, own)
-            call = partial(self.called, method, own, number if records else None)
+            call = partial(self.called, method, own, number)
             vars(copy)[method] = call if number is not None else partial(self.verified, method, copy, call)
         for method in ("compute", "reset"):
             vars(copy)[method] = partial(self.verified, method, copy, getattr(copy, method))
 
     def called(self, method: str, call: Callable[..., Any], number: int | None, *args: Any, **kwargs: Any) -> Any:
-        """Make a call of a metric, and note it where `number` is given."""
+        """Make a call of a metric, and note it where that is asked for."""
         outermost = self._depth == 0
         self._depth += 1
         try:
-            if number is None or not outermost:
+            if number is None or number not in self.recorded or not outermost:
                 return call(*args, **kwargs)
             self.calls.append(Call(number, method, apply_to_collection((args, kwargs), Tensor, Tensor.detach)))
-            if method == "update":
+            if method == "update" and number in self.whole:
                 return None  # the root's is called with the inputs of all replicas
             with swapped_random_state(random_state()):
                 return call(*args, **kwargs)

@@ -1,14 +1,13 @@
 """The process side of strategies that train in one process: a layout does the work, and there is nobody to wait for."""
 
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
 
 import pytorch_lightning as pl
 import pytorch_lightning.strategies as pl_strategies
 import torch
-from pytorch_lightning.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -17,15 +16,16 @@ from ..core.errors import ConfigError
 from ..core.loop_contract import StepContract, run_backward
 from ..core.module_log import restore_logs
 from ..core.optimizer_states import load_states, state_to_parameters
-from ..core.patching import replaced
-from ..core.private import of_torch
 from ..core.rng import seed_rank
 from ..core.types import Batch, Device
 from .batch_dims import BatchDims, verify_batch_dims
-from .checks.loss_check import LossCheck
-from .checks.state_watch import StateWatch
+from .evaluation_lists import EvaluationLists
+from .exact.loss_reader import LossReader
+from .exact.verifier import Views, find_evaluated, verified
 from .layout import Layout, drop_layout, evaluation_step
+from .losses import weighs_in_loop
 from .run_structures import RunStructures
+from .whole.gathering import gathered
 
 
 class OneProcessStrategy(pl_strategies.SingleDeviceStrategy):
@@ -34,18 +34,14 @@ class OneProcessStrategy(pl_strategies.SingleDeviceStrategy):
     Args:
         devices: the devices; None takes the trainer's.
         batch_dims: which dimensions of the batch are samples, by path, where that can't be found out.
-        verify_loss: refuse a loss that is not the mean over samples, if batches are cut, and state of the module that
-            `training_step` computes from a part of the batch.
+        verify: refuse a module that trains otherwise in parts of a batch than on the whole one, if batches are cut.
     """
 
-    def __init__(
-        self, devices: Sequence[Device] | None, batch_dims: BatchDims | None, verify_loss: bool = True
-    ) -> None:
+    def __init__(self, devices: Sequence[Device] | None, batch_dims: BatchDims | None, verify: bool = True) -> None:
         self._batch_dims = verify_batch_dims(batch_dims, self.strategy_name)
         self.structures = RunStructures(self._batch_dims)
-        self._verifies_loss = verify_loss
-        self._loss_check: LossCheck | None = None
-        self._states: StateWatch | None = None
+        self._verifies, self._is_verified = verify, False
+        self.reader = LossReader(self.strategy_name)
         super().__init__(device="cpu")
         self._parallel_devices = [torch.device(device) for device in devices or ()]
 
@@ -97,10 +93,13 @@ class OneProcessStrategy(pl_strategies.SingleDeviceStrategy):
     @override
     def setup(self, trainer: pl.Trainer) -> None:
         self.layout.verify(trainer)
-        self.structures = RunStructures(self._batch_dims)
+        self.structures = RunStructures(self._batch_dims, EvaluationLists(self.strategy_name, self._batch_dims))
         super().setup(trainer)
         for optimizer in self.optimizers:
             state_to_parameters(optimizer)
+        self.layout.reader = self.reader = LossReader(self.strategy_name)
+        self.reader.at_once = self.layout.goes_backward_early
+        self._is_verified = not (self.layout.cuts_steps or weighs_in_loop(trainer))
         self.layout.begin(trainer, self.structures)
 
     @override
@@ -133,26 +132,24 @@ class OneProcessStrategy(pl_strategies.SingleDeviceStrategy):
         return super().batch_to_device(batch, device or self.meeting_device, dataloader_idx)
 
     @override
+    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
+        """Gather a tensor from all parts of a batch: its rows of the batch, as one device has them."""
+        return gathered(tensor, sync_grads, self.strategy_name)
+
+    @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        step = self.layout.step if self._states is None else self._first_step
+        reader = self.reader
+        reader.begin_step()
+        if not self._is_verified:
+            self._is_verified = True
+            found = verified(self, Views(ranks=False, chunks=True), self._verifies, args, kwargs)
+            reader.take(found.plans)
+            reader.values.programs["training_step", 0] = found.programs
+        step = self.layout.step
+        if not self.layout.cuts_steps:
+            step = reader.reading(step, 1)
         with self.precision_plugin.train_step_context():
             return step("training_step", *args, **kwargs)
-
-    def _first_step(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        module, states = self.lightning_module, self._states
-        check, self._loss_check = self._loss_check, None
-        assert module is not None
-        assert states is not None
-        looking = nullcontext() if check is None else check.open(module, self.layout)
-        with replaced(self.layout, "states", states), looking:
-            output = self.layout.step(name, *args, **kwargs)
-        states.close()
-        if states.has_ended:
-            self._states = None
-        if check is not None:
-            num = self.structures.of_batch(module.trainer).num_samples(args[0])
-            check.tell(check.close(self, num, args, kwargs, nullcontext))
-        return output
 
     def evaluate(self, step: str, context: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
         """Run a step of evaluation through the layout, in a context of the precision plugin."""
@@ -166,21 +163,9 @@ class OneProcessStrategy(pl_strategies.SingleDeviceStrategy):
     # the batch and its loss are the global ones, and there are no other ranks
     begin_batch = StepContract.begin_batch
     changes_update, runs_alone = StepContract.changes_update, StepContract.runs_alone
+    scale_loss, finish_backward = StepContract.scale_loss, StepContract.finish_backward
     accumulating, stands_in = StepContract.accumulating, StepContract.stands_in
     whole_gradients, restore_gradients = StepContract.whole_gradients, StepContract.restore_gradients
-
-    def scale_loss(self, loss: Tensor) -> Tensor:
-        """Have the backward pass itself complete the gradients, if the module's own `backward` may go on with them."""
-        if self.layout.finishes_later and is_overridden("backward", self.lightning_module):
-            loss.register_hook(self._finish_in_backward)
-        return loss
-
-    def _finish_in_backward(self, gradient: Tensor) -> None:
-        of_torch.queue_callback(self.finish_backward)
-
-    def finish_backward(self) -> None:
-        """Complete the gradients of the root's parameters."""
-        self.layout.finish_backward()
 
     @override
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
@@ -198,17 +183,23 @@ class OneProcessStrategy(pl_strategies.SingleDeviceStrategy):
         assert self.lightning_module is not None
         self.layout.verify_loaders()
         self.layout.weights_changed()
-        is_cut = bool(self.layout.cut_by)
-        self._loss_check = LossCheck(self.strategy_name) if self._verifies_loss and is_cut else None
-        self._states = StateWatch(self.strategy_name, self._verifies_loss) if is_cut else None
         if not self.lightning_module.trainer.fit_loop.restarting:  # a resumed run restores its saved streams
             seed_rank(0, self.process_devices)
 
     @override
-    def on_validation_start(self) -> None:
+    def on_validation_end(self) -> None:
         self.layout.weights_changed()
 
-    on_validation_end = on_test_start = on_predict_start = on_validation_start
+    on_predict_start = on_validation_end
+
+    @override
+    def on_validation_start(self) -> None:
+        assert self.lightning_module is not None
+        find_evaluated(self, Views(ranks=False, chunks=self.layout.cuts_evaluation))
+        self.layout.weights_changed()
+        self.structures.lists.begin(self.lightning_module)
+
+    on_test_start = on_validation_start
 
     @override
     def teardown(self) -> None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..core.errors import ConfigError
+from ..core.no_value import no_value
 from ..core.types import Sizes
 from .batch_dims import DeclaredDims
 from .tree import Path, called, children, is_array, is_sequence, option_key, rebuild, row_counts, walk
@@ -27,6 +28,19 @@ class ResultStructure:
         """Decisions about values, which hold for the whole run."""
         self._is_settled = False
         """Whether results were seen whose structure is certain; see `unequal`."""
+
+    @property
+    def decided(self) -> list[Any]:
+        """What is known, as plain data, with which a resumed run cuts as this one does; names that are none are left
+        out, and found again."""
+        known = [[list(path), word] for path, word in self._known.items()]
+        is_plain = all(isinstance(key, (str, int)) for path, _ in known for key in path)
+        return [self._is_settled, known] if is_plain else [False, []]
+
+    @decided.setter
+    def decided(self, saved: Sequence[Any]) -> None:
+        self._is_settled, known = saved
+        self._known = {tuple(path): word for path, word in known}
 
     def is_declared(self, path: Path) -> bool:
         """Whether the user said what the value at a path is."""
@@ -54,7 +68,7 @@ class ResultStructure:
             device: where joined tensors live; None takes the first chunk's.
 
         Raises:
-            ConfigError: a value can't be joined, or in two ways; the message names it.
+            NoValueError: a value that can't be joined, or in two ways, is used later; the message names it.
         """
         used = [size for size in sizes if size]
         assert len(results) == len(used) > 0
@@ -62,6 +76,13 @@ class ResultStructure:
         return _moved(results[0], device) if len(results) == 1 else self._joined(list(results), used, device, ())
 
     def _joined(self, parts: list[Any], sizes: list[int], device: torch.device | None, path: Path) -> Any:
+        """Join values, or return what raises where somebody reads it; most results are read by nobody."""
+        try:
+            return self._value(parts, sizes, device, path)
+        except ConfigError as exc:
+            return no_value(str(exc))
+
+    def _value(self, parts: list[Any], sizes: list[int], device: torch.device | None, path: Path) -> Any:
         first, reduction = parts[0], self._reduction(parts, sizes, path)
         if reduction == "structure":
             columns = [dict(children(part) or []) for part in parts]

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -11,13 +12,14 @@ from pytorch_lightning.utilities.model_helpers import is_overridden
 from torch.utils.data import BatchSampler
 
 from ..core.errors import ConfigError
-from ..core.private import of_lightning
-from ..core.types import Batch
-from .evidence import Evidence, LoaderEvidence
+from .evaluation_lists import EvaluationLists
 from .results import ResultStructure
+from .samples import FewSamples, LoaderEvidence
 from .structure import BatchStructure
 from .tree import option_key
 
+_TRIED = 3
+"""Samples that show what is as long as they are."""
 _TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
 
@@ -26,10 +28,12 @@ class RunStructures:
 
     Args:
         options: what `verify_batch_dims` returned.
+        lists: joins what evaluation steps append.
     """
 
-    def __init__(self, options: Mapping[str, str] | None = None) -> None:
+    def __init__(self, options: Mapping[str, str] | None = None, lists: EvaluationLists | None = None) -> None:
         self.options = dict(options or {})
+        self.lists = lists or EvaluationLists()
         self._batches: dict[tuple[str, int], BatchStructure] = {}
         self._results: dict[tuple[str, int], ResultStructure] = {}
 
@@ -43,8 +47,18 @@ class RunStructures:
         if key not in self._batches:
             evidence = loader_evidence(trainer, dataloader_idx)
             self.verify_combined(evidence.loader, trainer.num_training_batches if trainer.training else math.inf)
-            self._batches[key] = _of_stream(evidence) or BatchStructure(self.options, evidence)
+            self._batches[key] = _of_stream(evidence) or self._settled(
+                BatchStructure(self.options, evidence), trainer, dataloader_idx
+            )
         return self._batches[key]
+
+    def _settled(self, structure: BatchStructure, trainer: pl.Trainer, loader: int) -> BatchStructure:
+        """Show a structure batches of two sizes, if samples can be chosen; else the first batch decides."""
+        with suppress(Exception):  # code of the user's, on other batches than it is made for
+            few = FewSamples(trainer.lightning_module, trainer._active_loop, loader, _TRIED, repeats=True)
+            device = trainer.strategy.root_device
+            structure.settle({j: few.batch(0, j, device) for j in (_TRIED, _TRIED - 1)})
+        return structure
 
     def of_stream(self, loader: Any) -> BatchStructure:
         """The structure of a loader's batches before any hook has seen them."""
@@ -52,8 +66,7 @@ class RunStructures:
 
     def of_inputs(self, name: str) -> BatchStructure:
         """The structure of the inputs of a part of the module, `(args, kwargs)`."""
-        evidence = Evidence(((), (0,)), asks=True)
-        return BatchStructure(self.options, evidence, root=f"inputs of {name}", prefix=("submodule",))
+        return BatchStructure(self.options, None, ((), (0,)), f"inputs of {name}", prefix=("submodule",))
 
     def of_results(self, step: str, dataloader_idx: int = 0) -> ResultStructure:
         """The structure of what a step returns; errors call it by the step's name."""
@@ -61,6 +74,16 @@ class RunStructures:
         if key not in self._results:
             self._results[key] = ResultStructure(step, self.options)
         return self._results[key]
+
+    @property
+    def decided(self) -> list[list[Any]]:
+        """What is known of results, as plain data for checkpoints."""
+        return [[*key, results.decided] for key, results in self._results.items()]
+
+    @decided.setter
+    def decided(self, saved: Sequence[Sequence[Any]]) -> None:
+        for step, loader, decided in saved:
+            self.of_results(step, loader).decided = decided
 
     def verify_combined(self, combined: Any, limit: float = math.inf) -> None:
         """Refuse, before the first step, loaders whose batches differ in size at some step of the epoch.
@@ -77,14 +100,14 @@ class RunStructures:
             if self.options.get(option_key(path)) != "shared" and (sizes := _sizes(loader))
         ]
         for step, now in steps_side_by_side(combined, loaders, limit):
-            for path, size in now:
-                if size != now[0][1]:
-                    first = option_key(now[0][0])
+            path, least = min(now, key=lambda one: _sum(one[1]))
+            for other, size in now:
+                if any(large % small for large, small in zip(_each(size), _each(least), strict=True) if small):
                     raise ConfigError(
-                        f"The combined loaders give {_sum(now[0][1])} samples for {first!r} and {_sum(size)} for "
-                        f"{option_key(path)!r} in step {step}, and a batch is cut by one number of samples. Give "
-                        "them one batch size and drop_last=True, or set strategy.batch_dims="
-                        f"{{{option_key(path)}: none}} to give every device all of it."
+                        f"The combined loaders give {_sum(least)} samples for {option_key(path)!r} and {_sum(size)} "
+                        f"for {option_key(other)!r} in step {step}, no multiple, so that both can't be cut alike. "
+                        "Give them batch sizes that divide each other and drop_last=True, or set strategy.batch_dims="
+                        f"{{{option_key(other)}: none}} to give every device all of it."
                     )
 
 
@@ -98,7 +121,7 @@ def steps_side_by_side(
         loaders: names of those that are known, with the samples of each of their batches.
         limit: steps that are read at most.
     """
-    mode = of_lightning.mode(combined) if isinstance(combined, CombinedLoader) else "sequential"
+    mode = combined._mode if isinstance(combined, CombinedLoader) else "sequential"
     if mode == "sequential" or len(loaders) < 2:
         return
     counts = [len(sizes) for _, sizes in loaders]
@@ -108,20 +131,20 @@ def steps_side_by_side(
         yield step + 1, [(name, sizes[step % len(sizes)]) for name, sizes in reads]
 
 
-def batch_structure(trainer: pl.Trainer) -> BatchStructure:
+def batch_structure(trainer: pl.Trainer, dataloader_idx: int = 0) -> BatchStructure:
     """The structure of the batch in hand: the strategy's, where it cuts batches, else of the training in hand."""
     known: RunStructures | None = getattr(trainer.strategy, "structures", None)
     if known is None:
-        combined = of_lightning.combined_loader(trainer.fit_loop)
+        combined = getattr(trainer._active_loop, "_combined_loader", None)
         known = RunStructures() if combined is None else _WITHOUT_STRATEGY.setdefault(combined, RunStructures())
-    return known.of_batch(trainer)
+    return known.of_batch(trainer, dataloader_idx)
 
 
 def dataloader_index(trainer: pl.Trainer, rest: tuple[Any, ...]) -> int:
     """Which loader an evaluated batch is from: the last argument of a step, where there are several loaders."""
     if trainer.training or not rest:
         return 0
-    loop: Any = of_lightning.active_loop(trainer)
+    loop: Any = trainer._active_loop
     return rest[-1] if loop is not None and loop.num_dataloaders > 1 else 0
 
 
@@ -136,18 +159,11 @@ def _stage(trainer: pl.Trainer) -> str:
 
 def loader_evidence(trainer: pl.Trainer, dataloader_idx: int = 0) -> LoaderEvidence:
     """What the loader of the batch in hand shows, and the hooks that see its batches."""
-    combined: Any = getattr(of_lightning.active_loop(trainer), of_lightning.COMBINED_LOADER, None)
+    combined: Any = getattr(trainer._active_loop, "_combined_loader", None)
     loader = combined
-    if isinstance(combined, CombinedLoader) and of_lightning.mode(combined) == "sequential":
+    if isinstance(combined, CombinedLoader) and combined._mode == "sequential":
         loader = combined.flattened[dataloader_idx]
-    module = trainer.lightning_module
-
-    def transform(batch: Batch) -> Batch:
-        batch = of_lightning.on_before_batch_transfer(module)(batch, dataloader_idx=dataloader_idx)
-        device = trainer.strategy.root_device
-        return of_lightning.apply_batch_transfer_handler(module)(batch, device=device, dataloader_idx=dataloader_idx)
-
-    return LoaderEvidence(loader, transform if transfer_hooks(trainer) else None)
+    return LoaderEvidence(loader, bool(transfer_hooks(trainer)))
 
 
 def transfer_hooks(trainer: pl.Trainer) -> list[str]:
@@ -162,7 +178,7 @@ def _of_stream(evidence: LoaderEvidence) -> BatchStructure | None:
     A part may be of one sample, which leaves open what the whole batch has settled.
     """
     (path, loader), *others = evidence.loaders()
-    return getattr(loader, "structure", None) if not (path or others or evidence.transform) else None
+    return getattr(loader, "structure", None) if not (path or others or evidence.has_hooks) else None
 
 
 def _sizes(loader: Any) -> list[Any] | None:
@@ -170,6 +186,15 @@ def _sizes(loader: Any) -> list[Any] | None:
     if (of_ranks := getattr(loader, "rank_batches", None)) is not None:
         return of_ranks.part_sizes()
     return batch_sizes(getattr(loader, "batch_sampler", None))
+
+
+def parts_are_equal(loop: Any) -> bool:
+    """Whether the ranks have equal parts of all batches of a loop, as far as is known."""
+    loaders = loop._combined_loader._flattened
+    every = [_sizes(loader) for loader in loaders]
+    return all(
+        sizes is not None and all(isinstance(one, list) and len(set(one)) == 1 for one in sizes) for sizes in every
+    )
 
 
 def batch_sizes(sampler: Any) -> list[int] | None:
@@ -186,3 +211,7 @@ def batch_sizes(sampler: Any) -> list[int] | None:
 
 def _sum(samples: int | list[int]) -> int:
     return samples if isinstance(samples, int) else sum(samples)
+
+
+def _each(samples: int | list[int]) -> list[int]:
+    return [samples] if isinstance(samples, int) else samples

@@ -70,8 +70,20 @@ def rebuild(value: Any, parts: list[Any]) -> Any:
 
 
 def splits_itself(value: Any) -> bool:
-    """Whether a value defines `split(sizes)`; tensors and strings have another `split`."""
-    return not isinstance(value, (Tensor, str, bytes)) and callable(getattr(value, "split", None))
+    """Whether a value can be cut by its own methods.
+
+    Either by `split(sizes)` (tensors and strings have another), or by `to_data_list()` as torch_geometric's batches.
+    """
+    if isinstance(value, (Tensor, str, bytes)):
+        return False
+    return callable(getattr(value, "split", None)) or callable(getattr(value, "to_data_list", None))
+
+
+def length(value: Any) -> int | None:
+    """The samples of a value, if it has any: its rows, elements or graphs."""
+    if callable(getattr(value, "to_data_list", None)):
+        return int(value.num_graphs)  # its `len` is the number of its attributes
+    return len(value) if hasattr(value, "__len__") else None
 
 
 def is_array(value: Any) -> bool:
@@ -96,8 +108,9 @@ def is_sequence(value: Any) -> bool:
 def row_counts(value: Any) -> Iterator[tuple[Path, int]]:
     """Paths and numbers of rows of all tensors, arrays and objects with `split` inside a value."""
     for path, part in walk(value, lambda part: None if splits_itself(part) else children(part)):
-        if is_array(part) or (splits_itself(part) and hasattr(part, "__len__")):
-            yield path, len(part)
+        count = length(part) if is_array(part) or splits_itself(part) else None
+        if count is not None:
+            yield path, count
 
 
 def plain_length(value: Any) -> int | None:

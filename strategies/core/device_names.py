@@ -6,18 +6,10 @@ from typing import Any
 
 import pytorch_lightning.strategies as pl_strategies
 import torch
+from pytorch_lightning.accelerators import AcceleratorRegistry
 
 from .devices import is_accelerator
 from .errors import ConfigError
-
-ACCELERATORS = {
-    "auto": ("cuda", "mps", "cpu"),
-    "gpu": ("cuda", "mps"),
-    "cpu": ("cpu",),
-    "cuda": ("cuda",),
-    "mps": ("mps",),
-}
-"""Device types that each value of `accelerator=` may resolve to, in order of preference."""
 
 _NAME = re.compile(r"[a-z]+:?\d*")  # misspelt names match too, so that the error can quote them
 
@@ -28,26 +20,41 @@ def accelerator_type(accelerator: str) -> str:
     """Resolve `accelerator=` to a torch device type that exists on this machine.
 
     Args:
-        accelerator: auto, cpu, gpu, cuda or mps.
+        accelerator: auto, gpu (this machine's accelerator), or a name in Lightning's registry: cpu, cuda, mps, or what
+            another package has registered.
 
     Returns:
-        cpu, cuda or mps.
+        The type of its devices.
 
     Raises:
         ConfigError: the accelerator is unknown, or this machine has none.
     """
-    present = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
-    if accelerator not in ACCELERATORS:
-        raise ConfigError(f"accelerator={accelerator} is unknown. Choose one of {', '.join(ACCELERATORS)}.")
-    found = next((kind for kind in ACCELERATORS[accelerator] if present[kind]), None)
-    if found is None:
+    names = sorted(AcceleratorRegistry.available_accelerators())
+    if accelerator not in ("auto", "gpu", *names):
+        raise ConfigError(f"accelerator={accelerator} is unknown. Choose one of auto, gpu, {', '.join(names)}.")
+    found = torch.accelerator.current_accelerator(check_available=True)
+    present = None if found is None or found.type not in names else found.type
+    if accelerator == "auto":
+        return present or "cpu"
+    registered: Any = None if accelerator == "gpu" else AcceleratorRegistry[accelerator]["accelerator"]
+    if registered is not None and registered.is_available():
+        return registered.get_parallel_devices(registered.parse_devices(1))[0].type
+    if registered is not None or present is None:
         raise ConfigError(f"accelerator={accelerator}: this machine has no such device. Set accelerator=cpu or auto.")
-    return found
+    return present
+
+
+def for_lightning(accelerator: Any) -> Any:
+    """`accelerator=` as Lightning takes it, whose `auto` and `gpu` choose among its own accelerators only."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    if found is None or found.type in ("cuda", "mps"):  # Lightning says what there is, or that there is none
+        return accelerator
+    return accelerator_type(accelerator) if accelerator in ("auto", "gpu") else accelerator
 
 
 def num_available(kind: str) -> int:
     """Count the devices of a type; the CPU counts as one, although it may be listed any number of times."""
-    return torch.cuda.device_count() if kind == "cuda" else 1
+    return 1 if kind == "cpu" else torch.get_device_module(kind).device_count()
 
 
 def resolve_devices(devices: int | str | Sequence[int | str], accelerator: str = "auto") -> list[torch.device]:
@@ -55,7 +62,7 @@ def resolve_devices(devices: int | str | Sequence[int | str], accelerator: str =
 
     Args:
         devices: a count, `auto` (or -1) for all, a list of indices, or names; names may repeat and mix.
-        accelerator: auto, cpu, gpu, cuda or mps; ignored for names.
+        accelerator: see `accelerator_type`; ignored for names.
 
     Returns:
         The devices of this machine, in order.
@@ -84,7 +91,13 @@ def resolve_devices(devices: int | str | Sequence[int | str], accelerator: str =
             )
         return _indexed(kind, range(devices))
     indices = [int(index) for index in devices]
-    if not indices or kind == "cpu" or any(not 0 <= index < available for index in indices):
+    if kind == "cpu" and indices:
+        names = ",".join(["cpu"] * len(indices))
+        raise ConfigError(
+            f"devices={indices}: the CPU has no indices. Give a count (devices={len(indices)}) or names "
+            f"(devices=[{names}])."
+        )
+    if not indices or any(not 0 <= index < available for index in indices):
         raise ConfigError(
             f"devices={indices}: expected indices of accelerators; this machine has {available} of type {kind}. "
             f"{ALLOWED}."
@@ -111,8 +124,8 @@ def _named_device(name: str) -> torch.device:
         raise ConfigError(f"devices: {name!r} is not a device. {ALLOWED}.") from exc
     if device.type != "cpu" and ":" not in str(device):
         device = torch.device(device.type, 0)  # where tensors of `cuda` or `mps` are
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ConfigError(f"devices: {name} does not exist; this machine has {torch.cuda.device_count()} of type cuda.")
+    if device.type != "cpu" and (device.index or 0) >= (available := num_available(device.type)):
+        raise ConfigError(f"devices: {name} does not exist; this machine has {available} of type {device.type}.")
     return device
 
 

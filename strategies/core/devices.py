@@ -4,12 +4,11 @@ import math
 import time
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
-
-from .private import of_torch
 
 _OUT_OF_MEMORY = (
     "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED", "MPS backend out of memory", "DefaultCPUAllocator",
@@ -23,25 +22,50 @@ def is_out_of_memory(exc: BaseException) -> bool:
     return isinstance(exc, torch.OutOfMemoryError) or of_a_library
 
 
+def has_streams(device: torch.device) -> bool:
+    """Whether a device has streams, events and a count of its memory: every accelerator of this machine but MPS."""
+    return device.type not in ("cpu", "mps") and _is_present(device.type)
+
+
+@cache
+def _is_present(kind: str) -> bool:
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return accelerator is not None and accelerator.type == kind
+
+
 def peak_memory_bytes(device: torch.device) -> int | None:
-    """Peak memory allocated by tensors on a device, in bytes since the last reset; None for the CPU."""
-    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+    """Peak memory allocated by tensors on a device, in bytes since the last reset; None where it is not counted."""
+    return torch.accelerator.max_memory_allocated(device) if has_streams(device) else None
 
 
 def reset_peak_memory_bytes(device: torch.device) -> None:
-    """Reset the peak memory count of a device; does nothing for the CPU."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
+    """Reset the peak memory count of a device; does nothing where there is none."""
+    if has_streams(device):
+        torch.accelerator.reset_peak_memory_stats(device)
+
+
+def release_cached_memory() -> None:
+    """Give memory that torch keeps for later back to the accelerators."""
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is not None and has_streams(accelerator):
+        torch.accelerator.empty_cache()
+
+
+def is_in_use(device: torch.device) -> bool:
+    """Whether this process has begun to use a type of accelerator, so that processes can't be forked from it."""
+    return device.type != "cpu" and torch.get_device_module(device).is_initialized()
 
 
 def device_name(device: torch.device) -> str:
     """Describe a device for messages: `cpu`, or `cuda:1 (NVIDIA H200)`."""
-    return f"{device} ({device_model(device)})" if device.type == "cuda" else str(device)
+    model = device_model(device)
+    return str(device) if model == device.type else f"{device} ({model})"
 
 
 def device_model(device: torch.device) -> str:
     """Name the model of a device: `NVIDIA H200`; its type where that is not known."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    named = None if device.type == "cpu" else getattr(torch.get_device_module(device.type), "get_device_name", None)
+    return device.type if named is None else named(device)
 
 
 def precise_dtype(device: torch.device) -> torch.dtype:
@@ -90,8 +114,8 @@ def seconds_between(start: float | torch.Event, end: float | torch.Event) -> flo
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Move a tensor, asynchronously to CUDA only: elsewhere it could be read before the copy has finished."""
-    return tensor.to(device, non_blocking=device.type == "cuda")
+    """Move a tensor, asynchronously to streams only: elsewhere it could be read before the copy has finished."""
+    return tensor.to(device, non_blocking=has_streams(device))
 
 
 def scalar(value: float, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
@@ -116,14 +140,14 @@ def broadcast_coalesced(
     home = sources[0].device
     for target in targets:
         if target[0].device == home:
-            of_torch.foreach_copy_(list(target), list(sources))
+            torch._foreach_copy_(list(target), list(sources))
     away = [target for target in targets if target[0].device != home]
     for bucket in buckets(sources, bucket_bytes) if away else ():
         parts = [sources[i] for i in bucket]
         flat, shapes = flattened(parts), [part.shape for part in parts]
         for target in away:
             moved = unflattened(to_device(flat, target[0].device), shapes)
-            of_torch.foreach_copy_([target[i] for i in bucket], moved)
+            torch._foreach_copy_([target[i] for i in bucket], moved)
 
 
 def move_coalesced(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
@@ -160,5 +184,5 @@ def buckets(tensors: Sequence[Tensor], bucket_bytes: int) -> Iterator[list[int]]
 
 
 def memory_bytes(device: torch.device) -> float:
-    """Total memory of a device in bytes; infinite for the CPU, which shares its memory with everything else."""
-    return float(torch.cuda.get_device_properties(device).total_memory) if device.type == "cuda" else math.inf
+    """Total memory of a device in bytes; infinite where it is not counted, or shared with everything else (CPU)."""
+    return float(torch.accelerator.get_memory_info(device)[1]) if has_streams(device) else math.inf

@@ -2,8 +2,10 @@
 
 from collections.abc import Iterable
 from difflib import get_close_matches
+from typing import TYPE_CHECKING
 
-from torch import nn
+if TYPE_CHECKING:
+    from torch import nn
 
 
 class ConfigError(ValueError):
@@ -14,7 +16,7 @@ class ConfigError(ValueError):
     """
 
 
-def verify_submodules(option: str, names: Iterable[str], module: nn.Module) -> None:
+def verify_submodules(option: str, names: Iterable[str], module: "nn.Module") -> None:
     """Refuse names that are not those of submodules.
 
     Args:

@@ -1,19 +1,21 @@
 """Run one piece of work on each device: in order on CPUs, in threads, one per device, if any is an accelerator."""
 
-from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from itertools import cycle, islice
 from typing import Any
 
 import torch
 
 from .devices import current_stream, is_accelerator, on_device
+from .internals import active_modes, in_modes
 
-AUTOCAST_TYPES = ("cuda", "mps", "cpu")
-"""Device types that have an autocast of their own; that of the first which is on goes for the types where it is off."""
+
+def autocast_types() -> list[str]:
+    """Device types of this machine. The autocast of the first where it is on goes for those where it is off."""
+    accelerator = torch.accelerator.current_accelerator()
+    return ["cpu"] if accelerator is None else [accelerator.type, "cpu"]
 
 
 @dataclass(frozen=True)
@@ -39,18 +41,25 @@ class Executor:
 
     Args:
         threads: run in threads; None decides by the devices.
-        most: most threads, which take the pieces in order, so that these may wait for those before them; None for one
-            per CPU piece and per accelerator.
     """
 
-    def __init__(self, threads: bool | None = None, most: int | None = None) -> None:
+    def __init__(self, threads: bool | None = None) -> None:
         self._threads = threads
-        self._most = most
         self._num_threads = 0
         self._pool: ThreadPoolExecutor | None = None
 
-    def run(self, pieces: Sequence[Piece]) -> list[Any]:
+    def runs_in_threads(self, pieces: Sequence[Piece]) -> bool:
+        """Whether `run` would use threads."""
+        if self._threads is None:
+            return any(is_accelerator(piece.device) for piece in pieces)
+        return self._threads
+
+    def run(self, pieces: Sequence[Piece], in_order: bool = False, context: "ThreadState | None" = None) -> list[Any]:
         """Run all pieces.
+
+        Args:
+            in_order: run them in the calling thread, one after the other, whatever the devices are.
+            context: the calling thread's state, if it was captured before.
 
         Returns:
             Their results, in order.
@@ -58,36 +67,31 @@ class Executor:
         Raises:
             Exception: the error of the first piece that failed; its message names the device and the chunk.
         """
-        threads = self._threads
-        if threads is None:
-            threads = any(is_accelerator(piece.device) for piece in pieces)
-        context = _Context()
-        if len(pieces) == 1 or not threads:
+        context = context or ThreadState()
+        if in_order or len(pieces) == 1 or not self.runs_in_threads(pieces):
             return [reraised(piece, context.run, piece) for piece in pieces]
         return self._run_in_threads(pieces, context)
 
-    def _run_in_threads(self, pieces: Sequence[Piece], context: "_Context") -> list[Any]:
-        queues: dict[object, deque[int]] = {}
+    def _run_in_threads(self, pieces: Sequence[Piece], context: "ThreadState") -> list[Any]:
+        queues: dict[object, list[int]] = {}
         for i, piece in enumerate(pieces):
             of_one_thread = piece.device if is_accelerator(piece.device) else i
-            queues.setdefault(of_one_thread if self._most is None else None, deque()).append(i)
+            queues.setdefault(of_one_thread, []).append(i)
         results: list[Any] = [None] * len(pieces)
         errors: dict[int, BaseException] = {}
 
-        def work(queue: deque[int], device: torch.device, stream: torch.Stream | None) -> None:
-            with suppress(IndexError), context.entered(device, stream):  # another thread may take the last one
-                while True:
-                    i = queue.popleft()
+        def work(queue: list[int], device: torch.device, stream: torch.Stream | None) -> None:
+            with context.entered(device, stream):
+                for i in queue:
                     try:
                         results[i] = pieces[i].call()
                     except BaseException as exc:  # noqa: BLE001  # raised again in the caller's thread
                         errors[i] = exc
 
-        num_threads = len(queues) if self._most is None else min(self._most, len(pieces))
         devices = [pieces[queue[0]].device for queue in queues.values()]
+        pool = self._pool_of(len(queues))
         given = zip(queues.values(), devices, map(current_stream, devices), strict=True)
-        pool = self._pool_of(num_threads)
-        threads = [pool.submit(work, *each) for each in islice(cycle(given), num_threads)]
+        threads = [pool.submit(work, *each) for each in given]
         wait(threads)  # none may still run when an error is raised
         for i in sorted(errors):
             reraised(pieces[i], _raise, errors[i])
@@ -109,14 +113,15 @@ class Executor:
             self._pool = None
 
 
-class _Context:
+class ThreadState:
     """Captures torch's thread-local state at construction and reproduces it in other threads."""
 
     def __init__(self) -> None:
+        self._modes = active_modes()
         self._grad = torch.is_grad_enabled()
         self._inference = torch.is_inference_mode_enabled()
         self._cache = torch.is_autocast_cache_enabled()
-        on = [kind for kind in AUTOCAST_TYPES if torch.is_autocast_enabled(kind)]
+        on = [kind for kind in autocast_types() if torch.is_autocast_enabled(kind)]
         self._autocast = {kind: torch.get_autocast_dtype(kind) for kind in on}
 
     def run(self, piece: Piece) -> Any:
@@ -133,6 +138,7 @@ class _Context:
             torch.inference_mode(self._inference),
             torch.set_grad_enabled(self._grad),
             self._autocast_on(device),
+            in_modes(self._modes),
         ):
             yield
 

@@ -1,6 +1,6 @@
 """Properties of a module, and of its hooks, that decide whether and where its batches can be cut."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeGuard
 
 import pytorch_lightning as pl
@@ -9,17 +9,17 @@ from pytorch_lightning.trainer.states import TrainerFn
 from pytorch_lightning.utilities.model_helpers import is_overridden
 from pytorch_lightning.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
-from torchmetrics import Metric
+from torchmetrics import Metric, MetricCollection
 
 from .errors import ConfigError
-from .private import of_lightning, of_metrics, of_torch
-from .private.of_torch import BatchNorm
+from .internals import callbacks_of
 
 
 def has_batchnorm(module: nn.Module) -> bool:
     """Whether the module has a BatchNorm layer, which can't train on a single sample."""
-    return any(isinstance(layer, BatchNorm) for layer in module.modules())
+    return any(isinstance(layer, _BatchNorm) for layer in module.modules())
 
 
 def is_metric(part: nn.Module) -> TypeGuard[Metric]:
@@ -28,6 +28,15 @@ def is_metric(part: nn.Module) -> TypeGuard[Metric]:
     `Metric` is an abstract class: for each new class of layers `isinstance` asks all of its 250 derived classes.
     """
     return Metric in type(part).__mro__
+
+
+def own_parts(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """A module and those in it, with the prefixes of their names, but for metrics and BatchNorm layers."""
+    if not (is_metric(module) or isinstance(module, MetricCollection)):
+        if not isinstance(module, _BatchNorm):
+            yield prefix, module
+        for name, child in module.named_children():
+            yield from own_parts(child, f"{prefix}{name}.")
 
 
 def metrics_of(module: nn.Module) -> list[Metric]:
@@ -42,7 +51,7 @@ def is_compiler(module: nn.Module) -> bool:
 
 def is_compiled(module: nn.Module) -> bool:
     """Whether a module, or one in it, is compiled, by `torch.compile(module)` or `module.compile()`."""
-    return any(is_compiler(part) or of_torch.compiled_call_impl(part) is not None for part in module.modules())
+    return any(is_compiler(part) or part._compiled_call_impl is not None for part in module.modules())
 
 
 _STEPS = {
@@ -64,22 +73,12 @@ def verify_takes_batches(trainer: pl.Trainer, who: str, instead: str) -> None:
         ConfigError: a step of the run takes `dataloader_iter`.
     """
     for step in _STEPS[trainer.state.fn] if trainer.state.fn is not None else ():
-        if is_param_in_hook_signature(getattr(trainer.lightning_module, step), "dataloader_iter", explicit=True):
+        method = getattr(trainer.lightning_module, step)  # None where a module leaves out a step of its base class
+        if method is not None and is_param_in_hook_signature(method, "dataloader_iter", explicit=True):
             raise ConfigError(
                 f"{who}: {step}(dataloader_iter) reads its own batches, so that nobody knows their samples. "
                 f"Use {step}(batch, batch_idx), or {instead}."
             )
-
-
-def end_of_step(module: pl.LightningModule | None) -> Callable[[Any], Any] | None:
-    """The module's `training_step_end(outputs)`, which computes the loss from the outputs of a whole batch, or None."""
-    return getattr(module, "training_step_end", None)
-
-
-def ended(module: pl.LightningModule | None, output: Any) -> Any:
-    """What a training step returns in the end: what the module's `training_step_end` makes of it, if it has one."""
-    end = end_of_step(module)
-    return output if end is None else end(output)
 
 
 def is_plain(tensor: Tensor) -> bool:
@@ -137,7 +136,7 @@ def why_whole(metric: nn.Module) -> str | None:
     Returns:
         The reason and what to do, as the end of a sentence.
     """
-    defaults: dict[str, Any] = getattr(metric, of_metrics.DEFAULTS, {})
+    defaults: dict[str, Any] = getattr(metric, "_defaults", {})
     if getattr(metric, "data_range", 0) is None and "min_target" not in defaults:
         return "takes its range from the samples of each update (data_range=None). Pass data_range=(lowest, highest)"
     if any(kind.__name__ == "_AbstractGroupStatScores" for kind in type(metric).__mro__):
@@ -152,14 +151,8 @@ def verify_takes_parts(module: nn.Module, who: str) -> None:
         who: name of the strategy, which begins the message.
 
     Raises:
-        ConfigError: it defines `training_step_end`, or holds a metric for which `why_whole` has a reason.
+        ConfigError: it holds a metric for which `why_whole` has a reason.
     """
-    if getattr(module, "training_step_end", None) is not None:
-        raise ConfigError(
-            f"{who}: {type(module).__name__}.training_step_end needs the outputs of the whole batch and each rank has "
-            "only its own. Choose strategy=dp or strategy=single_device, or remove it and return the loss from "
-            "training_step."
-        )
     for name, part in module.named_modules():
         if (reason := why_whole(part)) is not None:
             raise ConfigError(
@@ -174,8 +167,8 @@ def hooked(name: str, trainer: pl.Trainer, by_user: bool = False) -> bool:
         by_user: leave out Lightning's callbacks and this project's.
     """
     return is_overridden(name, trainer.lightning_module) or any(
-        is_overridden(name, callback, parent=pl.Callback) and (not by_user or _is_users(getattr(callback, name)))
-        for callback in of_lightning.callbacks(trainer)
+        is_overridden(name, callback, parent=pl.Callback) and (not by_user or is_users(getattr(callback, name)))
+        for callback in callbacks_of(trainer)
     )
 
 
@@ -194,16 +187,17 @@ def batch_reader(trainer: pl.Trainer) -> str | None:
     owners = [
         (module, _BATCH_HOOKS + _TRANSFER_HOOKS),
         (data, _TRANSFER_HOOKS),
-        *((callback, _BATCH_HOOKS) for callback in of_lightning.callbacks(trainer)),
+        *((callback, _BATCH_HOOKS) for callback in callbacks_of(trainer)),
     ]
     for owner, names in owners:
         for name in names:
-            if _is_users(getattr(owner, name, None)):
+            if is_users(getattr(owner, name, None)):
                 return f"{type(owner).__name__}.{name}"
     return None
 
 
-def _is_users(hook: Any) -> bool:
+def is_users(hook: Any) -> bool:
+    """Whether a hook is neither Lightning's nor this project's."""
     return hook is not None and not f"{getattr(hook, '__module__', None)}.".startswith(_OWN)
 
 

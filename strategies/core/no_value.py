@@ -1,23 +1,23 @@
-"""Stand in for the value that `forward` of a metric has for a part of a batch, where that can't be computed.
+"""Stand in for a value of a whole batch that can't be computed of its parts: using it raises, and nothing else does.
 
 `forward` of a torchmetrics metric returns the value of the samples it is given. Those of a chunk, a micro-batch or a
 rank may be too few for a value (R2Score needs two samples); whoever logs the metric itself does not ask for it.
 """
 
+import copy
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
 import torch
-from torch import Tensor
-from torchmetrics import Metric
+from torch import Tensor, nn
+from torchmetrics import Metric, MetricCollection
 from typing_extensions import override
 
 from .errors import ConfigError
 from .module_checks import is_metric
 from .patching import Replacement, replaced
-from .private import of_metrics, of_torch
 
 
 class NoValueError(ConfigError):
@@ -47,20 +47,28 @@ class NoValue(Tensor):
         return f"NoValue({self.reason})"
 
 
-def empty_copy(metric: Metric) -> Metric:
-    """Copy a metric, and those in it, without what they have counted: `clone` refuses states that have a graph.
+def empty_copy(metric: nn.Module, memo: dict[int, Any] | None = None) -> Any:
+    """Copy a metric or a collection, and those in it, without what they have counted, which may have a graph.
 
     Hooks stay, too: a metric that has buffers of its own is a part of a stage, which watches it.
+
+    Args:
+        memo: of `copy.deepcopy`: what several metrics share, their copies share.
     """
     with ExitStack() as stack:
         for part in metric.modules():
-            states = dict(of_metrics.defaults(part)) if is_metric(part) else {}
+            states = dict(part._defaults) if is_metric(part) else {}
             if states:
-                states |= {of_metrics.COMPUTED: None, of_metrics.FORWARD_CACHE: None}
-            states |= {of_torch.FORWARD_HOOKS: OrderedDict(), of_torch.FORWARD_PRE_HOOKS: OrderedDict()}
+                states |= {"_computed": None, "_forward_cache": None}
+            states |= {"_forward_hooks": OrderedDict(), "_forward_pre_hooks": OrderedDict()}
             for name, empty in states.items():
                 stack.enter_context(replaced(part, name, empty))
-        return metric.clone()
+        made: Any = copy.deepcopy(metric, memo)
+    made.reset()
+    if isinstance(made, MetricCollection):  # every member keeps its own state, which is merged
+        made._enable_compute_groups = False
+        made._groups_checked = False
+    return made
 
 
 class PartValues:
@@ -82,7 +90,7 @@ class PartValues:
         try:
             return forward(*args, **kwargs)
         except NoValueError as exc:  # of a metric within this one
-            return _no_value(str(exc))
+            return no_value(str(exc))
         finally:
             compute.depth -= 1
 
@@ -109,14 +117,15 @@ class _Compute(Replacement):
             if not self.depth:
                 raise
             name = type(self.owner).__name__
-            return _no_value(
+            return no_value(
                 f"{name}: the value of a part of the batch can't be computed ({exc}). Call {name}.update(...) if only "
                 "the epoch's value is wanted, or log the metric itself (under ranks with sync_dist=True), which has "
                 "the whole batch's value."
             )
 
 
-def _no_value(reason: str) -> NoValue:
+def no_value(reason: str) -> NoValue:
+    """Make a `NoValue` that gives a reason."""
     value = torch.zeros(()).as_subclass(NoValue)
     value.reason = reason
     return value

@@ -8,12 +8,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from .private import of_lightning
-
 
 def unwrapped(optimizer: Optimizer | LightningOptimizer) -> Optimizer:
     """The optimizer inside Lightning's wrapper, which `LightningModule.optimizers()` returns."""
-    return of_lightning.optimizer(optimizer) if isinstance(optimizer, LightningOptimizer) else optimizer
+    return optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
 
 
 def load_states(optimizers: Iterable[Optimizer], checkpoint: Mapping[str, Any]) -> None:

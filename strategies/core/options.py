@@ -45,6 +45,9 @@ Natural: TypeAlias = Annotated[int, Limit(">=", 0)]
 _WORDS = {int: "a whole number", float: "a number", str: "text", type(None): "null"}
 _ONE, _SEVERAL = re.compile(r"^(?:a )?(whole number|number|text)"), r"\1s"
 
+_RENAMED = {"verify_loss": "verify"}
+"""Options of earlier versions by their present names."""
+
 Init = TypeVar("Init", bound=Callable[..., None])
 
 
@@ -68,6 +71,7 @@ def checked(init: Init) -> Init:
 
     @wraps(init)
     def checked_init(self: Any, *args: Any, **options: Any) -> None:
+        options = {_RENAMED.get(name, name): value for name, value in options.items()}
         hints, before = hints_of(init), getattr(self, "strategy_name", type(self).__name__)
         for name, value in (*zip(names, args, strict=False), *options.items()):
             verify_value(name, value, hints.get(name, Any) if name in names else Any, f"{before}: ")

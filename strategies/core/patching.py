@@ -7,7 +7,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .private import of_torch, put
 from .types import StaysOnRoot
 
 HOOKS = tuple(key for key, value in nn.Module().__dict__.items() if "hooks" in key and isinstance(value, dict))
@@ -58,7 +57,7 @@ def hooks_of(owner: nn.Module | Tensor) -> list[dict[Any, Any]]:
     """The dictionaries of the hooks of a module, or of a parameter: of its gradient, and of what is accumulated."""
     if isinstance(owner, nn.Module):
         return [vars(owner)[key] for key in HOOKS if key in vars(owner)]  # a scripted one has others
-    found = [of_torch.backward_hooks(owner), of_torch.post_accumulate_grad_hooks(owner)]
+    found = [owner._backward_hooks, owner._post_accumulate_grad_hooks]
     return [{} if hooks is None else hooks for hooks in found]
 
 
@@ -71,20 +70,20 @@ def take_hooks(parameter: Tensor, first: int) -> list[dict[int, Any]]:
 
 
 @contextmanager
-def without_hooks(parameters: Sequence[nn.Parameter]) -> Generator[None]:
+def without_hooks(parameters: Sequence[Tensor]) -> Generator[None]:
     """Disable the parameters' hooks inside the block: those that get a gradient, and those that follow it."""
-    hooked: list[tuple[Any, Any]] = [(p, of_torch.backward_hooks(p)) for p in parameters if of_torch.backward_hooks(p)]
-    found: list[Any] = [of_torch.post_accumulate_grad_hooks(p) for p in parameters]
+    hooked: list[tuple[Any, Any]] = [(p, p._backward_hooks) for p in parameters if p._backward_hooks]
+    found: list[Any] = [p._post_accumulate_grad_hooks for p in parameters]
     following = [(hooks, dict(hooks)) for hooks in found if hooks]
     for parameter, _ in hooked:
-        put(parameter, backward_hooks=None)
+        parameter._backward_hooks = None
     for hooks, _ in following:
         hooks.clear()  # torch keeps this dict: to set None instead has no effect
     try:
         yield
     finally:
         for parameter, hooks in hooked:
-            put(parameter, backward_hooks=hooks)
+            parameter._backward_hooks = hooks
         for hooks, before in following:
             hooks.update(before)
 

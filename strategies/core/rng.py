@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from torch import get_rng_state
 
+from .devices import on_device
+
 RandomState: TypeAlias = tuple[torch.Tensor, Any, Any]
 """The global random states of torch (cpu), numpy and python."""
 
@@ -100,17 +102,26 @@ def restore(state: dict[str, Any], devices: Sequence[torch.device] = ()) -> None
 
 
 @contextmanager
-def isolated(devices: Sequence[torch.device] = ()) -> Generator[None]:
+def isolated(devices: Sequence[torch.device] = ()) -> Generator[dict[str, Any]]:
     """Restore the random states on exit, so that draws inside the block have no effect outside.
 
     Args:
         devices: accelerators whose generators belong to this process.
+
+    Yields:
+        The states to be restored.
     """
     before = capture(devices)
     try:
-        yield
+        yield before
     finally:
         restore(before, devices)
+
+
+def seed_accelerators(seed: int) -> None:
+    """Seed the generators of all accelerators of this machine, as `torch.manual_seed` does; it starts none."""
+    if (accelerator := torch.accelerator.current_accelerator()) is not None:
+        _module(accelerator).manual_seed_all(seed)
 
 
 def seed_all(*entropy: int, devices: Sequence[torch.device] = ()) -> None:
@@ -142,7 +153,7 @@ def seed_sample(seed: int, place: int) -> None:
 def _seed_each(devices: Sequence[torch.device], seed: int, first: int) -> None:
     for i, device in enumerate(dict.fromkeys(devices)):
         if i >= first and device.type != "cpu":
-            with _module(device).device(device):
+            with on_device(device):
                 _module(device).manual_seed((seed + i) % 2**63)
 
 

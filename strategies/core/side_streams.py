@@ -1,17 +1,20 @@
-"""Copy tensors between GPUs beside their work: on streams of their own at both ends, ordered by events.
+"""Copy tensors between accelerators beside their work: on streams of their own at both ends, ordered by events.
 
-torch copies between two GPUs on the current stream of the source, after a barrier between the current streams of both,
-so that the work of each waits for that of the other. Here only the copy waits for the source, and only what uses the
-copy waits for it:
+torch copies between two of them on the current stream of the source, after a barrier between the current streams of
+both, so that the work of each waits for that of the other. Here only the copy waits for the source, and only what uses
+the copy waits for it:
 
     source   work ── event ─────────── more work
                        └─ outgoing: copy ┐
     target   other work, meanwhile       └─ incoming: event ── work that uses the copy
+
+Each pair of devices has streams of its own, in each direction: a copy waits for no other that is ready later.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, cast
+from functools import partial
+from typing import Any
 
 import torch
 from lightning_fabric.utilities import move_data_to_device
@@ -20,20 +23,20 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.nn.utils.rnn import PackedSequence
 
-from .devices import to_device
+from .devices import has_streams, to_device
 from .types import Batch
 
-_STREAMS: dict[tuple[torch.device, str], torch.cuda.Stream] = {}
+_STREAMS: dict[tuple[torch.device, str], torch.Stream] = {}
 
 
 def copies_beside(source: torch.device, target: torch.device) -> bool:
     """Whether copies from one device to another can run beside the work of both."""
-    return source.type == target.type == "cuda" and source != target
+    return source.type == target.type and source != target and has_streams(source)
 
 
 def fills_beside(device: torch.device) -> bool:
     """Whether copies from the host to a device can run beside its work."""
-    return device.type == "cuda" and torch.cuda.is_available()  # without one, in tests, it is a fake
+    return has_streams(device)
 
 
 def is_plain(tensor: Tensor) -> bool:
@@ -41,12 +44,14 @@ def is_plain(tensor: Tensor) -> bool:
     return type(tensor) in (Tensor, Parameter)
 
 
-def work_so_far(device: torch.device) -> torch.cuda.Event | None:
+def work_so_far(device: torch.device) -> torch.Event | None:
     """Mark the work that the current thread has queued on a device; None where nothing is queued."""
-    return cast("torch.cuda.Event", torch.cuda.current_stream(device).record_event()) if device.type == "cuda" else None
+    return torch.accelerator.current_stream(device).record_event() if has_streams(device) else None
 
 
-def start_copy(tensors: Sequence[Tensor], device: torch.device, ready: torch.cuda.Event | None = None) -> list[Tensor]:
+def start_copy(
+    tensors: Sequence[Tensor], device: torch.device, ready: torch.Event | None = None
+) -> tuple[list[Tensor], torch.Event | None]:
     """Start copying tensors of one device to another.
 
     Args:
@@ -54,20 +59,20 @@ def start_copy(tensors: Sequence[Tensor], device: torch.device, ready: torch.cud
         ready: the event after which they hold their values; None for the work queued by this thread so far.
 
     Returns:
-        The copies. Use them inside `on_incoming`, or after `finish_copy`.
+        The copies, and the event after which they have arrived: both are for `finish_copy`.
     """
     if not tensors or not copies_beside(tensors[0].device, device):
-        return [to_device(tensor, device) for tensor in tensors]
+        return [to_device(tensor, device) for tensor in tensors], None
     source = tensors[0].device
-    outgoing = _stream(source, "outgoing")
+    outgoing, incoming = _stream(source, f"to {device}"), _stream(device, f"from {source}")
     ready = ready or work_so_far(source)
     assert ready is not None
     outgoing.wait_event(ready)
-    with torch.cuda.stream(outgoing), torch.cuda.stream(_stream(device, "incoming")):
+    with outgoing, incoming:
         copies = [to_device(tensor, device) for tensor in tensors]
     for tensor in tensors:
         tensor.record_stream(outgoing)  # its memory is not used again before the copy has been made
-    return copies
+    return copies, incoming.record_event()
 
 
 def from_host(batch: Batch, device: torch.device) -> Batch:
@@ -81,7 +86,7 @@ def from_host(batch: Batch, device: torch.device) -> Batch:
     """
     if not fills_beside(device):
         return move_data_to_device(batch, device)
-    current, incoming = torch.cuda.current_stream(device), _stream(device, "incoming")
+    current, incoming = torch.accelerator.current_stream(device), _stream(device, "from the host")
 
     def copied(tensor: Any) -> Any:
         if (
@@ -92,7 +97,7 @@ def from_host(batch: Batch, device: torch.device) -> Batch:
         ):
             return tensor
         pinned = tensor if tensor.is_pinned() else tensor.pin_memory()
-        with torch.cuda.stream(incoming):
+        with incoming:
             copy = to_device(pinned, device)
         copy.record_stream(current)  # it was allocated on the incoming stream
         return copy
@@ -102,74 +107,86 @@ def from_host(batch: Batch, device: torch.device) -> Batch:
     return move_data_to_device(batch, device)
 
 
-def arrival(device: torch.device) -> torch.cuda.Event | None:
+def arrival(device: torch.device) -> torch.Event | None:
     """Mark the copies from the host that were started so far; None where they are not made beside the device's work."""
-    return cast("torch.cuda.Event", _stream(device, "incoming").record_event()) if fills_beside(device) else None
+    return _stream(device, "from the host").record_event() if fills_beside(device) else None
 
 
-def on_incoming(source: torch.device, target: torch.device) -> AbstractContextManager[Any]:
-    """Run what the block queues right after the copies from one device to another."""
-    return torch.cuda.stream(_stream(target, "incoming")) if copies_beside(source, target) else nullcontext()
+def beside(device: torch.device) -> AbstractContextManager[Any]:
+    """Run what the block queues beside a device's work, if it has streams: what uses it comes after `finish_beside`."""
+    return _stream(device, "beside") if has_streams(device) else nullcontext()
 
 
-def finish_copy(copies: Sequence[Tensor], source: torch.device, stream: torch.cuda.Stream | None = None) -> None:
+def finish_beside(tensors: Sequence[Tensor]) -> None:
+    """Make the work that follows on the tensors' device wait for what was queued inside `beside`."""
+    device = tensors[0].device
+    finish_copy(tensors, _stream(device, "beside").record_event() if has_streams(device) else None)
+
+
+def finish_copy(copies: Sequence[Tensor], arrived: torch.Event | None, stream: torch.Stream | None = None) -> None:
     """Make the work that follows on the copies' device wait for them.
 
     Args:
-        copies: what `start_copy` returned, or what was computed of it inside `on_incoming`.
-        source: the device that they came from.
+        copies: what `start_copy` returned.
+        arrived: the event that it returned.
         stream: whose work follows; None for the current stream.
     """
-    if not copies or not copies_beside(source, copies[0].device):
+    if arrived is None:
         return
-    device = copies[0].device
-    stream = stream or torch.cuda.current_stream(device)
-    stream.wait_stream(_stream(device, "incoming"))
+    stream = stream or torch.accelerator.current_stream(copies[0].device)
+    stream.wait_event(arrived)
     for copy in copies:
-        copy.record_stream(stream)  # the copies were allocated on the incoming stream
+        copy.record_stream(stream)  # it was allocated on another
 
 
-def _stream(device: torch.device, name: str) -> torch.cuda.Stream:
+def _stream(device: torch.device, name: str) -> torch.Stream:
     if (device, name) not in _STREAMS:
-        _STREAMS[device, name] = torch.cuda.Stream(device)
+        _STREAMS[device, name] = torch.Stream(device)
     return _STREAMS[device, name]
 
 
-def cross(tensors: Sequence[Tensor], device: torch.device, ready: torch.cuda.Event | None = None) -> list[Tensor]:
-    """Move tensors of one device to another, and their gradients back, beside the work of both where that is possible.
+def cross(
+    tensors: Sequence[Tensor], device: torch.device, ready: torch.Event | None = None
+) -> tuple[list[Tensor], Callable[[], None]]:
+    """Start moving tensors of one device to another, and their gradients back, beside the work of both if possible.
 
     Args:
         device: where they are moved to.
         ready: the event after which they hold their values; None for the work queued by this thread so far.
+
+    Returns:
+        The tensors there, and a function that makes the work which follows wait for them.
     """
     if not tensors or not copies_beside(tensors[0].device, device) or not all(map(is_plain, tensors)):
-        return [to_device(tensor, device) for tensor in tensors]
+        return [to_device(tensor, device) for tensor in tensors], lambda: None
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
-        return list(_Crossing.apply(device, ready, *tensors))
-    copies = start_copy(tensors, device, ready)
-    finish_copy(copies, tensors[0].device)
-    return copies
+        arrivals: list[torch.Event | None] = []
+        copies = list(_Crossing.apply(device, ready, arrivals, *tensors))
+        return copies, partial(finish_copy, copies, arrivals[0])
+    copies, arrived = start_copy(tensors, device, ready)
+    return copies, partial(finish_copy, copies, arrived)
 
 
 class _Crossing(torch.autograd.Function):
     """Moves tensors forward and their gradients backward, each on side streams."""
 
     @staticmethod
-    def forward(ctx: Any, device: torch.device, ready: torch.cuda.Event | None, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, device: torch.device, ready: torch.Event | None, arrivals: list[torch.Event | None], *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.source = tensors[0].device
-        ctx.stream = torch.cuda.current_stream(ctx.source)  # backward runs in another thread, with streams of its own
-        copies = start_copy(tensors, device, ready)
-        finish_copy(copies, ctx.source)
-        needed = ctx.needs_input_grad[2:]
+        ctx.stream = torch.accelerator.current_stream(ctx.source)  # backward has another thread, and its streams
+        copies, arrived = start_copy(tensors, device, ready)
+        arrivals.append(arrived)
+        needed = ctx.needs_input_grad[3:]
         ctx.mark_non_differentiable(*(copy for copy, has_grad in zip(copies, needed, strict=True) if not has_grad))
         return tuple(copies)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         given = [grad for grad in grads if grad is not None]
-        moved = start_copy(given, ctx.source)
-        if given:
-            finish_copy(moved, given[0].device, ctx.stream)
+        moved, arrived = start_copy(given, ctx.source)
+        finish_copy(moved, arrived, ctx.stream)
         back = iter(moved)
-        return (None, None, *(None if grad is None else next(back) for grad in grads))
+        return (None, None, None, *(None if grad is None else next(back) for grad in grads))

@@ -14,7 +14,6 @@ from torchmetrics import Metric
 from .module_checks import is_metric, metrics_of
 from .module_log import lightning_modules, log_nothing, module_log, received
 from .patching import take_hooks
-from .private import of_metrics
 
 
 @contextmanager
@@ -48,6 +47,8 @@ def untraced_step(module: pl.LightningModule, silent: bool = False) -> Generator
         for value, length in lists:
             del value[length:]
         for metric, state in metrics:
+            for name in [name for name, value in vars(metric).items() if type(value) is set and name not in state]:
+                del vars(metric)[name]  # notes about what it was given
             vars(metric).update(state)
 
 
@@ -88,13 +89,11 @@ def _contents(values: dict[str, Any]) -> Iterator[tuple[Any, Any]]:
 
 
 def _metric_state(metric: Metric) -> dict[str, Any]:
-    others = [name for name, value in vars(metric).items() if isinstance(value, (int, float, Tensor))]  # of wrappers
-    values = {
-        name: getattr(metric, name)
-        for name in (*of_metrics.defaults(metric), *others, of_metrics.COMPUTED, of_metrics.FORWARD_CACHE)
-    }
+    kinds = (int, float, Tensor, set)  # of wrappers, and what it was given
+    others = [name for name, value in vars(metric).items() if isinstance(value, kinds)]
+    values = {name: getattr(metric, name) for name in (*metric._defaults, *others, "_computed", "_forward_cache")}
     return {name: list(value) if isinstance(value, list) else _kept(value) for name, value in values.items()}
 
 
 def _kept(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else value
+    return value.clone() if isinstance(value, Tensor) else copy(value)

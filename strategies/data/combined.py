@@ -8,7 +8,6 @@ from pytorch_lightning.utilities.combined_loader import CombinedLoader
 
 from ..batch.run_structures import steps_side_by_side
 from ..core.errors import ConfigError
-from ..core.private import of_lightning
 from .sampling import RankBatches
 
 EVALUATED = (
@@ -44,7 +43,7 @@ def verify_side_by_side(combined: Any, strategy: str, why: str = EVALUATED, most
         for _, sizes in now:
             if any(mine * sum(first) != other * sum(sizes) for mine, other in zip(sizes, first, strict=True)):
                 raise ConfigError(
-                    f"{strategy}: the loaders combined by {of_lightning.mode(combined)!r} give the ranks unequal parts "
+                    f"{strategy}: the loaders combined by {combined._mode!r} give the ranks unequal parts "
                     f"in step {step}: {' + '.join(map(str, first))} samples of one loader and "
                     f"{' + '.join(map(str, sizes))} of another, {why}"
                 )

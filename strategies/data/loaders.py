@@ -15,6 +15,7 @@ from operator import itemgetter
 from typing import Any, Literal, TypeAlias
 
 import torch
+from pytorch_lightning.overrides.distributed import _IndexBatchSamplerWrapper
 from pytorch_lightning.utilities.combined_loader import CombinedLoader
 from pytorch_lightning.utilities.rank_zero import rank_zero_info
 from torch import Tensor
@@ -24,7 +25,6 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Itera
 from ..batch.policies import Even, Policy
 from ..batch.structure import BatchStructure
 from ..core.errors import ConfigError
-from ..core.private import of_lightning, put
 from ._sampler_order import Agree, seed_worker
 from .sampling import Cut, Deal, Divide, RankBatches
 from .streams import Divided, Lockstep, Stream
@@ -132,12 +132,12 @@ class RankLoaders:
     def _cut(self, loader: DataLoader[Any], cut: Cut, joins: bool) -> DataLoader[Any]:
         name = "sampler" if loader.batch_sampler is None else "batch_sampler"
         units = getattr(loader, name)
-        tracks_indices = isinstance(units, of_lightning.IndexBatchSamplerWrapper)  # Lightning's, for prediction writers
-        own = of_lightning.batch_sampler(units) if tracks_indices else units
+        tracks_indices = isinstance(units, _IndexBatchSamplerWrapper)  # Lightning's, for prediction writers
+        own = units._batch_sampler if tracks_indices else units
         batches = RankBatches(own, cut, self.rank, self.num_ranks, joins, self.agree)
         clone = self._seeded(loader)
         # DataLoader refuses such an assignment on a loader in use; this one is new
-        object.__setattr__(clone, name, of_lightning.IndexBatchSamplerWrapper(batches) if tracks_indices else batches)
+        object.__setattr__(clone, name, _IndexBatchSamplerWrapper(batches) if tracks_indices else batches)
         object.__setattr__(clone, "rank_batches", batches)
         return clone
 
@@ -160,7 +160,7 @@ class RankLoaders:
 
     def _seeded(self, loader: DataLoader[Any]) -> DataLoader[Any]:
         clone = copy.copy(loader)
-        put(clone, iterator=None)
+        clone._iterator = None
         clone.worker_init_fn = partial(seed_worker, rank=self.rank, then=loader.worker_init_fn)
         clone.in_order = True  # shares, and the places of predictions, are known in the order of the sampler
         object.__setattr__(clone, "evener_original", loader)
@@ -195,8 +195,8 @@ def merge_predictions(loop: Any, rank: int, gather: Callable[[Any], list[Any] | 
 
     They are in the order of the loader's batches, or one rank's after the other's where each reads its own stream.
     """
-    loaders = of_lightning.combined_loader(loop).flattened
-    for loader, predictions in zip(loaders, of_lightning.predictions(loop), strict=True):
+    loaders = loop._combined_loader.flattened
+    for loader, predictions in zip(loaders, loop._predictions, strict=True):
         places = positions(loader)
         known = [(rank, i) if places is None else (places[i], 0) for i in range(len(predictions))]
         gathered = gather(list(zip(known, predictions, strict=True)))

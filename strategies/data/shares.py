@@ -11,7 +11,6 @@ from torch.nn.utils.rnn import PackedSequence
 from ..batch.losses import WeighedLoss
 from ..batch.tree import Path, at, held, walk
 from ..core.errors import ConfigError
-from ..core.private import of_lightning
 from ..core.types import Batch
 from .combined import TRAINED, verify_side_by_side
 from .loaders import Source, source_of
@@ -41,7 +40,6 @@ class RankShares:
         """What turns a mean over ranks into a mean over samples, when each rank's value is multiplied by it."""
         self.scale: Tensor | float = 1.0
         """What the loss of the training batch is multiplied by: `weight`, or by the module's `loss_weight`."""
-        self._late: Tensor | float = 1.0
         self.weighed_losses: list[WeighedLoss] = []
         """The losses of the batch for which the module returned a `loss_weight`; several if a closure ran again."""
         self._parts: set[float] = set()
@@ -57,12 +55,6 @@ class RankShares:
         """The samples of this rank; None if all ranks have the same weight."""
         return None if self.current is None else self.current.num
 
-    @property
-    def per_weight(self) -> float | None:
-        """What a sum of losses times `loss_weight` is multiplied by before the weights of other ranks are known."""
-        share = self.current
-        return None if share is None else float(self.counts) * self._num_ranks / share.total
-
     def begin_batch(self, combined: CombinedLoader | None, dataloader_idx: int, trains: bool = False) -> None:
         """Take the shares of the batch that was fetched.
 
@@ -74,11 +66,11 @@ class RankShares:
             ConfigError: the batch has no share, since something else than the loop has read the loader.
         """
         self.weighed_losses.clear()
-        loaders: Sequence[Any] = () if combined is None else of_lightning.flattened(combined)
+        loaders: Sequence[Any] = () if combined is None else combined._flattened
         if loaders is not self._loaders:
             self._loaders, self._sources = loaders, [source_of(loader) for loader in loaders]
         sources = self._sources
-        if combined is not None and len(sources) > 1 and of_lightning.mode(combined) == "sequential":
+        if combined is not None and len(sources) > 1 and combined._mode == "sequential":
             sources = sources[dataloader_idx : dataloader_idx + 1]
         shares = [share for source in sources if source is not None and (share := self._next(source, combined))]
         share = shares[0] if shares else None
@@ -86,14 +78,14 @@ class RankShares:
             self._become(share)
         self._parts = {share.num / share.total for share in shares} if len(sources) > 1 else set()
         if trains:
-            self.scale, self._late = self.weight, 1.0
+            self.scale = self.weight
 
-    def _next(self, source: Source, combined: CombinedLoader | None) -> Share | None:
+    def _next(self, source: Source, combined: Any) -> Share | None:
         """Take this rank's share of a loader's next batch; None if the loader, read beside longer ones, has ended."""
-        shares = source.passes.read_by(of_lightning.iterator(combined)).shares
+        shares = source.passes.read_by(combined._iterator).shares
         if shares:
             return shares.popleft()
-        if of_lightning.mode(combined) == "max_size":
+        if combined._mode == "max_size":
             return None
         raise ConfigError(
             f"{self._strategy}: it isn't known which part of a global batch this batch is, because something else "
@@ -117,20 +109,18 @@ class RankShares:
             losses: see `WeighedLoss`.
         """
         self.scale = torch.where(total > 0, own / total, 0.0)
-        if self.current is not None:
-            self._late = torch.where(total > 0, self.current.total / (self._num_ranks * total), 0.0)
         self.weighed_losses.append(WeighedLoss(losses, self.scale))
 
-    def scaled(self, loss: Tensor, in_loop: bool = False, is_reduced: bool = False) -> Tensor:
+    def scaled(self, loss: Tensor, in_loop: bool = False) -> Tensor:
         """Weight this rank's loss, so that the mean of all ranks' gradients is the gradient of the global batch.
 
         Args:
             in_loop: whether the loop divides the sum of the ranks' gradients by the sum of all weights.
-            is_reduced: whether it is the mean of gradients that were multiplied by `weight` or `per_weight`: what is
-                left is the same on all ranks.
         """
-        scale = float(self._num_ranks) if in_loop else self._late if is_reduced else self.scale
-        return loss if isinstance(scale, float) and scale == 1.0 else loss * torch.as_tensor(scale, dtype=loss.dtype)
+        scale = float(self._num_ranks) if in_loop else self.scale
+        if isinstance(scale, Tensor):
+            return loss * scale.to(loss)
+        return loss if scale == 1.0 else loss * torch.as_tensor(scale, dtype=loss.dtype)
 
     def begin_training(self) -> None:
         """Look at the training loaders again, which may be other ones."""
@@ -148,7 +138,7 @@ class RankShares:
                 rank's loss is right.
         """
         if not self.knows_parts:
-            verify_side_by_side(of_lightning.combined_loader(loop), self._strategy, TRAINED, loop.max_batches)
+            verify_side_by_side(loop._combined_loader, self._strategy, TRAINED, loop.max_batches)
             self.knows_parts = True
             places = _rows(batch)
             num = 0 if self.current is None else self.current.num

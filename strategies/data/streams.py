@@ -13,7 +13,6 @@ from torch.distributed import Work
 from ..batch.structure import BatchStructure
 from ..batch.tree import Path, walk
 from ..core.errors import ConfigError
-from ..core.private import of_lightning, put
 from ..core.types import Batch
 from ._sampler_order import Agree, in_one_order
 from .sampling import Divide, Pass, Passes, Share
@@ -40,11 +39,13 @@ class Stream:
     @property
     def _iterator(self) -> Any:
         """The iterator on which Lightning shuts down a DataLoader's workers."""
-        return of_lightning.iterator(self.loader)  # AttributeError if the loader is not a DataLoader
+        loader: Any = self.loader
+        return loader._iterator  # AttributeError if the loader is not a DataLoader
 
     @_iterator.setter
     def _iterator(self, iterator: Any) -> None:
-        put(self.loader, iterator=iterator)
+        loader: Any = self.loader
+        loader._iterator = iterator
 
 
 @dataclass(eq=False)

@@ -37,9 +37,9 @@ class Barrier:
             if self.rank == 0:
                 self.store.delete_key(f"meeting/{self._count - 2}/met")
 
-    def join(self) -> None:
-        """Wait until all ranks have joined."""
-        if missing := self._meet("joined", ""):
+    def join(self, meanwhile: Callable[[], None] = lambda: None) -> None:
+        """Wait until all ranks have joined; what `meanwhile` raises ends the wait."""
+        if missing := self._meet("joined", "", meanwhile):
             ranks = f"rank {missing[0]}" if len(missing) == 1 else f"ranks {', '.join(map(str, missing))}"
             raise RankError(
                 f"{ranks} did not join within {self.timeout_s:g} s ({self.num_ranks - len(missing)} of "
@@ -47,15 +47,15 @@ class Barrier:
                 "strategy.timeout_s."
             )
 
-    def _meet(self, key: str, value: str) -> list[int]:
+    def _meet(self, key: str, value: str, meanwhile: Callable[[], None] = lambda: None) -> list[int]:
         """Wait for all ranks, and return those that did not come; rank 0 tells whether all gave one value."""
         self.store.set(f"{key}/{self.rank}", value)
         keys = self._keys(key)
         if self.rank == 0:
-            if missing := wait_for(self.store, keys, self.timeout_s):
+            if missing := wait_for(self.store, keys, self.timeout_s, meanwhile):
                 return [keys.index(one) for one in missing]
             self.store.set(f"{key}/met", (_TOGETHER if len(set(self.store.multi_get(keys))) == 1 else _APART).decode())
-        elif wait_for(self.store, [f"{key}/met"], self.timeout_s):
+        elif wait_for(self.store, [f"{key}/met"], self.timeout_s, meanwhile):
             return [rank for rank, one in enumerate(keys) if not self.store.check([one])] or [0]
         return []
 

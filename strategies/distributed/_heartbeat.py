@@ -19,12 +19,16 @@ from typing import Any
 
 import torch
 from torch.distributed import Store
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from ..core.files import is_library
 from ._stop import NEWS, StopAgreement
 from ._store_watch import RANK_FAILED
 from .process_exit import nccl
 from .store import is_hosted_by_agent, silence
+
+WAITS_FOR_WORKER = _MultiProcessingDataLoaderIter._get_data.__code__
+"""What runs while the workers of a DataLoader have no batch for it."""
 
 BEAT_S = 0.2
 """Seconds between two heartbeats of few ranks."""
@@ -144,8 +148,9 @@ class HeartbeatMonitor:
         own = [frame for frame in frames if not is_library(frame.filename)] or list(frames)
         where = f" ({Path(own[-1].filename).name}:{own[-1].lineno}, {own[-1].name})" if own else ""
         text = " ".join(str(exc).split())[:300]
+        told = f"{type(exc).__name__}: {text}{where}".encode(errors="backslashreplace").decode()
         with suppress(RuntimeError):  # as above
-            self.store.set(f"failed/{self.rank}", f"{type(exc).__name__}: {text}{where}")
+            self.store.set(f"failed/{self.rank}", told)
 
     def where(self, rank: int) -> str:
         """Describe what is known of a rank, as the end of a sentence about it."""
@@ -173,9 +178,9 @@ class HeartbeatMonitor:
         if failed:
             texts = [f"rank {rank} failed with {store.get(f'failed/{rank}').decode()}" for rank in failed]
             return "; ".join(texts) + "."
-        first = self._beats(store)
+        first = self.beats(store)
         self._ended.wait(_SILENT_BEATS * self.beat_s)
-        second = self._beats(store)
+        second = self.beats(store)
         silent = [rank for rank in others if second[rank].count == first[rank].count]
         if silent:
             return " ".join(f"rank {rank} is gone{self.where(rank)}." for rank in silent)
@@ -183,7 +188,8 @@ class HeartbeatMonitor:
         behind = [rank for rank in others if second[rank].step < furthest] or others
         return " ".join(f"rank {rank} is at step {second[rank].step}, {second[rank].place}." for rank in behind)
 
-    def _beats(self, store: Store) -> list[Heartbeat]:
+    def beats(self, store: Store) -> list[Heartbeat]:
+        """The last heartbeat of every rank."""
         keys = [f"beat/{rank}" for rank in range(self.num_ranks)]
         if store.check(keys):
             return [Heartbeat(**json.loads(beat)) for beat in store.multi_get(keys)]
@@ -205,9 +211,12 @@ def is_about_communication(exc: BaseException) -> bool:
 def place_of(frame: FrameType) -> str:
     """Describe the innermost line of the user's code in a stack, and the innermost function of all."""
     own: FrameType | None = frame
+    waits_for = ""
     while own is not None and is_library(own.f_code.co_filename):
+        if own.f_code is WAITS_FOR_WORKER:
+            waits_for = ", waiting for a data worker"
         own = own.f_back
     line = own or frame
     text = f"{Path(line.f_code.co_filename).name}:{line.f_lineno} in {line.f_code.co_name}"
     inner = f"{frame.f_code.co_name} of {Path(frame.f_code.co_filename).name}"
-    return text if line is frame else f"{text} (in {inner})"
+    return text if line is frame else f"{text} (in {inner}{waits_for})"

@@ -86,13 +86,12 @@ class StopAgreement:
             self.signal = int(store.get(REQUEST))
             self.armed = True
         number = self._num_ended
-        if store.check([f"{ENDING}/{number}"]):
-            store.set(f"{ENDING}/{number}/passed/{self.rank}", str(self.num_passed))
-            if store.check([f"{ENDING}/{number}/later"]):
-                self._ends_later = number
-        skip = f"{SKIPPING}/{self._num_skipped}"
-        if store.check([skip]):
-            store.set(f"{skip}/begun/{self.rank}", str(self.num_begun))
+        wishes = {f"{ENDING}/{number}": self.num_passed, f"{SKIPPING}/{self._num_skipped}": self.num_begun}
+        for name, passed in wishes.items():
+            if store.check([name]):
+                store.set(f"{name}/passed/{self.rank}", str(passed))
+        if store.check([f"{ENDING}/{number}/later"]):
+            self._ends_later = number
 
     @property
     def is_ending(self) -> bool:
@@ -110,12 +109,21 @@ class StopAgreement:
         Raises:
             RankError: a rank did not come in time.
         """
-        number = self._num_ended
-        if wished and not self.is_ending and self._all_wish(f"{ENDING}/{number}", timeout_s):
-            self.have_ended()
-            return True
+        name = f"{ENDING}/{self._num_ended}"
+        if wished and not self.is_ending:
+            missing, going = self._wish(name, self.num_passed + 1, timeout_s)
+            if missing:
+                raise RankError(
+                    f"rank {self.rank} is to end training (trainer.should_stop) and waited {timeout_s:g} s for rank "
+                    f"{missing}."
+                )
+            if not going:
+                self.have_ended()
+                return True
+            self.store.set(f"{name}/later", "")
+            self._ends_later = self._num_ended
         self.num_passed += 1
-        if self.is_ending and self.due(step, devices, f"{ENDING}/{number}"):
+        if self.is_ending and self.due(step, devices, name):
             self.have_ended()
             return True
         return False
@@ -135,23 +143,9 @@ class StopAgreement:
         Raises:
             RankError: another rank goes on with this batch, or did not come in time.
         """
-        name, here = f"{SKIPPING}/{self._num_skipped}", self.num_begun + 1
-        others = [rank for rank in range(self.num_ranks) if rank != self.rank]
-        self.store.set(f"{name}/skipped/{self.rank}", "")
-        self.store.set(name, "")
-        self.store.set(NEWS, "")
-
-        def skips(rank: int) -> bool:
-            return self.store.check([f"{name}/skipped/{rank}"])
-
-        def goes_on(rank: int) -> bool:
-            key = f"{name}/begun/{rank}"
-            return self.store.check([key]) and int(self.store.get(key)) >= here
-
-        if not poll(lambda: all(skips(rank) or goes_on(rank) for rank in others), timeout_s):
-            missing = ", ".join(str(rank) for rank in others if not (skips(rank) or goes_on(rank)))
+        missing, going = self._wish(f"{SKIPPING}/{self._num_skipped}", self.num_begun + 1, timeout_s)
+        if missing:
             raise RankError(f"rank {self.rank}: on_train_batch_start returned -1 {where}, rank {missing} did not come.")
-        going = ", ".join(str(rank) for rank in others if not skips(rank))
         if going:
             raise RankError(
                 f"rank {self.rank}: on_train_batch_start returned -1 {where}, but not on rank {going}, which waits "
@@ -159,31 +153,26 @@ class StopAgreement:
             )
         self._num_skipped += 1
 
-    def _all_wish(self, name: str, timeout_s: float) -> bool:
-        """Whether all ranks wish to end at this place, once each has come to it."""
-        here, ranks = self.num_passed + 1, range(self.num_ranks)
+    def _wish(self, name: str, here: int, timeout_s: float) -> tuple[str, str]:
+        """Say what this rank wishes at a place, and wait until each rank has wished it, or has passed the place.
+
+        Returns:
+            The ranks that have not come in time, and those that have not wished it here.
+        """
         self.store.set(f"{name}/wished/{self.rank}", str(here))
         self.store.set(name, "")
         self.store.set(NEWS, "")
 
-        def beyond(what: str, rank: int) -> int:
-            """How far a rank is known to be beyond the place before this one."""
+        def place(what: str, rank: int) -> int:
             key = f"{name}/{what}/{rank}"
-            return int(self.store.get(key)) - here + 1 if self.store.check([key]) else 0
+            return int(self.store.get(key)) if self.store.check([key]) else 0
 
         def missing() -> list[int]:
-            return [rank for rank in ranks if beyond("passed", rank) < 1 and beyond("wished", rank) < 1]
+            return [rank for rank in range(self.num_ranks) if max(place("passed", rank), place("wished", rank)) < here]
 
-        if not poll(lambda: not missing(), timeout_s):
-            raise RankError(
-                f"rank {self.rank} is to end training (trainer.should_stop) and waited {timeout_s:g} s for rank "
-                f"{', '.join(map(str, missing()))}."
-            )
-        if all(beyond("wished", rank) == 1 for rank in ranks):  # of ranks that have seen this, too, and passed
-            return True
-        self.store.set(f"{name}/later", "")
-        self._ends_later = self._num_ended
-        return False
+        poll(lambda: not missing(), timeout_s)
+        going = [rank for rank in range(self.num_ranks) if place("wished", rank) != here]
+        return ", ".join(map(str, missing())), ", ".join(map(str, going))
 
     def agreed(self, received: bool, step: int, devices: Iterable[torch.device], stretch: str = TRAINING) -> bool:
         """Whether to stop now, as `due`, if any rank was asked to; `received` is another way than a signal."""

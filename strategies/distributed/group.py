@@ -1,8 +1,10 @@
 """The ranks of a run as one group: begin, sum, wait for each other, stop at one step, name a rank that fails."""
 
+import sys
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import cast
+from typing import NoReturn, cast
 
 import pytorch_lightning as pl
 import torch
@@ -14,17 +16,32 @@ from torch import Tensor
 from torch.distributed import PrefixStore, Work
 
 from ..core.devices import is_accelerator, precise_dtype, scalar
-from ..core.private import of_lightning, put
+from ..core.errors import ConfigError
 from ._barrier import Barrier
-from ._heartbeat import HeartbeatMonitor, is_about_communication
+from ._heartbeat import Heartbeat, HeartbeatMonitor, is_about_communication, place_of
 from ._stop import StopAgreement as StopAgreement
 from .objects import gather_objects
 from .process_exit import leave_group_at_exit
 from .reduction import all_reduce
-from .signed_store import signed
-from .store import root_store
+from .signed_store import SecretCheck, signed
+from .store import attempt, root_store, wait_for
+
+PATIENCE_S = 5.0
+"""Seconds at one place within a collective after which a rank counts as waiting for others."""
 
 _num_runs = 0
+
+
+def _waits(before: Heartbeat, now: Heartbeat) -> bool:
+    """Whether a rank is alive and has been in the same collective since an earlier heartbeat."""
+    return now.count > before.count and now.place == before.place and "distributed_c10d" in now.place
+
+
+def _refuse_alone(rank: int, place: str, other: int, where: str) -> NoReturn:
+    raise ConfigError(
+        f"Rank {rank} uses a whole tensor of which each rank has a part, at {place}, but rank {other} is at {where}. "
+        "All ranks must make such a call: make it on every rank, and use what it returns on rank 0 only."
+    )
 
 
 class RankCoordinator:
@@ -35,9 +52,9 @@ class RankCoordinator:
         rank, num_ranks = environment.global_rank(), environment.world_size()
         _num_runs += 1
         self.root_store = root_store(environment, timeout_s, num_nodes)
-        store = signed(PrefixStore(f"run/{_num_runs}", self.root_store), f"run/{_num_runs}")
+        store = signed(PrefixStore(f"run/{_num_runs}", self.root_store), f"run/{_num_runs}", attempt())
         self.barrier = Barrier(store, rank, num_ranks, timeout_s, lambda other: self.heartbeat.where(other))
-        self.barrier.join()
+        self.barrier.join(SecretCheck(self.root_store, rank, [0] if rank else range(1, num_ranks)))
         self.stop_agreement = StopAgreement(rank, num_ranks, store)
         self.heartbeat = HeartbeatMonitor(store, rank, num_ranks, self.stop_agreement, timeout_s)
         self.heartbeat.start()
@@ -73,6 +90,7 @@ class RankGroup:
         """The signal by which all ranks have agreed to stop, if any."""
         self.at_end: Callable[[], None] | None = None
         self._side: dist.ProcessGroup | None = None
+        self._verified: set[str] = set()
         self.trainer: pl.Trainer | None = None
 
     def meet(
@@ -84,6 +102,7 @@ class RankGroup:
             devices: of this process; NCCL refuses tensors on others than the only one.
         """
         self.failed, self.stop_signal, self.devices = False, None, devices
+        self._verified.clear()
         self.coordinator = RankCoordinator(environment, self.timeout_s, num_nodes)
         if not dist.is_initialized():
             dist.init_process_group(
@@ -92,7 +111,7 @@ class RankGroup:
                 rank=environment.global_rank(),
                 world_size=environment.world_size(),
                 timeout=self.timeout,
-                device_id=only_accelerator(devices),
+                device_id=bound_device(devices, backend),
             )
             leave_group_at_exit()
 
@@ -101,7 +120,7 @@ class RankGroup:
         if self.trainer is not trainer:
             self.trainer = trainer
             # Lightning's handler broadcasts, possibly in the middle of another collective
-            put(of_lightning.signal_connector(trainer), sigterm_notifier_fn=self._on_signal)
+            trainer._signal_connector._sigterm_notifier_fn = self._on_signal
         if self.coordinator is not None:
             self.coordinator.heartbeat.count_steps = lambda: trainer.global_step
 
@@ -207,6 +226,31 @@ class RankGroup:
         if self.coordinator is not None:
             self.coordinator.barrier.wait(name)
 
+    def verify_together(self) -> None:
+        """Refuse a call for which ranks need each other, where a line makes it for the first time on some ranks only.
+
+        Raises:
+            ConfigError: a rank is at another such call, or in a collective that waits for this rank.
+        """
+        place = place_of(sys._getframe(1)).partition(" (in ")[0]
+        if self.coordinator is None or place in self._verified:
+            return
+        self._verified.add(place)
+        monitor, deadline = self.coordinator.heartbeat, time.monotonic() + self.timeout_s
+        store, others = monitor.store, [rank for rank in range(monitor.num_ranks) if rank != monitor.rank]
+        store.set(f"together/{len(self._verified)}/{monitor.rank}", place)
+        keys = {f"together/{len(self._verified)}/{rank}": rank for rank in others}
+        before = monitor.beats(store)
+        while missing := [keys[key] for key in wait_for(store, keys, PATIENCE_S)]:
+            now = monitor.beats(store)
+            wait = [rank for rank in missing if _waits(before[rank], now[rank])]
+            if wait == missing or time.monotonic() > deadline:
+                _refuse_alone(monitor.rank, place, missing[0], now[missing[0]].place)
+            before = now
+        for key, rank in keys.items():
+            if (other := store.get(key).decode()) != place:
+                _refuse_alone(monitor.rank, place, rank, other)
+
     def fail(self, exception: BaseException) -> None:
         """Tell the other ranks why this one fails."""
         self.failed = True
@@ -231,6 +275,7 @@ class RankGroup:
             self._side = None
 
 
-def only_accelerator(devices: Sequence[torch.device]) -> torch.device | None:
-    """The device that a process group may be bound to: the only one of a process, if it is an accelerator."""
-    return devices[0] if len(devices) == 1 and is_accelerator(devices[0]) else None
+def bound_device(devices: Sequence[torch.device], backend: str) -> torch.device | None:
+    """The device that a process group may be bound to: a process's only one, if there is a backend for its type."""
+    is_bound = len(devices) == 1 and is_accelerator(devices[0]) and f"{devices[0].type}:" in backend
+    return devices[0] if is_bound else None

@@ -1,19 +1,11 @@
-"""Exchange objects and bytes between ranks: as CPU tensors, in pieces of bounded size.
-
-torch's own exchange of objects puts every rank's whole object beside the others', padded to the longest, on the GPU if
-the group can't send CPU tensors.
-"""
+"""Exchange objects between ranks: small ones in one exchange, others as torch does, which exchanges sizes first."""
 
 import pickle
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-
-PIECE_BYTES = 2**26
-"""Bytes that each rank sends at once."""
 
 SMALL_BYTES = 2**12
 """Bytes of a pickled object that travel with its size; ranks whose objects have no more exchange them at once."""
@@ -26,15 +18,19 @@ def backend_for(backend: str | None, device: torch.device) -> str:
     """Choose the communication backend of a device, which can always send CPU tensors, too.
 
     Args:
-        backend: what the user asked for; None for the default.
+        backend: what the user asked for; None for the one that torch has for the type of device.
         device: the process's root device.
 
     Returns:
-        `cpu:gloo,cuda:nccl` where NCCL is meant, the default on CUDA; otherwise what was asked for, or `gloo`.
+        What was asked for, with gloo beside it where that can't send CPU tensors: `cpu:gloo,cuda:nccl`.
     """
     if backend is None:
-        backend = "nccl" if device.type == "cuda" and dist.is_nccl_available() else "gloo"
-    return "cpu:gloo,cuda:nccl" if backend.lower() in ("nccl", "cuda:nccl") else backend
+        backend = dist.get_default_backend_for_device(device)
+        backend = backend if dist.is_backend_available(backend) else "gloo"
+    if ":" not in backend:
+        kinds = dist.Backend.backend_capability.get(backend.lower(), ["cpu"])
+        backend = backend if "cpu" in kinds else ",".join(f"{kind}:{backend.lower()}" for kind in kinds)
+    return f"cpu:gloo,{backend}" if ":" in backend and "cpu:" not in backend else backend
 
 
 def sends_cpu_tensors(group: Any = None) -> bool:
@@ -53,10 +49,15 @@ def gather_objects(value: Any, group: Any = None, only_first: bool = False) -> l
     all_small = gather_rows(_beginning(pickled, SMALL_BYTES).to(device), group)
     received = [small.tobytes() for small in all_small.cpu().numpy()]
     sizes = [_size(small) for small in received]
-    if max(sizes) > SMALL_BYTES:
-        wholes = exchange_bytes(_tensor(pickled).to(device), sizes, group, only_first)
-        return [pickle.loads(whole.cpu().numpy().data) for whole in wholes]
-    return [] if only_first and dist.get_rank() else [pickle.loads(small[8:]) for small in received]
+    receives = not only_first or dist.get_rank() == 0
+    if max(sizes) <= SMALL_BYTES:
+        return [pickle.loads(small[8:]) for small in received] if receives else []
+    found: list[Any] = [None] * len(sizes) if receives else []
+    if only_first:
+        dist.gather_object(value, found or None, 0, group)
+    else:
+        dist.all_gather_object(found, value, group)
+    return found
 
 
 def gather_rows(own: Tensor, group: Any = None) -> Tensor:
@@ -121,33 +122,3 @@ def gather_on_first(value: Any) -> list[Any] | None:
     """Gather the values of all ranks on rank 0, in order of rank; None on the others."""
     gathered = gather_objects(value, only_first=True)
     return gathered if dist.get_rank() == 0 else None
-
-
-def exchange_bytes(content: Tensor, sizes: Sequence[int], group: Any = None, only_first: bool = False) -> list[Tensor]:
-    """Gather bytes of all ranks, piece by piece.
-
-    Args:
-        content: this rank's bytes, of shape (sizes[rank],) and type uint8.
-        sizes: bytes of every rank.
-        group: the process group; None for that of all ranks.
-        only_first: whether only rank 0 receives.
-
-    Returns:
-        The bytes of every rank, on the device of `content`; an empty list where nothing is received.
-    """
-    receives = not only_first or dist.get_rank() == 0
-    received = [content.new_empty(size) for size in sizes] if receives else []
-    longest = max(sizes)
-    for start in range(0, longest, PIECE_BYTES):
-        sent = content.new_zeros(min(PIECE_BYTES, longest - start))
-        own = content[start : start + len(sent)]
-        sent[: len(own)] = own
-        pieces = [torch.empty_like(sent) for _ in received]
-        if only_first:
-            dist.gather(sent, pieces or None, dst=0, group=group)
-        else:
-            dist.all_gather(pieces, sent, group)
-        for whole, piece in zip(received, pieces, strict=True):
-            part = whole[start : start + len(piece)]
-            part.copy_(piece[: len(part)])
-    return received

@@ -8,26 +8,28 @@ import multiprocessing
 import os
 import pickle
 import signal
+import stat
 import sys
 import threading
 import time
-from collections.abc import Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import cache
 from numbers import Number
 from pathlib import Path
 from types import MethodType
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn, TypeAlias
 
 import torch
 import torch.distributed as dist
 from fsspec.core import url_to_fs
 from lightning_fabric.accelerators import XLAAccelerator
 from lightning_fabric.utilities import registry
+from pytorch_lightning.trainer.connectors.logger_connector.result import _ResultCollection
 from torchmetrics import Metric
 
+from ..core.internals import clear_compile_rules
 from ..core.patching import replaced
-from ..core.private import of_lightning, of_torch
 from ._store_watch import RANK_FAILED
 from .store import leave_store
 
@@ -56,17 +58,67 @@ def die_with_parent(parent: int | None = None) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _die_with(parent: Any) -> None:
-    """End with the process that asked a fork server for this one, which the kernel takes for a child of the server."""
-    parent.join()
+def die_with_starter(by_kernel: bool = True) -> None:
+    """Ask that a process that `multiprocessing` has started ends with the one that asked for it.
+
+    Args:
+        by_kernel: whether that process has started it from its main thread; the kernel ends it with the thread.
+    """
+    starter = multiprocessing.parent_process()
+    if by_kernel and multiprocessing.current_process().__class__.__name__ != "ForkServerProcess":
+        die_with_parent(starter and starter.pid)
+    else:  # the kernel takes it for a child of the fork server
+        threading.Thread(target=_die_with, args=(starter,), name="evener-parent", daemon=True).start()
+
+
+def _die_with(starter: Any) -> None:
+    starter.join()
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 ASK_TO_STOP = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 """Signals that end a run after its current step."""
 
+ONE_REQUEST_S = 0.3
+"""Seconds within which signals are one request: `timeout` and shells send theirs to a process and to its group."""
 
-def leave_in_time(grace_s: float) -> None:
+
+Answer: TypeAlias = Literal["first", "repeated", "at once"]
+"""What a signal is among the requests to stop: the first, one more way in which that came, or a wish to end at once."""
+
+
+class StopRequests:
+    """What signals have asked a process: the first is the request, and the others repeat it.
+
+    Attributes:
+        signum: the first signal; None before it.
+    """
+
+    signum: int | None = None
+    _since_s = 0.0
+
+    def receive(self, signum: int) -> Answer:
+        """Note a signal; Ctrl-C after a request asks to end at once."""
+        if signum == signal.SIGHUP:
+            leave_terminal()
+        if self.signum is None:
+            self.signum, self._since_s = signum, time.monotonic()
+            return "first"
+        is_users = signum == signal.SIGINT and time.monotonic() - self._since_s > ONE_REQUEST_S
+        return "at once" if is_users else "repeated"
+
+
+def leave_terminal() -> None:
+    """Let output that goes to a terminal go nowhere: the terminal is closed, and writing to it is an error."""
+    for descriptor in (1, 2):
+        with suppress(OSError):  # it was closed before
+            if stat.S_ISCHR(os.fstat(descriptor).st_mode):
+                nowhere = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(nowhere, descriptor)
+                os.close(nowhere)
+
+
+def leave_in_time(grace_s: float, requests: Collection[int] = ASK_TO_STOP) -> None:
     """Kill this process if it does not end within some seconds of being asked to stop.
 
     A thread receives the signal even while the main thread waits for a rank that never answers, where no Python signal
@@ -74,15 +126,16 @@ def leave_in_time(grace_s: float) -> None:
 
     Args:
         grace_s: seconds from a signal that asks to stop to the end; fewer if another rank has failed.
+        requests: the signals that ask this process to stop.
     """
     read_end, write_end = os.pipe()
     os.set_blocking(write_end, False)
     signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
-    threading.Thread(target=_kill_late, args=(read_end, grace_s), name="evener-leave", daemon=True).start()
+    threading.Thread(target=_kill_late, args=(read_end, grace_s, requests), name="evener-leave", daemon=True).start()
 
 
-def _kill_late(read_end: int, grace_s: float) -> None:
-    while os.read(read_end, 1)[0] not in ASK_TO_STOP:
+def _kill_late(read_end: int, grace_s: float, requests: Collection[int]) -> None:
+    while os.read(read_end, 1)[0] not in requests:
         continue
     deadline = time.monotonic() + grace_s
     if RANK_FAILED.wait(grace_s):
@@ -112,7 +165,7 @@ def nccl() -> Any:
     if not dist.is_initialized() or "nccl" not in dist.get_backend_config():
         return None
     world: Any = dist.group.WORLD
-    return of_torch.get_backend(world)(torch.device("cuda"))
+    return world._get_backend(torch.device("cuda"))
 
 
 def end_process(status: int) -> NoReturn:
@@ -177,15 +230,18 @@ def _do_first_time() -> None:
 
     To log a value asks of twenty classes whether any of torchmetrics' is their base, and what takes batches or sizes
     apart asks whether values are mappings or sequences; abstract classes keep the answers. To read a tensor or to open
-    a path imports modules, and so does Lightning's strategy. To make a group clears torch.compile's rules.
+    a path imports modules, and so do Lightning's strategy and a record for the profiler. To make a group clears
+    torch.compile's rules.
     """
     value = torch.zeros((), device="cpu")
-    results: Any = of_lightning.ResultCollection(training=True)
+    results: Any = _ResultCollection(training=True)
     results.log("", "", value)
     _ = [issubclass(kind, Metric) for kind in (torch.Tensor, MethodType)]
     _ = [issubclass(kind, base) for kind in (int, list, tuple, torch.Tensor) for base in _KINDS_OF_VALUES]
     XLAAccelerator.is_available()
-    of_torch.clear_compile_rules()
+    clear_compile_rules()
+    with torch.profiler.record_function(""):
+        pass
     pickle.loads(pickle.dumps(value))
     url_to_fs(os.devnull)
     importlib.import_module("torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook")
@@ -222,13 +278,9 @@ def prepare_forked(timeout_s: float) -> None:
     Args:
         timeout_s: the strategy's limit for waits.
     """
-    parent = multiprocessing.parent_process()
-    if parent is None:
+    if multiprocessing.parent_process() is None:
         return
-    if multiprocessing.current_process().__class__.__name__ == "ForkServerProcess":
-        threading.Thread(target=_die_with, args=(parent,), name="evener-parent", daemon=True).start()
-    else:
-        die_with_parent(parent.pid)
-    leave_in_time(min(timeout_s, FORKED_GRACE_S))
+    die_with_starter()
+    leave_in_time(min(timeout_s, FORKED_GRACE_S), [signal.SIGTERM, signal.SIGUSR1])  # a terminal's reach the script
     if multiprocessing.current_process().__class__.__name__ != "SpawnProcess" and not _openmp_released:
         torch.set_num_threads(1)

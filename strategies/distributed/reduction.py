@@ -1,4 +1,4 @@
-"""Reduce tensors over the ranks.
+"""Reduce tensors over the ranks, and gather their rows.
 
 gloo's all_reduce passes pieces from neighbour to neighbour, in 2 (n - 1) rounds of n ranks. Small CPU tensors of three
 or more ranks go through rank 0 instead (benchmarks/all_reduce.py).
@@ -84,3 +84,31 @@ def reduce_tensor(tensor: Any, group: Any | None = None, reduce_op: Any = "mean"
     result = tensor.to(precise_dtype(tensor.device)) if whole else tensor
     all_reduce(result, op, group)
     return result.div_(dist.get_world_size(group)) if mean else result
+
+
+def gather_unequal(own: Tensor, sizes: Sequence[int], group: Any = None) -> Tensor:
+    """Gather the rows of all ranks, in order of rank; the gradients of all ranks for a row add up.
+
+    Args:
+        own: this rank's, of shape (sizes[rank], ...).
+        sizes: rows of every rank.
+        group: the process group; None for that of all ranks.
+    """
+    return _Gather.apply(own, sizes, group)  # pyright: ignore[reportReturnType]  # untyped
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, sizes: Sequence[int], group: Any) -> Tensor:
+        ctx.sizes, ctx.group = sizes, group
+        padded = own.new_zeros(max(sizes), *own.shape[1:])
+        padded[: len(own)] = own
+        ranks = [torch.empty_like(padded) for _ in sizes]
+        dist.all_gather(ranks, padded, group)
+        return torch.cat([rows[:size] for rows, size in zip(ranks, sizes, strict=True)])
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None]:
+        gradient = grad_outputs[0].contiguous().clone()
+        all_reduce(gradient, group=ctx.group)
+        return gradient.split(ctx.sizes)[dist.get_rank(ctx.group)], None, None

@@ -1,4 +1,4 @@
-"""What ranks have in common: equal weights at the start, and equal gradients.
+"""What ranks have in common: equal weights at the start, and after the first steps.
 
 DistributedDataParallel gives all ranks the weights of rank 0 when it wraps the module. That is after the hooks `setup`:
 what a callback copies there, such as the initial weights of a lottery ticket, would be each rank's own where the ranks
@@ -12,31 +12,27 @@ The ranks would train apart, without a word.
 import hashlib
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from functools import partial
 from itertools import zip_longest
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from pytorch_lightning import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from ..core.devices import precise_dtype
 from ..core.errors import ConfigError
-from ..core.module_checks import hooked, is_plain
-from ..core.optimizer_states import before_update
-from ..core.private import of_torch
+from ..core.module_checks import is_plain
 from .objects import gather_objects, sends_cpu_tensors
 
 _SAMPLED = 256
 """Elements per tensor that are compared; initial weights drawn under another seed differ in all of them."""
-_HOOKS = (
-    "backward", "on_after_backward", "on_before_optimizer_step", "optimizer_step", "configure_gradient_clipping",
-)  # fmt: skip
-"""What may change gradients after the ranks have averaged them."""
 _TOLERANCE = 1e-3
-"""Relative difference of norms and sums. Devices of several kinds round differently; other samples give other ones."""
+"""Relative difference of movements. Devices of several kinds round differently; other samples give other ones."""
+_ROUNDED = 4
+"""Units in the last place by which an optimizer's step on another kind of device may differ, besides."""
 
 
 def give_same_weights(module: nn.Module, root_device: torch.device) -> None:
@@ -89,7 +85,7 @@ def _layout(tensors: Mapping[str, Tensor]) -> Iterator[str]:
 
 
 class Agreement:
-    """Compares what is noted over the ranks, each by its norm and its sum.
+    """Compares the weights over the ranks: where training begins, and after the first step of each optimizer.
 
     Args:
         strategy: what errors name.
@@ -97,100 +93,91 @@ class Agreement:
 
     def __init__(self, strategy: str) -> None:
         self._strategy = strategy
-        self._noted: list[tuple[str, float, float]] = []
-        self._handles: list[RemovableHandle] = []
-        self._not_updated: set[int] = set()
-        """Optimizers that have not stepped yet."""
-        self._has_begun = self._may_write = False
-        self.has_ended = True
-        """Whether there is nothing left to compare."""
+        self._handles: dict[int, RemovableHandle] = {}
+        """Of optimizers that have not stepped since `begin`."""
+        self._stepped: list[int] = []
+        self._written: list[_Moved] = []
+        self._last: dict[str, tuple[float, float]] | None = None
+        """The sum and the norm of each parameter when they were last compared."""
+        self.is_due = False
+        """Whether weights are to be compared before anything else happens to them."""
 
-    def watch(self, trainer: Trainer, optimizers: Iterable[Optimizer]) -> None:
-        """Verify the gradients of each optimizer before its first step, if the user's code may write them.
-
-        Hooks that see the accumulated gradients of a rank may write to the weights: these are compared after the step.
-        """
-        module = trainer.lightning_module
-        self._may_write = any(of_torch.post_accumulate_grad_hooks(p) for p in module.parameters())
-        by_hand = not module.automatic_optimization
-        if not (by_hand or self._may_write or any(hooked(name, trainer, by_user=True) for name in _HOOKS)):
-            return
-        given = list(optimizers)
-        self._not_updated = set(map(id, given))
-        self._handles = [before_update(one, partial(self._verify_gradients, module, one)) for one in given]
-        self.has_ended = self._has_begun = False
-
-    def begin_step(self, module: nn.Module) -> None:
-        """End after the first step, if each optimizer has stepped; every rank must call it.
-
-        Raises:
-            ConfigError: hooks have written other weights on each rank.
-        """
-        if self._has_begun and not self._not_updated:
-            if self._may_write:
-                self.verify_weights(module, "a hook of register_post_accumulate_grad_hook")
-            self.end()
-        self._has_begun = True
+    def begin(self, optimizers: Iterable[Optimizer]) -> None:
+        """Compare now, after the next training step, and after the next step of each of these optimizers."""
+        self.end()
+        self.is_due, self._last = True, None
+        self._handles = {id(one): one.register_step_post_hook(self._has_stepped) for one in optimizers}
 
     def end(self) -> None:
         """Compare nothing any more."""
-        self.has_ended = True
-        while self._handles:
-            self._handles.pop().remove()
+        self.is_due = False
+        for handle in self._handles.values():
+            handle.remove()
+        self._handles.clear()
 
-    def _verify_gradients(self, module: LightningModule, optimizer: Optimizer) -> None:
-        """Compare an optimizer's gradients right before it first steps."""
-        if id(optimizer) not in self._not_updated:
-            return
-        self._not_updated.discard(id(optimizer))
-        names = {id(parameter): name for name, parameter in module.named_parameters()}
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self.note(names.get(id(parameter), "a parameter"), parameter.grad)
-        self.verify("gradients", "training_step or a hook has computed them from what this rank alone has")
+    def _has_stepped(self, optimizer: Optimizer, *_: object) -> None:
+        self._stepped.append(id(optimizer))
+        self.is_due = True
 
     def note(self, name: str, tensor: Tensor) -> None:
-        """Note a tensor that is to be the same on all ranks; one that is cut over them is not."""
-        if self.has_ended or isinstance(tensor, DTensor):
-            return
-        values = tensor.detach().coalesce().values() if tensor.is_sparse else tensor.detach()
-        norm = torch.linalg.vector_norm(values, dtype=torch.float64)
-        self._noted.append((name, float(norm), float(values.sum(dtype=torch.float64))))
+        """Compare a whole tensor, too, of which this rank keeps a part."""
+        if (self.is_due or self._handles) and not isinstance(tensor, DTensor):
+            self._written.append(_Moved(name, *_digest_of(tensor), 0.0))
 
-    def verify(self, what: str, cause: str) -> None:
-        """Compare what was noted since the last call; every rank must call it.
+    def verify(self, module: nn.Module) -> None:
+        """Compare the weights if it is due, by how far the sum and the norm of each has moved; every rank must call it.
 
         Raises:
-            ConfigError: something differs between ranks; the message names it.
+            ConfigError: ranks have trained apart; the message names the first parameter that differs.
         """
-        noted, self._noted = self._noted, []
-        for same in zip_longest(*gather_objects(noted)):
-            known = [one for one in same if one is not None]
-            if len(known) < len(same) or any(_disagree(known[0], other) for other in known):
+        if not self.is_due:
+            return
+        self.is_due = self._last is None  # the first step may write to weights without an optimizer
+        while self._stepped:
+            if (handle := self._handles.pop(self._stepped.pop(), None)) is not None:
+                handle.remove()
+        last, named = self._last or {}, module.named_parameters()
+        plain = {name: p for name, p in named if is_plain(p) and p.is_floating_point() and p.element_size() > 1}
+        self._last = {name: _digest_of(parameter) for name, parameter in plain.items()}
+        moved, self._written = self._written, []
+        for name, (total, norm) in self._last.items():
+            before = last.get(name, (0.0, 0.0))
+            rounding = _ROUNDED * torch.finfo(plain[name].dtype).eps * norm
+            moved.append(_Moved(name, total - before[0], norm - before[1], rounding))
+        for same in zip_longest(*gather_objects(moved)):
+            if None in same or any(_disagree(same[0], other) for other in same[1:]):
+                name = next(one.name for one in same if one is not None)
                 raise ConfigError(
-                    f"{self._strategy}: the ranks have different {what} of {known[0][0]}: {cause}. Compute gradients "
-                    "by self.manual_backward(loss), which averages them over the ranks, or average them yourself "
+                    f"{self._strategy}: the ranks have different values of {name}: each has changed it, or its "
+                    "gradient, by what this rank alone has computed. Compute gradients by self.manual_backward(loss), "
+                    "which averages them over the ranks, or average them yourself "
                     "(self.trainer.strategy.reduce(gradient)), or set strategy=single_device."
                 )
 
-    def verify_weights(self, module: nn.Module, by: str = "training_step") -> None:
-        """Compare the weights after the first step of manual optimization, or of hooks.
 
-        Raises:
-            ConfigError: the step has changed them by what only one rank has.
-        """
-        for name, parameter in module.named_parameters():
-            self.note(name, parameter)
-        self.verify("values", f"{by} has changed it by what this rank alone has computed")
+class _Moved(NamedTuple):
+    """How far the sum and the norm of a tensor have moved; a rank's own rounding is told from other gradients."""
+
+    name: str
+    total: float
+    norm: float
+    rounding: float
 
 
-def _disagree(one: tuple[str, float, float], other: tuple[str, float, float]) -> bool:
-    if one[0] != other[0]:
+def _digest_of(tensor: Tensor) -> tuple[float, float]:
+    """The sum and the norm of a tensor's elements."""
+    values = tensor.detach().coalesce().values() if tensor.is_sparse else tensor.detach()
+    dtype = precise_dtype(values.device)
+    return float(values.sum(dtype=dtype)), float(torch.linalg.vector_norm(values, dtype=dtype))
+
+
+def _disagree(one: _Moved, other: _Moved) -> bool:
+    if one.name != other.name:
         return True
     if not all(map(math.isfinite, (*one[1:], *other[1:]))):
-        return False  # a gradient scaler leaves out this step
-    return max(abs(one[1] - other[1]), abs(one[2] - other[2])) > _TOLERANCE * max(one[1], other[1])
+        return False  # that training has failed shows by itself
+    apart = max(abs(one.total - other.total), abs(one.norm - other.norm))
+    return apart > one.rounding + other.rounding + _TOLERANCE * max(map(abs, (*one[1:3], *other[1:3])))
 
 
 def _sample(tensor: Tensor) -> str:

@@ -1,32 +1,84 @@
 """Believe only what ranks of this run have written to their store, which anybody who reaches its port can write to.
 
-With a secret, every value travels with a signature (HMAC-SHA256 of its place and itself). A value without one is as
-good as not there. Values are readable all the same, and can be deleted: what is exposed is said in docs/ddp.md.
+With a secret, every value travels with a signature (HMAC-SHA256 of its place, its writer and number, and itself). The
+place includes the attempt, so that what was written before a restart can't be written again, and of one writer's values
+a reader believes none that is older than what it has read. A value without a signature is as good as not there. Values
+are readable all the same, and can be deleted: what is exposed is said in docs/ddp.md.
+
+A rank with another secret would wait for values that never come. So each announces, unsigned, a proof of its own, and
+those that differ are refused by name before anything is read.
 """
 
 import hashlib
 import hmac
+import itertools
 import os
+import secrets
+from collections.abc import Iterable
 from typing import Any, cast
 
 from torch.distributed import Store
+
+from ..core.errors import ConfigError
+
+_SIGNATURE, _WRITER, _NUMBER = 32, 8, 8
+"""Bytes before a value."""
 
 SECRET = "EVENER_SECRET"
 """Environment variable with a text that only the ranks of one run know, the same on all machines."""
 
 
-def signed(store: Store, scope: str) -> Store:
+def signed(store: Store, scope: str, attempt: str = "") -> Store:
     """Sign what is written to a store, and verify what is read, if there is a secret.
 
     Args:
         scope: the part of the run that it serves, so that values of another part don't count.
+        attempt: the start of the ranks that it serves; values of an earlier one don't count. Empty: all.
     """
     secret = os.environ.get(SECRET, "")
-    return cast("Store", SignedStore(store, f"{scope}\0{secret}".encode())) if secret else store
+    return cast("Store", SignedStore(store, f"{attempt}\0{scope}\0{secret}".encode())) if secret else store
+
+
+def announce(store: Store, rank: int) -> None:
+    """Let the other ranks verify that this one has their secret, or none as they have."""
+    store.set(f"secret/{rank}", _proof(rank))
+
+
+def _proof(rank: int) -> str:
+    secret = os.environ.get(SECRET, "")
+    return hmac.new(secret.encode(), f"rank {rank}".encode(), hashlib.sha256).hexdigest() if secret else ""
+
+
+class SecretCheck:
+    """Verifies what ranks have announced, as they come; called again and again while this rank waits for them."""
+
+    def __init__(self, store: Store, rank: int, others: Iterable[int]) -> None:
+        self._store = store
+        self._rank = rank
+        self._left = list(others)
+
+    def __call__(self) -> None:
+        """Verify the ranks that have come.
+
+        Raises:
+            ConfigError: one has another secret than this rank, or one of both has none.
+        """
+        while self._left and self._store.check([f"secret/{self._left[0]}"]):
+            other = self._left.pop(0)
+            found = self._store.get(f"secret/{other}").decode(errors="replace")
+            if hmac.compare_digest(found.encode(), _proof(other).encode()):
+                continue
+            if os.environ.get(SECRET) and found:
+                what = f"is another one on rank {other} than on rank {self._rank}"
+            else:
+                what = "is set on rank {}, and not on rank {}".format(
+                    *((other, self._rank) if found else (self._rank, other))
+                )
+            raise ConfigError(f"{SECRET} {what}. Set it to the same text on all machines, or on none.")
 
 
 class SignedStore:
-    """The part of `torch.distributed.Store` that ranks use among themselves.
+    """The part of `torch.distributed.Store` that ranks use among themselves; each connection is a writer of its own.
 
     Args:
         store: where values are.
@@ -35,18 +87,28 @@ class SignedStore:
     def __init__(self, store: Any, key: bytes) -> None:
         self._store = store
         self._key = key
+        self._writer, self._numbers = secrets.token_bytes(_WRITER), itertools.count()
+        self._read_last: dict[tuple[str, bytes], bytes] = {}
 
-    def _signature(self, key: str, value: bytes) -> bytes:
-        return hmac.new(self._key, key.encode() + b"\0" + value, hashlib.sha256).digest()
+    def _signature(self, key: str, signed: bytes) -> bytes:
+        return hmac.new(self._key, key.encode() + b"\0" + signed, hashlib.sha256).digest()
 
     def _read(self, key: str) -> bytes | None:
         found: bytes = self._store.get(key)
-        signature, value = found[:32], found[32:]
-        return value if hmac.compare_digest(signature, self._signature(key, value)) else None
+        signature, signed = found[:_SIGNATURE], found[_SIGNATURE:]
+        if not hmac.compare_digest(signature, self._signature(key, signed)):
+            return None
+        last = key, signed[:_WRITER]
+        number = signed[_WRITER : _WRITER + _NUMBER]
+        if number < self._read_last.get(last, number):
+            return None
+        self._read_last[last] = number
+        return signed[_WRITER + _NUMBER :]
 
     def set(self, key: str, value: str) -> None:
         """Write a value."""
-        self._store.set(key, self._signature(key, value.encode()) + value.encode())
+        signed = self._writer + next(self._numbers).to_bytes(_NUMBER, "big") + value.encode()
+        self._store.set(key, self._signature(key, signed) + signed)
 
     def get(self, key: str) -> bytes:
         """Read a value, waiting for it as the store does.

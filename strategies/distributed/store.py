@@ -12,9 +12,10 @@ from typing import Any
 from lightning_fabric.plugins.environments import ClusterEnvironment
 from torch.distributed import PrefixStore, Store, TCPStore
 
+from ..core.errors import ConfigError
 from ._store_watch import RANK_FAILED, StoreWatch
 from .environment import verify_started
-from .signed_store import SECRET
+from .signed_store import SECRET, announce
 
 logger = logging.getLogger(__name__)
 
@@ -26,16 +27,21 @@ _WATCHES: dict[tuple[int, int], StoreWatch] = {}
 
 LOOPBACK, _LOOPBACK_DEVICE = "127.0.0.1", "lo"
 
+_REACH_S = 5.0
 LEAVE_S = 3.0
 """Seconds that the store's host waits at exit for the others to leave."""
 
 
 def root_store(environment: ClusterEnvironment, timeout_s: float, num_nodes: int | None = None) -> Store:
     """Return the store of this attempt; after a restart no rank reads entries of earlier processes."""
-    return PrefixStore(f"evener/{_attempt()}", base_store(environment, timeout_s, num_nodes))
+    return _of_attempt(base_store(environment, timeout_s, num_nodes))
 
 
-def _attempt() -> str:
+def _of_attempt(store: Store) -> Store:
+    return PrefixStore(f"evener/{attempt()}", store)
+
+
+def attempt() -> str:
     """The number of this attempt in a store that outlives it.
 
     torch's agents count restarts each for itself: one that has joined later has a smaller number.
@@ -58,6 +64,7 @@ def base_store(environment: ClusterEnvironment, timeout_s: float, num_nodes: int
         os.environ["MASTER_PORT"] = str(environment.main_port)
         timeout = timedelta(seconds=timeout_s)
         store: Any = open_store(environment.main_address, environment.main_port, rank, timeout)
+        announce(_of_attempt(store), rank)
         place = (environment.main_address, environment.main_port)
         watch = StoreWatch(store.clone(), *place, timeout_s)
         watch.start()
@@ -80,10 +87,23 @@ def silence() -> str:
 
 
 def host_store() -> TCPStore:
-    """Host the store of ranks that all run on this machine; no other machine can reach it."""
-    listening = socket.create_server((LOOPBACK, 0))
-    port: int = listening.getsockname()[1]
-    return TCPStore(LOOPBACK, port, None, True, wait_for_workers=False, master_listen_fd=listening.detach())
+    """Host the store of ranks that all run on this machine; no other machine can reach it.
+
+    Raises:
+        ConfigError: this machine has no loopback, on which torch would look for it for minutes.
+    """
+    try:
+        with socket.create_server((LOOPBACK, 0)) as listening:
+            socket.create_connection(listening.getsockname(), timeout=_REACH_S).close()
+            listening.accept()[0].close()
+            port: int = listening.getsockname()[1]
+            descriptor = listening.detach()
+    except OSError as exc:
+        raise ConfigError(
+            f"Ranks of one machine meet at {LOOPBACK}, which does not answer here ({exc.strerror or exc}). Bring the "
+            f"loopback device up (ip link set {_LOOPBACK_DEVICE} up), or use a strategy of one process."
+        ) from exc
+    return TCPStore(LOOPBACK, port, None, True, wait_for_workers=False, master_listen_fd=descriptor)
 
 
 def loopback_device() -> dict[str, str]:
@@ -128,7 +148,7 @@ def leave_store() -> None:
 
 
 def _left_key(rank: int) -> str:
-    return f"left/{_attempt()}/{rank}"
+    return f"left/{attempt()}/{rank}"
 
 
 POLL_S = (0.0005, 0.02)
@@ -164,8 +184,13 @@ def is_hosted_by_agent() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
-def wait_for(store: Store, keys: Iterable[str], timeout_s: float) -> list[str]:
+def wait_for(
+    store: Store, keys: Iterable[str], timeout_s: float, meanwhile: Callable[[], None] = lambda: None
+) -> list[str]:
     """Wait until keys are set; signals are handled meanwhile.
+
+    Args:
+        meanwhile: called before each look; what it raises ends the wait.
 
     Returns:
         The keys that were not set in time.
@@ -174,8 +199,13 @@ def wait_for(store: Store, keys: Iterable[str], timeout_s: float) -> list[str]:
         RankError: the store does not answer.
     """
     missing = list(keys)
+
+    def are_set() -> bool:
+        meanwhile()
+        return store.check(missing)
+
     try:
-        if poll(lambda: store.check(missing), timeout_s):
+        if poll(are_set, timeout_s):
             return []
         return [key for key in missing if not store.check([key])]
     except RuntimeError as exc:

@@ -7,18 +7,18 @@ exchanges the moments of each rank's samples: once in forward, and the sums of t
 from typing import Any
 
 import torch
-from pytorch_lightning.plugins.layer_sync import LayerSync
+from pytorch_lightning.plugins.layer_sync import TorchSyncBatchNorm
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _BatchNorm
 from typing_extensions import override
 
 from ..core.errors import ConfigError
-from ..core.private.of_torch import BatchNorm
 from .objects import gather_rows
 from .reduction import all_reduce
 
 
-class SyncedBatchNorm(BatchNorm):
+class SyncedBatchNorm(_BatchNorm):
     """Class of BatchNorm layers during training; see `SyncBatchNorm`.
 
     Attributes:
@@ -27,7 +27,7 @@ class SyncedBatchNorm(BatchNorm):
     """
 
     counts: bool
-    plain_class: type[BatchNorm]
+    plain_class: type[_BatchNorm]
 
     @override
     def forward(self, input: Tensor) -> Tensor:
@@ -183,7 +183,7 @@ class _SumOverRanks(torch.autograd.Function):
 
 def needs_two_samples(module: nn.Module) -> bool:
     """Whether a module has a BatchNorm layer that can't train on a rank's single sample."""
-    return any(isinstance(layer, BatchNorm) and not isinstance(layer, SyncedBatchNorm) for layer in module.modules())
+    return any(isinstance(layer, _BatchNorm) and not isinstance(layer, SyncedBatchNorm) for layer in module.modules())
 
 
 def verify_whole_batch(module: nn.Module, synchronizes: bool, who: str, instead: str) -> None:
@@ -202,7 +202,7 @@ def verify_whole_batch(module: nn.Module, synchronizes: bool, who: str, instead:
     layers = [
         name
         for name, layer in module.named_modules()
-        if isinstance(layer, BatchNorm if synchronizes else nn.SyncBatchNorm)
+        if isinstance(layer, _BatchNorm if synchronizes else nn.SyncBatchNorm)
     ]
     if layers:
         raise ConfigError(
@@ -212,13 +212,13 @@ def verify_whole_batch(module: nn.Module, synchronizes: bool, who: str, instead:
         )
 
 
-class SyncBatchNorm(LayerSync):
+class SyncBatchNorm(TorchSyncBatchNorm):
     """Makes a module's BatchNorm layers synchronize, and reverts them. They stay the same objects."""
 
     @override
     def apply(self, model: nn.Module) -> nn.Module:
         for layer in model.modules():
-            if isinstance(layer, BatchNorm) and not isinstance(layer, (SyncedBatchNorm, nn.SyncBatchNorm)):
+            if isinstance(layer, _BatchNorm) and not isinstance(layer, (SyncedBatchNorm, nn.SyncBatchNorm)):
                 plain: Any = type(layer)
                 layer.__class__ = SyncedBatchNorm
                 vars(layer).update(plain_class=plain, counts=True)

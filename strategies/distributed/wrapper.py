@@ -2,12 +2,13 @@
 and track the parameters that it reduces.
 
 DDP's reducer fires during backward, whenever a parameter's gradient is accumulated. If a process sums gradients first
-(over replicas, or micro-batches), they are passed on afterwards in one backward pass that does nothing else.
+(over micro-batches), they are passed on afterwards in one backward pass that does nothing else.
 
 The wrapper reduces the parameters that required gradients when it was created. A parameter unfrozen later would be
 trained by each rank separately, and the wrapper would wait for one frozen later.
 """
 
+import warnings
 from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import Any
@@ -15,62 +16,21 @@ from typing import Any
 import torch
 from pytorch_lightning.overrides.distributed import prepare_for_backward
 from torch import Tensor, nn
+from torch.distributed.utils import _sync_module_states
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-
-from ..core.patching import without_hooks
-from ..core.private import of_torch
 
 _IS_TRAINED = attrgetter("requires_grad")
 
 
-def reduce_finished(model: DistributedDataParallel) -> None:
-    """Average the parameters' gradients over all ranks, unless DDP's synchronization is off (accumulation)."""
-    if model.require_backward_grad_sync:
-        StepReduction(model).reduce([p for p in model.parameters() if p.requires_grad and p.grad is not None])
-
-
-class StepReduction:
-    """Reduces the gradients of one step before the loss of the batch goes backward, by the wrapper's own buckets.
-
-    Args:
-        share: what a mean over this rank's samples is multiplied by, so that the mean over ranks is one over samples.
-        per_weight: the same for a sum of losses times their `loss_weight`, up to a factor that all ranks find later;
-            None if there is no such number.
-    """
-
-    def __init__(self, model: DistributedDataParallel, share: float = 1.0, per_weight: float | None = None) -> None:
-        self.share = share
-        self.per_weight = per_weight
-        self.overlaps = not model.find_unused_parameters  # which are found before the first gradient is reduced
-        self.is_done = False
-        self._model = model
-        self._has_begun = False
-
-    def reduce(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Reduce the finished gradients of parameters; and those of others, from now on, as a backward pass adds to
-        them."""
-        gradients = [parameter.grad for parameter in parameters]
-        for parameter in parameters:
-            parameter.grad = None
-        with torch.enable_grad():  # within a backward pass it is off
-            handover = _FinishedGradients.apply(gradients, *parameters) if parameters else None
-            if not self._has_begun:
-                self._has_begun = True
-                prepare_for_backward(self._model, handover)
-        del gradients  # the wrapper takes them
-        if handover is not None:
-            with without_hooks(parameters):  # they have seen these gradients, or will
-                handover.backward()
-
-    def finish(self) -> None:
-        """Verify that all gradients are reduced.
-
-        Raises:
-            RuntimeError: a parameter has none.
-        """
-        verify_reduced(self._model)
-        self.is_done = True
+def expect_gradients(model: DistributedDataParallel, parameters: Sequence[Tensor]) -> None:
+    """Have the wrapper reduce, from now on in a backward pass, the gradients that reach these parameters."""
+    reached = None
+    with torch.enable_grad(), warnings.catch_warnings():
+        if model.find_unused_parameters:  # it looks for them in a graph, and tells if it finds none
+            warnings.simplefilter("ignore")
+            reached = _FinishedGradients.apply([], *parameters)
+        prepare_for_backward(model, reached)
 
 
 class _FinishedGradients(torch.autograd.Function):
@@ -93,14 +53,13 @@ def verify_reduced(model: DistributedDataParallel) -> None:
     Without it the error comes in the next forward, after a step with gradients that were not averaged over the ranks.
     """
     if model.require_backward_grad_sync:
-        of_torch.rebuild_buckets(model.reducer)()  # what the next forward begins with
+        model.reducer._rebuild_buckets()  # what the next forward begins with
 
 
 def forward_through(
     wrapper: DistributedDataParallel,
     step: Callable[..., Any],
     *args: Any,
-    is_reduced: Callable[[], bool] = lambda: False,
     **kwargs: Any,
 ) -> Any:
     """Run a step in the place of the wrapped module's forward; the step itself may call that.
@@ -108,25 +67,22 @@ def forward_through(
     Args:
         step: a step of the wrapped module, a LightningModule.
         *args: arguments of the step, passed through the wrapper.
-        is_reduced: tells after the step whether it has reduced its gradients.
         **kwargs: keyword arguments of the step, likewise.
 
     Returns:
         What the wrapper makes of the step's output.
     """
-    args, kwargs = of_torch.pre_forward(wrapper)(*args, **kwargs)
+    args, kwargs = wrapper._pre_forward(*args, **kwargs)
     if wrapper.mixed_precision is not None:
-        of_torch.root_copy_hook(wrapper)()  # a hook of the module's forward
-    with of_torch.inside_ddp_forward(wrapper)():
+        wrapper._root_copy_hook()  # a hook of the module's forward
+    with wrapper._inside_ddp_forward():
         output = step(*args, **kwargs)
-    if is_reduced():
-        return output
     module: Any = wrapper.module
     if module.automatic_optimization:
-        return of_torch.post_forward(wrapper)(output)
+        return wrapper._post_forward(output)
     wrapper.require_backward_grad_sync = False  # each `manual_backward` prepares a reduction of its own
     try:
-        return of_torch.post_forward(wrapper)(output)
+        return wrapper._post_forward(output)
     finally:
         wrapper.require_backward_grad_sync = True
 
@@ -166,8 +122,9 @@ class ReducedParameters:
 
 def give_weights(wrapper: DistributedDataParallel) -> None:
     """Give all ranks rank 0's parameters and buffers, as the wrapper does by itself with `init_sync`."""
-    size: Any = wrapper.broadcast_bucket_size
-    of_torch.sync_module_states(wrapper.module, wrapper.process_group, size, 0, wrapper.parameters_to_ignore)
+    inside: Any = wrapper
+    size, group = inside.broadcast_bucket_size, inside.process_group
+    _sync_module_states(wrapper.module, group, size, 0, wrapper.parameters_to_ignore)
 
 
 def unwrap(wrapper: DistributedDataParallel) -> nn.Module:

@@ -8,7 +8,6 @@ from torch import nn
 from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.weight_norm import WeightNorm
 
-from ..core.private import of_metrics, of_torch, put
 from ..core.untraced_step import untraced_step
 from .metrics.sync import MetricSync
 from .sync_batchnorm import SyncedBatchNorm
@@ -28,9 +27,9 @@ def zero_weight_step(module: pl.LightningModule, sync: MetricSync, silent: bool 
     try:
         with untraced_step(module, silent) as metrics, sync.counting(metrics):
             yield
-            computed = [(metric, of_metrics.computed(metric)) for metric, _ in metrics]
+            computed = [(metric, metric._computed) for metric, _ in metrics]
         for metric, value in computed:  # on the other ranks an update has cleared it: all must compute it again
-            put(metric, computed=value)
+            metric._computed = value
     finally:
         for layer in synced:
             layer.counts = True
@@ -43,6 +42,6 @@ def recompute_weights(module: nn.Module) -> None:
     before the optimizer step; `ModelPruning` would prune other weights on it.
     """
     for layer in module.modules():
-        for hook in of_torch.forward_pre_hooks(layer).values():
+        for hook in layer._forward_pre_hooks.values():
             if isinstance(hook, (BasePruningMethod, WeightNorm)):
                 hook(layer, ())

@@ -14,10 +14,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
+from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
-from ..core.private import of_torch
 from .module_parts import Part
 
 
@@ -71,10 +72,10 @@ def _run_on_fakes(
     known: set[int] | None = None,
 ) -> None:
     """Run forward without computing, telling which part runs; `known` gets the memory of parameters and buffers."""
-    fake = of_torch.FakeTensorMode()
+    fake = FakeTensorMode()
     tensors = (*module.named_parameters(), *module.named_buffers())
     state: dict[str, Tensor] = {name: fake.from_tensor(tensor) for name, tensor in tensors}
-    inputs = of_torch.tree_map_only(Tensor, fake.from_tensor, tuple(args))
+    inputs = tree_map_only(Tensor, fake.from_tensor, tuple(args))
     if known is not None:
         known.update(map(_storage, state.values()))
     hooks = [
@@ -91,4 +92,4 @@ def _run_on_fakes(
 
 
 def _storage(tensor: Tensor) -> int:
-    return of_torch.cdata(tensor.untyped_storage())
+    return tensor.untyped_storage()._cdata

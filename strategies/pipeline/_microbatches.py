@@ -1,44 +1,39 @@
-"""Run a training step in micro-batches, forward and backward, on overlapping stages."""
+"""Run a training step in micro-batches, forward and backward: a loop over the tasks of a schedule, on one thread."""
 
 from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from typing_extensions import override
 
+from ..batch.exact.values import Values
 from ..batch.log_recorder import LogRecorder
 from ..batch.losses import ChunkLosses
-from ..core.devices import is_accelerator, on_device
+from ..batch.part_metrics import PartMetrics, finds_others
+from ..core.devices import is_accelerator
 from ..core.errors import ConfigError
-from ..core.executor import Executor, Piece, reraised
-from ..core.module_log import Receiver
+from ..core.executor import Executor, Piece, ThreadState, reraised
 from ._gradients import EarlyGradients
-from ._kept_state import KeptState
+from ._module_state import ModuleState
 from ._part_times import PartTimes
-from ._step_metrics import StepMetrics
-from ._turns import Ticket, Turns
-from .options import Overlap
-from .schedule import Phase, launch_order, stage_order
+from ._turns import Interruptible, Whole
+from .schedule import ScheduleName, launch_order
 from .stages import Stages
 
 RunAs: TypeAlias = Callable[[int, Callable[[], Any]], Any]
 """Calls a function for a micro-batch, given by its number."""
 
 
-_Around: TypeAlias = Callable[[Phase], AbstractContextManager[Any]]
-"""The context of what a micro-batch does in a direction."""
-
-
 class MicroBatches:
     """Runs micro-batches on the stages of a layout, each forward and, as soon as the schedule says so, backward.
 
-    There are as many threads as stages; `_turns.py` says which of their micro-batches may run. One after the other run
-    those of the first step, and all of a module that keeps state between its layers (see `_kept_state.py`) or is placed
-    by hand.
+    Where micro-batches on different stages alternate (`1f1b`), steps are interrupted between stages. Those of the first
+    step run one after the other, as do all of a module that keeps state between its layers (see `_module_state.py`) or
+    is placed by hand.
 
     Args:
         module: the placed module, whose steps are watched; None trusts it to keep no state.
@@ -46,21 +41,16 @@ class MicroBatches:
 
     def __init__(self, layout: Stages, module: nn.Module | None = None) -> None:
         self._layout = layout
-        self._kept_state = None if module is None else KeptState(module, layout.hook_numbers)
+        self._state = None if module is None else ModuleState(module, layout.hook_numbers)
         self.times: PartTimes | None = None
         """Measures the parts of micro-batches, which then run one after the other."""
-        self._in_order = Executor(threads=False)
-        self._threads = Executor(threads=True, most=layout.num_stages)
+        self._pool: ThreadPoolExecutor | None = None
 
     @property
-    def overlap(self) -> Overlap | None:
-        """How stages work on different micro-batches at the same time; None if they don't."""
-        layout, options = self._layout, self._layout.options
-        if options.num_microbatches == 1 or layout.num_stages == 1 or layout.plan is None:
-            return None
-        if options.is_deterministic:
-            return "launch"
-        return options.overlap or ("launch" if all(is_accelerator(device) for device in layout.devices) else "threads")
+    def overlaps(self) -> bool:
+        """Whether stages have different micro-batches at the same time."""
+        layout = self._layout
+        return layout.options.num_microbatches > 1 and layout.num_stages > 1 and layout.plan is not None
 
     def run(
         self,
@@ -68,13 +58,17 @@ class MicroBatches:
         calls: Sequence[Callable[[], Any]],
         gradients: EarlyGradients | None,
         run_as: RunAs = lambda _, call: call(),
+        meet: Callable[[], None] | None = None,
+        in_order: bool = False,
     ) -> list[Any]:
-        """Run one training step per micro-batch, and go backward.
+        """Run one training step per micro-batch, and go backward with all but the last one to do so.
 
         Args:
             calls: one per micro-batch; each returns a loss, a mapping with `loss`, or None.
             gradients: collects their gradients; None if their outputs are to keep their graphs.
             run_as: runs what a micro-batch does in a thread, forward and backward, with its number.
+            meet: called when all have been forward, before the first goes backward; None if they need not wait.
+            in_order: run them one after the other.
 
         Returns:
             Their results, in order.
@@ -82,81 +76,97 @@ class MicroBatches:
         Raises:
             Exception: the error of the first one that failed; its message names the micro-batch.
         """
-        if gradients is None:
-            return self._in_order.run(self._pieces(names, [partial(run_as, *item) for item in enumerate(calls)]))
-        if gradients.last is not None:
-            gradients.last.may_begin &= self._knows_backward()
-        in_order = self._must_run_in_order()
-        around, waits = self._watched(len(calls)) if in_order else self._in_turns(len(calls), gradients.crossed)
-        given = enumerate(zip(calls, around, strict=True))
-        microbatches = [_MicroBatch(i, call, gradients, run_as, context) for i, (call, context) in given]
-        try:
-            outputs = self._run(self._in_order if in_order else self._threads, names, microbatches, waits)
-            gradients.reduce()
-        finally:
-            gradients.collect()
-        return outputs
+        device, state = self._layout.devices[0], self._state
+        calls = [partial(run_as, i, partial(self._forward, i, call)) for i, call in enumerate(calls)]
+        if gradients is not None:
+            calls = [partial(_taken, gradients, i, call) for i, call in enumerate(calls)]
+        pieces = [Piece(device, *named) for named in zip(names, calls, strict=True)]
+        with nullcontext() if state is None else state.step():
+            if gradients is None:
+                return Executor(threads=False).run(pieces)
+            try:
+                return self._in_turns(pieces, gradients, run_as, meet, in_order)
+            finally:
+                gradients.collect()
 
     def shutdown(self) -> None:
         """Stop the threads."""
-        self._threads.shutdown()
+        if self._pool is not None:
+            self._pool.shutdown()
+            self._pool = None
 
-    def _run(
-        self, executor: Executor, names: Sequence[str], microbatches: Sequence["_MicroBatch"], waits: bool
+    def _in_turns(
+        self,
+        pieces: Sequence[Piece],
+        gradients: EarlyGradients,
+        run_as: RunAs,
+        meet: Callable[[], None] | None,
+        in_order: bool,
     ) -> list[Any]:
-        """Run all forward, then all backward, the last one first; or each backward as soon as it has been forward."""
-        if not waits:
-            return executor.run(self._pieces(names, [one.forward_and_backward for one in microbatches]))
-        outputs = executor.run(self._pieces(names, [one.forward for one in microbatches]))
-        executor.run(self._pieces(names, [one.backward for one in microbatches])[::-1])
-        return outputs
+        """Run the tasks of a schedule, but for the last one, which the loss of the batch goes backward through.
 
-    def _in_turns(self, num: int, crossed: Callable[[], None]) -> tuple[Sequence[_Around], bool]:
-        """The contexts of micro-batches that overlap, and whether all are forward before the first goes backward."""
-        name, stages = self._layout.options.schedule, self._layout.num_stages
-        if self.overlap == "launch":
-            orders = [launch_order(name, num, stages)]
-        else:
-            orders = [stage_order(name, num, stages, stage) for stage in range(stages)]
-        turns = Turns(orders)
-        waits = [not is_accelerator(device) for device in self._layout.devices]
-        tickets = [Ticket(number, turns, waits, crossed) for number in range(num)]
-        return [partial(self._layout.ticketed, ticket) for ticket in tickets], name == "gpipe"
+        That one would add to gradients that are handed out already, if it runs other backward passes within itself.
+        """
+        name, num_stages = self._schedule(meet is not None, in_order)
+        order, state = launch_order(name, len(pieces), num_stages), ThreadState()
+        is_watched = self._state is not None and not self._state.is_known
+        if num_stages == 1 and not is_watched and self.times is None and all(map(is_accelerator, self._layout.devices)):
+            # these are at work on several micro-batches if all are launched before the first goes backward; gradients
+            # are added in the same order as in the first step, which is watched
+            order = sorted(order, key=lambda task: task.phase == "B")
+        steps: list[Interruptible | Whole] = [Whole(piece, state) for piece in pieces]
+        if num_stages > 1:
+            self._pool = self._pool or ThreadPoolExecutor(num_stages, thread_name_prefix="stages")
+            steps = [Interruptible(piece, self._layout.entering, self._pool, state) for piece in pieces]
+        try:
+            for task in order:
+                number, piece = task.microbatch, pieces[task.microbatch]
+                if task.phase == "F":
+                    reraised(piece, steps[number].run_through, task.stage)
+                    continue
+                if meet is not None:
+                    meet()
+                    meet = None
+                if task is not order[-1] or (self._state is not None and self._state.nests_backward):
+                    backward = partial(run_as, number, partial(gradients.go_backward, number))
+                    reraised(Piece(piece.device, f"backward of {piece.name}", backward), self._backward, backward)
+        finally:
+            for step in steps:
+                step.abandon()
+        return [step.output for step in steps]
 
-    def _must_run_in_order(self) -> bool:
-        if self.overlap is None or self.times is not None:
-            return True
-        state = self._kept_state
-        return state is not None and (state.keeps_state or state.must_watch())
+    def _schedule(self, meets: bool, in_order: bool) -> tuple[ScheduleName, int]:
+        """The order, and the stages that it tells apart: one where steps are not interrupted between them.
 
-    def _knows_backward(self) -> bool:
-        """Whether a backward pass adds to each parameter once, as far as is known, and is not measured."""
-        state = self._kept_state
-        return self.times is None and (state is None or not (state.must_watch() or state.nests_backward))
+        Under `gpipe` they need not be: each device gets its work in the same order.
+        """
+        options, state = self._layout.options, self._state
+        alternates = self.overlaps and self.times is None and not in_order and (state is None or state.may_alternate())
+        if meets or (options.schedule == "gpipe" and self.times is None):
+            return "gpipe", 1
+        return "1f1b", self._layout.num_stages if alternates else 1
 
-    def _watched(self, num: int) -> tuple[Sequence[_Around], bool]:
-        """The same of micro-batches that run one after the other."""
-        state = self._kept_state
-        watched = state if state is not None and state.must_watch() else None
-        all_launch = all(is_accelerator(device) for device in self._layout.devices)
-        # accelerators are at work on several micro-batches if all are launched before the first goes backward
-        waits = self._layout.options.schedule == "gpipe" or (all_launch and watched is None)
-        around = [partial(self._seen, watched if i == 0 else None) for i in range(num)]
-        return around, waits and self.times is None
-
-    @contextmanager
-    def _seen(self, watched: KeptState | None, phase: Phase) -> Generator[None]:
-        """Time what a micro-batch does, or watch it."""
-        if self.times is not None and phase == "F":
+    def _forward(self, number: int, call: Callable[[], Any]) -> Any:
+        if self.times is not None:
             self.times.begin_microbatch()
-        with nullcontext() if watched is None else watched.watching(phase):
-            yield
-        if watched is not None and phase == "F":
-            self._verify_reads(watched)
-        if self.times is not None and phase == "B":
+        state = self._state
+        if state is None:
+            return call()
+        is_watched = not (number or state.is_known)
+        with state.microbatch(number), self._layout.entering(state.look) if is_watched else nullcontext():
+            output = call()
+        if is_watched:
+            self._verify_reads(state)
+        return output
+
+    def _backward(self, call: Callable[[], Any]) -> None:
+        state = self._state
+        with nullcontext() if state is None or state.nests_backward is not None else state.watching_backward():
+            call()
+        if self.times is not None:
             self.times.end_microbatch()
 
-    def _verify_reads(self, state: KeptState) -> None:
+    def _verify_reads(self, state: ModuleState) -> None:
         """Refuse a step that reads gradients, if other micro-batches go backward meanwhile."""
         options = self._layout.options
         if state.reads_gradients and options.schedule == "1f1b":
@@ -166,79 +176,42 @@ class MicroBatches:
                 "set strategy.schedule=gpipe."
             )
 
-    def _pieces(self, names: Sequence[str], calls: Sequence[Callable[[], Any]]) -> list[Piece]:
-        device = self._layout.devices[0]
-        return [Piece(device, *named) for named in zip(names, calls, strict=True)]
 
-
-@dataclass
-class _MicroBatch:
-    """One micro-batch of a step: its step, and the context of what it does in a direction."""
-
-    number: int
-    call: Callable[[], Any]
-    gradients: EarlyGradients
-    run_as: RunAs
-    around: _Around
-    _loss: tuple[Tensor, Tensor | None] | None = None
-
-    def forward_and_backward(self) -> Any:
-        output = self.forward()
-        self.backward()
-        return output
-
-    def forward(self) -> Any:
-        with self.around("F"):
-            output = self.run_as(self.number, self.call)
-            self._loss = self.gradients.weighed(self.number, output)
-            return _detached(output)
-
-    def backward(self) -> None:
-        weighed, self._loss = self._loss, None
-        with self.around("B"):
-            if weighed is not None:
-                device = weighed[0].device
-                backward = Piece(device, "backward", partial(self.gradients.go_backward, *weighed))
-                with on_device(device):
-                    self.run_as(self.number, partial(reraised, backward, backward.call))
-
-
-def _detached(output: Any) -> Any:
-    """What a micro-batch returned, with a loss whose graph has been used."""
-    if isinstance(output, dict):
-        return {**output, "loss": output["loss"].detach()} if isinstance(output.get("loss"), Tensor) else output
-    return output.detach() if isinstance(output, Tensor) else output
+def _taken(gradients: EarlyGradients, number: int, call: Callable[[], Any]) -> Any:
+    return gradients.take(number, call())
 
 
 class MicroBatchLogs(LogRecorder):
     """Logs each name once for the whole batch, though every micro-batch calls `self.log`."""
 
     def __init__(self, module: nn.Module, num_microbatches: int, device: torch.device) -> None:
-        self._metrics = StepMetrics(module, num_microbatches, lambda: self._running.part)
-        super().__init__([list(module.modules())] * num_microbatches, device, self._metrics.settle)
+        self._module, self._num = module, num_microbatches
+        self._metrics = self._new_metrics()
+        super().__init__(
+            [list(module.modules())] * num_microbatches, device, lambda value: self._metrics.original(value)
+        )
+
+    def _new_metrics(self) -> PartMetrics:
+        return PartMetrics(self._module, self._num, "model_parallel", lambda: self.part)
 
     @override
     @contextmanager
-    def recording(self) -> Generator[None]:
-        with self._metrics.recording(), super().recording():
+    def recording(self, values: Values, step: str, loader: int = 0) -> Generator[None]:
+        if finds_others(self._module, self._metrics.found):
+            self._metrics.close()
+            self._metrics = self._new_metrics()
+        with self._metrics.counting(), super().recording(values, step, loader):
             yield
+
+    def unrecorded(self) -> AbstractContextManager[None]:
+        """Call the metrics inside the block for no micro-batch."""
+        return self._metrics.uncounted()
 
     @override
     def replay(self, sizes: Sequence[int], losses: ChunkLosses | None = None) -> None:
-        self._metrics.call(sizes, [] if losses is None else losses.losses)
+        self._metrics.merge(range(len(sizes)), sizes, [] if losses is None else losses.losses)
         super().replay(sizes, losses)
-        self._metrics.clear()
 
     def close(self) -> None:
         """Restore the methods of the module's metrics."""
         self._metrics.close()
-
-    @override
-    def run(self, part: int, call: Callable[[], Any]) -> Any:
-        """Run a micro-batch's step, and record what this thread logs as that micro-batch's."""
-        self._running.part = part
-        return call()
-
-    @override
-    def _root_receiver(self, module: int) -> Receiver:
-        return lambda *args, **options: self._record(self._running.part, module, *args, **options)

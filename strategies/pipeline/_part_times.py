@@ -6,12 +6,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ..core.devices import seconds_between, time_mark
-from ..core.private import of_torch
-from ._turns import on_backward
 
-_Mark = float | torch.Event
+_Time = float | torch.Event
 
 
 class PartTimes:
@@ -28,10 +27,10 @@ class PartTimes:
     def __init__(self, module: nn.Module, device_of: Mapping[str, torch.device]) -> None:
         self._device_of = device_of
         self._depth: dict[str, int] = {}
-        self._starts: dict[str, _Mark] = {}
+        self._starts: dict[str, _Time] = {}
         self._without_end: set[str] = set()
-        self._spans: list[tuple[str, _Mark, _Mark]] = []
-        self._microbatches: list[list[tuple[str, _Mark, _Mark]]] = []
+        self._spans: list[tuple[str, _Time, _Time]] = []
+        self._microbatches: list[list[tuple[str, _Time, _Time]]] = []
         self._hooks: list[Any] = []
         for name in device_of:
             part = module.get_submodule(name)
@@ -97,8 +96,32 @@ class PartTimes:
 
 def _marked(value: Any, call: Callable[[], None]) -> tuple[Any, bool]:
     """Have a function called when the gradients of all tensors in a value have arrived; and whether there are any."""
-    leaves, spec = of_torch.tree_flatten(value)
+    leaves, spec = tree_flatten(value)
     places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
     for i, tensor in zip(places, on_backward([leaves[i] for i in places], call), strict=True):
         leaves[i] = tensor
-    return of_torch.tree_unflatten(leaves, spec), bool(places)
+    return tree_unflatten(leaves, spec), bool(places)
+
+
+def on_backward(tensors: list[Tensor], call: Callable[[], None]) -> list[Tensor]:
+    """Have a function called once in backward, when the gradients of all these tensors have arrived."""
+    with_grad = [tensor.requires_grad for tensor in tensors]
+    if not any(with_grad) or not torch.is_grad_enabled():
+        return tensors
+    marked = iter(_Mark.apply(call, *(t for t, grad in zip(tensors, with_grad, strict=True) if grad)))
+    return [next(marked) if grad else tensor for tensor, grad in zip(tensors, with_grad, strict=True)]
+
+
+class _Mark(torch.autograd.Function):
+    """Identity that calls a function once in backward, when all gradients have arrived."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Callable[[], None], *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.call = call
+        # detached, not views, so that a module may modify its input in place
+        return tuple(tensor.detach() for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.call()
+        return (None, *grads)

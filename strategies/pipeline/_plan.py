@@ -20,7 +20,7 @@ from torch import nn
 
 from ..core.errors import ConfigError, verify_submodules
 from ..core.text_table import draw_table
-from .module_parts import Part, find_parts, part_bytes
+from .module_parts import Part, find_parts, first_layers, part_bytes
 
 
 @dataclass(frozen=True)
@@ -91,13 +91,21 @@ def auto_plan(
         ConfigError: there are more stages than parts.
     """
     kept = activation_bytes or {}
-    costs = {p.name: part_bytes(p, optimizer_copies) + kept.get(p.name, 0) for p in find_parts(module)}
+    parts = enough_parts(module, num_stages)
+    costs = {part.name: part_bytes(part, optimizer_copies) + kept.get(part.name, 0) for part in parts}
     return balanced_plan(module, costs, weights or [1.0] * num_stages)
+
+
+def enough_parts(module: nn.Module, num_stages: int) -> list[Part]:
+    """The parts of a module; where they are too few for the stages, modules with layers are opened, too."""
+    parts = find_parts(module)
+    groups, _ = _groups(parts, dict.fromkeys((part.name for part in parts), 1.0))
+    return parts if len(groups) >= num_stages else find_parts(module, first_layers(module))
 
 
 def balanced_plan(module: nn.Module, cost_of: Mapping[str, float], weights: Sequence[float]) -> StagePlan:
     """Balance any cost of the parts over contiguous stages; parts without any stay with the previous one."""
-    parts = find_parts(module)
+    parts = find_parts(module, list(cost_of))
     groups, costs = _groups(parts, cost_of)
     num_stages = len(weights)
     if len(groups) < num_stages:
@@ -119,7 +127,7 @@ def _groups(parts: Sequence[Part], cost_of: Mapping[str, float]) -> tuple[list[l
     pending: list[Part] = []
     for part in parts:
         pending.append(part)
-        if part.loose and part is not parts[-1]:
+        if (part.loose or (part.begins and id(part.tensors[0]) not in group_of)) and part is not parts[-1]:
             continue
         tensors = [tensor for p in pending for tensor in p.tensors]
         home = min((group_of[id(tensor)] for tensor in tensors if id(tensor) in group_of), default=None)
@@ -203,15 +211,20 @@ def found_plan(module: nn.Module, devices: Sequence[torch.device]) -> StagePlan:
 
 def plan_table(module: nn.Module, plan: StagePlan, devices: Sequence[torch.device]) -> str:
     """Draw the plan as text: stage, device, modules, parameters, bytes (with buffers; a tied tensor counts once)."""
+    return draw_table([("stage", "device", "modules", "parameters", "bytes"), *plan_rows(module, plan, devices)])
+
+
+def plan_rows(module: nn.Module, plan: StagePlan, devices: Sequence[torch.device]) -> list[tuple[str, ...]]:
+    """The rows of the plan's table, one per stage."""
     tensors = {part.name: part.tensors for part in find_parts(module, list(plan.stage_of))}
-    rows = [("stage", "device", "modules", "parameters", "bytes")]
+    rows: list[tuple[str, ...]] = []
     for stage in range(plan.num_stages):
         names = [name for name, where in plan.stage_of.items() if where == stage]
         own = {id(tensor): tensor for name in names for tensor in tensors[name]}.values()
         parameters = sum(tensor.numel() for tensor in own if isinstance(tensor, nn.Parameter))
         size = sum(tensor.nbytes for tensor in own)
         rows.append((str(stage), str(devices[stage]), ", ".join(_ranges(names)), f"{parameters:,}", f"{size:,}"))
-    return draw_table(rows)
+    return rows
 
 
 def _ranges(names: Sequence[str]) -> list[str]:

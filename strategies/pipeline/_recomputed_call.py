@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from ..core.errors import ConfigError
-from ..core.private import of_torch
 from ..core.rng import generator_state, random_state, swapped_generator, swapped_random_state
 
 _RANDOM = threading.RLock()
@@ -23,14 +24,6 @@ _RANDOM = threading.RLock()
 
 _STRUCTURE = {key for key, value in nn.Module().__dict__.items() if isinstance(value, dict)}
 """Attributes of every module that a forward pass does not write, parameters, children, hooks; and buffers."""
-
-_ON_THREAD = threading.local()
-
-
-def is_recomputing() -> bool:
-    """Whether this thread computes a part once more; with the random numbers of the first time."""
-    return getattr(_ON_THREAD, "depth", 0) > 0
-
 
 Learned = dict[tuple[bool, ...], set[int]]
 """By the modules' training flags: indices of the tensors that a part's forward writes to."""
@@ -40,13 +33,13 @@ def recomputing(part: nn.Module, forward: Callable[..., Any], learned: Learned, 
     """Run a part's forward, keeping its inputs only; `learned` is what earlier calls have found out."""
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
-    leaves, spec = of_torch.tree_flatten((args, kwargs))
+    leaves, spec = tree_flatten((args, kwargs))
     call = _Call(part, learned, [leaf for leaf in leaves if isinstance(leaf, Tensor)])
 
     def run() -> Any:
         if not call.has_run:
             return forward(*args, **kwargs)
-        again_args, again_kwargs = of_torch.tree_unflatten(leaves, spec)  # containers as they were given
+        again_args, again_kwargs = tree_unflatten(leaves, spec)  # containers as they were given
         return forward(*again_args, **again_kwargs)
 
     return checkpoint(run, use_reentrant=False, preserve_rng_state=False, context_fn=lambda: (call.first(), call))
@@ -77,7 +70,7 @@ class _Call:
         self._learned = learned
         devices = {tensor.device for tensor in (*inputs, *part.parameters())}
         self._devices = [device for device in devices if device.type not in ("cpu", "meta")]
-        fake = any(isinstance(tensor, of_torch.FakeTensor) for tensor in (*inputs, *part.parameters()))
+        fake = any(isinstance(tensor, FakeTensor) for tensor in (*inputs, *part.parameters()))
         self._random = None if fake else random_state()  # a simulated run draws nothing
         self._device_random = [generator_state(device) for device in self._devices]
 
@@ -114,10 +107,8 @@ class _Call:
         stack.enter_context(_default_dtype(self._dtype))
         stack.enter_context(self._as_before())
         self._open.append(stack)
-        _ON_THREAD.depth = getattr(_ON_THREAD, "depth", 0) + 1
 
     def __exit__(self, *exc: Any) -> None:
-        _ON_THREAD.depth -= 1
         self._open.pop().__exit__(*exc)
 
     @contextmanager
@@ -187,7 +178,7 @@ def _equal(one: Any, other: Any) -> bool:
 
 def _differ(tensor: Tensor, before: Tensor) -> bool:
     """Whether the values of a tensor have changed; those of a simulated run can't."""
-    return not isinstance(tensor, of_torch.FakeTensor) and not torch.equal(tensor.detach(), before)
+    return not isinstance(tensor, FakeTensor) and not torch.equal(tensor.detach(), before)
 
 
 @contextmanager

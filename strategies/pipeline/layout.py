@@ -1,7 +1,7 @@
 """Lay a module out as stages: one copy, cut across the devices of the process; a batch may be cut in time."""
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -16,21 +16,21 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from typing_extensions import override
 
-from ..batch.collected import CollectedLists
 from ..batch.layout import Layout, losses_in
+from ..batch.losses import FOUND
 from ..batch.outputs import combine_outputs
 from ..batch.policies import Even, without_single_samples
 from ..batch.run_structures import RunStructures
 from ..batch.structure import BatchStructure
+from ..batch.whole.over_batch import end_of_step, ended
 from ..core.devices import is_accelerator
 from ..core.errors import ConfigError
-from ..core.module_checks import end_of_step, ended, has_batchnorm, hooked, resting_device, verify_takes_batches
+from ..core.module_checks import has_batchnorm, hooked, resting_device, verify_takes_batches
 from ..core.optimizer_states import unwrapped
 from ..core.types import Batch
-from ._carried_state import CarriedState
 from ._gradients import EarlyGradients
 from ._microbatches import MicroBatches, MicroBatchLogs
-from ._reduction import Reduction
+from ._rehearsal import Rehearsal
 from ._time_balance import TimeBalance
 from .options import StageOptions
 from .stages import Stages
@@ -45,31 +45,28 @@ class StageLayout(Layout):
         options: how the module is cut into stages, and a batch into micro-batches.
         strategy: name that begins messages.
         mean_over_ranks: averages a tensor, on the root device, over the processes that hold a copy; None for one.
-        new_reduction: makes what reduces the gradients of a step over the ranks, if that can be done within the step.
     """
 
+    goes_backward_early = True
     devices: list[torch.device]
     options: StageOptions = field(default_factory=StageOptions)
     strategy: str = "model_parallel"
     mean_over_ranks: Callable[[Tensor], Tensor] | None = None
-    new_reduction: Callable[[], Reduction | None] = lambda: None
 
     def __post_init__(self) -> None:
         self.stages = Stages(self.devices, self.options)
         self.losses: list[Tensor] = []
         self.structures = RunStructures()
         self._microbatches = MicroBatches(self.stages)
-        self._collected = CollectedLists(nn.Module(), {}, self.strategy)
-        self._carried = CarriedState(nn.Module())
         self._logs: MicroBatchLogs | None = None
+        self._rehearsal: Rehearsal | None = None
         self._module: pl.LightningModule | None = None
-        self._has_batchnorm = False
+        self._has_batchnorm = self._is_manual = False
         self._told = WarningCache()
         self._scaler: Any = None
         self._balance: TimeBalance | None = None
         self._has_moved = False
         self._clears: bool | None = None
-        self._reduces = False
 
     @property
     @override
@@ -84,23 +81,21 @@ class StageLayout(Layout):
     @override
     def cut_by(self) -> str:
         num = self.options.num_microbatches
-        return f"num_microbatches={num}" if num > 1 else ""
+        return f"num_microbatches={num}" if num > 1 and not self._is_manual else ""
 
     @override
     def verify(self, trainer: pl.Trainer) -> None:
-        module = trainer.lightning_module
+        module, self._is_manual = trainer.lightning_module, False
         if not self.cut_by or trainer.state.fn != TrainerFn.FITTING:
             return
         if not module.automatic_optimization:
-            raise ConfigError(
-                f"{self.cut_by} needs automatic optimization, but {type(module).__name__} optimizes manually. "
-                "Set num_microbatches=1."
+            self._told.warn(
+                f"{self.strategy}: {type(module).__name__} optimizes manually, so all micro-batches would wait for one "
+                f"another in manual_backward, their graphs in memory. Its steps get whole batches: {self.cut_by} has "
+                "no effect."
             )
-        if self.options.overlap == "threads" and self.options.is_deterministic:
-            raise ConfigError(
-                "deterministic=true and overlap=threads: threads take random numbers in an order that no run repeats. "
-                "Set strategy.overlap=launch, or deterministic=false."
-            )
+            self._is_manual = True
+            return
         if self.options.balance == "time" and self.options.is_deterministic:
             raise ConfigError(
                 "deterministic=true and balance=time: a measured cut is not the same in every run. Set "
@@ -120,22 +115,19 @@ class StageLayout(Layout):
     def begin(self, trainer: pl.Trainer, structures: RunStructures) -> None:
         self._module = module = trainer.lightning_module
         self.structures = structures
-        self._collected = CollectedLists(module, structures.options, self.strategy)
         self._has_batchnorm = has_batchnorm(module)
         self._cut_anew(module)
-        if self.cut_by and self._microbatches.overlap == "threads" and end_of_step(module) is not None:
-            raise ConfigError(
-                f"{self.cut_by}: {type(module).__name__}.training_step_end joins the outputs of "
-                "micro-batches, which then can't go backward in threads of their own. Set "
-                "strategy.deterministic=true, or num_microbatches=1."
+        if self.cut_by and self._microbatches.overlaps and end_of_step(module) is not None:
+            self._told.info(
+                f"{self.cut_by}: {type(module).__name__}.training_step_end joins the outputs of micro-batches, which "
+                "therefore run one after the other and go backward together."
             )
         scaler: Any = getattr(trainer.precision_plugin, "scaler", None)
         self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
         is_timed = self.options.balance == "time" and self.stages.num_stages > 1
         self._balance = TimeBalance(module, self.stages, self.mean_over_ranks) if is_timed else None
         self._has_moved, self._clears = False, None
-        plan = f"{type(module).__name__} in {self.stages.num_stages} stages:\n{self.describe(module)}"
-        self._told.info(plan)
+        self._told.info(f"{type(module).__name__} in {self.stages.num_stages} stages: {self.stages.line(module)}")
 
     @override
     def step(self, name: str, *args: Any, **kwargs: Any) -> Any:
@@ -146,17 +138,14 @@ class StageLayout(Layout):
             step = partial(self._fed, step)
         if name != "training_step":
             return step(*args, **kwargs)
-        if self.cut_by:
-            output = self._step_in_microbatches(step, *args, **kwargs)
-        else:
-            output = ended(self._module, self._watched(partial(step, *args, **kwargs)))
-            if self.inspect is not None:
-                self.inspect(output, None)
-            self.losses = losses_in(output)
+        if self.cut_by:  # the last micro-batch is to begin its backward pass without waiting for the root device
+            return self._step_in_microbatches(step, *args, **kwargs)
+        output = ended(self._module, self._watched(partial(step, *args, **kwargs)))
+        self.losses = losses_in(output)
         # Lightning, the gradient scaler and DDP expect the loss on the root device
         if not isinstance(output, dict):
             return move_data_to_device(output, self.devices[0])
-        scalars = {key: output[key] for key in ("loss", "loss_weight") if key in output}  # larger values stay
+        scalars = {key: output[key] for key in ("loss", "loss_weight", FOUND) if key in output}  # larger values stay
         return {**output, **move_data_to_device(scalars, self.devices[0])}
 
     def _fed(self, step: Callable[..., Any], batch: Batch, *args: Any, **kwargs: Any) -> Any:
@@ -179,13 +168,15 @@ class StageLayout(Layout):
         rank_zero_info(moved)
         return True
 
-    def _cut_anew(self, module: nn.Module) -> None:
+    def _cut_anew(self, module: pl.LightningModule) -> None:
         """Run micro-batches, and record what they log, on the stages as they are cut now."""
         self._microbatches.shutdown()
-        self._microbatches, self._carried = MicroBatches(self.stages, module), CarriedState(module)
+        self._microbatches = MicroBatches(self.stages, module)
         if self._logs is not None:
             self._logs.close()
-        self._logs = MicroBatchLogs(module, self.options.num_microbatches, self.stages.meeting_device)
+        self._logs = logs = MicroBatchLogs(module, self.options.num_microbatches, self.stages.meeting_device)
+        reduction = self.options.loss_reduction
+        self._rehearsal = Rehearsal(module, self.devices, reduction, self.strategy, logs.unrecorded)
 
     @override
     def describe(self, module: nn.Module) -> str:
@@ -202,7 +193,11 @@ class StageLayout(Layout):
 
     def _step_in_microbatches(self, step: Callable[..., Any], batch: Batch, *args: Any, **kwargs: Any) -> Any:
         logs, sizes, end = self._logs, self._sizes(batch), end_of_step(self._module)
+        meeting = self.stages.meeting_device
+        rehearsal = self._rehearsal
         assert logs is not None
+        assert rehearsal is not None
+        assert self._module is not None
         results, reduction = self.structures.of_results("training_step"), self.options.loss_reduction
         if end is not None:
             sizes = [size for size in results.unequal(sizes) if size]
@@ -212,20 +207,24 @@ class StageLayout(Layout):
         chunks = self._batch_structure.split(batch, sizes)
         steps = [partial(step, chunk, *args, **kwargs) for chunk in chunks]
         steps[0] = partial(self._watched, steps[0])
-        steps = [partial(self._carrying, i, step) for i, step in enumerate(steps)]
-        if self.inspect is not None and end is None and reduction == "mean":
-            steps = [partial(self._inspected, step, size) for step, size in zip(steps, sizes, strict=True)]
+        steps = [partial(rehearsal.run, i, step) for i, step in enumerate(steps)]
+        if end is None and reduction == "mean":
+            steps = [self.reader.reading(step, size, sum(sizes)) for step, size in zip(steps, sizes, strict=True)]
         gradients = self._gradients(sizes) if end is None else None
-        self._collected.before_step()
-        with logs.recording(), self.stages.reading(batch), self._carried.step():
-            outputs = self._microbatches.run(names, steps, gradients, logs.run)
-        self._collected.after_step("training_step", sizes)
+        rehearsal.begin(names, lambda chunk: step(chunk, *args, **kwargs), chunks, sizes)
+        meet = self.reader.scale if self.reader.plan.others and not self.reader.at_once else None
+        with logs.recording(self.reader.values, "training_step"), self.stages.reading(batch):
+            outputs = self._microbatches.run(names, steps, gradients, logs.run, meet, rehearsal.draws)
+        rehearsal.end()
         if end is not None:
             logs.replay(sizes)
-            return end(results.join(outputs, sizes, self.stages.meeting_device))
+            return end(results.join(outputs, sizes, meeting))
         assert gradients is not None
-        root = self.devices[0]
-        result = combine_outputs(outputs, sizes, logs, reduction, self.strategy, root, results, self._told)
+        valued, trainer = self.reader.valued(outputs), self._module.trainer
+        is_read = partial(hooked, "on_train_batch_end", trainer, by_user=True)
+        result = combine_outputs(
+            outputs, valued, sizes, logs, reduction, self.strategy, meeting, results, self._told, is_read
+        )
         self.losses = logs.losses
         if isinstance(result, dict):
             return {**result, "loss": gradients.attach(result["loss"])}
@@ -238,37 +237,15 @@ class StageLayout(Layout):
         parameters = {id(p): p for p in (*module.parameters(), *optimized)}.values()
         if self._clears is None:
             self._clears = _clears_gradients(module)
-            self._reduces = self._all_reduce(module)
         clears = self._clears and module.trainer.accumulate_grad_batches == 1
         unread = set(map(id, optimized)) if clears else set[int]()
-        ranks = self.new_reduction() if clears and self._reduces else None
-        scale = None if self._scaler is None else self._scaler.scale(torch.ones((), device=self.devices[0]))
-        return EarlyGradients(list(parameters), sizes, self.options.loss_reduction, self.strategy, scale, unread, ranks)
-
-    def _all_reduce(self, module: pl.LightningModule) -> bool:
-        """Whether all ranks reduce gradients within steps, where nobody computes others between them and their loss."""
-        if self.mean_over_ranks is None:
-            return False
-        adds = hooked("on_before_backward", module.trainer, by_user=True) or is_overridden("backward", module)
-        own = self._clears and not adds and self.options.loss_reduction == "mean"
-        return bool(self.mean_over_ranks(torch.tensor(float(bool(own)), device=self.devices[0])) == 1)
+        scale = None if self._scaler is None else self._scaler.scale(torch.ones((), device=self.stages.meeting_device))
+        return EarlyGradients(list(parameters), sizes, self.options.loss_reduction, self.strategy, scale, unread)
 
     @property
     def _batch_structure(self) -> BatchStructure:
         assert self._module is not None, "the run has not begun"
         return self.structures.of_batch(self._module.trainer)
-
-    def _inspected(self, call: Callable[[], Any], size: int) -> Any:
-        output = call()
-        assert self.inspect is not None
-        self.inspect(output, size)
-        return output
-
-    def _carrying(self, number: int, call: Callable[[], Any]) -> Any:
-        assert self._module is not None
-        states = nullcontext() if self.states is None else self.states.part(self._module)
-        with self._carried.microbatch(number), states:
-            return call()
 
     def _watched(self, call: Callable[[], Any]) -> Any:
         with self.stages.watched():

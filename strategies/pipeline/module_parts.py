@@ -24,6 +24,8 @@ class Part:
     """Parameters and buffers, each listed once."""
     loose: bool
     """Whether these are tensors that an opened module holds itself; they go with the next part."""
+    begins: bool = False
+    """Whether it stands before the layers of a module of the user's; it goes with the next part, too."""
 
 
 def find_parts(module: nn.Module, names: Sequence[str] = ()) -> list[Part]:
@@ -44,17 +46,31 @@ def find_parts(module: nn.Module, names: Sequence[str] = ()) -> list[Part]:
     return list(_walk(module, "", ancestors))
 
 
-def _walk(module: nn.Module, name: str, opened: set[str]) -> Iterator[Part]:
+def first_layers(module: nn.Module) -> list[str]:
+    """Names of the first layer in each `nn.ModuleList` that is in no other.
+
+    Where there are too few parts (layers within modules of transformers, all tied by their embedding), modules are
+    opened down to them.
+    """
+    lists = [name for name, part in module.named_modules() if isinstance(part, nn.ModuleList) and len(part) > 1]
+    outer = [name for name in lists if not any(name.startswith(f"{other}.") for other in lists)]
+    return [f"{name}.0" for name in outer if _tensors(module.get_submodule(name))]
+
+
+def _walk(module: nn.Module, name: str, opened: set[str], begins: bool = False) -> Iterator[Part]:
     own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
     if own:
         yield Part(name, own, loose=True)
     holders = {key: child for key, child in module.named_children() if _tensors(child)}
     for key, child in holders.items():
         path = f"{name}.{key}" if name else key
-        if path in opened or _opens(child, alone=len(holders) == 1):
-            yield from _walk(child, path, opened)
+        begins = begins and not isinstance(child, nn.ModuleList)
+        opens = _opens(child, alone=len(holders) == 1)
+        if path in opened or opens:
+            has_layers = any(isinstance(part, nn.ModuleList) for part in child.children())
+            yield from _walk(child, path, opened, begins=has_layers and not opens)
         else:
-            yield Part(path, _tensors(child), loose=False)
+            yield Part(path, _tensors(child), loose=False, begins=begins)
 
 
 def _tensors(module: nn.Module) -> tuple[Tensor, ...]:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal, TypeAlias
 
 import torch
-from typing_extensions import override
+from typing_extensions import TypedDict, override
 
 from ..batch.losses import LossReduction
 from ..core.errors import ConfigError
@@ -16,8 +16,20 @@ Partition: TypeAlias = Literal["auto", "manual"] | Sequence[str]
 """Cut of a module: `auto`, `manual`, or the names of the first module of each later stage."""
 
 
-Overlap: TypeAlias = Literal["launch", "threads"]
-"""How stages work on different micro-batches at the same time; see `_turns.py`."""
+class StageArguments(TypedDict, total=False):
+    """The options of `StageOptions` as keyword arguments, for type checkers."""
+
+    partition: Partition
+    num_microbatches: int
+    schedule: ScheduleName
+    overlap: Literal["launch"] | None
+    output_device: Literal["last", "first"]
+    optimizer_copies: float
+    balance: Literal["memory", "time"]
+    device_weights: Sequence[float] | None
+    profile_activations: bool
+    loss_reduction: LossReduction
+    deterministic: bool | None
 
 
 @dataclass(frozen=True)
@@ -30,9 +42,7 @@ class StageOptions(Options):
         num_microbatches: number of micro-batches per training batch, which run on different stages at the same time.
         schedule: order of the micro-batches on each stage. `1f1b` keeps the activations of at most as many of them as
             there are stages; `gpipe` keeps those of all.
-        overlap: how stages work on different micro-batches at the same time: `threads`, which CPUs need, or `launch`,
-            one after the other, which is enough where work is only queued. None takes `launch` if all stages are on
-            accelerators.
+        overlap: None or `launch`, which mean the same: micro-batches are launched in the schedule's order.
         output_device: device of the batch, the module's outputs and the loss: `last` is the device of the module's last
             part (logits stay where they are computed), `first` the root device.
         optimizer_copies: tensors of a parameter's size that the optimizer keeps per trainable parameter: Adam 2, SGD
@@ -43,8 +53,8 @@ class StageOptions(Options):
         profile_activations: whether `auto` also counts activations saved for backward, measured without computing
             from the module's `example_input_array`.
         loss_reduction: reduction of the module's loss: `mean` over samples (or `loss_weight`), or `sum`.
-        deterministic: whether micro-batches take random numbers in the same order in every run: `overlap` is `launch`.
-            None follows `torch.use_deterministic_algorithms` (`Trainer(deterministic=True)`).
+        deterministic: whether every run must be the same, so that no cut is measured (`balance=time`). None follows
+            `torch.use_deterministic_algorithms` (`Trainer(deterministic=True)`).
 
     Raises:
         ConfigError: an option has an invalid value.
@@ -53,7 +63,7 @@ class StageOptions(Options):
     partition: Annotated[Partition, Advice("A list names the first module of each stage after stage 0.")] = "auto"
     num_microbatches: Count = 1
     schedule: ScheduleName = "1f1b"
-    overlap: Overlap | None = None
+    overlap: Annotated[Literal["launch"] | None, Advice("Stages no longer run in threads: leave it out.")] = None
     output_device: Literal["last", "first"] = "last"
     optimizer_copies: NotNegative = 2
     balance: Literal["memory", "time"] = "memory"
@@ -79,5 +89,5 @@ class StageOptions(Options):
 
     @property
     def is_deterministic(self) -> bool:
-        """Whether random numbers must be taken in the same order in every run."""
+        """Whether every run must be the same."""
         return torch.are_deterministic_algorithms_enabled() if self.deterministic is None else self.deterministic

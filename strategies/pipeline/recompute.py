@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, TypeAlias
 
@@ -16,7 +15,6 @@ from ..core.errors import ConfigError, verify_submodules
 from ..core.module_checks import is_compiled
 from ._recomputed_call import Learned, recomputing
 from .module_parts import find_parts
-from .options import StageOptions
 
 RecomputeOption: TypeAlias = Literal["never", "always", "except_last"] | Sequence[str]
 """Which parts are recomputed: none, all, all but the last one, or submodules by name."""
@@ -43,11 +41,6 @@ class Recompute:
     def is_on(self) -> bool:
         """Whether anything is recomputed."""
         return self.option != "never" and bool(self.option)
-
-    def stage_options(self, options: StageOptions, devices: Sequence[torch.device]) -> StageOptions:
-        """The options of stages: on CPUs, whose threads share one random stream, micro-batches run in order."""
-        on_cpu = any(device.type == "cpu" for device in devices)
-        return replace(options, deterministic=True) if self.is_on and on_cpu else options
 
     def begin(self, trainer: pl.Trainer, partition: object = "auto") -> None:
         """Have the parts of a trainer's module recomputed in training, before the module is placed; see `install`."""

@@ -11,21 +11,30 @@ import torch
 from pytorch_lightning import LightningModule
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
+from ..core.devices import has_streams
 from ..core.errors import ConfigError
 from ..core.module_checks import is_compiled
 from ..core.patching import replaced
-from ..core.private import of_torch
 from ..core.side_streams import arrival, cross, from_host, is_plain, work_so_far
 from ..core.types import Batch
 from ._activation_memory import profile_activations, profile_flops
-from ._plan import StagePlan, auto_plan, balanced_plan, found_plan, named_plan, plan_table, verify_manual
-from ._turns import Ticket
+from ._plan import (
+    StagePlan,
+    auto_plan,
+    balanced_plan,
+    enough_parts,
+    found_plan,
+    named_plan,
+    plan_rows,
+    plan_table,
+    verify_manual,
+)
 from .module_parts import find_parts, place_parts
 from .options import StageOptions
-from .schedule import Phase
 
 
 class Route:
@@ -67,9 +76,9 @@ class BatchTensors:
         ready: the event after which they hold their values; None where nothing is queued.
     """
 
-    def __init__(self, batch: Batch, ready: torch.cuda.Event | None = None) -> None:
-        tensors = [leaf for leaf in of_torch.tree_leaves(batch) if isinstance(leaf, Tensor) and is_plain(leaf)]
-        tensors = [tensor for tensor in tensors if tensor.device.type == "cuda"]  # copied beside the device's work
+    def __init__(self, batch: Batch, ready: torch.Event | None = None) -> None:
+        tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and is_plain(leaf)]
+        tensors = [tensor for tensor in tensors if has_streams(tensor.device)]  # copied beside the device's work
         tensors = [tensor for tensor in tensors if tensor.device == tensors[0].device]  # `ready` says nothing of others
         self._versions = {tensor.untyped_storage().data_ptr(): tensor._version for tensor in tensors}
         self.ready = (ready or work_so_far(tensors[0].device)) if tensors else None
@@ -100,7 +109,8 @@ class _OnThread(threading.local):
     """What a thread is at."""
 
     devices: list[torch.device] | None = None
-    ticket: Ticket | None = None
+    enter: Callable[[int], None] | None = None
+    stage: int = 0
     route: Route | None = None
     batch: BatchTensors | None = None
 
@@ -186,10 +196,17 @@ class Stages:
 
     def table(self, module: nn.Module) -> str:
         """Draw the plan as text; under `partition=manual` the found placement, where a repeated device is one stage."""
+        return plan_table(module, *self._found(module))
+
+    def line(self, module: nn.Module) -> str:
+        """Say in one line which modules each stage holds."""
+        return " | ".join(f"{names} on {device}" for _, device, names, *_ in plan_rows(module, *self._found(module)))
+
+    def _found(self, module: nn.Module) -> tuple[StagePlan, list[torch.device]]:
         if self.plan is not None:
-            return plan_table(module, self.plan, self.devices)
+            return self.plan, self.devices
         devices = list(dict.fromkeys(self.devices))
-        return plan_table(module, found_plan(module, devices), devices)
+        return found_plan(module, devices), devices
 
     def tensors(self, module: nn.Module) -> Iterator[tuple[str, Tensor, int]]:
         """Yield name, tensor and stage of each parameter and buffer; a tied tensor once."""
@@ -228,12 +245,12 @@ class Stages:
         if not isinstance(self.options.partition, str):
             return named_plan(module, self.num_stages, self.options.partition)
         if self.options.balance == "time" and module.example_input_array is not None:
-            flops = profile_flops(module, find_parts(module), example_inputs(module))
+            flops = profile_flops(module, enough_parts(module, self.num_stages), example_inputs(module))
             costs = {name: max(count, 1) for name, count in flops.items()}  # a part without any may be cut off, too
             return balanced_plan(module, costs, self.options.device_weights or [1.0] * self.num_stages)
         kept = None
         if self.options.profile_activations:
-            kept = profile_activations(module, find_parts(module), example_inputs(module))
+            kept = profile_activations(module, enough_parts(module, self.num_stages), example_inputs(module))
         # weights are speeds where time is balanced; until it is measured, all devices have the same memory
         weights = self.options.device_weights if self.options.balance == "memory" else None
         return auto_plan(module, self.num_stages, self.options.optimizer_copies, kept, weights)
@@ -263,7 +280,7 @@ class Stages:
         """Move the inputs of a part to its stage."""
         route = self._on_thread.route
         if route is not None:
-            route.enter(stage, name, of_torch.tree_leaves((args, kwargs)))
+            route.enter(stage, name, tree_leaves((args, kwargs)))
         if not kwargs and all(isinstance(arg, Tensor) for arg in args):  # most calls: torch's trees take longer
             return tuple(self._move(stage, list(args))), kwargs
         return self._bring(stage, (args, kwargs))
@@ -286,7 +303,7 @@ class Stages:
     def _bring(self, stage: int, value: Any, min_dim: int = 0) -> Any:
         if isinstance(value, Tensor):
             return value if value.dim() < min_dim else self._move(stage, [value])[0]
-        leaves, spec = of_torch.tree_flatten(value)
+        leaves, spec = tree_flatten(value)
         where = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.dim() >= min_dim]
         tensors = [leaves[index] for index in where]
         moved = self._move(stage, tensors)
@@ -294,29 +311,35 @@ class Stages:
             return value
         for index, tensor in zip(where, moved, strict=True):
             leaves[index] = tensor
-        return of_torch.tree_unflatten(leaves, spec)
+        return tree_unflatten(leaves, spec)
 
     def _move(self, stage: int, tensors: list[Tensor]) -> list[Tensor]:
         device = (self._on_thread.devices or self.devices)[stage]
-        ticket = self._on_thread.ticket
-        if ticket is None or ticket.stage == stage:
-            return self._cross(device, tensors)
-        return ticket.move_on(stage, tensors, partial(self._cross, device))
+        # before the step gives way: what others queue meanwhile is nothing that these copies wait for
+        moved, arrivals = self._cross(device, tensors)
+        here = self._on_thread
+        if here.enter is not None and stage > here.stage:
+            here.stage = stage
+            here.enter(stage)
+        for arrive in arrivals:
+            arrive()
+        return moved
 
-    def _cross(self, device: torch.device, tensors: list[Tensor]) -> list[Tensor]:
-        """Move tensors, together those that come from one device and are ready at the same time."""
+    def _cross(self, device: torch.device, tensors: list[Tensor]) -> tuple[list[Tensor], list[Callable[[], None]]]:
+        """Begin to move tensors, together those that come from one device and are ready at the same time."""
         if all(tensor.device == device for tensor in tensors):
-            return tensors
+            return tensors, []
         batch = self._on_thread.batch or self._batch
         groups: dict[tuple[torch.device, bool], list[int]] = {}
         for i, tensor in enumerate(tensors):
             groups.setdefault((tensor.device, batch.holds(tensor)), []).append(i)
-        found = list(tensors)
+        found, arrivals = list(tensors), list[Callable[[], None]]()
         for (_, is_input), places in groups.items():
-            ready = batch.ready if is_input else None
-            for i, moved in zip(places, cross([tensors[i] for i in places], device, ready), strict=True):
-                found[i] = moved
-        return found
+            moved, arrive = cross([tensors[i] for i in places], device, batch.ready if is_input else None)
+            arrivals.append(arrive)
+            for i, tensor in zip(places, moved, strict=True):
+                found[i] = tensor
+        return found, arrivals
 
     def reading(self, batch: Batch) -> AbstractContextManager[None]:
         """Move tensors of a batch, inside the block, without waiting for what is computed there.
@@ -328,7 +351,7 @@ class Stages:
     @contextmanager
     def fed(self, chunk: Batch) -> Generator[Batch]:
         """Copy a micro-batch that waits on the host; inside the block its tensors move as soon as they have arrived."""
-        waits = {leaf.is_cpu for leaf in of_torch.tree_leaves(chunk) if isinstance(leaf, Tensor)}
+        waits = {leaf.is_cpu for leaf in tree_leaves(chunk) if isinstance(leaf, Tensor)}
         if True not in waits:
             yield chunk
             return
@@ -339,9 +362,9 @@ class Stages:
             yield chunk
 
     @contextmanager
-    def ticketed(self, ticket: Ticket, phase: Phase) -> Generator[None]:
-        """Run a micro-batch in one direction, taking turns with those of other threads."""
-        with replaced(self._on_thread, "ticket", ticket), ticket.held(phase):
+    def entering(self, call: Callable[[int], None]) -> Generator[None]:
+        """Have a function called, inside the block, before the work on each stage after the first begins."""
+        with replaced(self._on_thread, "enter", call), replaced(self._on_thread, "stage", 0):
             yield
 
 

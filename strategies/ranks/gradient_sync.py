@@ -16,19 +16,18 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..core.errors import ConfigError
 from ..core.loop_contract import StepContract
-from ..core.private import of_lightning, of_torch
-from ..distributed.options import name_unused_parameters
+from ..distributed.options import name_unused_parameters, without_gradients
 from ..distributed.reduction import are_small, average_gradients
 from ..distributed.same_weights import verify_same_layout
 from ..distributed.wrapper import (
     ReducedParameters,
-    StepReduction,
+    expect_gradients,
     forward_through,
     give_weights,
-    reduce_finished,
     unwrap,
     verify_reduced,
 )
+from ..replicas.layout import ReplicaLayout
 
 if TYPE_CHECKING:
     from .strategy import RankStrategy
@@ -52,13 +51,12 @@ class GradientSync:
         self._hook = hook
         self._trained: ReducedParameters | None = None
         self._recorded: nn.Module | None = None
-        self._reduction: StepReduction | None = None
         self._without_gradient: list[nn.Parameter] = []
         self._is_new = False
 
     @property
     def _wrapper(self) -> DistributedDataParallel | None:
-        model = of_lightning.model(self._strategy)
+        model = self._strategy._model
         return model if isinstance(model, DistributedDataParallel) else None
 
     @property
@@ -98,6 +96,13 @@ class GradientSync:
             wrapper.register_comm_hook(*self._hook())
         self._is_new = self._hook is None and are_small([parameter for _, parameter in self._trained.reduced])
 
+    def expect_unused(self) -> None:
+        """Wrap the module so that parameters may take no part in the loss, unless that was decided by an option."""
+        options: dict[str, Any] = self._strategy._ddp_kwargs
+        if options.keys().isdisjoint(("find_unused_parameters", "static_graph")):
+            options["find_unused_parameters"] = True
+            self.wrap_again()
+
     def wrap_again(self) -> None:
         """Wrap the parameters as they are now, and where they are."""
         wrapper = self._wrapper
@@ -111,6 +116,7 @@ class GradientSync:
         if trained is not None and trained.changed(self._strategy.optimizers):
             self._reduce_left(trained.frozen())
             self.wrap_again()
+            self._strategy.contract.agreement.begin(self._strategy.optimizers)
         if self._is_new:
             self._is_new, wrapper = False, self._wrapper
             assert wrapper is not None
@@ -126,31 +132,17 @@ class GradientSync:
             gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             parameter.grad = strategy.reduce(gradient, reduce_op="mean")
 
-    def new_reduction(self, weight: float, per_weight: float | None) -> StepReduction | None:
-        """Make what reduces this step's gradients before its loss is known; None if they can't be scaled afterwards."""
-        wrapper, strategy = self._wrapper, self._strategy
-        is_plain = self._hook is None and (wrapper is None or wrapper.mixed_precision is None)
-        # what measures ranks would measure their wait for each other
-        if wrapper is not None and is_plain and strategy.controller is None:
-            self._reduction = StepReduction(wrapper, weight, per_weight)
-        return self._reduction
-
-    def is_reduced(self) -> bool:
-        """Whether the gradients of the step were reduced within it."""
-        return self._reduction is not None and self._reduction.is_done
-
     def train(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a training step."""
-        self._reduction = None
-        wrapper = of_lightning.model(self._strategy)
-        if isinstance(wrapper, DistributedDataParallel) and not self._strategy.layout.finishes_later:
-            return forward_through(wrapper, step, *args, is_reduced=self.is_reduced, **kwargs)
+        wrapper = self._strategy._model
+        if isinstance(wrapper, DistributedDataParallel) and not isinstance(self._strategy.layout, ReplicaLayout):
+            return forward_through(wrapper, step, *args, **kwargs)
         self.sync_buffers()
         return step(*args, **kwargs)
 
-    def evaluating(self, step: str) -> AbstractContextManager[Any]:
-        """Run a step of evaluation of this name inside the block."""
-        return nullcontext()
+    def evaluate(self, step: Callable[[], Any]) -> Any:
+        """Run a step of evaluation."""
+        return step()
 
     def accumulating(self, seen: bool) -> AbstractContextManager[Any]:
         """Accumulate gradients inside the block without reducing them, where nobody sees the difference.
@@ -188,16 +180,25 @@ class GradientSync:
                 "to be reduced over the ranks. Unfreeze it in on_train_batch_start or on_train_epoch_start."
             )
 
-    def finish_backward(self, later: bool) -> None:
-        """Complete the gradients after a backward pass.
+    def expect(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
+        """Have the wrapper reduce gradients that parameters are about to get, in a backward pass.
 
-        Args:
-            later: whether they were complete only after it.
+        Raises:
+            RuntimeError: some get none, which the wrapper is not to find out.
         """
-        wrapper = of_lightning.model(self._strategy)
+        wrapper = self._wrapper
+        if wrapper is None or not wrapper.require_backward_grad_sync:
+            return
+        if not wrapper.find_unused_parameters and any(gradient is None for gradient in gradients):
+            without = {id(p) for p, gradient in zip(parameters, gradients, strict=True) if gradient is None}
+            names = [name for name, p in self._strategy.module.named_parameters() if id(p) in without]
+            raise RuntimeError(without_gradients(names))
+        expect_gradients(wrapper, parameters)
+
+    def finish_backward(self) -> None:
+        """Complete the gradients after a backward pass."""
+        wrapper = self._strategy._model
         is_wrapped = isinstance(wrapper, DistributedDataParallel)
-        if later and is_wrapped:
-            reduce_finished(wrapper)
         while self._without_gradient:  # hooks would see the zeros, and optimizers would step with them
             self._without_gradient.pop().grad = None
         if is_wrapped:
@@ -223,7 +224,7 @@ class GradientSync:
         """Give all ranks the buffers of rank 0."""
         wrapper = self._wrapper
         if wrapper is not None and wrapper.will_sync_module_buffers():
-            of_torch.sync_buffers(wrapper)()
+            wrapper._sync_buffers()
 
     whole_gradients, restore_gradients = StepContract.whole_gradients, StepContract.restore_gradients
 

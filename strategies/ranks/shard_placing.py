@@ -58,7 +58,7 @@ class ShardPlacing:
         verify_replicas(num, replicas)
         shape = (num,) if replicas == 1 else (replicas, num // replicas)
         mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
-        shards = ShardedModule(module, parts, mesh, options, self.ends_with_run)
+        shards = ShardedModule(module, parts, mesh, device, options, self.ends_with_run)
         if waiting:
             self._fill(shards, waiting, device)
         shards.prime()

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytorch_lightning as pl
@@ -13,24 +14,24 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from ..core.errors import ConfigError
+from ..core.internals import callbacks_of
 from ..core.module_checks import verify_unscripted
 from ..core.patching import Replacement, replaced
-from ..core.private import of_lightning
-from ..distributed.objects import gather_rows
 from ..distributed.reduction import all_reduce
 from ..sharding.originals import LateParameters, Originals
-from ..sharding.part_calls import PartCalls
 from ..sharding.placed import ShardIO, Writers, place_shards
 from ..sharding.refusals import (
     DIFFERENTIATED,
+    NUMPY,
     unused_parameters,
     verify_callbacks,
     verify_optimizers,
     verify_plain,
 )
+from ..sharding.shard_calls import ShardCalls
 from ..sharding.sharded_module import ShardedModule, ShardOptions, sharded, sync_buffers
 from ..sharding.whole import gather_tree, holds_shards, shard_like, shard_optimizer_state
-from ..sharding.whole_calls import WholeCalls
 from .gradient_sync import GradientSync
 from .shard_placing import ShardPlacing, kept_copies
 
@@ -53,9 +54,8 @@ class ShardSync(GradientSync):
         self._placing = ShardPlacing(strategy, options)
         self._finds_unused = find_unused
         self._shards: ShardedModule | None = None
-        self._calls: WholeCalls | None = None
+        self._calls: ShardCalls | None = None
         self._late: LateParameters | None = None
-        self._part_calls: PartCalls | None = None
         self._reduces = True
         self._had_none: set[int] = set()
         self._toggles: list[Replacement] = []
@@ -84,12 +84,12 @@ class ShardSync(GradientSync):
         accelerator.setup(trainer)
         fits = trainer.state.fn == TrainerFn.FITTING
         if fits:
-            verify_callbacks(of_lightning.callbacks(trainer))
+            verify_callbacks(callbacks_of(trainer))
             strategy.sync_layers()
         strategy.precision_plugin.convert_module(module)
         originals = Originals(module)
         self._shards = self._placing.cut(module)
-        for copy in kept_copies(of_lightning.callbacks(trainer), module):
+        for copy in kept_copies(callbacks_of(trainer), module):
             self._placing.cut(copy)
         if fits:
             self._shards.keep_root(not module.automatic_optimization)
@@ -98,20 +98,12 @@ class ShardSync(GradientSync):
                 self._toggles = [Replacement(module, name, self._toggle) for name in names]
             strategy.setup_optimizers(trainer)
             originals.give_shards(strategy.optimizers)
-            originals.verify_unheld((module, *of_lightning.callbacks(trainer)))
+            originals.verify_unheld((module, *callbacks_of(trainer)))
             verify_optimizers(strategy.optimizers)
             self._late = LateParameters(module)
-        self._part_calls = PartCalls(module, self._shards.group, strategy.root_device, gather_rows)
         strategy.setup_precision_plugin()
-        self._calls = WholeCalls(self._shards, agreement.note)
-        self._shards.note_writes(self._note_write)
-
-    def _note_write(self, name: str, gathered: Tensor) -> None:
-        """Have what a step writes to a parameter compared over the ranks: each keeps a part of what it wrote."""
-        contract = self._strategy.contract
-        contract.agreement.note(name, gathered)
-        if self._strategy.module.automatic_optimization:
-            contract.states.note(name, gathered)
+        self._calls = ShardCalls(self._shards, strategy.group.verify_together)
+        self._shards.note = agreement.note  # each rank keeps a part of what it wrote
 
     def _toggle(self, own: Callable[..., None], optimizer: Optimizer | LightningOptimizer) -> None:
         """Freeze or unfreeze parameters in a step: what is gathered follows its shards."""
@@ -121,28 +113,16 @@ class ShardSync(GradientSync):
 
     @override
     def train(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        assert self._calls is not None
-        self._calls.verify_unshared()
         if self._late is not None:
             self._late.verify()
         self.sync_buffers()
-        assert self._part_calls is not None
-        with (
-            self.shards.step(backward_follows=self._strategy.module.automatic_optimization),
-            self._part_calls.step("training_step"),
-        ):
-            output = step(*args, **kwargs)
-            if not self._strategy.contract.states.has_ended:
-                self.shards.note_open_writes()
+        output = self.shards.run(partial(step, *args, **kwargs), self._strategy.module.automatic_optimization)
         verify_plain(output)
         return output
 
     @override
-    @contextmanager
-    def evaluating(self, step: str) -> Generator[None]:
-        assert self._part_calls is not None
-        with self.shards.step(backward_follows=False), self._part_calls.step(step):
-            yield
+    def evaluate(self, step: Callable[[], Any]) -> Any:
+        return self.shards.run(step, backward_follows=False)
 
     @override
     def sync_buffers(self) -> None:
@@ -164,7 +144,7 @@ class ShardSync(GradientSync):
         self.shards.begin_backward(loss)
 
     @override
-    def finish_backward(self, later: bool) -> None:
+    def finish_backward(self) -> None:
         """Refuse, or find, parameters that took no part in the loss; those of other ranks' parts are reduced as zeros.
 
         A step of manual optimization often trains some parameters only, the same on all ranks or not.
@@ -172,15 +152,16 @@ class ShardSync(GradientSync):
         self.shards.finish_backward()
         if not self._reduces:
             return
+        self.shards.reduce_scalars(all_reduce)
         if self._finds_unused or not self._strategy.module.automatic_optimization:
             self._take_away_zeros(self.shards)
-        elif unused := self.shards.unused():
-            raise RuntimeError(unused_parameters(unused))
+        elif unused := self.shards.take_unused():
+            raise ConfigError(unused_parameters(unused))
 
     def _take_away_zeros(self, shards: ShardedModule) -> None:
         """Leave parameters without a gradient that no rank has used, as on one device."""
         trained = [p for p in shards.parameters if p.requires_grad]
-        unused = {id(parameter) for parameter in shards.unused().values()}
+        unused = {id(parameter) for parameter in shards.take_unused().values()}
         used = torch.tensor([id(parameter) not in unused for parameter in trained], dtype=torch.uint8)
         used = used.to(self._strategy.root_device)
         all_reduce(used, dist.ReduceOp.MAX)
@@ -253,9 +234,11 @@ class ShardSync(GradientSync):
 
     @override
     def fail(self, exception: BaseException) -> None:
-        """Tell what torch's error about a parameter outside of the loss's graph comes from."""
-        if "appears to not have been used in the graph" in str(exception):
-            exception.args = (f"{DIFFERENTIATED} torch: {exception}",)
+        """Tell what an error of torch comes from."""
+        causes = {"appears to not have been used in the graph": DIFFERENTIATED, "storage that is not resizable": NUMPY}
+        for said, cause in causes.items():
+            if said in str(exception):
+                exception.args = (f"{cause} torch: {exception}",)
 
     @override
     @contextmanager
@@ -268,9 +251,6 @@ class ShardSync(GradientSync):
         if self._late is not None:
             self._late.close()
             self._late = None
-        if self._part_calls is not None:
-            self._part_calls.close()
-            self._part_calls = None
         shards = None if strategy.lightning_module is None else sharded(strategy.lightning_module)
         if shards is None:
             yield

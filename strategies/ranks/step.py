@@ -1,37 +1,37 @@
 """Run a rank's steps: read its share of the batch, run the module's step in a layout, and weight its loss."""
 
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from math import fsum
 from typing import TYPE_CHECKING, Any
 
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.trainer.states import RunningStage
+from pytorch_lightning.utilities.signature_utils import is_param_in_hook_signature
 from pytorch_lightning.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 from typing_extensions import override
 
-from ..batch.checks.loss_check import LossCheck
-from ..batch.checks.state_watch import StateWatch
-from ..batch.layout import SingleLayout
-from ..batch.losses import loss_weight, weighs_in_loop
+from ..batch.exact.loss_reader import LossReader
+from ..batch.exact.verifier import Views, find_evaluated, verified
+from ..batch.layout import SingleLayout, losses_in
+from ..batch.losses import WeighedLoss, loss_weight, weighs_in_loop, weight_in
 from ..batch.structure import num_samples
+from ..batch.whole.over_batch import among
 from ..core.errors import ConfigError
 from ..core.loop_contract import StepContract, has_context
-from ..core.patching import replaced
-from ..core.private import of_lightning
 from ..data.combined import verify_side_by_side
 from ..data.loaders import positions
 from ..data.shares import RankShares
 from ..distributed.metrics.run import RunMetrics
-from ..distributed.objects import gather_objects
+from ..distributed.objects import broadcast_object, gather_objects
 from ..distributed.same_weights import Agreement
-from ..distributed.wrapper import StepReduction
 from ..distributed.zero_weight_step import recompute_weights, zero_weight_step
-from ._gradient_hooks import verify_hooks
-from ._mixed_batches import verify_apart
+from .batch_rows import BatchRows
 
 if TYPE_CHECKING:
     from .strategy import RankStrategy
@@ -43,21 +43,23 @@ class RankStep(StepContract):
     """What a rank does in a step beside Lightning's part.
 
     Args:
-        verify_loss: whether a loss that is no mean over samples is refused, where that can be found out.
+        verify: whether a module is refused that trains otherwise in parts of a batch than on the whole one.
     """
 
-    def __init__(self, strategy: "RankStrategy", verify_loss: bool) -> None:
+    def __init__(self, strategy: "RankStrategy", verify: bool) -> None:
         self._strategy = strategy
-        self._verifies_loss = verify_loss
-        self._loss_check: LossCheck | None = None
-        self.states = StateWatch(strategy.strategy_name, verify_loss)
+        self._verifies, self._is_verified = verify, True
+        self.reader = LossReader(strategy.strategy_name)
         self.agreement = Agreement(strategy.strategy_name)
         self.shares = RankShares(1, strategy.strategy_name)
         """This rank's share of the current batch."""
+        self._rows = BatchRows(strategy)
         self.metrics: RunMetrics | None = None
         """Computes the values of metrics over all ranks; None outside a run."""
         self._weighs_in_loop = False
         self._evaluation_loop: Any = None
+        self._num_evaluated: Counter[int] = Counter()
+        self._loader = 0
         self._trainer: pl.Trainer
         self._module: pl.LightningModule
 
@@ -66,10 +68,11 @@ class RankStep(StepContract):
         self._trainer, self._module = trainer, trainer.lightning_module
         name, num_ranks = self._strategy.strategy_name, self._strategy.world_size
         self.shares = RankShares(num_ranks, name)
-        is_cut = num_ranks > 1 or bool(self._strategy.layout.cut_by)
-        self._loss_check = LossCheck(name) if self._verifies_loss and is_cut else None
-        self.states = StateWatch(name, self._verifies_loss)
-        self.states.has_ended = not is_cut
+        self._is_verified = num_ranks == 1 and not (self._strategy.layout.cut_by or weighs_in_loop(trainer))
+        self._strategy.layout.reader = self.reader = LossReader(name)
+        self.reader.at_once = bool(self._strategy.layout.cut_by) and self._strategy.layout.goes_backward_early
+        self.reader.values.over_ranks = num_ranks > 1
+        self.reader.sum_over_ranks = self._sum_over_ranks if num_ranks > 1 else None
         self.metrics = RunMetrics(not self._strategy.layout.cut_by, self._part, self._hook)
 
     def begin_pass(self, evaluation: Any) -> None:
@@ -77,12 +80,13 @@ class RankStep(StepContract):
         assert self.metrics is not None
         self.metrics.begin_pass(self._module)
         self._evaluation_loop = evaluation
-        combined = getattr(evaluation, of_lightning.COMBINED_LOADER, None)
+        self._num_evaluated.clear()
+        combined = getattr(evaluation, "_combined_loader", None)
         verify_side_by_side(combined, self._strategy.strategy_name)
 
     def _part(self) -> tuple[float, bool] | None:
         """This rank's fraction of the batch in process, as `PartNumbers` asks for it."""
-        results, shares = of_lightning.results(self._trainer), self.shares
+        results, shares = self._trainer._results, self.shares
         if results is None or results.batch is None:
             return None
         if not shares.counts:
@@ -96,7 +100,7 @@ class RankStep(StepContract):
         """Whose hook runs, as `PartNumbers` asks for it."""
         if vars(self._module)["_current_fx_name"] in _STEPS:
             return ""
-        results = of_lightning.results(self._trainer)
+        results = self._trainer._results
         return "epoch" if results is None or results.batch is None else "batch"
 
     @property
@@ -107,19 +111,21 @@ class RankStep(StepContract):
     @override
     def begin_batch(self, dataloader_idx: int) -> None:
         """Read this rank's share of the global batch from its next batch, and tell metrics which batch that is."""
-        trainer, shares = self._trainer, self.shares
+        trainer, shares, self._loader = self._trainer, self.shares, dataloader_idx
         stage = trainer.state.stage  # by identity: Lightning's properties compare the names of stages
         if stage is None or stage is RunningStage.PREDICTING:
             joins = stage is not None and self._strategy.sync.evaluates_together
             if joins or shares.current is not None:
-                combined = of_lightning.combined_loader(trainer.predict_loop) if joins else None
+                combined = trainer.predict_loop._combined_loader if joins else None
                 shares.begin_batch(combined, dataloader_idx)
             return
         trains, metrics = stage is RunningStage.TRAINING, self.metrics
-        combined: Any = of_lightning.combined_loader(trainer.fit_loop if trains else self._evaluation_loop)
+        combined: Any = (trainer.fit_loop if trains else self._evaluation_loop)._combined_loader
         shares.begin_batch(combined, dataloader_idx, trains)
         assert metrics is not None
         metrics.steps.begin_batch(shares.is_part, shares.counts)
+        if not trains:
+            self._begin_evaluated(combined, dataloader_idx)
         if not trains and not shares.counts:  # the rank only joins in what the steps of others need
             return
         metrics.has_evaluated = not trains
@@ -132,10 +138,35 @@ class RankStep(StepContract):
             places = positions(combined.flattened[dataloader_idx])
             metrics.begin_evaluated_batch(num_trained, dataloader_idx, places, self._strategy.world_size)
 
+    def _begin_evaluated(self, combined: Any, loader: int) -> None:
+        number, shares, places = self._num_evaluated[loader], self.shares, positions(combined.flattened[loader])
+        self._num_evaluated[loader] += shares.counts
+        step = number if places is None or not shares.counts else places[number] // self._strategy.world_size
+        self._strategy.structures.lists.begin_batch((loader, step), 1.0 if shares.num is None else shares.num)
+
+    def runs_for_others(self) -> bool:
+        """Whether a step of the module runs on samples of other ranks, as this one has none.
+
+        Raises:
+            ConfigError: it is a step of an evaluation that only some ranks run.
+        """
+        if self.metrics is None or self._hook():
+            return False
+        share, all_run = self.shares.current, self._trainer.training or self._strategy.sync.evaluates_together
+        if share is not None and share.some_empty and not all_run:
+            raise ConfigError(
+                f"{self._strategy.strategy_name}: all_gather in a step of evaluation on {share.total:g} samples, of "
+                "which some ranks have none, and don't run it. Append to a list of the module, which has all samples "
+                "in on_validation_epoch_end, or set drop_last=True."
+            )
+        return not self.shares.counts
+
     @override
     def runs_alone(self, step: str) -> bool:
         single = isinstance(self._strategy.layout, SingleLayout)
-        return step != "training_step" and single and not self._strategy.sync.evaluates_together
+        alone = self._strategy.world_size == 1 and not self._strategy.sync.evaluates_together
+        plain = step != "training_step" and single and alone
+        return plain and (step == "predict_step" or self.reader.values.knows_none(step))
 
     @override
     def stands_in(self) -> bool:
@@ -148,98 +179,116 @@ class RankStep(StepContract):
         assert self.metrics is not None
         if strategy.balance is not None:
             strategy.balance.begin_step(module, strategy.root_device, strategy.loaders.change_policy)
-        check, self._loss_check = self._loss_check, None
-        if check is not None and strategy.world_size > 1:
-            verify_apart(trainer, strategy.strategy_name)
-            verify_hooks(module, strategy.strategy_name)
+        reader = self.reader
+        reader.begin_step(counts, None if shares.current is None else shares.current.total)
+        if not self._is_verified:
+            self._verify(args, kwargs)
         if not module.automatic_optimization:
             shares.verify_parts(trainer.fit_loop, args[0])  # the step itself steps the optimizer
-        if counts and self.states.has_ended and self.agreement.has_ended:
+        self.agreement.verify(module)
+        with nullcontext() if counts else zero_weight_step(module, self.metrics.sync):
             output = self._own_step(*args, **kwargs)
-        else:
-            silent, looking = nullcontext() if counts else zero_weight_step(module, self.metrics.sync), nullcontext()
-            if check is not None and counts:
-                looking = check.open(module, strategy.layout, shares.num or num_samples(args[0]))
-            with self._watching(module), silent, looking:
-                output = self._own_step(*args, **kwargs)
-        module_weighs = isinstance(output, dict) and output.get("loss_weight") is not None
+        module_weighs = weight_in(output) is not None
         if not counts and output is not None:  # None in manual optimization
             output = {**(output if isinstance(output, dict) else {"loss": output}), "loss_weight": 0.0}
         self._weighs_in_loop = weighs_in_loop(trainer)
         if module_weighs:
             own = loss_weight(output, args[0])
-            shares.weigh(own, strategy.group.mean(own), strategy.layout.losses)
+            own = own.to(strategy.root_device) if isinstance(own, Tensor) else own
+            shares.weigh(own, strategy.group.mean(own), strategy.layout.losses or losses_in(output))
         else:
             shares.verify_parts(trainer.fit_loop, args[0])
-        if check is not None:
-            self._close(check, None if module_weighs else shares.num, args, kwargs)
-        return output
+        if reader.plan.is_of_samples or not module.automatic_optimization:
+            return output
+        if not strategy.layout.cut_by:
+            reader.scale()
+        for part in reader.changed_parts() if not module_weighs else ():
+            value, weight = part.loss.detach(), torch.tensor(shares.weight)
+            shares.weighed_losses.append(WeighedLoss([part.own_loss.detach()], weight, value))
+        return reader.valued([output])[0]
 
-    def _close(self, check: LossCheck, num: float | None, args: Sequence[Any], options: Mapping[str, Any]) -> None:
-        """Refuse a loss that is no mean over samples; every rank must call it, since another one may be in doubt."""
-        strategy = self._strategy
-        assert self.metrics is not None
-        trial = None if strategy.sync.evaluates_together else self.metrics.steps.unrecorded
-        try:
-            told = check.close(strategy, num, args, options, trial), None
-        except ConfigError as exc:
-            told = "", exc
-        found = gather_objects(told)
-        refusal = next((exc for _, exc in found if exc is not None), None)
-        if refusal is not None:
-            raise refusal
-        if strategy.global_rank == 0:
-            check.tell(next((doubt for doubt, _ in found if doubt), ""))
+    def verify_early(self) -> None:
+        """Find out by what losses divide before the module is cut over the ranks."""
+        if not self._is_verified:
+            self._trainer.fit_loop.setup_data()
+            takes_index = is_param_in_hook_signature(self._module.training_step, "batch_idx", min_args=2)
+            self._verify((None, 0) if takes_index else (None,), {})
 
-    @contextmanager
-    def _watching(self, module: pl.LightningModule) -> Generator[None]:
-        """Watch one of the first steps for what ranks must have in common; every rank must call it."""
-        self.agreement.begin_step(module)
-        if self.states.has_ended:
-            yield
-        else:
-            layout, states, counts = self._strategy.layout, self.states, self.shares.counts
-            cut = replaced(layout, "states", states if counts else None)
-            with cut if layout.cut_by or not counts else states.part(module):
-                yield
-            states.close(gather_objects)
-        if not (self.agreement.has_ended or module.automatic_optimization):
-            self.agreement.verify_weights(module)
+    def _verify(self, args: Sequence[Any], options: dict[str, Any]) -> None:
+        """Find out before the first step by what losses divide, on rank 0 for all."""
+        strategy, metrics = self._strategy, self.metrics
+        assert metrics is not None
+        self._is_verified = True
+        views = Views(strategy.world_size > 1, bool(strategy.layout.cut_by))
+        is_first = strategy.global_rank == 0
+        with metrics.steps.unrecorded() if is_first else nullcontext():
+            found = verified(strategy, views, self._verifies, args, options, broadcast_object, is_first)
+        self.reader.take(found.plans)
+        self.reader.values.programs["training_step", 0] = found.programs
+        cut, is_weighed = strategy.layout.cut_by, not all(plan.is_of_samples for plan in found.plans)
+        if cut and is_weighed and not self._module.automatic_optimization:
+            raise ConfigError(
+                f"{strategy.strategy_name}: {cut} and manual optimization: the loss is no mean over samples, which "
+                f"ranks can weight only where each has one device. Set {cut.partition('=')[0]}=1."
+            )
+        if found.unused:
+            strategy.sync.expect_unused()
+
+    def _sum_over_ranks(self, values: Tensor) -> Tensor:
+        return self._strategy.group.mean(values) * self._strategy.world_size
 
     def _own_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         strategy = self._strategy
-        if has_context(strategy.precision_plugin, "train_step_context"):
-            with strategy.precision_plugin.train_step_context():
-                return strategy.sync.train(self._step_in_layout, *args, **kwargs)
-        return strategy.sync.train(self._step_in_layout, *args, **kwargs)
+        plugin = strategy.precision_plugin
+        context = plugin.train_step_context() if has_context(plugin, "train_step_context") else nullcontext()
+        with among(self._rows), context:
+            return strategy.sync.train(self._step_in_layout, *args, **kwargs)
 
     def _step_in_layout(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        strategy = self._strategy
-        if strategy.balance is None:
-            return strategy.layout.step("training_step", *args, **kwargs)
-        with strategy.balance.forward():
-            return strategy.layout.step("training_step", *args, **kwargs)
+        strategy, module, step = self._strategy, self._module, self._strategy.layout.step
+        if module.automatic_optimization and not strategy.layout.cut_by:
+            step = self.reader.reading(step, self.shares.num or num_samples(args[0]) or 1)
+        with nullcontext() if strategy.balance is None else strategy.balance.forward():
+            call = partial(step, "training_step", *args, **kwargs)
+            if strategy.layout.cut_by or not self.shares.counts:
+                self.reader.values.begin()
+                return call()
+            return self.reader.values.recorded("training_step", 0, module, call)
 
     def evaluate(self, step: str, context: Callable[[], AbstractContextManager[Any]], *args: Any, **kwargs: Any) -> Any:
         """Run a step of evaluation, in a context of the precision plugin."""
-        strategy = self._strategy
-        with strategy.sync.evaluating(step), context():
-            if not self.stands_in():
-                return strategy.layout.step(step, *args, **kwargs)
-            assert self.metrics is not None
-            with zero_weight_step(self._module, self.metrics.sync, silent=True):
-                getattr(self._module, step)(*args, **kwargs)
-            return None
+        with context(), among(self._rows):
+            return self._strategy.sync.evaluate(partial(self._evaluate_in_layout, step, *args, **kwargs))
+
+    def _evaluate_in_layout(self, step: str, *args: Any, **kwargs: Any) -> Any:
+        layout = self._strategy.layout
+        if not self.stands_in():
+            call = partial(layout.step, step, *args, **kwargs)
+            if layout.cuts_evaluation or step == "predict_step":
+                return call()
+            return self.reader.values.recorded(step, self._loader, self._module, call)
+        assert self.metrics is not None
+        with zero_weight_step(self._module, self.metrics.sync, silent=True):
+            getattr(self._module, step)(*args, **kwargs)
+        return None
+
+    def find_values(self) -> None:
+        """Find out before an evaluation how what it logs follows from parts, on rank 0 for all where it can."""
+        strategy, metrics = self._strategy, self.metrics
+        assert metrics is not None
+        together = strategy.sync.evaluates_together
+        views = Views(strategy.world_size > 1, strategy.layout.cuts_evaluation)
+        with metrics.steps.unrecorded():
+            if together:
+                strategy.sync.evaluate(partial(find_evaluated, strategy, views, together=True))
+            else:
+                find_evaluated(strategy, views, broadcast_object, strategy.global_rank == 0)
 
     def end_validation(self) -> None:
         """Learn that a validation has ended."""
         assert self.metrics is not None
         if not self.metrics.has_evaluated:
             recompute_weights(self._module)
-
-    def new_reduction(self) -> StepReduction | None:
-        """Make what reduces this step's gradients before its loss is known; None if they can't be scaled afterwards."""
-        return self._strategy.sync.new_reduction(self.shares.weight, self.shares.per_weight)
 
     @override
     def accumulating(self, seen: bool) -> AbstractContextManager[Any]:
@@ -249,23 +298,37 @@ class RankStep(StepContract):
     def scale_loss(self, loss: Tensor) -> Tensor:
         """Weight this rank's loss, so that the mean of all ranks' gradients is the gradient of the global batch."""
         strategy = self._strategy
-        inspect = strategy.layout.inspect  # set here only in the first step of manual optimization
-        if inspect is not None and getattr(strategy.precision_plugin, "scaler", None) is None:
-            inspect(loss, None)
-        loss = self.shares.scaled(loss, self._weighs_in_loop, strategy.sync.is_reduced())
+        if not (self._module.automatic_optimization or strategy.layout.cut_by):
+            self._read(loss)
+        loss = self.shares.scaled(loss, self._weighs_in_loop)
         strategy.sync.begin_backward(loss)
         if strategy.balance is not None:
             strategy.balance.begin_backward()
         return loss
 
+    def _read(self, loss: Tensor) -> None:
+        """Read what a loss of manual optimization divides by, right before its backward pass."""
+        reader, shares = self.reader, self.shares
+        if all(plan.is_of_samples for plan in reader.plans):
+            return
+        plan = reader.next_plan()
+        if plan.is_of_samples:
+            shares.scale = shares.weight
+            return
+        reader.parts = []
+        part = reader.part(loss, plan, shares.num or 1)
+        own = part.normalisers[plan.base]
+        if plan.base:
+            shares.weigh(own, self._strategy.group.mean(own), [loss.detach()])
+        else:
+            shares.scale = shares.weight
+            reader.scale(plan)
+
     @override
     def finish_backward(self) -> None:
         """Complete the gradients of this process, and those of the ranks."""
         strategy = self._strategy
-        later = strategy.layout.finishes_later
-        if later:
-            strategy.layout.finish_backward()
-        strategy.sync.finish_backward(later)
+        strategy.sync.finish_backward()
         if strategy.balance is not None:
             share = self.shares.current
             strategy.balance.finish_backward(0.0 if share is None else share.num, strategy.loaders.exchange)
@@ -279,18 +342,29 @@ class RankStep(StepContract):
 
         With a loss of its own each rank would decide otherwise, and train apart.
         """
-        return partial(self._agreed_loss, closure) if isinstance(optimizer, LBFGS) else closure
+        return (lambda: self.agree(closure())) if isinstance(optimizer, LBFGS) else closure
 
-    def _agreed_loss(self, closure: Callable[[], Any]) -> Any:
-        loss = closure()
-        return self.global_loss(loss) if loss is not None else None
+    def agree(self, value: Any) -> Any:
+        """What the global batch has, of a number of each rank: their mean by what the ranks' losses count.
 
-    def global_loss(self, loss: Tensor) -> Tensor:
-        """The loss of the global batch of the current step, of this rank's loss; called on every rank."""
-        return self._strategy.reduce(self.shares.scaled(loss.detach().clone()), reduce_op="mean")
+        Args:
+            value: a number, or a tensor with one; None stays None, on all ranks.
+
+        Returns:
+            Exactly the value that ranks with samples have in common, if there is one; every rank must call it.
+        """
+        if value is None or self._strategy.world_size == 1:
+            return value
+        told: list[tuple[float, float]] = gather_objects((float(value), float(self.shares.scale)))
+        counted = [(one, weight) for one, weight in told if weight] or told
+        found = counted[0][0]
+        if any(one != found for one, _ in counted):
+            found = fsum(one * weight for one, weight in counted) / len(told)
+        return torch.full_like(value.detach(), found) if isinstance(value, Tensor) else found
 
     @override
     def finish_step(self) -> None:
+        self.agreement.verify(self._module)
         if self._strategy.layout.finish_step():
             self._strategy.sync.wrap_again()
 

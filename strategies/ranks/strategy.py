@@ -9,6 +9,7 @@ import pytorch_lightning as pl
 import pytorch_lightning.strategies as pl_strategies
 import torch
 import torch.distributed as dist
+from pytorch_lightning.plugins.layer_sync import LayerSync, TorchSyncBatchNorm
 from pytorch_lightning.strategies.strategy import TBroadcast
 from pytorch_lightning.trainer.states import TrainerFn
 from pytorch_lightning.utilities.types import STEP_OUTPUT
@@ -19,17 +20,18 @@ from typing_extensions import override
 from ..balance.controller import BalanceController
 from ..balance.ranks import RankBalance
 from ..batch.batch_dims import BatchDims, verify_batch_dims
+from ..batch.evaluation_lists import EvaluationLists
 from ..batch.layout import Layout, SingleLayout, drop_layout, evaluation_step
 from ..batch.policies import Even, Policy
 from ..batch.run_structures import RunStructures
+from ..batch.whole.gathering import gathered, simulated_ranks
 from ..core.errors import ConfigError
+from ..core.internals import callbacks_of
 from ..core.loop_contract import run_backward
 from ..core.module_checks import hooked, verify_shapes, verify_takes_batches, verify_takes_parts
 from ..core.module_log import lightning_modules, module_log, restore_logs
 from ..core.optimizer_states import load_states, state_to_parameters
 from ..core.options import Positive, checked
-from ..core.patching import Replacement
-from ..core.private import of_lightning
 from ..core.rng import seed_rank
 from ..core.types import Batch
 from ..data.loaders import BatchSizeIs, LoaderRole, RankLoaders, merge_predictions
@@ -39,7 +41,7 @@ from ..distributed.group import RankGroup
 from ..distributed.objects import backend_for, broadcast_object, gather_objects, gather_on_first
 from ..distributed.options import verified_options, verify_backend, verify_static
 from ..distributed.process_exit import prepare_forked
-from ..distributed.reduction import reduce_tensor
+from ..distributed.reduction import gather_unequal, reduce_tensor
 from ..distributed.same_weights import give_same_weights
 from ..distributed.scripts.launcher import ScriptLauncher, StartMethod
 from ..distributed.sync_batchnorm import SyncBatchNorm, needs_two_samples, verify_whole_batch
@@ -48,8 +50,7 @@ from ..pipeline.options import StageOptions
 from ..pipeline.recompute import Recompute, RecomputeOption, verify_threads
 from ..replicas.layout import ReplicaLayout, ReplicaOptions
 from ..sharding.optimizer_shards import CutStates, OptimizerShards
-from ._loss_judges import share_losses
-from ._plateaus import revert_plateaus, share_plateaus
+from .deciders import Deciders
 from .gradient_sync import GradientSync
 from .step import RankStep
 
@@ -64,10 +65,12 @@ class RankStrategy(pl_strategies.DDPStrategy):
     balance: shares of the ranks that are not even
 
     Args:
-        batch_size_is, batch_dims, recompute, verify_loss: as in `DDPStrategy`.
+        batch_size_is, batch_dims, recompute, verify: as in `DDPStrategy`.
         timeout_s: seconds that a rank waits for the others before it fails.
         backend: `gloo`, `nccl`, ...; None chooses by the device. CPU tensors and objects go by gloo beside NCCL.
         sync_batchnorm: normalise by the statistics of the global batch, like `Trainer(sync_batchnorm=True)`.
+        gather_lists_mb: MiB of tensors, of all ranks, that lists of the module may hold at the end of an evaluation,
+            which every rank gets in its host's memory.
         start_method: how a plain script's processes start: `fork`, `spawn` or `forkserver`; None chooses by the device.
         ddp_options: keyword arguments of `torch.nn.parallel.DistributedDataParallel`.
 
@@ -89,6 +92,8 @@ class RankStrategy(pl_strategies.DDPStrategy):
     balance: RankBalance | None = None
     """What divides global batches in shares that are not even."""
 
+    _given_layer_sync: LayerSync | None = None
+
     @checked
     def __init__(
         self,
@@ -99,7 +104,8 @@ class RankStrategy(pl_strategies.DDPStrategy):
         backend: str | None = None,
         sync_batchnorm: bool = False,
         start_method: StartMethod | None = None,
-        verify_loss: bool = True,
+        verify: bool = True,
+        gather_lists_mb: Positive = 1024.0,
         **ddp_options: Any,
     ) -> None:
         verify_backend(backend)
@@ -108,20 +114,20 @@ class RankStrategy(pl_strategies.DDPStrategy):
             cluster_environment=kubeflow(),
             process_group_backend=backend,
             timeout=self.group.timeout,
-            init_sync=False,  # `GradientSync.wrap` does it, and names what differs
             **verified_options(self.strategy_name, ddp_options),
         )
         self._batch_dims = verify_batch_dims(batch_dims, self.strategy_name)
         self.structures = RunStructures(self._batch_dims)
+        self._gather_lists_mb = gather_lists_mb
         self.batch_size_is: BatchSizeIs = batch_size_is
         self.recompute = Recompute(recompute, self.strategy_name)
-        self.contract = RankStep(self, verify_loss)
+        self.contract = RankStep(self, verify)
         self.sync = GradientSync(self)
         self._given_start_method: StartMethod | None = start_method
         self._syncs_batchnorm = sync_batchnorm
         self._manages_samples = True
         self._num_ranks: int | None = None
-        self._judges: list[Replacement] = []
+        self._deciders = Deciders(self._agree)
         self._loaders: RankLoaders | None = None
         self._cut_states = CutStates()
 
@@ -159,7 +165,15 @@ class RankStrategy(pl_strategies.DDPStrategy):
     @property
     @override
     def world_size(self) -> int:
+        if (ranks := simulated_ranks()) is not None:
+            return ranks.size
         return super().world_size if self._num_ranks is None else self._num_ranks  # mostly read from os.environ
+
+    @property
+    @override
+    def global_rank(self) -> int:
+        ranks = simulated_ranks()
+        return super().global_rank if ranks is None else ranks.rank
 
     @override
     def _configure_launcher(self) -> None:
@@ -190,6 +204,21 @@ class RankStrategy(pl_strategies.DDPStrategy):
     def setup_environment(self) -> None:
         super().setup_environment()
         give_same_weights(self.module, self.root_device)
+        self._begin_loaders()  # a module's `setup` may ask for its loaders, as `estimated_stepping_batches` does
+
+    def _begin_loaders(self) -> None:
+        trainer = self.trainer
+        if self.balance is not None:
+            self.balance.begin(self.world_size)
+        connector = trainer._accelerator_connector
+        if self.group.trainer is not trainer:
+            self._manages_samples = connector.use_distributed_sampler
+            connector.use_distributed_sampler = False  # Lightning's sampler pads; `process_dataloader` cuts instead
+        gather = gather_objects if self.world_size > 1 else None
+        lists = EvaluationLists(self.strategy_name, self._batch_dims, gather, self._gather_lists_mb)
+        self.structures = RunStructures(self._batch_dims, lists)
+        self._loaders = None
+        self.group.begin(trainer)
 
     @override
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
@@ -197,14 +226,44 @@ class RankStrategy(pl_strategies.DDPStrategy):
 
     @override
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
-        shapes = gather_objects(tuple(tensor.shape), group) if dist.is_initialized() else []
-        if len(set(shapes)) > 1:  # gloo would abort, and NCCL return rubbish
+        """Gather a tensor from all ranks.
+
+        With `sync_grads` a loss that each rank computes of its own samples against all rows, or of all rows, has the
+        gradients of the whole batch: those of all ranks' losses add up in the rows, each loss with its rank's samples.
+
+        Args:
+            tensor: of shape (n, ...), where n may differ between ranks; a rank that has joined a step without samples
+                counts 0.
+            group: the process group; None for that of all ranks.
+            sync_grads: whether gradients go back to the ranks' tensors.
+
+        Returns:
+            A tensor of shape (ranks, n, ...) or, where n differs, of shape (1, sum of all n, ...): `flatten(0, 1)` has
+            all rows, by rank, in both.
+
+        Raises:
+            ConfigError: the shapes differ otherwise, or ranks without samples don't run the step of an evaluation.
+        """
+        if (ranks := simulated_ranks()) is not None:
+            return ranks.gather(tensor, sync_grads)
+        if not dist.is_initialized():
+            return tensor
+        over_ranks = partial(self._gathered, group=group, sync_grads=sync_grads)
+        return gathered(tensor, sync_grads, self.strategy_name, over_ranks)
+
+    def _gathered(self, tensor: Tensor, group: Any | None, sync_grads: bool) -> Tensor:
+        own = tensor[:0] if tensor.dim() and self.contract.runs_for_others() else tensor
+        shapes = gather_objects(tuple(own.shape), group)
+        if len(set(shapes)) == 1:
+            return super().all_gather(tensor, group, sync_grads)
+        if len({shape[1:] for shape in shapes}) > 1 or () in shapes:  # gloo would abort, and NCCL return rubbish
             told = ", ".join(f"{shape} on rank {rank}" for rank, shape in enumerate(shapes))
             raise ConfigError(
-                f"{self.strategy_name}: all_gather was given tensors of different shapes: {told}. Ranks may have "
-                "unequal numbers of samples: use a metric of torchmetrics (CatMetric), or pad to one shape first."
+                f"{self.strategy_name}: all_gather was given tensors that differ in more than their rows: {told}. Pad "
+                "them to one shape first, or use a metric of torchmetrics (CatMetric)."
             )
-        return super().all_gather(tensor, group, sync_grads)
+        with torch.set_grad_enabled(sync_grads and torch.is_grad_enabled()):
+            return gather_unequal(own, [shape[0] for shape in shapes], group).unsqueeze(0)
 
     @override
     def broadcast(self, obj: TBroadcast, src: int = 0) -> TBroadcast:
@@ -223,18 +282,18 @@ class RankStrategy(pl_strategies.DDPStrategy):
     @property
     def trainer(self) -> pl.Trainer:
         """The trainer of the run."""
-        assert self.group.trainer is not None
-        return self.group.trainer
+        return self.module.trainer
 
     @cached_property
     def layout(self) -> Layout:
         """How this process uses its devices."""
         devices, name = self.process_devices, self.strategy_name
         if self.stage_options is not None:
-            options = self.recompute.stage_options(self.stage_options, devices)
-            return StageLayout(devices, options, name, self.reduce, self.contract.new_reduction)
+            options = self.stage_options
+            return StageLayout(devices, options, name, self.reduce)
         if len(devices) > 1:
-            return ReplicaLayout(devices, ReplicaOptions(name, "strategy.devices_per_process=1"))
+            replica_options = ReplicaOptions(name, "strategy.devices_per_process=1")
+            return ReplicaLayout(devices, replica_options, expect=self.sync.expect)
         return SingleLayout(devices)
 
     @property
@@ -248,13 +307,16 @@ class RankStrategy(pl_strategies.DDPStrategy):
         return None if self.balance is None else self.balance.kept.controller
 
     @property
-    def _layer_sync(self) -> SyncBatchNorm | None:
-        """The layer plugin that Lightning sets for `sync_batchnorm=True`; torch's own would refuse the CPU."""
-        return SyncBatchNorm() if self._syncs_batchnorm else None
+    def _layer_sync(self) -> LayerSync | None:
+        """The layer plugin: the user's, or for `sync_batchnorm=True` ours, since torch's own refuses the CPU."""
+        return self._given_layer_sync or (SyncBatchNorm() if self._syncs_batchnorm else None)
 
     @_layer_sync.setter
-    def _layer_sync(self, layer_sync: object) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]  # an attribute
-        self._syncs_batchnorm = layer_sync is not None or getattr(self, "_syncs_batchnorm", False)
+    def _layer_sync(self, layer_sync: LayerSync | None) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]  # an attribute
+        if isinstance(layer_sync, TorchSyncBatchNorm):
+            self._syncs_batchnorm = True
+        elif layer_sync is not None:
+            self._given_layer_sync = layer_sync
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
@@ -264,16 +326,9 @@ class RankStrategy(pl_strategies.DDPStrategy):
         self.recompute.begin(trainer, "auto" if self.stage_options is None else self.stage_options.partition)
         verify_takes_parts(trainer.lightning_module, self.strategy_name)
         verify_shapes(trainer.lightning_module)
-        if self.balance is not None:
-            self.balance.begin(self.world_size)
-        connector = of_lightning.accelerator_connector(trainer)
-        if self.group.trainer is not trainer:
-            self._manages_samples = connector.use_distributed_sampler
-            connector.use_distributed_sampler = False  # Lightning's sampler pads; `process_dataloader` cuts instead
-        self.structures = RunStructures(self._batch_dims)
-        self._loaders = None
-        self.group.begin(trainer)
         self.contract.begin_run(trainer)
+        if self.sync.evaluates_together and trainer.state.fn == TrainerFn.FITTING:
+            self.contract.verify_early()
         self.sync.place(trainer, super().setup)
         for optimizer in self.optimizers:
             state_to_parameters(optimizer)
@@ -321,20 +376,22 @@ class RankStrategy(pl_strategies.DDPStrategy):
 
     @override
     def determine_ddp_device_ids(self) -> list[int] | None:
-        # with ids DDP would move the module's inputs to one device
-        return super().determine_ddp_device_ids() if len(self.process_devices) == 1 else None
+        return None  # inputs are where they must be; with ids Lightning uses torch.cuda, whatever the device
 
     @override
     def configure_ddp(self) -> None:
-        self.sync.wrap(super().configure_ddp)
+        # `GradientSync.wrap` gives all ranks the same weights, and names what differs
+        given, self._ddp_kwargs = self._ddp_kwargs, {**self._ddp_kwargs, "init_sync": False}
+        try:
+            self.sync.wrap(super().configure_ddp)
+        finally:
+            self._ddp_kwargs = given
 
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         super().setup_optimizers(trainer)
         if self.world_size > 1:
-            self.contract.agreement.watch(trainer, self.optimizers)
-            schedulers = (config.scheduler for config in self.lr_scheduler_configs)
-            share_plateaus(schedulers, lambda: self.contract.shares.current)
+            self.contract.agreement.begin(self.optimizers)
         if self.shard_optimizer and self.world_size > 1:
             rank, num = self.global_rank, self.world_size
             part = partial(OptimizerShards, rank=rank, num_ranks=num, gather=gather_on_first)
@@ -352,9 +409,7 @@ class RankStrategy(pl_strategies.DDPStrategy):
                 self.layout.close()
             if self.lightning_module is not None:
                 restore_logs(self.lightning_module)
-            while self._judges:
-                self._judges.pop().remove()
-            revert_plateaus(config.scheduler for config in self.lr_scheduler_configs)
+            self._deciders.end()
             self.contract.end()
             self.group.end()
             super().teardown()
@@ -391,14 +446,19 @@ class RankStrategy(pl_strategies.DDPStrategy):
         """Move a batch that is not the loop's next one."""
         return super().batch_to_device(batch, device or self.layout.meeting_device, dataloader_idx)
 
+    def _agree(self, value: Any) -> Any:
+        return self.contract.agree(value)
+
     @override
     def on_train_start(self) -> None:
         self.contract.begin_pass(self.trainer.fit_loop.epoch_loop.val_loop)
         self.contract.shares.begin_training()
-        self._judges += share_losses(of_lightning.callbacks(self.trainer), self.contract.global_loss)
+        if self.world_size > 1:
+            schedulers = [config.scheduler for config in self.lr_scheduler_configs]
+            self._deciders.begin(callbacks_of(self.trainer), schedulers)
         self.layout.verify_loaders()
         self.layout.weights_changed()
-        self.loaders.tell(of_lightning.combined_loader(self.trainer.fit_loop))
+        self.loaders.tell(self.trainer.fit_loop._combined_loader)
         if not self.trainer.fit_loop.restarting:  # a resumed run restores its saved streams
             seed_rank(self.global_rank, self.process_devices)
 
@@ -411,6 +471,11 @@ class RankStrategy(pl_strategies.DDPStrategy):
         return self.contract.train(*args, **kwargs)
 
     backward = run_backward
+
+    @override
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        if not isinstance(self.layout, ReplicaLayout):  # its backward pass tells when gradients are to be reduced
+            super().pre_backward(closure_loss)
 
     @override
     @contextmanager
@@ -431,11 +496,13 @@ class RankStrategy(pl_strategies.DDPStrategy):
 
     @override
     def on_validation_start(self) -> None:
-        self.contract.begin_pass(of_lightning.evaluation_loop(self.trainer))
+        self.contract.begin_pass(self.trainer._evaluation_loop)
+        self.structures.lists.begin(self.module)
         # evaluation bypasses the wrapper, which broadcasts rank 0's buffers in forward, because ranks may have unequal
         # numbers of batches
         self.sync.sync_buffers()
         self.layout.weights_changed()
+        self.contract.find_values()
 
     on_test_start = on_validation_start
 

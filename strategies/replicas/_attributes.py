@@ -1,68 +1,44 @@
-"""Watch what steps do to attributes of the module that are lost on a replica."""
+"""Warn of what the first step of a kind assigns to attributes of replicas, where it is lost."""
 
 from collections.abc import Generator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
-from torch import Tensor, nn
+from torch import Tensor
 
 from .replicas import Replicas
 
 
-@dataclass
-class AttributeWatch:
-    """Warns, once per name, about an attribute assigned on a replica, where nothing reads it.
+@contextmanager
+def warning_of_lost_attributes(replicas: Replicas, strategy: str, step: str) -> Generator[None]:
+    """Warn, once per name, of attributes that other replicas than the root get inside the block.
 
-    The module itself is watched in every step, its submodules in the first step of each kind.
+    Args:
+        strategy: name that begins messages.
+        step: the method that runs, `training_step` for example.
     """
-
-    replicas: Replicas
-    strategy: str
-    _kinds: set[str] = field(default_factory=set[str], init=False)
-    _warned: set[tuple[str, str]] = field(default_factory=set["tuple[str, str]"], init=False)
-
-    @contextmanager
-    def watching(self, kind: str) -> Generator[None]:
-        """Watch one step of a kind (`training_step` for example)."""
-        most = None if kind not in self._kinds else 1
-        modules = [module for watched in self.replicas.modules()[1:] for module in watched[:most]]
-        before = [tuple(module.__dict__.values()) for module in modules]
-        yield
-        self._kinds.add(kind)
-        for module, values in zip(modules, before, strict=True):
-            if not _are_same(values, tuple(module.__dict__.values())):
-                self._warn(module, values, kind)
-
-    def _warn(self, module: nn.Module, before: tuple[Any, ...], kind: str) -> None:
-        old = list(before) + [None] * (len(module.__dict__) - len(before))
-        for (name, value), previous in zip(module.__dict__.items(), old, strict=False):
-            key = (type(module).__name__, name)
-            if value is not previous and not _are_same((value,), (previous,)) and key not in self._warned:
-                self._warned.add(key)
-                rank_zero_warn(
-                    f"{self.strategy}: {key[0]}.{name} was assigned on a replica in {kind} and is lost: only "
-                    "the first device's value is kept. Use self.log, a torchmetrics metric, or return it from the step."
-                )
-
-
-def _are_same(values: tuple[Any, ...], others: tuple[Any, ...]) -> bool:
-    """Whether two tuples hold the same objects, or equal ones of simple types.
-
-    Two tensors are never compared by value: to read the result would wait for the device.
-    """
-    return len(values) == len(others) and all(map(_is_same, values, others))
+    modules = [module for replica in replicas.modules()[1:] for module in replica]
+    before = [dict(vars(module)) for module in modules]
+    yield
+    found = {
+        (type(module).__name__, name)
+        for module, held in zip(modules, before, strict=True)
+        for name, value in vars(module).items()
+        # lists of evaluation steps are joined
+        if not _is_same(value, held.get(name)) and not (isinstance(value, list) and step != "training_step")
+    }
+    for owner, name in sorted(found):
+        rank_zero_warn(
+            f"{strategy}: {owner}.{name} was assigned on a replica in {step} and is lost: only the first device's "
+            "value is kept. Use self.log, a torchmetrics metric, or return it from the step."
+        )
 
 
 def _is_same(value: Any, other: Any) -> bool:
+    """Whether two values are one object, or equal ones of a simple type: comparing tensors would wait for a device."""
     if value is other or type(value) is not type(other) or isinstance(value, Tensor):
         return value is other
     if isinstance(value, (list, tuple)):
-        return _are_same(tuple(value), tuple(other))
-    if isinstance(value, dict):
-        return value.keys() == other.keys() and all(_is_same(item, other[key]) for key, item in value.items())
-    try:
-        return bool(value == other)
-    except (RuntimeError, ValueError):
-        return False  # arrays have no single truth value
+        return len(value) == len(other) and all(map(_is_same, value, other))  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]  # of anything
+    return bool(value == other) if isinstance(value, (str, bytes, int, float, complex)) else False

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..core.private import of_torch
+from ..core.internals import storage_use_count
 
 _DATA: Any = torch.Tensor.data
 _USES_OF_OWN = 2
@@ -51,7 +51,7 @@ class HiddenWrites:
 def is_shared(tensor: Tensor) -> bool:
     """Whether anything else holds the memory of a tensor."""
     try:
-        return of_torch.storage_use_count(tensor.untyped_storage()) > _USES_OF_OWN
+        return storage_use_count(tensor.untyped_storage()) > _USES_OF_OWN
     except (AttributeError, NotImplementedError, RuntimeError):  # a layout or a version of torch without such a count
         return True
 

@@ -9,7 +9,7 @@ import functools
 import types
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import is_
 from typing import Any
 
@@ -20,7 +20,6 @@ from torchmetrics import Metric, MetricCollection
 
 from ..core.module_checks import is_compiler
 from ..core.patching import HOOKS
-from ..core.private import of_torch, put
 from ..core.types import StaysOnRoot
 
 
@@ -50,7 +49,6 @@ class ModuleCopy:
         self._new_parameter = new_parameter or self._independent_parameter
         self.pairs: list[tuple[nn.Module, nn.Module]] = []
         self._copies: dict[int, tuple[Any, Any]] = {}  # keeps the originals alive, so that no id is reused
-        self._twins: dict[tuple[str, int], int] = {}  # hooks of the copy by those of the original from the same step
         self._open: set[int] = set()
         self._memo: dict[int, Any] = {}
         with torch.inference_mode(False), torch.no_grad():
@@ -71,44 +69,24 @@ class ModuleCopy:
         elif key not in ("_parameters", "_buffers", "_modules") and not isinstance(value, StaysOnRoot):
             replica.__dict__[key] = self._translated(value)
 
-    def update(self, original: nn.Module, keys: Sequence[str], hooks: Sequence[Sequence[int]]) -> None:
-        """Bring over attributes of a module of the root, and its hooks (see `update_hooks`)."""
+    def update(self, original: nn.Module, keys: Iterable[str]) -> None:
+        """Bring over attributes of a module of the root."""
         replica = self.counterpart(original)
         for key in keys:
             if key in original.__dict__:
                 self.set_attribute(replica, key, original.__dict__[key])
             else:
                 replica.__dict__.pop(key, None)
-        self.update_hooks(original, hooks)
 
-    def pair_hooks(self, original: nn.Module, key: str, added: Sequence[int], first: int) -> None:
-        """Note which of the copy's own hooks, from a number on, belong to hooks that a step added to the original."""
-        own = [number for number in self.counterpart(original).__dict__[key] if number >= first]
-        self._twins.update({(key, number): twin for number, twin in zip(added, own, strict=True)})
-
-    def update_hooks(self, original: nn.Module, before: Sequence[Sequence[int]]) -> None:
-        """Give a copied module the hooks that its original was given, and take those that it has lost.
-
-        Hooks that the copy's own code has registered in a step go with those of the original from the same step; others
-        that it has registered or removed are left alone.
-
-        Args:
-            before: for each of `HOOKS` the numbers of the hooks that the original had when it was last copied.
-        """
+    def update_hooks(self, original: nn.Module) -> None:
+        """Give a copied module the hooks that its original has, with the same numbers."""
         replica = self.counterpart(original)
-        for key, known in zip(HOOKS, before, strict=True):
+        for key in HOOKS:
             hooks, own = original.__dict__[key], replica.__dict__[key]
-            for number in known:
-                if number not in hooks:
-                    own.pop(self._twins.pop((key, number), number), None)
-            own.update({number: self._translated(hook) for number, hook in hooks.items() if number not in known})
-
-    def returned(self, value: Any) -> Any:
-        """Replace references to the copy in a value by references to the root: the way back of `set_attribute`."""
-        back = object.__new__(ModuleCopy)
-        back._places, back._open = {there: here for here, there in self._places.items()}, set()
-        back._copies = {id(made): (made, original) for original, made in self._copies.values()}
-        return back._translated(value)
+            if hooks.keys() != own.keys():
+                kept = {number: own[number] for number in hooks if number in own}
+                own.clear()
+                own.update({number: kept.get(number) or self._translated(hook) for number, hook in hooks.items()})
 
     def copy_tensor(self, original: Tensor) -> Tensor:
         """Copy a parameter or buffer to the device; the same tensor always gets the same copy."""
@@ -133,10 +111,10 @@ class ModuleCopy:
             return self._copy_metric(original)
         if is_compiler(original):
             compiled: Any = original
-            replica = type(compiled)(self._copy_module(of_torch.orig_mod(compiled)), compiled.dynamo_ctx)
+            replica = type(compiled)(self._copy_module(compiled._orig_mod), compiled.dynamo_ctx)
             self._copies[id(original)] = (original, replica)
             return replica
-        replica = of_torch.replicate_for_data_parallel(original)()
+        replica = original._replicate_for_data_parallel()
         del replica.__dict__["_is_replica"]  # replicas here have their own parameters
         for key in [key for key, value in replica.__dict__.items() if isinstance(value, StaysOnRoot)]:
             del replica.__dict__[key]
@@ -193,7 +171,7 @@ class ModuleCopy:
         for original, replica in pairs:
             for key, value in original.__dict__.items():
                 self.set_attribute(replica, key, value)
-            self.update_hooks(original, ((),) * len(HOOKS))
+            self.update_hooks(original)
 
     def _sequence(self, value: Any) -> Any:
         items = [self._translated(item) for item in value]
@@ -256,7 +234,8 @@ def copy_metric(metric: Any, device: torch.device, memo: dict[int, Any]) -> Any:
     replica.reset()
     if isinstance(replica, MetricCollection):
         # every member keeps its own state, which is merged
-        put(replica, enable_compute_groups=False, groups_checked=False)
+        replica._enable_compute_groups = False
+        replica._groups_checked = False
     return replica
 
 

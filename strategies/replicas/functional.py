@@ -13,7 +13,6 @@ import torch
 from lightning_fabric.utilities import move_data_to_device
 from torch import Tensor, nn
 
-from ..batch.evidence import Evidence
 from ..batch.policies import Even
 from ..batch.structure import BatchStructure, num_samples
 from ..core.errors import ConfigError
@@ -62,7 +61,7 @@ def scatter(
     if dim != 0:
         raise ConfigError(f"scatter: dim={dim} is not supported; samples lie along dimension 0. Transpose the batch.")
     devices = [torch.device(device) for device in target_gpus]
-    structure = BatchStructure(evidence=Evidence(((), (0,))))
+    structure = BatchStructure(structures=((), (0,)))
     num = structure.num_samples(inputs)
     if num is None:
         raise ConfigError(f"scatter: a value of type {type(inputs).__name__} has no samples to split. Give a tensor.")

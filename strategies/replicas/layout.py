@@ -20,20 +20,22 @@ from ..batch.policies import Even, Policy, without_single_samples
 from ..batch.results import ResultStructure
 from ..batch.run_structures import RunStructures, dataloader_index
 from ..batch.structure import BatchStructure
+from ..batch.whole.meeting import Seat, seat
+from ..batch.whole.over_batch import end_of_step, ended
 from ..core.devices import is_accelerator
 from ..core.errors import ConfigError
 from ..core.module_checks import (
-    end_of_step,
-    ended,
     has_batchnorm,
+    hooked,
     resting_device,
     verify_shapes,
     verify_takes_batches,
     verify_unscripted,
 )
-from ..core.patching import Replacement, replaced
-from ..core.private import of_lightning
+from ..core.patching import Replacement
 from ..core.types import Batch
+from ._backward import Expect
+from .manual import ManualSteps
 from .runner import CutsReplicas, ReplicaRunner
 
 
@@ -67,13 +69,16 @@ class ReplicaLayout(Layout):
         policy: computes the samples per replica.
         size: number of devices of a replica.
         stages: cuts a replica across its devices; None for one device.
+        expect: called in a backward pass before the sums of gradients reach the root.
     """
 
+    cuts_evaluation = True
     devices: list[torch.device]
     options: ReplicaOptions = field(default_factory=ReplicaOptions)
     policy: Policy = field(default_factory=Even)
     size: int = 1
     stages: CutsReplicas | None = None
+    expect: Expect | None = None
 
     def __post_init__(self) -> None:
         self.blocks = [self.devices[i : i + self.size] for i in range(0, len(self.devices), self.size)]
@@ -82,7 +87,6 @@ class ReplicaLayout(Layout):
         self._has_batchnorm = False
         self._told = WarningCache()
         self._open_batch: Batch = None
-        self._runs = False
         self._module: pl.LightningModule | None = None
         self._forward: Replacement | None = None
         """Stands for the forward of a submodule that is replicated alone."""
@@ -109,34 +113,33 @@ class ReplicaLayout(Layout):
 
     @property
     @override
-    def finishes_later(self) -> bool:
-        return True
+    def cut_by(self) -> str:
+        return f"devices_per_process={len(self.devices)}"
 
     @property
     @override
-    def cut_by(self) -> str:
-        return f"devices_per_process={len(self.devices)}"
+    def cuts_steps(self) -> bool:
+        return self.options.submodule is None
 
     @override
     def verify(self, trainer: pl.Trainer) -> None:
         module, options = trainer.lightning_module, self.options
         verify_takes_batches(trainer, options.strategy, options.instead)
         verify_shapes(module)
-        if trainer.state.fn != TrainerFn.FITTING:
-            return
-        if not module.automatic_optimization:
-            raise ConfigError(self._manual("set automatic_optimization=True"))
+        manual = trainer.state.fn == TrainerFn.FITTING and not module.automatic_optimization
+        if manual and (options.submodule is not None or self.stages is not None):
+            raise ConfigError(
+                f"{options.strategy}: manual optimization needs replicas of the whole module, each on one device. Use "
+                f"{options.instead}, or leave out submodule and model_parallel_size."
+            )
 
     @override
     def verify_optimizer_step(self) -> None:
-        if self._runs:
-            raise ConfigError(self._manual("return the loss from training_step, and let the trainer step"))
-
-    def _manual(self, otherwise: str) -> str:
-        return (
-            f"{self.options.strategy}: manual optimization would step the optimizer once per replica. Use "
-            f"{self.options.instead}, or strategy=single_device, or {otherwise}."
-        )
+        if isinstance(seat(), Seat):
+            raise ConfigError(
+                f"{self.options.strategy}: training_step steps an optimizer, once per replica. Set "
+                "automatic_optimization=False, or return the loss and let the trainer step."
+            )
 
     @override
     def creating(self) -> AbstractContextManager[Any]:
@@ -155,9 +158,12 @@ class ReplicaLayout(Layout):
         verify_unscripted(part)
         root_call = None if part is module else part.forward
         self._runner = ReplicaRunner(
-            part, [block[0] for block in self.blocks], options.threads, options.strategy, root_call, structures.options,
-            self.blocks if self.size > 1 else (), self.stages,
+            part, [block[0] for block in self.blocks], options.threads, options.strategy, root_call, structures.lists,
+            self.blocks if self.size > 1 else (), self.stages, self.expect,
         )  # fmt: skip
+        if trainer.state.fn == TrainerFn.FITTING and not module.automatic_optimization:
+            self._runner.manual = ManualSteps(trainer, options.strategy, self.devices[0])
+            self._runner.manual.reader = self.reader
         if part is not module:
             inputs = structures.of_inputs(type(part).__name__)
             self._forward = Replacement(part, "forward", partial(self._run_submodule, inputs))
@@ -166,8 +172,8 @@ class ReplicaLayout(Layout):
     def verify_loaders(self) -> None:
         loop = self._trainer.fit_loop
         if self._forward is None:
-            self.structures.verify_combined(of_lightning.combined_loader(loop), self._trainer.num_training_batches)
-            self.structures.verify_combined(of_lightning.combined_loader(loop.epoch_loop.val_loop))
+            self.structures.verify_combined(loop._combined_loader, self._trainer.num_training_batches)
+            self.structures.verify_combined(loop.epoch_loop.val_loop._combined_loader)
 
     @override
     def step(self, name: str, *args: Any, **kwargs: Any) -> Any:
@@ -175,12 +181,16 @@ class ReplicaLayout(Layout):
             self._mark_written_in_closure(args[0])
         if self._forward is not None:
             output = getattr(self._module, name)(*args, **kwargs)
-            return ended(self._module, output) if name == "training_step" else output
-        return self._training_step(*args) if name == "training_step" else self._evaluation_step(name, *args)
-
-    @override
-    def finish_backward(self) -> None:
-        self.runner.sum_gradients()
+            output = ended(self._module, output) if name == "training_step" else output
+        elif name == "training_step":
+            output = self._training_step(*args)
+        else:
+            return self._evaluation_step(name, *args)
+        if name != "training_step" or self.runner.manual is not None:
+            return output
+        if isinstance(output, dict) and "loss" in output:
+            return {**output, "loss": self.runner.attach(output["loss"])}
+        return self.runner.attach(output)
 
     @override
     def weights_changed(self) -> None:
@@ -222,17 +232,25 @@ class ReplicaLayout(Layout):
     def _training_step(self, batch: Batch, *rest: Any) -> Any:
         structure, root = self.structures.of_results("training_step"), self.devices[0]
         end = end_of_step(self._module)
-        outputs, sizes = self._run("training_step", batch, rest, 0, None if end is None else structure)
+        manual, options = self.runner.manual is not None, self.options
+        outputs, sizes = self._run("training_step", batch, rest, 0, structure if end or manual else None)
         logs = self.runner.logs  # which a run makes anew where the module has changed
         if end is not None:
             logs.replay(sizes)
             return end(structure.join(outputs, sizes, root))
-        if self.inspect is not None and self.options.loss_reduction == "mean":
-            for output, size in zip(outputs, filter(None, sizes), strict=True):
-                self.inspect(output, size)
+        if self.options.loss_reduction == "sum" and self.runner.has_met:
+            raise ConfigError(
+                f"{self.options.strategy}: over_batch computes the whole batch's value, and loss_reduction=sum would "
+                "add it once per replica. Return a mean, with loss_reduction=mean."
+            )
+        if manual:
+            logs.replay(sizes)
+            return structure.join(outputs, sizes, root)
+        self.reader.scale()
         result = combine_outputs(
-            outputs, sizes, logs, self.options.loss_reduction, self.options.strategy, root, structure, self._told
-        )
+            outputs, self.reader.valued(outputs), sizes, logs, options.loss_reduction, options.strategy, root,
+            structure, self._told, partial(hooked, "on_train_batch_end", self._trainer, by_user=True),
+        )  # fmt: skip
         self.losses = logs.losses
         return result
 
@@ -246,7 +264,7 @@ class ReplicaLayout(Layout):
             )
         results = self.structures.of_results("submodule")
         sizes = results.unequal(self._sizes(num))
-        outputs = self.runner.run("forward", inputs.split((args, kwargs), sizes), sizes, self.states)
+        outputs = self.runner.run("forward", inputs.split((args, kwargs), sizes), sizes)
         return results.join(outputs, sizes, self.devices[0])
 
     def _evaluation_step(self, name: str, batch: Batch, *rest: Any) -> Any:
@@ -271,8 +289,10 @@ class ReplicaLayout(Layout):
         sizes = self._sizes(self._num_samples(batch, structure))
         sizes = sizes if results is None else results.unequal(sizes)
         chunks = structure.split(batch, sizes)
-        with replaced(self, "_runs", True):
-            return self.runner.run(name, [((chunk, *rest), {}) for chunk in chunks], sizes, self.states), sizes
+        reads = name == "training_step" and results is None and self.options.loss_reduction == "mean"
+        reader = self.reader if reads else None
+        arguments = [((chunk, *rest), {}) for chunk in chunks]
+        return self.runner.run(name, arguments, sizes, reader, self.reader.values, dataloader_idx), sizes
 
     @property
     def _trainer(self) -> pl.Trainer:

@@ -6,32 +6,32 @@ The first replica is the root module itself. A refresh copies:
     parameters                           versions; `mark_changed`; `.data` used   one coalesced copy per device
     buffers                              versions, the copy's own too; identity   one coalesced copy per device
     attributes, `training`               values of the modules' `__dict__`        set on the copies
-    hooks                                their numbers                            set on the copies
+    hooks of modules                     their numbers                            set on the copies
     modules or parameters added          identity                                 the copies are rebuilt
 
-A step runs on several replicas, and each does to itself what the step does to the module. So the hooks that a step
-registered and the objects that it made stay each replica's own; numbers, strings and tensors that it assigned become
-those of the first replica that ran, and a replica that had no samples takes everything from the root. Where the root
-has none, `_stand_in.py` does to it what the first one did to itself. Hooks on parameters are the root's alone, which
-gives them the gradients of all replicas.
+Before each step the copies are as the root is. A step runs on several replicas, and each does to itself what the step
+does to the module; what it has done to the root stays. Where the root has no samples it takes over buffers, numbers,
+strings and tensors of the first replica that has. Hooks on parameters are the root's alone, which gives them the
+gradients of all replicas.
 """
 
 import itertools
 from collections.abc import Iterator, Sequence
+from numbers import Number
 from operator import is_
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 from torchmetrics import MetricCollection
 
 from ..core.devices import broadcast_coalesced
+from ..core.errors import ConfigError
 from ..core.module_checks import is_metric
+from ..core.patching import HOOKS, hooks_of, take_hooks
 from ._hidden_writes import HiddenWrites, is_shared
 from ._module_copy import ModuleCopy
-from ._seen import Seen
-from ._stand_in import StandIn
-from ._step_hooks import StepHooks
 
 
 class Replicas:
@@ -102,41 +102,71 @@ class Replicas:
         self._refresh_attributes()
         return False
 
+    def follow(self, updated: Sequence[Tensor] = ()) -> None:
+        """Copy the root's parameters within a step, and which of them are trained.
+
+        Args:
+            updated: those that an optimizer has written to; others are left as they are, since graphs may need them,
+                unless they are known to have changed.
+        """
+        written = set(map(id, updated))
+        known, self._changed = self._changed, {i for i, p in enumerate(self._parameters) if id(p) in written}
+        with torch.inference_mode(False), torch.no_grad():
+            self._refresh_parameters(in_step=True)
+        self._changed = known
+
     def before_step(self, used: Sequence[int]) -> None:
-        """Remember what the root takes over from a replica that runs the first chunk in its place.
+        """Remember what the root takes over from the first replica that has samples.
 
         Args:
             used: the replicas that have samples.
         """
         self._used = list(used)
-        copies = [self._copies[i - 1] for i in used if i > 0]
-        self._hooks = StepHooks(self._modules, self._named, copies, with_root=used[0] == 0)
-        self._stand_in = StandIn(copies[0], self.devices[0]) if used[0] > 0 else None
+        self._first_hook = RemovableHandle.next_id
+        self._before = [] if used[0] == 0 else [module.__dict__.copy() for _, module in self._copies[used[0] - 1].pairs]
 
-    def after_step(self) -> bool:
-        """Note what the step did to the root; where it had no sample, take over what the step did to the first chunk's.
+    def after_step(self) -> None:
+        """Have the root take over what it has missed.
 
         Buffers are those of the training step only, as evaluation changes none.
 
-        Returns:
-            Whether the step registered hooks.
+        Raises:
+            ConfigError: the step registered hooks on some replicas only.
         """
-        hooks, stand_in = self._hooks, self._stand_in
-        registered = hooks.are_registered
+        registered = self._first_hook < RemovableHandle.next_id
         if registered:
-            hooks.verify()
-        taken = hooks.take() if registered else []
-        if stand_in is not None:
-            if self.root.training:
-                with torch.inference_mode(False), torch.no_grad():
-                    _broadcast(self._buffers(self._used[0]), [self._buffers(0)])
-            stand_in.hand_over(everything=registered and stand_in.return_hooks(hooks.first, taken))
-        if registered:
-            hooks.pair()
-        for seen, module in zip(self._seen, self._modules, strict=True):
-            seen.note_step(module)
-        self._idle |= set(range(1, len(self))) - set(self._used)
-        return registered
+            self._verify_hooks()
+        if self._before and self.root.training:
+            with torch.inference_mode(False), torch.no_grad():
+                _broadcast(self._buffers(self._used[0]), [self._buffers(0)])
+        if self._before:
+            # an attribute may say that there are hooks, which the root has none of
+            self._take_over(with_attributes=not registered)
+
+    def _take_over(self, with_attributes: bool) -> None:
+        """Remove from the root the hooks that the first replica has removed, and set the plain values that it has."""
+        for (root, module), before in zip(self._copies[self._used[0] - 1].pairs, self._before, strict=True):
+            for key in HOOKS:
+                hooks, left = root.__dict__[key], module.__dict__[key]
+                for number in [number for number in hooks if number not in left]:
+                    del hooks[number]
+            for key, value in module.__dict__.items() if with_attributes else ():
+                if value is not before.get(key) and key != "_device" and _is_plain(value):
+                    value = value.detach().to(self.devices[0]) if isinstance(value, Tensor) else value
+                    root.__dict__[key] = value
+
+    def _verify_hooks(self) -> None:
+        """Refuse hooks that the step registered on some replicas only: a part of the batch would miss them."""
+        copies = [self._copies[i - 1] for i in self._used if i > 0]
+        for module in self._modules:
+            ran = [self.counterpart(i, module) for i in self._used]
+            for key in HOOKS:
+                _verify_same(type(module).__name__, [len(replica.__dict__[key]) for replica in ran])
+        for (_, name), parameter in zip(self._slots, self._parameters, strict=True):
+            num = sum(number >= self._first_hook for hooks in hooks_of(parameter) for number in hooks)
+            for copy in copies:  # the root's see the gradients of all replicas
+                taken = take_hooks(copy.counterpart(parameter), self._first_hook)
+                _verify_same(f"parameter {name}", [num, max(num, sum(map(len, taken)))])
 
     def _make(self) -> None:
         self._copies = [
@@ -147,7 +177,6 @@ class Replicas:
         self._changed: set[int] = set()
         self._slots = list(_parameter_slots(self._modules))
         self._parameters: list[Any] = [module._parameters[name] for module, name in self._slots]
-        self._named = [(name, parameter) for (_, name), parameter in zip(self._slots, self._parameters, strict=True)]
         self._hidden_writes.close()
         self._hidden_writes = HiddenWrites(self._parameters)
         self._parameter_copies = [[copy.counterpart(p) for p in self._parameters] for copy in self._copies]
@@ -157,21 +186,22 @@ class Replicas:
             (module, name) for module in self._modules for name, buffer in module._buffers.items() if buffer is not None
         ]
         self._buffer_versions = self._versions_of_buffers()
-        self._seen = [Seen(module) for module in self._modules]
+        self._known = [module.__dict__.copy() for module in self._modules]
+        self._note_hooks()
         self._used: list[int] = []
-        self._idle: set[int] = set()
-        self._stand_in: StandIn | None = None
+        self._before: list[dict[str, Any]] = []
+        """What the first replica that has samples held before the step, if that is not the root."""
 
     def _has_new_structure(self) -> bool:
         parameters = [module._parameters.get(name) for module, name in self._slots]
         children = [tuple(module._modules.values()) for module in self._modules]
         return children != self._children or not all(map(is_, parameters, self._parameters))
 
-    def _refresh_parameters(self) -> None:
+    def _refresh_parameters(self, in_step: bool = False) -> None:
         versions = [_version(parameter) for parameter in self._parameters]
-        # what needs no gradient and whose memory others hold, who may write to it
-        shared = {i for i, p in enumerate(self._parameters) if not p.requires_grad and is_shared(p)}
-        marked = self._changed | self._hidden_writes.take() | shared
+        marked = self._changed | self._hidden_writes.take()
+        if not in_step:  # what needs no gradient and whose memory others hold, who may write to it
+            marked |= {i for i, p in enumerate(self._parameters) if not p.requires_grad and is_shared(p)}
         changed = [i for i, version in enumerate(versions) if version != self._versions[i] or i in marked]
         sources = [self._parameters[i] for i in changed]
         _broadcast(sources, [[copies[i] for i in changed] for copies in self._parameter_copies])
@@ -207,22 +237,34 @@ class Replicas:
         self._buffer_versions = self._versions_of_buffers()
 
     def _refresh_attributes(self) -> None:
-        for seen, module in zip(self._seen, self._modules, strict=True):
-            if seen.is_current(module):
+        for i, (module, known) in enumerate(zip(self._modules, self._known, strict=True)):
+            now = module.__dict__
+            if len(now) == len(known) and all(map(is_, now.values(), known.values())) and [*now] == [*known]:
                 continue
-            for i, copy in enumerate(self._copies, start=1):
-                copy.update(module, seen.changed(module, own_step=i not in self._idle), seen.hooks(i in self._idle))
-            seen.refresh(module)
-        self._idle.clear()
+            for copy in self._copies:
+                copy.update(module, [key for key in known.keys() | now.keys() if now.get(key) is not known.get(key)])
+            self._known[i] = now.copy()
+        if RemovableHandle.next_id != self._next_hook or self._num_hooks != [*map(len, self._hooks)]:
+            before = self._hook_numbers
+            self._note_hooks()
+            for i, module in enumerate(self._modules):
+                if self._hook_numbers[i] != before[i]:
+                    for copy in self._copies:
+                        copy.update_hooks(module)
+
+    def _note_hooks(self) -> None:
+        self._hook_numbers = [[tuple(module.__dict__[key]) for key in HOOKS] for module in self._modules]
+        self._hooks = [module.__dict__[key] for module in self._modules for key in HOOKS]
+        self._num_hooks, self._next_hook = [*map(len, self._hooks)], RemovableHandle.next_id
 
 
 def _broadcast(sources: Sequence[Tensor], targets: Sequence[Sequence[Tensor]]) -> None:
     """Copy tensors to the replicas, those of one device together."""
-    for group in by_device(sources):
+    for group in _by_device(sources):
         broadcast_coalesced([sources[i] for i in group], [[target[i] for i in group] for target in targets])
 
 
-def by_device(tensors: Sequence[Tensor]) -> list[list[int]]:
+def _by_device(tensors: Sequence[Tensor]) -> list[list[int]]:
     """Group tensors by their device; a module that is not cut into stages is one group."""
     groups: dict[torch.device, list[int]] = {}
     for i, tensor in enumerate(tensors):
@@ -258,3 +300,20 @@ def _parameter_slots(modules: Sequence[nn.Module]) -> Iterator[tuple[nn.Module, 
             if tensor is not None and id(tensor) not in seen:
                 seen.add(id(tensor))
                 yield module, name
+
+
+def _verify_same(name: str, nums: Sequence[int]) -> None:
+    other = next((num for num in nums if num != nums[0]), None)
+    if other is not None:
+        raise ConfigError(
+            f"After a step that registered hooks a {name} has {nums[0]} on one replica and {other} on another: "
+            "replicas share the lists and dictionaries that a module had before, and a device without samples runs no "
+            "step. Keep each handle in an attribute of its own, or register hooks in __init__, setup or on_fit_start."
+        )
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value can't be written to by those who hold it, or is a tensor."""
+    if isinstance(value, tuple):
+        return all(map(_is_plain, value))
+    return isinstance(value, (str, bytes, Number, Tensor, torch.device, torch.dtype, type(None)))

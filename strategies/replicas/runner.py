@@ -1,7 +1,7 @@
 """Run a module on replicas, one per device of the process: refresh, run, merge metrics, sum gradients."""
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol, TypeAlias
@@ -10,20 +10,23 @@ import torch
 from pytorch_lightning import LightningModule
 from torch import nn
 
-from ..batch.checks.state_watch import StateWatch
-from ..batch.collected import CollectedLists
+from ..batch.evaluation_lists import EvaluationLists
+from ..batch.exact.loss_reader import LossReader
+from ..batch.exact.values import Values
+from ..batch.layout import losses_in
 from ..batch.log_recorder import LogRecorder
+from ..batch.part_metrics import PartMetrics
+from ..batch.whole.meeting import Meeting
 from ..core.devices import is_accelerator
 from ..core.executor import Executor, Piece
+from ..core.internals import dynamo_config
 from ..core.module_checks import is_compiled
-from ..core.private import of_torch
 from ..core.side_streams import from_host
-from ._accumulated_hooks import AccumulatedHooks
-from ._attributes import AttributeWatch
-from ._gradient_sum import GradientSum
-from ._metric_merge import MetricMerger
+from ._attributes import warning_of_lost_attributes
+from ._backward import Expect, ReplicasBackward
+from .manual import ManualSteps
 from .measurement import Measurement, Reading
-from .replicas import Replicas, by_device
+from .replicas import Replicas
 
 Arguments: TypeAlias = tuple[Sequence[Any], dict[str, Any]]
 """Positional and keyword arguments of one call."""
@@ -58,9 +61,10 @@ class ReplicaRunner:
         threads: run the replicas in threads; None decides by the devices.
         strategy: name that begins messages.
         root_call: called on the root instead of its method; None calls the method.
-        batch_dims: the strategy's option, which also tells what steps collect in lists of the module.
+        lists: joins what evaluation steps append to lists of the module.
         blocks: the devices of each replica, where the module is cut into stages; `devices` are the first of each.
         stages: cuts each replica across its block.
+        expect: called in a backward pass before the sums of gradients reach the root.
     """
 
     root: nn.Module
@@ -68,15 +72,21 @@ class ReplicaRunner:
     threads: bool | None = None
     strategy: str = "dp"
     root_call: Callable[..., Any] | None = None
-    batch_dims: Mapping[str, str] = field(default_factory=dict[str, str])
+    lists: EvaluationLists = field(default_factory=EvaluationLists)
     blocks: Sequence[Sequence[torch.device]] = ()
     stages: CutsReplicas | None = None
+    expect: Expect | None = None
 
     def __post_init__(self) -> None:
         self.replicas = Replicas(self.root, self.devices, self.blocks)
         self._executor = Executor(self.threads)
+        self._meets: dict[str, bool] = {}
+        """By method, whether parts met in the first step; what meets runs in order."""
         self._measurement: Measurement | None = None
-        self._collected = CollectedLists(self.root, self.batch_dims, self.strategy)
+        self.has_met = False
+        """Whether the replicas have met in the last step."""
+        self.manual: ManualSteps | None = None
+        """What replicas do together in steps of manual optimization; None in automatic optimization."""
         self._attach()
 
     def measure(self, memory: bool) -> Measurement:
@@ -92,7 +102,13 @@ class ReplicaRunner:
         return self._measurement
 
     def run(
-        self, method: str, arguments: Sequence[Arguments], sizes: Sequence[int], states: StateWatch | None = None
+        self,
+        method: str,
+        arguments: Sequence[Arguments],
+        sizes: Sequence[int],
+        reader: LossReader | None = None,
+        values: Values | None = None,
+        loader: int = 0,
     ) -> list[Any]:
         """Call a method on every replica that has samples.
 
@@ -100,53 +116,48 @@ class ReplicaRunner:
             method: name of the method, `training_step` for example.
             arguments: positional and keyword arguments per replica; tensors are moved to its device.
             sizes: samples per replica; a replica without samples is not called.
-            states: watches what each replica does to itself.
+            reader: reads what each replica's loss divides by; None if the method returns none.
+            values: how what it logs follows from parts.
+            loader: index of the one that the batch is from.
 
         Returns:
             The results of the replicas that were called, in order, each on its own device.
         """
         if self.replicas.refresh():
             self._metrics.close()
-            self._hooks.restore()
+            self._backward.close()
             self._attach()
+        if self.manual is not None:
+            self.manual.attend([self.replicas[i] for i in range(len(self.replicas))], self.replicas.follow, self.attach)
         used = [i for i, size in enumerate(sizes) if size > 0]
         self.replicas.before_step(used)
-        if torch.is_grad_enabled():
-            self._hooks.hold()
-        pieces = [self._piece(i, method, arguments[i], sizes) for i in used]
-        if states is not None:
-            states.begin_call()
-            pieces = [
-                replace(p, call=partial(self._seen, states, i, p.call)) for i, p in zip(used, pieces, strict=True)
-            ]
+        pieces = [self._piece(i, method, arguments[i], sizes, reader) for i in used]
         if self._measurement is not None:
             pieces = self._measured(self._measurement, pieces, used, sizes)
             self._measurement = None
-        self._collected.before_step()
-        try:
-            with self._attributes.watching(method), self.logs.recording(), self._metrics.standing_in():
-                outputs = self._executor.run(pieces)
-            self._collected.after_step(method, [sizes[i] for i in used])
-        except BaseException:
-            self._metrics.discard()
-            raise
-        if self.replicas.after_step() and torch.is_grad_enabled():
-            self._hooks.hold()
-        self._metrics.merge(used, [sizes[i] for i in used], outputs)
+        is_first, lists = method not in self._meets, self._own_lists(method, used, sizes)
+        watching = warning_of_lost_attributes(self.replicas, self.strategy, method) if is_first else nullcontext()
+        recording = self.logs.recording(values or Values(), method, loader)
+        meeting = Meeting(pieces, [sizes[i] for i in used])
+        with watching, recording, self._metrics.counting(), lists, meeting:
+            outputs = self._executor.run(meeting.pieces, self._meets.get(method, True), meeting.state)
+        self.has_met = meeting.has_met
+        self._meets.setdefault(method, meeting.has_met)
+        self.replicas.after_step()
+        losses = [loss for output in outputs for loss in losses_in(output)]
+        self._metrics.merge(used, [sizes[i] for i in used], losses)
         return outputs
 
-    def sum_gradients(self) -> None:
-        """Add the gradients of all replicas to the root's parameters, and call the hooks that see these."""
-        for gradients in self._gradients:
-            gradients.collect()
-        self._hooks.call()
+    def attach(self, loss: Any) -> Any:
+        """Return the loss of the batch as one whose backward pass is that of all replicas."""
+        return self._backward.attach(loss)
 
     def close(self) -> None:
         """Stop the threads and remove the hooks; the root keeps its state."""
         self._executor.shutdown()
-        self._hooks.restore()
-        for gradients in self._gradients:
-            gradients.remove_hooks()
+        if self.manual is not None:
+            self.manual.close()
+        self._backward.close()
         self._metrics.close()
         self.replicas.close()
 
@@ -154,15 +165,12 @@ class ReplicaRunner:
         """Set up metrics, logs and gradient sums for new replicas."""
         if is_compiled(self.replicas.root):
             allow_recompiling(len(set(self.devices)))
-        root, *others = self.replicas.parameters()
-        self._hooks = AccumulatedHooks(root)
-        self._gradients = [
-            GradientSum([root[i] for i in group], [[other[i] for i in group] for other in others])
-            for group in by_device(root)
-        ]
-        self._metrics = MetricMerger(self.replicas, self.strategy)
+        self._backward = ReplicasBackward(self.replicas.parameters(), self.expect)
+        copy_of = self.replicas.counterpart
+        self._metrics = PartMetrics(
+            self.root, len(self.devices), self.strategy, lambda: 0, lambda i, metric: copy_of(i, metric) if i else None
+        )
         self.logs = LogRecorder(self.replicas.modules(), self.devices[0], self._metrics.original)
-        self._attributes = AttributeWatch(self.replicas, self.strategy)
 
     def _measured(
         self, measurement: Measurement, pieces: list[Piece], used: list[int], sizes: Sequence[int]
@@ -177,18 +185,24 @@ class ReplicaRunner:
             measured.append(replace(piece, call=call))
         return measured
 
-    def _piece(self, i: int, method: str, arguments: Arguments, sizes: Sequence[int]) -> Piece:
+    def _piece(
+        self, i: int, method: str, arguments: Arguments, sizes: Sequence[int], reader: LossReader | None
+    ) -> Piece:
         device = self.devices[i]
         if device != self.devices[0] or is_accelerator(device):  # a batch may be on the host
             arguments = from_host(arguments, device)
         call = self.root_call if i == 0 and self.root_call is not None else getattr(self.replicas[i], method)
+        call = call if reader is None else reader.reading(call, sizes[i])
         name = f"chunk {i + 1} of {len(sizes)}, {sizes[i]} of {sum(sizes)} samples,"
         call = partial(self.logs.run, i, partial(call, *arguments[0], **arguments[1]))
         return Piece(device, name, call if self.stages is None else partial(self._call_on_block, i, call))
 
-    def _seen(self, states: StateWatch, i: int, call: Callable[[], Any]) -> Any:
-        with states.part(self.replicas[i], by_assignment=False):  # `AttributeWatch` tells of those
-            return call()
+    def _own_lists(self, method: str, used: Sequence[int], sizes: Sequence[int]) -> AbstractContextManager[None]:
+        if method not in ("validation_step", "test_step"):
+            return nullcontext()
+        return self.lists.of_replicas(
+            [*map(self.replicas.__getitem__, range(len(sizes)))], used, [sizes[i] for i in used]
+        )
 
     def _call_on_block(self, i: int, call: Callable[[], Any]) -> Any:
         assert self.stages is not None
@@ -198,5 +212,5 @@ class ReplicaRunner:
 
 def allow_recompiling(num_devices: int) -> None:
     """Raise torch's limit of compilations, since a function is compiled for each device."""
-    known = of_torch.dynamo_config()
+    known = dynamo_config()
     known.recompile_limit = max(known.recompile_limit, _COMPILATIONS * num_devices)

@@ -13,19 +13,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-
-from ..core.errors import ConfigError
-from ..core.private import of_torch, put
-from ..core.private.of_torch import (
+from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensor,
     FakeTensorMode,
-    TorchDispatchMode,
     UnsupportedFakeTensorException,
-    tree_flatten,
-    tree_map_only,
 )
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map_only
+
+from ..core.errors import ConfigError
 from ..core.rng import generator_state, swapped_generator
 from .refusals import without_values
 
@@ -45,7 +43,7 @@ class _View:
 
     @property
     def key(self) -> int:
-        return of_torch.cdata(self.storage)
+        return self.storage._cdata
 
     @property
     def is_whole(self) -> bool:
@@ -81,12 +79,12 @@ class DeferredTensors(TorchDispatchMode):
         self._devices: dict[int, torch.device] = {}
 
     def __enter__(self) -> "DeferredTensors":
-        self._own_apply = of_torch.apply(nn.Module)
-        put(nn.Module, apply=_apply_anew)
+        self._own_apply = nn.Module._apply
+        nn.Module._apply = _apply_anew  # pyright: ignore[reportAttributeAccessIssue]
         return super().__enter__()
 
     def __exit__(self, *exc: Any) -> None:
-        put(nn.Module, apply=self._own_apply)
+        nn.Module._apply = self._own_apply
         super().__exit__(*exc)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -95,13 +93,13 @@ class DeferredTensors(TorchDispatchMode):
         deferred = [tensor for tensor in given if isinstance(tensor, FakeTensor)]
         if deferred:
             device = self._devices[_view(deferred[0]).key]
-        elif not given and "device" in {argument.name for argument in of_torch.schema(func).arguments}:
+        elif not given and "device" in {argument.name for argument in func._schema.arguments}:
             device = torch.device(kwargs.get("device") or "cpu")
             if device.type == "meta" or _numel(func, args, kwargs) < LARGE:
                 return func(*args, **kwargs)
         else:
             return func(*args, **kwargs)
-        if func is of_torch.local_scalar_dense.default:
+        if func is torch.ops.aten._local_scalar_dense.default:
             return func(self.value(args[0]))  # the number decides what the module does next
         return self._record(func, args, kwargs, device, given)
 
@@ -120,7 +118,7 @@ class DeferredTensors(TorchDispatchMode):
             ) from exc
         outputs = [_view(tensor) for tensor in _tensors(output)]
         new = [view for view in outputs if view.key not in self._devices]
-        if new or of_torch.schema(func).is_mutable:
+        if new or func._schema.is_mutable:
             self._operations.append(_Operation(func, _kept(args), _kept(kwargs), outputs, device, random))
         self._devices.update({view.key: device for view in new})
         return output
@@ -211,15 +209,15 @@ _WHOLE = ("uniform_", "normal_", "zero_", "fill_", "copy_", "bernoulli_", "expon
 
 def _overwrites(operation: _Operation) -> bool:
     """Whether nothing remains of what its outputs held before."""
-    if not of_torch.schema(operation.function).is_mutable:
+    if not operation.function._schema.is_mutable:
         return True
-    name = of_torch.schema(operation.function).name.rpartition("::")[2]
+    name = operation.function._schema.name.rpartition("::")[2]
     return name in _WHOLE and operation.outputs[0].is_whole
 
 
 def _overwritten(operation: _Operation) -> set[int]:
     """The storages that an operation is given, but does not read."""
-    in_place = of_torch.schema(operation.function).is_mutable and _overwrites(operation)
+    in_place = operation.function._schema.is_mutable and _overwrites(operation)
     return {view.key for view in operation.outputs} if in_place else set()
 
 

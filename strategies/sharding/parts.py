@@ -4,9 +4,9 @@ from collections import Counter
 from collections.abc import Sequence
 
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..core.errors import ConfigError, verify_submodules
-from ..core.private.of_torch import BatchNorm
 
 SMALLEST = 0.01
 """Fraction of a module's bytes below which a part is gathered with the root's own parameters."""
@@ -32,7 +32,7 @@ def automatic_parts(module: nn.Module, candidates: Sequence[str]) -> list[str]:
         for name, parameters in owned
         if parameters
         and type(module.get_submodule(name)).forward is not nn.Module.forward
-        and not isinstance(module.get_submodule(name), BatchNorm)
+        and not isinstance(module.get_submodule(name), _BatchNorm)
         and not any(id(p) in tied for p in parameters)
         and sum(p.nbytes for p in parameters) >= SMALLEST * total
     ]

@@ -1,6 +1,6 @@
 """Refuse what can't be trained exactly where each rank has a shard of each parameter."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from pytorch_lightning.callbacks import ModelPruning
@@ -21,34 +21,26 @@ DIFFERENTIATED = (
     "gathered for its own forward only, set strategy.shard=[], which gathers all for the step."
 )
 
-PICKLED = (
-    "fsdp: a parameter, a gradient or a state of an optimizer is saved or sent (torch.save, pickle), but this rank has "
-    "only a shard of it. Call trainer.save_checkpoint on all ranks, or save tensor.full_tensor(), which all ranks must "
-    "call."
-)
-
-OF_ELEMENTS = (
-    "fsdp: torch.tensor([...]) was given elements of a parameter, which torch reads without gathering it. Call .item() "
-    "on each, or torch.stack on all."
-)
-
-SHARES_MEMORY = (
-    "fsdp: a hook has set parameter.data to a tensor that is still used elsewhere. On one device training would change "
-    "both, but here the parameter is cut over the ranks. Call parameter.data.copy_(tensor) instead."
-)
-
-ASSIGNED = (
-    "fsdp: a step has set the data of a parameter that was taken from the module before the step, while the module has "
-    "the gathered one in its place. Set that of the module's own (self.layer.weight.data = tensor), or call "
-    "parameter.data.copy_(tensor)."
+NUMPY = (
+    "fsdp: a step made a numpy array of a gathered parameter, whose memory can't be released while the array may use "
+    "it. Call parameter.detach().clone().numpy() instead."
 )
 
 
-def verify_shape(attribute: str, tensor: Tensor, value: Tensor) -> None:
+def needs_whole(call: str) -> str:
+    """Say that a call needs what this rank does not have."""
+    return (
+        f"fsdp: `{call}` is called with a parameter, gradient or optimizer state, of which this rank has only a "
+        "shard. Call it with tensor.full_tensor(), on all ranks; write by tensor.copy_(values), save by "
+        "trainer.save_checkpoint, or choose strategy=ddp."
+    )
+
+
+def verify_shape(tensor: Tensor, value: Tensor) -> None:
     """Refuse values of another shape for what is cut over the ranks."""
     if value.shape != tensor.shape:
         raise ConfigError(
-            f"fsdp: parameter.{attribute} has the shape {tuple(tensor.shape)}, but was set to a tensor of the shape "
+            f"fsdp: parameter.data has the shape {tuple(tensor.shape)}, but was set to a tensor of the shape "
             f"{tuple(value.shape)}. A parameter that is cut over the ranks keeps its shape; change it in __init__ or "
             "configure_model."
         )
@@ -62,16 +54,6 @@ def refuse_unreduced(names: Sequence[str]) -> None:
             "them by self.manual_backward(loss), which averages them over the ranks; if its loss has gradients of "
             "torch.autograd.grad in it, set strategy.shard=[]. Or set strategy=single_device."
         )
-
-
-def refuse_other_calls(step: str, called: Mapping[int, str]) -> None:
-    """Refuse a step in which ranks call different parts, of which these are the next ones by rank."""
-    told = ", ".join(f"rank {rank} {name}" for rank, name in called.items())
-    raise ConfigError(
-        f"fsdp: ranks call other parts of the module in {step}, or one more often than another (next: {told}). "
-        "Each call gathers the part from all of them. Let them decide alike (by random numbers of one seed, not by "
-        "their samples), or set strategy.shard=[], which gathers all once for the step."
-    )
 
 
 def refuse_sparse(name: str) -> None:

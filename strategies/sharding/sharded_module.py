@@ -1,9 +1,11 @@
 """A module whose parameters are cut over the ranks, and gathered part by part when they are used."""
 
 import sys
+import warnings
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any, Literal, cast
 
 import torch
@@ -16,11 +18,11 @@ from torch.utils.hooks import RemovableHandle
 
 from ..core.devices import buckets, flattened, unflattened
 from ..core.errors import ConfigError
+from ..core.internals import keys_of_fully_shard
 from ..core.options import Count
-from ..core.patching import replaced
-from ..core.private import of_torch, put
-from ._fsdp2 import RootState, forget_sharding, set_local_part
-from .refusals import refuse_assigned, refuse_copy, refuse_unreduced, verify_dtypes, verify_kept
+from ..core.patching import Replacement, replaced
+from .gathered import Gathered
+from .refusals import refuse_assigned, refuse_copy, refuse_sparse, refuse_unreduced, verify_dtypes
 from .whole import put_together
 
 _KEY = "evener_shards"
@@ -40,6 +42,20 @@ class ShardOptions:
     replicas: Count = 1
 
 
+class _Root(nn.Module):
+    """Runs a step of a module as its forward, around which torch gathers and reduces what is in no part.
+
+    A LightningModule is not called as a whole: a step calls its parts, in any way it likes, and perhaps itself.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, step: Callable[[], Any]) -> Any:
+        return step()
+
+
 class ShardedModule:
     """Cuts the parameters of a module in place.
 
@@ -47,41 +63,56 @@ class ShardedModule:
         module: the module, with the same values on all ranks.
         names: parts that are gathered one by one, each after the parts within it.
         mesh: the ranks; two dimensions replicate over the first.
+        device: of this rank.
         keeps: keep the whole parameters, for a script that goes on with them; see `put_together`.
     """
 
     def __init__(
-        self, module: nn.Module, names: Sequence[str], mesh: DeviceMesh, options: ShardOptions, keeps: bool
+        self,
+        module: nn.Module,
+        names: Sequence[str],
+        mesh: DeviceMesh,
+        device: torch.device,
+        options: ShardOptions,
+        keeps: bool,
     ) -> None:
         self.module = module
         self._options = options
-        self.group = mesh.get_group("shard")
-        """The ranks that each parameter is cut over."""
-        self.in_step = self._is_written = False
+        self.in_step = self._is_written = self._is_converted = False
+        self._is_announced = True
+        """Whether a backward pass may have gradients: its loss is weighted by the rank's samples."""
+        self._used: set[int] = set()
+        self.note: Callable[[str, Tensor], None] = lambda name, value: None
+        """Receives the name and the value of a gathered parameter that was written to."""
         self._before = dict(module.named_parameters(remove_duplicate=False)) if keeps else {}
         self._hooks = range(RemovableHandle.next_id, RemovableHandle.next_id)
         verify_dtypes(module, names)
+        parts = [module.get_submodule(name) for name in names]
+        hooks = [(p._backward_hooks, p._post_accumulate_grad_hooks) for p in module.parameters()]
+        self._gathered: dict[nn.Module, list[Gathered]] = {part: [] for part in parts}
         on_cpu = mesh.device_type == "cpu"  # there is nothing to pin for there
         offload = CPUOffloadPolicy(pin_memory=not on_cpu) if options.cpu_offload else OffloadPolicy()
-        parts = [module.get_submodule(name) for name in names]
-        hooks = [(of_torch.backward_hooks(p), of_torch.post_accumulate_grad_hooks(p)) for p in module.parameters()]
-        for part in parts:
-            again = options.reshard_after_forward
-            fully_shard(part, mesh=mesh, offload_policy=offload, reshard_after_forward=again)
-        fully_shard(module, mesh=mesh, offload_policy=offload)
+        root = _Root(module)
+        for part in (*parts, root):
+            move(part, device)
+            scalars = {parameter for parameter in part.parameters() if not parameter.dim()}  # torch can't cut them
+            again = None if part is root else options.reshard_after_forward  # torch keeps the root's own by itself
+            part.register_forward_hook(self._put_back)
+            fully_shard(part, mesh=mesh, offload_policy=offload, ignored_params=scalars, reshard_after_forward=again)
+        self._root = cast(Any, root)
         for parameter, (backward, accumulated) in zip(module.parameters(), hooks, strict=True):
-            put(parameter, backward_hooks=backward, post_accumulate_grad_hooks=accumulated)
-        for part in (module, *parts):
+            parameter._backward_hooks = backward
+            parameter._post_accumulate_grad_hooks = accumulated
+        for part in parts:
             setattr(type(part), "__deepcopy__", refuse_copy)  # noqa: B010  # a class that `fully_shard` has made
+        for part in (module, *parts):
             part.register_load_state_dict_pre_hook(refuse_assigned)
-        vars(module)[_KEY] = self
-        root = cast(FSDPModule, module)
+        vars(module).update({_KEY: self, "__deepcopy__": partial(refuse_copy, module)})
+        self._conversion = Replacement(module, "_apply", self._convert)
         # gloo has no mean; a group must take part with the same parameters on all ranks
-        root.set_force_sum_reduction_for_comms(on_cpu)
-        root.set_reduce_scatter_unused_params(True)
-        self._state = RootState(module)
+        self._root.set_force_sum_reduction_for_comms(on_cpu)
+        self._root.set_reduce_scatter_unused_params(True)
         self._gather_alone()
-        self._dtypes = [parameter.dtype for parameter in self.parameters]
 
     def verify_same(self, options: ShardOptions) -> None:
         """Refuse to go on with a module that was cut in another way than is asked for now.
@@ -105,68 +136,98 @@ class ShardedModule:
         def allocated(tensor: Tensor) -> Tensor:
             return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor
 
-        of_torch.apply(self.module)(allocated)
+        self.module._apply(allocated)
 
     def prime(self) -> None:
         """Gather each part once: memory that is first allocated in inference mode could not be trained with."""
-        self._state.prime()
-        with torch.inference_mode(False):
-            for module in self.module.modules():
-                if isinstance(module, FSDPModule):
-                    module.unshard()
-                    module.reshard()
+        names = {id(parameter): name for name, parameter in self.module.named_parameters()}
+        self._scalars = [parameter for parameter in self.module.parameters() if not parameter.dim()]
+        with torch.inference_mode(False), torch.no_grad():
+            self._root(lambda: None)  # torch finds out here what is in which part
+            self._root.reshard()
+            for part in self._root.modules():
+                if isinstance(part, FSDPModule):
+                    shards = list(cast(nn.Module, part).parameters())
+                    part.unshard()
+                    pairs = zip(shards, cast(nn.Module, part).parameters(), strict=True)
+                    self._gathered[cast(nn.Module, part)] = [
+                        Gathered.of(whole, shard, names[id(shard)]) for shard, whole in pairs if whole is not shard
+                    ]
+                    part.reshard()
+        self.parameters: list[nn.Parameter] = [gathered.shard for gathered in self.gathered]
+        """The shards, also while the module has gathered parameters in their places."""
+        self._dtypes = [parameter.dtype for parameter in self.parameters]
+        for gathered in self.gathered:
+            if gathered.is_floating_point() or gathered.is_complex():
+                gathered.requires_grad_().register_post_accumulate_grad_hook(self._note_use)
+        self.follow_flags()
         self._hooks = range(self._hooks.start, RemovableHandle.next_id)
+
+    @property
+    def gathered(self) -> list[Gathered]:
+        """The gathered parameters; torch uses the same ones again, without memory in the meantime."""
+        return [gathered for part in self._gathered.values() for gathered in part]
+
+    def _convert(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> nn.Module:
+        """Convert the module (`.to()`) so that torch learns of its new shards."""
+        if self._is_converted:
+            return own(*args, **kwargs)
+        with replaced(self, "_is_converted", True):
+            self._root._apply(*args, **kwargs)
+        return self.module
 
     def _gather_alone(self) -> None:
         """Gather the root's parameters when the module itself is called outside of a step, in a hook of a callback."""
 
         def before(module: nn.Module, args: Any) -> None:
             if not self.in_step:
-                self._state.begin_forward()
+                self._root.unshard()
 
         def after(module: nn.Module, args: Any, output: Any) -> None:
             if not self.in_step:
-                self._state.end_forward(output)
-                if not torch.is_grad_enabled():
+                if torch.is_grad_enabled():
+                    self._announce_backward(output)
+                else:
                     self.release()
 
         self.module.register_forward_pre_hook(before, prepend=True)
         self.module.register_forward_hook(after, always_call=True)
 
-    @contextmanager
-    def step(self, backward_follows: bool) -> Generator[None]:
-        """Gather the root's own parameters for a step.
+    def run(self, step: Callable[[], Any], backward_follows: bool) -> Any:
+        """Run a step, for which the root's own parameters are gathered.
 
         Args:
             backward_follows: keep them for a backward pass after the step, at whose end they are released.
         """
-        verify_kept(self._state.replaced)
-        self.in_step = True
-        self._announce(False)
-        self._state.begin_forward()
+        self.release()
+        output: list[Any] = []
+        self.in_step, self._is_announced = True, False
         try:
-            yield
+            self._root(lambda: output.append(step()))
         finally:
-            self.in_step = False
-            self._announce(True)
-        self._state.end_forward(None)
+            self.in_step, self._is_announced = False, True
+        self.put_back()
         if not backward_follows:
             self.release()
+        return output[0]
 
     def release(self) -> None:
         """Release all that is gathered, also parts that are kept after their forward: outside of a step there are
         shards only, which callbacks may change and checkpoints contain."""
-        self._state.release()
+        self.put_back()
+        self._root.reset_iter_state()
 
-    def note_writes(self, note: Callable[[str, Tensor], None]) -> None:
-        """Have a function receive what steps write to gathered parameters."""
-        for group in self._state.groups:
-            group.note = note
+    def put_back(self) -> None:
+        """Give the shards what was written to parameters that are gathered still."""
+        for part in self._gathered:
+            self._put_back(part)
 
-    def note_open_writes(self) -> None:
-        """Note what a step has written to parameters that stay gathered until its backward pass ends."""
-        for group in self._state.groups:
-            group.note_writes()
+    def _put_back(self, part: nn.Module, *_: Any) -> None:
+        """Give the shards of a part what was written to it: a hook that runs before torch releases it."""
+        for gathered in self._gathered.get(part, ()):
+            if gathered.is_written:
+                self.note(gathered.key, gathered)
+                gathered.put_back()
 
     def verify_reduced(self) -> None:
         """Refuse gradients of this rank's own, before an optimizer steps without them.
@@ -174,32 +235,44 @@ class ShardedModule:
         Raises:
             ConfigError: there are some.
         """
-        refuse_unreduced([name for group in self._state.groups for name in group.unreduced()])
+        refuse_unreduced([gathered.key for gathered in self.gathered if gathered.own_grad is not None])
 
     def begin_backward(self, loss: Tensor) -> None:
         """Have the gradients that are left at the end of the loss's backward pass reduced."""
-        self._announce(True)
-        for group in self._state.groups:
-            group.used.clear()
+        self._is_announced = True
+        self.put_back()
         if loss.requires_grad:
-            loss.register_hook(self._state.begin_backward)
+            self._announce_backward(loss)
+        for gathered in self.gathered:
+            gathered.in_backward = True
+
+    def _announce_backward(self, output: Any) -> None:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "FSDP2-wrapped module", UserWarning)  # nobody writes to the loss
+            self._root(lambda: output)
 
     def finish_backward(self) -> None:
         """Note that the backward pass has ended."""
-        self._announce(not self.in_step)
+        self._is_announced = not self.in_step
+        for gathered in self.gathered:
+            gathered.in_backward = False
 
-    def _announce(self, is_announced: bool) -> None:
-        for group in self._state.groups:
-            group.is_announced = is_announced
+    def _note_use(self, gathered: Any) -> None:
+        """Note that a parameter has a gradient, which torch will reduce: a hook of the gathered one."""
+        if gathered.grad.layout is not torch.strided:
+            refuse_sparse(gathered.key)
+        if not self._is_announced:
+            refuse_unreduced([gathered.key])
+        self._used.add(id(gathered))
 
     def keep_root(self, keep: bool) -> None:
         """Keep the root's own parameters after a backward pass: a step with several goes on with them."""
-        cast(FSDPModule, self.module).set_reshard_after_backward(not keep, recurse=False)
+        self._root.set_reshard_after_backward(not keep, recurse=False)
 
     def follow_flags(self) -> None:
         """Freeze and unfreeze what is gathered as its shards are."""
-        for group in self._state.groups:
-            group.follow_flags()
+        for gathered in self.gathered:
+            gathered.requires_grad_(gathered.shard.requires_grad)
 
     @contextmanager
     def written(self) -> Generator[None]:
@@ -211,62 +284,106 @@ class ShardedModule:
             yield
             return
         with replaced(self, "_is_written", True):
-            for group in self._state.groups:
-                group.put_back()
+            self.put_back()
             yield
-        self._state.gather_again()
+        self._root.reset_iter_state()
+        self._root.unshard()
+
+    @torch.no_grad()
+    def reduce_scalars(self, all_reduce: Callable[[Tensor], None]) -> None:
+        """Average the gradients of the parameters that every rank has whole; one that no rank has used has none.
+
+        Args:
+            all_reduce: sums a tensor over the ranks, in place.
+        """
+        trained = [parameter for parameter in self._scalars if parameter.requires_grad]
+        if not trained:
+            return
+        own = [p.new_zeros((), dtype=torch.float64) if p.grad is None else p.grad.double() for p in trained]
+        used = own[0].new_tensor([p.grad is not None for p in trained])
+        sums = torch.cat([torch.stack(own), used])
+        all_reduce(sums)
+        for i, parameter in enumerate(trained):
+            if parameter.grad is not None or sums[len(trained) + i]:
+                parameter.grad = (sums[i] / dist.get_world_size()).to(parameter.dtype)
 
     @contextmanager
     def without_reduction(self) -> Generator[None]:
         """Accumulate gradients on each rank inside the block."""
-        root = cast(FSDPModule, self.module)
-        root.set_requires_gradient_sync(False)
+        self._root.set_requires_gradient_sync(False)
         try:
             yield
         finally:
-            root.set_requires_gradient_sync(True)
+            self._root.set_requires_gradient_sync(True)
 
     def recover(self) -> None:
-        """Release everything after a failure within a step."""
-        cast(FSDPModule, self.module).reset_iter_state()
+        """Release everything after a failure within a step, unless the failure was that it can't be released."""
+        with suppress(RuntimeError):
+            self._root.reset_iter_state()
 
     def reduce_accumulated(self) -> None:
         """Reduce the gradients that were accumulated without; gradients that are added later do not change these."""
-        self._state.finish_backward()
-
-    def assign(self, tensor: Any, value: Any) -> None:
-        """Give a shard the memory of another one, as `tensor.data = value` does with whole tensors."""
-        if not any(group.assign(tensor, value) for group in self._state.groups):
-            set_local_part(tensor, value)
+        with torch.enable_grad():
+            nothing = torch.zeros((), requires_grad=True) * 1
+        self.begin_backward(nothing)
+        nothing.backward()
+        self.finish_backward()
+        self.release()
 
     def put_together(self, optimizers: Sequence[Optimizer], is_first: bool) -> None:
         """Make the module whole again on rank 0, which hands it back to a script; all ranks must call this."""
         put_together(self.module, self._before, optimizers, is_first)
+        self._conversion.remove()
         for part in self.module.modules():
-            forget_sharding(part)
+            _forget_sharding(part)
             for hooks in [value for key, value in vars(part).items() if key.endswith("_hooks")]:
                 for number in self._hooks:
                     hooks.pop(number, None)
-        del vars(self.module)[_KEY]
+        for key in (_KEY, "__deepcopy__"):
+            del vars(self.module)[key]
 
-    @property
-    def parameters(self) -> list[nn.Parameter]:
-        """The shards, also while the module has gathered parameters in their places; group by group."""
-        return [parameter for group in self._state.groups for parameter in group.parameters]
-
-    def unused(self) -> dict[str, nn.Parameter]:
-        """The trained parameters, by name, that had no gradient on this rank in the last backward pass."""
-        return {
-            name: parameter
-            for group in self._state.groups
-            for i, (name, parameter) in enumerate(zip(group.names, group.parameters, strict=True))
-            if parameter.requires_grad and i not in group.used
+    def take_unused(self) -> dict[str, nn.Parameter]:
+        """The trained parameters, by name, that had no gradient on this rank since this was last asked for."""
+        unused = {
+            gathered.key: gathered.shard
+            for gathered in self.gathered
+            if gathered.shard.requires_grad and id(gathered) not in self._used
         }
+        self._used.clear()
+        return unused
 
 
 def sharded(module: nn.Module) -> ShardedModule | None:
     """What has cut a module, or None."""
     return vars(module).get(_KEY)
+
+
+def _forget_sharding(part: nn.Module) -> None:
+    """Give a module its own class again, and take away what `fully_shard` has noted on it and its parameters."""
+    if isinstance(part, FSDPModule):
+        part.__class__ = type(part).__bases__[1]  # `fully_shard` has made a class of both
+    for key in keys_of_fully_shard():
+        vars(part).pop(key, None)
+    for parameter in part.parameters(recurse=False):
+        vars(parameter).pop("_fsdp_orig_uid", None)
+
+
+def move(module: nn.Module, device: torch.device) -> None:
+    """Put new parameters and buffers, on a device, in the place of others, tied ones once.
+
+    Torch's FSDP would set `tensor.data`, which it refuses for devices of other makers (PrivateUse1).
+    """
+    moved: dict[int, Any] = {}
+    for part in module.modules():
+        for kind in (part._parameters, part._buffers):
+            for name, tensor in kind.items():
+                if tensor is None or tensor.device == device or tensor.is_meta:
+                    continue
+                if id(tensor) not in moved:
+                    new = tensor.detach().to(device)
+                    is_parameter = isinstance(tensor, nn.Parameter)
+                    moved[id(tensor)] = nn.Parameter(new, tensor.requires_grad) if is_parameter else new
+                kind[name] = moved[id(tensor)]
 
 
 @torch.no_grad()

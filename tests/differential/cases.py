@@ -164,7 +164,7 @@ def simpler(value: Any) -> list[Any]:
             continue
         found.append(replace(value, **{field.name: default}))
         if is_dataclass(mine) or isinstance(mine, tuple):
-            found += [replace(value, **{field.name: one}) for one in simpler(mine)]
+            found += [replace(value, **{field.name: one}) for one in simpler(mine) if one or not default]
     return found
 
 

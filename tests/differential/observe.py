@@ -56,8 +56,12 @@ class Failure:
 
     @property
     def refuses(self) -> bool:
-        """Whether it is a refusal: such a sentence before the first step, or at the start of a test or a prediction."""
-        return self.says_why and (self.num_steps == 0 or self.phase not in ("fit", "save"))
+        """Whether it is a refusal: such a sentence before the first step, or at the start of a test or a prediction.
+
+        A result that can't be joined over the parts of a batch is refused where it is read, in whichever step.
+        """
+        at_the_start = self.says_why and (self.num_steps == 0 or self.phase not in ("fit", "save"))
+        return at_the_start or self.kind == "NoValueError"
 
 
 @dataclass

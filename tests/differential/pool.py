@@ -11,6 +11,7 @@ import os
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -28,10 +29,11 @@ class Group:
     Args:
         size: number of processes.
         timeout_s: seconds that a case may take.
+        function: what the processes call with each job that is sent to them; None: `observe`.
     """
 
-    def __init__(self, size: int, timeout_s: float = 30.0) -> None:
-        self.size, self.timeout_s = size, timeout_s
+    def __init__(self, size: int, timeout_s: float = 30.0, function: Callable[..., Any] | None = None) -> None:
+        self.size, self.timeout_s, self.function = size, timeout_s, function
         self.processes: list[Any] = []
         self.connections: list[Connection] = []
         self.store: TCPStore | None = None
@@ -44,7 +46,9 @@ class Group:
         for rank in range(self.size):
             ours, theirs = context.Pipe()
             env = _environment(rank, self.size, self.store.port) if self.store is not None else {}
-            process = context.Process(target=_serve, args=(theirs, env, f"{self.log}/{rank}"), daemon=True)
+            process = context.Process(
+                target=_serve, args=(theirs, env, f"{self.log}/{rank}", self.function), daemon=True
+            )
             process.start()
             theirs.close()
             self.processes.append(process)
@@ -110,22 +114,23 @@ def _environment(rank: int, size: int, port: int) -> dict[str, str]:
     }  # fmt: skip
 
 
-def _serve(connection: Connection, env: dict[str, str], log: str) -> None:
+def _serve(connection: Connection, env: dict[str, str], log: str, function: Callable[..., Any] | None) -> None:
     os.environ.update(env)
     with open(log, "w", buffering=1) as out:
         os.dup2(out.fileno(), 1)
         os.dup2(out.fileno(), 2)
         torch.set_num_threads(1)
         multiprocessing.set_start_method(None, force=True)
-        from .observe import observe
+        if function is None:
+            from .observe import observe as function
 
         while True:
             try:
-                case, spread, folder = connection.recv()
+                job = connection.recv()
             except EOFError:
                 return
             faulthandler.dump_traceback_later(15, file=sys.stderr)
-            observed = observe(case, spread, folder)
+            observed = function(*job)
             faulthandler.cancel_dump_traceback_later()
             connection.send(observed)
 

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, assume, given, seed, settings
 from hypothesis import strategies as st
 
-from .cases import Case, Options, Spread, brief
+from .cases import Case, Optimization, Options, Spread, brief
 from .draw import CASES, SPREADS
 from .hunting import Hunt
 from .settled import settled
@@ -64,6 +64,12 @@ def test_callbacks_read_values_of_all_ranks_in_the_first_step_after_a_restart(hu
     """Lightning's loop, which runs this step, called `on_train_batch_end` before the ranks had met."""
     spread = Spread("ddp", 2, (("batch_size_is", "global"), ("timeout_s", 6)))
     verdict = hunt.judge(Case(options=Options(max_steps=3), resume_after=1), spread)
+    assert verdict.word == "equal", verdict.reason
+
+
+def test_toggled_optimizers_may_share_a_graph_under_dp(hunt: Hunt) -> None:
+    # The replicas' copies of what was toggled off were written to while the graph of the second backward needed them.
+    verdict = hunt.judge(Case(optimization=Optimization(optimizer="manual_toggle")), Spread("dp", 3))
     assert verdict.word == "equal", verdict.reason
 
 

@@ -174,7 +174,8 @@ def _healthy(folder: str) -> dict[str, Any]:
     trainer.fit(Counting(), DataLoader(Numbered(210), 1))
     for name, function in originals.items():
         setattr(dist, name, function)
-    found["counted"] = (Counting.at[2], Counting.at[-1], len(Counting.at))  # the second step compares states
+    looks = len(Counting.at) - 105  # at a few samples, on rank 0
+    found["counted"] = (Counting.at[looks + 2], Counting.at[-1], looks)  # the second step compares states
 
     return found
 
@@ -183,8 +184,8 @@ def test_ranks_stop_early_together_and_ordinary_steps_communicate_gradients_only
     first, second = run_ranks(_healthy, 2, str(tmp_path), timeout_s=300)
     assert first["stopped at"] == second["stopped at"] == 3
     for rank in (first, second):
-        before, after, num_steps = rank["counted"]
-        assert num_steps == 105
+        before, after, num_looks = rank["counted"]
+        assert num_looks == 0 or 5 <= num_looks <= 10
         assert before == after, "a collective was added to ordinary steps"
 
 

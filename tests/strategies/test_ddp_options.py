@@ -150,10 +150,8 @@ def _train_all() -> dict[str, Any]:
     found["auto"] = {**outcome(module, trainer), "shares": strategy.controller.shares}
     fit(DDPStrategy(timeout_s=120), 2, 3, {})
     trainer = quiet_trainer(DDPStrategy(timeout_s=120), 2)
-    try:
-        trainer.fit(Unused(), DataLoader(Numbered(), 2))
-    except RuntimeError as exc:
-        found["unused error"], found["unused steps"] = str(exc), trainer.global_step
+    trainer.fit(Unused(), DataLoader(Numbered(), 2))
+    found["unused steps"] = trainer.global_step
     return found
 
 
@@ -209,9 +207,7 @@ def test_options_and_shares_do_not_change_training() -> None:
     assert "global batch 12 = 2 ranks × 6 samples" in first["lines"]
     assert "global batch 6 = 2 ranks × 3 samples" in first["lines"]
     for found in by_rank:
-        assert "took no part in the loss: spare.weight, spare.bias. Set" in found["unused error"]
-        assert "strategy.find_unused_parameters=true" in found["unused error"]
-        assert found["unused steps"] == 0  # torch says so in the next forward, after a step with this rank's gradients
+        assert found["unused steps"] > 1  # which were found to be unused before the first step
 
 
 @pytest.mark.parametrize(

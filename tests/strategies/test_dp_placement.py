@@ -204,10 +204,9 @@ def test_a_batch_of_micro_batches_waits_on_the_host(callbacks: list[pl.Callback]
     assert layout.meeting_device == torch.device(where)
 
 
-@pytest.mark.parametrize("overlap", ["launch", "threads"])
-def test_micro_batches_that_wait_on_the_host_train_as_one_device(monkeypatch: pytest.MonkeyPatch, overlap: Any) -> None:
+def test_micro_batches_that_wait_on_the_host_train_as_one_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pipeline_layout, "is_accelerator", lambda device: True)
-    strategy = ModelParallelStrategy(["cpu", "cpu"], num_microbatches=2, overlap=overlap)
+    strategy = ModelParallelStrategy(["cpu", "cpu"], num_microbatches=2)
     assert_equal(run(CASES["ragged"], strategy), baseline(CASES["ragged"]), 1e-10)
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from distributed import RankError, run_ranks
 from regression import NUM_SAMPLES, Net, Numbered, fit, fit_all, outcome, quiet_trainer, weights
+from torch.func import functional_call
 from torch.utils.data import DataLoader
 
 from evener.strategies import ConfigError, FSDPStrategy, SingleDeviceStrategy
@@ -33,8 +34,8 @@ def test_fsdp_trains_as_one_device_does(num_ranks: int) -> None:
         assert first["metrics"] == pytest.approx(single["metrics"], abs=1e-12), name
         trained = sorted(chain(*(index for rank in ranks for index in rank["trained"])))
         assert trained == sorted(chain(*single["trained"])), name
-        seen = sorted(index for rank in ranks for index in rank["validated"])
-        assert seen == sorted(2 * list(range(CASES[name].get("num", NUM_SAMPLES)))), name
+        for rank in ranks:  # lists of steps of evaluation are gathered to every rank
+            assert sorted(rank["validated"]) == sorted(2 * list(range(CASES[name].get("num", NUM_SAMPLES)))), name
 
 
 class Penalised(Net):
@@ -55,6 +56,28 @@ def test_a_gradient_penalty_is_told_to_leave_the_module_uncut() -> None:
     with pytest.raises(RankError, match=r"has released, because training_step .* Set strategy\.shard=\[\]"):
         run_ranks(_fit_penalised, 2, "auto")
     run_ranks(_fit_penalised, 2, [])
+
+
+class Adapts(Net):
+    """A step of MAML: the loss of weights after a step of gradient descent."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        first, weights = self.net[0], dict(self.net[0].named_parameters())
+        loss = functional_call(first, weights, batch[0]).square().mean()
+        gradients = torch.autograd.grad(loss, list(weights.values()), create_graph=True)
+        adapted = {name: w - 0.1 * g for (name, w), g in zip(weights.items(), gradients, strict=True)}
+        return (self.net[1:](functional_call(first, adapted, batch[0])) - batch[1]).square().mean()
+
+
+def _adapted(shard: Any) -> None:
+    strategy = FSDPStrategy(shard, batch_size_is="global", timeout_s=60, verify=False)
+    quiet_trainer(strategy, 2, max_epochs=1).fit(Adapts(), DataLoader(Numbered(8), 4))
+
+
+def test_gradients_by_parameters_of_a_part_are_told_to_gather_all() -> None:
+    with pytest.raises(RankError, match=r"set strategy\.shard=\[\]"):
+        run_ranks(_adapted, 2, "auto")
+    run_ranks(_adapted, 2, [])
 
 
 class Wasserstein(Net):

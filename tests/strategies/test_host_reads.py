@@ -30,8 +30,8 @@ NUM_STEPS = 50
 class Logs(pl.LightningModule):
     """Logs numbers and tensors in all the ways that modules do, and keeps attributes as many modules do."""
 
-    weight: Any = 2.0
-    """What it returns as `loss_weight`: a number; None for nothing."""
+    is_weighed = True
+    """Whether it returns a `loss_weight`, a number."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Logs(pl.LightningModule):
         self.log("sum", loss.detach(), reduce_fx="sum", on_epoch=True)
         self.log_dict({"a": loss.detach() * 2, "b": 1.0})
         output = {"loss": loss, "accuracy": (loss.detach() * 0.1), "rate": 0.5}
-        return output if self.weight is None else {**output, "loss_weight": self.weight}
+        return {**output, "loss_weight": float(len(x))} if self.is_weighed else output
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
@@ -68,13 +68,13 @@ class LogsTensorWeight(Logs):
     """Its loss weight is a tensor on the device."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return {**super().training_step(batch, batch_idx), "loss_weight": (batch[0] > -9).sum()}
+        return {**super().training_step(batch, batch_idx), "loss_weight": (batch[0][:, 0] > -9).sum()}
 
 
 class LogsOnly(Logs):
     """Returns no loss weight."""
 
-    weight = None
+    is_weighed = False
 
 
 def reads_of(strategy: Any, module: Any, devices: int, **options: Any) -> list[str]:

@@ -22,7 +22,6 @@ from evener.strategies import (
 )
 from evener.strategies.batch.given_sizes import GivenSizes
 from evener.trainer import Trainer
-from evener.trainer.logging._rank_log import are_constants
 
 
 class Logs(pl.LightningModule):
@@ -128,34 +127,6 @@ def test_a_mean_that_depends_on_what_a_batch_size_means_is_told_once() -> None:
     assert sizes.weigh("own", "acc", [1, 1, 1, 1], [1, 1, 1, 1]) == ([1, 1, 1, 1], 4)
     with pytest.warns(UserWarning, match=r"self\.log\('acc', batch_size=1\).*taken for the size"):
         assert sizes.weigh("own", "acc", [1, 1, 1], [1, 1, 1]) == ([1, 1, 1], 3)
-
-
-def test_a_mean_over_ranks_that_depends_on_what_a_batch_size_means_is_told() -> None:
-    # Batches of 2, 2 and 1 samples on two ranks, each part given 2: a constant of 2, or 2 rows per sample.
-    told: list[Any] = [
-        {"smallest": 2, "largest": 2, "own": False, "whole": True, "shares": [1], "totals": totals}
-        for totals in ([2, 1], [2, 1])
-    ]
-    with pytest.warns(UserWarning, match=r"self\.log\('acc', batch_size=2\).*had 1, and.*taken for a constant"):
-        assert are_constants("acc", told)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert are_constants("acc", [{**one, "totals": [2]} for one in told]), "both readings give one mean"
-        assert are_constants("acc", [{**told[0], "shares": [2, 1]}, told[1]]), "2 and 1 samples, given 2: a constant"
-
-
-def test_a_mean_over_ranks_of_parts_of_one_sample_that_gave_one_is_told() -> None:
-    # Each part of batches of 4, 4 and 1 samples had one sample and gave 1: taken for the size, without a word.
-    told: list[Any] = [
-        {"smallest": 1, "largest": 1, "own": True, "whole": True, "shares": shares, "totals": [4, 1]}
-        for shares in ([2, 1], [2])
-    ]
-    with pytest.warns(UserWarning, match=r"self\.log\('acc', batch_size=1\).*had 1 sample, .*taken for the size"):
-        assert not are_constants("acc", told)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert not are_constants("acc", [{**one, "totals": [4]} for one in told]), "both readings give one mean"
-        assert not are_constants("acc", [{**one, "smallest": 2, "largest": 2} for one in told]), "2 is no whole batch's"
 
 
 def _fit_ranks(num: int, batch_size: int, plan: str) -> Any:

@@ -37,15 +37,6 @@ def test_more_stages_than_parts_is_refused_before_training() -> None:
         fit(Case(), Net(), ModelParallelStrategy(), devices=3)
 
 
-def test_manual_optimization_in_micro_batches_is_refused() -> None:
-    module = Net()
-    module.automatic_optimization = False
-    with pytest.raises(
-        ConfigError, match="num_microbatches=2 needs automatic optimization, but Net optimizes manually"
-    ):
-        fit(Case(), module, ModelParallelStrategy(num_microbatches=2))
-
-
 @pytest.mark.filterwarnings("ignore:.*dataloader_iter.* step flavor")  # Lightning's advice
 def test_steps_that_read_their_own_batches_are_refused_in_micro_batches() -> None:
     class Reads(Net):

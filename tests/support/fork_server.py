@@ -2,11 +2,20 @@
 
 import multiprocessing
 import os
+import signal
 from collections.abc import Generator
 from contextlib import contextmanager
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
+
+
+def hear_signals() -> None:
+    """Handle signals as a program in a terminal does: tests may run under nohup, which ignores some."""
+    for signum in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1):
+        signal.signal(signum, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 
 _LIBRARIES = forkserver.ForkServer()
 _LIBRARIES.set_forkserver_preload(["preloaded_libraries"])

@@ -17,6 +17,7 @@ import numpy as np
 import pytorch_lightning as pl
 import torch
 from distributed import _torchrun_env
+from fork_server import hear_signals
 from torch.distributed import TCPStore
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 from torchmetrics import MeanMetric
@@ -67,6 +68,7 @@ class Recorder(pl.LightningModule):
         self.val_mean = MeanMetric()
         self.record = record
         self.kill_at = kill_at
+        self.is_validating = False  # else a step is the verifier's
         self.plan = plan
         self.dataset = plan.dataset()
 
@@ -79,6 +81,8 @@ class Recorder(pl.LightningModule):
         self.mark(f"step {self.trainer.current_epoch} {batch_idx}")
         inputs, ids = batch
         loss = self.layers(inputs).square().mean()
+        if not self.layers[1].training:  # the verifier looks at a few samples, without dropout
+            return loss
         self.mean.update(loss.detach(), len(ids))
         self.log("train/loss", loss, on_step=True, on_epoch=True, batch_size=len(ids), sync_dist=True)
         line = [self.trainer.current_epoch, batch_idx, ids.tolist(), loss.item().hex()]
@@ -92,8 +96,12 @@ class Recorder(pl.LightningModule):
         self.mean.reset()
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.mark(f"validation {self.trainer.current_epoch}")
         loss = self.layers(batch[0]).square().mean()
+        if not self.is_validating:
+            self.log("val/loss", loss, sync_dist=True)
+            self.val_mean.update(loss, len(batch[1]))
+            return
+        self.mark(f"validation {self.trainer.current_epoch}")
         self.log("val/loss", loss, sync_dist=True)
         self.val_mean.update(loss, len(batch[1]))
         if self.trainer.sanity_checking:
@@ -102,6 +110,12 @@ class Recorder(pl.LightningModule):
         time.sleep(self.plan.val_pause_s)
         with open(f"{self.record}.val.{self.global_rank}", "a") as file:
             file.write(json.dumps([self.trainer.current_epoch, batch_idx, batch[1].tolist(), loss.item().hex()]) + "\n")
+
+    def on_validation_batch_start(self, *_: Any) -> None:
+        self.is_validating = True
+
+    def on_validation_batch_end(self, *_: Any) -> None:
+        self.is_validating = False
 
     def on_validation_epoch_end(self) -> None:
         self.log("val/mean", self.val_mean.compute(), sync_dist=True)
@@ -226,7 +240,7 @@ def in_child(work: Callable[..., None], *args: Any) -> int:
 def in_children(works: list[Callable[[], None]], timeout_s: float = 300) -> list[int]:
     """Run functions in forked processes at once; return their exit statuses."""
     context = multiprocessing.get_context("fork")
-    processes = [context.Process(target=work) for work in works]
+    processes = [context.Process(target=_hearing, args=(work,)) for work in works]
     for process in processes:
         process.start()
     deadline = time.monotonic() + timeout_s
@@ -238,6 +252,11 @@ def in_children(works: list[Callable[[], None]], timeout_s: float = 300) -> list
             raise TimeoutError(f"still running after {timeout_s} s")
         time.sleep(0.01)
     return [status for status in statuses if status is not None]
+
+
+def _hearing(work: Callable[[], None]) -> None:
+    hear_signals()
+    work()
 
 
 def lines(directory: Path, name: str, rank: int = 0) -> list[Any]:

@@ -12,7 +12,7 @@ import pytorch_lightning as pl
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 
 class Told(pl.LightningModule):
@@ -29,16 +29,19 @@ class Told(pl.LightningModule):
 
     def __init__(self, record: str, pause_s: float = 0.0, fault: str = "", once: str = "", **_: Any) -> None:
         super().__init__()
+        interrupt_command("while modules are built")
         self.layer = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))  # two stages, at most
         self.record = record
         self.pause_s = pause_s
         self.fault = fault
         self.once = once
 
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        with open(self.record, "a") as file:
+            file.write(f"{self.global_rank} {os.getpid()} {self.trainer.global_step}\n")
+
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         step = self.trainer.global_step
-        with open(self.record, "a") as file:
-            file.write(f"{self.global_rank} {os.getpid()} {step}\n")
         time.sleep(self.pause_s)
         if self.global_rank == 1 and step == 3 and not (self.once and os.path.exists(self.once)):
             self.misbehave()
@@ -128,6 +131,41 @@ BEFORE_FORK: set[str] = set()
 os.register_at_fork(before=lambda: BEFORE_FORK.update(sys.modules))
 
 
+def interrupt_command(place: str) -> None:
+    """Send SIGINT to the process that has started this one, where the environment says so."""
+    if os.environ.get("INTERRUPTED") == place:
+        os.kill(os.getppid(), signal.SIGINT)
+
+
+os.register_at_fork(after_in_child=lambda: interrupt_command("while ranks start"))
+
+
+class HangingSamples(Dataset[Tensor]):
+    """The data worker of rank 1 hangs at its fourth sample, and leaves its process id in a file."""
+
+    def __init__(self, record: str) -> None:
+        self.pid = Path(record + ".worker")
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> Tensor:
+        if index == 7:  # rank 1 has the odd ones
+            self.pid.write_text(str(os.getpid()))
+            time.sleep(600)
+        return torch.ones(2)
+
+
+class Hangs(Told):
+    """Has a data worker that hangs."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step([batch], batch_idx)
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(HangingSamples(self.record), 1, num_workers=1)
+
+
 class Numbered(pl.LightningModule):
     """Trains on numbered samples in a drawn order, and appends `<attempt> <pid> <epoch> <batch> <samples>` to a file.
 
@@ -145,19 +183,24 @@ class Numbered(pl.LightningModule):
         self.record = record
         self.gate = Path(gate) if gate else None
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        shares = getattr(getattr(self.trainer.strategy, "contract", None), "shares", None)
-        x, ids = batch
-        own = ids.tolist() if shares is None or shares.counts else []
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         with open(self.record, "a") as file:
             attempt = os.environ.get("MASTER_PORT", "0")  # of each attempt's own store
-            file.write(f"{attempt} {os.getpid()} {self.current_epoch} {batch_idx} {json.dumps(own)}\n")
+            file.write(f"{attempt} {os.getpid()} {self.current_epoch} {batch_idx} {json.dumps(self.own(batch))}\n")
         number = self.current_epoch * len(self.trainer.train_dataloader) + batch_idx
         while self.gate is not None and int(self.gate.read_text()) < number and not self.is_asked_to_stop():
             time.sleep(0.05)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, ids = batch
         loss = (self.layer(x) - ids[:, None] / 100).square().mean()
-        self.log("val/loss", loss.detach(), sync_dist=True, batch_size=len(own))
+        self.log("val/loss", loss.detach(), sync_dist=True, batch_size=len(self.own(batch)))
         return loss
+
+    def own(self, batch: Any) -> list[int]:
+        """The samples that count."""
+        shares = getattr(getattr(self.trainer.strategy, "contract", None), "shares", None)
+        return batch[1].tolist() if shares is None or shares.counts else []
 
     def is_asked_to_stop(self) -> bool:
         strategy: Any = self.trainer.strategy

@@ -10,9 +10,18 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
+import torch
 import warm_python
+from terminal import Terminal
+
+from evener.trainer import Result
+from evener.trainer.checkpoint.find import find_newest
 
 ROOT = Path(__file__).parents[2]
+
+GONE_S = 120.0
+"""Seconds within which every process of a run must be gone. Ten are promised; on two idle cores it takes 1.2 s after an
+exception, 1.9 s after a kill, and 4 s after a timeout, and on a busy machine many times as long."""
 
 
 class Run:
@@ -23,11 +32,13 @@ class Run:
         overrides: further words of the command line.
         command: what runs `train.py`; python by default, torchrun where that is tested.
         env: further environment variables.
+        terminal: what controls it; its output goes there.
     """
 
     def __init__(
-        self, folder: Path, overrides: list[str], command: list[str] | None = None, env: dict[str, str] | None = None
-    ) -> None:
+        self, folder: Path, overrides: list[str], command: list[str] | None = None, env: dict[str, str] | None = None,
+        terminal: Terminal | None = None,
+    ) -> None:  # fmt: skip
         self.folder = folder
         self.record = folder / "record"
         self.output = folder / "output"
@@ -43,14 +54,15 @@ class Run:
         self.process: warm_python.Process | subprocess.Popen[bytes]
         python, *before = command or [sys.executable]
         if python == sys.executable:
+            output = self.output if terminal is None else terminal.path
             self.process = warm_python.Process(
-                *before, *words, cwd=folder, env=variables, output=self.output, new_session=True
+                *before, *words, cwd=folder, env=variables, output=output, new_session=True
             )
             return
-        with open(self.output, "w") as output:
+        with open(self.output, "w") as file:
             self.process = subprocess.Popen(
                 [python, *before, *words],
-                stdout=output,
+                stdout=file,
                 stderr=subprocess.STDOUT,
                 env=variables,
                 cwd=folder,
@@ -62,10 +74,10 @@ class Run:
         text = self.record.read_text() if self.record.exists() else ""
         return [(int(a), int(b), int(c)) for a, b, c in (line.split() for line in text.splitlines())]
 
-    def wait_for_step(self, step: int, timeout_s: float = 300) -> None:
-        """Wait until both ranks have begun a step."""
+    def wait_for_step(self, step: int, timeout_s: float = 300, num_ranks: int = 2) -> None:
+        """Wait until all ranks have begun a step."""
         deadline = time.monotonic() + timeout_s
-        while len({rank for rank, _, begun in self.lines() if begun >= step}) < 2:
+        while len({rank for rank, _, begun in self.lines() if begun >= step}) < num_ranks:
             assert self.process.poll() is None, self.output.read_text()
             assert time.monotonic() < deadline, self.output.read_text()
             time.sleep(0.05)
@@ -97,10 +109,11 @@ class Run:
 
 @contextmanager
 def running(
-    folder: Path, *overrides: str, command: list[str] | None = None, env: dict[str, str] | None = None
-) -> Generator[Run]:
+    folder: Path, *overrides: str, command: list[str] | None = None, env: dict[str, str] | None = None,
+    terminal: Terminal | None = None,
+) -> Generator[Run]:  # fmt: skip
     """Start a run, and end its processes whatever happens."""
-    run = Run(folder, list(overrides), command, env)
+    run = Run(folder, list(overrides), command, env, terminal)
     try:
         yield run
     finally:
@@ -110,3 +123,29 @@ def running(
             except ProcessLookupError:
                 continue
         run.process.wait()
+
+
+def ends(run: Run, since_s: float) -> int:
+    """Wait for the end of a run and of all its processes, which must come in time; return its status."""
+    status = run.wait(since_s + GONE_S - time.monotonic())
+    while run.survivors():
+        assert time.monotonic() - since_s < GONE_S, f"survivors: {run.survivors()}"
+        time.sleep(0.05)
+    return status
+
+
+def failure_of(run: Run) -> tuple[int | None, str]:
+    """Rank and reason in the run's result, which must be in its log, too."""
+    (log,) = run.folder.glob("logs/*/*/*/train.log")
+    result = Result.read(log.parent)
+    assert result.status == "failed"
+    assert result.reason is not None
+    assert f"rank {result.failed_rank} failed: " in log.read_text()
+    assert result.reason in log.read_text()
+    return result.failed_rank, result.reason
+
+
+def saved_step(run: Run) -> int:
+    path = find_newest(run.folder)
+    assert path is not None
+    return torch.load(path, weights_only=True)["global_step"]

@@ -78,7 +78,7 @@ class Net(pl.LightningModule):
         return self(self.read(batch)[0])
 
     def on_after_backward(self) -> None:
-        gradients = [whole(p.grad).flatten() for p in self.parameters() if p.grad is not None]
+        gradients = [whole(p.grad).flatten().cpu() for p in self.parameters() if p.grad is not None]
         self.gradients.append(torch.cat(gradients).clone())
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -307,10 +307,10 @@ def run(case: Case, strategy: Any, trainer_class: type[pl.Trainer] = Trainer, **
     return Run(
         losses=torch.tensor(module.losses, dtype=torch.float64),
         gradients=torch.stack(module.gradients).double(),
-        weights=torch.cat([whole(p.detach()).flatten() for p in module.parameters()]).double(),
+        weights=torch.cat([whole(p.detach()).flatten().cpu() for p in module.parameters()]).double(),
         metrics=metrics,
         tested=dict(tested),
-        predictions=torch.cat([torch.empty(0), *(torch.as_tensor(p) for p in predictions)]).double(),
+        predictions=torch.cat([torch.empty(0), *(torch.as_tensor(p).cpu() for p in predictions)]).double(),
         keys=list(module.state_dict()),
     )
 

@@ -40,7 +40,7 @@ class Line(pl.LightningModule):
             raise ValueError("rank 1 of a script")
         if self.global_rank == 1 and self.trainer.global_step == 2 and {"interrupt", "exit"} & set(sys.argv):
             raise KeyboardInterrupt if "interrupt" in sys.argv else SystemExit(7)
-        if "hang" in sys.argv and self.global_rank == 1:
+        if "hang" in sys.argv and torch.distributed.get_rank() == 1:
             time.sleep(600)
         if f"freeze{self.global_rank}" in sys.argv and self.trainer.global_step == 3:
             time.sleep(1)  # so that its heartbeat says where it is

@@ -12,8 +12,6 @@ from evener.strategies import (
     ModelParallelStrategy,
 )
 
-InOrder = partial(ModelParallelStrategy, deterministic=True)
-Threads = partial(ModelParallelStrategy, deterministic=False)
 Plan = tuple[int, Callable[..., Any]]
 
 
@@ -32,8 +30,7 @@ PLANS: dict[str, Plan] = {
     "balanced_dp-weights=1,0,3": (3, balanced(weights=[1, 0, 3])),
     "balanced_dp-weights=0,1": (2, balanced(weights=[0, 1])),
     "balanced_dp-auto": (2, balanced(weights="auto")),
-    **{f"model_parallel-2-{m}": (2, partial(InOrder, num_microbatches=m)) for m in range(1, 5)},
-    "model_parallel-2-3-threads": (2, partial(Threads, num_microbatches=3)),
+    **{f"model_parallel-2-{m}": (2, partial(ModelParallelStrategy, num_microbatches=m)) for m in range(1, 5)},
 }
 """Number of devices and strategy, by name; for model_parallel devices are stages, then come micro-batches."""
 

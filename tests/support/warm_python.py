@@ -135,17 +135,19 @@ def _main(words: list[str], cwd: str, env: dict[str, str], files: list[str | Non
     """Be the program: the process has just been forked."""
     if new_session:
         os.setsid()
-    for signum in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1):
-        if callable(signal.getsignal(signum)):
-            signal.signal(signum, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    fork_server.hear_signals()
     for descriptor, name in ((0, os.devnull), (1, files[0]), (2, files[1])):
         if name is None:
             continue
-        opened = os.open(name, os.O_APPEND | (os.O_WRONLY if descriptor else os.O_RDONLY))
+        # a terminal controls the leader of a session that may read from it
+        opened = os.open(name, os.O_APPEND | (os.O_RDWR if descriptor else os.O_RDONLY))
         os.dup2(opened, descriptor)
         os.close(opened)
     sys.stdin = sys.__stdin__ = open(0, closefd=False)  # noqa: SIM115
+    for name, descriptor in (("stdout", 1), ("stderr", 2)):  # the server's know whether its own files can be sought in
+        stream = open(descriptor, "w", buffering=1, closefd=False)  # noqa: SIM115
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(env)

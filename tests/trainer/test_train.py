@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -15,6 +16,7 @@ import torch
 import warm_python
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams import plugin_data_pb2
+from torch.utils.data import DataLoader, TensorDataset
 
 from evener.trainer import ConfigError, Result, compose, train
 from evener.trainer.cli.job import run_job
@@ -39,13 +41,27 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> Result:
 
 def test_a_run_fills_one_directory(digits: Result) -> None:
     names = {path.name.split(".out.")[0] for path in Path(digits.run_dir).iterdir()}
-    assert names == {"events", "train.log", "checkpoints", "result.json"}
+    assert names == {"events", "train.log", "checkpoints", "result.json", "curves.png"}
     assert Result.read(digits.run_dir) == digits
+
+
+def test_the_result_says_what_the_run_started_in(digits: Result) -> None:
+    started = digits.environment
+    assert started["versions"]["torch"] == torch.__version__
+    assert len(started["devices"]) == 1
+    assert started["git"] is None or (len(started["git"]["commit"]) == 40 and started["git"]["clean"] in (True, False))
+
+
+def test_a_notebook_shows_the_table_of_a_result(digits: Result) -> None:
+    shown = digits._repr_html_()
+    assert f"<th>test/acc</th><td>{digits.metrics['test/acc']:.4f}</td>" in shown
+    assert "<th>best checkpoint</th>" in shown
 
 
 def test_digits_learn_in_three_epochs(digits: Result) -> None:
     assert digits.metrics["test/acc"] > 0.8
-    assert digits.monitored == digits.metrics["val/loss"]
+    assert digits.monitored == pytest.approx(min(value.value for value in events(digits.run_dir).Scalars("val/loss")))
+    assert f"epoch{digits.monitored_epoch:03d}-" in str(digits.best_checkpoint)
     assert digits.global_batch == 64
 
 
@@ -119,6 +135,14 @@ def test_other_modes_read_a_checkpoint(mode: str, digits: Result, tmp_path: Path
         assert set(result.metrics) >= {"val/loss", "val/acc"}
 
 
+def test_resume_best_reads_the_best_checkpoint_of_the_newest_run(digits: Result, tmp_path: Path) -> None:
+    shutil.copytree(digits.run_dir, run := tmp_path / "digits" / "run")
+    result = train(compose([*SHORT, f"log_dir={tmp_path}", "mode=test", "resume=best"]))
+    assert digits.best_checkpoint is not None
+    assert result.started_from == str(run / "checkpoints" / Path(digits.best_checkpoint).name)
+    assert result.metrics["test/acc"] == pytest.approx(digits.metrics["test/acc"], abs=1e-6)
+
+
 def test_resume_last_continues_the_newest_run_of_the_name(digits: Result) -> None:
     home = Path(digits.run_dir).parents[2]
     options = ["resume=last", "trainer.max_epochs=4", "test_after_fit=false"]
@@ -156,6 +180,46 @@ class Theirs(pl.LightningDataModule):
         super().__init__()
 
 
+class Scored(pl.LightningModule):
+    """`val_loss` of the epochs is 0.5, 0.2 and 0.9."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self.layer(batch[0]).mean()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", torch.tensor([0.5, 0.2, 0.9, 0.9][self.current_epoch]))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(TensorDataset(torch.ones(4, 2)), batch_size=2)
+
+    val_dataloader = train_dataloader
+
+
+SCORED = ["module=custom", "module._target_=test_train.Scored", "data=none", "name=scored", *SHORT]
+
+
+def test_the_result_and_the_table_have_the_best_value_and_its_epoch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = [*SCORED, "monitor=val_loss"]
+    assert command(monkeypatch, *words, "trainer.max_epochs=3") == ""
+    assert "0.2000 in epoch 1, the best (last 0.9000)" in capsys.readouterr().out
+    first, last = Result.read(next(tmp_path.rglob("result.json")).parent), Path(tmp_path).rglob("last.ckpt")
+    assert (first.monitored, first.monitored_epoch, first.metrics["val_loss"]) == pytest.approx((0.2, 1, 0.9))
+    result = train(compose([*words, f"resume={next(last)}", "trainer.max_epochs=3"]))
+    assert (result.monitored, result.monitored_epoch) == pytest.approx((0.2, 1))
+    ranked_by_nothing = train(compose([*words, "checkpoint=last", "trainer.max_epochs=3"]))
+    assert (ranked_by_nothing.monitored, ranked_by_nothing.monitored_epoch) == (pytest.approx(0.9), None)
+
+
 class FromTheOtherNamespace:
     """Stands for a module of the `lightning` package."""
 
@@ -168,14 +232,19 @@ MISTAKES = [
     (["stratgy=ddp"], r"stratgy is unknown\. Did you mean strategy\?$"),
     (["module.lrr=1"], r"module\.lrr is unknown\. Did you mean module\.lr\?$"),
     (["trainer.max_epoch=3"], r"trainer\.max_epoch is unknown\. Did you mean trainer\.max_epochs\?$"),
+    (["trainer.max_epochs=1", "-m", "max_epochs=3"], r"max_epochs is unknown\. Did you mean trainer\.max_epochs"),
     (["max_epochs=3"], r"max_epochs is unknown\. Did you mean trainer\.max_epochs\?$"),
-    (["data.xy=3"], r"data\.xy is unknown: neither a key nor a group.* \+data\.xy="),
+    (["data.xy=3"], r"data\.xy is unknown: neither a key nor a group.* \+data\.xy=3"),
     (["zzz=3"], r"zzz is unknown: neither a key nor a group"),
     (
         ["strategy=ddp", "strategy.gpu0_chunk=2"],
         r"strategy\.gpu0_chunk is not an option of strategy=ddp, but of strategy=balanced_dp\.$",
     ),
     (["strategy=dp", "devices=[0,1,foo]"], r"devices: 'foo' is not a device"),
+    (
+        ["strategy=dp", "devices=[0,1]"],
+        r"devices=\[0, 1\]: the CPU has no indices\. Give a count \(devices=2\) or names ",
+    ),
     (["strategy=dp", "devices=[0,cpu]"], r"devices=\[0,cpu\] has indices and names\. Give names only"),
     (["resume=null", "config=run"], r"config=run takes .* Name it with resume=last"),
     (["config=runn"], r"config=runn is not allowed\. Give run or null"),
@@ -216,14 +285,27 @@ MISTAKES = [
     ),
     (["resume=missing.ckpt"], r"resume=missing\.ckpt does not exist"),
     (["resume=last"], r"resume=last: no checkpoint found under"),
+    (["resume=best"], r"resume=best: no checkpoint found under"),
     (["trainer.gradient_clip_algorithm=nrom"], r"trainer: .*gradient_clip_algorithm"),
     (["logger=null"], r"A config group can't be null\. Choose one of its options, such as logger=none"),
     (["--resolve"], r"--resolve flag can only be used"),
-    (["module=custom", "module._target_=pytorch_lightning.LightningModule"], r"No `training_step\(\)` method defined"),
+    (
+        ["module=custom", "data=digits", "module._target_=pytorch_lightning.LightningModule"],
+        r"No `training_step\(\)` method defined",
+    ),
+    (SCORED, r"monitor=val/loss ranks the checkpoints, but validation logs val_loss\. Give monitor=val_loss\.$"),
     (["lr=[1"], r"lr=\[1 can't be parsed .* Quote values that contain"),
     (["name=a=b"], r"name=a=b can't be parsed .* such as \"name='a=b'\""),
     (["devices=0,1"], r"Ambiguous value for argument 'devices=0,1'\. For a list use brackets.*for a sweep add -m"),
     (["trainer.max_epochs=${nope}"], r"The configuration is incomplete: .*nope"),
+    (["precision=fp16"], r"^Error: precision=fp16 is unknown\. Did you mean 16-mixed\?$"),
+    (["+lr=0.1"], r"^Error: lr is read by nothing, so that it would change nothing\. .* group: \+module\.lr=0\.1 or"),
+    (["module=custom", "lr=0.1"], r"lr is unknown: .*; \+module\.lr=0\.1 adds an option to your class\."),
+    (["module=custom", "module.lr=0.1"], r"not in module=custom\. Add it with \+module\.lr=0\.1\.$"),
+    (
+        ["module=custom", "module._target_=test_train.Scored"],
+        r"data=digits is the example's, and module=custom is yours\. Give data=custom .*, data=none .*, or data=digits",
+    ),
     (["module=custom"], r"incomplete: module\._target_ has no value\. Give module\._target_="),
     (
         ["module=char_lm"],
@@ -289,6 +371,21 @@ def test_python_composes_a_project_and_is_told_mistakes(tmp_path: Path) -> None:
         compose(["strategy=dpp"])
     with pytest.raises(ConfigError, match=r"has no train\.yaml\. Give the root configuration's name"):
         compose(config_dir=tmp_path)
+
+
+def test_an_own_module_on_an_examples_data_is_refused_in_python_too() -> None:
+    own = ["module=custom", "module._target_=test_train.Scored"]
+    with pytest.raises(ConfigError, match="data=digits is the example's"):
+        compose(own)
+    assert compose([*own, "data=none"]).name == "Scored"
+    assert compose(["module=char_lm", "data=char_lm"]).name == "char_lm"
+    assert compose(["module=char_lm", "data=char_lm", "name=mine"]).name == "mine"
+
+
+def test_a_key_that_another_refers_to_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    refused = r"trainer\.max_epochs=-5 is not allowed"  # the next check of the configuration
+    assert re.search(refused, command(monkeypatch, "+number=-5", "trainer.max_epochs=${number}"))
 
 
 def test_an_unwritable_log_directory_is_told_in_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

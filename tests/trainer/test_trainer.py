@@ -7,9 +7,12 @@ import pytest
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_only
 from pytorch_lightning.callbacks import Callback, TQDMProgressBar
+from pytorch_lightning.plugins.layer_sync import LayerSync, TorchSyncBatchNorm
 from pytorch_lightning.strategies import StrategyRegistry
+from torch import nn
 
 from evener.strategies import STRATEGIES, ConfigError, DDPStrategy, SingleDeviceStrategy
+from evener.strategies.distributed.sync_batchnorm import SyncBatchNorm
 from evener.strategies.ranks.strategy import RankStrategy
 from evener.strategies.registry import LIGHTNINGS_WORDS
 from evener.trainer import Trainer
@@ -70,6 +73,29 @@ def test_auto_is_one_of_our_strategies() -> None:
     assert type(trainer.strategy.checkpoint_io) is VerifiedCheckpointIO
     assert trainer.strategy._layer_sync is not None
     assert Trainer(devices=2, num_nodes=2, **QUIET).world_size == 4
+
+
+class NamedSync(LayerSync):
+    """A plugin of the user's."""
+
+    def apply(self, model: nn.Module) -> nn.Module:
+        return model
+
+    def revert(self, model: nn.Module) -> nn.Module:
+        return model
+
+
+def test_a_layer_plugin_of_the_users_is_the_one_that_ranks_apply() -> None:
+    given = NamedSync()
+    assert Trainer(strategy="ddp", devices=2, plugins=[given], **QUIET).strategy._layer_sync is given
+    torchs: Any = Trainer(strategy="ddp", devices=2, plugins=[TorchSyncBatchNorm()], **QUIET).strategy
+    assert type(torchs._layer_sync) is SyncBatchNorm  # torch's own refuses the CPU
+
+
+def test_a_start_method_that_the_platform_lacks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.multiprocessing, "get_all_start_methods", lambda: ["spawn"])
+    with pytest.raises(ConfigError, match=r"forking is not supported on this platform\. Choose one of spawn\."):
+        Trainer(strategy="ddp_fork", devices=2, **QUIET)
 
 
 def test_auto_chooses_by_what_lightning_reads_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

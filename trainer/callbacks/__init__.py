@@ -1,16 +1,15 @@
 """Provide callbacks for every run, and the measurements behind them.
 
-Exports: the callbacks below; batch_layout, flops, peak_memory, step_times,
-    unequal_devices.
+Exports: the callbacks below; batch_layout, flops, peak_memory, step_times.
 May import: nothing else in the trainer.
 """
 
+from .curves import Curves
 from .device_monitor import DeviceMonitor
-from .epoch_lines import EpochLines
+from .epoch_lines import EpochLines, LogEveryEpoch
 from .gradient_norm import GradientNorm
 from .histograms import Histograms
 from .learning_rate import LearningRate
-from .log_interval import LogEveryEpoch
 from .lr_finder import LearningRateFinder
 from .module_summary import ModuleSummary
 from .nonfinite import DetectNonFinite
@@ -20,6 +19,7 @@ from .start_up import StartUp
 from .utilization import Utilization
 
 __all__ = [
+    "Curves",
     "DetectNonFinite",
     "DeviceMonitor",
     "EpochLines",

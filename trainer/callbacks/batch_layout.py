@@ -5,7 +5,6 @@ from typing import Any
 
 import pytorch_lightning as pl
 
-from ...strategies.core.private import of_lightning
 from ...strategies.pipeline.layout import StageLayout
 from ...strategies.registry import layout_of, ranks_of
 from ...strategies.replicas.layout import ReplicaLayout
@@ -13,7 +12,7 @@ from ...strategies.replicas.layout import ReplicaLayout
 
 def loader_batch_size(trainer: pl.Trainer) -> int | None:
     """Number of samples in a full batch of the first training loader; None if it is unknown."""
-    combined = of_lightning.combined_loader(trainer.fit_loop)
+    combined = trainer.fit_loop._combined_loader
     loader: Any = combined.flattened[0] if combined is not None and combined.flattened else None
     candidates = (
         getattr(loader, "batch_size", None),
@@ -53,7 +52,9 @@ def batch_line(trainer: pl.Trainer) -> str:
     if not sizes:
         return ""
     line = cut_line(sizes, part)
-    layout = layout_of(trainer.strategy)
+    ranks, layout = ranks_of(trainer.strategy), layout_of(trainer.strategy)
+    if len(sizes) > 1 and ranks is not None and ranks.batch_size_is == "per_device":
+        line += f" (strategy.batch_size_is=global would cut the {sizes[0]:,} of one device)"
     if isinstance(layout, StageLayout) and layout.options.num_microbatches > 1:
         line += f", in {layout.options.num_microbatches} micro-batches"
     if (steps := trainer.accumulate_grad_batches) > 1:

@@ -6,7 +6,6 @@ from pytorch_lightning.strategies import Strategy
 from typing_extensions import override
 
 from ...strategies.core.devices import precise_dtype
-from ...strategies.core.private import of_lightning
 from ...strategies.registry import process_devices
 from .batch_layout import global_sizes
 from .peak_memory import peak_bytes
@@ -44,7 +43,7 @@ class DeviceMonitor(pl.Callback):
             if self._ddp_times is not None:
                 values |= rank_times(trainer.strategy, self._ddp_times.own_compute_s())
         for logger in trainer.loggers:
-            logger.log_metrics(values, step=max(0, of_lightning.log_step(trainer) - 1))
+            logger.log_metrics(values, step=max(0, trainer.fit_loop.epoch_loop._batches_that_stepped - 1))
 
 
 def shares(trainer: pl.Trainer) -> dict[str, float]:

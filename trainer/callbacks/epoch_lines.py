@@ -1,10 +1,14 @@
-"""Log one line per epoch; on a terminal it stays above the progress bar."""
+"""Log one line per epoch, which on a terminal stays above the progress bar, and at least one point."""
 
 import logging
+import math
 import time
+from collections.abc import Callable
 
 import pytorch_lightning as pl
 from typing_extensions import override
+
+from ...strategies.core.patching import LIGHTNING_TELLS
 
 log = logging.getLogger(__name__)
 
@@ -18,10 +22,26 @@ class EpochLines(pl.Callback):
     def __init__(self) -> None:
         self._since = 0.0
         self._ended: tuple[int, float] | None = None
+        self._before: list[tuple[logging.Logger, Callable[[logging.LogRecord], bool]]] = []
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._since = time.perf_counter()  # of an epoch that was begun before the run was interrupted
+
+        def tell_first(record: logging.LogRecord) -> bool:
+            if "`Trainer.fit` stopped" in record.getMessage():  # what Lightning says before `on_train_end`
+                self._tell(trainer)
+            return True
+
+        self._before = [(logging.getLogger(name), tell_first) for name in LIGHTNING_TELLS]
+        for logger, tells in self._before:
+            logger.addFilter(tells)
+
+    @override
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        for logger, tells in self._before:
+            logger.removeFilter(tells)
+        self._before = []
 
     @override
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -48,3 +68,18 @@ class EpochLines(pl.Callback):
         shown = [f"{name} {value:.4g}" for name, value in metrics.items()]
         of = f"/{trainer.max_epochs - 1}" if trainer.max_epochs and trainer.max_epochs > 0 else ""
         log.info(" · ".join([f"epoch {epoch}{of}", f"step {trainer.global_step}", f"{seconds:.1f} s", *shown]))
+
+
+class LogEveryEpoch(pl.Callback):
+    """Shorten `log_every_n_steps` to the number of optimizer steps in an epoch, if an epoch has fewer.
+
+    Lightning logs nothing if training is shorter than the interval, and the curves stay empty.
+    """
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        batches = trainer.num_training_batches
+        if math.isfinite(batches) and batches > 0:
+            steps = math.ceil(batches / trainer.accumulate_grad_batches)
+            interval: int = getattr(trainer, "log_every_n_steps")  # noqa: B009  # Lightning sets it undeclared
+            setattr(trainer, "log_every_n_steps", min(interval, steps))  # noqa: B010

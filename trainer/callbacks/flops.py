@@ -8,12 +8,11 @@ import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from pytorch_lightning.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from ...strategies.core.module_checks import metrics_of
-from ...strategies.core.private import of_lightning
-from ...strategies.core.private.of_torch import FakeTensorMode
 from ...strategies.core.types import Batch
 
 
@@ -32,7 +31,7 @@ def count_flops(module: pl.LightningModule, batch: Batch) -> int:
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     fakes: dict[int, Any] = {id(tensor): _leaf(mode, tensor) for tensor in (*module.parameters(), *module.buffers())}
-    shared = {id(value): value for value in (module._trainer, of_lightning.fabric(module)) if value is not None}
+    shared = {id(value): value for value in (module._trainer, module._fabric) if value is not None}
     counter = FlopCounterMode(display=False)
     with mode, torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
         fake = copy.deepcopy(module, {**fakes, **shared})

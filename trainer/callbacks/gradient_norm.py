@@ -5,7 +5,6 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from ...strategies.core.optimizer_states import unwrapped
-from ...strategies.core.private import of_lightning
 from ...strategies.sharding.whole import total_norm
 
 
@@ -26,11 +25,11 @@ class GradientNorm(pl.Callback):
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
-        if not trainer.loggers or not of_lightning.logger_connector(trainer).should_update_logs:
+        if not trainer.loggers or not trainer._logger_connector.should_update_logs:
             return
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         several = len(trainer.optimizers) > 1
         name = f"gradient/norm_{trainer.optimizers.index(unwrapped(optimizer))}" if several else "gradient/norm"
         values = {name: total_norm(gradients, self.norm_type).item()}
         for logger in trainer.loggers:
-            logger.log_metrics(values, step=of_lightning.log_step(trainer))
+            logger.log_metrics(values, step=trainer.fit_loop.epoch_loop._batches_that_stepped)

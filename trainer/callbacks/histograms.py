@@ -7,7 +7,6 @@ from pytorch_lightning.loggers import TensorBoardLogger
 from typing_extensions import override
 
 from ...strategies.core.options import Count, checked
-from ...strategies.core.private import of_lightning
 from ...strategies.sharding.whole import gather_tree
 
 
@@ -34,7 +33,7 @@ class Histograms(pl.Callback):
         writers = [logger for logger in trainer.loggers if isinstance(logger, TensorBoardLogger)]
         if not writers:
             return
-        step = of_lightning.log_step(trainer)
+        step = trainer.fit_loop.epoch_loop._batches_that_stepped
         for name, parameter in pl_module.named_parameters():
             for kind, values in (("weights", parameter), ("gradients", parameter.grad)):
                 if values is None:

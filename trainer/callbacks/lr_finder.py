@@ -107,7 +107,7 @@ class LearningRateFinder(pl.Callback):
         given = outputs["loss"] if isinstance(outputs, dict) and outputs else outputs
         loss = given.detach() if isinstance(given, torch.Tensor) else torch.zeros((), device=pl_module.device)
         ranks = ranks_of(trainer.strategy)
-        self.record(float(loss if ranks is None else ranks.contract.global_loss(loss)))
+        self.record(float(loss if ranks is None else ranks.contract.agree(loss)))
         lowest = min(self.smoothed[1:], default=math.inf)
         diverged = self.stop_ratio is not None and self.smoothed[-1] > self.stop_ratio * lowest
         if diverged or not math.isfinite(self.smoothed[-1]) or len(self.losses) == self.num_steps:

@@ -10,7 +10,6 @@ from typing_extensions import override
 
 from ...strategies.batch.structure import num_samples
 from ...strategies.core.module_checks import has_nan
-from ...strategies.core.private import of_lightning
 from ...strategies.registry import process_devices, ranks_of
 from .device_monitor import gather_peak_memory_mib
 from .peak_memory import reset_peaks
@@ -35,7 +34,8 @@ class RunSummary(pl.Callback):
         self.diverged = False
         self.times: StepTimes | None = None
         """What was logged at the last log point."""
-        self._clock = StepClock()
+        self.clock = StepClock()
+        """Of the steps; other callbacks may tell it of their phases."""
         self._own_samples = 0
         self._first_batch = 0
         self._last_step = 0
@@ -44,17 +44,17 @@ class RunSummary(pl.Callback):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         reset_peaks(process_devices(trainer.strategy))
-        self._clock.measure_on(trainer.strategy.root_device)
-        self._last_step = of_lightning.log_step(trainer)
+        self.clock.measure_on(trainer.strategy.root_device)
+        self._last_step = trainer.fit_loop.epoch_loop._batches_that_stepped
         self._ddp_times = DDPTimes.of(trainer)
 
     @override
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._clock.go()
+        self.clock.go()
 
     @override
     def on_train_batch_start(self, *args: Any, **kwargs: Any) -> None:
-        self._clock.start_batch()
+        self.clock.start_batch()
 
     @override
     def on_train_batch_end(
@@ -63,26 +63,26 @@ class RunSummary(pl.Callback):
         ranks = ranks_of(trainer.strategy)
         share = None if ranks is None else ranks.contract.shares.current
         own, total = (int(share.num), int(share.total)) if share else _counts(trainer, batch)
-        self._clock.end_batch(total)
+        self.clock.end_batch(total)
         self._own_samples += own
         self._first_batch = self._first_batch or own
-        step = of_lightning.log_step(trainer) + 1
+        step = trainer.fit_loop.epoch_loop._batches_that_stepped + 1
         interval: int = getattr(trainer, "log_every_n_steps")  # noqa: B009  # Lightning sets it undeclared
         if interval and step % interval == 0 and step != self._last_step and trainer.loggers:
             self._log(trainer, step)
 
     @override
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._clock.pause()
+        self.clock.pause()
 
     @override
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
-            self._clock.go()
+            self.clock.go()
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        clock, strategy = self._clock, trainer.strategy
+        clock, strategy = self.clock, trainer.strategy
         clock.pause()
         # collectives, after the last step
         counts = torch.tensor([self._own_samples, self._first_batch], device=strategy.root_device)
@@ -99,12 +99,12 @@ class RunSummary(pl.Callback):
     def _log(self, trainer: pl.Trainer, step: int) -> None:
         """Log the means since the last log point; with accumulation, at the first batch of the step."""
         wait_s: float = getattr(trainer.fit_loop.epoch_loop, "data_wait_s", 0.0)
-        times = self._clock.read(step - self._last_step, wait_s)
+        times = self.clock.read(step - self._last_step, wait_s)
         self._last_step = step
         if times is None:
             return
         self.times = times
-        values = {f"speed/{name}": value for name, value in asdict(times).items()}
+        values = {f"speed/{name}": value for name, value in asdict(times).items() if name != "phases_ms"}
         if not wait_s:  # not measured in Lightning's own loop, which runs with a profiler or `dataloader_iter`
             del values["speed/data_wait_ms"]
         if self._ddp_times is not None and (exposed := self._ddp_times.exposed_communication_ms()) is not None:

@@ -10,7 +10,6 @@ import pytorch_lightning as pl
 from torch.distributed import PrefixStore, Store
 from typing_extensions import override
 
-from ...strategies.core.private import of_lightning
 from ...strategies.registry import name_of, ranks_of
 from .step_times import SAMPLES_PER_POINT, DDPTimes
 
@@ -90,7 +89,7 @@ class SlowRank(pl.Callback):
         self._num_batches += 1
         if self._num_batches % self._times.every == 0 and (seconds := self._times.own_compute_s()) is not None:
             self._own.append(seconds)
-        step = of_lightning.log_step(trainer) + 1
+        step = trainer.fit_loop.epoch_loop._batches_that_stepped + 1
         interval: int = getattr(trainer, "log_every_n_steps")  # noqa: B009  # Lightning sets it undeclared
         if step % interval == 0 and step != self._last_step:
             self._last_step = step

@@ -13,11 +13,9 @@ from pytorch_lightning.loggers import TensorBoardLogger
 from typing_extensions import override
 
 from ...strategies.core.devices import device_name
-from ...strategies.core.private import of_lightning
 from ...strategies.core.text_table import draw_table
 from ...strategies.registry import layout_of, name_of, process_devices
 from .batch_layout import batch_line, global_sizes
-from .unequal_devices import all_device_facts, hint
 
 log = logging.getLogger(__name__)
 
@@ -30,12 +28,10 @@ class StartUp(pl.Callback):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        facts = all_device_facts(trainer)
         if not trainer.is_global_zero:
             return
         devices = all_devices(trainer)
-        rows = [*start_up_rows(trainer, devices, self.run_dir), ("hint", hint(trainer, facts))]
-        rows = [(label, value) for label, value in rows if value]
+        rows = [(label, value) for label, value in start_up_rows(trainer, devices, self.run_dir) if value]
         width = max(len(label) for label, _ in rows)
         log.info("\n%s", "\n".join(f"  {label:<{width}}  {value}" for label, value in rows))
         for logger in trainer.loggers:
@@ -83,13 +79,13 @@ def checkpoint_policy(callback: Any) -> str:
 
 def trigger(callback: ModelCheckpoint) -> str:
     """Describe when a checkpoint is due: `every epoch`, `every 1,000 steps`, `every 900 s`."""
-    interval: timedelta | None = of_lightning.train_time_interval(callback)
+    interval: timedelta | None = callback._train_time_interval
     if interval is not None:
         return f"every {interval.total_seconds():,.0f} s"
-    if of_lightning.every_n_train_steps(callback):
-        number, unit = of_lightning.every_n_train_steps(callback), "step"
+    if callback._every_n_train_steps:
+        number, unit = callback._every_n_train_steps, "step"
     else:
-        number, unit = of_lightning.every_n_epochs(callback), "epoch"
+        number, unit = callback._every_n_epochs, "epoch"
     return f"every {unit}" if number == 1 else f"every {number:,} {unit}s"
 
 

@@ -12,7 +12,6 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from ...strategies.core.devices import is_accelerator, seconds_between, time_mark
-from ...strategies.core.private import of_torch
 
 NS_PER_MS = 1e6
 
@@ -33,7 +32,7 @@ class DDPTimes:
     def __init__(self, model: DistributedDataParallel, every: int) -> None:
         self._model = model
         self.every = every
-        of_torch.set_ddp_runtime_logging_sample_rate(model)(every)
+        model._set_ddp_runtime_logging_sample_rate(every)
 
     @classmethod
     def of(cls, trainer: pl.Trainer) -> "DDPTimes | None":
@@ -50,14 +49,14 @@ class DDPTimes:
         Returns:
             None until torch has sampled a step.
         """
-        data: dict[str, Any] = of_torch.get_ddp_logging_data(self._model)()
+        data: dict[str, Any] = self._model._get_ddp_logging_data()
         if "backward_comm_time" not in data:
             return None
         return max(0, int(data["backward_comm_time"]) - int(data["backward_compute_comm_overlap_time"])) / NS_PER_MS
 
     def own_compute_s(self) -> float | None:
         """Seconds of this rank's forward and backward pass, without waiting for other ranks."""
-        data: dict[str, Any] = of_torch.get_ddp_logging_data(self._model)()
+        data: dict[str, Any] = self._model._get_ddp_logging_data()
         if "backward_compute_time" not in data:
             return None
         return (int(data["forward_compute_time"]) + int(data["backward_compute_time"])) / NS_PER_MS / 1000
@@ -72,12 +71,14 @@ class StepTimes:
         compute_ms: milliseconds from a batch's arrival on the root device to the end of its step there.
         data_wait_ms: milliseconds of waiting for the loader.
         samples_per_s: training samples per second.
+        phases_ms: `compute_ms` by phase; all of it is `forward` if nobody has told the clock of others.
     """
 
     step_ms: float
     compute_ms: float
     data_wait_ms: float
     samples_per_s: float
+    phases_ms: dict[str, float]
 
 
 class Spans:
@@ -155,7 +156,7 @@ class StepPhases:
 
 
 class StepClock:
-    """Adds up the seconds of batches until they are read.
+    """Adds up the seconds of batches, and of the phases of their steps, until they are read.
 
     Args:
         now: reads a monotonic clock, in seconds.
@@ -166,8 +167,8 @@ class StepClock:
 
     def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
         self._training = Spans(now)
-        self._steps = StepPhases(("compute",), now)
-        self.measure_on = self._steps.measure_on
+        self._steps = StepPhases(("forward", "backward", "optimizer"), now)
+        self.measure_on, self.enter = self._steps.measure_on, self._steps.enter
         self.num_samples = 0
         self._last = (0.0, 0.0, 0)
 
@@ -187,11 +188,11 @@ class StepClock:
 
     def start_batch(self) -> None:
         """Record that a batch has arrived."""
-        self._steps.enter("compute")
+        self.enter("forward")
 
     def end_batch(self, num_samples: int) -> None:
         """Record that its step has ended."""
-        self._steps.enter(None)
+        self.enter(None)
         self.num_samples += num_samples
 
     def read(self, num_steps: int, data_wait_s: float) -> StepTimes | None:
@@ -207,8 +208,8 @@ class StepClock:
         current = (self.seconds, data_wait_s, self.num_samples)
         seconds, wait, samples = (new - old for new, old in zip(current, self._last, strict=True))
         self._last = current
-        compute_ms = self._steps.read_ms(max(1, num_steps))["compute"]
+        phases_ms = self._steps.read_ms(max(1, num_steps))
         if seconds <= 0 or num_steps < 1:
             return None
         to_ms = 1000 / num_steps
-        return StepTimes(seconds * to_ms, compute_ms, wait * to_ms, samples / seconds)
+        return StepTimes(seconds * to_ms, sum(phases_ms.values()), wait * to_ms, samples / seconds, phases_ms)

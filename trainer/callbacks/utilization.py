@@ -11,11 +11,10 @@ from typing_extensions import override
 
 from ...strategies.batch.structure import num_samples
 from ...strategies.core.devices import device_model
-from ...strategies.core.private import of_lightning
+from ...strategies.core.internals import callbacks_of
 from ...strategies.registry import process_devices
 from .flops import count_flops
 from .run_summary import RunSummary
-from .step_times import StepPhases
 
 log = logging.getLogger(__name__)
 
@@ -48,43 +47,44 @@ class Utilization(pl.Callback):
         self.peak_tflops = peak_tflops
         self.flops_per_sample: float | None = None
         self._counted = False
+        self._summary: RunSummary | None = None
         self._seen: Any = None
-        self._phases = StepPhases(("forward", "backward", "optimizer"))
-        self._last_step = 0
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._phases.measure_on(trainer.strategy.root_device)
-        self._last_step = of_lightning.log_step(trainer)
+        self._summary = next((one for one in callbacks_of(trainer) if isinstance(one, RunSummary)), None)
 
     @override
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        if not self._counted:
-            self._counted = True
-            self._count(trainer, pl_module, batch)
-        self._phases.enter("forward")
+        if self._counted or self._summary is None:
+            return
+        self._counted, clock = True, self._summary.clock
+        clock.enter(None)
+        clock.pause()
+        self._count(trainer, pl_module, batch)
+        clock.go()
+        clock.start_batch()
 
     @override
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
-        self._phases.enter("backward")
+        if self._summary is not None:
+            self._summary.clock.enter("backward")
 
     @override
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._phases.enter("optimizer")
+        if self._summary is not None:
+            self._summary.clock.enter("optimizer")
 
     @override
     def on_train_batch_end(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
-        self._phases.enter(None)
-        times = next((c.times for c in of_lightning.callbacks(trainer) if isinstance(c, RunSummary)), None)
+        times = None if self._summary is None else self._summary.times
         if times is None or times is self._seen:
             return
         self._seen = times
-        step = of_lightning.log_step(trainer)
-        phases = self._phases.read_ms(max(1, step + 1 - self._last_step))
-        self._last_step = step + 1
-        values = {f"speed/{name}_ms": value for name, value in phases.items()}
+        step = trainer.fit_loop.epoch_loop._batches_that_stepped
+        values = {f"speed/{name}_ms": value for name, value in times.phases_ms.items()}
         if self.flops_per_sample and self.peak_tflops:
             tflops = self.flops_per_sample * times.samples_per_s / 1e12
             num_devices = trainer.world_size * len(process_devices(trainer.strategy))

@@ -22,13 +22,14 @@ from ...strategies import FSDPStrategy
 from ...strategies.core.errors import ConfigError
 from ...strategies.core.module_checks import has_nan
 from ...strategies.core.options import Count, NotNegative, checked
-from ...strategies.core.private import of_lightning
 from ._interval import Interval
 from .checkpoint_io import VerifiedCheckpointIO
 from .file_io import remove_leftovers
 from .snapshots import MemorySnapshots, snapshots_of
 
 log = logging.getLogger(__name__)
+
+_NOT_LETTERS = re.compile(r"[^a-z0-9]")
 
 
 class Checkpoint(ModelCheckpoint):
@@ -69,6 +70,8 @@ class Checkpoint(ModelCheckpoint):
 
     CHECKPOINT_EQUALS_CHAR = "_"
 
+    best_epoch: int | None = None
+    """The epoch of the best checkpoint, from 0."""
     due = False
     """Whether a checkpoint must be written at the next clean point."""
     snapshots: MemorySnapshots | None = None
@@ -189,6 +192,8 @@ class Checkpoint(ModelCheckpoint):
 
     @override
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if trainer.sanity_checking and self.monitor is not None:
+            _verify_spelling(self.monitor, trainer.callback_metrics)
         if not _has_clean_points(trainer):
             super().on_validation_end(trainer, pl_module)
             return
@@ -218,6 +223,12 @@ class Checkpoint(ModelCheckpoint):
         self._settle(trainer)
         if self.snapshots is not None and self.save_last:
             self.snapshots.end()
+
+    @override
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        super().on_exception(trainer, pl_module, exception)
+        if self.snapshots is not None:
+            self.snapshots.wait()
 
     def lacks(self, trainer: pl.Trainer) -> bool:
         """Whether `last.ckpt` is requested and older than the weights and the gradients accumulated so far."""
@@ -261,13 +272,14 @@ class Checkpoint(ModelCheckpoint):
             raise ConfigError(
                 f"checkpoint: monitor={self.monitor} was not logged. Logged so far: "
                 f"{', '.join(sorted(set(candidates) - {'epoch', 'step'})) or 'nothing'}. Set monitor to one of these."
+                " Without a metric to rank them by, keep the last: checkpoint=last, Checkpoint(save_top_k=0)."
             )
 
     def _is_unknown(self, trainer: pl.Trainer) -> bool:
         """Whether the monitored metric should have been logged by now but was not."""
         if trainer.enable_validation and not self._validated:
             return False
-        logged = {value.meta.name for value in of_lightning.results(trainer.fit_loop.epoch_loop).values()}
+        logged = {value.meta.name for value in trainer.fit_loop.epoch_loop._results.values()}
         ends = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
         return ends or str(self.monitor).removesuffix("_epoch") not in logged
 
@@ -287,6 +299,8 @@ class Checkpoint(ModelCheckpoint):
 
     @override
     def _save_checkpoint(self, trainer: pl.Trainer, filepath: str) -> None:
+        if filepath == self.best_model_path:  # which the file will say, too
+            self.best_epoch = trainer.fit_loop.epoch_progress.current.ready - 1
         with nullcontext() if self._io is None else self._io.saving(trainer):
             super()._save_checkpoint(trainer, filepath)
         self._scores = {**self._scores, **self.best_k_models}
@@ -344,9 +358,14 @@ class Checkpoint(ModelCheckpoint):
         return self._generate_state_key(monitor=self.monitor, mode=self.mode, **self._key_triggers)
 
     @override
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "best_epoch": self.best_epoch}
+
+    @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         # Keep the best scores if a run resumes into a new directory; Lightning would discard them.
         super().load_state_dict({**state_dict, "dirpath": self.dirpath})
+        self.best_epoch = state_dict.get("best_epoch")
 
     @override
     def _format_checkpoint_name(
@@ -380,6 +399,16 @@ def distinguish(callbacks: Iterable[object]) -> None:
             if callback.state_key in keys:
                 callback._key_triggers = callback._triggers
             keys.add(callback.state_key)
+
+
+def _verify_spelling(monitor: str, logged: Iterable[str]) -> None:
+    """Refuse, before training, a metric's name that differs from a logged one by its separators only."""
+    if monitor not in logged:
+        for name in logged:
+            if _NOT_LETTERS.sub("", name.lower()) == _NOT_LETTERS.sub("", monitor.lower()):
+                raise ConfigError(
+                    f"monitor={monitor} ranks the checkpoints, but validation logs {name}. Give monitor={name}."
+                )
 
 
 def _is_trial(trainer: pl.Trainer) -> bool:

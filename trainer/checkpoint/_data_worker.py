@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -13,12 +14,10 @@ from multiprocessing.queues import Queue
 from typing import Any
 
 from torch.utils.data import DataLoader
-from typing_extensions import override
 
 from ...strategies.core import rng
 from ...strategies.core.patching import replaced
-from ...strategies.core.private.of_torch import data_worker as worker
-from ...strategies.distributed.process_exit import ASK_TO_STOP
+from ...strategies.distributed.process_exit import ASK_TO_STOP, die_with_starter
 
 
 def start_workers(loader: DataLoader[Any], get_iterator: Callable[[], Any]) -> Any:
@@ -27,7 +26,8 @@ def start_workers(loader: DataLoader[Any], get_iterator: Callable[[], Any]) -> A
         forkserver.ensure_running()  # with signals as they are: whatever it starts inherits them
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ASK_TO_STOP)  # until a worker has handlers of its own
     try:
-        with replaced(loader, "worker_init_fn", partial(_begin, os.getpid(), loader.worker_init_fn)):
+        in_main_thread = threading.current_thread() is threading.main_thread()
+        with replaced(loader, "worker_init_fn", partial(_begin, in_main_thread, loader.worker_init_fn)):
             iterator: Any = get_iterator()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
@@ -60,38 +60,23 @@ class Seeded:
         return _arrive, (self.entropy, self.indices, self.each)
 
 
-def _begin(parent: int, then: Any, worker_id: int) -> None:
+def _begin(by_main_thread: bool, then: Any, worker_id: int) -> None:
     """Begin in a data worker: outlive signals, but not the rank.
 
     SLURM, systemd and terminals send their signals to all processes of a run. A worker that ended at once would take
-    its rank along before that has saved.
+    its rank along before that has saved. torch's own watchdog looks for the rank between two batches only.
 
     Args:
+        by_main_thread: whether the rank's main thread has started it.
         then: the loader's own `worker_init_fn`.
     """
     for signum in ASK_TO_STOP:
         # a function, not SIG_IGN, which programs that the dataset starts would inherit
         signal.signal(signum, lambda number, frame: None)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, ASK_TO_STOP)
-    worker.ManagerWatchdog = partial(_Watchdog, parent)  # pyright: ignore  # in this process only
+    die_with_starter(by_main_thread)
     if then is not None:
         then(worker_id)
-
-
-class _Watchdog(worker.ManagerWatchdog):
-    """Torch's, which takes who adopted the worker for its parent if the rank was killed while the worker started.
-
-    A worker that is not the rank's child, as a fork server's, ends when the pipe from the rank is closed.
-    """
-
-    def __init__(self, parent: int) -> None:
-        super().__init__()
-        self._is_child = os.getppid() == parent
-
-    @override
-    def is_alive(self) -> bool:
-        rank = multiprocessing.parent_process()
-        return super().is_alive() if self._is_child or rank is None else rank.is_alive()
 
 
 def _arrive(entropy: tuple[int, ...], indices: Any, each: bool) -> Any:

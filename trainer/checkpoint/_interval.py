@@ -7,7 +7,7 @@ import pytorch_lightning as pl
 from pytorch_lightning.callbacks import Timer
 from typing_extensions import override
 
-from ...strategies.core.private import of_lightning
+from ...strategies.core.internals import callbacks_of
 
 
 class Interval:
@@ -55,7 +55,7 @@ class RunTimer(Timer):
 
     def __init__(self, timer: Timer) -> None:
         super().__init__()
-        self._duration = of_lightning.duration(timer)
+        self._duration = timer._duration
         self._rest = Interval(self._duration or 0.0)
 
     @property
@@ -84,7 +84,7 @@ class RunTimer(Timer):
 
 def is_time_over(trainer: pl.Trainer) -> bool:
     """Whether a run stops because its time is over, by rank 0's clock; every rank must call it."""
-    timers = [callback for callback in of_lightning.callbacks(trainer) if isinstance(callback, Timer)]
+    timers = [callback for callback in callbacks_of(trainer) if isinstance(callback, Timer)]
     if not timers or not trainer.should_stop:
         return False
     over = any((rest := timer.time_remaining()) is not None and rest <= 0 for timer in timers)

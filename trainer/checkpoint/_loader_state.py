@@ -16,14 +16,15 @@ from typing import Any
 
 import torch
 from lightning_fabric.utilities.data import sized_len
+from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from torch import Generator
 from torch.utils.data import DataLoader, IterableDataset
 from typing_extensions import override
 
 from ...strategies.core import rng
-from ...strategies.core.private.torch_loader import next_of
 from ...strategies.data.sampling import RankBatches, in_one_order, num_samples
 from ...strategies.data.streams import Divided, Stream
+from ...strategies.data.torch_loader import next_of
 from ._data_worker import Seeded, start_workers
 from .file_io import CheckpointError
 
@@ -61,7 +62,8 @@ def verify_states(loaders: Sequence[Any], states: Sequence[Any]) -> None:
         states: of a checkpoint, one per loader.
 
     Raises:
-        CheckpointError: the position of a loader can't be given to one with a state of its own, or the reverse.
+        CheckpointError: the position of a loader can't be given to one with a state of its own, or the reverse; or it
+            has fewer batches.
     """
     for loader, state in zip(loaders, states, strict=False):  # Lightning compares their number
         if is_resumable(loader) != _POSITION.issubset(state):
@@ -70,6 +72,23 @@ def verify_states(loaders: Sequence[Any], states: Sequence[Any]) -> None:
                 "its samples another way. Resume with that run's strategy and strategy.batch_size_is, or from a "
                 "checkpoint that was saved after an epoch."
             )
+        if isinstance(loader, ResumableLoader):
+            _verify_length(loader, state)
+
+
+def _verify_length(loader: "ResumableLoader", state: dict[str, Any]) -> None:
+    num_batches, before, now = sized_len(loader), state.get("num_samples"), loader.num_samples()
+    if num_batches is not None and state["position"] > num_batches:
+        raise CheckpointError(
+            f"The checkpoint was saved after batch {state['position']} of an epoch, and the training loader has "
+            f"{num_batches}: its dataset or its batch size has changed. Resume with the same data, or from one "
+            "that was saved after an epoch."
+        )
+    if before is not None and now is not None and before != now:
+        rank_zero_warn(
+            f"The checkpoint was saved within an epoch of {before} samples, and the training dataset has {now}: the "
+            "rest of this epoch repeats or omits samples."
+        )
 
 
 @cache
@@ -110,6 +129,7 @@ class ReadAhead(DataLoader[Any]):
 class ResumableStream(Stream):
     """The ranks' stream with a position: batches already taken are read again, with the same random numbers."""
 
+    is_idle = False
     _position = 0
     _start: dict[str, Any] | None = None
     _pending: dict[str, Any] | None = None
@@ -125,6 +145,8 @@ class ResumableStream(Stream):
         self._pending = state_dict
 
     def __iter__(self) -> Iterator[Any]:
+        if self.is_idle:
+            return iter(())
         resumed, self._pending = self._pending, None
         batches: Iterator[Any] = super().__iter__()  # pyright: ignore  # the stream's own class, next in the MRO
         self._position = 0 if resumed is None else resumed["position"]
@@ -149,6 +171,8 @@ class ResumableLoader(DataLoader[Any]):
     """A DataLoader with a position: `state_dict` and `load_state_dict`. Made by `make_resumable`."""
 
     rank = 0
+    is_idle = False
+    """Whether it is asked for batches that nobody takes; see `ResumingFitLoop.setup_data`."""
     _position = 0
     _seed = 0
     _start: dict[str, Any] | None = None
@@ -158,7 +182,11 @@ class ResumableLoader(DataLoader[Any]):
     def state_dict(self) -> dict[str, Any]:
         """The position in the current epoch: batches taken, the random state of its order, and its own generators."""
         own = {"position": self._position, "seed": self._seed, "start": self._start}
-        return {**own, "generators": self._generator_states()}
+        return {**own, "generators": self._generator_states(), "num_samples": self.num_samples()}
+
+    def num_samples(self) -> int | None:
+        """The length of the dataset; None for a stream."""
+        return None if isinstance(self.dataset, IterableDataset) else sized_len(self.dataset)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Start the next iteration at the saved position."""
@@ -170,6 +198,8 @@ class ResumableLoader(DataLoader[Any]):
             generator.set_state(state)
 
     def __iter__(self) -> Any:
+        if self.is_idle:
+            return iter(())
         self._resumed, self._pending = self._pending, None
         self._position = 0 if self._resumed is None else self._resumed["position"]
         self._seed = self._agreed_seed() if self._resumed is None else self._resumed["seed"]

@@ -10,9 +10,6 @@ from pytorch_lightning.loggers import TensorBoardLogger
 from pytorch_lightning.loggers.csv_logs import ExperimentWriter
 from tensorboard.compat.proto import event_pb2 as event_pb2_module
 
-from ...strategies.core.private import of_lightning, of_torch
-from ...strategies.core.private.of_lightning import EXPERIMENT
-
 # protobuf creates its classes at run time
 event_pb2: Any = event_pb2_module
 
@@ -54,20 +51,19 @@ def withdraw(trainer: Any, counted: Mapping[str, int]) -> None:
 
 def withdraw_later_points(trainer: pl.Trainer) -> None:
     """Tell TensorBoard to discard later points, which were written before this run was interrupted."""
-    step = of_lightning.log_step(trainer)
+    step = trainer.fit_loop.epoch_loop._batches_that_stepped
     logs = [logger for logger in trainer.loggers if isinstance(logger, TensorBoardLogger)]
-    logs += [log for logger in logs for log in getattr(logger, "sub_runs", ())]
     for log in logs if trainer.is_global_zero else []:
         writer: Any = log.experiment
         several = len(list(Path(log.log_dir).glob("events.out.tfevents.*"))) > 1
         if several or getattr(writer, "continues", False):
             started = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
-            of_torch.get_file_writer(writer)().add_event(event_pb2.Event(session_log=started), step)
+            writer._get_file_writer().add_event(event_pb2.Event(session_log=started), step)
 
 
 def _files(trainer: Any) -> list[RowsFile]:
     logs = trainer.loggers if trainer.is_global_zero else []
-    found = [getattr(log, EXPERIMENT, None) for log in logs]
+    found = [getattr(log, "_experiment", None) for log in logs]
     # by its class too: that of `fast_dev_run`, or a tracker's that is switched off, has any attribute
     return [file for file in found if isinstance(file, ExperimentWriter) and isinstance(file, RowsFile)]
 

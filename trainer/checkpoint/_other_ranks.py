@@ -20,7 +20,7 @@ from torchmetrics import Metric
 
 from ...strategies.core.errors import ConfigError
 from ...strategies.distributed.metrics.saved import SavedMetric, combined_states
-from ..logging.entries import on_one_device, part_of
+from ..logging.series import on_other_ranks
 
 State = dict[str, Any]
 
@@ -39,7 +39,7 @@ def state_for(ranks: Sequence[State], rank: int, num_ranks: int, module: Lightni
         "gradients": _mean([state["gradients"] for state in ranks]),
         "weights": sum(state["weights"] for state in ranks) if first else 0.0,
         "metrics": metrics,
-        "results": part_of(on_one_device([state["results"] for state in ranks]), num_ranks),
+        "results": on_other_ranks([state["results"] for state in ranks], num_ranks),
     }
 
 

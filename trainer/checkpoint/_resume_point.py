@@ -9,10 +9,16 @@ import pytorch_lightning as pl
 from pytorch_lightning.callbacks import Checkpoint as LightningCheckpoint
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 
-from ...strategies.core.private import of_lightning
+from ...strategies.core.internals import callbacks_of
 from ...strategies.registry import ranks_of
 from ._other_ranks import state_for
 from ._snapshot import Snapshot
+from .file_io import CheckpointError
+
+FORMAT = 1
+"""What the entry of a checkpoint that resumes exactly looks like; files without a number are older than it."""
+
+_OF_A_RANK = {"random", "loaders", "gradients", "weights", "metrics", "of_epoch", "results", "logged"}
 
 Place: TypeAlias = Literal["between_batches", "before_validation", "after_epoch"]
 
@@ -36,12 +42,30 @@ class ResumePoint:
 
     @classmethod
     def read(cls, saved: Mapping[str, Any]) -> "ResumePoint":
-        """Read what `to_dict` returned; an empty mapping if a checkpoint has none."""
+        """Read what `to_dict` returned; an empty mapping if a checkpoint has none.
+
+        Raises:
+            CheckpointError: it has a later format, or the present one, but not all of it.
+        """
+        number = saved.get("format")
+        if number is not None and number > FORMAT:
+            raise CheckpointError(
+                f"The checkpoint has format {number}, and this version of evener reads up to {FORMAT}. Resume with the "
+                "version that wrote it, or a later one."
+            )
+        if number is not None:
+            missing = sorted(cls.__dataclass_fields__.keys() - saved.keys())
+            missing += sorted({key for rank in saved.get("ranks") or () for key in _OF_A_RANK - rank.keys()})
+            if missing:
+                raise CheckpointError(
+                    f"The checkpoint lacks {', '.join(missing)} of what resuming needs (format {number}): somebody has "
+                    "changed it. Resume from another one."
+                )
         return cls(**{name: saved[name] for name in cls.__dataclass_fields__ if name in saved})
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields for a checkpoint."""
-        return dict(vars(self))
+        return {"format": FORMAT, **vars(self)}
 
     @property
     def is_between_batches(self) -> bool:
@@ -96,9 +120,9 @@ class EndOfRun:
         copied = replace(point, ranks=Snapshot().take(point.ranks))
         if point.point == "after_epoch":
             return cls(copied)
-        loops = of_lightning.get_loops_state_dict(of_lightning.connector(trainer))()
+        loops = trainer._checkpoint_connector._get_loops_state_dict()
         entries = {"epoch": trainer.current_epoch, "global_step": trainer.global_step, "loops": loops}
-        found = (cb for cb in of_lightning.callbacks(trainer) if not isinstance(cb, LightningCheckpoint))
+        found = (cb for cb in callbacks_of(trainer) if not isinstance(cb, LightningCheckpoint))
         callbacks = {cb.state_key: cb.state_dict() for cb in found}
         return cls(copied, copy.deepcopy(entries), Snapshot().take(callbacks))
 

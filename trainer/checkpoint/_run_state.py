@@ -9,6 +9,7 @@
 | gradients and loss weights accumulated so far, if saved inside an accumulated step | yes |
 | states of the module's torchmetrics metrics, accumulated over the epoch | yes |
 | values that `self.log` accumulates over the epoch, and which of the metrics it logs | yes |
+| what is known of the results of parts of batches, which decides how the first ones are cut | no, it is equal |
 | metrics logged last, which schedulers and early stopping read | no, they are equal |
 """
 
@@ -21,26 +22,26 @@ from lightning_fabric.utilities import move_data_to_device
 from pytorch_lightning.utilities.combined_loader import CombinedLoader
 from torchmetrics import Metric
 
+from ...strategies.batch.run_structures import RunStructures
 from ...strategies.core import rng
 from ...strategies.core.module_checks import is_metric
-from ...strategies.core.private import of_lightning
 from ...strategies.distributed.metrics.saved import SavedMetric
 from ...strategies.distributed.metrics.states import Mark
 from ...strategies.distributed.metrics.sync import MetricSync
 from ...strategies.registry import contract_of, process_devices, ranks_of
 from ...strategies.sharding.whole import map_tensors
-from ..logging import entries
 from ._loader_state import ReadAhead, ResumableLoader, is_resumable
 
 
 def capture(trainer: pl.Trainer, accumulating: bool) -> dict[str, Any]:
     """Read this process's state, with the gradients of an unfinished step; every rank must call it."""
-    loader = of_lightning.combined_loader(trainer.fit_loop)
+    loader = trainer.fit_loop._combined_loader
     module, sync, contract = trainer.lightning_module, _metric_sync(trainer), contract_of(trainer.strategy)
-    results = of_lightning.results(trainer.fit_loop.epoch_loop)
+    results: Any = trainer.fit_loop.epoch_loop._results
     logged = {id(result.value) for result in results.values() if not result.is_tensor}
+    evaluation: Any = trainer.fit_loop.epoch_loop.val_loop
     return {
-        "random": rng.capture(devices_in_use(trainer)),
+        "random": getattr(evaluation, "random_of_training", None) or rng.capture(devices_in_use(trainer)),
         "loaders": [] if loader is None else _positions(trainer, loader),
         "gradients": contract.whole_gradients(module) if accumulating else None,
         "weights": _on_cpu(_weights(trainer).total) if accumulating else 0.0,
@@ -49,8 +50,9 @@ def capture(trainer: pl.Trainer, accumulating: bool) -> dict[str, Any]:
             for name, metric in _metrics(module)
         },
         "of_epoch": [name for name, metric in _metrics(module) if id(metric) in logged],
-        "results": entries.capture(results),
+        "results": _on_cpu(results.capture()),
         "logged": _on_cpu(dict(trainer.callback_metrics)),
+        "structures": structures.decided if (structures := _structures(trainer)) else [],
     }
 
 
@@ -66,8 +68,11 @@ def restore(trainer: pl.Trainer, state: dict[str, Any], begins_epoch: bool) -> N
         of_epoch = state.get("of_epoch", ())
         kept = {name: saved for name, saved in state["metrics"].items() if name not in of_epoch}
         state = {**state, "results": {}, "metrics": kept}
-    of_lightning.callback_metrics(of_lightning.logger_connector(trainer)).update(state["logged"])
-    entries.restore(trainer, of_lightning.results(trainer.fit_loop.epoch_loop), state["results"])
+    trainer._logger_connector._callback_metrics.update(state["logged"])
+    results: Any = trainer.fit_loop.epoch_loop._results
+    results.restore(state["results"])
+    if structures := _structures(trainer):
+        structures.decided = state.get("structures", [])  # files of earlier versions have none
     sync = _metric_sync(trainer)
     for name, metric in _metrics(module):
         if name in state["metrics"]:
@@ -117,8 +122,8 @@ def devices_in_use(trainer: pl.Trainer) -> list[torch.device]:
 
 def _positions(trainer: pl.Trainer, loader: CombinedLoader) -> list[dict[str, Any]]:
     """The loaders' states, without batches that were prefetched (from loaders without length) but not trained on."""
-    ahead = len(getattr(of_lightning.data_fetcher(trainer.fit_loop), "batches", ()))
-    states = of_lightning.state_dicts(loader)()
+    ahead = len(getattr(trainer.fit_loop._data_fetcher, "batches", ()))
+    states = loader._state_dicts()
     parts = [part for part in loader.flattened if hasattr(part, "state_dict")]
     for i, part in enumerate(parts):
         if is_resumable(part):
@@ -132,6 +137,11 @@ def _weights(trainer: pl.Trainer) -> Any:
     """The loss weights of the accumulated step, in `loops.accumulation.Accumulation`."""
     epoch_loop: Any = trainer.fit_loop.epoch_loop
     return epoch_loop.accumulation
+
+
+def _structures(trainer: pl.Trainer) -> RunStructures | None:
+    """What the strategy knows of batches; None with Lightning's own strategies."""
+    return getattr(trainer.strategy, "structures", None)
 
 
 def _metric_sync(trainer: Any) -> MetricSync | None:

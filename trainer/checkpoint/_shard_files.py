@@ -1,7 +1,7 @@
 """Write a checkpoint in shards: every rank its rows of each tensor, to one file, and rank 0 all else, to another.
 
     shards-…    tensor 0: rows of rank 0, rows of rank 1, …; tensor 1: …; a mark per rank, with the digest of its rows
-    last.ckpt   places in the stead of these tensors, the name of that file, and the digests
+    last.ckpt   these tensors replaced by file offsets, the name of that file, and the digests
 
 The second file is written when the first has the marks of all ranks, and appears whole or not at all; the first has a
 new name each time. So a checkpoint that exists is complete, whichever process is killed when.
@@ -15,6 +15,7 @@ import os
 import socket
 import struct
 import time
+import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -25,13 +26,14 @@ from torch import Tensor
 
 from ...strategies.core.files import was_left
 from ...strategies.sharding.placed import Entry, Placed
-from ._tensor_files import FILE
 
+FILE = "evener_tensors"
+"""The key of a checkpoint with the name of the file that has its tensors."""
 SHARDS = "evener_shards"
-"""The key of a checkpoint with the layout of the file of its tensors, and the digests of all ranks."""
+"""The key of a checkpoint with the layout of that file, and the digests of all ranks; of one in memory its crc32."""
 WEIGHTS = ("state_dict", "optimizer_states", "current_model_state", "averaging_state")
 """Entries of which a rank keeps its shards only, or copies to its own."""
-_PREFIX = "shards-"
+PREFIX = "shards-"
 _MARK = struct.Struct("<32s8s")
 _WRITTEN, _FAILED = b"written.", b"failed.."
 _BLOCK = 1 << 20
@@ -40,7 +42,7 @@ _POLL_S = 0.02
 
 def new_name() -> str:
     """A name that no other file has, and that tells which process of which machine leads its writing."""
-    return f"{_PREFIX}{socket.gethostname()}-{os.getpid()}-{time.time_ns()}"
+    return f"{PREFIX}{socket.gethostname()}-{os.getpid()}-{time.time_ns()}"
 
 
 class ShardFile:
@@ -108,21 +110,45 @@ def _write_rows(file: Any, start: int, part: Tensor, digest: Any) -> None:
         data = data[file.write(data) :]
 
 
-def verify_rows(checkpoint: dict[str, Any], directory: Path, reader: int = 0, num_readers: int = 1) -> None:
-    """Compare the file of a checkpoint's tensors with its digests; each of several readers verifies some."""
-    layout = checkpoint[SHARDS]
+def tensor_file(checkpoint: dict[str, Any], directory: Path) -> Path:
+    """The file of a checkpoint's tensors.
+
+    Raises:
+        FileNotFoundError: it is not there.
+    """
     path = directory / Path(checkpoint[FILE]).name
+    if not path.is_file():
+        raise FileNotFoundError(f"{path.name}, which must lie beside it, is missing")
+    return path
+
+
+def verify_rows(checkpoint: dict[str, Any], directory: Path, reader: int = 0, num_readers: int = 1) -> None:
+    """Compare the file of a checkpoint's tensors with its digests; each of several readers verifies some.
+
+    Raises:
+        EOFError: the file is too short.
+        ValueError: a digest does not match.
+    """
+    layout, path = checkpoint[SHARDS], tensor_file(checkpoint, directory)
     if path.stat().st_size < layout["num_bytes"]:
-        raise ValueError(f"{path} is incomplete")
+        raise EOFError(f"{path} is too short")
     entries = [Entry(*entry) for entry in layout["entries"]]
     with open(path, "rb") as file:
         for writer in range(reader, len(layout["digests"]), num_readers):
-            digest = hashlib.sha256()
-            for entry in entries:
-                for block in blocks(file, *entry.part(writer)) if entry.num_parts > 1 or writer == 0 else ():
-                    digest.update(block)
-            if digest.digest() != layout["digests"][writer]:
+            of_writer = [entry.part(writer) for entry in entries if entry.num_parts > 1 or writer == 0]
+            found = (block for start, size in of_writer for block in blocks(file, start, size))
+            if not _matches(found, layout["digests"][writer]):
                 raise ValueError(f"the digest of {path} does not match")
+
+
+def _matches(found: Iterable[bytes], expected: bytes | int) -> bool:
+    digest, crc = hashlib.sha256(), 0
+    for block in found:
+        if isinstance(expected, int):
+            crc = zlib.crc32(block, crc)
+        else:
+            digest.update(block)
+    return expected == (crc if isinstance(expected, int) else digest.digest())
 
 
 def blocks(file: Any, start: int, left: int) -> Iterator[bytes]:
@@ -135,8 +161,8 @@ def blocks(file: Any, start: int, left: int) -> Iterator[bytes]:
 
 def remove_leftovers(directory: Path, used: set[str]) -> None:
     """Remove the files of tensors that killed processes of this machine left without a checkpoint."""
-    for path in directory.glob(f"{_PREFIX}*"):
-        host, _, pid = path.name.removeprefix(_PREFIX).rpartition("-")[0].rpartition("-")
+    for path in directory.glob(f"{PREFIX}*"):
+        host, _, pid = path.name.removeprefix(PREFIX).rpartition("-")[0].rpartition("-")
         if host == socket.gethostname() and path.name not in used and was_left(pid):
             with suppress(OSError):
                 path.unlink()

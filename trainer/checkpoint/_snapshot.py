@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ...strategies.core.devices import has_streams
 from ...strategies.sharding.whole import map_tensors
 
 _PIECE = 2**21
@@ -42,7 +43,7 @@ class Snapshot:
             same = identity(tensor)
             if same not in found or not tensor.numel():
                 kind = (tensor.device, tensor.shape, tensor.stride(), tensor.dtype)
-                kept, on_device = free.get(kind), tensor.device.type == "cuda"
+                kept, on_device = free.get(kind), has_streams(tensor.device)
                 buffer = kept.pop() if kept else torch.empty_like(tensor, device="cpu", pin_memory=on_device)
                 used.setdefault(kind, []).append(buffer)
                 copies.append((tensor, buffer))

@@ -1,16 +1,17 @@
 """Keep the tensors of a checkpoint in two files of memory, which are written in turns.
 
-    snapshot.ckpt   the state, with places in the stead of tensors, and the name of the file that they are in
+    snapshot.ckpt   the state, with tensors replaced by file offsets, and the name of the file that they are in
     tensors-…-0     ● in use          ○ written next
     tensors-…-1     ○ written next    ● in use
 
 The file that the checkpoint names is never written to, so a process that is killed at any time leaves one that is
-whole. Each tensor is copied once, to where it stays: without an archive, and without a digest of bytes that never leave
-memory.
+whole. Each tensor is copied once, to where it stays, without an archive. Training waits for that alone: the file's
+checksum is computed beside it, before the checkpoint is written that names the file.
 """
 
 import os
 import time
+import zlib
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
@@ -20,10 +21,9 @@ from torch import Tensor
 
 from ...strategies.sharding.placed import ALIGNMENT, PLACE
 from ...strategies.sharding.whole import map_tensors
+from ._shard_files import FILE, SHARDS, tensor_file
 from ._snapshot import copy_tensors, identity, is_strided
 
-FILE = "evener_tensors"
-"""The key of a checkpoint with the name of the file that has its tensors."""
 _SMALLEST = 1024
 """Bytes from which a tensor is put into the file; a smaller one stays in the checkpoint."""
 
@@ -34,22 +34,25 @@ class TensorFiles:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._name = f"tensors-{time.time_ns()}"  # not that of an earlier process, whose file may be in use
-        self._turn = 0
+        self._turn = self._num_bytes = 0
         self._buffers: dict[int, Tensor] = {}
 
     def take(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Copy a checkpoint's tensors to the file that is not in use; returns it with their places, to be written."""
+        """Copy a checkpoint's tensors to the file that is not in use; returns it with their places."""
         self._turn = 1 - self._turn
         found: dict[tuple[Any, ...], tuple[Tensor, int]] = {}
+        kept: dict[tuple[Any, ...], Tensor] = {}
         end = 0
 
         def place(tensor: Tensor) -> Any:
             nonlocal end
             tensor = tensor.detach()
             num_bytes = _num_bytes(tensor.dtype, tensor.shape)
-            if num_bytes < _SMALLEST or not _is_dense(tensor):
-                return tensor
+            if not _is_dense(tensor):
+                return tensor.cpu().clone()
             same = identity(tensor)  # one that occurs several times has one place
+            if num_bytes < _SMALLEST:
+                return kept.setdefault(same, tensor.to("cpu", copy=True))
             if same not in found:
                 found[same] = tensor, end
                 end += -(-num_bytes // ALIGNMENT) * ALIGNMENT
@@ -57,12 +60,18 @@ class TensorFiles:
             return {PLACE: [found[same][1], dtype, list(tensor.shape), list(tensor.stride())]}
 
         placed: dict[str, Any] = map_tensors(state, place)
-        buffer = self._buffer(max(end, 1))
+        self._num_bytes, buffer = end, self._buffer(max(end, 1))
         copy_tensors(
             (tensor, _view(buffer, start, tensor.dtype, tensor.shape, tensor.stride()))
             for tensor, start in found.values()
         )
         return {**placed, FILE: self._file().name}
+
+    def checked(self, placed: dict[str, Any]) -> dict[str, Any]:
+        """Add to what `take` has returned the length and the checksum of the file, to be written."""
+        content: Any = self._buffers[self._turn].numpy()[: self._num_bytes]
+        layout = {"entries": [[0, 1, self._num_bytes, 1]], "num_bytes": self._num_bytes}
+        return {**placed, SHARDS: {**layout, "digests": [zlib.crc32(content)]}}
 
     def remove_others(self) -> None:
         """Remove the files of earlier processes, once the checkpoint names one of this process."""
@@ -83,28 +92,25 @@ class TensorFiles:
         return held
 
 
-def with_tensors(checkpoint: dict[str, Any], directory: Path, mapped: Collection[str] = ()) -> dict[str, Any]:
-    """Replace the places of tensors by copies; those of `mapped` entries stay in the file until they are used."""
+def with_tensors(checkpoint: dict[str, Any], directory: Path, mapped: Collection[str] | None = ()) -> dict[str, Any]:
+    """Replace the places of tensors by copies; those of `mapped` entries (None: all) stay in the file until used."""
     if FILE not in checkpoint:
         return checkpoint
-    file = directory / Path(checkpoint[FILE]).name
+    file = tensor_file(checkpoint, directory)
     buffer = torch.from_file(str(file), shared=False, size=file.stat().st_size, dtype=torch.uint8)
     found: dict[int, Tensor] = {}
 
     def view(start: int, dtype: str, shape: list[int], stride: list[int]) -> Tensor:
-        return _view(buffer, start, getattr(torch, dtype), shape, stride)
+        return _view(buffer, start, _dtype(dtype), shape, stride)
 
-    def copy(start: int, *kind: Any) -> Tensor:
+    def copy(start: int, dtype: str, shape: list[int], stride: list[int]) -> Tensor:
         if start not in found:
-            found[start] = view(start, *kind).clone(memory_format=torch.preserve_format)
+            own = _piece(buffer, start, _dtype(dtype), shape).clone()  # as bytes: not every type can be copied
+            found[start] = _view(own, 0, _dtype(dtype), shape, stride)
         return found[start]
 
-    return {key: _filled(value, view if key in mapped else copy) for key, value in checkpoint.items() if key != FILE}
-
-
-def has_tensors(directory: Path) -> bool:
-    """Whether there are files of tensors."""
-    return any(directory.glob("tensors-*"))
+    entries = {key: value for key, value in checkpoint.items() if key != FILE}
+    return {key: _filled(value, view if mapped is None or key in mapped else copy) for key, value in entries.items()}
 
 
 def _filled(tree: Any, read: Callable[..., Tensor]) -> Any:
@@ -129,6 +135,22 @@ def _num_bytes(dtype: torch.dtype, shape: Any) -> int:
     return torch.Size(shape).numel() * dtype.itemsize
 
 
+def _dtype(name: str) -> torch.dtype:
+    found = vars(torch).get(name)  # no attribute that imports a module
+    if not isinstance(found, torch.dtype):
+        raise TypeError(f"{name} is no dtype")
+    return found
+
+
+def _piece(buffer: Tensor, start: int, dtype: torch.dtype, shape: Any) -> Tensor:
+    end = start + _num_bytes(dtype, shape)
+    if not 0 <= start <= end <= len(buffer):
+        raise EOFError("a tensor ends beyond the file")
+    if start % dtype.itemsize:
+        raise ValueError("a tensor begins within an element")
+    return buffer[start:end]
+
+
 def _view(buffer: Tensor, start: int, dtype: torch.dtype, shape: Any, stride: Any) -> Tensor:
-    flat = buffer[start : start + _num_bytes(dtype, shape)].view(dtype)
+    flat = _piece(buffer, start, dtype, shape).view(dtype)
     return flat.as_strided(list(shape), list(stride), flat.storage_offset())

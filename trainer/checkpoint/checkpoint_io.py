@@ -14,15 +14,14 @@ from typing import Any, Literal
 import pytorch_lightning as pl
 from lightning_fabric.plugins import TorchCheckpointIO
 from lightning_fabric.utilities.cloud_io import get_filesystem
+from lightning_fabric.utilities.types import _PATH
 from torch import Tensor
 from typing_extensions import override
 
-from ...strategies.core.private.of_lightning import PATH
 from ...strategies.sharding.placed import Placed, ShardIO, Writers
 from ._plain_data import to_plain
-from ._shard_files import SHARDS, WEIGHTS, ShardFile, new_name
+from ._shard_files import FILE, SHARDS, WEIGHTS, ShardFile, new_name
 from ._snapshot import Snapshot
-from ._tensor_files import FILE
 from .file_io import CheckpointError, link, read, releasing, write
 
 logger = logging.getLogger(__name__)
@@ -62,7 +61,7 @@ class VerifiedCheckpointIO(TorchCheckpointIO, ShardIO):
         self._pending: list[Future[object]] = []
 
     @override
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: PATH, storage_options: Any = None) -> None:
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: _PATH, storage_options: Any = None) -> None:
         """Write a checkpoint; see `write`.
 
         Raises:
@@ -72,13 +71,15 @@ class VerifiedCheckpointIO(TorchCheckpointIO, ShardIO):
         if storage_options is not None:
             raise TypeError("storage_options are not supported. Use a CheckpointIO plugin that supports them.")
         self.wait()
-        plain = to_plain(checkpoint)
-        if self.background:
-            plain = self._snapshot.take(plain)
+        plain = self._copied(to_plain(checkpoint))
         self._submit(lambda: self._write(plain, str(path)))
 
+    def _copied(self, plain: dict[str, Any]) -> dict[str, Any]:
+        """Copy what training changes while a thread writes."""
+        return self._snapshot.take(plain) if self.background else plain
+
     @override
-    def save_shards(self, placed: Placed, path: PATH, writers: Writers) -> None:
+    def save_shards(self, placed: Placed, path: _PATH, writers: Writers) -> None:
         """Write a checkpoint in shards; see `_shard_files`.
 
         Raises:
@@ -111,14 +112,14 @@ class VerifiedCheckpointIO(TorchCheckpointIO, ShardIO):
             file.path.unlink(missing_ok=True)
 
     @override
-    def load_shards(self, path: PATH, reader: int, num_readers: int) -> dict[str, Any]:
+    def load_shards(self, path: _PATH, reader: int, num_readers: int) -> dict[str, Any]:
         """Read a checkpoint; tensors of weights and optimizers that were written in shards stay in their file."""
         self.wait()
         if _is_address(path):
             return self.load_checkpoint(path)
         return read(str(path), WEIGHTS, reader, num_readers)
 
-    def link_checkpoint(self, source: PATH, path: PATH) -> None:
+    def link_checkpoint(self, source: _PATH, path: _PATH) -> None:
         """Give the most recent checkpoint a second name; see `link`."""
         copy = get_filesystem(path).copy if _is_address(path) else link
         self._submit(
@@ -126,7 +127,7 @@ class VerifiedCheckpointIO(TorchCheckpointIO, ShardIO):
         )
 
     @override
-    def remove_checkpoint(self, path: PATH) -> None:
+    def remove_checkpoint(self, path: _PATH) -> None:
         """Remove a file, unless the save that should have replaced it failed."""
         self._submit(lambda: self._remove(str(path)))
 
@@ -137,7 +138,9 @@ class VerifiedCheckpointIO(TorchCheckpointIO, ShardIO):
         return failures
 
     @override
-    def load_checkpoint(self, path: PATH, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
+    def load_checkpoint(
+        self, path: _PATH, map_location: Any = None, weights_only: bool | None = None
+    ) -> dict[str, Any]:
         """Read a checkpoint to the CPU; see `read`. The strategy moves it to the devices.
 
         `weights_only=False` has no effect: a file that needs it is refused.
@@ -210,5 +213,5 @@ class VerifiedCheckpointIO(TorchCheckpointIO, ShardIO):
                 Path(path).unlink(missing_ok=True)
 
 
-def _is_address(path: PATH) -> bool:
+def _is_address(path: _PATH) -> bool:
     return "://" in str(path)

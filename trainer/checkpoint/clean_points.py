@@ -9,19 +9,25 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
+from lightning_fabric.utilities.data import _set_sampler_epoch
+from lightning_fabric.utilities.types import _PATH
 from pytorch_lightning.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging
+from pytorch_lightning.loops.fetchers import _DataFetcher
+from pytorch_lightning.loops.fit_loop import _FitLoop
+from pytorch_lightning.loops.training_epoch_loop import _TrainingEpochLoop
+from pytorch_lightning.trainer.connectors.checkpoint_connector import _CheckpointConnector
 from pytorch_lightning.trainer.states import TrainerFn
 from pytorch_lightning.utilities.exceptions import SIGTERMException
 from pytorch_lightning.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
 
+from ...strategies.core.internals import callbacks_of
 from ...strategies.core.patching import replaced
-from ...strategies.core.private import of_lightning
-from ...strategies.core.private.of_lightning import CheckpointConnector, FitLoop, TrainingEpochLoop
 from ...strategies.distributed.objects import gather_on_first
 from ...strategies.registry import ranks_of
 from . import _logged_rows, _run_state
 from ._callback import Checkpoint
+from ._hparams import restored
 from ._interval import is_time_over
 from ._loader_state import is_resumable, make_resumable, verify_states
 from ._resume_point import EndOfRun, Place, ResumePoint, counts_global_batches
@@ -32,7 +38,7 @@ EXACT = "exact_resume"
 """The checkpoint key of the state that Lightning's checkpoints do not contain."""
 
 
-class ExactCheckpoints(CheckpointConnector):
+class ExactCheckpoints(_CheckpointConnector):
     """Extends Lightning's checkpoints, unchanged for all hooks, with our own state before they are written."""
 
     @override
@@ -51,8 +57,9 @@ class ExactCheckpoints(CheckpointConnector):
         return {**checkpoint, EXACT: trainer.fit_loop.resume_state()}
 
     @override
-    def resume_start(self, checkpoint_path: of_lightning.PATH | None = None, weights_only: bool | None = None) -> None:
-        fit_loop: Any = self.trainer.fit_loop
+    def resume_start(self, checkpoint_path: _PATH | None = None, weights_only: bool | None = None) -> None:
+        trainer: Any = self.trainer
+        fit_loop = trainer.fit_loop
         if checkpoint_path is not None:  # the weights are no longer those of the run that has ended
             fit_loop.end = None
         try:
@@ -62,10 +69,13 @@ class ExactCheckpoints(CheckpointConnector):
                 f"The checkpoint {checkpoint_path} was not saved by a trainer: it has no entry {exc}. Give a trainer's "
                 "checkpoint, or load plain weights with module.load_state_dict."
             ) from exc
-        fit_loop.resumed = ResumePoint.read(self._loaded_checkpoint.pop(EXACT, {}))
+        for owner in (trainer.lightning_module, trainer.datamodule):
+            self._loaded_checkpoint = restored(self._loaded_checkpoint, type(owner))
+        saved = self._loaded_checkpoint.pop(EXACT, {})
+        fit_loop.resumed = ResumePoint.read(saved if self.trainer.state.fn == TrainerFn.FITTING else {})
 
 
-class ResumingFitLoop(FitLoop):
+class ResumingFitLoop(_FitLoop):
     """Loop over epochs that saves and resumes at clean points."""
 
     _point: Place | None = None
@@ -80,6 +90,8 @@ class ResumingFitLoop(FitLoop):
     begins_epoch = False
     """Whether a hook has saved after an epoch's last batch, so that the resumed run begins the next one."""
     has_clean_points = True
+    _has_metrics = False
+    """Whether the metrics logged last were restored; without them Lightning would not step plateau schedulers."""
     takes_steps = False
     """Whether the run has begun to train, so that a stop between two steps has something to save."""
 
@@ -104,6 +116,8 @@ class ResumingFitLoop(FitLoop):
 
     @override
     def on_advance_end(self) -> None:
+        if self._has_metrics:
+            self._restarting = False
         try:
             super().on_advance_end()
         except SIGTERMException:
@@ -117,7 +131,7 @@ class ResumingFitLoop(FitLoop):
 
     def _stops(self) -> bool:
         """Whether to stop at this step; ranks decide together, between two batches."""
-        received = of_lightning.signal_connector(self.trainer).received_sigterm
+        received = self.trainer._signal_connector.received_sigterm
         ranks = ranks_of(self.trainer.strategy)
         return received if ranks is None else ranks.group.agree_to_stop(received)
 
@@ -153,7 +167,7 @@ class ResumingFitLoop(FitLoop):
             + (
                 f"saved {saved[0]}; continue with resume=last (in a script: ckpt_path)."
                 if saved
-                else "nothing is saved, for want of a Checkpoint callback that keeps the last state."
+                else "nothing is saved. Add a Checkpoint callback with save_last=True to keep the last state."
             )
         )
         raise SIGTERMException
@@ -189,7 +203,7 @@ class ResumingFitLoop(FitLoop):
 
     def _resume_point(self) -> ResumePoint:
         """Read where this rank is, with its state alone."""
-        accumulating = self._point != "after_epoch" and of_lightning.should_accumulate(self.epoch_loop)()
+        accumulating = self._point != "after_epoch" and self.epoch_loop._should_accumulate()
         return ResumePoint(
             self._point,
             self.trainer.should_stop and not is_time_over(self.trainer),
@@ -215,6 +229,8 @@ class ResumingFitLoop(FitLoop):
         self.resumed = self.resumed.for_rank(self.trainer)
         if self.resumed.own is not None:
             self._combined_loader_states_to_load = self.resumed.own["loaders"]
+        if self._combined_loader_states_to_load:  # a strategy that has looked at samples in its setup began to read
+            self._combined_loader = None
         if self.resumed.point == "after_epoch":  # Lightning considers a run bounded by steps unfinished.
             self._restarting = self.epoch_loop._restarting = self.epoch_loop.val_loop._restarting = False
             self.trainer.should_stop = self.resumed.should_stop
@@ -230,10 +246,16 @@ class ResumingFitLoop(FitLoop):
                 "is left to train."
             )
             if self.resumed.own is not None:
-                of_lightning.callback_metrics(of_lightning.logger_connector(self.trainer)).update(
-                    self.resumed.own["logged"]
-                )
+                self.trainer._logger_connector._callback_metrics.update(self.resumed.own["logged"])
         return skips
+
+    @override
+    def setup_data(self) -> None:
+        """As Lightning's, which begins to read; after an epoch's end the next one begins to read by itself."""
+        super().setup_data()
+        for loader in () if self._combined_loader is None else self._combined_loader.flattened:
+            if is_resumable(loader):
+                loader.is_idle = False
 
     @override
     def _load_combined_loader_states(self) -> None:
@@ -241,9 +263,11 @@ class ResumingFitLoop(FitLoop):
         progress: Any = self.epoch_progress.current
         for loader in self._combined_loader.flattened:
             make_resumable(loader, self.trainer.global_rank)
+            if is_resumable(loader):
+                loader.is_idle = self.resumed.point == "after_epoch"
             if self._resuming_from_checkpoint:
                 # Workers start to load as soon as the iterator is created, before Lightning sets the epoch.
-                of_lightning.set_sampler_epoch(loader, progress.processed)
+                _set_sampler_epoch(loader, progress.processed)
         if self.restarting:
             stateful = [loader for loader in self._combined_loader.flattened if hasattr(loader, "state_dict")]
             verify_states(stateful, self._combined_loader_states_to_load)
@@ -260,10 +284,15 @@ class ResumingFitLoop(FitLoop):
         self._savers = tuple(cb for cb in self.trainer.checkpoint_callbacks if isinstance(cb, Checkpoint))
         super().on_run_start()
         own = self.resumed.own
+        self._has_metrics = own is not None
         if own is not None:
             _run_state.restore(self.trainer, own, self.begins_epoch)
+        if self._has_metrics and self.resumed_on_epoch_end:  # a hook has saved there: these step after it
+            self.epoch_progress.current.completed -= 1
+            self.epoch_loop.update_lr_schedulers("epoch", update_plateau_schedulers=True)
+            self.epoch_progress.current.completed += 1
         if self.resumed.is_between_batches:  # what these set at the epoch's start holds for the rest of it
-            for callback in of_lightning.callbacks(self.trainer):
+            for callback in callbacks_of(self.trainer):
                 if isinstance(callback, (GradientAccumulationScheduler, StochasticWeightAveraging)):
                     callback.on_train_epoch_start(self.trainer, self.trainer.lightning_module)
         _logged_rows.withdraw_later_points(self.trainer)
@@ -279,7 +308,7 @@ class ResumingFitLoop(FitLoop):
         self.agree_to_end(at_once=True)
 
 
-class ResumingEpochLoop(TrainingEpochLoop):
+class ResumingEpochLoop(_TrainingEpochLoop):
     """Loop over the batches of an epoch that saves and resumes at clean points."""
 
     @property
@@ -297,7 +326,7 @@ class ResumingEpochLoop(TrainingEpochLoop):
             self.trainer.should_stop = self._fit_loop.resumed.should_stop
 
     @override
-    def on_run_start(self, data_fetcher: of_lightning.DataFetcher) -> None:
+    def on_run_start(self, data_fetcher: _DataFetcher) -> None:
         fit_loop = self._fit_loop
         if fit_loop.begins_epoch and (self.restarting or fit_loop.is_resuming):  # where Lightning takes the setup's
             iter(data_fetcher)  # with the random state restored
@@ -305,11 +334,11 @@ class ResumingEpochLoop(TrainingEpochLoop):
         super().on_run_start(data_fetcher)
 
     @override
-    def run(self, data_fetcher: of_lightning.DataFetcher) -> None:
+    def run(self, data_fetcher: _DataFetcher) -> None:
         super().run(data_fetcher)
         self._fit_loop.end_within_epoch()
 
-    def finish_validation(self, data_fetcher: of_lightning.DataFetcher) -> None:
+    def finish_validation(self, data_fetcher: _DataFetcher) -> None:
         """Do, at the start of a resumed epoch, what comes after the batch at which its validation was stopped."""
         fit_loop = self._fit_loop
         resumed, fit_loop.resumed = fit_loop.resumed, ResumePoint()
@@ -319,7 +348,7 @@ class ResumingEpochLoop(TrainingEpochLoop):
 
     # A subclass whose `on_advance_end` does not call this one must call `between_batches` itself, at its end.
     @override
-    def on_advance_end(self, data_fetcher: of_lightning.DataFetcher) -> None:
+    def on_advance_end(self, data_fetcher: _DataFetcher) -> None:
         fit_loop = self._fit_loop
         try:
             super().on_advance_end(data_fetcher)

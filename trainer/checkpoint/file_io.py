@@ -35,9 +35,9 @@ from pytorch_lightning.core import saving
 from ...strategies.core.errors import ConfigError
 from ...strategies.core.files import replacing, was_left
 from ...strategies.sharding.whole import map_tensors
-from ._shard_files import SHARDS, blocks, verify_rows
+from ._shard_files import FILE, PREFIX, SHARDS, blocks, verify_rows
 from ._shard_files import remove_leftovers as remove_shards
-from ._tensor_files import FILE, with_tensors
+from ._tensor_files import with_tensors
 
 logger = logging.getLogger(__name__)
 
@@ -156,18 +156,38 @@ def read(path: str | Path, mapped: Collection[str] = (), reader: int = 0, num_re
         raise FileNotFoundError(f"Checkpoint file not found: {path}")
     if os.path.isdir(path):
         raise CheckpointError(f"The checkpoint {path} is a directory. Give the path of a file.")
-    has_digest = verify(path)
-    checkpoint = _load(path)
+    return _read(Path(path), verify(path), mapped, reader, num_readers)
+
+
+def _read(
+    path: Path, has_digest: bool, mapped: Collection[str] | None, reader: int = 0, num_readers: int = 1
+) -> dict[str, Any]:
+    checkpoint = _load(path, mmap=mapped is None and has_digest)
     if not isinstance(checkpoint, dict):
         raise CheckpointError(f"The file {path} contains a {type(checkpoint).__name__}, which is not a checkpoint.")
     if checkpoint.pop(_MARK, None) is not None and not has_digest:
         raise CheckpointError(f"The checkpoint {path} is corrupted: its digest is missing. Use another one.")
-    _verify_shards(checkpoint, Path(path), reader, num_readers)
-    checkpoint.pop(SHARDS, None)
+    with _damage_named(path):
+        if SHARDS in checkpoint:
+            verify_rows(checkpoint, path.parent, reader, num_readers)
+            del checkpoint[SHARDS]
+        return with_tensors(checkpoint, path.parent, mapped)
+
+
+@contextmanager
+def _damage_named(path: Path) -> Generator[None]:
+    """Refuse a file by its name, whatever comes of what it says of its tensors: it may say anything."""
     try:
-        return with_tensors(checkpoint, Path(path).parent, mapped)
-    except (OSError, RuntimeError, ValueError) as exc:
-        raise CheckpointError(f"The checkpoint {path} is incomplete: the file of its tensors is gone.") from exc
+        yield
+    except (FileNotFoundError, EOFError) as exc:
+        raise CheckpointError(f"The checkpoint {path} is incomplete: {exc}. Use another one.") from exc
+    except OSError as exc:
+        raise CheckpointError(f"The checkpoint {path} can't be read: {exc}.") from exc
+    except MemoryError:
+        raise
+    except Exception as exc:
+        why = exc if isinstance(exc, ValueError) else "its tensors are not what it says of them"
+        raise CheckpointError(f"The checkpoint {path} is corrupted: {why}. Use another one.") from exc
 
 
 def _load_whole(own: Callable[..., Any]) -> Callable[..., Any]:
@@ -189,29 +209,18 @@ def _load_whole(own: Callable[..., Any]) -> Callable[..., Any]:
 saving.pl_load = _load_whole(saving.pl_load)
 
 
-def _verify_shards(checkpoint: dict[str, Any], path: Path, reader: int = 0, num_readers: int = 1) -> None:
-    try:
-        if SHARDS in checkpoint:
-            verify_rows(checkpoint, path.parent, reader, num_readers)
-    except FileNotFoundError as exc:
-        raise CheckpointError(
-            f"The checkpoint {path} is incomplete: {checkpoint[FILE]}, which must lie beside it, is missing."
-        ) from exc
-    except ValueError as exc:
-        raise CheckpointError(f"The checkpoint {path} is corrupted: {exc}. Use another one.") from exc
-
-
 def shard_file(path: Path) -> Path | None:
-    """The file of tensors that belongs to a checkpoint; None if it has none, or there is no such checkpoint."""
-    with suppress(OSError, CheckpointError), open(path, "rb") as file:
+    """The file of shards that belongs to a checkpoint; None if it has none, or there is no such checkpoint."""
+    with suppress(OSError, CheckpointError, KeyError, TypeError), open(path, "rb") as file:
         file.seek(-len(_MAGIC), os.SEEK_END)
         if file.read() == _MAGIC_OF_SHARDS:
-            return path.with_name(Path(_load(path)[FILE]).name)
+            name = Path(_load(path, mmap=True)[FILE]).name
+            return path.with_name(name) if name.startswith(PREFIX) else None
     return None
 
 
 def _shard_files(directory: Path) -> set[Path | None]:
-    """The files of tensors that belong to the checkpoints of a directory."""
+    """The files of shards that belong to the checkpoints of a directory."""
     return {shard_file(path) for path in directory.glob(f"*{SUFFIX}")}
 
 
@@ -224,13 +233,14 @@ def releasing(path: Path) -> Generator[None]:
         tensors.unlink(missing_ok=True)
 
 
-def _load(path: str | Path) -> Any:
+def _load(path: str | Path, mmap: bool = False) -> Any:
+    mmap = mmap and os.fsencode(path).decode(errors="replace") == str(path)  # torch maps no other name
     try:
         with warnings.catch_warnings():
             warnings.simplefilter(
                 "ignore", UserWarning
             )  # Warnings about pickle protocols, from files that are refused below.
-            return torch.load(path, map_location="cpu", weights_only=True)
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
     except pickle.UnpicklingError as exc:
         if found := re.search(r"GLOBAL ([\w.]+)", str(exc)):
             raise CheckpointError(
@@ -245,10 +255,9 @@ def _load(path: str | Path) -> Any:
 def is_good(path: str | Path) -> bool:
     """Whether a file is a checkpoint that can be loaded; if not, a warning names it."""
     try:
-        if not verify(path) and _LIGHTNINGS not in read(path):
+        has_digest = verify(path)
+        if _LIGHTNINGS not in _read(Path(path), has_digest, mapped=None) and not has_digest:
             raise CheckpointError(f"The file {path} is not a checkpoint of a trainer.")
-        if shard_file(Path(path)) is not None:
-            _verify_shards(_load(path), Path(path))
     except (CheckpointError, OSError) as exc:
         logger.warning("%s It is skipped.", exc)
         return False

@@ -1,11 +1,11 @@
-"""Find the newest valid checkpoint."""
+"""Find the newest or the best valid checkpoint."""
 
 import logging
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
 
-from .file_io import SUFFIX, CheckpointError, is_good
+from .file_io import SUFFIX, CheckpointError, is_good, read
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +32,29 @@ def find_newest(directory: str | Path, beside: Path | None = None) -> Path | Non
     if beside is None or not is_good(beside):
         return found
     return beside if found is None or beside.stat().st_mtime_ns > found.stat().st_mtime_ns else found
+
+
+def find_best(directory: str | Path) -> Path | None:
+    """Find the best checkpoint of an experiment, by the metric that its newest run ranked its checkpoints by.
+
+    Args:
+        directory: searched with all its subdirectories, so it may hold several runs.
+
+    Returns:
+        The checkpoint that the newest one names as the best, if that can be loaded; that of an older one if not; or
+        None if none names any.
+    """
+    found = (_best_named_in(path) for path in newest_first(directory) if is_good(path))
+    return next((path for path in found if path is not None), None)
+
+
+def _best_named_in(path: Path) -> Path | None:
+    for state in read(path).get("callbacks", {}).values():
+        if isinstance(state, dict) and state.get("best_model_score") is not None and state.get("best_model_path"):
+            named = Path(state["best_model_path"])
+            candidates = (path.with_name(named.name), named)  # beside it, if the run's directory was moved
+            return next((file for file in candidates if file.is_file() and is_good(file)), None)
+    return None
 
 
 def good_or_newest(path: str | Path) -> Path:

@@ -3,24 +3,49 @@
 import copy
 from typing import Any
 
+import pytorch_lightning as pl
 import torch
+from pytorch_lightning.callbacks import WeightAveraging
+from pytorch_lightning.loops.evaluation_loop import _EvaluationLoop
 from pytorch_lightning.trainer.states import TrainerFn
 from pytorch_lightning.utilities.exceptions import SIGTERMException
+from pytorch_lightning.utilities.model_helpers import is_overridden
 from typing_extensions import override
 
 from ...strategies.core import rng
-from ...strategies.core.private import of_lightning, put
-from ...strategies.core.private.of_lightning import EvaluationLoop
+from ...strategies.core.internals import callbacks_of
+from ...strategies.core.module_checks import is_users
+from ...strategies.core.patching import replaced
 from ...strategies.registry import ranks_of
 from . import _run_state
 from ._loader_state import make_resumable
+
+_STARTS = ("on_validation_start", "on_validation_epoch_start")
+_ENDS = ("on_validation_epoch_end", "on_validation_end")
+
+
+def stands_in(trainer: pl.Trainer) -> bool:
+    """Whether hooks may put something in the place of the weights for a validation, such as their average.
+
+    They have a part at its start, and one at its end, which must be called before anything is saved.
+    """
+
+    def has(owner: Any, kind: type, names: tuple[str, ...]) -> bool:
+        hooks = [getattr(owner, name) for name in names if is_overridden(name, owner, kind)]
+        return any(isinstance(owner, WeightAveraging) or is_users(hook) for hook in hooks)
+
+    callbacks = [(callback, pl.Callback) for callback in callbacks_of(trainer)]
+    return any(
+        has(owner, kind, _STARTS) and has(owner, kind, _ENDS)
+        for owner, kind in [(trainer.lightning_module, pl.LightningModule), *callbacks]
+    )
 
 
 class ValidationStopped(SIGTERMException):
     """A signal ended a validation within training, whose state before it is to be saved."""
 
 
-class SeparateEvaluation(EvaluationLoop):
+class SeparateEvaluation(_EvaluationLoop):
     """Evaluation, which leaves the random streams of the training around it as they were.
 
     Its own are made of the seed, the epoch and the rank, and those of its data workers of the batch's number too: what
@@ -31,7 +56,11 @@ class SeparateEvaluation(EvaluationLoop):
     """Parts of validations that have ended, one per loader, and batches of the present one."""
     _has_ended = False
     is_within_fit = False
-    """Whether a validation within training runs, which a signal may stop."""
+    """Whether a validation within training runs."""
+    _may_stop = True
+    """Whether a signal may stop it before its end."""
+    random_of_training: dict[str, Any] | None = None
+    """The random states of the training around a validation, while it runs."""
 
     @override
     def run(self) -> Any:
@@ -39,7 +68,7 @@ class SeparateEvaluation(EvaluationLoop):
         if trainer.state.fn != TrainerFn.FITTING:
             return super().run()
         devices = _run_state.devices_in_use(trainer)
-        with rng.isolated(devices):
+        with rng.isolated(devices) as before, replaced(self, "random_of_training", before):
             rng.seed_all(torch.initial_seed(), trainer.current_epoch, trainer.global_rank, devices=devices)
             return super().run() if trainer.sanity_checking else self._run_within_fit()
 
@@ -49,7 +78,7 @@ class SeparateEvaluation(EvaluationLoop):
             super().increment_progress_to_evaluation_end()
 
     def _run_within_fit(self) -> Any:
-        self._num_batches, self._has_ended = 0, False
+        self._num_batches, self._has_ended, self._may_stop = 0, False, not stands_in(self.trainer)
         progress = copy.deepcopy(self.batch_progress.state_dict())
         metrics = _run_state.metric_states(self.trainer.lightning_module)
         self.is_within_fit = True
@@ -75,7 +104,7 @@ class SeparateEvaluation(EvaluationLoop):
         """
         if self.is_within_fit:
             self._num_batches += 1
-            if not self.batch_progress.is_last_batch:
+            if self._may_stop and not self.batch_progress.is_last_batch:
                 self._stop(ended=False)
 
     @override
@@ -93,7 +122,7 @@ class SeparateEvaluation(EvaluationLoop):
 
     def _stop(self, ended: bool) -> None:
         """Stop if a signal was received; several processes agree, and wait for each other at the validation's end."""
-        received = of_lightning.signal_connector(self.trainer).received_sigterm
+        received = self.trainer._signal_connector.received_sigterm
         ranks = ranks_of(self.trainer.strategy)
         stops = received and not ended
         if ranks is not None:
@@ -108,7 +137,7 @@ class SeparateEvaluation(EvaluationLoop):
         combined, fit_loop = self._combined_loader, self.trainer.fit_loop
         if combined is None or combined is before or self.trainer.state.fn != TrainerFn.FITTING:
             return
-        trained = of_lightning.combined_loader(fit_loop)
+        trained = fit_loop._combined_loader
         trained_on = [] if trained is None else list(map(id, trained.flattened))
         combined.flattened = [_copy_of(part) if id(part) in trained_on else part for part in combined.flattened]
         for loader in combined.flattened:
@@ -118,6 +147,6 @@ class SeparateEvaluation(EvaluationLoop):
 def _copy_of(loader: Any) -> Any:
     """A loader with a position, and workers, of its own."""
     other = copy.copy(loader)
-    if hasattr(other, of_lightning.ITERATOR):
-        put(other, iterator=None)
+    if hasattr(other, "_iterator"):
+        other._iterator = None
     return other

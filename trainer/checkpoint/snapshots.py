@@ -5,43 +5,74 @@ steps. The memory is given back when the run ends; if it ends by a failure, its 
 """
 
 import hashlib
+import logging
 import os
 import shutil
 import stat
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytorch_lightning as pl
+from lightning_fabric.utilities.types import _PATH
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from typing_extensions import override
 
 from ...strategies.core.errors import ConfigError
-from ._tensor_files import TensorFiles, has_tensors
+from ._tensor_files import TensorFiles
 from .checkpoint_io import VerifiedCheckpointIO
 from .file_io import is_good, read, write
+
+logger = logging.getLogger(__name__)
 
 MEMORY = Path("/dev/shm")
 NAME = "snapshot.ckpt"
 _RUN = "run"
 """File that names the directory of checkpoints."""
 _DAY_S = 24 * 3600
+_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+_FOR_OTHERS = stat.S_IRWXG | stat.S_IRWXO
 
 
 def directory_in_memory(dirpath: str | Path) -> Path:
     """The directory in memory that belongs to a directory of checkpoints."""
-    digest = hashlib.sha256(os.path.abspath(dirpath).encode()).hexdigest()[:16]
-    return MEMORY / f"evener-{os.getuid()}" / digest
+    digest = hashlib.sha256(os.fsencode(os.path.abspath(dirpath))).hexdigest()[:16]
+    return MEMORY / f"evener-{os.getuid()}-{digest}"
+
+
+def _is_own(path: Path, make: bool = False) -> bool:
+    """Whether a directory in memory is this user's alone, so that no path through it leads to what others put there.
+
+    It is made and opened relative to `MEMORY`, in which anybody may make files, but not replace those of others.
+    """
+    flags = os.O_RDONLY | os.O_DIRECTORY
+    try:
+        with ExitStack() as opened:
+            opened.callback(os.close, memory := os.open(MEMORY, flags))
+            if make:
+                with suppress(FileExistsError):
+                    os.mkdir(path.name, 0o700, dir_fd=memory)
+            opened.callback(os.close, directory := os.open(path.name, flags | os.O_NOFOLLOW, dir_fd=memory))
+            found, above = os.fstat(directory), os.fstat(memory)
+            own = found.st_uid == os.getuid() and not found.st_mode & _FOR_OTHERS
+            if own and (above.st_mode & stat.S_ISVTX or not above.st_mode & _OTHERS_WRITE):
+                return True
+    except FileNotFoundError:
+        return False
+    except OSError:  # a link, or not for this user to open
+        pass
+    logger.warning("%s is passed over: it belongs to another user, or is open to others.", path)
+    return False
 
 
 def saved_in_memory(dirpath: str | Path | None) -> Path | None:
     """The snapshot that belongs to a directory of checkpoints, if there is one and nobody else could have put it."""
-    if dirpath is None or not MEMORY.is_dir():
+    if dirpath is None:
         return None
     path = directory_in_memory(dirpath) / NAME
-    is_whole = path.is_file() and has_tensors(path.parent)
-    return path if is_whole and _is_own(path.parent.parent) else None
+    return path if _is_own(path.parent) and path.is_file() else None
 
 
 def move_to_disk(dirpath: str | Path | None) -> Path | None:
@@ -65,16 +96,17 @@ def discard_forgotten() -> None:
 
     A directory that is not seen here may belong to a container with the same memory: its run has written of late.
     """
-    for named in directory_in_memory("").parent.glob(f"*/{_RUN}"):
+    for named in filter(lambda file: _is_own(file.parent), MEMORY.glob(f"evener-{os.getuid()}-*/{_RUN}")):
         with suppress(OSError):  # another run gives back its own meanwhile
             last = max(path.stat().st_mtime for path in named.parent.iterdir())
-            if not Path(named.read_text()).exists() and time.time() - last > _DAY_S:
+            if not Path(os.fsdecode(named.read_bytes())).exists() and time.time() - last > _DAY_S:
                 shutil.rmtree(named.parent, ignore_errors=True)
 
 
 def discard(dirpath: str | Path) -> None:
     """Give the memory back."""
-    shutil.rmtree(directory_in_memory(dirpath), ignore_errors=True)
+    if _is_own(directory := directory_in_memory(dirpath)):
+        shutil.rmtree(directory, ignore_errors=True)
 
 
 class MemorySnapshots:
@@ -83,32 +115,31 @@ class MemorySnapshots:
     Args:
         every_n_steps: number of optimizer steps between two.
         dirpath: the directory of the run's checkpoints.
-        background: whether a thread writes to memory what the training thread has copied from its devices.
+        on_host: whether the state is in the host's memory, not on accelerators.
 
     Raises:
         ConfigError: this machine has no such memory, or another user has taken the place.
     """
 
-    def __init__(self, every_n_steps: int, dirpath: str | Path, background: bool) -> None:
+    def __init__(self, every_n_steps: int, dirpath: str | Path, on_host: bool) -> None:
         self.every_n_steps = every_n_steps
         self.dirpath = dirpath
         self.due = False
         self._last_step = -1
         directory = directory_in_memory(dirpath)
-        self._io = _InMemory(directory, background)
+        self._io = _InMemory(directory, on_host)
         if not MEMORY.is_dir():
             raise ConfigError(
                 f"checkpoint: snapshot_every_n_steps={every_n_steps} needs {MEMORY}, which this system does not have. "
                 "Set it to null, and save more often (every_n_steps)."
             )
-        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-        if not _is_own(directory.parent):
+        if not _is_own(directory, make=True):
             raise ConfigError(
-                f"checkpoint: {directory.parent} belongs to another user, or others may write to it. Remove it, or set "
+                f"checkpoint: {directory} belongs to another user, or is open to others. Remove it, or set "
                 "snapshot_every_n_steps to null."
             )
         Path(dirpath).mkdir(parents=True, exist_ok=True)
-        (directory / _RUN).write_text(os.path.abspath(dirpath))
+        (directory / _RUN).write_bytes(os.fsencode(os.path.abspath(dirpath)))
         discard_forgotten()
 
     def mark(self, trainer: pl.Trainer) -> None:
@@ -122,6 +153,10 @@ class MemorySnapshots:
         with self._io.saving(trainer):
             trainer.save_checkpoint(directory_in_memory(self.dirpath) / NAME)
 
+    def wait(self) -> None:
+        """Wait until the last snapshot is whole."""
+        self._io.wait()
+
     def end(self) -> None:
         """Give the memory back after the run, whose last state is on the disk."""
         self._io.teardown()
@@ -129,19 +164,32 @@ class MemorySnapshots:
 
 
 class _InMemory(VerifiedCheckpointIO):
-    """Writes checkpoints whose tensors are in files of their own."""
+    """Writes checkpoints whose tensors are in files of their own; a thread does what training need not wait for.
 
-    def __init__(self, directory: Path, background: bool) -> None:
-        super().__init__(background, on_error="warn")
+    Args:
+        on_host: whether the state is in the host's memory, from which it is copied to the file at once.
+    """
+
+    def __init__(self, directory: Path, on_host: bool) -> None:
+        super().__init__(background=True, on_error="warn")
         self._files = TensorFiles(directory)
+        self._on_host = on_host
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: _PATH, storage_options: Any = None) -> None:
+        self._attempt(str(path), partial(super().save_checkpoint, checkpoint, path, storage_options))
+
+    @override
+    def _copied(self, plain: dict[str, Any]) -> dict[str, Any]:
+        return self._files.take(plain) if self._on_host else super()._copied(plain)
 
     @override
     def _write(self, plain: dict[str, Any], path: str) -> None:
-        def take() -> None:
-            write(self._files.take(plain), path)
+        def finish() -> None:
+            write(self._files.checked(plain if self._on_host else self._files.take(plain)), path)
             self._files.remove_others()
 
-        self._attempt(path, take)
+        self._attempt(path, finish)
 
 
 def snapshots_of(trainer: pl.Trainer, every_n_steps: int | None, dirpath: str | Path | None) -> MemorySnapshots | None:
@@ -154,9 +202,4 @@ def snapshots_of(trainer: pl.Trainer, every_n_steps: int | None, dirpath: str | 
             "machine that is lost takes its memory along. Save more often to the disk that they share (every_n_steps)."
         )
         return None
-    return MemorySnapshots(every_n_steps, dirpath, background=trainer.strategy.root_device.type != "cpu")
-
-
-def _is_own(directory: Path) -> bool:
-    status = directory.stat()
-    return status.st_uid == os.getuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    return MemorySnapshots(every_n_steps, dirpath, on_host=trainer.strategy.root_device.type == "cpu")

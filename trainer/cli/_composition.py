@@ -13,7 +13,7 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from ..config.descriptions import choices_with
 from ..config.group_files import PACKAGE, Source
-from ..config.nearest import did_you_mean, nearest
+from ..config.nearest import GONE, did_you_mean, nearest
 
 _MISSING = re.compile(r"Interpolation key '(\w+)\.(\w+)' not found")
 
@@ -46,12 +46,17 @@ def composition_sentence(exc: Exception, source: Source, overrides: Sequence[str
 
 def _unknown_key(key: str, source: Source, overrides: Iterable[str]) -> str:
     """Say what a key that does not exist may have meant; overrides that choose files decide which keys exist."""
+    if key in GONE:
+        return f"{key} is no longer there. {GONE[key]}"
     groups = source.groups()
     chosen = [word for word in overrides if _chooses(word, groups)]
     cfg: Any = source.compose(chosen, return_hydra=True)
     known = [*(key for key in _keys(cfg) if not key.startswith("hydra")), *groups]
     group, _, option = key.partition(".")
     chosen_one = cfg.hydra.runtime.choices.get(group)
+    value = next((word.partition("=")[2] for word in overrides if word.startswith(f"{key}=")), "...")
+    if option and chosen_one == "custom":
+        return f"{key} is an option of your own class, so it is not in {group}=custom. Add it with +{key}={value}."
     others = choices_with(source, group, option.partition(".")[0]) if option else []
     if others and chosen_one not in others:  # otherwise the unknown part comes later in the key
         named = " and ".join(f"{group}={name}" for name in others)
@@ -64,7 +69,11 @@ def _unknown_key(key: str, source: Source, overrides: Iterable[str]) -> str:
         found = next((k for k in known if k.rpartition(".")[2] == key), None) or nearest(key, known)
     if found:
         return f"{key} is unknown. Did you mean {found}?"
-    return f"{key} is unknown: neither a key nor a group. Run --help to list them, or add a new key with +{key}=..."
+    new = f"+{key}" if option else f"+module.{key}"
+    return (
+        f"{key} is unknown: neither a key nor a group. Run --help to list them; {new}={value} adds an option to your "
+        "class."
+    )
 
 
 def _keys(options: Any, before: str = "") -> Iterator[str]:

@@ -1,27 +1,25 @@
 """Run the jobs of a command: this process's own, or those that rank 0 publishes under a launcher."""
 
-import shutil
 import sys
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from hydra.core.hydra_config import HydraConfig
-from hydra.types import RunMode
 from omegaconf import DictConfig
 from pytorch_lightning.plugins.environments import ClusterEnvironment, TorchElasticEnvironment
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 
 from ...strategies import ConfigError
 from ...strategies.distributed.process_exit import die_with_parent
+from ..job import tables
 from ..job.failure import sentence_of, users_frames
-from ..job.result import DIVERGED
+from ..job.result import DIVERGED, WorkerError
+from ..job.run import Run
+from ..job.summary import show_summary
 from ..launch import cluster, membership
-from ..launch.environment import WorkerError
-from ..launch.launcher import run_rank
-from ._summary import show_summary
-from .train import ADVISORY_MODES, check, prepare, train
+from .main import in_sweep, refuse
+from .train import ADVISORY_MODES, check, default_run_dir, inside_hydra, prepare, train
 
 
 def run_under(started_by: ClusterEnvironment, run_hydra: Callable[[], None]) -> None:
@@ -44,7 +42,7 @@ def follow(started_by: ClusterEnvironment) -> None:
     """Run the jobs that rank 0 publishes; called on every other rank."""
     try:
         while (cfg := cluster.receive(started_by)) is not None:
-            run_rank(cfg, started_by.global_rank(), started_by.world_size())
+            Run(cfg, started_by.global_rank(), started_by.world_size()).execute()
     finally:
         cluster.leave(started_by)
 
@@ -58,11 +56,7 @@ def run_reported(cfg: DictConfig, wants_traceback: bool) -> float | None:
     try:
         return run_job(cfg)
     except (ConfigError, WorkerError, MisconfigurationException) as exc:
-        if not in_sweep():
-            discard_empty(Path(str(cfg.get("run_dir"))), Path(str(cfg.get("log_dir"))))
-        if wants_traceback or in_sweep():
-            raise
-        sys.exit(f"Error: {job_sentence(exc)}")
+        refuse(exc, cfg, wants_traceback, job_sentence(exc))
 
 
 def check_reported(cfg: DictConfig) -> None:
@@ -86,14 +80,14 @@ def run_job(cfg: DictConfig) -> float | None:
         SystemExit: the weights contain nan. In a sweep the other jobs go on.
     """
     if cfg.mode in ADVISORY_MODES:
-        from ._modes import run_advisory_mode  # slow to import
-
-        run_advisory_mode(prepare(cfg))
+        advise(prepare(cfg))
         return None
     if cfg.get("hparams_search"):
-        from ._search import run_search
+        from ..study.search import Search
 
-        return run_search(cfg)
+        verify_alone("hparams_search")
+        home = cfg.run_dir if inside_hydra(cfg) else default_run_dir(cfg)
+        return Search(cfg, Path(home).absolute()).execute(train)
     result = train(cfg)
     show_summary(result, cfg.log_dir)
     if result.status == DIVERGED and not in_sweep():
@@ -104,20 +98,36 @@ def run_job(cfg: DictConfig) -> float | None:
     return result.monitored
 
 
-def discard_empty(run_dir: Path, log_dir: Path) -> None:
-    """Remove the directory of a run that never started, which holds only what Hydra wrote, and its empty parents."""
-    if [path.name for path in run_dir.glob("*")] != [".hydra"]:
-        return
-    shutil.rmtree(run_dir / ".hydra")
-    above = [run_dir, *run_dir.parents]
-    for folder in above[: above.index(log_dir.absolute()) + 1 if log_dir.absolute() in above else 1]:
-        with suppress(OSError):  # not empty
-            folder.rmdir()
+def advise(cfg: DictConfig) -> None:
+    """Run `mode=compare` or `mode=plan` of a resolved configuration (`prepare`), and print the result."""
+    verify_alone(f"mode={cfg.mode}")
+    if (cfg.get("data") or {}).get("batch_size") == "auto":
+        raise ConfigError(
+            f"data.batch_size must be a number with mode={cfg.mode}; got data.batch_size=auto. Set data.batch_size."
+        )
+    if cfg.mode == "compare":
+        from ..study.compare import compare_strategies
+        from ..study.comparison_table import show_comparison
+
+        show_comparison(compare_strategies(cfg), cfg.run_dir)
+    else:
+        from ..plan.plan import is_measured, measure, plan_memory
+        from ..plan.table import measured_lines, show_plan
+
+        measured, planned = is_measured(cfg), plan_memory(cfg)
+        show_plan(planned)
+        if measured:
+            tables.show(None, measured_lines(planned, measure(cfg, planned.strategy)))
 
 
-def in_sweep() -> bool:
-    """Whether this is a job of a multirun."""
-    return HydraConfig.initialized() and HydraConfig.get().mode is RunMode.MULTIRUN
+def verify_alone(asked: str) -> None:
+    """Refuse what starts processes of its own under a launcher.
+
+    Raises:
+        ConfigError: a launcher has started this process.
+    """
+    if cluster.detect() is not None:
+        raise ConfigError(f"{asked} must run in a single process. Start it without torchrun or srun.")
 
 
 def job_sentence(exc: Exception) -> str:

@@ -6,25 +6,39 @@ misspelt key are answered without them.
 
 import argparse
 import gc
+import io
+import logging
 import os
 import re
+import shutil
 import signal
 import sys
+from collections.abc import Callable, Generator
+from contextlib import ExitStack, contextmanager, suppress
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import hydra
-from omegaconf import DictConfig
+from hydra.core import utils as hydra_utils
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
 
+from ...strategies.core.errors import ConfigError
 from ..config.group_files import PACKAGE, Source
-from ..launch.environment import WorkerError, environment
+from ..config.plain_values import verify_all_read, verify_own_data, verify_plain
+from ..job.result import WorkerError
+from ..launch.environment import environment
+from ..launch.run_lock import LOCK_FILE, locked
+from ..study.sweep import show_unfinished
 from ._composition import composition_sentence
 from ._help import show_help
-from .sweep_table import show_unfinished
 
 if TYPE_CHECKING:
     from pytorch_lightning.plugins.environments import ClusterEnvironment
+
+logger = logging.getLogger(__name__)
 
 only_check = False
 """Whether to check the configuration without running it: `evener config validate`."""
@@ -33,9 +47,9 @@ CONFIG_PACKAGE = "pkg://evener.conf"
 FULL_ERROR = "HYDRA_FULL_ERROR"
 
 LAUNCHER_VARIABLES = (
-    "TORCHELASTIC_", "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_", "SLURM_", "OMPI_", "PMI", "MPI", "KUBERNETES_",
+    "TORCHELASTIC_", "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_", "SLURM_", "OMPI_", "PMI", "MPI",
 )  # fmt: skip
-"""How the names of environment variables begin that launchers set."""
+"""How the names of environment variables begin that launchers set; Kubernetes sets its own in every pod."""
 
 
 def main(config_dir: str | Path | None = None, config_name: str = "train") -> None:
@@ -47,11 +61,15 @@ def main(config_dir: str | Path | None = None, config_name: str = "train") -> No
             None uses the configuration of this package.
         config_name: the root configuration.
     """
+    for stream in (sys.stdout, sys.stderr):
+        outlive_reader(stream)
     gc.disable()  # imports make no garbage, and searching it takes a fifth of their time
     replace_former_words()
     script_dir = Path(getattr(sys.modules["__main__"], "__file__", None) or ".").absolute().parent
     source = Source(None if config_dir is None else str(script_dir / config_dir), config_name, added_folders())
     wants_traceback = os.environ.get(FULL_ERROR, "0") == "1"
+    if strange := [word for word in sys.argv[1:] if any("\ud800" <= letter <= "\udfff" for letter in word)]:
+        sys.exit(f"Error: {strange[0]!a} is not UTF-8, so that no log could name it. Give another name.")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # a `_target_` next to the configuration is importable, however we were started
     try:
@@ -76,18 +94,50 @@ def main(config_dir: str | Path | None = None, config_name: str = "train") -> No
         gc.enable()
 
 
+def outlive_reader(stream: Any) -> None:
+    """Have a run go on when nobody reads its output any more (`| head`), or the disk that it goes to is full.
+
+    The log has it all. What is no Unicode, such as the name of a file, is written escaped.
+    """
+    if not isinstance(stream, io.TextIOWrapper):
+        return
+    stream.reconfigure(errors="backslashreplace")
+
+    def lenient(own: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            try:
+                return own(*args)
+            except OSError as exc:
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+                if logging.getLogger().handlers:
+                    logger.warning("The output can't be written any more (%s); the run goes on.", exc.strerror)
+                return len(args[0]) if args else None
+
+        return call
+
+    for name in ("write", "flush"):
+        setattr(stream, name, lenient(getattr(stream, name)))
+
+
 def replace_former_words() -> None:
-    """Take out of the command line what others put there, and bring former names of options up to date."""
+    """Take out of the command line what others put there, put overrides last, and bring former names up to date."""
     # of `python -m torch.distributed.launch`, which also sets LOCAL_RANK
     words = [word for word in sys.argv[1:] if not word.startswith(("--local-rank=", "--local_rank="))]
+    words.sort(key=is_override)  # argparse refuses `a=1 -m b=2`, options between other words
+    words = [re.sub(r"^(\+*)ckpt_path=", "resume=", word) for word in words]  # lightning-hydra-template's
     # a keyword of Python
-    sys.argv[1:] = [re.sub(r"^(\+*checkpoint)\.async=", r"\1.background=", word) for word in words]
+    words = [re.sub(r"^(\+*checkpoint)\.async=", r"\1.background=", word) for word in words]
+    sys.argv[1:] = [re.sub(r"^(\+*strategy)\.verify_loss=", r"\1.verify=", word) for word in words]
 
 
 def run(source: Source, config_name: str, wants_traceback: bool) -> None:
     """Have Hydra compose the configuration, and run it, perhaps as one of a launcher's processes."""
 
     def job(cfg: DictConfig) -> float | None:
+        try:
+            verify_early(cfg)
+        except ConfigError as exc:
+            refuse(exc, cfg, wants_traceback)
         from ...strategies.distributed.process_exit import freeze_for_good
         from .job import check_reported, run_reported
 
@@ -97,9 +147,11 @@ def run(source: Source, config_name: str, wants_traceback: bool) -> None:
 
     def run_hydra() -> None:
         path = source.config_dir or CONFIG_PACKAGE
-        with environment({FULL_ERROR: "1"}):  # Hydra re-raises exceptions, which are reported in one sentence here
+        # Hydra re-raises exceptions, which are reported in one sentence here
+        with environment({FULL_ERROR: "1"}), locks_before_saving():
             hydra.main(version_base="1.3", config_path=path, config_name=config_name)(job)()
 
+    sys.argv += source.named(overrides())[len(overrides()) :]
     if (started_by := launcher()) is None:
         run_hydra()
     else:
@@ -107,6 +159,70 @@ def run(source: Source, config_name: str, wants_traceback: bool) -> None:
 
         gc.enable()
         run_under(started_by, run_hydra)
+
+
+@contextmanager
+def locks_before_saving() -> Generator[None]:
+    """Have Hydra write `.hydra/` into a directory that no other command has, until this one ends."""
+    configure = hydra_utils.configure_log  # the last that Hydra calls before it writes
+
+    def lock_and_configure(*args: Any) -> None:
+        # of a job; that of a sweep has no directory
+        if HydraConfig.initialized() and not OmegaConf.is_missing(HydraConfig.get().runtime, "output_dir"):
+            locks.enter_context(locked(Path(HydraConfig.get().runtime.output_dir)))
+        configure(*args)
+
+    with ExitStack() as locks:
+        locks.callback(setattr, hydra_utils, "configure_log", configure)
+        hydra_utils.configure_log = lock_and_configure
+        yield
+
+
+def verify_early(cfg: DictConfig) -> None:
+    """Check what can be checked before torch is imported, which takes most of the time of a refusal.
+
+    Raises:
+        ConfigError: the first mistake found.
+    """
+    hydra_cfg = HydraConfig.get()
+    verify_plain(cfg)
+    verify_all_read(cfg, OmegaConf.to_yaml(hydra_cfg))
+    if not OmegaConf.is_missing(cfg.module, "_target_"):
+        verify_own_data(hydra_cfg.runtime.choices, hydra_cfg.overrides.task)
+
+
+def refuse(exc: Exception, cfg: DictConfig, wants_traceback: bool, sentence: str | None = None) -> NoReturn:
+    """End the command with one sentence, and without the directory of a run that never started.
+
+    Raises:
+        SystemExit: with the sentence; in a sweep, where Hydra reports which job failed, the error itself.
+    """
+    if not in_sweep():
+        discard_empty(Path(str(cfg.get("run_dir"))), Path(str(cfg.get("log_dir"))))
+    if wants_traceback or in_sweep():
+        raise exc
+    told, status = f"Error: {sentence or exc}", getattr(exc, "status", 1)
+    if status == 1:
+        sys.exit(told)
+    sys.stderr.write(f"{told}\n")
+    sys.exit(status)
+
+
+def discard_empty(run_dir: Path, log_dir: Path) -> None:
+    """Remove the directory of a run that never started, which holds only what Hydra wrote, and its empty parents."""
+    if {path.name for path in run_dir.glob("*")} - {LOCK_FILE} != {".hydra"}:
+        return
+    shutil.rmtree(run_dir / ".hydra")
+    (run_dir / LOCK_FILE).unlink(missing_ok=True)
+    above = [run_dir, *run_dir.parents]
+    for folder in above[: above.index(log_dir.absolute()) + 1 if log_dir.absolute() in above else 1]:
+        with suppress(OSError):  # not empty
+            folder.rmdir()
+
+
+def in_sweep() -> bool:
+    """Whether this is a job of a multirun."""
+    return HydraConfig.initialized() and HydraConfig.get().mode is RunMode.MULTIRUN
 
 
 def launcher() -> "ClusterEnvironment | None":
@@ -120,7 +236,12 @@ def launcher() -> "ClusterEnvironment | None":
 
 def overrides() -> list[str]:
     """The words of the command line that are overrides, not flags."""
-    return [word for word in sys.argv[1:] if "=" in word and not word.startswith("--")]
+    return list(filter(is_override, sys.argv[1:]))
+
+
+def is_override(word: str) -> bool:
+    """Whether a word of the command line is an override, such as `a=1` or `~a`."""
+    return not word.startswith("-") and ("=" in word or word.startswith("~"))
 
 
 def added_folders() -> tuple[str, ...]:
@@ -135,6 +256,8 @@ def explain(exc: Exception, source: Source = PACKAGE) -> str:
     """Describe a user error in one sentence, and any other exception by the user's frames."""
     if sentence := composition_sentence(exc, source, overrides()):
         return f"Error: {sentence}"
+    if isinstance(exc, ConfigError):
+        return f"Error: {exc}"
     from .job import job_sentence
 
     return f"Error: {job_sentence(exc)}"

@@ -8,6 +8,7 @@ import os
 import platform
 import re
 import runpy
+import shlex
 import shutil
 import sys
 from importlib.metadata import PackageNotFoundError, version
@@ -37,6 +38,8 @@ WORDS = {
 def main() -> None:
     """Run the command `evener`."""
     words = sys.argv[1:]
+    if {"-sc", "--shell-completion"} & set(words):
+        return complete([word for word in words if word != "train"])
     if words and words[0] not in WORDS and ("=" in words[0] or words[0] in ("-m", "--multirun", "--cfg", "-c")):
         words = ["train", *words]  # `evener strategy=ddp`
     parser = argparse.ArgumentParser(
@@ -58,6 +61,23 @@ def main() -> None:
     else:
         {"strategies": strategies, "env": env}[given.word]()
     return None
+
+
+def complete(words: list[str]) -> None:
+    """Install completion for `evener`, or answer the shell: commands, and behind `evener train` Hydra's words.
+
+    Args:
+        words: `-sc` and what it asks for, such as `query=bash`.
+    """
+    line = os.environ.get("COMP_LINE", "")
+    if "install=" in " ".join(words):
+        sys.argv = ["evener", *words]
+        command.main()
+    elif re.fullmatch(r"\S+ +\w*", line):
+        sys.stdout.write("\n".join(WORDS) + "\n")
+    else:
+        os.environ["COMP_LINE"] = re.sub(r"^(\S+) +train\b", r"\1", line)
+        train(words)
 
 
 def train(words: list[str]) -> None:
@@ -107,10 +127,11 @@ def new(folder: Path) -> None:
         file.write_text(file.read_text(encoding="utf-8").replace("my_project", name), encoding="utf-8")
     sys.stdout.write(
         f"{folder} is ready. Next:\n"
-        f"  cd {folder}\n"
+        f"  cd {shlex.quote(str(folder))}\n"
         "  python train.py                                          # about 20 s on a CPU\n"
-        "  python train.py strategy=ddp devices=2 accelerator=cpu   # the same in two processes\n"
+        "  python train.py strategy=ddp devices=2 accelerator=cpu   # two processes\n"
         "  python train.py --help\n"
+        "Under ddp batch_size is each process's; strategy.batch_size_is=global trains exactly as one device.\n"
     )
 
 
@@ -147,10 +168,11 @@ def devices() -> list[tuple[str, str]]:
     """The accelerators of this machine, as (device, name and memory)."""
     import torch  # slow to import
 
-    if torch.backends.mps.is_available():
-        return [("mps", "available")]
-    found: list[tuple[str, str]] = []
-    for i in range(torch.cuda.device_count()):
-        properties = torch.cuda.get_device_properties(i)
-        found.append((f"cuda:{i}", f"{properties.name}, {properties.total_memory / 2**30:.1f} GiB"))
-    return [("cuda", f"{torch.version.cuda or 'not in this build of torch'}"), *found]
+    from ...strategies.core.devices import device_model, memory_bytes
+
+    built = [("cuda", f"{torch.version.cuda or 'not in this build of torch'}")]
+    if (accelerator := torch.accelerator.current_accelerator(check_available=True)) is None:
+        return built
+    found = [torch.device(accelerator.type, i) for i in range(torch.accelerator.device_count())]
+    sizes = [f"{device_model(device)}, {memory_bytes(device) / 2**30:.1f} GiB" for device in found]
+    return [*built, *zip(map(str, found), sizes, strict=True)]

@@ -7,13 +7,15 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
+from rich.console import Console
 
 from ...strategies import ConfigError
-from ..config.checks import leave_out_defaults, verify_config
+from ..config.checks import leave_out_defaults, strategy_name, verify_config
 from ..config.group_files import CONFIG_MODULE, Source
-from ..config.launch_plan import strategy_name
+from ..config.plain_values import verify_own_data
 from ..job.earlier_run import module_of_run
 from ..job.result import Result
+from ..job.summary import show_summary
 from ..launch.launcher import launch
 from ._composition import composition_sentence, incomplete
 
@@ -23,6 +25,8 @@ ADVISORY_MODES = ("compare", "plan")
 
 def train(cfg: DictConfig) -> Result:
     """Run what a configuration describes, in as many processes as its strategy needs.
+
+    A notebook shows the closing table.
 
     Args:
         cfg: composed by Hydra's main or by `compose`; not modified.
@@ -42,7 +46,10 @@ def train(cfg: DictConfig) -> Result:
         )
     if cfg.get("hparams_search"):
         raise ConfigError("hparams_search runs many trainings, and train() one. Run python train.py hparams_search=...")
-    return launch(prepare(cfg))
+    result = launch(prepare(cfg))
+    if Console().is_jupyter:
+        show_summary(result, cfg.log_dir)
+    return result
 
 
 def prepare(cfg: DictConfig) -> DictConfig:
@@ -59,6 +66,12 @@ def prepare(cfg: DictConfig) -> DictConfig:
     try:
         Path(cfg.run_dir).mkdir(parents=True, exist_ok=True)
         (Path(cfg.run_dir) / "train.log").touch()
+        cfg.run_dir.encode()
+    except UnicodeEncodeError as exc:
+        raise ConfigError(
+            f"run_dir={cfg.run_dir!a} is not UTF-8, so that neither logs nor results could name its files. Set "
+            "log_dir to another directory."
+        ) from exc
     except OSError as exc:
         raise ConfigError(
             f"run_dir={cfg.run_dir} can't be written ({exc.strerror}). Set log_dir to a writable directory."
@@ -126,8 +139,8 @@ def compose(
         The configuration for `train`.
 
     Raises:
-        ConfigError: `overrides` is a string, not a list; the directory has no such root; or the configuration can't be
-            composed.
+        ConfigError: `overrides` is a string, not a list; the directory has no such root; the configuration can't be
+            composed; or an own module would be trained on an example's data.
     """
     if isinstance(overrides, str):
         raise ConfigError(f"compose: overrides must be a list; got {overrides!r}. Use compose([{overrides!r}]).")
@@ -138,8 +151,13 @@ def compose(
             "config_name and its directory in config_dir."
         )
     try:
-        return source.compose(overrides)
+        cfg = source.compose(source.named(overrides), return_hydra=True)
     except Exception as exc:
         if sentence := composition_sentence(exc, source, overrides):
             raise ConfigError(sentence) from exc
         raise
+    if not OmegaConf.is_missing(cfg.module, "_target_"):
+        verify_own_data(cfg.hydra.runtime.choices, overrides)
+    with open_dict(cfg):
+        del cfg["hydra"]
+    return cfg

@@ -1,5 +1,5 @@
 """Check a configuration and build what it names.
 
-Exports: checks, launch_plan, group_files, descriptions, nearest, instantiate.
+Exports: checks, group_files, descriptions, nearest, plain_values, instantiate.
 May import: nothing else in the trainer.
 """

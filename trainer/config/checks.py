@@ -1,23 +1,32 @@
 """Check a configuration before training; each error says what was given, what is allowed and what to do."""
 
+import importlib
 import inspect
+import os
+import pkgutil
 import sys
+from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytorch_lightning as pl
+import torch
 from omegaconf import DictConfig, OmegaConf
 from pytorch_lightning.loggers import Logger
 from pytorch_lightning.strategies import Strategy
+from typing_extensions import TypeIs
 
 from ...strategies import ConfigError
 from ...strategies.core.device_names import resolve_devices
 from ...strategies.core.lightning_names import verify_family
-from ._option_values import verify_options, verify_root
-from ._targets import find_object, is_class, why_not_found
+from ...strategies.core.options import verify_value
+from ...strategies.registry import num_processes
+from ._option_values import annotations, verify_options
 from .descriptions import all_options
 from .group_files import PACKAGE
-from .nearest import did_you_mean
+from .nearest import nearest, verify_not_gone
+from .plain_values import verify_plain, whole
 
 KINDS: dict[str, type] = {
     "strategy": Strategy,
@@ -33,8 +42,6 @@ NEEDED = ("strategy", "trainer", "module")
 AUTO = "auto"
 """The value of `resume` for a run that goes on in its own directory."""
 
-MODES = ("fit", "validate", "test", "predict", "compare", "plan")
-
 
 def verify_config(cfg: DictConfig) -> None:
     """Check everything that can be checked without instantiating objects.
@@ -45,10 +52,10 @@ def verify_config(cfg: DictConfig) -> None:
     Raises:
         ConfigError: the first mistake found.
     """
-    verify_mode(cfg)
+    verify_plain(cfg)
     options = plain(cfg)
-    verify_root(options)
-    if cfg.resume not in (None, "last", AUTO):
+    verify_value("precision", whole(cfg.precision), annotations(pl.Trainer)["precision"][0])
+    if cfg.resume not in (None, "last", "best", AUTO):
         verify_checkpoint_path(Path(cfg.resume))
     if cfg.mode != "plan":  # mode=plan does not need the devices to exist
         resolve_devices(plain(cfg.devices), cfg.accelerator)
@@ -59,6 +66,37 @@ def verify_config(cfg: DictConfig) -> None:
         for key, entry in entries(group, options.get(group)):
             verify_options(key, entry, verify_target(key, entry, kind))
     verify_nested("", options)
+
+
+@dataclass(frozen=True)
+class LaunchPlan:
+    """How a job is spread over processes.
+
+    Args:
+        devices: the devices of a node, in order.
+        num_processes: processes of a node; None for strategies of one process.
+    """
+
+    devices: tuple[torch.device, ...]
+    num_processes: int | None
+
+    @classmethod
+    def of(cls, cfg: DictConfig) -> "LaunchPlan":
+        """Read the plan from a configuration.
+
+        Raises:
+            ConfigError: the devices do not exist here, or don't divide into processes.
+        """
+        strategy = verify_target("strategy", cfg.strategy, Strategy)
+        devices = resolve_devices(plain(cfg.devices), cfg.accelerator)
+        options = {key: value for key, value in plain(cfg.strategy).items() if key != "_target_"}
+        return cls(tuple(devices), num_processes(strategy, len(devices), options))
+
+
+def strategy_name(cfg: DictConfig) -> str:
+    """The name of the configured strategy: the one that `strategy=` takes, or its class's."""
+    cls = verify_target("strategy", cfg.strategy, Strategy)
+    return getattr(cls, "strategy_name", cls.__name__)
 
 
 def leave_out_defaults(cfg: DictConfig) -> None:
@@ -93,15 +131,6 @@ def entries(group: str, options: Any) -> list[tuple[str, Any]]:
     if "_target_" in options:
         return [(group, options)]
     return [(f"{group}.{name}", entry) for name, entry in options.items() if entry is not None]
-
-
-def verify_mode(cfg: DictConfig) -> None:
-    """Check `mode` and `monitor_mode`."""
-    if cfg.mode not in MODES:
-        suggestion = did_you_mean(str(cfg.mode), MODES, "mode=")
-        raise ConfigError(f"mode={cfg.mode} is unknown. Choose one of {', '.join(MODES)}.{suggestion}")
-    if cfg.monitor_mode not in ("min", "max"):
-        raise ConfigError(f"monitor_mode={cfg.monitor_mode} is unknown. Choose min or max.")
 
 
 def verify_checkpoint_path(path: Path) -> None:
@@ -141,6 +170,48 @@ def verify_target(key: str, options: Any, kind: type) -> type:
     raise ConfigError(f"{key}._target_={target} must be {expected}; got {given}. Give the import path of a subclass.")
 
 
+def find_object(target: str) -> Any:
+    """Import the object at a dotted path, which runs the module's code: any error is possible."""
+    return pkgutil.resolve_name(target)
+
+
+def is_class(value: object) -> TypeIs[type[Any]]:
+    """Tell whether a value is a class; on Python 3.10 `isinstance(list[int], type)` is true, too."""
+    return issubclass(type(value), type)
+
+
+def why_not_found(target: str, kind: type, exc: Exception) -> tuple[str, str]:
+    """Say why a target of a base class can't be imported, and what is suggested, perhaps nothing."""
+    found, rest, error = nearest_module(target)
+    if error is not None:
+        return str(error).splitlines()[-1] if str(error) else repr(error), ""
+    if found is None:
+        name = target.partition(".")[0]
+        return f"No module named '{name}' in {os.getcwd()} or among the installed packages", ""
+    classes = [name for name, value in vars(found).items() if is_class(value) and issubclass(value, kind)]
+    own = [name for name in classes if vars(found)[name].__module__ == found.__name__] or classes
+    own += [module.name for module in pkgutil.iter_modules(getattr(found, "__path__", []))]
+    near = nearest(rest.partition(".")[0], own)
+    has = f"it has {', '.join(own[:8])}" if own else f"it has no {kind.__name__}"
+    suggestion = f"Did you mean {found.__name__}.{near}?" if near else ""
+    return f"the module {found.__name__} was found, but has no {rest}; {has}", suggestion
+
+
+def nearest_module(target: str) -> tuple[ModuleType | None, str, Exception | None]:
+    """Import as much of a dotted path as there is: the innermost module, the rest, and the error of the next."""
+    parts, found = target.split("."), None
+    for i in range(len(parts)):
+        name = ".".join(parts[: i + 1])
+        try:
+            found = importlib.import_module(name)
+        except ModuleNotFoundError as exc:
+            absent = exc.name is not None and (name == exc.name or name.startswith(f"{exc.name}."))
+            return found, ".".join(parts[i:]), None if absent else exc
+        except Exception as exc:  # noqa: BLE001  # whatever the module's code raises
+            return found, ".".join(parts[i:]), exc
+    return found, "", None
+
+
 def verify_nested(key: str, options: Any) -> None:
     """Check that every `_target_` within a group's options is a class of an installed package or the user's project.
 
@@ -159,6 +230,7 @@ def verify_nested(key: str, options: Any) -> None:
     if not isinstance(options, dict) or "_target_" not in options:
         return
     target = str(options["_target_"])
+    verify_not_gone(target)
     try:
         found = find_object(target)
     except Exception as exc:

@@ -8,7 +8,7 @@ from typing import Any
 from .group_files import Source
 
 _LINE = re.compile(r"( *)(?:- )?([\w/]+):(?: +([^#]*?))?(?: +# (.*))?$")
-_BASE = re.compile(r"^  - (/?[a-z_][\w/]*)(?:@_here_)?$", flags=re.MULTILINE)
+_BASE = re.compile(r"^  - ([a-z]\w*)$", flags=re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def group_notes(source: Source) -> dict[str, str]:
     """What the root configuration's defaults list says beside each group."""
     found: dict[str, str] = {}
     for line in (source.text(source.config_name) + "\n" + source.text("train")).splitlines():
-        if match := re.match(r"  - (?:override )?/?(\w+): \w+ +# (.*)$", line):
+        if match := re.match(r"  - (?:override |optional )?/?(\w+): \w+ +# (.*)$", line):
             found.setdefault(match[1], match[2])
     return found
 
@@ -82,13 +82,8 @@ def bases(source: Source, name: str) -> list[str]:
         name: such as `strategy/ddp`.
     """
     _, _, rest = source.text(name).partition("defaults:\n")
-    found: list[str] = []
-    for entry in _BASE.findall(rest.partition("\n\n")[0]):
-        if entry == "_self_":
-            continue
-        base = entry[1:] if entry.startswith("/") else f"{name.rpartition('/')[0]}/{entry}".lstrip("/")
-        found += [base, *bases(source, base)]
-    return found
+    direct = [f"{name.rpartition('/')[0]}/{entry}" for entry in _BASE.findall(rest.partition("\n\n")[0])]
+    return [found for base in direct for found in (base, *bases(source, base))]
 
 
 def options(text: str) -> list[Option]:

@@ -43,6 +43,15 @@ class Source:
         with _no_other_hydra(), self._initialized():
             return compose(self.config_name, overrides=given, return_hydra_config=return_hydra)
 
+    def named(self, overrides: Sequence[str]) -> list[str]:
+        """Add the name of a run that has another module than the package's default: `name=`, that of the module."""
+        values = {key: value for key, _, value in (word.partition("=") for word in overrides)}
+        module = values.get("module", "")
+        if module == "custom":
+            module = values.get("module._target_", "").rpartition(".")[2]
+        given = self.config_dir or "name" in values or "experiment" in values
+        return [*overrides, *([] if given or not module.isidentifier() else [f"name={module}"])]
+
     def folders(self) -> "list[Traversable]":
         """The directories that hold groups, the first one found wins."""
         if self.config_dir is None:
@@ -56,8 +65,6 @@ class Source:
 
     def files(self, group: str) -> list[str]:
         """List the files of a group by the names that choose them, sorted; empty for an unknown group."""
-        if group.startswith("_"):
-            return []
         inside = [folder / group for folder in self.folders()]
         names = {file.name for folder in inside if folder.is_dir() for file in folder.iterdir()}
         return sorted(name.removesuffix(".yaml") for name in names if name.endswith(".yaml"))

@@ -1,13 +1,31 @@
-"""Suggest the nearest of the names that exist for one that does not."""
+"""Suggest a name that exists for one that does not, or no longer does."""
 
 import difflib
 from collections.abc import Iterable
+
+from ...strategies.core.errors import ConfigError
+
+GONE = {
+    "logger.tensorboard.sub_runs": "All values are in one event file; TensorBoard's filter of tags tells them apart.",
+    "evener.trainer.profiler.ShortProfiler": "Give trainer.profiler=simple.",
+}
+"""Options and classes of earlier versions, and what to do without them."""
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
     """The known name that is most like a given one; None if none is like it."""
     found = difflib.get_close_matches(name, list(known), n=1)
     return found[0] if found else None
+
+
+def verify_not_gone(name: str) -> None:
+    """Refuse an option or a class of an earlier version by what took its place.
+
+    Raises:
+        ConfigError: it is one.
+    """
+    if name in GONE:
+        raise ConfigError(f"{name} is no longer there. {GONE[name]}")
 
 
 def did_you_mean(name: str, known: Iterable[str], before: str = "") -> str:

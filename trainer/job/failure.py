@@ -15,12 +15,13 @@ from pytorch_lightning.utilities.exceptions import MisconfigurationException
 
 from ...strategies import ConfigError
 from ...strategies.core.files import is_library
-from ..config.launch_plan import strategy_name
-from .log_file import FORMAT, LOG_FILE
+from ...strategies.distributed.options import UNUSED
+from ..config.checks import strategy_name
+from .log_file import ESCAPED, FORMAT, LOG_FILE
 from .result import FAILED, Result
 from .signals import Interrupted
 
-_FRAME = re.compile(r'  File "(?P<file>.+)", line \d+, in ')
+_FRAME = re.compile(r'(?P<margin>(?: +\| )?)  File "(?P<file>.+)", line \d+, in ')  # an ExceptionGroup has a margin
 
 
 @dataclass(frozen=True)
@@ -30,11 +31,13 @@ class Failure:
     Args:
         reason: one sentence, or the exception's name and text.
         trace: the whole traceback; empty if the reason is a sentence for users.
+        refused: whether an option or the module can't be honoured.
     """
 
     rank: int
     reason: str
     trace: str = ""
+    refused: bool = False
 
     @classmethod
     def of(cls, exc: BaseException, rank: int) -> "Failure":
@@ -43,14 +46,21 @@ class Failure:
             exc = exc.__context__
         sentence = sentence_of(exc)
         if sentence is not None:
-            return cls(rank, sentence)
-        last_line = "".join(traceback.format_exception_only(exc)).strip()
-        return cls(rank, last_line, "".join(traceback.format_exception(exc)))
+            return cls(rank, sentence, refused=isinstance(exc, (ConfigError, MisconfigurationException)))
+        return cls(rank, _last_line(exc), "".join(traceback.format_exception(exc)))
 
     @property
     def short(self) -> str:
         """The frames of the user's code and the reason; without traceback, the reason."""
         return users_frames(self.trace) if self.trace else self.reason
+
+
+def _last_line(exc: BaseException) -> str:
+    """The exception's name and text; of a group also those of its exceptions."""
+    line = traceback.format_exception_only(exc)[-1 if isinstance(exc, SyntaxError) else 0].strip()
+    line = line.removeprefix("| ")
+    inner: tuple[BaseException, ...] = getattr(exc, "exceptions", ())
+    return f"{line}: {'; '.join(map(_last_line, inner))}" if inner else line
 
 
 def is_stop(exc: BaseException) -> bool:
@@ -60,7 +70,7 @@ def is_stop(exc: BaseException) -> bool:
 
 def sentence_of(exc: BaseException) -> str | None:
     """The sentence for users that an error consists of; None for others, whose traceback is needed."""
-    if isinstance(exc, (ConfigError, MisconfigurationException)):
+    if isinstance(exc, (ConfigError, MisconfigurationException)) or str(exc).startswith(UNUSED):
         return str(exc)
     if isinstance(exc, OSError) and exc.errno in (errno.ENOSPC, errno.EDQUOT):
         return (
@@ -79,7 +89,8 @@ def users_frames(trace: str, rest: str = "HYDRA_FULL_ERROR=1 shows them") -> str
     """
     blocks: list[list[str]] = []  # a frame and the lines of its source, or a line of any other kind
     for line in trace.rstrip().splitlines():
-        if blocks and _FRAME.match(blocks[-1][0]) and line.startswith(("    ", "  [Previous line")):
+        frame = _FRAME.match(blocks[-1][0]) if blocks else None
+        if frame is not None and line.startswith((f"{frame['margin']}    ", f"{frame['margin']}  [Previous line")):
             blocks[-1].append(line)
         else:
             blocks.append([line])
@@ -107,12 +118,15 @@ def report(cfg: DictConfig, failure: Failure, num_processes: int = 1) -> bool:
     Returns:
         Whether this is the first failure; mostly it is the reason of the others.
     """
-    is_first = True
+    is_first, told = True, None
     with suppress(OSError):  # a full disk must not hide the reason
         is_first = _result(cfg, failure, num_processes).write_first()
+    with suppress(OSError, ValueError, TypeError):
+        told = None if is_first else Result.read(cfg.run_dir).reason
+    with suppress(OSError):
         if is_first:
             _log(cfg, f"rank {failure.rank} failed: {_in_full(failure)}")
-        elif Result.read(cfg.run_dir).reason != failure.reason:
+        elif told != failure.reason:
             _log(cfg, f"rank {failure.rank} failed too: {failure.short}")
     return is_first
 
@@ -135,6 +149,7 @@ def _result(cfg: DictConfig, failure: Failure, num_processes: int) -> Result:
         status=FAILED,
         reason=failure.reason,
         failed_rank=failure.rank,
+        refused=failure.refused,
         failed_at=time.strftime("%Y-%m-%d %H:%M:%S"),
         num_restarts=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
     )
@@ -150,5 +165,5 @@ def _in_full(failure: Failure) -> str:
 def _log(cfg: DictConfig, text: str) -> None:
     """Append to the run's log, which handlers of rank 0 only write to."""
     record = logging.makeLogRecord({"name": __name__, "levelname": "ERROR", "msg": text})
-    with (Path(cfg.run_dir) / LOG_FILE).open("a", encoding="utf-8") as file:
+    with (Path(cfg.run_dir) / LOG_FILE).open("a", encoding="utf-8", errors=ESCAPED) as file:
         file.write(f"{logging.Formatter(FORMAT).format(record)}\n")

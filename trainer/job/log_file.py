@@ -15,6 +15,8 @@ from ...strategies.core.patching import LIGHTNING_TELLS, filtered, replaced
 
 LOG_FILE = "train.log"
 FORMAT = "[%(asctime)s][%(name)s][%(levelname)s] - %(message)s"
+ESCAPED = "backslashreplace"
+"""How text is written that is no Unicode: names of files, and messages of errors with bytes of them."""
 LIGHTNING_LOGGERS = ("pytorch_lightning", "lightning_fabric", "lightning.pytorch", "lightning.fabric", "lightning")
 
 
@@ -69,7 +71,7 @@ def _root_handlers(run_dir: str | Path, rank: int) -> Generator[None]:
     if hydras or not root.handlers:
         added.append(ConsoleHandler())
     if rank == 0:
-        added.append(logging.FileHandler(Path(run_dir) / LOG_FILE, encoding="utf-8"))
+        added.append(logging.FileHandler(Path(run_dir) / LOG_FILE, encoding="utf-8", errors=ESCAPED))
     else:
         logging.disable(logging.WARNING)
     for handler in added:

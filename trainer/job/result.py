@@ -2,13 +2,38 @@
 
 import json
 import os
+import platform
+import subprocess
+from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 RESULT_FILE = "result.json"
 
 FINISHED, DIVERGED, FAILED = "finished", "diverged", "failed"
+
+PATIENCE_S = 2.0
+"""Seconds that git has to answer; a large repository on a slow disk takes more, and is not described then."""
+
+
+class WorkerError(RuntimeError):
+    """A worker failed; the message contains its rank and the reason.
+
+    Args:
+        message: rank, frames of the user's code, and reason.
+        trace: the worker's whole traceback; empty if it left none.
+        rank: the worker's; None if no worker is at fault.
+        status: the exit status of the command.
+    """
+
+    def __init__(self, message: str, trace: str = "", rank: int | None = None, status: int = 1) -> None:
+        super().__init__(message)
+        self.trace = trace
+        self.rank = rank
+        self.status = status
 
 
 @dataclass(frozen=True)
@@ -23,7 +48,9 @@ class Result:
         run_dir: directory of everything that the run wrote.
         metrics: final value of every logged metric, by name; test metrics included after `fit`.
         monitor: name of the monitored metric.
-        monitored: its final value; None if it was never logged.
+        monitored: its best value after `fit`, that of the best checkpoint; its final value in the other modes and if no
+            checkpoint is ranked by it; None if it was never logged.
+        monitored_epoch: the epoch of that best value, from 0; None for a final value.
         global_batch: samples of one optimizer step's forward over all processes; None if nothing was trained.
         samples_per_s: training samples per second over all processes, validation time excluded.
         num_steps: optimizer steps taken.
@@ -38,6 +65,9 @@ class Result:
         failed_rank: the rank that failed first.
         failed_at: local time of the failure.
         num_restarts: restarts of the processes by their launcher before the failure.
+        refused: whether it failed since an option or the module can't be honoured.
+        environment: what the run started in: `versions`, `host`, `devices` (names of accelerators, or of the
+            processor) and `git` (`commit`, and `clean`: whether there were no changes), if that is known.
     """
 
     mode: str
@@ -48,6 +78,7 @@ class Result:
     metrics: dict[str, float] = field(default_factory=dict[str, float])
     monitor: str | None = None
     monitored: float | None = None
+    monitored_epoch: int | None = None
     global_batch: int | None = None
     samples_per_s: float | None = None
     num_steps: int = 0
@@ -61,6 +92,8 @@ class Result:
     failed_rank: int | None = None
     failed_at: str | None = None
     num_restarts: int = 0
+    refused: bool = False
+    environment: dict[str, Any] = field(default_factory=dict[str, Any])
 
     def write(self) -> Path:
         """Write `result.json` into the run directory atomically.
@@ -81,20 +114,35 @@ class Result:
         Returns:
             Whether this rank has written it.
         """
-        from ...strategies.core.files import temporary_for
-
         path = Path(self.run_dir) / RESULT_FILE
-        temporary = temporary_for(path)
+        claim = path.with_name(f".{RESULT_FILE}.{self.num_restarts}.tmp")
         try:
-            write_json(self, temporary)
-            path.hardlink_to(temporary)
+            file = claim.open("x", encoding="utf-8")  # a hard link would need a file system that has them
         except FileExistsError:
-            if self.read(self.run_dir).num_restarts == self.num_restarts:
-                return False
-            temporary.replace(path)
-        finally:
-            temporary.unlink(missing_ok=True)
-        return True
+            return False
+        try:
+            with file:
+                is_first = not self._is_told()  # by a rank whose claim has become the result
+                file.write(_json(self))
+        except OSError:
+            claim.unlink(missing_ok=True)
+            raise
+        if is_first:
+            claim.replace(path)
+        else:
+            claim.unlink()
+        return is_first
+
+    def _is_told(self) -> bool:
+        """Whether another rank of this start has written its result."""
+        with suppress(OSError, ValueError, TypeError):
+            return self.read(self.run_dir).num_restarts == self.num_restarts
+        return False
+
+    def _repr_html_(self) -> str:
+        from .summary import as_html
+
+        return as_html(self)
 
     @classmethod
     def read(cls, run_dir: str | Path) -> "Result":
@@ -108,9 +156,46 @@ class Result:
 
 def write_json(outcome: Any, path: Path) -> None:
     """Write a dataclass as JSON."""
-    path.write_text(json.dumps(asdict(outcome), indent=2) + "\n", encoding="utf-8")
+    path.write_text(_json(outcome), encoding="utf-8")
+
+
+def _json(outcome: Any) -> str:
+    return json.dumps(asdict(outcome), indent=2) + "\n"
 
 
 def short_path(path: str | None) -> str:
     """Return a path relative to the current directory if that is shorter."""
     return min(path, os.path.relpath(path), key=len) if path else ""
+
+
+def environment(devices: Iterable[Any]) -> dict[str, Any]:
+    """Versions, host, devices and git commit; for `result.json`.
+
+    Args:
+        devices: those of this process.
+    """
+    from ...strategies.core.devices import device_model  # here, as a command that only reads results needs no torch
+
+    versions = {name: version(name) for name in ("evener", "torch", "pytorch-lightning")}
+    return {
+        "versions": {"python": platform.python_version(), **versions},
+        "host": platform.node(),
+        "devices": [platform.machine() if d.type == "cpu" else device_model(d) for d in devices],
+        "git": git_state(),
+    }
+
+
+def git_state() -> dict[str, Any] | None:
+    """The commit of the current folder's repository, and whether it is clean; None without one."""
+    if not any((folder / ".git").exists() for folder in (Path.cwd(), *Path.cwd().parents)):
+        return None
+    try:
+        commit, status = (_git("rev-parse", "HEAD"), _git("status", "--porcelain"))
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return {"commit": commit, "clean": not status}
+
+
+def _git(*words: str) -> str:
+    done = subprocess.run(["git", *words], capture_output=True, text=True, timeout=PATIENCE_S, check=True)
+    return done.stdout.strip()

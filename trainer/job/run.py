@@ -2,10 +2,11 @@
 
 import os
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytorch_lightning as pl
 import torch
@@ -20,21 +21,22 @@ from rich.console import Console
 from ...strategies import ConfigError
 from ...strategies.core.files import replacing
 from ...strategies.core.patching import replaced
-from ...strategies.core.private import of_lightning
 from ...strategies.registry import name_of, node_devices, stop_signal_of
-from ..callbacks import EpochLines, LogEveryEpoch, ModuleSummary, RunSummary, SlowRank, StartUp
+from ..callbacks import Curves, EpochLines, LogEveryEpoch, ModuleSummary, RunSummary, SlowRank, StartUp
+from ..checkpoint import Checkpoint
 from ..checkpoint.find import find_newest, good_or_newest
 from ..checkpoint.snapshots import move_to_disk, saved_in_memory
 from ..config.checks import AUTO, entries
-from ..config.instantiate import constructor, instantiate, module_and_data, quiet_trainer
+from ..config.instantiate import constructor, instantiate, module_and_data
 from ..loggers.custom_scalars import OUR_OWN
 from ..loggers.hparams import hyperparameters, in_order, overridden
 from ..loggers.tensorboard import TensorBoardLogger
-from ._learning_rate_search import with_learning_rate
-from .batch_size_search import find_batch_size
-from .earlier_run import newest_of_name, weights_that_fit
-from .result import DIVERGED, FINISHED, Result
-from .signals import graceful_stop
+from .earlier_run import OF_NAME, checkpoint_of_name, weights_that_fit
+from .failure import Failure, is_stop, report
+from .log_file import run_log
+from .result import DIVERGED, FINISHED, Result, WorkerError, environment
+from .signals import graceful_stop, tell_stop
+from .tuning import with_batch_size, with_learning_rate
 
 
 @dataclass
@@ -57,18 +59,54 @@ class Parts:
         return getattr(self.trainer.checkpoint_callback, "last_model_path", None) or self.best_checkpoint
 
 
-def run(cfg: DictConfig) -> Result:
-    """Run `cfg.mode` in this process, which is one rank if there are several.
+@dataclass(frozen=True)
+class Run:
+    """A run, as one of its processes executes it.
 
     Args:
-        cfg: the resolved configuration, `run_dir` included.
-
-    Returns:
-        The result, which rank 0 also writes to the run directory.
-
-    Raises:
-        ConfigError: an option can't be honoured.
+        cfg: the resolved configuration; `run_dir` is the run's directory.
+        rank: this process's.
+        num_processes: over all nodes.
     """
+
+    cfg: DictConfig
+    rank: int = 0
+    num_processes: int = 1
+
+    def execute(self, on_failure: Callable[[Failure], None] = lambda _: None) -> Result:
+        """Run `cfg.mode`; what ends it is told once, in the run's log and in `result.json`.
+
+        Args:
+            on_failure: called with the failure of the first rank that fails.
+
+        Returns:
+            The result, which rank 0 also writes to the run directory.
+
+        Raises:
+            ConfigError: an option can't be honoured.
+            WorkerError: this rank failed after another, whose process tells the reason; or the user's code ended it by
+                what is no error, such as `sys.exit()`.
+        """
+        with run_log(self.cfg.run_dir, self.rank):
+            try:
+                return run(self.cfg)
+            except BaseException as exc:
+                if is_stop(exc):
+                    tell_stop(exc)
+                    raise
+                failure = Failure.of(exc, self.rank)
+                if not report(self.cfg, failure, self.num_processes):
+                    raise WorkerError(f"rank {self.rank} failed too: {failure.reason}", failure.trace) from exc
+                on_failure(failure)
+                if isinstance(exc, Exception):
+                    raise
+                code = exc.code if isinstance(exc, SystemExit) else None
+                status = code if isinstance(code, int) and code else 1
+                raise WorkerError(failure.short, failure.trace, self.rank, status) from exc
+
+
+def run(cfg: DictConfig) -> Result:
+    """Run `cfg.mode` of a resolved configuration in this process."""
     cfg = with_batch_size(cfg)
     if cfg.seed is not None:
         # torch notes, for each kind of device, from where it was seeded, which reads the source of every frame
@@ -77,46 +115,26 @@ def run(cfg: DictConfig) -> Result:
     checkpoint = starting_checkpoint(cfg)
     cfg = with_learning_rate(cfg, checkpoint)
     parts = build(cfg)
+    started_in = environment(node_devices(parts.trainer.strategy)) if parts.trainer.is_global_zero else {}
     log_config(parts.trainer, cfg)
     with graceful_stop(parts.trainer), weights_that_fit(cfg, checkpoint):
         metrics, predictions = work(parts, cfg, checkpoint)
-    result = replace(collect(parts, cfg, metrics, predictions), started_from=checkpoint)
+    result = replace(collect(parts, cfg, metrics, predictions), started_from=checkpoint, environment=started_in)
     if parts.trainer.is_global_zero:
         for logger in parts.trainer.loggers:
             if isinstance(logger, TensorBoardLogger):
-                logger.log_final_metrics(in_order(result.metrics, result.monitor, OUR_OWN))
+                best = {} if result.monitored is None else {cfg.monitor: result.monitored}
+                logger.log_final_metrics(in_order(result.metrics | best, result.monitor, OUR_OWN))
                 logger.close()
         result.write()
     return result
-
-
-def with_batch_size(cfg: DictConfig) -> DictConfig:
-    """Replace `data.batch_size=auto` with the largest batch size that fits into memory.
-
-    Raises:
-        ConfigError: there are several processes, or a batch of one sample does not fit.
-    """
-    if not cfg.get("data") or cfg.data.get("batch_size") != "auto":
-        return cfg
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise ConfigError(
-            "data.batch_size=auto is not supported with several processes. Run once with strategy=single_device "
-            "devices=1, then set data.batch_size to the number in the log."
-        )
-
-    def make_data(size: int) -> pl.LightningDataModule:
-        return instantiate("data", OmegaConf.merge(cfg.data, {"batch_size": size}))
-
-    size = find_batch_size(lambda: instantiate("module", cfg.module), make_data, partial(quiet_trainer, cfg))
-    rank_zero_info(f"batch_size=auto: data.batch_size={size}")
-    return cast("DictConfig", OmegaConf.merge(cfg, {"data": {"batch_size": size}}))
 
 
 def starting_checkpoint(cfg: DictConfig) -> str | None:
     """Find the checkpoint to start from: the run's own newest after a restart, otherwise the one that `resume` gives.
 
     Raises:
-        ConfigError: `resume=last`, but no checkpoint of this name exists.
+        ConfigError: `resume=last` or `best`, but no such checkpoint of this name exists.
     """
     restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
     if restarted or cfg.resume == AUTO:
@@ -124,8 +142,8 @@ def starting_checkpoint(cfg: DictConfig) -> str | None:
         if newest is not None:
             rank_zero_info(f"Restarted: continuing from {newest}")
             return str(newest)
-    if cfg.resume == "last":
-        return str(newest_of_name(cfg))
+    if cfg.resume in OF_NAME:
+        return str(checkpoint_of_name(cfg))
     if cfg.resume in (None, AUTO):
         return None
     return str(good_or_newest(cfg.resume)) if cfg.mode == "fit" else cfg.resume
@@ -145,6 +163,7 @@ def keep_snapshot(cfg: DictConfig) -> None:
 def build(cfg: DictConfig) -> Parts:
     """Instantiate the objects that the configuration names."""
     strategy = instantiate("strategy", cfg.strategy)
+    strategy.is_configured = True  # messages name options as the command line does
     module, data = module_and_data(cfg)
     summary = RunSummary()
     callbacks: list[pl.Callback] = [
@@ -154,6 +173,7 @@ def build(cfg: DictConfig) -> Parts:
         summary,
         SlowRank(),
         StartUp(cfg.run_dir),
+        Curves(cfg.run_dir),
     ]
     if cfg.trainer.get("enable_progress_bar", True):
         callbacks.append(EpochLines())
@@ -236,7 +256,7 @@ def fit(parts: Parts, cfg: DictConfig, checkpoint: str | None) -> dict[str, floa
             "Nothing was trained: training_step returned None for every batch, so no optimizer step was taken. Return "
             "the loss; if training_step steps the optimizers itself, set automatic_optimization=False in the module."
         )
-    if of_lightning.signal_connector(trainer).received_sigterm or stop_signal_of(trainer.strategy) is not None:
+    if trainer._signal_connector.received_sigterm or stop_signal_of(trainer.strategy) is not None:
         raise SIGTERMException  # received after the last step: training is complete, and nothing follows it
     metrics = final_metrics(trainer)
     tested = is_overridden("test_step", module) and is_overridden("test_dataloader", data or module)
@@ -261,9 +281,19 @@ def write_predictions(trainer: pl.Trainer, run_dir: str, outputs: Any) -> str | 
     return str(path)
 
 
+def monitored_value(trainer: pl.Trainer, cfg: DictConfig, metrics: dict[str, float]) -> tuple[float | None, int | None]:
+    """The best value of the monitored metric and its epoch; its last one if no checkpoint is ranked by it."""
+    ranks = trainer.checkpoint_callback
+    if isinstance(ranks, Checkpoint) and cfg.mode == "fit" and ranks.monitor == cfg.monitor:
+        score: Any = ranks.best_model_score  # untyped
+        return (metrics.get(cfg.monitor), None) if score is None else (float(score), ranks.best_epoch)
+    return metrics.get(cfg.monitor), None
+
+
 def collect(parts: Parts, cfg: DictConfig, metrics: dict[str, float], predictions: str | None) -> Result:
     """Assemble the result."""
     trainer, strategy = parts.trainer, parts.trainer.strategy
+    monitored, epoch = monitored_value(trainer, cfg, metrics)
     return Result(
         mode=cfg.mode,
         strategy=name_of(strategy),
@@ -272,7 +302,8 @@ def collect(parts: Parts, cfg: DictConfig, metrics: dict[str, float], prediction
         run_dir=cfg.run_dir,
         metrics=metrics,
         monitor=cfg.monitor,
-        monitored=metrics.get(cfg.monitor),
+        monitored=monitored,
+        monitored_epoch=epoch,
         global_batch=parts.summary.global_batch,
         samples_per_s=parts.summary.samples_per_s,
         num_steps=trainer.global_step,

@@ -2,62 +2,112 @@
 
 import signal
 import threading
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from types import FrameType
 
 import pytorch_lightning as pl
 from pytorch_lightning.utilities.exceptions import SIGTERMException
+from pytorch_lightning.utilities.rank_zero import rank_zero_info
 
-from ...strategies.core.private import of_lightning
+from ...strategies.distributed.process_exit import ASK_TO_STOP, Answer, StopRequests
 from ...strategies.registry import stop_signal_of
 from ..checkpoint.find import find_newest
 
-ASKS_TO_STOP = (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
-"""Signals handled here; Lightning or the strategy handles SIGTERM."""
-
 
 class Interrupted(SystemExit):
-    """Exit because of a signal, with the status that shells expect: 128 + its number."""
+    """Exit because of a signal, with the status that shells expect: 128 + its number.
 
-    def __init__(self, signum: int) -> None:
+    Args:
+        begun: whether training had begun, so that there is something to save.
+    """
+
+    def __init__(self, signum: int, begun: bool = True) -> None:
         super().__init__(128 + signum)
         self.signum = signum
+        self.begun = begun
+
+
+@contextmanager
+def stops_at_once() -> Generator[None]:
+    """End a process by the first signal that asks it to stop, as long as it has nothing to save.
+
+    Raises:
+        Interrupted: there was one.
+    """
+
+    def stop(answer: Answer, signum: int, _: FrameType | None) -> None:
+        if answer == "first":
+            raise Interrupted(signum, begun=False)
+
+    with _handled(stop):
+        yield
 
 
 @contextmanager
 def graceful_stop(trainer: pl.Trainer) -> Generator[None]:
     """Let Ctrl-C (SIGINT), a closed terminal (SIGHUP) and a scheduler's warning (SIGUSR1) stop training like SIGTERM.
 
-    A second one exits at once. A signal that is ignored, as nohup does with SIGHUP, stays so.
+    Whoever started several processes ends them at once where that is asked for; a single one does it here.
 
     Raises:
         Interrupted: the run was stopped by a signal, to this process or to another rank.
     """
-    received: list[int] = []
 
-    def stop(signum: int, frame: FrameType | None) -> None:
-        received.append(signum)
-        if len(received) > 1 or frame is None or not _is_training(trainer):
+    def stop(answer: Answer, signum: int, frame: FrameType | None) -> None:
+        if answer == "at once" and trainer.world_size == 1:
             raise Interrupted(signum)
-        of_lightning.sigterm_notifier_fn(of_lightning.signal_connector(trainer))(signum, frame)
+        if answer == "first":
+            if frame is None or not _is_training(trainer):
+                raise Interrupted(signum, begun=trainer.global_step > 0)
+            trainer._signal_connector._sigterm_notifier_fn(signum, frame)
+
+    with _handled(stop) as requests:
+        try:
+            yield
+        except SIGTERMException as exc:
+            raise Interrupted(requests.signum or stop_signal_of(trainer.strategy) or signal.SIGTERM) from exc
+
+
+_heard: StopRequests | None = None
+"""What this process was asked within `_handled`."""
+
+
+@contextmanager
+def _handled(stop: Callable[[Answer, int, FrameType | None], None]) -> Generator[StopRequests]:
+    """Handle the signals that ask to stop inside the block; one that is ignored, as nohup does with SIGHUP, stays so.
+
+    Yields:
+        The requests, which a block within another one shares with it.
+    """
+    global _heard
+    outer, requests = _heard, _heard or StopRequests()
+
+    def hear(signum: int, frame: FrameType | None) -> None:
+        stop(requests.receive(signum), signum, frame)
 
     in_main_thread = threading.current_thread() is threading.main_thread()
-    heard = [signum for signum in ASKS_TO_STOP if in_main_thread and signal.getsignal(signum) != signal.SIG_IGN]
-    before = {signum: signal.signal(signum, stop) for signum in heard}
+    heard = [signum for signum in ASK_TO_STOP if in_main_thread and signal.getsignal(signum) != signal.SIG_IGN]
+    before = {signum: signal.signal(signum, hear) for signum in heard}
+    _heard = requests
     try:
-        yield
-    except SIGTERMException as exc:
-        raise Interrupted((received or [stop_signal_of(trainer.strategy) or signal.SIGTERM])[0]) from exc
+        yield requests
     finally:
-        for signum, handler in before.items():
-            signal.signal(signum, handler)
+        _heard = outer
+        for signum, former in before.items():
+            signal.signal(signum, former)
 
 
 def _is_training(trainer: pl.Trainer) -> bool:
     """Whether the loop that would save and stop has begun: before that, nothing is lost by ending at once."""
     by_step = trainer.fit_loop.epoch_loop.batch_progress.current.ready > 0  # Lightning's own trainer
     return trainer.state.fn == "fit" and getattr(trainer.fit_loop, "takes_steps", by_step)
+
+
+def tell_stop(exc: BaseException) -> None:
+    """Say of a run that a signal has ended before it had something to save that this is so."""
+    if isinstance(exc, Interrupted) and not exc.begun:
+        rank_zero_info(f"Stopped by {signal.Signals(exc.signum).name} before the first step.")
 
 
 def loss(run_dir: str) -> str:

@@ -1,7 +1,6 @@
 """Print tables on the console, and write them to files."""
 
 import csv
-import importlib.util
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
@@ -44,16 +43,7 @@ def show(table: Table | None, lines: Iterable[str] = (), width: int = 120) -> No
         console.print(Text(line), soft_wrap=True)
 
 
-def write_files(path: Path, headings: Sequence[str], rows: Sequence[Sequence[str]], bar_column: int) -> None:
-    """Write a table as `.csv` and, if Pillow is installed, as `.png`.
-
-    Args:
-        path: without the suffixes.
-        bar_column: the column whose numbers get bars in the picture.
-    """
-    with path.with_suffix(".csv").open("w", newline="", encoding="utf-8") as file:
+def write(path: Path, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Write a table as a CSV file."""
+    with path.open("w", newline="", encoding="utf-8") as file:
         csv.writer(file).writerows([headings, *rows])
-    if importlib.util.find_spec("PIL") is not None:
-        from ._table_picture import draw
-
-        draw(path.with_suffix(".png"), headings, rows, bar_column)

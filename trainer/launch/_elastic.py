@@ -7,8 +7,9 @@ import signal
 import sys
 import threading
 from collections.abc import Generator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -22,25 +23,22 @@ from torch.multiprocessing.spawn import ProcessContext
 from ...strategies import ConfigError
 from ...strategies.core.files import scratch_directory
 from ...strategies.core.patching import replaced
-from ...strategies.core.private import of_torch, put
-from ...strategies.distributed.process_exit import forking, kill_frozen
+from ...strategies.distributed.process_exit import ASK_TO_STOP, StopRequests, forking, kill_frozen
 from ...strategies.distributed.store import loopback_device
-from ..config.checks import AUTO
-from ..config.instantiate import prepare
-from ..config.launch_plan import LaunchPlan
+from ..config.checks import AUTO, LaunchPlan
 from ..job.failure import Failure, report_killed
-from ..job.result import Result
+from ..job.result import Result, WorkerError
 from ..job.run import keep_snapshot
-from ..job.signals import ASKS_TO_STOP, Interrupted, loss
+from ..job.signals import Interrupted, loss, tell_stop
 from . import worker
 from ._rendezvous import options as rendezvous
-from .environment import AGENT, FAILURE_FILE, STOPPED_FILE, WorkerError, environment, importable
+from .environment import AGENT, FAILURE_FILE, RUNNING_FILE, STOPPED_FILE, environment, importable
 from .worker import run_forked
 
 logger = logging.getLogger(__name__)
 
-AGENT_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
-"""Signals that stop a run gracefully."""
+AGENT_SIGNALS = (*ASK_TO_STOP, signal.SIGQUIT)
+"""Signals that end a run."""
 
 
 def launch_workers(cfg: DictConfig, plan: LaunchPlan) -> Result:
@@ -84,12 +82,11 @@ def without_rank(cfg: DictConfig, rank: int, devices: Sequence[torch.device], ea
 def _launch(cfg: DictConfig, num_processes: int, forks: bool) -> Result:
     """Start one worker per process with torch's elastic agent, and wait for the result."""
     with scratch_directory() as scratch, environment(worker_environment(num_processes)):
-        config = launch_config(cfg, num_processes, str(scratch))
+        config = launch_config(cfg, num_processes, scratch)
+        workers = Workers(cfg.launcher.shutdown_timeout_s)
         try:
-            # a second signal finds the agent's handlers gone, which would raise its error
-            with frozen_workers_killed(), signal_handlers_kept() as handlers:
+            with workers.started_by_agent(), signal_handlers_kept() as handlers:
                 if forks:
-                    prepare(cfg)
                     agents_logs = map(logging.getLogger, (elastic_processes.__name__, ProcessContext.__module__))
                     with ExitStack() as stack:
                         for log in agents_logs:  # a failure is told below
@@ -103,9 +100,7 @@ def _launch(cfg: DictConfig, num_processes: int, forks: bool) -> Result:
         except ChildFailedError as exc:
             raise explain(cfg, exc, num_processes, scratch) from None
         except SignalException as exc:
-            if not (scratch / STOPPED_FILE).exists():
-                raise cut_off(cfg, exc.sigval, num_processes) from None
-            raise Interrupted(exc.sigval) from None
+            raise stopped(cfg, exc.sigval, workers.ended_at_once, num_processes, scratch) from None
     return Result.read(cfg.run_dir)
 
 
@@ -117,18 +112,25 @@ def can_fork(plan: LaunchPlan) -> bool:
     return sys.platform == "linux" and all(device.type == "cpu" for device in plan.devices)
 
 
-def cut_off(cfg: DictConfig, signum: int, num_processes: int) -> WorkerError:
-    """Tell what a signal has cost where the workers were killed before they had stopped by themselves."""
-    reason = (
-        f"{signal.Signals(signum).name} ended this run: a step, a batch of validation or the writing of a checkpoint "
-        f"took longer than launcher.shutdown_timeout_s={cfg.launcher.shutdown_timeout_s:g} s, and {loss(cfg.run_dir)}. "
-        "Give more seconds."
-    )
-    report_killed(cfg, Failure(0, reason), num_processes)
-    return WorkerError(reason)
+def stopped(cfg: DictConfig, signum: signal.Signals, at_once: bool, num_processes: int, scratch: Path) -> BaseException:
+    """Tell how a signal to this process has ended the workers: in order, at once, or too late to save."""
+    ended = Interrupted(signum, begun=(scratch / STOPPED_FILE).exists())
+    if at_once and not ended.begun:
+        logger.warning("The run was ended at once by a second Ctrl-C, and %s.", loss(cfg.run_dir))
+    elif (scratch / RUNNING_FILE).exists():  # rank 0 was killed
+        reason = (
+            f"{signum.name} ended this run: a step, a batch of validation or the writing of a checkpoint took longer "
+            f"than launcher.shutdown_timeout_s={cfg.launcher.shutdown_timeout_s:g} s, and {loss(cfg.run_dir)}. Give "
+            "more seconds."
+        )
+        report_killed(cfg, Failure(0, reason), num_processes)
+        return WorkerError(reason)
+    else:
+        tell_stop(ended)
+    return ended
 
 
-def launch_config(cfg: DictConfig, num_processes: int, log_dir: str) -> LaunchConfig:
+def launch_config(cfg: DictConfig, num_processes: int, scratch: Path) -> LaunchConfig:
     """Configure the elastic agent for one node; its workers meet on the loopback, at a port that the system picks."""
     return LaunchConfig(
         min_nodes=1,
@@ -137,11 +139,11 @@ def launch_config(cfg: DictConfig, num_processes: int, log_dir: str) -> LaunchCo
         start_method="fork",  # of workers that are a function
         # what is ignored stays so: SIGHUP under nohup
         signals_to_handle=",".join(s.name for s in AGENT_SIGNALS if signal.getsignal(s) != signal.SIG_IGN),
-        **rendezvous(),
+        **rendezvous(scratch / STOPPED_FILE),
         max_restarts=cfg.launcher.max_restarts,
         monitor_interval=cfg.launcher.monitor_interval_s,
         shutdown_timeout=cfg.launcher.shutdown_timeout_s,
-        logs_specs=DefaultLogsSpecs(log_dir=log_dir),
+        logs_specs=DefaultLogsSpecs(log_dir=str(scratch)),
     )
 
 
@@ -174,42 +176,96 @@ def signal_handlers_kept() -> Generator[dict[int, Any]]:
             signal.signal(number, handler)
 
 
-@contextmanager
-def frozen_workers_killed() -> Generator[None]:
-    """Kill frozen workers when the agent ends the others after a failure; it would wait 30 s for them to react."""
-    close, join = PContext.close, of_torch.join_procs_with_timeout(ProcessContext)
+class Workers:
+    """The workers of torch's agent: the first signal to this process stops them, and Ctrl-C after it ends them at once.
 
-    def close_at_once(self: PContext, death_sig: signal.Signals | None = None, timeout: int = 30) -> None:
-        kill_frozen(self.pids().values())
-        close(self, death_sig, timeout)
+    Args:
+        timeout_s: seconds that they have to stop.
 
-    def join_at_once(self: ProcessContext, timeout: float) -> None:
-        kill_frozen(process.pid for process in self.processes)
-        join(self, timeout)
+    Attributes:
+        ended_at_once: whether they were.
+    """
 
-    PContext.close = close_at_once
-    put(ProcessContext, join_procs_with_timeout=join_at_once)
-    try:
-        yield
-    finally:
-        PContext.close = close
-        put(ProcessContext, join_procs_with_timeout=join)
+    def __init__(self, timeout_s: float) -> None:
+        self.ended_at_once = False
+        self._timeout_s = timeout_s
+        self._requests = StopRequests()
+        self._agent = os.getpid()
+        self._context: PContext | None = None
+        self._is_starting = False
+
+    def _hear(self, signum: int, _: FrameType | None) -> None:
+        if os.getpid() != self._agent:  # a worker, until it has handlers of its own
+            raise Interrupted(signum, begun=False)
+        answer = self._requests.receive(signum)
+        if answer == "at once" and self._context is not None:
+            self.ended_at_once = True
+            for pid in self._context.pids().values():
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        elif answer == "first" and not self._is_starting:  # else once all are there
+            self._stop()
+
+    def _stop(self) -> None:
+        """Have the agent send the first signal to its workers, wait for them, and end."""
+        assert self._requests.signum is not None
+        raise SignalException("", signal.Signals(self._requests.signum))
+
+    @contextmanager
+    def started_by_agent(self) -> Generator[None]:
+        """Stop and end the workers that the agent starts inside the block.
+
+        Frozen ones are killed when it ends the others after a failure: it would wait 30 s for them to react.
+        """
+        start, close, join = PContext.start, PContext.close, ProcessContext._join_procs_with_timeout
+
+        def start_all(context: PContext) -> None:
+            self._is_starting = True
+            # one that reaches a worker while it is forked would raise in a callback of the fork, and be lost
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, ASK_TO_STOP)
+            try:
+                start(context)
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            self._context, self._is_starting = context, False
+            if self._requests.signum is not None:
+                context.close(signal.Signals(self._requests.signum), int(self._timeout_s))
+                self._stop()
+
+        def close_at_once(context: PContext, death_sig: signal.Signals | None = None, timeout: int = 30) -> None:
+            kill_frozen(context.pids().values())
+            close(context, death_sig, timeout)
+
+        def join_at_once(context: ProcessContext, timeout: float) -> None:
+            kill_frozen(process.pid for process in context.processes)
+            join(context, timeout)
+
+        contexts: Any = PContext
+        contexts.start, contexts.close = start_all, close_at_once
+        ProcessContext._join_procs_with_timeout = join_at_once  # pyright: ignore[reportAttributeAccessIssue]
+        try:
+            with replaced(elastic_processes, "_terminate_process_handler", self._hear):
+                yield
+        finally:
+            contexts.start, contexts.close = start, close
+            ProcessContext._join_procs_with_timeout = join
 
 
 def explain(cfg: DictConfig, exc: ChildFailedError, num_processes: int, scratch: Path) -> BaseException:
     """Convert the agent's report into the worker's error: a ConfigError, or rank and reason of the first failure."""
     rank, failure = exc.get_first_failure()
-    if failure.exitcode in [128 + signum for signum in (*ASKS_TO_STOP, signal.SIGTERM)]:
+    if failure.exitcode in [128 + signum for signum in ASK_TO_STOP]:
         return Interrupted(failure.exitcode - 128)
     told = told_failure(scratch) if failure.exitcode >= 0 else None
     if told is None:
         killed = Failure(rank, how_it_ended(failure))
         report_killed(cfg, killed, num_processes)
         return WorkerError(f"rank {rank} failed: {killed.reason}", rank=rank)
-    if told.pop("refused"):
-        return ConfigError(told["reason"])
     first = Failure(**told)
-    return WorkerError(f"rank {first.rank} failed: {first.short}", first.trace, first.rank)
+    if first.refused:
+        return ConfigError(first.reason)
+    status = failure.exitcode if failure.exitcode > 0 else 1
+    return WorkerError(f"rank {first.rank} failed: {first.short}", first.trace, first.rank, status)
 
 
 def told_failure(scratch: Path) -> dict[str, Any] | None:

@@ -4,6 +4,7 @@ torch's own (`c10d`) listens on all interfaces, and after a restart workers read
 """
 
 import uuid
+from pathlib import Path
 from typing import Any
 
 from torch.distributed import TCPStore
@@ -16,17 +17,22 @@ from torch.distributed.elastic.rendezvous import (
 )
 from typing_extensions import override
 
-from ...strategies.core.private import of_torch
 from ...strategies.distributed.store import LOOPBACK, host_store
+from ..job.signals import Interrupted
 
 BACKEND = "evener"
 
 
 class OneMachine(RendezvousHandler):
-    """The rendezvous of an agent that has no others to meet."""
+    """The rendezvous of an agent that has no others to meet.
 
-    def __init__(self, run_id: str) -> None:
+    Args:
+        stopped: a file that is there once a signal has stopped the workers, which are not restarted then.
+    """
+
+    def __init__(self, run_id: str, stopped: Path) -> None:
         self._run_id = run_id
+        self._stopped = stopped
         self._store: TCPStore | None = None
         self._is_closed = False
 
@@ -41,6 +47,8 @@ class OneMachine(RendezvousHandler):
 
     @override
     def next_rendezvous(self) -> RendezvousInfo:
+        if self._stopped.exists():
+            raise Interrupted(int(self._stopped.read_text()))
         self._store = host_store()
         return RendezvousInfo(self._store, 0, 1, RendezvousStoreInfo(LOOPBACK, self._store.port))
 
@@ -67,11 +75,14 @@ class OneMachine(RendezvousHandler):
 
 
 def _create(parameters: RendezvousParameters) -> RendezvousHandler:
-    return OneMachine(parameters.run_id)
+    return OneMachine(parameters.run_id, Path(parameters.get("stopped")))
 
 
-def options() -> dict[str, Any]:
-    """What `LaunchConfig` is told of the rendezvous."""
-    if BACKEND not in of_torch.registry(rendezvous_handler_registry):
+def options(stopped: Path) -> dict[str, Any]:
+    """What `LaunchConfig` is told of the rendezvous; `stopped` is `OneMachine`'s."""
+    if BACKEND not in rendezvous_handler_registry._registry:
         rendezvous_handler_registry.register(BACKEND, _create)
-    return {"rdzv_backend": BACKEND, "run_id": uuid.uuid4().hex, "local_addr": LOOPBACK}
+    return {
+        "rdzv_backend": BACKEND, "rdzv_configs": {"stopped": str(stopped)}, "run_id": uuid.uuid4().hex,
+        "local_addr": LOOPBACK,
+    }  # fmt: skip

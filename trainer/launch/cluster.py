@@ -19,8 +19,8 @@ from torch.distributed import DistNetworkError, PrefixStore, Store
 
 from ...strategies import ConfigError
 from ...strategies.distributed.environment import kubeflow
-from ...strategies.distributed.signed_store import signed
-from ...strategies.distributed.store import RankError, base_store, root_store, silence, wait_for
+from ...strategies.distributed.signed_store import SecretCheck, signed
+from ...strategies.distributed.store import RankError, attempt, base_store, root_store, silence, wait_for
 
 START_TIMEOUT_S = 1800.0
 """Seconds that a rank waits for the rendezvous store."""
@@ -78,12 +78,14 @@ def receive(cluster: ClusterEnvironment) -> DictConfig | None:
     """Wait for the next job's configuration; None if there are no more jobs.
 
     Raises:
+        ConfigError: this rank has another secret than rank 0.
         RankError: rank 0 has exited.
     """
     global _num_jobs
     store = _jobs(cluster)
+    verify_secret = SecretCheck(root_store(cluster, START_TIMEOUT_S), cluster.global_rank(), [0])
     try:
-        while not store.check([f"job/{_num_jobs}"]):
+        while verify_secret() or not store.check([f"job/{_num_jobs}"]):
             time.sleep(POLL_S)
         text = store.get(f"job/{_num_jobs}").decode()
     except DistNetworkError as exc:
@@ -105,7 +107,7 @@ def leave(cluster: ClusterEnvironment) -> None:
 
 def _jobs(cluster: ClusterEnvironment, num_nodes: int | None = None) -> Store:
     """What rank 0 hands out, of this attempt."""
-    return signed(root_store(cluster, START_TIMEOUT_S, num_nodes), "jobs")
+    return signed(root_store(cluster, START_TIMEOUT_S, num_nodes), "jobs", attempt())
 
 
 def _farewell(rank: int) -> str:

@@ -1,4 +1,4 @@
-"""Set environment variables of worker processes, and report their failures."""
+"""Set environment variables of worker processes, and name the files that they leave."""
 
 import os
 import sys
@@ -12,23 +12,9 @@ AGENT = "EVENER_AGENT_PID"
 FAILURE_FILE = "failure{}.json"
 """The file beside a worker's configuration in which the first rank that fails says why; with the attempt's number."""
 
-STOPPED_FILE = "stopped"
-"""The file beside a worker's configuration that says that rank 0 was stopped by a signal, and has ended in order."""
-
-
-class WorkerError(RuntimeError):
-    """A worker failed; the message contains its rank and the reason.
-
-    Args:
-        message: rank, frames of the user's code, and reason.
-        trace: the worker's whole traceback; empty if it left none.
-        rank: the worker's; None if no worker is at fault.
-    """
-
-    def __init__(self, message: str, trace: str = "", rank: int | None = None) -> None:
-        super().__init__(message)
-        self.trace = trace
-        self.rank = rank
+RUNNING_FILE, STOPPED_FILE = "running", "stopped"
+"""The file beside a worker's configuration that is there while rank 0 runs; and what it is called, with the signal's
+number in it, once rank 0 was stopped by a signal and has ended in order."""
 
 
 @contextmanager

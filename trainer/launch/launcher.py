@@ -3,15 +3,15 @@
 from pathlib import Path
 
 from omegaconf import DictConfig
+from pytorch_lightning.plugins.environments import ClusterEnvironment
 
 from ...strategies import ConfigError
-from ..config.launch_plan import LaunchPlan
-from ..job.failure import Failure, is_stop, report
+from ..config.checks import LaunchPlan
 from ..job.log_file import run_log
 from ..job.result import RESULT_FILE, Result
-from ..job.run import run
+from ..job.run import Run
 from . import cluster
-from .environment import WorkerError
+from .run_lock import locked
 
 
 def launch(cfg: DictConfig) -> Result:
@@ -27,14 +27,22 @@ def launch(cfg: DictConfig) -> Result:
         ConfigError: an option can't be honoured.
         WorkerError: a worker failed, with its rank and traceback.
     """
+    started_by = cluster.detect()
+    if started_by and started_by.global_rank() > 0:
+        return _launch(cfg, started_by)
+    with locked(Path(cfg.run_dir)):
+        return _launch(cfg, started_by)
+
+
+def _launch(cfg: DictConfig, started_by: ClusterEnvironment | None) -> Result:
     plan = LaunchPlan.of(cfg)
     num_processes = plan.num_processes
-    if started_by := cluster.detect():
+    if started_by:
         cluster.verify_size(started_by, num_processes, cfg.num_nodes)
         if started_by.global_rank() == 0:
             discard_result(cfg)
             cluster.publish(started_by, cfg)
-        return run_rank(cfg, started_by.global_rank(), started_by.world_size())
+        return Run(cfg, started_by.global_rank(), started_by.world_size()).execute()
     if num_processes is None:
         if cfg.num_nodes > 1:
             raise ConfigError(
@@ -42,7 +50,7 @@ def launch(cfg: DictConfig) -> Result:
                 "or choose a strategy of several processes, such as strategy=ddp."
             )
         discard_result(cfg)
-        return run_rank(cfg)
+        return Run(cfg).execute()
     if cfg.num_nodes > 1:
         raise ConfigError(
             f"num_nodes={cfg.num_nodes} needs an external launcher to start processes on other machines. "
@@ -56,23 +64,6 @@ def launch(cfg: DictConfig) -> Result:
 
 
 def discard_result(cfg: DictConfig) -> None:
-    """Remove the result of an earlier run in the same directory."""
-    (Path(cfg.run_dir) / RESULT_FILE).unlink(missing_ok=True)
-
-
-def run_rank(cfg: DictConfig, rank: int = 0, num_processes: int = 1) -> Result:
-    """Run the job in this process, and write to the run's directory why it failed if it does.
-
-    Raises:
-        WorkerError: this rank failed after another, whose process prints the reason.
-    """
-    with run_log(cfg.run_dir, rank):
-        try:
-            return run(cfg)
-        except BaseException as exc:
-            if is_stop(exc) or (num_processes == 1 and not isinstance(exc, Exception)):
-                raise
-            failure = Failure.of(exc, rank)
-            if report(cfg, failure, num_processes):
-                raise
-            raise WorkerError(f"rank {rank} failed too: {failure.reason}", failure.trace) from exc
+    """Remove the result of an earlier run in the same directory, and what one that was killed had of it."""
+    for path in (Path(cfg.run_dir) / RESULT_FILE, *Path(cfg.run_dir).glob(f".{RESULT_FILE}.*.tmp")):
+        path.unlink(missing_ok=True)

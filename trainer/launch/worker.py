@@ -13,17 +13,15 @@ from typing import Any
 import numpy
 import torch
 from omegaconf import DictConfig, OmegaConf
-from pytorch_lightning.utilities.exceptions import MisconfigurationException
 
-from ...strategies import ConfigError
 from ...strategies.core.files import replacing
-from ...strategies.distributed.process_exit import die_with_parent, end_process, leave_in_time
+from ...strategies.distributed.process_exit import ASK_TO_STOP, die_with_parent, end_process, leave_in_time
 from ...strategies.distributed.store import leave_store
-from ..job.failure import Failure, is_stop, report
-from ..job.log_file import run_log
-from ..job.run import run
-from ..job.signals import Interrupted
-from .environment import AGENT, FAILURE_FILE, STOPPED_FILE
+from ..job.failure import Failure
+from ..job.result import WorkerError
+from ..job.run import Run
+from ..job.signals import Interrupted, stops_at_once
+from .environment import AGENT, FAILURE_FILE, RUNNING_FILE, STOPPED_FILE
 
 
 def work(cfg: DictConfig, scratch: Path) -> None:
@@ -34,31 +32,15 @@ def work(cfg: DictConfig, scratch: Path) -> None:
         scratch: the directory that the agent's process reads.
     """
     leave_in_time(cfg.launcher.shutdown_timeout_s)
-    rank = int(os.environ["RANK"])
-    with run_log(cfg.run_dir, rank):
-        try:
-            run(cfg)
-        except BaseException as exc:
-            if is_stop(exc):
-                raise
-            failure = Failure.of(exc, rank)
-            if report(cfg, failure, int(os.environ["WORLD_SIZE"])):
-                tell(scratch, failure, isinstance(exc, (ConfigError, MisconfigurationException)))
-                if is_restarted():
-                    sys.stderr.write(f"rank {rank} failed: {failure.short}\n")
-            raise
+    attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 
+    def tell(failure: Failure) -> None:
+        with replacing(scratch / FAILURE_FILE.format(attempt)) as file:
+            file.write_text(json.dumps(asdict(failure)), encoding="utf-8")
+        if attempt < int(os.environ["TORCHELASTIC_MAX_RESTARTS"]):
+            sys.stderr.write(f"rank {failure.rank} failed: {failure.short}\n")
 
-def tell(scratch: Path, failure: Failure, refused: bool) -> None:
-    """Leave the first failure of this attempt for the agent's process."""
-    attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
-    with replacing(scratch / FAILURE_FILE.format(attempt)) as file:
-        file.write_text(json.dumps({**asdict(failure), "refused": refused}), encoding="utf-8")
-
-
-def is_restarted() -> bool:
-    """Whether the agent restarts the workers when this one has failed."""
-    return int(os.environ["TORCHELASTIC_RESTART_COUNT"]) < int(os.environ["TORCHELASTIC_MAX_RESTARTS"])
+    Run(cfg, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])).execute(tell)
 
 
 def exit_status(cfg: DictConfig, scratch: Path) -> int:
@@ -67,17 +49,23 @@ def exit_status(cfg: DictConfig, scratch: Path) -> int:
     Returns:
         The exit status of a Python script that ends the same way; not 0 if the user's code has ended this rank.
     """
-    try:
-        work(cfg, scratch)
-    except SystemExit as exc:
-        if isinstance(exc, Interrupted) and os.environ["RANK"] == "0":
-            (scratch / STOPPED_FILE).touch()
-        return exc.code if isinstance(exc.code, int) and exc.code else 1  # the other ranks go on: it has failed
-    except KeyboardInterrupt:
-        return 128 + signal.SIGINT
-    except Exception:  # noqa: BLE001  # reported already
-        return 1
-    return 0
+    running, hosts = scratch / RUNNING_FILE, os.environ["RANK"] == "0"
+    with stops_at_once():
+        try:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, ASK_TO_STOP)  # the agent has blocked them while it forked
+            if hosts:
+                running.touch()
+            work(cfg, scratch)
+        except Interrupted as exc:
+            if hosts and running.exists():
+                running.write_text(str(exc.signum))
+                running.rename(scratch / STOPPED_FILE)
+            return 128 + exc.signum
+        except KeyboardInterrupt:
+            return 128 + signal.SIGINT
+        except Exception as exc:  # noqa: BLE001  # reported already
+            return exc.status if isinstance(exc, WorkerError) else 1
+        return 0
 
 
 def begin() -> None:

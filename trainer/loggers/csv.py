@@ -11,8 +11,6 @@ from pytorch_lightning.loggers.logger import rank_zero_experiment
 from pytorch_lightning.utilities.rank_zero import rank_zero_only
 from typing_extensions import override
 
-from ...strategies.core.private import of_lightning, put
-
 
 class MetricsFile(ExperimentWriter):
     """Lightning's writer of `metrics.csv`, which can continue a file that another process has written.
@@ -135,16 +133,16 @@ def open_files(loggers: list[Any]) -> None:
 def _continue(logger: pl_loggers.CSVLogger) -> None:
     """Give a logger our writer, and write what the script has logged, which its processes would write once more."""
     before, makes_lightnings = (
-        of_lightning.experiment(logger),
+        logger._experiment,
         type(logger).experiment is pl_loggers.CSVLogger.experiment,
     )
     if type(before) is ExperimentWriter:
         file = MetricsFile(logger.log_dir, keep=True)
-        put(logger, experiment=file)
+        logger._experiment = file
         file.metrics, file.hparams, file.num_inherited = before.metrics, before.hparams, 0
     elif before is None and makes_lightnings:
         restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
-        put(logger, experiment=MetricsFile(logger.log_dir, keep=restarted))
+        logger._experiment = MetricsFile(logger.log_dir, keep=restarted)
     if isinstance(logger.experiment, MetricsFile):
         logger.experiment.save()
 
@@ -157,7 +155,7 @@ def refresh_files(loggers: list[Any], trained: bool) -> None:
         trained: whether the processes ran `fit`, and so decided about the rows of earlier runs.
     """
     for logger in loggers:
-        file = of_lightning.experiment(logger) if isinstance(logger, pl_loggers.CSVLogger) else None
+        file = logger._experiment if isinstance(logger, pl_loggers.CSVLogger) else None
         if isinstance(file, MetricsFile):
             file.refresh()
             file.num_inherited = 0 if trained else file.num_inherited

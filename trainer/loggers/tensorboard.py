@@ -1,6 +1,5 @@
 """Log to TensorBoard: one event stream per run, in the run directory."""
 
-import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -16,13 +15,9 @@ from typing_extensions import override
 
 from ...strategies import ConfigError
 from ...strategies.core.options import Count
-from ...strategies.core.private import of_lightning, of_torch, put
 from ._event_file import ContinuingWriter
 from .custom_scalars import Layout, layout, with_data
 from .hparams import shown, without_repetition
-
-SPLIT = re.compile(r"(?i)(val|test)(?:id|idation|ing)?(?=[/_.-]|$)")
-"""The beginning of a tag that belongs to validation or testing: `val/loss`, `valid_acc`, `test.f1`."""
 
 
 class TensorBoardLogger(pl_loggers.TensorBoardLogger):
@@ -36,19 +31,23 @@ class TensorBoardLogger(pl_loggers.TensorBoardLogger):
         save_dir: directory of the event file.
         flush_secs: seconds between writes to the disk.
         log_graph: show the module's graph in the GRAPHS tab; the module must set `example_input_array`.
-        sub_runs: write validation and test values to event files of their own, in `val` and `test` below `save_dir`.
-            TensorBoard gives each of them a colour; within one run all lines have the same.
+        sub_runs: of configurations of earlier versions; must be False.
+
+    Raises:
+        ConfigError: `sub_runs` is True.
     """
 
     def __init__(
         self, save_dir: str | Path, flush_secs: Count = 30, log_graph: bool = False, sub_runs: bool = False
     ) -> None:
+        if sub_runs:
+            raise ConfigError(
+                "logger.tensorboard.sub_runs is no longer supported: a run has one event file. Remove it."
+            )
         options: dict[str, Any] = {"default_hp_metric": False, "flush_secs": flush_secs, "log_graph": log_graph}
         super().__init__(save_dir=str(save_dir), name="", version="", **options)
         self.differing: list[str] = []
         """Hyperparameters that distinguish this run from others; the HPARAMS tab lists them and the strategy first."""
-        self._flush_secs = flush_secs
-        self._sub_runs: dict[str, TensorBoardLogger] | None = {} if sub_runs else None
         self._tags: set[str] = set()
         self._layout: Layout | None = None
         self._written_layout: Layout = {}
@@ -80,28 +79,7 @@ class TensorBoardLogger(pl_loggers.TensorBoardLogger):
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         """Log values, and add the charts of tags that are new to the CUSTOM SCALARS tab."""
         self._add_charts(metrics)
-        own, others = dict(metrics), dict[str, dict[str, Any]]()
-        for name in metrics if self._sub_runs is not None else ():
-            if part := split_of(name):
-                others.setdefault(part, {})[name] = own.pop(name)
-        if own:
-            super().log_metrics(own, step)
-        for part, values in others.items():
-            self._sub_run(part).log_metrics(values, step)
-
-    @property
-    def sub_runs(self) -> "list[TensorBoardLogger]":
-        """The loggers of the sub-runs that have files, those of an earlier process included."""
-        if self._sub_runs is None:
-            return []
-        return [self._sub_run(part) for part in ("val", "test") if (Path(self.save_dir) / part).is_dir()]
-
-    def _sub_run(self, part: str) -> "TensorBoardLogger":
-        """The logger of `val` or `test`, which opens its event file with its first value."""
-        assert self._sub_runs is not None
-        if part not in self._sub_runs:
-            self._sub_runs[part] = TensorBoardLogger(Path(self.save_dir) / part, self._flush_secs)
-        return self._sub_runs[part]
+        super().log_metrics(dict(metrics), step)
 
     @override
     @rank_zero_only
@@ -155,8 +133,7 @@ class TensorBoardLogger(pl_loggers.TensorBoardLogger):
         """
         values = shown(without_repetition(cast("dict[str, Any]", self.hparams)))
         experiment, start, end = hparams(values, dict(metrics))
-        groups = {name: split_of(name) for name in metrics} if self._sub_runs is not None else {}
-        describe(experiment, shown(dict.fromkeys(["strategy/_target_", *self.differing])), groups)
+        mark_differing(experiment, shown(dict.fromkeys(["strategy/_target_", *self.differing])))
         for summary in (experiment, start, end):
             self._writer.add_summary(summary)
 
@@ -164,7 +141,7 @@ class TensorBoardLogger(pl_loggers.TensorBoardLogger):
     def _writer(self) -> Any:
         experiment = self.experiment
         assert isinstance(experiment, SummaryWriter)
-        return of_torch.get_file_writer(experiment)()
+        return experiment._get_file_writer()
 
     @override
     @rank_zero_only
@@ -175,40 +152,27 @@ class TensorBoardLogger(pl_loggers.TensorBoardLogger):
     @rank_zero_only
     def finalize(self, status: str) -> None:
         """Flush all logged values to disk; the file stays open for a test after `fit`."""
-        for logger in self._open():
-            logger.experiment.flush()
+        if self._experiment:
+            self.experiment.flush()
 
     @rank_zero_only
     def close(self) -> None:
         """Close the event file, at the end of the run."""
-        for logger in self._open():
-            logger.experiment.close()
-            put(logger, experiment=None)
-
-    def _open(self) -> "list[TensorBoardLogger]":
-        """This logger and those of its sub-runs, as far as they have opened a file."""
-        return [logger for logger in (self, *(self._sub_runs or {}).values()) if of_lightning.experiment(logger)]
+        if self._experiment:
+            self.experiment.close()
+            self._experiment = None
 
 
-def split_of(tag: str) -> str:
-    """`val` or `test` if a tag begins so; otherwise an empty string."""
-    found = SPLIT.match(tag)
-    return found[1].lower() if found else ""
-
-
-def describe(experiment: Any, differing: Collection[str], groups: Mapping[str, str]) -> None:
-    """Mark hyperparameters as differing between runs, so that TensorBoard lists them first, and say where metrics are.
+def mark_differing(experiment: Any, differing: Collection[str]) -> None:
+    """Mark hyperparameters as differing between runs, so that TensorBoard lists them first.
 
     Args:
         experiment: torch's summary of an experiment; modified in place.
         differing: names of the hyperparameters.
-        groups: the sub-runs of metrics, by their names; empty for those of the run itself.
     """
     plugin_data: Any = getattr(plugin_data_pb2, "HParamsPluginData")  # noqa: B009  # made at run time
     for value in experiment.value:
         data = plugin_data.FromString(value.metadata.plugin_data.content)
         for info in data.experiment.hparam_infos:
             info.differs = info.name in differing
-        for info in data.experiment.metric_infos:
-            info.name.group = groups.get(info.name.tag, "")
         value.metadata.plugin_data.content = data.SerializeToString()

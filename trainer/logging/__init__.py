@@ -1,5 +1,5 @@
 """Store logged values and synchronize them between ranks.
 
-Exports: connector, results, entries, slots, collection_slot.
+Exports: connector, results, series, exchange, collections.
 May import: nothing else in the trainer.
 """

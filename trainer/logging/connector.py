@@ -5,19 +5,15 @@ of a step only records that there is something to collect. It is collected befor
 read: by a logger at its step, the progress bar at its refresh, a callback at any time.
 """
 
-from typing import Any
+from typing import Any, cast
 
 import pytorch_lightning as pl
-from torch import Tensor
+from pytorch_lightning.trainer.connectors.logger_connector import _LoggerConnector
 from typing_extensions import override
 
 from ...strategies.core.module_log import ModuleLog
-from ...strategies.core.private import of_lightning
 from ...strategies.core.types import Batch
-from ._epoch_sync import share
-from ._eval_step_sync import EvalStepSync, combine
-from ._rank_log import reweigh_losses
-from ._step_sync import fill_empty, metric_steps_of, reduce_together, share_step_values
+from .exchange import Exchange
 from .results import LeanResults
 
 
@@ -35,14 +31,14 @@ def _collected(name: str) -> Any:
     return property(read, write)
 
 
-class LeanLoggerConnector(of_lightning.LoggerConnector):
+class LeanLoggerConnector(_LoggerConnector):
     """Lightning's logger connector, except that the metrics of a step are collected when they are read."""
 
     def __init__(self, trainer: pl.Trainer) -> None:
         self.batch_results: LeanResults | None = None
         """The results of the loop that is processing a batch; None between batches."""
         self._unread: LeanResults | None = None
-        self._evaluated = EvalStepSync()
+        self._exchange = Exchange(trainer)
         self._weightless: ModuleLog | None = None
         self.collected: dict[str, dict[str, Any]] = {}
         self.is_exchanged = False
@@ -58,13 +54,11 @@ class LeanLoggerConnector(of_lightning.LoggerConnector):
         if results.dataloader_idx != dataloader_idx:
             self.settle()
             results.dataloader_idx = dataloader_idx
-        if results.shared:
-            results.shared.clear()  # of an interrupted step
+        results.flush()  # of an interrupted step
+        results.pending = [] if results.trainer.world_size > 1 else None
         ranks = results.ranks
         if ranks is not None:
             share = results.share = ranks.contract.shares.current
-            if results.training:
-                results.tracked = []
             log = vars(self.trainer.lightning_module).get("log") if share is not None and not share.num else None
             if isinstance(log, ModuleLog):  # what hooks log has no weight either, as in a step without samples
                 log.receiver, self._weightless = log.without_weight, log
@@ -81,27 +75,13 @@ class LeanLoggerConnector(of_lightning.LoggerConnector):
         return True
 
     def exchange(self, results: LeanResults) -> None:
-        """Bring the values that this rank logged in the batch to what they are for the global batch."""
-        ranks, tracked = results.ranks, results.tracked
-        if tracked and ranks is not None and ranks.contract.shares.weighed_losses:
-            reweigh_losses(tracked, ranks.contract.shares.weighed_losses, results.share, ranks.world_size)
-        if results.shared:
-            reduce = self.trainer.strategy.reduce if ranks is None else ranks.contract.reduce_logged
-            reduce_together(results.shared.values(), reduce)  # pyright: ignore[reportArgumentType]  # of a tensor a tensor
-            results.shared.clear()
-        if tracked is None:
-            return
-        if results.share is not None and results.share.some_empty:
-            results.settle()
-            fill_empty(results, results.share.num)
-        if tracked and results.shares_steps and ranks is not None:
-            share_step_values(ranks, tracked)
-        tracked.clear()
+        """Bring the values that this rank logged in the training batch to what they are for the global batch."""
+        self._exchange.end_step(results)
 
     def finish_batch(self, results: LeanResults) -> None:
         """Like Lightning's `on_batch_end`, for a loop that has its results at hand; metrics are collected later."""
-        if results.tracked is not None or results.shared:
-            self.exchange(results)
+        if results.pending is not None:
+            (self._exchange.end_step if results.training else self._exchange.end_evaluated)(results)
         if results and self._unread is not results:
             self.settle()
             self._unread = results
@@ -112,7 +92,8 @@ class LeanLoggerConnector(of_lightning.LoggerConnector):
     def _leave_batch(self) -> None:
         results, self.batch_results = self.batch_results, None
         if results is not None:
-            results.tracked = None
+            results.flush()
+            results.pending = None
         if self._weightless is not None:
             self._weightless.receiver = self._weightless = None
 
@@ -138,11 +119,11 @@ class LeanLoggerConnector(of_lightning.LoggerConnector):
 
     @override
     def on_batch_start(self, batch: Batch, dataloader_idx: int | None = None) -> None:
-        self.start_batch(of_lightning.results(self.trainer), batch, dataloader_idx)
+        self.start_batch(cast(LeanResults, self.trainer._results), batch, dataloader_idx)
 
     @override
     def on_batch_end(self) -> None:
-        self.finish_batch(of_lightning.results(self.trainer))
+        self.finish_batch(cast(LeanResults, self.trainer._results))
 
     @override
     def epoch_end_reached(self) -> None:
@@ -160,28 +141,20 @@ class LeanLoggerConnector(of_lightning.LoggerConnector):
 
     @override
     def update_eval_step_metrics(self, step: int) -> None:
-        results: Any = of_lightning.results(self.trainer)
+        results: Any = self.trainer._results
         if results.waits_for_epoch:
-            results.settle()
-            self._evaluated.add(self.trainer, results, step)
+            self._exchange.keep_step(results, step)
         else:
             super().update_eval_step_metrics(step)
 
     def _share(self) -> None:
-        results: Any = of_lightning.results(self.trainer)
-        if results is not None:
-            results.settle()
-            steps = share(self.trainer, results, self._evaluated.take())
-            combined = combine(steps, self.trainer.lightning_module, metric_steps_of(self.trainer.strategy))
-            if combined:
-                self._tell_evaluated(combined, results)
-
-    def _tell_evaluated(self, combined: list[tuple[int, dict[str, Tensor]]], results: Any) -> None:
-        """Log what evaluation has logged by step, and let the bar show the last of it."""
-        steps = [metric for metric in results.values() if metric.meta.on_step]
-        logged = {of_lightning.forked_name(results)(metric, True)[1] for metric in steps if metric.meta.logger}
-        shown = {of_lightning.forked_name(results)(metric, True)[1] for metric in steps if metric.meta.prog_bar}
-        for step, values in combined:
+        results = cast(LeanResults | None, self.trainer._results)
+        if results is None:
+            return
+        steps = [series for series in results.values() if series.meta.on_step]
+        for step, values in self._exchange.end_epoch(results):
+            logged = {results.shown_name(series, True) for series in steps if series.meta.logger}
+            shown = {results.shown_name(series, True) for series in steps if series.meta.prog_bar}
             self.log_metrics({name: value for name, value in values.items() if name in logged}, step=step)
             self._progress_bar_metrics.update({name: float(values[name]) for name in values if name in shown})
 

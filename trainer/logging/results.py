@@ -1,183 +1,328 @@
-"""Hold what one loop logs, as Lightning's collection of results does, with ranks' shares of the batch in process."""
+"""Hold what one loop logs: a series per key, with this rank's share of the batch in process."""
 
-from contextlib import nullcontext
-from functools import cached_property, partial
+from collections.abc import Generator
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import pytorch_lightning as pl
-from pytorch_lightning.utilities.data import extract_batch_size
+import torch
+from lightning_fabric.utilities.apply_func import convert_tensors_to_scalars
+from pytorch_lightning.trainer.connectors.logger_connector.result import _Metadata, _ResultCollection, _Sync
+from pytorch_lightning.utilities import rank_zero_warn
+from pytorch_lightning.utilities.data import _extract_batch_size, extract_batch_size
+from pytorch_lightning.utilities.exceptions import MisconfigurationException
+from pytorch_lightning.utilities.memory import recursive_detach
 from torch import Tensor
 from torchmetrics import Metric, MetricCollection
 from typing_extensions import override
 
+from ...strategies.batch.run_structures import batch_structure
 from ...strategies.core.errors import ConfigError
-from ...strategies.core.private import of_lightning, of_metrics
-from ...strategies.core.private.of_lightning import ResultMetric
-from ...strategies.core.types import Batch
+from ...strategies.core.internals import callbacks_of
 from ...strategies.data.sampling import Share
+from ...strategies.distributed.metrics.steps import MetricSteps
 from ...strategies.ranks.strategy import RankStrategy
 from ...strategies.registry import ranks_of
-from ._epoch_sync import is_shared_by, own_values
-from ._eval_step_sync import NUM_SAMPLES
-from ._rank_log import GIVEN, GivenSizes, Logged
-from ._step_sync import metric_steps_of
-from .collection_slot import CollectionSlot
-from .slots import Slot
+from .collections import LoggedCollection
+from .series import Entry, Series, default_dtype, of_earlier_version
 
 
-class LeanResults(of_lightning.ResultCollection):
-    """Lightning's collection of logged values, with a slot for each key after its first value.
+@dataclass(slots=True)
+class Logged:
+    """A value that this rank logged in the batch in process, until ranks have exchanged what they need of it.
+
+    Args:
+        value: what `self.log` received.
+        copy: its copy, as it was then; None for a metric object.
+        size: samples that it is weighted by, or what was given.
+        given: whether `batch_size` was given.
+    """
+
+    series: Series
+    value: Any
+    copy: Tensor | None
+    size: Any
+    given: bool
+
+    def replace(self, value: Tensor, is_last: bool) -> None:
+        """Replace the value, also as the step's if it is the last one of its series."""
+        self.copy = value
+        if is_last:
+            self.series.last = value
+
+
+class LeanResults(_ResultCollection):
+    """What one loop has logged, by the keys of Lightning's collection.
 
     Args:
         training: whether it belongs to the training loop.
+
+    Attributes:
+        quick: the series whose further values need none of Lightning's checks, by (hook, name, index of the loader).
+        share: this rank's part of the batch in process; None if all ranks count the same.
+        pending: what this rank has logged in the batch in process; None in one process, and outside of batches.
+        logs_steps: whether a value was logged by step.
+        waits_for_epoch: whether evaluation logged one with `sync_dist=True`, which is exchanged when the epoch ends.
+        shares_steps: whether a step value of a metric was logged with `sync_dist=True`.
     """
 
     def __init__(self, trainer: pl.Trainer, training: bool) -> None:
         super().__init__(training)
         self.trainer = trainer
-        self.slots: dict[tuple[str, str, int | None], Slot] = {}
-        self.collections: dict[tuple[str, MetricCollection, int | None], CollectionSlot] = {}
-        self.logs_steps = False
-        self.waits_for_epoch = False
-        """Whether evaluation logged a step value with `sync_dist=True`, which is exchanged at the end of the epoch."""
+        self.quick: dict[tuple[str, str, int | None], Series] = {}
+        self.collections: dict[tuple[str, MetricCollection, int | None], LoggedCollection] = {}
         self.share: Share | None = None
-        """This rank's part of the batch in process; None if all ranks count the same."""
-        self.tracked: list[Logged] | None = None
-        """What this rank logged in the training batch in process; None if ranks do not share batches, or outside it."""
-        self.shares_steps = False
-        """Whether a step value of a metric was logged with `sync_dist=True`."""
-        self.restored: dict[str, Any] = {}
-        """Entries that a checkpoint had, by key, until they are logged again."""
-        self.shared: dict[int, ResultMetric] = {}
-        """Entries logged by step in the training batch in process whose values the ranks have yet to combine, by id."""
-        self._logs = False
+        self.pending: list[Logged] | None = None
+        self.logs_steps = self.waits_for_epoch = self.shares_steps = False
+        self._restored: set[str] = set()
 
     @cached_property
     def ranks(self) -> RankStrategy | None:
         """The strategy, if there are several ranks that share batches; it is the same as long as the trainer runs."""
         return ranks_of(self.trainer.strategy) if self.trainer.world_size > 1 else None
 
-    @override
-    def log(self, fx: str, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-        if kwargs.get("on_step") and not kwargs.get("rank_zero_only") and self._decides(name, kwargs.get("on_epoch")):
-            kwargs["sync_dist"] = True
-        if kwargs.get("sync_dist"):
-            kwargs["sync_dist_fn"] = self.reduce
-            if kwargs.get("on_step") and isinstance(value, Metric):
-                steps = metric_steps_of(self.trainer.strategy)
-                if steps is not None and of_metrics.forward_cache(value) is not None:
-                    steps.verify_whole(name)
-                self.waits_for_epoch |= steps is not None and not self.training
-                self.shares_steps = True
-        if self.restored:
-            self._renew_sync(fx, name, kwargs)
-        self._logs = True
-        # pyright can't resolve Lightning's `torch.compiler.disable`
-        super().log(fx, name, value, *args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
-        self._logs = False
-        self.logs_steps = self.logs_steps or bool(kwargs.get("on_step"))
+    @property
+    def metric_steps(self) -> MetricSteps | None:
+        """What computes the values of metrics for one global batch; None if ranks do not share batches."""
+        ranks = ranks_of(self.trainer.strategy)
+        return None if ranks is None or ranks.contract.metrics is None else ranks.contract.metrics.steps
 
     @override
-    def __setitem__(self, key: str, metric: ResultMetric) -> None:
-        if metric.is_tensor:  # Lightning's own way looks for tensors in all that its attributes hold
-            vars(metric)["to"] = partial(Metric.to, metric)
-        super().__setitem__(key, metric)
-
-    def _decides(self, name: str, on_epoch: Any) -> bool:
-        """Whether a scheduler or callback monitors a step value, by which ranks would decide each for itself."""
-        if not self.training or self.ranks is None:
-            return False
-        configs, callbacks = self.trainer.lr_scheduler_configs, of_lightning.callbacks(self.trainer)
-        by_step = {config.monitor for config in configs if config.interval == "step"}
-        monitored = {config.monitor for config in configs} | {getattr(one, "monitor", None) for one in callbacks}
-        return name in by_step or f"{name}_step" in monitored or (name in monitored and not on_epoch)
+    @torch.compiler.disable  # as Lightning's
+    def log(self, fx: str, name: str, value: Any, **options: Any) -> None:
+        """Store a value that has passed the checks of `LightningModule.log`."""
+        given, group = options.pop("batch_size", None), options.pop("sync_dist_group", None)
+        syncs, alone = options.pop("sync_dist", False), options.pop("rank_zero_only", False)
+        options.pop("sync_dist_fn", None)
+        by_step, by_epoch = options.get("on_step", False), options.get("on_epoch", True)
+        syncs = syncs or (by_step and not alone and self._decides(name, by_epoch))
+        key = self.key(fx, name, options.get("add_dataloader_idx", True))
+        meta = _Metadata(fx + key.removeprefix(f"{fx}.{name}"), name, dataloader_idx=self.dataloader_idx, **options)
+        meta.sync = _Sync(_should=syncs, fn=self.reduce, _group=group, rank_zero_only=alone)
+        value = self._floating(recursive_detach(value), meta)
+        series = self._series(key, meta, value)
+        self.logs_steps = self.logs_steps or by_step
+        if syncs and by_step and isinstance(value, Metric) and (steps := self.metric_steps) is not None:
+            if value._forward_cache is not None:
+                steps.verify_whole(name)
+            self.shares_steps = True
+        waits = syncs and by_step and not self.training and self.ranks is not None
+        self.waits_for_epoch |= waits
+        series.counts_samples |= waits and series.is_tensor and series.kind == "mean"
+        self.store(series, value, given)
+        if self._reduces_at_once(series):
+            series.last = meta.sync(series.last.clone())
 
     def key(self, fx: str, name: str, indexed: bool) -> str:
-        """The key of an entry, as Lightning makes it.
+        """The key of a series, as Lightning makes it.
 
         Args:
             indexed: whether the index of the loader is added to it, if there are several.
         """
         return f"{fx}.{name}.{self.dataloader_idx}" if indexed and self.dataloader_idx is not None else f"{fx}.{name}"
 
-    def reduce(self, value: Tensor, group: Any = None, reduce_op: str | None = "mean") -> Tensor:
-        """Reduce a value over ranks as Lightning does, but for one that is logged by step.
+    def _series(self, key: str, meta: _Metadata, value: Any) -> Series:
+        series: Series | None = self.get(key)
+        if series is None:
+            series = self[key] = Series(meta, value)  # pyright: ignore[reportArgumentType]  # in place of Lightning's metric
+        elif key in self._restored:  # let it be reduced as this run does; one process, which saved, reduces nothing
+            self._restored.discard(key)
+            series.meta = meta
+            series.shared = series.is_tensor and series.on_step and meta.sync.should and not meta.sync.rank_zero_only
+        elif meta != series.meta:
+            raise MisconfigurationException(
+                f"You called `self.log({meta.name}, ...)` twice in `{meta.fx}` with different arguments. This is not "
+                "allowed"
+            )
+        if not series.is_tensor:
+            series.value = value
+        if series.device != value.device:
+            series.to(value.device)
+        return series
 
-        In training it is reduced at the end of the step, in evaluation at that of the epoch.
-        """
-        if self._logs and self.training:
+    @staticmethod
+    def _floating(value: Any, meta: _Metadata) -> Any:
+        if not isinstance(value, Tensor):
             return value
-        if not self.training and is_shared_by(self.trainer):
-            self.waits_for_epoch = True
+        if not value.is_floating_point():
+            rank_zero_warn(
+                f"You called `self.log({meta.name!r}, ...)` in your `{meta.fx}` but the value needs to be floating to "
+                f"be reduced. Converting it to {torch.get_default_dtype()}. Convert it to a floating-point tensor."
+            )
+        return value if value.dtype in (torch.float32, torch.float64) else value.to(default_dtype())
+
+    def store(self, series: Series, value: Any, given: Any) -> bool:
+        """Add a value to its series, now or, with several ranks, at the end of the step.
+
+        Args:
+            given: the `batch_size` that it was logged with; None for the number of samples.
+
+        Returns:
+            False if the value's kind or device differs from the series'; nothing is done then.
+        """
+        size: Any = 1
+        if series.counts_samples:
+            size = given if given is not None else self.batch_size or self._count_samples()
+        pending = self.pending
+        if not series.add(value, size, pending is not None):
+            return False
+        if pending is not None and (series.is_tensor or series.on_step):
+            copy = series.last if series.is_tensor else None
+            pending.append(Logged(series, value, copy, size, given is not None))
+        return True
+
+    def flush(self) -> list[Logged]:
+        """Accumulate what waits for the end of the step, the loss by the module's `loss_weight`, and return it."""
+        taken = self.pending or []
+        if not taken:
+            return []
+        self.pending, share, num_ranks = [], self.share, self.trainer.world_size
+        weighed = self.ranks.contract.shares.weighed_losses if self.training and self.ranks is not None else ()
+        last = {id(logged.series): logged for logged in taken}
+        for logged in taken:
+            series, copy = logged.series, logged.copy
+            if copy is None:
+                continue
+            is_mean, is_last = series.kind == "mean", logged is last[id(series)]
+            loss = next((one for one in weighed if one.is_loss(logged.value)), None) if is_mean and weighed else None
+            if loss is not None and loss.value is not None:
+                logged.replace(copy := loss.value.to(copy), is_last)
+            scale = None if loss is None else loss.scale
+            series.count(copy, logged.size, logged.given, share, scale, num_ranks)
+            if scale is not None and series.shared and is_last and (logged.size if share is None else share.num):
+                by_samples = 1.0 if share is None else num_ranks * share.num / share.total
+                series.last = copy * (scale / by_samples).to(copy.dtype)
+        return taken
+
+    def _count_samples(self) -> int:
+        if self.batch_size is None and self.batch is not None:
+            self.batch_size = _rows(self.batch) or self._samples(self.batch)
+        return 1 if self.batch_size is None else self.batch_size
+
+    def _samples(self, batch: Any) -> int:
+        """Count samples as Lightning does, or as the batch is cut where its tensors disagree."""
+        if len({size for size in _extract_batch_size(batch) if size is not None}) > 1:
+            with suppress(ConfigError):
+                known = batch_structure(self.trainer, self.dataloader_idx or 0).num_samples(batch)
+                return known or extract_batch_size(batch)
+        return extract_batch_size(batch)
+
+    def _decides(self, name: str, on_epoch: Any) -> bool:
+        """Whether a scheduler or callback monitors a step value, by which ranks would decide each for itself."""
+        if not self.training or self.ranks is None:
+            return False
+        configs, callbacks = self.trainer.lr_scheduler_configs, callbacks_of(self.trainer)
+        by_step = {config.monitor for config in configs if config.interval == "step"}
+        monitored = {config.monitor for config in configs} | {getattr(one, "monitor", None) for one in callbacks}
+        return name in by_step or f"{name}_step" in monitored or (name in monitored and not on_epoch)
+
+    def _reduces_at_once(self, series: Series) -> bool:
+        """Whether a step's value is reduced where it is logged: in evaluation under Lightning's own strategies."""
+        return series.shared and not self.training and self.ranks is None and self.trainer.world_size > 1
+
+    def allow_quick(self, fx: str, series: Series, options: tuple[Any, ...], needs_logger: bool) -> None:
+        """Let further values with the same arguments from the same hook go to a series without Lightning's checks."""
+        if not self._reduces_at_once(series):
+            series.options, series.needs_logger = options, needs_logger
+            self.quick[fx, series.meta.name, self.dataloader_idx] = series
+
+    def reduce(self, value: Tensor, group: Any = None, reduce_op: str | None = "mean") -> Tensor:
+        """Reduce a value over ranks as Lightning does; strategies whose ranks share batches exchange it themselves."""
+        if self.ranks is not None:
             return value
         return self.trainer.strategy.reduce(value, group=group, reduce_op=reduce_op)  # pyright: ignore[reportReturnType]  # of a tensor a tensor
 
-    def _renew_sync(self, fx: str, name: str, options: dict[str, Any]) -> None:
-        """Let an entry that a checkpoint had be reduced as this run does; one process, which saved, reduces nothing."""
-        metric = self.restored.pop(self.key(fx, name, options.get("add_dataloader_idx", True)), None)
-        if metric is not None:
-            sync = metric.meta.sync
-            sync.fn, sync.should, sync.group = options["sync_dist_fn"], options["sync_dist"], options["sync_dist_group"]
+    def current(self) -> list[tuple[str, Series]]:
+        """The series that were logged since the last reset, of the loader in process, by key."""
+        items, loader = dict[str, Any](self.items()), self.dataloader_idx
+        return [(key, one) for key, one in items.items() if not one.has_reset and one.meta.dataloader_idx == loader]
 
     @override
-    def _extract_batch_size(self, value: Any, batch_size: int | None, meta: Any) -> int:
-        given = batch_size is not None or self.batch_size is not None
-        shared = self.trainer.world_size > 1
-        waits = not self.training and meta.sync.should
-        if shared and not given and self.batch is not None and value.is_tensor and meta.is_mean_reduction:
-            if meta.on_epoch or waits:
-                self._verify_countable(meta.name, self.batch)
-            if waits:
-                self.batch_size = extract_batch_size(self.batch)  # Lightning counts only for means over an epoch
-        size = super()._extract_batch_size(value, batch_size, meta)
-        if waits:
-            vars(value)[NUM_SAMPLES] = size
-        elif shared and value.is_tensor and meta.on_step and meta.sync.should and not meta.sync.rank_zero_only:
-            self.shared[id(value)] = value
-        return size
+    def valid_items(self) -> Generator[Any]:
+        yield from self.current()
 
-    @staticmethod
-    def _verify_countable(name: str, batch: Batch) -> None:
-        sizes = sorted({size for size in of_lightning.extract_batch_sizes(batch) if size is not None})
-        if len(sizes) > 1:
-            raise ConfigError(
-                f"self.log({name!r}): the number of samples, by which ranks are weighted, is ambiguous: the batch has "
-                f"tensors of {' and '.join(map(str, sizes))} rows. Pass batch_size= to self.log."
-            )
-
-    def note_given(self, metric: Any, value: Any, size: Any) -> None:
-        """Note that a value of the batch in process, of which this rank has a share, was logged with `batch_size`."""
-        if metric.is_tensor and metric.meta.on_epoch and metric.meta.is_mean_reduction:
-            vars(metric).setdefault(GIVEN, GivenSizes()).add(value, size, self.share)
+    def shown_name(self, series: Series, on_step: bool) -> str:
+        """The name that loggers and the bar show."""
+        return self._forked_name(series, on_step)[1]  # pyright: ignore[reportArgumentType]  # in place of Lightning's metric
 
     @override
     def metrics(self, on_step: bool) -> Any:
-        self.settle()
-        alone = not on_step and is_shared_by(self.trainer)
-        with own_values(self) if alone else nullcontext():
-            return super().metrics(on_step)
+        found: dict[str, dict[str, Any]] = {"callback": {}, "log": {}, "pbar": {}}
+        for _, series in self.current():
+            value = series.step_value() if on_step else self._of_epoch(series)
+            if not isinstance(value, Tensor):
+                continue
+            name, forked = self._forked_name(series, on_step)  # pyright: ignore[reportArgumentType]  # as above
+            value = value.detach()
+            if series.meta.logger:
+                found["log"][forked] = value
+            if self.training or (series.on_epoch and not on_step):
+                found["callback"][name] = found["callback"][forked] = value
+            if series.meta.prog_bar:
+                found["pbar"][forked] = convert_tensors_to_scalars(value)
+        return found
+
+    def _of_epoch(self, series: Series) -> Any:
+        """The epoch's value; until ranks have exchanged it, this rank's own, and none of a metric."""
+        if not series.on_epoch:
+            return None
+        if series.computed is None and self.ranks is not None:
+            return series.own_value() if series.is_tensor else None
+        if series.computed is None and self.trainer.world_size > 1 and series.is_tensor and not series.meta.sync.should:
+            rank_zero_warn(
+                f"It is recommended to use `self.log({series.meta.name!r}, ..., sync_dist=True)` when logging on epoch "
+                "level in distributed setting to accumulate the metric across devices."
+            )
+        value = series.compute()
+        if not isinstance(value, Tensor):
+            raise ValueError(
+                f"The `.compute()` return of the metric logged as {series.meta.name!r} must be a tensor. Found {value}"
+            )
+        return value
 
     @override
     def reset(self, metrics: bool | None = None, fx: str | None = None) -> None:
-        connector: Any = of_lightning.logger_connector(self.trainer)
+        connector: Any = self.trainer._logger_connector
         connector.settle()
-        self.settle()
-        super().reset(metrics, fx)
-        for metric in self.values():
-            if metric.has_reset:
-                vars(metric).pop(GIVEN, None)
-        # Lightning drops what the first batch logged before another hook did
-        self.shared = {key: metric for key, metric in self.shared.items() if not metric.has_reset}
-        if self.tracked:
-            self.tracked[:] = [logged for logged in self.tracked if not logged.metric.has_reset]
+        all_series: Any = self.values()
+        for series in all_series:
+            if (metrics is None or metrics != series.is_tensor) and fx in (None, series.meta.fx):
+                series.reset()
+        if self.pending:  # Lightning drops what the first batch logged before another hook did
+            self.pending[:] = [logged for logged in self.pending if not logged.series.has_reset]
 
     @override
     def to(self, *args: Any, **kwargs: Any) -> "LeanResults":
-        self.settle()
-        super().to(*args, **kwargs)
+        for series in self.values():
+            series.to(*args, **kwargs)
         return self
 
-    def settle(self) -> None:
-        """Write the values held back by the slots to Lightning's metrics."""
-        for slot in (*self.slots.values(), *self.collections.values()):
-            slot.settle()
+    def capture(self) -> dict[str, Entry]:
+        """Read all values logged as tensors or numbers, by their keys; they stay where they are."""
+        self.flush()
+        all_series: Any = self.items()
+        return {key: series.entry() for key, series in all_series if series.is_tensor}
+
+    def restore(self, saved: dict[str, Entry]) -> None:
+        """Go on with what `capture` read, as if `self.log` had been called."""
+        device = self.trainer.strategy.root_device
+        if saved:  # otherwise the first `self.log` of a loop resets its means
+            self.trainer._logger_connector._first_loop_iter = False
+        for key, entry in saved.items():
+            entry = of_earlier_version(entry)
+            sync = _Sync(fn=self.reduce, **entry["sync"])  # as when such a value is logged
+            self[key] = Series.of(entry, sync, torch.zeros((), device=device)).load(entry)  # pyright: ignore[reportArgumentType]  # in place of Lightning's metric
+            self._restored.add(key)
+
+
+def _rows(batch: Any) -> int | None:
+    """The rows of a tensor, or of all tensors in a list, without a walk through the batch; None of anything else."""
+    items = batch if type(batch) is list or type(batch) is tuple else (batch,)
+    size = None
+    for item in items:
+        if type(item) is not Tensor or not item.dim() or (size is not None and item.shape[0] != size):
+            return None
+        size = item.shape[0]
+    return size

@@ -1,20 +1,26 @@
 """Fetch a batch and move it to the device, in the common case at the cost of a hand-written loop."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from lightning_fabric.utilities import move_data_to_device
-from pytorch_lightning.utilities.combined_loader import CombinedLoader
+from pytorch_lightning.loops import fetchers
+from pytorch_lightning.loops.fetchers import _DataFetcher, _PrefetchDataFetcher
+from pytorch_lightning.utilities.combined_loader import CombinedLoader, _MaxSizeCycle, _Sequential
 from torch import Tensor
 
 from ...strategies.core.loop_contract import NothingToDo
-from ...strategies.core.private import of_lightning
-from ...strategies.core.private.of_lightning import DataFetcher, MaxSizeCycle, PrefetchDataFetcher, Sequential
-from ...strategies.core.private.torch_loader import next_of
 from ...strategies.core.side_streams import from_host
 from ...strategies.core.types import Batch
+from ...strategies.data.torch_loader import next_of
 from ._hook_plan import DATA_MODULE, MODULE, PRECISION, HookPlan, any_overridden, overridden
+
+
+def fetch_unprofiled(fetcher: Any) -> None:
+    """Have a fetcher record nothing for the profiler."""
+    fetcher._start_profiler = fetcher._stop_profiler = fetchers._profile_nothing
+
 
 _TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
@@ -28,24 +34,24 @@ class OneLoader:
         fetcher: Lightning's fetcher, its iterator already created.
     """
 
-    def __init__(self, fetcher: DataFetcher) -> None:
+    def __init__(self, fetcher: _DataFetcher) -> None:
         assert self.fits(fetcher)
         self.fetcher = fetcher
-        self.combined: Any = of_lightning.iterator(fetcher.combined_loader)
+        self.combined: Any = fetcher.combined_loader._iterator
         self._iterator: Any = None
         self._next: Callable[[], Batch] = self.__next__
 
     @staticmethod
-    def fits(fetcher: DataFetcher) -> bool:
+    def fits(fetcher: _DataFetcher) -> bool:
         """Whether the fetcher reads one loader of known length."""
-        combined: Any = of_lightning.combined_loader(fetcher)
+        combined: Any = fetcher._combined_loader
         return (
-            type(fetcher) is PrefetchDataFetcher
+            type(fetcher) is _PrefetchDataFetcher
             and fetcher.length is not None
             and type(combined) is CombinedLoader
-            and type(iterator := of_lightning.iterator(combined)) in (MaxSizeCycle, Sequential)
+            and type(iterator := cast(Any, combined._iterator)) in (_MaxSizeCycle, _Sequential)
             and len(iterator.iterables) == len(iterator.iterators) == 1
-            and of_lightning.iterables(combined) is of_lightning.flattened(combined)[0]
+            and combined._iterables is combined._flattened[0]
         )
 
     def __next__(self) -> Batch:
@@ -61,11 +67,11 @@ class OneLoader:
         try:
             batch = self._next()
         except StopIteration:
-            if type(combined) is MaxSizeCycle:
-                of_lightning.consumed(combined)[0] = True
+            if type(combined) is _MaxSizeCycle:
+                combined._consumed[0] = True
             fetcher.done = True
             raise
-        of_lightning.count_batch(combined)
+        combined._idx += 1  # for the batch that was read past it
         fetcher.fetched += 1
         assert fetcher.length is not None
         fetcher.done = fetcher.fetched >= fetcher.length
@@ -79,7 +85,7 @@ def batch_mover(plan: HookPlan) -> Callable[[Batch, int], Batch]:
         A function of (batch, dataloader_idx).
     """
     module, data = plan.module, plan.trainer.datamodule
-    names = (*_TRANSFER_HOOKS, *of_lightning.TRANSFERS)
+    names = (*_TRANSFER_HOOKS, *("_on_before_batch_transfer", "_apply_batch_transfer_handler", "_call_batch_hook"))
     plain = (
         plan.keeps_contract("batch_to_device")
         and not any_overridden(module, names, MODULE)
@@ -105,7 +111,7 @@ def _after(first: Callable[[int], None], move: Callable[[Batch, int], Batch]) ->
 def _with_hooks(plan: HookPlan) -> Callable[[Batch, int], Batch]:
     def move(batch: Batch, dataloader_idx: int) -> Batch:
         batch = plan.precision.convert_input(batch)
-        batch = of_lightning.on_before_batch_transfer(plan.module)(batch, dataloader_idx=dataloader_idx)
+        batch = plan.module._on_before_batch_transfer(batch, dataloader_idx=dataloader_idx)
         return plan.call_as("batch_to_device", plan.strategy.batch_to_device, batch, dataloader_idx=dataloader_idx)
 
     return move

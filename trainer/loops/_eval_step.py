@@ -3,19 +3,16 @@
 from typing import Any
 
 from pytorch_lightning.callbacks import BasePredictionWriter
+from pytorch_lightning.loops.evaluation_loop import _EvaluationLoop
+from pytorch_lightning.loops.fetchers import _DataLoaderIterDataFetcher
+from pytorch_lightning.loops.prediction_loop import _PredictionLoop
+from pytorch_lightning.loops.training_epoch_loop import _TrainingEpochLoop
 from pytorch_lightning.utilities.exceptions import SIGTERMException
 from pytorch_lightning.utilities.signature_utils import is_param_in_hook_signature
 
-from ...strategies.core.private import of_lightning
-from ...strategies.core.private.of_lightning import (
-    DataLoaderIterDataFetcher,
-    EvaluationLoop,
-    PredictionLoop,
-    TrainingEpochLoop,
-)
 from ...strategies.core.types import Batch
 from ...strategies.registry import contract_of
-from ._batch_fetch import OneLoader, batch_mover, to_cpu
+from ._batch_fetch import OneLoader, batch_mover, fetch_unprofiled, to_cpu
 from ._hook_plan import HookPlan, may_be_lean
 
 
@@ -24,27 +21,23 @@ class StepPlan:
 
     Args:
         loop: Lightning's loop, with its data set up.
-
-    Attributes:
-        is_current: whether nothing that may patch a hook has run since the plan was compared with the hooks.
     """
 
-    def __init__(self, loop: EvaluationLoop | PredictionLoop) -> None:
-        trainer, predicts = loop.trainer, isinstance(loop, PredictionLoop)
+    def __init__(self, loop: _EvaluationLoop | _PredictionLoop) -> None:
+        trainer, predicts = loop.trainer, isinstance(loop, _PredictionLoop)
         stage = "predict" if predicts else "test" if trainer.testing else "validation"
-        self.connector: Any = of_lightning.logger_connector(trainer)
-        self.results: Any = None if predicts else of_lightning.results(loop)
+        self.connector: Any = trainer._logger_connector
+        self.results: Any = None if predicts else loop._results
         self.step_name = f"{stage}_step"
         self.start_name, self.end_name = f"on_{stage}_batch_start", f"on_{stage}_batch_end"
         self.hooks = HookPlan(trainer, (self.start_name, self.end_name), getattr(trainer, "timed_bar", None))
-        combined = of_lightning.combined_loader(loop)
+        combined = loop._combined_loader
         assert combined is not None
-        fetcher = of_lightning.data_fetcher(loop)
+        fetcher = loop._data_fetcher
         self.loader = OneLoader(fetcher) if fetcher is not None and OneLoader.fits(fetcher) else None
         self.sanity_checks = trainer.sanity_checking
         self.contract = contract_of(trainer.strategy)
-        self.names_loader = of_lightning.mode(combined) == "sequential" and loop.num_dataloaders > 1
-        self.is_current = False
+        self.names_loader = combined._mode == "sequential" and loop.num_dataloaders > 1
         self.resolve()
 
     def resolve(self) -> None:
@@ -63,9 +56,8 @@ class StepPlan:
         Returns:
             The arguments of the batch hooks: the batch, its index and, with several loaders, the loader's index.
         """
-        if not self.is_current and self.hooks.stale():
+        if self.hooks.stale():
             self.resolve()
-        self.is_current = False
         batch = self.move(batch, dataloader_idx)
         return (batch, batch_idx, dataloader_idx) if self.names_loader else (batch, batch_idx)
 
@@ -81,14 +73,14 @@ class StepPlan:
         return output
 
 
-def step_plan(loop: EvaluationLoop | PredictionLoop) -> StepPlan | None:
+def step_plan(loop: _EvaluationLoop | _PredictionLoop) -> StepPlan | None:
     """Plan the lean steps of a loop that was just reset; None if Lightning's own steps must run."""
-    fetcher = of_lightning.data_fetcher(loop)
+    fetcher = loop._data_fetcher
     assert fetcher is not None
     if not may_be_lean(loop.trainer):
         return None
-    of_lightning.fetch_unprofiled(fetcher)
-    return None if isinstance(fetcher, DataLoaderIterDataFetcher) else StepPlan(loop)
+    fetch_unprofiled(fetcher)
+    return None if isinstance(fetcher, _DataLoaderIterDataFetcher) else StepPlan(loop)
 
 
 def run_step(loop: Any, plan: StepPlan, batch: Batch, batch_idx: int, dataloader_idx: int) -> None:
@@ -104,7 +96,7 @@ def run_step(loop: Any, plan: StepPlan, batch: Batch, batch_idx: int, dataloader
     current.ready += 1
     if results is not None:
         connector.start_batch(results, args[0], dataloader_idx if plan.names_loader else None)
-    writes = plan.writes and of_lightning.store_data_for_prediction_writer(loop)(batch_idx, dataloader_idx)
+    writes = plan.writes and loop._store_data_for_prediction_writer(batch_idx, dataloader_idx)
     if plan.start_name in hooks.work:
         hooks.call(plan.start_name, *args)
     total.started += 1
@@ -112,10 +104,9 @@ def run_step(loop: Any, plan: StepPlan, batch: Batch, batch_idx: int, dataloader
     output = plan.step(args)
     total.processed += 1
     current.processed += 1
-    if hooks.stale():  # the step added or patched a hook
+    if hooks.stale():
         plan.resolve()
-    plan.is_current = plan.end_name not in hooks.work
-    if not plan.is_current:
+    if plan.end_name in hooks.work:
         hooks.call(plan.end_name, output, *args)
     if results is not None:
         connector.finish_batch(results)
@@ -125,34 +116,34 @@ def run_step(loop: Any, plan: StepPlan, batch: Batch, batch_idx: int, dataloader
         _end_evaluated(loop, plan, dataloader_idx)
         return
     if output is None:
-        of_lightning.warning_cache(loop).warn("predict returned None if it was on purpose, ignore this warning...")
+        loop._warning_cache.warn("predict returned None if it was on purpose, ignore this warning...")
     if loop.return_predictions or writes:
-        of_lightning.predictions(loop)[dataloader_idx].append(to_cpu(output))
+        loop._predictions[dataloader_idx].append(to_cpu(output))
 
 
-def _end_evaluated(loop: EvaluationLoop, plan: StepPlan, dataloader_idx: int) -> None:
+def _end_evaluated(loop: _EvaluationLoop, plan: StepPlan, dataloader_idx: int) -> None:
     trainer = loop.trainer
     if not plan.sanity_checks:
-        seen = of_lightning.seen_batches_per_dataloader(loop)
+        seen = loop._seen_batches_per_dataloader
         if plan.results.logs_steps:
             plan.connector.update_eval_step_metrics(seen[dataloader_idx])
         seen[dataloader_idx] += 1
     # the trainer's own property checks the stage first, which costs several times as much
     if (
-        of_lightning.signal_connector(trainer).received_sigterm
+        trainer._signal_connector.received_sigterm
         and not loop.batch_progress.is_last_batch
         and trainer.received_sigterm
     ):
         raise SIGTERMException
 
 
-def validation_may_be_due(loop: TrainingEpochLoop) -> bool:
+def validation_may_be_due(loop: _TrainingEpochLoop) -> bool:
     """Whether Lightning must decide about validation: at the last batch, on a stop, at an interval, after a restart."""
     trainer: Any = loop.trainer
-    if loop.batch_progress.is_last_batch or trainer.should_stop or of_lightning.skip_next_val(loop):
+    if loop.batch_progress.is_last_batch or trainer.should_stop or loop._skip_next_val:
         return True
     every = trainer.val_check_batch
-    if of_lightning.val_check_time_interval(trainer) is not None or every is None:
+    if trainer._val_check_time_interval is not None or every is None:
         return True
     if every == float("inf"):
         every = trainer.limit_train_batches

@@ -1,12 +1,13 @@
-"""Resolve which hooks are overridden once, check it cheaply before every step, and call them in Lightning's order.
+"""Resolve which hooks are overridden, and call them in Lightning's order.
 
 Lightning calls every hook of every callback and of the module in every step, most of them empty. A `HookPlan` records
-which of them are overridden, on a class or on an instance, and calls only those. It sets `_current_fx_name` as
-Lightning does, since `self.log` reads it.
+which of them are overridden, on a class or on an instance, and calls only those. It is resolved at the start of an
+epoch, after a validation, when the list of callbacks changes, and every `log_every_n_steps` batches (at least 10): a
+hook that is set on an object or a class meanwhile counts from there on. It sets `_current_fx_name` as Lightning does,
+since `self.log` reads it.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from operator import attrgetter
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import pytorch_lightning as pl
@@ -20,14 +21,11 @@ from pytorch_lightning.trainer import call
 from ...strategies import SingleDeviceStrategy
 from ...strategies.batch.one_process import OneProcessStrategy
 from ...strategies.core.loop_contract import StepContract
-from ...strategies.core.private import of_lightning
 from ...strategies.ranks.strategy import RankStrategy
 from ...strategies.registry import contract_of
 from .progress_bar import TimedBar
 
 Base = Mapping[str, Any]
-
-_DISJOINT = type({}.keys()).isdisjoint
 
 
 def public_and_private(*classes: type) -> Base:
@@ -64,14 +62,6 @@ def may_be_lean(trainer: Any) -> bool:
     return silent and not call.log.isEnabledFor(10)
 
 
-def class_namespaces(obj: object, *bases: type) -> Iterator[Mapping[str, Any]]:
-    """The dictionaries of an object's classes, down to the bases, which are left out."""
-    for cls in type(obj).__mro__:
-        if cls in bases or cls is object:
-            return
-        yield vars(cls)
-
-
 class HookPlan:
     """The hooks of a loop, resolved from module, callbacks, strategy and precision plugin.
 
@@ -95,11 +85,8 @@ class HookPlan:
         self.callbacks = list(trainer.callbacks)
         self.precision = trainer.precision_plugin
         self.profiler = trainer.profiler
-        self.model: Any = of_lightning.model(trainer.strategy)
+        self.model: Any = trainer.strategy._model
         self.work = {name: work for name in self.hooks if (work := self._work(name)) is not None}
-        self._spaces = list(self._namespaces())
-        self._size = sum(map(len, self._spaces))
-        self._watch_hooks()
 
     @property
     def contract(self) -> StepContract:
@@ -111,44 +98,14 @@ class HookPlan:
         known = next((base for cls, base in OWN.items() if isinstance(self.strategy, cls)), None)
         return known is not None and not any_overridden(self.strategy, names, known)
 
-    def _watch_hooks(self) -> None:
-        """Remember which hooks exist, for `stale`: one may be set while another attribute is removed."""
-        callbacks = [cb for cb in self.callbacks if isinstance(cb, pl.Callback)]
-        self._called = [vars(self.module), vars(self.strategy), vars(self.precision)]
-        self._names = [*map(list, self._called)]
-        self._attributes = [vars(callback).keys() for callback in callbacks]
-        self._absent = [frozenset(self.hooks) - names for names in self._attributes]
-        self._classes: list[type] = [type(obj) for obj in (self.module, *callbacks)]
-        self._read_hooks: Callable[[type], Any] = attrgetter(*self.hooks)
-        self._class_hooks = [*map(self._read_hooks, self._classes)]
-
     def stale(self) -> bool:
-        """Whether a callback was added or removed, or an attribute of a called object was set or removed.
-
-        The names of attributes of module, strategy and precision plugin are compared; elsewhere their number shows most
-        changes. If one was set and another removed, only the one that was set matters: a removed hook falls back to
-        Lightning's own, which does nothing.
-        """
+        """Whether callbacks were added or removed, or the profiler or the module's wrapper was replaced."""
         trainer = self.trainer
         return (
-            [*map(list, self._called)] != self._names
-            or sum(map(len, self._spaces)) != self._size
-            or not all(map(_DISJOINT, self._attributes, self._absent))
-            or [*map(self._read_hooks, self._classes)] != self._class_hooks
-            or trainer.callbacks != self.callbacks
+            trainer.callbacks != self.callbacks
             or trainer.profiler is not self.profiler
-            or of_lightning.model(self.strategy) is not self.model
+            or self.strategy._model is not self.model
         )
-
-    def _namespaces(self) -> Iterator[Mapping[str, Any]]:
-        """The dictionaries whose attributes are counted."""
-        yield from class_namespaces(self.module, pl.LightningModule)
-        yield from class_namespaces(self.strategy, Strategy)
-        yield from class_namespaces(self.precision, Precision)
-        yield self.profiler.__dict__
-        for callback in self.callbacks:
-            yield getattr(callback, "__dict__", {})
-            yield from class_namespaces(callback, pl.Callback)
 
     def _work(self, name: str) -> tuple[list[Any], bool] | None:
         """The callbacks that override a hook, and whether the module does; None if nothing overrides it."""
@@ -226,6 +183,6 @@ def _saves_at_epochs_only(callback: Any) -> bool:
     return (
         isinstance(callback, ModelCheckpoint)
         and not overridden(callback, "on_train_batch_end", {"on_train_batch_end": ModelCheckpoint.on_train_batch_end})
-        and of_lightning.every_n_train_steps(callback) < 1
-        and of_lightning.train_time_interval(callback) is None
+        and callback._every_n_train_steps < 1
+        and callback._train_time_interval is None
     )

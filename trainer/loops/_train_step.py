@@ -14,15 +14,15 @@ from typing import Any
 import torch
 from lightning_fabric.utilities.types import Optimizable
 from pytorch_lightning.core.optimizer import LightningOptimizer
-from pytorch_lightning.loops.optimization.automatic import Closure, ClosureResult
+from pytorch_lightning.loops.optimization.automatic import Closure, ClosureResult, _AutomaticOptimization
 from pytorch_lightning.plugins.precision import MixedPrecision
 from pytorch_lightning.strategies import ParallelStrategy
 from pytorch_lightning.utilities.enums import GradClipAlgorithmType
 from pytorch_lightning.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
 
+from ...strategies.batch.losses import FOUND
 from ...strategies.core.loop_contract import NothingToDo
-from ...strategies.core.private import of_lightning
 from ...strategies.core.types import Batch
 from ._batch_fetch import batch_mover
 from ._hook_plan import MODULE, PRECISION, STRATEGY, HookPlan, any_overridden, overridden
@@ -39,14 +39,9 @@ class TrainStep:
     Args:
         automatic: Lightning's loop for automatic optimization, which owns the counters.
         accumulation: weights of micro-batches.
-
-    Attributes:
-        hooked_late: whether code that may patch hooks runs between `training_step` and the end of the batch.
     """
 
-    def __init__(
-        self, plan: HookPlan, automatic: of_lightning.AutomaticOptimization, accumulation: Accumulation
-    ) -> None:
+    def __init__(self, plan: HookPlan, automatic: _AutomaticOptimization, accumulation: Accumulation) -> None:
         self.plan = plan
         self.trainer = plan.trainer
         self.automatic = automatic
@@ -73,7 +68,7 @@ class TrainStep:
         self.takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
         self.module_zero_grad = overridden(module, "optimizer_zero_grad", MODULE)
         self.clips_itself = any_overridden(module, ("configure_gradient_clipping", "clip_gradients"), MODULE)
-        self.clips_itself |= any_overridden(plan.precision, (of_lightning.CLIP_GRADIENTS, "clip_gradients"), PRECISION)
+        self.clips_itself |= any_overridden(plan.precision, ("_clip_gradients", "clip_gradients"), PRECISION)
         self.post_training_step = overridden(strategy, "post_training_step", STRATEGY)
         self.blocks_sync = isinstance(strategy, ParallelStrategy)
         self.knows_sync = self.blocks_sync and plan.keeps_contract("block_backward_sync")
@@ -81,9 +76,6 @@ class TrainStep:
         self.hooked_backward = self.module_backward or not isinstance(self.contract, NothingToDo)
         self.hooked_backward |= "on_before_backward" in plan.work or "on_after_backward" in plan.work
         self.hooked_update = self.clips_itself or "on_before_optimizer_step" in plan.work
-        late = plan.work.keys() - {"on_train_batch_start", "on_train_batch_end"}
-        own = any_overridden(module, ("backward", "optimizer_zero_grad", "optimizer_step", "lr_scheduler_step"), MODULE)
-        self.hooked_late = bool(late) or own or self.clips_itself or not self.plain_optimizer_step
 
     def run(self, batch: Batch, batch_idx: int, stepping: bool) -> dict[str, Any]:
         """Run a step on one micro-batch.
@@ -136,9 +128,9 @@ class TrainStep:
 
         # Lightning's type, since user code may check for it; it enables gradients and returns the loss
         closure = Closure(step_fn=forward_backward)
-        epoch, optimizer = self.trainer.current_epoch, of_lightning.lightning_optimizers(plan.strategy)[0]
+        epoch, optimizer = self.trainer.current_epoch, plan.strategy._lightning_optimizers[0]
         if self.hooks_only:
-            raw: Any = of_lightning.optimizer(optimizer)
+            raw: Any = optimizer._optimizer
 
             def closure_then_hooks() -> Tensor | None:
                 loss = closure()
@@ -161,7 +153,7 @@ class TrainStep:
         state["_current_fx_name"] = before
         if self.post_training_step:
             plan.strategy.post_training_step()
-        if plan.stale():  # training_step added or patched a hook
+        if plan.stale():
             self.resolve_again()
         first = parts == 1 or batch_idx % parts == 0
         if output is None:
@@ -215,7 +207,7 @@ class TrainStep:
         if not isinstance(output, Mapping) or output.get("loss") is None:
             ClosureResult.from_training_step_output(output)
             raise AssertionError("Lightning refuses an output without a loss")
-        return output["loss"], {key: value for key, value in output.items() if key != "loss"}
+        return output["loss"], {key: value for key, value in output.items() if key not in ("loss", FOUND)}
 
     def _zero_grad(self, batch_idx: int) -> None:
         plan, optimizer = self.plan, self.optimizer.optimizer
@@ -258,7 +250,7 @@ class TrainStep:
             plan.precision.clip_gradients(optimizer, value, algorithm)
         elif value or self.clips_itself:
             # Lightning's own method, for its checks of value and algorithm
-            of_lightning.clip_gradients(plan.precision)(
+            plan.precision._clip_gradients(
                 plan.module, optimizer, value, gradient_clip_algorithm=trainer.gradient_clip_algorithm
             )
 
@@ -274,14 +266,12 @@ def _knows_backward(plan: HookPlan) -> bool:
 def _knows_optimizer_step(plan: HookPlan) -> bool:
     """Whether the strategy's optimizer step is the optimizer's own, hooks, and the contract's `finish_step`."""
     strategy: Any = plan.strategy
-    averages = getattr(strategy, of_lightning.MODEL_AVERAGER, None) is not None
+    averages = getattr(strategy, "_model_averager", None) is not None
     scaled = overridden(plan.precision, "optimizer_step", PRECISION) and not _mixes_without_scaler(
         plan, "optimizer_step"
     )
-    wrapped = any_overridden(plan.precision, of_lightning.CLOSURES, PRECISION)
-    patched = any(
-        type(optimizer).step is not _OPTIMIZER_STEP for optimizer in of_lightning.lightning_optimizers(strategy)
-    )
+    wrapped = any_overridden(plan.precision, ("_wrap_closure", "_after_closure"), PRECISION)
+    patched = any(type(optimizer).step is not _OPTIMIZER_STEP for optimizer in strategy._lightning_optimizers)
     return plan.keeps_contract("optimizer_step") and not (averages or scaled or wrapped or patched)
 
 

@@ -10,17 +10,18 @@ from typing import Any
 
 import pytorch_lightning as pl
 import torch
-from pytorch_lightning.loops.optimization.automatic import ClosureResult
+from pytorch_lightning.loops.optimization.automatic import ClosureResult, _AutomaticOptimization
+from pytorch_lightning.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from ...strategies.batch.losses import loss_weight, weighs_in_loop
+from ...strategies.batch.exact.loss_reader import LossReader
+from ...strategies.batch.exact.verifier import Views, verified
+from ...strategies.batch.losses import FOUND, loss_weight, weighs_in_loop, weight_in
 from ...strategies.batch.run_structures import batch_structure
 from ...strategies.core.errors import ConfigError
-from ...strategies.core.private import of_lightning, of_torch
-from ...strategies.core.private.of_lightning import AutomaticOptimization
 from ...strategies.core.types import Batch
 from ...strategies.registry import ranks_of
 
@@ -39,6 +40,7 @@ class Accumulation:
         self.trainer = trainer
         self.total: Tensor | float = 0.0
         self._is_divided = False
+        self._reader: LossReader | None = None
 
     @property
     def exact(self) -> bool:
@@ -80,11 +82,27 @@ class Accumulation:
                 "a step, which adds the last micro-batch to gradients that are the mean over all of them. Choose an "
                 "optimizer that calls its closure once, or accumulate_grad_batches=1."
             )
-        weight = loss_weight(output, batch, batch_structure(self.trainer))
+        weight = loss_weight(self._read(output, loss, batch), batch, batch_structure(self.trainer))
         if isinstance(weight, Tensor):
             weight = weight.detach()
         self.total = self.total + weight
         return loss * weight
+
+    def _read(self, output: Any, loss: Tensor, batch: Batch) -> Any:
+        """What the loss divides by, found here where no strategy has looked for it, which see only one batch."""
+        strategy: Any = self.trainer.strategy
+        if hasattr(strategy, "contract") or weight_in(output) is not None:
+            return output
+        if self._reader is None:
+            self._reader = LossReader("exact_accumulation")
+            views, args = Views(ranks=True, chunks=False), (batch, 0)[: 1 + self._takes_index()]
+            structure = batch_structure(self.trainer)
+            self._reader.take(verified(strategy, views, False, args, {}, structure=structure).plans)
+        self._reader.begin_step()
+        return self._reader.reading(lambda: loss, 1)()
+
+    def _takes_index(self) -> bool:
+        return is_param_in_hook_signature(self.trainer.lightning_module.training_step, "batch_idx", min_args=2)
 
     def divide_gradients(self) -> None:
         """Divide the gradients of the weighted sum by the sum of weights; call it once, after the last backward."""
@@ -99,7 +117,7 @@ class Accumulation:
             elif gradient is not None:
                 gradient.div_(divisor.to(gradient.device) if isinstance(divisor, Tensor) else divisor)
         for (device, dtype), gradients in groups.items():
-            of_torch.foreach_div_(gradients, divisor.to(device, dtype) if isinstance(divisor, Tensor) else divisor)
+            torch._foreach_div_(gradients, divisor.to(device, dtype) if isinstance(divisor, Tensor) else divisor)
         self._is_divided = True
 
     def _parameters(self) -> list[Parameter]:
@@ -110,7 +128,7 @@ class Accumulation:
         return list(found.values())
 
 
-class WeighedAutomaticOptimization(AutomaticOptimization):
+class WeighedAutomaticOptimization(_AutomaticOptimization):
     """Lightning's automatic optimization with exact accumulation, for steps that are not lean.
 
     Args:
@@ -135,18 +153,19 @@ class WeighedAutomaticOptimization(AutomaticOptimization):
         self.num_none += result.closure_loss is None
         if self._accumulation.exact and result.closure_loss is not None:
             parts = self.trainer.accumulate_grad_batches
-            output = {"loss_weight": result.extra.get("loss_weight")}
+            output = {"loss": result.closure_loss, **result.extra}
             result.closure_loss = self._accumulation.weigh(
                 result.closure_loss * parts, output, next(iter(kwargs.values()))
             )
             assert result.loss is not None
             result.loss = result.loss * parts
+        result.extra.pop(FOUND, None)
         return result
 
     @override
     def _make_backward_fn(self, optimizer: Optimizer) -> Callable[[Tensor], None] | None:
         backward = super()._make_backward_fn(optimizer)
-        if backward is None or not self._accumulation.exact or of_lightning.should_accumulate(self.trainer.fit_loop)():
+        if backward is None or not self._accumulation.exact or self.trainer.fit_loop._should_accumulate():
             return backward
 
         def backward_and_divide(loss: Tensor) -> None:

@@ -5,18 +5,20 @@ from contextlib import nullcontext
 from typing import Any, cast
 
 import torch
+from pytorch_lightning.loops.evaluation_loop import _EvaluationLoop
+from pytorch_lightning.loops.loop import _Loop
+from pytorch_lightning.loops.prediction_loop import _PredictionLoop
 from typing_extensions import override
 
-from ...strategies.core.private import of_lightning
-from ...strategies.core.private.of_lightning import EvaluationLoop, Loop, PredictionLoop
 from ...strategies.core.types import Batch
 from ...strategies.registry import ranks_of
 from ..checkpoint.separate_evaluation import SeparateEvaluation
 from ..logging.results import LeanResults
 from ._eval_step import StepPlan, run_step, step_plan
+from .explained_errors import only_loaders_end
 
 
-class PlannedLoop(Loop):
+class PlannedLoop(_Loop):
     """What validation, test and prediction share: the mode in which they run, and a plan of their steps."""
 
     inference_mode: bool
@@ -51,7 +53,7 @@ class PlannedLoop(Loop):
                 loop.after_batch()
             if loader is None or loop.restarting or loader.fetcher.done:
                 return
-            batch_idx, batch = of_lightning.idx(loader.combined), next(loader)
+            batch_idx, batch = loader.combined._idx, next(loader)
             loop.batch_progress.is_last_batch = loader.fetcher.done
 
     def teardown(self) -> None:
@@ -74,6 +76,7 @@ class LeanEvaluationLoop(PlannedLoop, SeparateEvaluation):
         self._loader = self._to_store = 0
 
     @override
+    @only_loaders_end
     def _evaluation_step(
         self, batch: Any, batch_idx: int, dataloader_idx: int, dataloader_iter: Iterator[Any] | None
     ) -> None:
@@ -96,13 +99,14 @@ class LeanEvaluationLoop(PlannedLoop, SeparateEvaluation):
     def on_run_end(self) -> list[Any]:
         if self._is_exchanged_by_loader():
             self._store_until(len(self.max_batches))
-        of_lightning.logger_connector(self.trainer).is_exchanged = True  # with the outputs of the last loader
+        connector: Any = self.trainer._logger_connector
+        connector.is_exchanged = True  # with the outputs of the last loader
         return super().on_run_end()
 
     def _is_exchanged_by_loader(self) -> bool:
         """Whether ranks exchange the outputs of several loaders, one after the other."""
         loader = self._combined_loader
-        several = loader is not None and of_lightning.mode(loader) == "sequential" and len(self.max_batches) > 1
+        several = loader is not None and loader._mode == "sequential" and len(self.max_batches) > 1
         return several and self.trainer.world_size > 1
 
     def _store_until(self, end: int) -> None:
@@ -115,10 +119,11 @@ class LeanEvaluationLoop(PlannedLoop, SeparateEvaluation):
         self._to_store, results.dataloader_idx = max(self._to_store, end), current
 
 
-class LeanPredictionLoop(PlannedLoop, PredictionLoop):
+class LeanPredictionLoop(PlannedLoop, _PredictionLoop):
     """Prediction."""
 
     @override
+    @only_loaders_end
     def _predict_step(
         self, batch: Any, batch_idx: int, dataloader_idx: int, dataloader_iter: Iterator[Any] | None
     ) -> None:
@@ -129,5 +134,5 @@ class LeanPredictionLoop(PlannedLoop, PredictionLoop):
 
 
 # as in loops.py
-LeanEvaluationLoop.__name__ = EvaluationLoop.__name__
-LeanPredictionLoop.__name__ = PredictionLoop.__name__
+LeanEvaluationLoop.__name__ = _EvaluationLoop.__name__
+LeanPredictionLoop.__name__ = _PredictionLoop.__name__

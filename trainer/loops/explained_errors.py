@@ -1,23 +1,34 @@
 """Explain errors of torch that name neither the module nor what to change."""
 
 import re
-from collections.abc import Generator
+import traceback
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from typing import Any
+from functools import wraps
+from pathlib import Path
+from typing import Any, TypeVar
 
 import pytorch_lightning as pl
 import torch
 
 from ...strategies.batch.structure import num_samples
-from ...strategies.core.devices import is_out_of_memory
-from ...strategies.core.private import of_lightning
+from ...strategies.core.devices import is_out_of_memory, memory_bytes, peak_memory_bytes
+from ...strategies.core.files import is_library
+
+_T = TypeVar("_T")
 
 
 class DeviceOutOfMemory(torch.OutOfMemoryError):
     """torch's error with the device, the number of samples and advice."""
 
 
+_SHARED_MEMORY = (
+    "The data workers need more shared memory (/dev/shm) than there is. Give the container more (docker run "
+    "--shm-size=8g, or --ipc=host), or set data.num_workers=0"
+)
 _ADVICE = {
+    "for file </torch_": _SHARED_MEMORY,
+    "It is possible that dataloader's workers are out of shared memory": _SHARED_MEMORY,
     "element 0 of tensors does not require grad": (
         "The loss has no gradient: it was detached, computed without gradients or made of numbers, or all parameters "
         "that it depends on are frozen. Return the loss as training_step has computed it from the module's parameters"
@@ -54,11 +65,44 @@ def explained_errors(trainer: pl.Trainer) -> Generator[None]:
         raise
 
 
+def only_loaders_end(method: Callable[..., _T]) -> Callable[..., _T]:
+    """Have a loop's method raise StopIteration only where its loader has ended, or a hook asked to skip the rest.
+
+    The loop takes it for the end. In the user's code it is a mistake: the epoch would end there without a word.
+    """
+
+    @wraps(method)
+    def call(*args: Any) -> _T:
+        try:
+            return method(*args)
+        except StopIteration as exc:
+            _refuse_of_users(exc)
+            raise
+
+    return call
+
+
+def _refuse_of_users(exc: StopIteration) -> None:
+    where = ""
+    for frame, line in traceback.walk_tb(exc.__traceback__):
+        code = frame.f_code
+        if not is_library(code.co_filename):
+            if "dataloader_iter" in code.co_varnames[: code.co_argcount]:  # a step that asks the loader itself
+                return
+            where = f"{code.co_name} raised StopIteration at {Path(code.co_filename).name}:{line}"
+        elif not where and code.co_name in ("_fetch", "__next__"):
+            return
+    if where:
+        raise RuntimeError(
+            f"{where}, which would end the epoch without a word. Give next() a default, or begin the iterator again."
+        ) from exc
+
+
 def _explain(trainer: pl.Trainer, exc: RuntimeError) -> str:
     text = str(exc)
     device, samples = trainer.strategy.root_device, _samples(trainer)
     if found := re.search(r"\bGPU (\d+)\b", text):
-        device = torch.device("cuda", int(found[1]))
+        device = torch.device((torch.accelerator.current_accelerator() or torch.device("cuda")).type, int(found[1]))
     if found := re.search(r"\[([^\[\]]+?),? on (\w+(?::\d+)?)\]$", text):  # a replica, named by the executor
         samples, device = found[1], torch.device(found[2])
     return (
@@ -70,14 +114,12 @@ def _explain(trainer: pl.Trainer, exc: RuntimeError) -> str:
 
 
 def _samples(trainer: pl.Trainer) -> str:
-    results: Any = of_lightning.results(trainer)
+    results: Any = trainer._results
     count = None if results is None or results.batch is None else num_samples(results.batch)
     return "outside of a step" if count is None else f"{count} samples at once"
 
 
 def _peak(device: torch.device) -> str:
-    if device.type != "cuda" or not torch.cuda.is_initialized():
+    if (peak := peak_memory_bytes(device)) is None:
         return "peak unknown"
-    peak = torch.cuda.max_memory_allocated(device)
-    total = torch.cuda.get_device_properties(device).total_memory
-    return f"peak {peak / 2**30:.1f} of {total / 2**30:.1f} GiB"
+    return f"peak {peak / 2**30:.1f} of {memory_bytes(device) / 2**30:.1f} GiB"

@@ -7,8 +7,7 @@ import pytorch_lightning as pl
 import torch
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 
-SWITCH = "EVENER_LEAN"
-"""Environment variable: `0` has every step taken by Lightning's own loops and torch's own optimizer step."""
+from ...strategies import ConfigError
 
 TESTED = {"torch": ("2.13", "2.14", "2.15"), "Lightning": ("2.6",)}
 """Minor versions that the lean steps were tested with."""
@@ -18,11 +17,16 @@ def is_lean(asked: bool | None) -> bool:
     """Whether to take lean steps.
 
     Args:
-        asked: the trainer's argument; None decides by `EVENER_LEAN` and by the installed versions.
+        asked: the trainer's argument; None decides by the installed versions.
+
+    Raises:
+        ConfigError: the environment has the variable that once decided.
     """
-    if asked is not None:
-        return asked
-    return os.environ.get(SWITCH) != "0" and _is_tested(torch.__version__, pl.__version__)
+    if "EVENER_LEAN" in os.environ:
+        raise ConfigError(
+            "EVENER_LEAN is no longer read. Unset it, and give Trainer(lean=False) or trainer.lean=false."
+        )
+    return _is_tested(torch.__version__, pl.__version__) if asked is None else asked
 
 
 @cache

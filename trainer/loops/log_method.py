@@ -3,24 +3,20 @@
 import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Iterable, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytorch_lightning as pl
 import torch
-from pytorch_lightning.utilities.data import extract_batch_size
 from pytorch_lightning.utilities.signature_utils import is_param_in_hook_signature
-from torch import Tensor
 from torchmetrics import MetricCollection
 from typing_extensions import override
 
 from ...strategies.core.module_log import ModuleLog
-from ...strategies.core.private import of_lightning, of_metrics
+from ...strategies.core.patching import replaced
 from ...strategies.core.types import StaysOnRoot
-from ..logging.collection_slot import CollectionSlot, shares_states
+from ..logging.collections import LoggedCollection, shares_states
 from ..logging.connector import LeanLoggerConnector
-from ..logging.results import LeanResults, Logged
-from ..logging.slots import Slot
 from ._hook_plan import MODULE
 
 _OPTIONS = (
@@ -38,7 +34,7 @@ class LeanLog(ModuleLog):
     def __init__(self, trainer: pl.Trainer) -> None:
         module = trainer.lightning_module
         super().__init__(module, MODULE["log"].__get__(module))
-        connector: Any = of_lightning.logger_connector(trainer)
+        connector: Any = trainer._logger_connector
         self.trainer: Any = trainer
         self.connector: LeanLoggerConnector = connector
         self.state: dict[str, Any] = module.__dict__
@@ -91,21 +87,14 @@ class LeanLog(ModuleLog):
         results = connector.batch_results
         if results is None:
             return False
-        slot = results.slots.get((fx, name, results.dataloader_idx))
-        if slot is None:
-            return False
-        if slot.options == options and connector.enters(fx) and (not slot.needs_logger or self.trainer.loggers):
-            size = self._batch_size(results, batch_size) if slot.counts_samples else 1
-            if slot.add(value, size):
-                if batch_size is not None and results.share is not None:
-                    results.note_given(slot.metric, value if slot.last is None else slot.last, size)
-                if results.tracked is not None and (slot.is_tensor or slot.on_step):
-                    results.tracked.append(Logged(slot.metric, value, slot.last, size, batch_size is not None))
-                if slot.shared:
-                    results.shared[id(slot.metric)] = slot.metric
-                return True
-        slot.settle()
-        return False
+        series = results.quick.get((fx, name, results.dataloader_idx))
+        return (
+            series is not None
+            and series.options == options
+            and connector.enters(fx)
+            and (not series.needs_logger or bool(self.trainer.loggers))
+            and results.store(series, value, batch_size)
+        )
 
     def add_collection(self, collection: MetricCollection, given: Mapping[str, Any]) -> bool:
         """Log the metrics of a collection, if the last call with it took them all by slots.
@@ -136,42 +125,22 @@ class LeanLog(ModuleLog):
         fx, results = self.state["_current_fx_name"], self.connector.batch_results
         assert results is not None
         index = results.dataloader_idx
-        slots = [results.slots[fx, name, index] for name in names]
-        if not any(slot.is_tensor or slot.on_step for slot in slots):
-            results.collections[fx, collection, index] = CollectionSlot(collection, given, slots)
+        series = [results.quick[fx, name, index] for name in names]
+        if not any(one.is_tensor or one.on_step for one in series):
+            results.collections[fx, collection, index] = LoggedCollection(collection, given, series)
 
     def _log_first(self, name: str, value: Any, options: tuple[Any, ...], batch_size: Any) -> None:
         fx: str = self.state["_current_fx_name"]
         results = self.connector.batch_results
         given = dict(zip(_OPTIONS, options, strict=True))
         self.full(name, value, batch_size=batch_size, **given)
-        if results is not None and not given["enable_graph"]:
-            index = results.dataloader_idx
-            key = results.key(fx, name, given["add_dataloader_idx"])
-            metric: Any = results.get(key)
-            if metric is not None and results.ranks is not None:
-                copy = value.detach().clone().reshape(()) if isinstance(value, Tensor) else None
-                counts_samples = metric.is_tensor and metric.meta.on_epoch and metric.meta.is_mean_reduction
-                size = self._batch_size(results, batch_size) if counts_samples else 1
-                if batch_size is not None and results.share is not None:
-                    results.note_given(metric, value if copy is None else copy, size)
-                if results.tracked is not None:
-                    results.tracked.append(Logged(metric, value, copy, size, batch_size is not None))
-            if metric is not None and self.trainer.lean:
-                shared = metric.is_tensor and metric.meta.on_step and metric.meta.sync.should
-                if results.training or not shared:
-                    is_shared, tracked = id(metric) in results.shared, results.tracked is not None
-                    results.slots[fx, name, index] = Slot(metric, options, bool(given["logger"]), is_shared, tracked)
-
-    def _batch_size(self, results: LeanResults, given: int | None) -> int:
-        size = results.batch_size if given is None else given
-        if size is not None:
-            return size
-        if results.batch is None:
-            return 1
-        size = _samples(results.batch)
-        results.batch_size = size
-        return size
+        if results is None:
+            return
+        if results.pending and results.pending[-1].series.meta.name == name:
+            results.pending[-1].value = value  # Lightning's method has stored a copy, which is not known as the loss
+        series: Any = results.get(results.key(fx, name, given["add_dataloader_idx"]))
+        if series is not None and self.trainer.lean and not given["enable_graph"]:
+            results.allow_quick(fx, series, options, bool(given["logger"]))
 
 
 class LeanLogDict(StaysOnRoot):
@@ -197,7 +166,7 @@ class LeanLogDict(StaysOnRoot):
         values: Any = dictionary
         if is_collection and shares_states(dictionary):
             renames = dictionary.prefix is not None or dictionary.postfix is not None
-            values = of_metrics.to_renamed_dict(dictionary)() if renames else dict(dictionary._modules)
+            values = dictionary._to_renamed_dict() if renames else dict(dictionary._modules)
         if by_slot and type(values) in (dict, OrderedDict):
             if given != self._given:
                 self._given = given
@@ -218,41 +187,22 @@ def slot_options(given: Mapping[str, Any]) -> tuple[Any, ...]:
     return tuple([given.get(name, default) for name, default in _DEFAULTS.items()])
 
 
-def _samples(batch: Any) -> int:
-    """Count samples as Lightning does, including its warning, but without walking the batch in simple cases."""
-    kind = type(batch)
-    if kind is Tensor and batch.dim():
-        return batch.shape[0]
-    if kind is list or kind is tuple:
-        size = None
-        for item in batch:
-            if type(item) is not Tensor or not item.dim() or (size is not None and item.shape[0] != size):
-                break
-            size = item.shape[0]
-        else:
-            return extract_batch_size(batch) if size is None else size
-    return extract_batch_size(batch)
-
-
 @contextmanager
 def lean_logging(trainer: Any) -> Generator[None]:
     """Replace the `log` method of the module, which callbacks use too, inside the block.
 
-    Does nothing if the module overrides `log` or is compiled, or if the trainer does not log.
+    Does nothing if the module overrides `log`, or if the trainer does not log. A compiled module's is excluded from
+    compilation: Lightning's reads signatures, which can't be traced.
     """
     module = trainer.lightning_module
     before = vars(module).get("log")  # the strategy's, or the user's
     plain = before.full if isinstance(before, ModuleLog) else module.log
     own = plain != MODULE["log"].__get__(module)
     iterates = is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True)
-    if (
-        own
-        or iterates
-        or trainer.barebones
-        or of_lightning.compiler_ctx(module) is not None
-        or of_lightning.fabric(module) is not None
-    ):
-        yield
+    is_compiled = module._compiler_ctx is not None
+    if own or iterates or is_compiled or trainer.barebones or module._fabric is not None:
+        with replaced(module, "log", torch.compiler.disable(module.log)) if is_compiled and not own else nullcontext():
+            yield
         return
     log = LeanLog(trainer)
     through = [callback for callback in trainer.callbacks if getattr(callback, "log", None) == plain]

@@ -10,29 +10,34 @@ from time import perf_counter
 from typing import Any
 
 import pytorch_lightning as pl
+from pytorch_lightning.loops.fetchers import _DataFetcher, _DataLoaderIterDataFetcher
+from pytorch_lightning.loops.fit_loop import _FitLoop
+from pytorch_lightning.loops.training_epoch_loop import _TrainingEpochLoop
 from pytorch_lightning.trainer.states import RunningStage, TrainerFn
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from typing_extensions import override
 
-from ...strategies.core.private import of_lightning
-from ...strategies.core.private.of_lightning import DataFetcher, DataLoaderIterDataFetcher, FitLoop, TrainingEpochLoop
 from ...strategies.core.types import Batch
 from ...strategies.distributed.group import StopAgreement
 from ...strategies.registry import ranks_of
 from ..checkpoint.clean_points import ResumingEpochLoop, ResumingFitLoop
 from ..logging.connector import LeanLoggerConnector
 from ..logging.results import LeanResults
-from ._batch_fetch import OneLoader
+from ._batch_fetch import OneLoader, fetch_unprofiled
 from ._eval_step import validation_may_be_due
 from ._hook_plan import HookPlan, may_be_lean
 from ._train_step import TrainStep
 from .accumulation import Accumulation, WeighedAutomaticOptimization
 from .evaluation_loops import LeanEvaluationLoop
+from .explained_errors import only_loaders_end
 
 TRAIN_HOOKS = (
     "on_train_batch_start", "on_before_zero_grad", "on_before_backward", "on_after_backward",
     "on_before_optimizer_step", "on_train_batch_end",
 )  # fmt: skip
+
+_LEAST_BATCHES = 10
+"""Between two times that hooks are resolved in an epoch, where values are logged more often."""
 
 
 class LeanFitLoop(ResumingFitLoop):
@@ -44,6 +49,8 @@ class LeanFitLoop(ResumingFitLoop):
 
     took_no_step = False
     _batches_before = 0
+    on_advance_start = only_loaders_end(ResumingFitLoop.on_advance_start)
+    on_advance_end = only_loaders_end(ResumingFitLoop.on_advance_end)
 
     @override
     def on_run_start(self) -> None:
@@ -91,16 +98,16 @@ class LeanTrainingEpochLoop(ResumingEpochLoop):
             trainer, TrainerFn.FITTING, RunningStage.VALIDATING, verbose=False, inference_mode=False
         )
         self._results: LeanResults = LeanResults(self.trainer, training=True)  # pyright: ignore[reportIncompatibleVariableOverride]
-        connector: Any = of_lightning.logger_connector(trainer)
+        connector: Any = trainer._logger_connector
         self._connector: LeanLoggerConnector = connector
         self.data_wait_s = 0.0  # seconds that lean steps have waited for the loader
         self._step: TrainStep | None = None
         self._loader: OneLoader | None = None
-        self._may_be_patched = True  # a hook, since the step has last looked
+        self._has_validated = False
         self._stop: StopAgreement | None = None  # by which ranks agree between batches on when to stop
 
     @override
-    def on_run_start(self, data_fetcher: DataFetcher) -> None:
+    def on_run_start(self, data_fetcher: _DataFetcher) -> None:
         super().on_run_start(data_fetcher)
         self._make_plan(data_fetcher)
         self.finish_validation(data_fetcher)
@@ -109,12 +116,12 @@ class LeanTrainingEpochLoop(ResumingEpochLoop):
 
     def _agree_to_end(self, stop: StopAgreement) -> None:
         fit_loop: Any = self.trainer.fit_loop
-        if stop.is_ending or (self.trainer.should_stop and of_lightning.can_stop_early(fit_loop)):
+        if stop.is_ending or (self.trainer.should_stop and fit_loop._can_stop_early):
             fit_loop.agree_to_end()
         else:
             stop.num_passed += 1
 
-    def _make_plan(self, data_fetcher: DataFetcher) -> None:
+    def _make_plan(self, data_fetcher: _DataFetcher) -> None:
         self.accumulation.verify()
         self._forget()
         ranks = ranks_of(self.trainer.strategy)
@@ -122,8 +129,8 @@ class LeanTrainingEpochLoop(ResumingEpochLoop):
         self._stop = None if together is None else together.stop_agreement
         if not may_be_lean(self.trainer):
             return
-        of_lightning.fetch_unprofiled(data_fetcher)
-        if not isinstance(data_fetcher, DataLoaderIterDataFetcher):
+        fetch_unprofiled(data_fetcher)
+        if not isinstance(data_fetcher, _DataLoaderIterDataFetcher):
             plan = HookPlan(self.trainer, TRAIN_HOOKS, getattr(self.trainer, "timed_bar", None))
             self._loader = OneLoader(data_fetcher) if OneLoader.fits(data_fetcher) else None
             self._step = TrainStep(plan, self.automatic_optimization, self.accumulation)
@@ -157,7 +164,7 @@ class LeanTrainingEpochLoop(ResumingEpochLoop):
     @override
     def update_lr_schedulers(self, interval: str, update_plateau_schedulers: bool) -> None:
         """Lightning's, which its own loop calls between the step and the hooks that read what was logged in it."""
-        if self._results.tracked is not None or self._results.shared:
+        if self._results.pending is not None:
             self._connector.exchange(self._results)
         for config in self.trainer.lr_scheduler_configs:
             if config.interval == interval and config.reduce_on_plateau == update_plateau_schedulers:
@@ -165,19 +172,22 @@ class LeanTrainingEpochLoop(ResumingEpochLoop):
                 return
 
     @override
-    def advance(self, data_fetcher: DataFetcher) -> None:
+    @only_loaders_end
+    def advance(self, data_fetcher: _DataFetcher) -> None:
         fit_loop: Any = self.trainer.fit_loop
         # before the first batch of an epoch a run can't be resumed exactly
         if self.batch_progress.current.ready and (
-            (self._stop is not None and self._stop.armed)
-            or of_lightning.signal_connector(self.trainer).received_sigterm
+            (self._stop is not None and self._stop.armed) or self.trainer._signal_connector.received_sigterm
         ):
             fit_loop.stop_between_batches()
-        step, module = self._step, of_lightning.lightning_module(self.trainer.strategy)
+        step, module = self._step, self.trainer.strategy._lightning_module
         if step is None or self._restarting or step.plan.module is not module:
             super().advance(data_fetcher)
             return
-        if step.plan.stale():
+        ready = self.batch_progress.current.ready
+        every = max(self.trainer.log_every_n_steps or 0, _LEAST_BATCHES)  # pyright: ignore[reportAttributeAccessIssue]  # Lightning sets it undeclared
+        if self._has_validated or (ready and not ready % every) or step.plan.stale():
+            self._has_validated = False
             if not may_be_lean(self.trainer):
                 self._forget()
                 super().advance(data_fetcher)
@@ -188,7 +198,7 @@ class LeanTrainingEpochLoop(ResumingEpochLoop):
             self.val_loop.restarting = False
         self._advance(step, data_fetcher)
 
-    def _advance(self, step: TrainStep, data_fetcher: DataFetcher) -> None:
+    def _advance(self, step: TrainStep, data_fetcher: _DataFetcher) -> None:
         plan, progress, connector = step.plan, self.batch_progress, self._connector
         total: Any = progress.total
         current: Any = progress.current
@@ -239,7 +249,7 @@ class LeanTrainingEpochLoop(ResumingEpochLoop):
         else:
             stop.num_begun += 1
 
-    def _fetch(self, data_fetcher: DataFetcher) -> Batch:
+    def _fetch(self, data_fetcher: _DataFetcher) -> Batch:
         asked_s = perf_counter()
         # Lightning's fetcher also returns the indices of the batch and of the loader
         batch: Batch = next(data_fetcher)[0] if self._loader is None else next(self._loader)
@@ -248,10 +258,8 @@ class LeanTrainingEpochLoop(ResumingEpochLoop):
 
     def _end_batch(self, step: TrainStep, output: Any, batch: Batch, batch_idx: int) -> None:
         plan = step.plan
-        if self._results.tracked is not None or self._results.shared:
+        if self._results.pending is not None:
             self._connector.exchange(self._results)
-        if plan.work and self._may_be_patched and plan.stale():  # a hook of this step added or patched a hook
-            step.resolve_again()
         if "on_train_batch_end" in plan.work:
             plan.call("on_train_batch_end", output, batch, batch_idx)
         self._connector.finish_batch(self._results)
@@ -267,18 +275,16 @@ class LeanTrainingEpochLoop(ResumingEpochLoop):
 
     def _optimize(self, step: TrainStep, batch: Batch, batch_idx: int) -> Any:
         automatic = step.plan.module.automatic_optimization
-        if automatic and step.is_lean and not of_lightning.skip_backward(self.automatic_optimization):
-            output = step.run(batch, batch_idx, self._stepping())
-            self._may_be_patched = step.hooked_late
-            return output
-        self._may_be_patched = True
+        if automatic and step.is_lean and not self.automatic_optimization._skip_backward:
+            return step.run(batch, batch_idx, self._stepping())
         kwargs = self._build_kwargs(OrderedDict(), batch, batch_idx)
         if automatic:
             return self.automatic_optimization.run(self.trainer.optimizers[0], batch_idx, kwargs)
         return self.manual_optimization.run(kwargs)
 
     @override
-    def on_advance_end(self, data_fetcher: DataFetcher) -> None:
+    @only_loaders_end
+    def on_advance_end(self, data_fetcher: _DataFetcher) -> None:
         if self._stop is not None:
             self._agree_to_end(self._stop)
         if self._step is None or validation_may_be_due(self):
@@ -300,6 +306,7 @@ class LeanTrainingEpochLoop(ResumingEpochLoop):
 
     def _show_everything(self) -> None:
         """Update metrics and progress bar before validation writes to both."""
+        self._has_validated = True
         self._connector.settle()
         bar = getattr(self.trainer, "timed_bar", None)
         if bar is not None:
@@ -307,5 +314,5 @@ class LeanTrainingEpochLoop(ResumingEpochLoop):
 
 
 # Profilers name actions after the loop's class: keep Lightning's names.
-LeanFitLoop.__name__ = FitLoop.__name__
-LeanTrainingEpochLoop.__name__ = TrainingEpochLoop.__name__
+LeanFitLoop.__name__ = _FitLoop.__name__
+LeanTrainingEpochLoop.__name__ = _TrainingEpochLoop.__name__

@@ -7,8 +7,6 @@ from typing import Any
 import pytorch_lightning as pl
 from pytorch_lightning.callbacks import ProgressBar
 
-from ...strategies.core.private import of_lightning
-
 REFRESH_S = 0.1
 """Seconds between two refreshes. A refresh costs as much as several tiny training steps."""
 
@@ -44,7 +42,7 @@ class TimedBar:
     def _evaluation(self, hook: str, trainer: pl.Trainer, module: Any, *args: Any) -> None:
         """Refresh if the interval is over."""
         batch_idx, dataloader_idx = args[2], args[3] if len(args) > 3 else 0
-        loop = of_lightning.active_loop(trainer)
+        loop = trainer._active_loop
         sizes: Any = getattr(loop, "max_batches", None)
         last = not sizes or batch_idx + 1 >= sizes[dataloader_idx]
         if last or time.perf_counter() >= self._due_s:

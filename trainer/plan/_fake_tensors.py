@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ...strategies import ConfigError
-from ...strategies.core.private.of_torch import FakeTensorMode
 from ...strategies.core.types import Batch
 
 

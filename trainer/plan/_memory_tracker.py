@@ -6,15 +6,15 @@ from typing import Any
 
 from torch import Tensor
 from torch.autograd import Function
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from typing_extensions import override
-
-from ...strategies.core.private import of_torch
 
 LITERAL = "aten::lift_fresh"
 """The operation behind `torch.tensor(1.0)`: optimizers count steps with such scalars, which stay on the CPU."""
 
 
-class MemoryTracker(of_torch.TorchDispatchMode):
+class MemoryTracker(TorchDispatchMode):
     """Tracks the lifetime of every storage that operations create while the mode is active.
 
     A result belongs to the stage of its inputs, as on real devices; `Cross` moves a tensor to another stage.
@@ -41,7 +41,7 @@ class MemoryTracker(of_torch.TorchDispatchMode):
     def track(self, tensor: Tensor, stage: int) -> None:
         """Count a tensor's storage, if it is not counted yet, until it is freed."""
         storage = tensor.untyped_storage()
-        key = of_torch.cdata(storage)
+        key = storage._cdata
         if key in self._known:
             return
         size = self.size_of(tensor)
@@ -56,7 +56,7 @@ class MemoryTracker(of_torch.TorchDispatchMode):
 
     def forget(self, tensor: Tensor) -> None:
         """Count a tensor's storage no longer."""
-        known = self._known.pop(of_torch.cdata(tensor.untyped_storage()), None)
+        known = self._known.pop(tensor.untyped_storage()._cdata, None)
         if known is not None:
             self.live[known[0]] -= self.size_of(tensor)
 
@@ -66,7 +66,7 @@ class MemoryTracker(of_torch.TorchDispatchMode):
 
     def stage_of(self, tensor: Tensor) -> int | None:
         """The stage that a tensor's storage is counted for; None if it is not counted."""
-        known = self._known.get(of_torch.cdata(tensor.untyped_storage()))
+        known = self._known.get(tensor.untyped_storage()._cdata)
         return None if known is None else known[0]
 
     def start_peak(self) -> None:
@@ -87,10 +87,10 @@ class MemoryTracker(of_torch.TorchDispatchMode):
         return result
 
     def _track_results(self, results: Any, given: Any) -> None:
-        inputs = [value for value in of_torch.tree_leaves(given) if isinstance(value, Tensor)]
-        known = {of_torch.cdata(tensor.untyped_storage()) for tensor in inputs}  # modified in place, or views
-        made = [value for value in of_torch.tree_leaves(results) if isinstance(value, Tensor)]
-        made = [tensor for tensor in made if of_torch.cdata(tensor.untyped_storage()) not in known]
+        inputs = [value for value in tree_leaves(given) if isinstance(value, Tensor)]
+        known = {tensor.untyped_storage()._cdata for tensor in inputs}  # modified in place, or views
+        made = [value for value in tree_leaves(results) if isinstance(value, Tensor)]
+        made = [tensor for tensor in made if tensor.untyped_storage()._cdata not in known]
         if made:
             stage = self._place(inputs) if self.moving_to is None else self.moving_to
             for tensor in made:

@@ -12,13 +12,13 @@ import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from pytorch_lightning.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from ...strategies import ConfigError, SingleDeviceStrategy
 from ...strategies.batch.structure import num_samples
 from ...strategies.core.patching import replaced
-from ...strategies.core.private import of_torch
 from ...strategies.core.types import Batch
 from ...strategies.pipeline.options import StageOptions
 from ...strategies.pipeline.recompute import RecomputeOption
@@ -88,7 +88,7 @@ class SimulatedStrategy(SingleDeviceStrategy):
         self._shards: Shards | None = None
         self.samples = self.loader_samples = 0
         self.tracker = MemoryTracker(num_stages, block_bytes=512 if on_accelerator else 1)
-        self._fake = of_torch.FakeTensorMode(allow_non_fake_inputs=True)
+        self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._stages = SimulatedStages(self.tracker, options or StageOptions())
         self._foreach = on_accelerator
         self._active = False
@@ -200,7 +200,7 @@ class SimulatedStrategy(SingleDeviceStrategy):
         return tuple(found)
 
     def _bytes(self, tensors: Sequence[Tensor], stage: int) -> int:
-        storages = {of_torch.cdata(t.untyped_storage()): t for t in tensors if self.tracker.stage_of(t) == stage}
+        storages = {t.untyped_storage()._cdata: t for t in tensors if self.tracker.stage_of(t) == stage}
         return sum(self.tracker.size_of(tensor) for tensor in storages.values())
 
     def _note(self, name: str) -> None:

@@ -10,7 +10,6 @@ from ...strategies import ConfigError, SingleDeviceStrategy
 from ...strategies.balanced_dp import BalancedDataParallelStrategy
 from ...strategies.batch.policies import Even, Policy
 from ...strategies.core.device_names import ALLOWED, accelerator_type, num_available
-from ...strategies.core.private import of_lightning
 from ...strategies.distributed.device_blocks import num_processes
 from ...strategies.dp import DataParallelStrategy
 from ...strategies.fsdp import FSDPStrategy
@@ -90,7 +89,7 @@ def topology_of(strategy: Strategy, num_devices: int, num_nodes: int) -> Topolog
         return _of_shards(strategy, name, num_devices, num_nodes)
     num_stages = 1 if strategy.stage_options is None else strategy.devices_per_process
     num_ranks = num_processes(num_devices, num_stages) * num_nodes
-    buckets = 0 if of_lightning.ddp_kwargs(strategy).get("gradient_as_bucket_view") else 1
+    buckets = 0 if strategy._ddp_kwargs.get("gradient_as_bucket_view") else 1
     per_rank = strategy.batch_size_is == "per_device"
     stages = strategy.stage_options or StageOptions()
     owners = num_ranks if strategy.shard_optimizer else 1

@@ -10,27 +10,27 @@ import pytorch_lightning as pl
 from omegaconf import DictConfig
 from pytorch_lightning.strategies import Strategy
 from torch import nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedOperatorException,
+)
 
 from ...strategies import ConfigError
 from ...strategies.core.device_names import resolve_devices
 from ...strategies.core.devices import is_accelerator
 from ...strategies.core.patching import LIGHTNING_TELLS, filtered
-from ...strategies.core.private.of_torch import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    UnsupportedOperatorException,
-)
 from ...strategies.fsdp import FSDPStrategy
 from ...strategies.model_parallel import ModelParallelStrategy
 from ...strategies.ranks.shard_placing import part_names
 from ...strategies.ranks.strategy import RankStrategy
 from ...strategies.registry import recompute_of
-from ..compare.compare import short_config
-from ..compare.trial import Trial, run_trial
 from ..config.checks import plain
 from ..config.instantiate import instantiate, module_and_data, quiet_trainer
 from ..job.log_file import run_log
 from ..job.result import write_json
+from ..study.compare import short_config
+from ..study.trial import Trial, run_trial
 from ._choices import choices
 from ._search import MemoryPlan, Tried, questions
 from ._sharing import Shards

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
 
-from ..compare.trial import OK, Trial
 from ..job.tables import new_table, show
+from ..study.trial import OK, Trial
 from ._search import MemoryPlan
 from .plan import GB, plan_errors
 

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from torch import nn
 
 from ...core.module_checks import metrics_of
-from ...core.private import put
 from .part_numbers import PartNumbers
 from .states import metric_classes
 from .steps import MetricSteps
@@ -42,7 +41,7 @@ class RunMetrics:
         self._num_evaluated.clear()
         self.has_evaluated = False
         for metric in metrics_of(module):  # without updates on this rank it may have some on others
-            put(metric, computed=None)
+            metric._computed = None
         self.sync.watch(module)
 
     def begin_training_batch(self, number: int) -> None:

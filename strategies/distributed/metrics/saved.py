@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from lightning_fabric.utilities import move_data_to_device
@@ -12,7 +12,6 @@ from torchmetrics import Metric
 from torchmetrics.utilities import dim_zero_cat, dim_zero_max, dim_zero_mean, dim_zero_min, dim_zero_sum
 from torchmetrics.wrappers import Running
 
-from ...core.private import of_metrics, put
 from .states import Mark, Sent, combined, parts_by_batch
 
 _COMBINED = (dim_zero_sum, dim_zero_cat, dim_zero_max, dim_zero_min, dim_zero_mean)
@@ -34,7 +33,7 @@ class SavedMetric(NamedTuple):
         """Copy what a metric has accumulated to the CPU."""
         return cls(
             _moved(metric.metric_state, torch.device("cpu")),
-            of_metrics.num_vals_seen(metric) if isinstance(metric, Running) else of_metrics.update_count(metric),
+            metric._num_vals_seen if isinstance(metric, Running) else metric._update_count,
             marks,
         )
 
@@ -43,9 +42,9 @@ class SavedMetric(NamedTuple):
         for name, state in _moved(self.states, metric.device).items():
             setattr(metric, name, state)
         if isinstance(metric, Running):
-            put(metric, num_vals_seen=self.num_updates)
+            metric._num_vals_seen = self.num_updates
         else:
-            put(metric, update_count=self.num_updates)
+            metric._update_count = self.num_updates
 
     @classmethod
     def read(cls, saved: Mapping[str, Any]) -> "SavedMetric":
@@ -78,24 +77,24 @@ def combined_states(metric: Metric, ranks: Sequence[SavedMetric]) -> dict[str, A
         copies = [_copy(metric, rank) for rank in ranks]
         if type(metric).merge_state is not Metric.merge_state:
             for other in copies[1:]:  # the states given are put in front
-                other.merge_state({name: getattr(copies[0], name) for name in of_metrics.defaults(metric)})
+                other.merge_state({name: getattr(copies[0], name) for name in metric._defaults})
                 copies[0] = other
-            return {name: getattr(copies[0], name) for name in of_metrics.defaults(metric)}
-        if not all(_is_combined(metric, name) for name in of_metrics.defaults(metric)):
+            return {name: getattr(copies[0], name) for name in metric._defaults}
+        if not all(_is_combined(metric, name) for name in metric._defaults):
             return None
         sent = [
             Sent(type(metric).__name__, rank.num_updates, parts_by_batch(own, rank.marks))
             for own, rank in zip(copies, ranks, strict=True)
         ]
-        defaults, reductions = of_metrics.defaults(metric), of_metrics.reductions(metric)
+        defaults, reductions = metric._defaults, cast(dict[str, Any], metric._reductions)
         # a list goes on growing
         kinds = {name: None if isinstance(defaults[name], list) else reductions[name] for name in defaults}
         return {name: combined(copies[0], name, kind, sent) for name, kind in kinds.items()}
 
 
 def _is_combined(metric: Metric, name: str) -> bool:
-    reduction: Any = of_metrics.reductions(metric)[name]
-    return reduction in _COMBINED or (reduction is None and isinstance(of_metrics.defaults(metric)[name], list))
+    reduction: Any = metric._reductions[name]
+    return reduction in _COMBINED or (reduction is None and isinstance(metric._defaults[name], list))
 
 
 def _copy(metric: Metric, rank: SavedMetric) -> Metric:

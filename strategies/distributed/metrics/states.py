@@ -9,7 +9,6 @@ from torchmetrics import Metric
 from torchmetrics.utilities import dim_zero_cat, dim_zero_mean
 
 from ...core.errors import ConfigError
-from ...core.private import of_metrics
 
 Place: TypeAlias = tuple[int, ...]
 """Position of a global batch; places compare as the batches follow one another on one device."""
@@ -53,15 +52,13 @@ class Mark(NamedTuple):
 
 def growing(metric: Metric) -> list[str]:
     """Names of the states that grow with every batch."""
-    names = of_metrics.defaults(metric)
-    return [
-        name for name in names if isinstance(names[name], list) or of_metrics.reductions(metric)[name] is dim_zero_cat
-    ]
+    names = metric._defaults
+    return [name for name in names if isinstance(names[name], list) or metric._reductions[name] is dim_zero_cat]
 
 
 def parts_by_batch(metric: Metric, marks: Sequence[Mark]) -> list[Part]:
     """Cut a metric's states into the parts of each batch."""
-    return [part for name in of_metrics.reductions(metric) for part in _cut(metric, name, marks)]
+    return [part for name in metric._reductions for part in _cut(metric, name, marks)]
 
 
 def _cut(metric: Metric, name: str, marks: Sequence[Mark]) -> Iterator[Part]:
@@ -107,7 +104,7 @@ def metric_classes() -> set[type[Metric]]:
 
 def combined(metric: Metric, name: str, reduction: Callable[..., Any] | None, ranks: Sequence[Sent]) -> Any:
     """Combine the ranks' parts of one state."""
-    default = of_metrics.defaults(metric)[name]
+    default = metric._defaults[name]
     found = [(part, rank) for rank, sent in enumerate(ranks) for part in sent.parts if part.state == name]
     found.sort(key=lambda entry: (entry[0].place, entry[1]))
     values = [part.value for part, _ in found]

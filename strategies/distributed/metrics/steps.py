@@ -14,7 +14,6 @@ from torchmetrics import Metric
 from ...core.errors import ConfigError
 from ...core.module_checks import metrics_of
 from ...core.no_value import NoValue, PartValues, empty_copy
-from ...core.private import of_metrics, put
 from .states import Sent, combined, moved, parts_by_batch
 
 
@@ -102,7 +101,7 @@ class MetricSteps:
             with torch.no_grad():
                 copy.update(*args, **kwargs)
         parts = metrics_of(copy)
-        sent = (Sent(type(part).__name__, of_metrics.update_count(part), parts_by_batch(part, [])) for part in parts)
+        sent = (Sent(type(part).__name__, part._update_count, parts_by_batch(part, [])) for part in parts)
         return [moved(one, torch.device("cpu")) for one in sent]
 
     def value(self, metric: Metric, ranks: Sequence[list[Sent]]) -> Any:
@@ -110,15 +109,16 @@ class MetricSteps:
         copy = self._copy(metric)
         parts = metrics_of(copy)
         for part, sent in zip(parts, zip(*ranks, strict=True), strict=True):
-            reductions: dict[str, Any] = of_metrics.reductions(part)
+            reductions: dict[str, Any] = part._reductions
             for name, reduction in reductions.items():
                 setattr(part, name, combined(part, name, reduction, sent))
-            put(part, update_count=max(rank.num_updates for rank in sent), computed=None)
+            part._update_count = max(rank.num_updates for rank in sent)
+            part._computed = None
         copy.to(metric.device)
         with torch.no_grad():
             value = copy.compute()
         for part in parts:  # `reset` empties lists, and these are joined tensors here
-            for name, default in of_metrics.defaults(part).items():
+            for name, default in part._defaults.items():
                 if isinstance(default, list):
                     setattr(part, name, [])
         copy.reset()
@@ -129,7 +129,7 @@ class MetricSteps:
             self._copies[id(metric)] = (metric, empty_copy(metric))
         copy = self._copies[id(metric)][1].to(metric.device)
         for part in metrics_of(copy):
-            put(part, to_sync=False)
+            part._to_sync = False
         return copy
 
     def _recording(self, forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -140,7 +140,7 @@ class MetricSteps:
             try:
                 self._inputs[id(metric)] = apply_to_collection((args, kwargs), Tensor, Tensor.detach)
                 value = self._forward(metric, partial(forward, metric, *args, **kwargs))
-                if isinstance(value, NoValue) or of_metrics.forward_cache(metric) is not None:
+                if isinstance(value, NoValue) or metric._forward_cache is not None:
                     self._keeps.add(id(metric))
                 return value
             finally:
@@ -153,7 +153,7 @@ class MetricSteps:
             return forward()
         value = self._values.forward(metric, forward)
         if isinstance(value, NoValue):
-            put(metric, forward_cache=None)
+            metric._forward_cache = None
             if value.reason not in self._told:
                 warnings.warn(value.reason, stacklevel=2)
                 self._told.add(value.reason)

@@ -24,7 +24,6 @@ from torchmetrics.wrappers import Running
 from ...core.errors import ConfigError
 from ...core.module_checks import metrics_of
 from ...core.patching import replaced
-from ...core.private import of_metrics, put
 from ..objects import gather_objects
 from ..store import RankError
 from .part_numbers import GIVEN, verify_given, verify_whole
@@ -52,16 +51,16 @@ class MetricSync:
             else:
                 sync.combine(metric, process_group or metric.process_group)
 
-        own = of_metrics.sync_dist(Metric)
+        own = Metric._sync_dist
         # of the other classes with an exchange of their own, compositions have no states
         for kind in [Metric, *(kind for kind in kinds if "_gather_tuple_list" in vars(kind))]:
-            self._replaced.append((kind, vars(kind).get(of_metrics.SYNC_DIST)))
-            put(kind, sync_dist=sync_dist)
+            self._replaced.append((kind, vars(kind).get("_sync_dist")))
+            kind._sync_dist = sync_dist  # pyright: ignore[reportAttributeAccessIssue]
 
     def end(self) -> None:
         """Restore torchmetrics' own exchange."""
         for kind, method in self._replaced:
-            put(kind, sync_dist=method)
+            kind._sync_dist = method
         self._replaced.clear()
 
     def watch(self, module: nn.Module) -> None:
@@ -113,7 +112,7 @@ class MetricSync:
         ranks = verify_whole(metric, ranks)
         if window is not None:
             ranks = _last_batches(ranks, window)
-        reductions: dict[str, Any] = of_metrics.reductions(metric)
+        reductions: dict[str, Any] = metric._reductions
         for name, reduction in reductions.items():
             setattr(metric, name, combined(metric, name, reduction, ranks))
         if isinstance(metric, PearsonCorrCoef):
@@ -121,9 +120,9 @@ class MetricSync:
 
     def _own(self, metric: Metric, window: Running | None) -> Sent:
         """What this rank sends of a metric: in a step that does not count, what it had before or, if reset, nothing."""
-        num, kind = of_metrics.update_count(metric), type(metric).__name__
+        num, kind = metric._update_count, type(metric).__name__
         counted = self._counted.get(id(metric), {})
-        before = counted.get(of_metrics.UPDATE_COUNT, 0)
+        before = counted.get("_update_count", 0)
         if num < before or (counted and num == 1 and metric.dist_sync_on_step):
             return Sent(kind, 0, [])
         with ExitStack() as stack:
@@ -131,7 +130,7 @@ class MetricSync:
                 stack.enter_context(replaced(metric, name, value))
             for name, value in self._counted.get(id(window), {}).items():
                 stack.enter_context(replaced(window, name, value))
-            num, given = of_metrics.update_count(metric), vars(metric).get(GIVEN, frozenset())
+            num, given = metric._update_count, vars(metric).get(GIVEN, frozenset())
             return Sent(kind, num, self._parts(metric, window), given)
 
     def _parts(self, metric: Metric, window: Running | None) -> list[Part]:
@@ -176,7 +175,7 @@ def _refuse_as_loss(metric: str, gradient: Tensor) -> None:
 
 def _sizes(metric: Metric) -> dict[str, int]:
     if isinstance(metric, Running):
-        return {"": of_metrics.num_vals_seen(metric)}
+        return {"": metric._num_vals_seen}
     return {name: _size(getattr(metric, name)) for name in growing(metric)}
 
 
@@ -186,7 +185,7 @@ def _size(state: Any) -> int:
 
 def _window_parts(window: Running, marks: list[Mark]) -> Iterator[Part]:
     """Yield the states of the last updates that a running window holds, each with its batch."""
-    seen = of_metrics.num_vals_seen(window)
+    seen = window._num_vals_seen
     for place, start, end in ranges(marks, "", seen):
         for number in range(max(start, seen - window.window), end):
             if place == BEFORE or place[-1] < 0:
@@ -195,7 +194,7 @@ def _window_parts(window: Running, marks: list[Mark]) -> Iterator[Part]:
                     "Make the metric an attribute of the module, and update it in its steps; loaders without a "
                     "sampler need strategy.batch_size_is=global."
                 )
-            for name in of_metrics.defaults(window.base_metric):
+            for name in window.base_metric._defaults:
                 slot = getattr(window, f"{name}_{number % window.window}")
                 for value in slot if isinstance(slot, list) else [slot]:
                     yield Part(name, (*place, number - start), value)
@@ -204,7 +203,7 @@ def _window_parts(window: Running, marks: list[Mark]) -> Iterator[Part]:
 def _last_batches(ranks: Sequence[Sent], window: Running) -> list[Sent]:
     """Keep the parts of the last updates of all ranks, as many as the window holds."""
     base = window.base_metric
-    for name, reduction in of_metrics.reductions(base).items():
+    for name, reduction in base._reductions.items():
         if reduction not in (dim_zero_sum, dim_zero_cat, dim_zero_max, dim_zero_min):
             raise ConfigError(
                 f"Running({type(base).__name__}): the reduction of its state {name!r} is not a sum, concatenation, "

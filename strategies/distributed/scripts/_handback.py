@@ -6,27 +6,30 @@ name travels instead of the object, and the script's own object takes its place.
 """
 
 import io
+import marshal
 import pickle
 from collections.abc import Iterator, Mapping
-from types import MethodType
+from importlib import import_module
+from types import CellType, FunctionType, MethodType
 from typing import Any
 
 import pytorch_lightning as pl
 import torch
 from lightning_fabric.utilities import move_data_to_device
 from pytorch_lightning.loggers import Logger
+from pytorch_lightning.loops.loop import _Loop
+from pytorch_lightning.loops.progress import _BaseProgress
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from torch import nn
 
 from ...core import rng
-from ...core.private import of_lightning, put
-from ...core.private.of_lightning import BaseProgress, Loop
+from ...core.internals import callbacks_of
 
 _CHILDREN = ("_parameters", "_buffers", "_modules")
 _INTERNAL = frozenset(vars(pl.LightningModule())) - {*_CHILDREN, "training", "_hparams"}
 _BATCHES = ("max_batches", "_max_batches")
 """Attributes of a loop: how many batches it takes, where that is a list of one number per loader."""
-_METRICS = of_lightning.COLLECTED
+_METRICS = ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics")
 _LIBRARIES = ("pytorch_lightning", "lightning", "lightning_fabric", "evener", "torch", "torchmetrics")
 
 
@@ -41,7 +44,7 @@ def known_objects(trainer: pl.Trainer) -> dict[str, Any]:
         **{f"loop {name}": loop for name, loop in _loops(trainer)},
         **{f"module {name}": child for name, child in module.named_modules()},
         **{f"parameter {name}": parameter for name, parameter in module.named_parameters()},
-        **{f"callback {i}": callback for i, callback in enumerate(of_lightning.callbacks(trainer))},
+        **{f"callback {i}": callback for i, callback in enumerate(callbacks_of(trainer))},
         **{f"logger {i}": logger for i, logger in enumerate(trainer.loggers)},
     }
     return {name: value for name, value in known.items() if value is not None}
@@ -51,7 +54,7 @@ def pack(trainer: pl.Trainer, known: Mapping[str, Any], results: Any) -> bytes:
     """Write down, in rank 0, what its run has changed of known objects, and what it has returned."""
     ids = {id(value): name for name, value in known.items()}
     attributes = {name: dict(_attributes(value)) for name, value in known.items()}
-    strategy, connector = trainer.strategy, of_lightning.logger_connector(trainer)
+    strategy, connector = trainer.strategy, trainer._logger_connector
     metrics = (trainer.callback_metrics, trainer.logged_metrics, trainer.progress_bar_metrics)
     state = {
         "attributes": attributes,
@@ -61,9 +64,9 @@ def pack(trainer: pl.Trainer, known: Mapping[str, Any], results: Any) -> bytes:
             for name, value in known.items()
             if isinstance(value, nn.Parameter)
         },
-        "callbacks": of_lightning.callbacks(trainer),
+        "callbacks": callbacks_of(trainer),
         "metrics": dict(zip(_METRICS, [dict(values) for values in metrics], strict=True)),
-        "first_loop_iter": of_lightning.first_loop_iter(connector),
+        "first_loop_iter": connector._first_loop_iter,
         "state": trainer.state,
         "should_stop": trainer.should_stop,
         "val_check_batch": trainer.val_check_batch,
@@ -91,7 +94,7 @@ def unpack(trainer: pl.Trainer, known: Mapping[str, Any], packed: bytes) -> Any:
         for key in set(namespace).difference(state["names"].get(name, namespace)):
             del namespace[key]  # a layer has taken the place of an attribute that was None, say
         _update(namespace, attributes)
-    strategy, connector = trainer.strategy, of_lightning.logger_connector(trainer)
+    strategy, connector = trainer.strategy, trainer._logger_connector
     module = trainer.lightning_module
     module.trainer = trainer
     strategy.connect(module)
@@ -100,7 +103,7 @@ def unpack(trainer: pl.Trainer, known: Mapping[str, Any], packed: bytes) -> Any:
     strategy.precision_plugin.load_state_dict(state["scaler"])
     for name, metrics in state["metrics"].items():
         setattr(connector, name, metrics)
-    put(connector, first_loop_iter=state["first_loop_iter"])
+    connector._first_loop_iter = state["first_loop_iter"]
     vars(trainer)["callbacks"] = state["callbacks"]
     trainer.state = state["state"]
     trainer.should_stop = state["should_stop"]
@@ -127,18 +130,18 @@ def _update(namespace: dict[str, Any], attributes: Mapping[str, Any]) -> None:
             namespace[key] = value
 
 
-def _loops(trainer: pl.Trainer) -> Iterator[tuple[str, Loop]]:
-    waiting = [(name, value) for name, value in vars(trainer).items() if isinstance(value, Loop)]
+def _loops(trainer: pl.Trainer) -> Iterator[tuple[str, _Loop]]:
+    waiting = [(name, value) for name, value in vars(trainer).items() if isinstance(value, _Loop)]
     while waiting:
         name, loop = waiting.pop()
         yield name, loop
-        waiting += [(f"{name}.{key}", value) for key, value in vars(loop).items() if isinstance(value, Loop)]
+        waiting += [(f"{name}.{key}", value) for key, value in vars(loop).items() if isinstance(value, _Loop)]
 
 
 def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
     """The attributes of a known object that a run may have changed."""
-    if isinstance(value, Loop):
-        plain, named = (BaseProgress, bool, int, float), (*_BATCHES, *getattr(value, "brought_back", ()))
+    if isinstance(value, _Loop):
+        plain, named = (_BaseProgress, bool, int, float), (*_BATCHES, *getattr(value, "brought_back", ()))
         yield from ((key, item) for key, item in vars(value).items() if isinstance(item, plain) or key in named)
     elif isinstance(value, nn.Module):
         yield from ((key, item) for key, item in vars(value).items() if key not in _INTERNAL)
@@ -192,6 +195,13 @@ def _bound(function: Any, owner: Any) -> MethodType:
     return MethodType(function, owner)
 
 
+def _function(code: bytes, module: str, name: str, defaults: Any, keywords: Any, values: tuple[Any, ...]) -> Any:
+    closure = tuple(map(CellType, values))
+    function = FunctionType(marshal.loads(code), vars(import_module(module)), name, defaults, closure)
+    function.__kwdefaults__ = keywords
+    return function
+
+
 class _Pickler(pickle.Pickler):
     def __init__(self, file: io.BytesIO, ids: Mapping[int, str]) -> None:
         super().__init__(file)
@@ -201,6 +211,10 @@ class _Pickler(pickle.Pickler):
         return self._ids.get(id(obj))
 
     def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, FunctionType) and "<" in obj.__qualname__:  # a lambda, as a LambdaLR has, or a nested one
+            values = tuple(cell.cell_contents for cell in obj.__closure__ or ())
+            code = marshal.dumps(obj.__code__)  # for a process of the same Python
+            return _function, (code, obj.__module__, obj.__name__, obj.__defaults__, obj.__kwdefaults__, values)
         return reduce_method(obj) if isinstance(obj, MethodType) else NotImplemented
 
 

@@ -16,28 +16,34 @@ from typing import Any, Literal, TypeAlias
 import pytorch_lightning as pl
 import pytorch_lightning.strategies as pl_strategies
 import torch
+from lightning_fabric.utilities.distributed import _set_num_threads_if_needed
+from lightning_fabric.utilities.imports import _IS_INTERACTIVE
+from pytorch_lightning.strategies.launchers.launcher import _Launcher
+from pytorch_lightning.trainer import call
+from pytorch_lightning.trainer.call import _interrupt
 from pytorch_lightning.trainer.states import TrainerStatus
-from pytorch_lightning.utilities.exceptions import SIGTERMException
+from pytorch_lightning.utilities.exceptions import SIGTERMException, _TunerExitException
 from typing_extensions import override
 
 from ...core import rng
+from ...core.devices import is_in_use
 from ...core.errors import ConfigError
 from ...core.files import replacing, scratch_directory
 from ...core.module_checks import verify_shapes
-from ...core.private.of_lightning import (
-    IS_INTERACTIVE,
-    Launcher,
-    TunerExit,
-    interrupt,
-    set_num_threads_if_needed,
-    teardown,
-)
+from ..process_exit import StopRequests, leave_terminal
 from ..store import hosted_store, leave_store
 from ._handback import known_objects, pack, unpack
 from ._processes import STOPS_ALONE, RankProcesses
 
 StartMethod: TypeAlias = Literal["fork", "spawn", "forkserver"]
 """How a plain script's processes start, in the words of `multiprocessing`."""
+
+
+def teardown(trainer: Any) -> None:
+    """End a trainer's run, as its entry points do after `TunerExit`."""
+    call._call_teardown_hook(trainer)
+    trainer._teardown()
+
 
 RESULT = "result"
 """The file in which rank 0 leaves what it brings back."""
@@ -62,13 +68,18 @@ def start_method(device: torch.device, given: StartMethod | None = None) -> Star
     Raises:
         ConfigError: the processes could not use the accelerator, or could not import a notebook's cells.
     """
-    if IS_INTERACTIVE and given not in (None, "fork"):
+    if _IS_INTERACTIVE and given not in (None, "fork"):
         raise ConfigError(
             f"ddp: start_method={given} was given in a notebook, whose cells a new process can't import. "
             "Use start_method=fork, or run a script."
         )
-    method = given or ("fork" if device.type == "cpu" or IS_INTERACTIVE else "spawn")
-    if method == "fork" and device.type != "cpu" and torch.cuda.is_initialized():
+    if given not in (None, *(supported := torch.multiprocessing.get_all_start_methods())):
+        raise ConfigError(
+            f"ddp: start_method={given} was given, but process forking is not supported on this platform. "
+            f"Choose one of {', '.join(supported)}."
+        )
+    method = given or ("fork" if device.type == "cpu" or _IS_INTERACTIVE else "spawn")
+    if method == "fork" and is_in_use(device):
         raise ConfigError(
             "ddp: this process has used the GPU already, so it can't fork ranks. Use strategy=dp, which needs one "
             "process; or call fit before anything uses the GPU (in a notebook after a restart of the kernel); or run a "
@@ -99,7 +110,7 @@ def verify_guarded() -> None:
         )
 
 
-class ScriptLauncher(Launcher):
+class ScriptLauncher(_Launcher):
     """Starts the processes of a plain script, each of which runs the trainer, and brings back what rank 0 has done.
 
     Args:
@@ -111,13 +122,13 @@ class ScriptLauncher(Launcher):
     def __init__(self, strategy: pl_strategies.DDPStrategy, timeout_s: float, method: StartMethod | None) -> None:
         self._strategy = strategy
         self._timeout_s = timeout_s
-        self._method = start_method(strategy.root_device, method)
+        self._start_method = start_method(strategy.root_device, method)
         self._processes: RankProcesses | None = None
 
     @property
     @override
     def is_interactive_compatible(self) -> bool:
-        return self._method == "fork"
+        return self._start_method == "fork"
 
     @override
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any, **kwargs: Any) -> Any:
@@ -131,7 +142,7 @@ class ScriptLauncher(Launcher):
             ConfigError: a rank refused what was asked.
             KeyboardInterrupt, SystemExit: the user's code has raised it in a rank.
         """
-        if self._method != "fork":
+        if self._start_method != "fork":
             verify_guarded()
         try:
             return self._launch(partial(function, *args, **kwargs), trainer)
@@ -148,8 +159,8 @@ class ScriptLauncher(Launcher):
         verify_shapes(trainer.lightning_module)
         known, strategy = known_objects(trainer), self._strategy
         with scratch_directory() as folder, self._store() as variables:
-            processes = self._processes = RankProcesses(self._method, folder, self._timeout_s)
-            with forwarded_signals(processes) as received:
+            processes = self._processes = RankProcesses(self._start_method, folder, self._timeout_s)
+            with forwarded_signals(processes) as requests:
                 state = (
                     rng.random_state(),
                     torch.are_deterministic_algorithms_enabled(),
@@ -158,11 +169,13 @@ class ScriptLauncher(Launcher):
                 )
                 processes.start(_rank, strategy.num_processes, trainer, work, variables, state, folder / RESULT)
                 failed = processes.join()
-            if failed is not None and processes.processes[failed].exitcode != STOPS_ALONE:
+            # a signal to the whole group also reaches ranks that have no handler yet
+            asked = (STOPS_ALONE, -(requests.signum or signal.SIGTERM), -signal.SIGTERM)
+            if failed is not None and processes.processes[failed].exitcode not in asked:
                 raise processes.error(failed)
             packed = (folder / RESULT).read_bytes() if failed is None else STOPPED
-        if received or packed == STOPPED:
-            raise _stop(received[0] if received else signal.SIGTERM)
+        if requests.signum is not None or packed == STOPPED:
+            raise _stop(requests.signum or signal.SIGTERM)
         return unpack(trainer, known, packed)
 
     def _store(self) -> AbstractContextManager[dict[str, str]]:
@@ -188,10 +201,10 @@ def _rank(
     os.environ.update({**variables, "LOCAL_RANK": str(rank)})
     random_state, deterministic, warn_only, benchmark = state
     rng.set_random_state(random_state)  # Python seeds its own anew in a forked process
-    torch.cuda.manual_seed_all(torch.initial_seed())  # does not start the device
+    rng.seed_accelerators(torch.initial_seed())
     torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
     torch.backends.cudnn.benchmark = benchmark
-    set_num_threads_if_needed(num_processes=trainer.strategy.num_processes)
+    _set_num_threads_if_needed(num_processes=trainer.strategy.num_processes)
     known = known_objects(trainer)
     if multiprocessing.current_process().__class__.__name__ != "ForkProcess":
         for tensor in (*trainer.lightning_module.parameters(), *trainer.lightning_module.buffers()):
@@ -204,29 +217,30 @@ def _rank(
 
 
 @contextmanager
-def forwarded_signals(ranks: RankProcesses) -> Generator[list[int]]:
-    """Forward SIGTERM, Ctrl-C, SIGHUP and SIGUSR1 to the processes, which stop at the same step; a second kills them.
+def forwarded_signals(ranks: RankProcesses) -> Generator[StopRequests]:
+    """Forward SIGTERM, Ctrl-C, SIGHUP and SIGUSR1 to the processes, which stop at one step; a second Ctrl-C kills them.
 
     Yields:
-        The signals received so far.
+        The requests to stop.
     """
-    received: list[int] = []
+    requests = StopRequests()
 
     def forward(signum: int, frame: FrameType | None) -> None:
-        received.append(signum)
-        if len(received) > 1 or not ranks.processes:
+        answer = requests.receive(signum)
+        if answer == "at once" or not ranks.processes:
             ranks.kill(signal.SIGKILL)
             raise _stop(signum)
-        ranks.kill(signal.SIGTERM)
+        if answer == "first":
+            ranks.kill(signal.SIGTERM)
 
     if threading.current_thread() is not threading.main_thread():
-        yield received
+        yield requests
         return
     unused = (signal.SIGHUP, signal.SIGUSR1)  # a script's own handler of these, and nohup's, is kept
     for signum in (signal.SIGTERM, signal.SIGINT, *(s for s in unused if signal.getsignal(s) == signal.SIG_DFL)):
         _handlers_before[signum] = signal.signal(signum, forward)
     try:
-        yield received
+        yield requests
     finally:
         for signum in list(_handlers_before):
             signal.signal(signum, _handlers_before.pop(signum))
@@ -240,21 +254,22 @@ def _stop(signum: int) -> BaseException:
 def _in_rank(trainer: pl.Trainer, work: Callable[[], Any]) -> Any:
     for signum in list(_handlers_before):
         signal.signal(signum, _handlers_before.pop(signum))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all processes; the script forwards it
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends these to all processes; the script forwards them
+    signal.signal(signal.SIGHUP, lambda signum, frame: leave_terminal())
     try:
         return work()
-    except TunerExit:
+    except _TunerExitException:
         teardown(trainer)
         trainer.state.status, trainer.state.stage = TrainerStatus.FINISHED, None
         return None
     except SIGTERMException as exc:
-        interrupt(trainer, exc)
+        _interrupt(trainer, exc)
         strategy: Any = trainer.strategy
         if strategy.group.stop_signal is None:  # this rank stops alone
             raise SystemExit(STOPS_ALONE) from exc
         return STOPPED
     except BaseException as exc:
-        interrupt(trainer, exc)
+        _interrupt(trainer, exc)
         raise
     finally:
         leave_store()

@@ -96,27 +96,18 @@ def test_images_of_unequal_size_are_samples() -> None:
     assert second["boxes"][0] is boxes[3]
 
 
-def test_three_images_of_three_channels_are_refused_as_ambiguous() -> None:
+def test_three_images_of_three_channels_are_three_samples() -> None:
     images = [torch.zeros(3, 4, 4), torch.zeros(3, 8, 2), torch.zeros(3, 1, 1)]
-    with pytest.raises(ConfigError, match=r"batch\['image'\] is a list of 3 tensors of 3 rows each"):
-        split({"label": torch.arange(3), "image": images}, [2, 1])
+    first, second = split({"label": torch.arange(3), "image": images}, [2, 1])
+    assert [image.shape for image in (*first["image"], *second["image"])] == [image.shape for image in images]
 
 
-@pytest.mark.parametrize(
-    ("batch", "name"),
-    [
-        (((rows(1, 2), rows(3, 4)), torch.arange(2)), r"batch\[0\] is a tuple of 2 tensors of 2 rows each"),
-        ([rows(1, 2), rows(3, 4)], "batch is a list of 2 tensors of 2 rows each"),
-        (
-            {"y": rows(1, 2), "box": [{"b": rows(3, 4)}, {"b": rows(5, 6)}]},
-            r"batch\['box'\] is a list of 2 values",
-        ),
-    ],
-)
-def test_two_tensors_of_two_rows_in_a_batch_of_two_are_refused_as_ambiguous(batch: Any, name: str) -> None:
-    """They were read as a structure: two views of both samples, and not the boxes of each."""
-    with pytest.raises(ConfigError, match=name):
-        split(batch, [1, 1])
+@pytest.mark.parametrize("shared", [rows(1, 2, 3), [np.zeros(3)]])
+def test_values_of_another_number_of_rows_are_shared(shared: Any) -> None:
+    first, second = split({"x": rows(1, 2), "y": shared}, [1, 1])
+    assert len(first["x"]) == len(second["x"]) == 1
+    for chunk in (first, second):
+        assert np.shape(chunk["y"]) == np.shape(shared)
 
 
 def test_tensors_of_different_kinds_are_a_structure() -> None:
@@ -160,9 +151,6 @@ def test_a_batch_of_strings_is_cut() -> None:
 @pytest.mark.parametrize(
     ("batch", "message"),
     [
-        ({"x": rows(1, 2), "y": rows(1, 2, 3)}, r"batch\['y'\] has 3 rows in a batch of 2 samples"),
-        ({"x": rows(1, 2), "y": [np.zeros(3)]}, r"batch\['y'\]\[0\] has 3 rows in a batch of 2 samples"),
-        ([rows(1, 2), rows(1, 2, 3)], r"batch\[1\] has 3 rows in a batch of 2 samples"),
         ((rows(1, 2), object()), r"batch\[1\] is a object, which can't be cut into chunks.*split\(sizes\)"),
         ((rows(1, 2), pack_sequence([rows(1), rows(2)])), r"batch\[1\] is a PackedSequence"),
         ((rows(1, 2), rows(1, 2).to_sparse()), r"batch\[1\] is a tensor of layout torch.sparse_coo"),
@@ -229,9 +217,10 @@ def test_scalars_are_joined_to_the_mean_weighted_by_samples() -> None:
         ([{"a": rows(1, 2)}, {"b": rows(3)}], "output differs between chunks in its keys"),
     ],
 )
-def test_results_that_cannot_be_joined_are_refused_by_name(chunks: list[Any], message: str) -> None:
+def test_results_that_cannot_be_joined_are_refused_by_name_where_they_are_used(chunks: list[Any], message: str) -> None:
+    joined = join(chunks, [2, 1])
     with pytest.raises(ConfigError, match=message):
-        join(chunks, [2, 1])
+        joined + 1
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from evener.strategies import ConfigError
 from evener.strategies.batch.losses import ChunkLosses, chunk_losses
 from evener.strategies.core.devices import broadcast_coalesced, move_coalesced
-from evener.strategies.replicas._gradient_sum import GradientSum
+from evener.strategies.replicas._backward import ReplicasBackward
 
 CPU = torch.device("cpu")
 
@@ -64,27 +64,18 @@ def loss(module: Any, x: Tensor) -> Tensor:
 def test_gradients_of_all_replicas_are_summed_onto_the_root(overlap: bool, bucket_bytes: int) -> None:
     root, *others = replicas = modules(3)
     parameters = [list(module.parameters()) for module in replicas]
-    total = GradientSum(parameters[0], parameters[1:], overlap=overlap, bucket_bytes=bucket_bytes)
+    whole = ReplicasBackward(parameters, overlap=overlap, bucket_bytes=bucket_bytes)
     chunks = [torch.tensor([0, 1]), torch.tensor([2]), torch.tensor([3, 3, 4])]
     for _ in range(2):  # the second time onto gradients that are there
-        torch.stack([loss(module, chunk) for module, chunk in zip(replicas, chunks, strict=True)]).sum().backward()
-        total.collect()
+        losses = [loss(module, chunk) for module, chunk in zip(replicas, chunks, strict=True)]
+        whole.attach(torch.stack(losses).sum()).backward()
         assert all(p.grad is None for module in others for p in module.parameters())
-    total.remove_hooks()
+    whole.close()
     found = [p.grad.to_dense() for p in root.parameters() if p.grad is not None]
     root.zero_grad()
     torch.stack([loss(root, chunk) for chunk in chunks * 2]).sum().backward()
     torch.testing.assert_close(found, [p.grad.to_dense() for p in root.parameters() if p.grad is not None])
     assert len(found) == 7
-
-
-def test_a_root_without_gradient_takes_over_its_replicas() -> None:
-    root, other = modules(2)
-    total = GradientSum(list(root.parameters()), [list(other.parameters())])
-    loss(other, torch.tensor([1, 2])).backward()
-    expected = [p.grad for p in other.parameters()]
-    total.collect()
-    assert all(p.grad is gradient for p, gradient in zip(root.parameters(), expected, strict=True))
 
 
 def test_a_coalesced_move_keeps_shapes_and_values() -> None:

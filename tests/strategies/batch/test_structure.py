@@ -1,4 +1,4 @@
-"""What in a batch is samples is found out once, from evidence, or asked for by name; never guessed."""
+"""What in a batch is samples: a convention, the option `batch_dims`, and what was decided at the first batch."""
 
 import random
 from collections.abc import Callable, Iterator
@@ -26,9 +26,9 @@ from evener.strategies import (
     SingleDeviceStrategy,
 )
 from evener.strategies.batch.batch_dims import verify_batch_dims
-from evener.strategies.batch.evidence import LoaderEvidence
 from evener.strategies.batch.policies import Even
 from evener.strategies.batch.run_structures import RunStructures
+from evener.strategies.batch.samples import LoaderEvidence
 from evener.strategies.batch.structure import BatchStructure
 from evener.strategies.data.loaders import RankLoaders
 from evener.strategies.data.streams import Divided
@@ -174,10 +174,24 @@ CLASSIFIED = Samples(*((vectors(4, seed=i), torch.tensor(i % 3)) for i in range(
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("size", [3, 4])
-def test_a_vector_that_is_the_same_for_all_samples_is_shared(size: int, strategy: Any) -> None:
-    """Class weights were cut where there were as many classes as samples."""
-    assert_trains_alike(Weighted, DataLoader(CLASSIFIED, size, collate_fn=with_constant), strategy())
+def test_a_vector_that_is_the_same_for_all_samples_is_shared(strategy: Any) -> None:
+    assert_trains_alike(Weighted, DataLoader(CLASSIFIED, 4, collate_fn=with_constant), strategy())
+
+
+def test_a_shared_vector_stays_shared_in_a_batch_of_as_many_samples() -> None:
+    structure = BatchStructure()
+    for num in (4, 3):
+        first, _ = structure.split(with_constant(CLASSIFIED.samples[:num]), [1, num - 1])
+        assert (len(first["w"]), len(first["x"])) == (3, 1)
+
+
+def test_a_shared_vector_whose_length_changes_is_refused() -> None:
+    structure = BatchStructure()
+    structure.split({"x": vectors(2, 4), "nodes": vectors(5)}, [1, 1])
+    with pytest.raises(
+        ConfigError, match=r"batch\['nodes'\] has 7 rows, and had 5 in the first batch.*\{nodes: none\}"
+    ):
+        structure.split({"x": vectors(2, 4), "nodes": vectors(7)}, [1, 1])
 
 
 class Stream(IterableDataset[Any]):
@@ -195,19 +209,6 @@ class Stream(IterableDataset[Any]):
 def test_of_a_stream_the_option_says_what_is_shared(strategy: Any) -> None:
     loader = DataLoader(Stream(with_constant, 3), batch_size=None)
     assert_trains_alike(Weighted, loader, strategy(batch_dims={"w": "none"}))
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_of_a_stream_a_tensor_that_does_not_change_is_asked_for(strategy: Any) -> None:
-    """All batches have 3 samples, and the weights of 3 classes."""
-
-    class Summed(Weighted):
-        def loss(self, batch: Any) -> Tensor:
-            return nn.functional.cross_entropy(self(batch["x"]), batch["y"]) * batch["w"].sum()
-
-    loader = DataLoader(Stream(with_constant, 3), batch_size=None)
-    with pytest.raises(ConfigError, match=r"batch\['w'\] is the same in two batches in a row.*batch_dims=\{w: 0\}"):
-        weights_of(Summed, loader, strategy())
 
 
 def test_labels_that_are_equal_by_chance_are_samples() -> None:
@@ -248,11 +249,8 @@ def as_views(samples: Any) -> Any:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_two_views_in_a_stream_are_asked_for_before_the_first_step(strategy: Any) -> None:
-    loader = DataLoader(Stream(as_views, 2), batch_size=None)
-    with pytest.raises(ConfigError, match=r"batch is a list of 2 tensors of 2 rows.*batch_dims=\{batch: list\}"):
-        weights_of(Views, loader, strategy())
-    assert_trains_alike(Views, loader, strategy(batch_dims={"batch": 0}))
+def test_two_views_of_two_samples_in_a_stream_are_two_views(strategy: Any) -> None:
+    assert_trains_alike(Views, DataLoader(Stream(as_views, 2), batch_size=None), strategy())
 
 
 def test_a_decision_is_kept_where_a_later_batch_could_be_read_otherwise() -> None:
@@ -295,8 +293,8 @@ def test_two_views_of_a_combined_loader_are_two_views(mode: str, strategy: Any) 
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
-        ((8, 2, 24, 6), r"2 samples for 'lab' and 6 for 'unlab' in step 1"),
-        ((6, 4, 8, 4), r"2 samples for 'lab' and 4 for 'unlab' in step 2"),
+        ((8, 2, 20, 5), r"2 samples for 'lab' and 5 for 'unlab' in step 1"),
+        ((7, 4, 8, 4), r"3 samples for 'lab' and 4 for 'unlab' in step 2"),
     ],
 )
 def test_combined_loaders_of_unequal_batches_are_refused_before_the_first_step(
@@ -308,6 +306,15 @@ def test_combined_loaders_of_unequal_batches_are_refused_before_the_first_step(
     assert_trains_alike(Combined, combined(*sizes, "max_size_cycle"), strategy(batch_dims={"unlab": "none"}))
 
 
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("sizes", [(8, 2, 24, 6), (6, 4, 8, 4)])
+def test_combined_loaders_of_proportional_batches_are_cut_each_by_its_own_samples(
+    sizes: tuple[int, ...], strategy: Any
+) -> None:
+    """FixMatch's: six unlabelled samples beside two; and a tail of two beside four."""
+    assert_trains_alike(Combined, combined(*sizes, "max_size_cycle"), strategy())
+
+
 def test_a_combined_loader_without_batches_is_not_compared() -> None:
     """A loader whose only batch was dropped ended in a division by zero."""
     empty = DataLoader(Samples(*CLASSIFIED.samples[:1]), 4, drop_last=True)
@@ -317,23 +324,13 @@ def test_a_combined_loader_without_batches_is_not_compared() -> None:
 
 
 def test_ranks_whose_parts_are_cut_again_need_loaders_of_equal_batches() -> None:
-    """Loaders of 6 and 9 samples gave a rank 1 and 2 samples in the second step, which was refused after the first."""
+    """Of 10 and 12 samples in batches of 6 a rank has 2 and 3 in the second step."""
     ranks = RankLoaders(1, 2, "global", lambda state: state, lambda tensor: None)  # type: ignore[arg-type, return-value]
-    samples = {"a": CLASSIFIED.samples[:6], "b": CLASSIFIED.samples[:8]}
-    loaders = {name: ranks.process(DataLoader(Samples(*some), 4), "train") for name, some in samples.items()}
-    with pytest.raises(ConfigError, match=r"2 samples for 'a' and 4 for 'b' in step 2"):
+    samples = {"a": CLASSIFIED.samples, "b": CLASSIFIED.samples + CLASSIFIED.samples[:2]}
+    loaders = {name: ranks.process(DataLoader(Samples(*some), 6), "train") for name, some in samples.items()}
+    with pytest.raises(ConfigError, match=r"4 samples for 'a' and 6 for 'b' in step 2"):
         RunStructures().verify_combined(CombinedLoader(loaders, "max_size"))
     RunStructures().verify_combined(CombinedLoader(loaders, "max_size"), limit=1)
-
-
-def test_the_same_batch_once_more_shows_nothing() -> None:
-    """A stream of one batch was refused when it was validated again: its labels never counted as the same."""
-    structure = BatchStructure()
-    batch = (torch.randn(4, 2), torch.tensor([0, 1, 2, 0]))
-    for _ in range(3):
-        assert [len(x) for x, _ in structure.split(batch, [2, 2])] == [2, 2]
-    structure.split((batch[0] + 1, batch[1]), [2, 2])  # rows of samples, as another batch shows
-    structure.split(batch, [2, 2])
 
 
 def test_a_rank_knows_of_its_part_what_the_whole_batch_of_a_stream_has_shown() -> None:
@@ -348,47 +345,6 @@ def test_a_rank_knows_of_its_part_what_the_whole_batch_of_a_stream_has_shown() -
     )  # fmt: skip
     structure = RunStructures().of_batch(trainer)
     assert [len(chunk[0][0][0]) for chunk in structure.split(part, [1, 0])] == [1, 0]
-    with pytest.raises(ConfigError, match="1 rows each in a batch of 1 samples: its elements may be"):
-        BatchStructure().split(part, [1, 0])
-
-
-@pytest.mark.parametrize("pair", [("more", {}), ["scale", 0.5], [{"a": 1}, ["b"]]])
-def test_a_name_and_its_value_may_be_two_samples(pair: Any) -> None:
-    """The pair was cut in a batch of two samples: a chunk had the name, and another one the value."""
-    x, y = torch.randn(2, 4), torch.zeros(2)
-    for batch in (x, y, pair), [("x", x), ("y", y), pair]:
-        with pytest.raises(ConfigError, match=r"batch\[2\] is a .* of several kinds .* in a batch of 2 samples"):
-            BatchStructure().split(batch, [1, 1])
-        chunks = BatchStructure({"2": "shared"}).split(batch, [1, 1])
-        assert [chunk[2] for chunk in chunks] == [pair, pair]
-    chunks = BatchStructure({"2": "list"}).split((x, y, pair), [1, 1])
-    assert [chunk[2] for chunk in chunks] == [pair[:1], pair[1:]]
-
-
-CONSTANTS: list[Any] = [
-    (torch.tensor(0.5), torch.tensor(2.0)), [2, 3], ["cat", "dog"], [torch.ones(3), torch.zeros(3)], [None, None],
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("value", CONSTANTS)
-def test_a_list_as_long_as_a_batch_of_a_stream_is_asked_for(value: Any) -> None:
-    """Two constants of a batch of two samples were cut: each chunk had one of them."""
-    evidence = LoaderEvidence(DataLoader(Endless(), batch_size=2, collate_fn=list))
-    batch = {"x": torch.randn(2, 4), "value": value}
-    with pytest.raises(
-        ConfigError, match=r"batch\['value'\] is a .* of 2 .*: its elements may be samples, or a struct"
-    ):
-        BatchStructure(evidence=evidence).split(batch, [1, 1])
-    chunks = BatchStructure({"value": "shared"}, evidence).split(batch, [1, 1])
-    assert [len(chunk["value"]) for chunk in chunks] == [2, 2]
-    chunks = BatchStructure({"value": "list"}, evidence).split(batch, [1, 1])
-    assert [len(chunk["value"]) for chunk in chunks] == [1, 1]
-
-
-def test_a_name_and_a_tensor_may_be_two_samples() -> None:
-    x, y = torch.randn(2, 4), torch.zeros(2)
-    with pytest.raises(ConfigError, match=r"several kinds \(str, tensor\) in a batch of 2 samples"):
-        BatchStructure().split((x, y, ("weights", torch.ones(3))), [1, 1])
 
 
 @pytest.mark.parametrize("samples", [["a", None], [1, 0.5], [torch.tensor(1.0), 2], [{"a": 1}, {}], [[], [1]]])
@@ -417,40 +373,88 @@ def detection(images: int, rows: int) -> Any:
 def test_a_loaders_batch_size_tells_samples_in_lists_from_rows(images: int, rows: int, size: int) -> None:
     """The samples of a stream that all had 4 rows were cut inside, in a loader with batch_size=2."""
     evidence = LoaderEvidence(DataLoader(Endless(), batch_size=size, collate_fn=list))
-    chunks = BatchStructure(evidence=evidence).split(detection(images, rows), [1, images - 1])
+    chunks = BatchStructure(loader=evidence).split(detection(images, rows), [1, images - 1])
     assert [[x.shape[0] for x in chunk[0]] for chunk in chunks] == [[rows], [rows] * (images - 1)]
 
 
 def test_a_loaders_batch_size_tells_rows_from_samples_in_lists() -> None:
     evidence = LoaderEvidence(DataLoader(Endless(), batch_size=4, collate_fn=list))
-    chunks = BatchStructure(evidence=evidence).split({"views": detection(2, 4)[0]}, [1, 3])
+    chunks = BatchStructure(loader=evidence).split({"views": detection(2, 4)[0]}, [1, 3])
     assert [[len(view) for view in chunk["views"]] for chunk in chunks] == [[1, 1], [3, 3]]
 
 
-@pytest.mark.parametrize("size", [None, 5])
-def test_tensors_in_lists_alone_are_refused_where_both_may_be_samples(size: int | None) -> None:
-    evidence = LoaderEvidence(DataLoader(Endless(), batch_size=size, collate_fn=list))
-    with pytest.raises(ConfigError, match="its tensors are in lists of 2 and have 4 rows"):
-        BatchStructure(evidence=evidence).split(detection(2, 4), [1, 1])
-    chunks = BatchStructure({"0": "list", "1": "list", "2": "list"}, evidence).split(detection(2, 4), [1, 1])
-    assert [len(chunk[0]) for chunk in chunks] == [1, 1]
+CONVENTION: dict[str, tuple[Any, Any]] = {
+    # a batch of two samples, and its first chunk
+    "a list of strings": (["a", "b"], ["a"]),
+    "a list of as many tensors": ({"x": torch.ones(2, 3), "boxes": [torch.ones(2), torch.ones(5)]}, {"boxes": 1}),
+    "a list of another length": ({"x": torch.ones(2, 3), "scales": [1, 2, 3]}, {"scales": 3}),
+    "images and targets": ((tuple(torch.ones(3, n) for n in (64, 224)), ({"box": torch.ones(1, 4)}, {})), {0: 1, 1: 1}),
+    "numbers and strings": ({"x": torch.ones(2), "name": "a", "epoch": 3, "none": None}, {"name": 1}),
+    "tensors of most rows": ({"w": torch.ones(3), "x": torch.ones(2), "y": torch.ones(2)}, {"w": 3, "x": 1, "y": 1}),
+}
 
 
-def test_looking_at_samples_leaves_no_trace() -> None:
-    """Random states stay as they are, and collated batches of strings, None and numbers are understood."""
-    torch.manual_seed(1), random.seed(1), np.random.seed(1)
-    expected = torch.rand(()), random.random(), np.random.rand()
-    torch.manual_seed(1), random.seed(1), np.random.seed(1)
-    structure = BatchStructure(evidence=LoaderEvidence(DataLoader(boxes(2, 2, 2), 2, collate_fn=stacked_images)))
-    first, second = structure.split(stacked_images(boxes(2, 2).samples), [1, 1])
-    assert [len(chunk["boxes"]) for chunk in (first, second)] == [1, 1]
-    assert (torch.rand(()), random.random(), np.random.rand()) == expected
+@pytest.mark.parametrize("name", CONVENTION)
+def test_the_convention_says_what_is_cut(name: str) -> None:
+    batch, expected = CONVENTION[name]
+    first, _ = BatchStructure().split(batch, [1, 1])
+    if isinstance(expected, dict):
+        assert {key: len(first[key]) for key in expected} == expected
+    else:
+        assert first == expected
+
+
+@pytest.mark.parametrize("rows", [3, 2])
+def test_images_of_unequal_sizes_are_samples_in_lists(rows: int) -> None:
+    """`tuple(zip(*batch))` of two images of three or two channels, in a loader with batch_size=2."""
+    evidence = LoaderEvidence(DataLoader(Endless(), batch_size=2, collate_fn=list))
+    images = tuple(torch.ones(rows, size, size) for size in (64, 416))
+    targets = tuple({"boxes": torch.ones(n, 4), "labels": torch.ones(n)} for n in (3, 3))
+    first, second = BatchStructure(loader=evidence).split((images, targets), [1, 1])
+    assert [len(part) for part in (*first, *second)] == [1, 1, 1, 1]
+    assert (first[0][0].shape[-1], second[0][0].shape[-1]) == (64, 416)
+
+
+class Graphs:
+    """As torch_geometric's batch of graphs, whose `len` counts its attributes."""
+
+    def __init__(self, graphs: list[Tensor]) -> None:
+        self.x, self.num_graphs = torch.cat(graphs), len(graphs)
+        self.graph = torch.repeat_interleave(torch.arange(len(graphs)), torch.tensor([len(x) for x in graphs]))
+
+    @classmethod
+    def from_data_list(cls, graphs: list[Tensor]) -> "Graphs":
+        return cls(graphs)
+
+    def to_data_list(self) -> list[Tensor]:
+        return [self.x[self.graph == i] for i in range(self.num_graphs)]
+
+    def to(self, device: Any) -> "Graphs":
+        return self
+
+    def __len__(self) -> int:
+        return 2
+
+
+class GraphNet(Net):
+    def loss(self, batch: Any) -> Tensor:
+        pooled = torch.zeros(batch.num_graphs, 4).double().index_add(0, batch.graph, batch.x)
+        return self(pooled).square().mean()
+
+    def size(self, batch: Any) -> int:
+        return batch.num_graphs
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_batches_of_graphs_are_cut_between_graphs(strategy: Any) -> None:
+    graphs = Samples(*(vectors(1 + i % 3, 4, seed=i) for i in range(7)))
+    assert_trains_alike(GraphNet, DataLoader(graphs, 4, collate_fn=Graphs), strategy())
 
 
 def test_what_torch_collates_is_known() -> None:
     """Two names of each of two samples are two lists of names, not two samples of two names."""
     samples = [(("a", "b"), [1.0, 2.0]), (("c", "d"), [3.0, 4.0])]
-    structure = BatchStructure(evidence=LoaderEvidence(DataLoader(Samples(*samples), 2)))
+    structure = BatchStructure(loader=LoaderEvidence(DataLoader(Samples(*samples), 2)))
     first, second = structure.split(default_collate(samples), [1, 1])
     assert (first[0], second[0]) == ([("a",), ("b",)], [("c",), ("d",)])
     assert [row.tolist() for row in second[1]] == [[3.0], [4.0]]
@@ -475,32 +479,45 @@ def test_a_list_for_a_tensor_is_refused() -> None:
         structure.split({"x": vectors(2, 4)}, [1, 1])
 
 
-def test_rows_that_follow_something_else_than_samples_are_refused() -> None:
+def test_rows_that_follow_something_else_than_samples_are_not_cut() -> None:
     """All boxes of a batch in one tensor: where there are as many boxes as images they must not be cut either."""
+    structure = BatchStructure()
+    structure.settle({n: {"image": vectors(n, 4), "boxes": vectors(n + 2, 4)} for n in (3, 2)})
+    chunks = structure.split({"image": vectors(2, 4), "boxes": vectors(2, 4)}, [1, 1])
+    assert [(len(chunk["image"]), len(chunk["boxes"])) for chunk in chunks] == [(1, 2), (1, 2)]
 
-    def concatenated(samples: Any) -> Any:
-        return {"image": torch.stack([x for x, _ in samples]), "boxes": torch.cat([b for _, b in samples])}
 
-    loader = DataLoader(boxes(1, 1, 3, 1), 2, collate_fn=concatenated)
-    with pytest.raises(ConfigError, match=r"batch\['boxes'\] is 2x4 in a batch of 2 and .* neither one row"):
-        weights_of(Detector, loader, DataParallelStrategy())
+class ByClass(Net):
+    """Weights of classes that come with the batch, as many as its first batch has samples."""
+
+    def loss(self, batch: Any) -> Tensor:
+        return nn.functional.cross_entropy(self(batch["x"]), batch["y"], weight=batch["weights"])
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("size", [3, 4])
-def test_samples_along_another_dimension_are_refused(size: int, strategy: Any) -> None:
-    def time_first(samples: Any) -> Any:
-        return torch.stack([x for x, _ in samples], 1)[:3]
+def test_weights_of_classes_are_shared_by_a_batch_of_as_many_samples(strategy: Any) -> None:
+    def weighted(samples: Any) -> Any:
+        x, y = torch.utils.data.default_collate(samples)
+        return {"x": x, "weights": torch.tensor([1.0, 2.0, 5.0], dtype=x.dtype), "y": y}
 
-    with pytest.raises(ConfigError, match=r"batch is 3x2 in a batch of 2 and 3x3 in a batch of 3: .*\(transpose"):
-        weights_of(Net, DataLoader(CLASSIFIED, size, collate_fn=time_first), strategy())
+    samples = Samples(*((vectors(4, seed=i), torch.tensor(i % 3)) for i in range(8)))
+    assert_trains_alike(ByClass, DataLoader(samples, 3, collate_fn=weighted), strategy())
+
+
+def test_samples_in_a_later_dimension_are_refused_where_they_are_cut() -> None:
+    structure = BatchStructure()
+    structure.settle({n: (vectors(5, n, 2), vectors(n)) for n in (3, 2)})
+    batch = vectors(5, 4, 2), vectors(4)
+    assert structure.num_samples(batch) == 4
+    with pytest.raises(ConfigError, match=r"batch\[0\] has samples in dimension 1, .*x.transpose\(0, 1\)"):
+        structure.split(batch, [2, 2])
 
 
 def test_combined_loaders_of_a_validation_are_refused_before_training() -> None:
     module = Combined().double()
     trainer = make_trainer(Case(), DataParallelStrategy(), devices=2, num_sanity_val_steps=0)
-    with pytest.raises(ConfigError, match="2 samples for 'lab' and 4 for 'unlab' in step 2"):
-        trainer.fit(module, combined(8, 2, 8, 2, "min_size"), combined(6, 4, 8, 4, "min_size"))
+    with pytest.raises(ConfigError, match="3 samples for 'lab' and 4 for 'unlab' in step 2"):
+        trainer.fit(module, combined(8, 2, 8, 2, "min_size"), combined(7, 4, 8, 4, "min_size"))
     assert trainer.global_step == 0
 
 
@@ -590,15 +607,18 @@ UNKNOWN: dict[str, Callable[[Tensor, Tensor], Any]] = {
     r"validation_step\['correct'\] is an integer tensor": lambda out, y: {"correct": y.sum()},
     r"validation_step\['per_class'\] has \[3, 3\] rows from chunks of": lambda out, y: {"per_class": out.mean(0)},
     r"validation_step\['one'\] is True and False": lambda out, y: {"one": len(y) == 4},
+    r"validation_step\['few'\] differs between chunks in its keys": lambda out, y: {"few": {len(y): 1}},
 }
 
 
 @pytest.mark.parametrize("message", UNKNOWN)
-def test_results_that_may_be_anything_are_refused_by_name(message: str) -> None:
+def test_results_that_may_be_anything_are_refused_by_name_where_they_are_read(message: str) -> None:
     """Of an integer the first chunk's was taken: 5 of 9 samples."""
     module = returning(UNKNOWN[message])().double()
+    make_trainer(Case(), DataParallelStrategy(), devices=2).validate(module, DataLoader(CLASSIFIED, 6), verbose=False)
+    (unknown,) = module.seen[0].values()
     with pytest.raises(ConfigError, match=message):
-        make_trainer(Case(), DataParallelStrategy(), devices=2).validate(module, DataLoader(CLASSIFIED, 6))
+        float(unknown)
 
 
 def test_results_are_joined_as_the_option_says() -> None:
@@ -652,11 +672,11 @@ def test_a_batch_of_a_single_chunk_keeps_all_that_training_returns(strategy: Str
 
     fitted = make_trainer(Case(), strategy(), devices=2, max_epochs=1, limit_val_batches=0)
     fitted.fit(Counting().double(), DataLoader(CLASSIFIED, 9), DataLoader(CLASSIFIED, 9))
-    assert seen == [{"loss"}, {"loss", "n", "labels"}]
+    assert seen == [{"loss", "labels"}, {"loss", "n", "labels"}]  # rows are joined for a hook that reads them
 
 
 def test_every_loader_of_an_evaluation_has_a_structure_of_its_own() -> None:
-    """Boxes of a first loader, three numbers for all samples of a second, both as long as a batch."""
+    """Boxes of a first loader, three numbers for all samples of a second."""
     losses: list[list[float]] = []
 
     class Both(Net):
@@ -670,9 +690,48 @@ def test_every_loader_of_an_evaluation_has_a_structure_of_its_own() -> None:
     for strategy, devices in ((DataParallelStrategy(), 2), (SingleDeviceStrategy(), 1)):
         torch.manual_seed(3)
         loaders = [DataLoader(boxes(3, 3, 3, 3, 2), 3, collate_fn=stacked_images)]
-        loaders.append(DataLoader(CLASSIFIED, 3, collate_fn=with_constant))
+        loaders.append(DataLoader(CLASSIFIED, 4, collate_fn=with_constant))
         trainer: pl.Trainer = make_trainer(Case(), strategy, devices=devices)
         losses.append(
             [value for values in trainer.validate(Both().double(), loaders, verbose=False) for value in values.values()]
         )
     assert losses[0] == pytest.approx(losses[1], abs=1e-6)
+
+
+class Nested(pl.LightningModule):
+    """Reads `{"data": [{"x": x}, (y,)]}`, whose list is no list of samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3, dtype=torch.float64))
+
+    def loss(self, batch: Any) -> Tensor:
+        (first, (y,)) = batch["data"]
+        return (first["x"] @ self.weight - y).square().mean()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.loss(batch)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val", self.loss(batch), batch_size=len(batch["data"][1][0]))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def _nested(samples: list[tuple[Tensor, Tensor]]) -> dict[str, Any]:
+    x, y = (torch.stack(values) for values in zip(*samples, strict=True))
+    return {"data": [{"x": x}, (y,)]}
+
+
+def test_few_samples_that_are_looked_at_first_decide_nothing_about_batches_of_the_loaders_size() -> None:
+    # Eight samples are no batch of 4; of tensors in lists that don't have as many rows the lists were cut.
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(9, 4, generator=generator, dtype=torch.float64)
+    found: list[Any] = []
+    for strategy in (SingleDeviceStrategy(), DataParallelStrategy(["cpu", "cpu"])):
+        module, loader = Nested(), DataLoader([(row[:3], row[3]) for row in rows], 4, collate_fn=_nested)
+        trainer = quiet_trainer(strategy, max_epochs=1)
+        trainer.fit(module, loader, loader)
+        found.append([*module.weight.tolist(), trainer.callback_metrics["val"].item()])
+    assert found[1] == pytest.approx(found[0], abs=1e-12)

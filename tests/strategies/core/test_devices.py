@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from evener.strategies import DDPStrategy
-from evener.strategies.core.device_names import resolve_devices
+from evener.strategies.core import devices
+from evener.strategies.core.device_names import for_lightning, resolve_devices
 from evener.strategies.core.devices import is_out_of_memory, to_device
-from evener.strategies.distributed.group import only_accelerator
+from evener.strategies.distributed.group import bound_device
 
 
 class Moved:
@@ -18,8 +19,16 @@ class Moved:
         return device.type, non_blocking
 
 
+def test_lightning_says_that_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: None)
+    assert [for_lightning(name) for name in ("gpu", "auto", "cpu")] == ["gpu", "auto", "cpu"]
+
+
 @pytest.mark.parametrize(("device", "non_blocking"), [("cuda:0", True), ("mps:0", False), ("cpu", False)])
-def test_only_copies_to_cuda_are_asynchronous(device: str, non_blocking: bool) -> None:
+def test_only_copies_to_streams_are_asynchronous(
+    device: str, non_blocking: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(devices, "_is_present", lambda kind: True)
     moved = to_device(cast(Any, Moved()), torch.device(device))
     assert cast(Any, moved) == (device.partition(":")[0], non_blocking)
 
@@ -42,16 +51,20 @@ def test_exhausted_memory_is_recognized_whoever_reports_it(error: Exception, exp
 
 def test_a_name_without_an_index_means_the_first_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.mps, "device_count", lambda: 1)
     assert resolve_devices(["cuda", "cpu", "mps"]) == [
         torch.device("cuda:0"), torch.device("cpu"), torch.device("mps:0"),
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("per_process", "bound"), [(1, torch.device("cuda:0")), (2, None)])
-def test_the_process_group_is_bound_to_a_device_only_if_the_process_owns_one(
-    per_process: int, bound: torch.device | None
+@pytest.mark.parametrize(
+    ("per_process", "backend", "bound"),
+    [(1, "cpu:gloo,cuda:nccl", torch.device("cuda:0")), (2, "cpu:gloo,cuda:nccl", None), (1, "gloo", None)],
+)
+def test_the_process_group_is_bound_to_a_device_only_if_the_process_owns_one_and_it_has_a_backend(
+    per_process: int, backend: str, bound: torch.device | None
 ) -> None:
     strategy = DDPStrategy(devices_per_process=per_process)
     strategy.parallel_devices = [torch.device("cuda", i) for i in range(2)]
     strategy.cluster_environment = cast(Any, type("Alone", (), {"local_rank": lambda self: 0})())
-    assert only_accelerator(strategy.process_devices) == bound
+    assert bound_device(strategy.process_devices, backend) == bound

@@ -117,14 +117,17 @@ def test_repeated_accelerators_share_a_thread_and_others_have_one_each(monkeypat
 
 def test_pieces_that_wait_for_each_other_have_a_thread_each() -> None:
     together = threading.Barrier(12)
-    executor = Executor(threads=True, most=12)
+    executor = Executor(threads=True)
     assert len(executor.run(pieces(*[lambda: together.wait(100)] * 12))) == 12
     executor.shutdown()
 
 
 @pytest.mark.parametrize("threads", [False, True])
-def test_autocast_of_another_type_than_the_first_piece_s_is_carried(threads: bool) -> None:
+def test_autocast_of_another_type_than_the_first_piece_s_is_carried(
+    threads: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The root, where autocast is on, has no samples, and the first piece is elsewhere."""
+    monkeypatch.setattr(executor_module, "autocast_types", lambda: ["cuda", "cpu"])
     torch.set_autocast_enabled("cuda", True)  # `torch.autocast` does nothing without a GPU
     torch.set_autocast_dtype("cuda", torch.bfloat16)
     try:

@@ -31,6 +31,7 @@ class FakeModule:
 def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeModule:
     fake = FakeModule()
     monkeypatch.setattr(rng, "_module", lambda device: fake)
+    monkeypatch.setattr(rng, "on_device", fake.device)
     return fake
 
 

@@ -1,191 +1,157 @@
-"""Copies beside the work of two GPUs, shown with fake streams: what each operation waits for, in both directions.
+"""Copies beside the work of two devices: when they begin and end, on the clock of late devices.
 
-`meta` stands for the second GPU: tensors there have no values, and copies to it and back work.
+Every operation takes a second, and every copy ten.
 """
 
-from collections.abc import Generator
-from contextlib import contextmanager
-from types import SimpleNamespace
+from collections.abc import Callable
 
+import late_device
 import pytest
 import torch
+from late_device import Delays, needs_late_device
 from torch import Tensor, nn
 
-from evener.strategies.core import side_streams
-from evener.strategies.core.side_streams import cross, finish_copy, from_host, on_incoming, start_copy
+from evener.strategies.core.side_streams import (
+    beside,
+    cross,
+    finish_beside,
+    finish_copy,
+    from_host,
+    start_copy,
+    work_so_far,
+)
 
-HERE, THERE = torch.device("cpu"), torch.device("meta")
-
-
-class Op:
-    """Something queued on a stream, and what must be finished before it begins."""
-
-    def __init__(self, name: str, after: list["Op"]) -> None:
-        self.name = name
-        self.after = after
-
-    def waits_for(self) -> set[str]:
-        return {name for op in self.after for name in ({op.name} | op.waits_for())} - {""}
+pytestmark = needs_late_device
 
 
-class Event:
-    """Marks a place in a stream."""
-
-    at: Op | None = None
-
-    def record(self, stream: "Stream") -> None:
-        self.at = stream.last
+def here() -> torch.device:
+    return torch.device("late:0")  # in a process where it exists
 
 
-class Stream:
-    """Runs what is queued in order, as CUDA does."""
-
-    def __init__(self, device: torch.device, name: str = "") -> None:
-        self.device = device
-        self.last: Op | None = None
-        self.name = name
-
-    def queue(self, name: str, *after: Op | None) -> Op:
-        self.last = Op(name, [op for op in (self.last, *after) if op is not None])
-        return self.last
-
-    def wait_event(self, event: Event) -> None:
-        self.queue("", event.at)
-
-    def wait_stream(self, stream: "Stream") -> None:
-        self.queue("", stream.last)
+def there() -> torch.device:
+    return torch.device("late:1")
 
 
-class FakeCUDA:
-    """`torch.cuda` as far as `side_streams` uses it, with one main stream per device."""
-
-    Event = Event
-
-    def __init__(self) -> None:
-        self.current = {device: Stream(device, "main") for device in (HERE, THERE)}
-        self.recorded: list[tuple[int, str]] = []
-        self.num_copies = 0
-
-    def Stream(self, device: torch.device) -> Stream:
-        return Stream(device, "side")
-
-    def current_stream(self, device: torch.device) -> Stream:
-        return self.current[device]
-
-    @contextmanager
-    def stream(self, stream: Stream) -> Generator[None]:
-        before, self.current[stream.device] = self.current[stream.device], stream
-        yield
-        self.current[stream.device] = before
-
-    def copy(self, tensor: Tensor, device: torch.device) -> Tensor:
-        """As torch does it: on the source's current stream, behind a barrier between the current streams of both."""
-        self.num_copies += 1
-        source, target = self.current[tensor.device], self.current[device]
-        op = source.queue(f"copy {self.num_copies}", target.last)
-        target.queue("", op)
-        return torch.ones_like(tensor, device=device)  # `meta` has no values to copy
+def timeline(steps: Callable[[dict[str, Tensor]], None]) -> list[tuple[str, float, float]]:
+    """Names (`copy`, or `add` with its device), begins and ends of operations, from the first on."""
+    late_device.set_delays(Delays(kernel=1.0, copy=10.0))
+    tensors = {"here": torch.ones(2, device=here()), "there": torch.ones(2, device=there())}
+    torch.accelerator.synchronize(here())
+    torch.accelerator.synchronize(there())
+    since = late_device.clock()
+    with late_device.traced() as spans:
+        steps(tensors)
+        found = spans()
+    named = [(f"{'copy' if name == 'copy' else 'work'} {device}", begin, end) for device, _, name, begin, end in found]
+    return [(name, begin - since, end - since) for name, begin, end in named]
 
 
-@pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCUDA:
-    fake = FakeCUDA()
-    mocked = SimpleNamespace(**{name: getattr(torch, name) for name in ("is_grad_enabled", "autograd", "device")})
-    mocked.cuda = fake
-    monkeypatch.setattr(side_streams, "torch", mocked)
-    monkeypatch.setattr(side_streams, "_STREAMS", {})
-    monkeypatch.setattr(side_streams, "to_device", fake.copy)
-    monkeypatch.setattr(side_streams, "copies_beside", lambda source, target: source != target)
-
-    def work_so_far(device: torch.device) -> Event:
-        event = Event()
-        event.record(fake.current[device])
-        return event
-
-    monkeypatch.setattr(side_streams, "work_so_far", work_so_far)
-    monkeypatch.setattr(
-        Tensor, "record_stream", lambda tensor, stream: fake.recorded.append((id(tensor), stream.name)), raising=False
-    )
-    return fake
+def _copied(tensors: dict[str, Tensor]) -> None:
+    made = tensors["here"] + 1
+    copies, arrived = start_copy([made], there())
+    tensors["there"] + 1
+    made + 1
+    finish_copy(copies, arrived)
+    copies[0] + 1
 
 
-def test_a_copy_waits_for_its_source_and_delays_neither_device(cuda: FakeCUDA) -> None:
-    here, there = cuda.current[HERE], cuda.current[THERE]
-    here.queue("makes the tensor")
-    there.queue("earlier work")
-    tensor = torch.ones(2)
-    copies = start_copy([tensor], THERE)
-    own_work = there.queue("own work")
-    more = here.queue("more")
-    finish_copy(copies, HERE)
-    uses = there.queue("uses the copy")
-    assert more.waits_for() == {"makes the tensor"}
-    assert own_work.waits_for() == {"earlier work"}
-    assert uses.waits_for() == {"makes the tensor", "copy 1", "earlier work", "own work"}
-    assert cuda.recorded == [(id(tensor), "side"), (id(copies[0]), "main")]  # neither's memory is used again too early
+def test_a_copy_waits_for_its_source_and_delays_neither_device() -> None:
+    assert late_device.run(timeline, _copied) == [
+        ("work 0", 0, 1), ("copy 0", 1, 11), ("work 1", 0, 1), ("work 0", 1, 2), ("work 1", 11, 12)
+    ]  # fmt: skip
 
 
-def test_work_on_the_incoming_stream_follows_the_copy_alone(cuda: FakeCUDA) -> None:
-    cuda.current[THERE].queue("own work")
-    start_copy([torch.ones(2)], THERE)
-    with on_incoming(HERE, THERE):
-        added = cuda.current[THERE].queue("add")
-    assert added.waits_for() == {"copy 1"}
-    assert cuda.current[THERE].name == "main"
+def _two_directions(tensors: dict[str, Tensor]) -> None:
+    late = tensors["there"] + 1
+    for _ in range(4):
+        late = late + 1
+    start_copy([late], here())
+    copies, arrived = start_copy([tensors["here"]], there())
+    start_copy([tensors["here"]], there())
+    finish_copy(copies, arrived)
+    copies[0] + 1
 
 
-def test_inputs_that_were_ready_before_do_not_wait_for_later_work(cuda: FakeCUDA) -> None:
-    ready = side_streams.work_so_far(HERE)
-    cuda.current[HERE].queue("last stage of the first micro-batch")
-    cross([torch.ones(2)], THERE, ready)
-    first_stage = cuda.current[THERE].queue("first stage of the second micro-batch")
-    assert first_stage.waits_for() == {"copy 1"}
+def test_copies_wait_for_none_in_the_other_direction_and_for_none_that_begin_later() -> None:
+    *_, back, first, second, work = late_device.run(timeline, _two_directions)
+    assert (back, first, second) == (("copy 1", 5, 15), ("copy 0", 0, 10), ("copy 0", 10, 20))
+    assert work == ("work 1", 10, 11)
 
 
-def test_the_next_batch_is_copied_while_the_device_computes_this_one(
-    cuda: FakeCUDA, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    there = cuda.current[THERE]
-    copies: list[Op] = []
-
-    def copy(tensor: Tensor, device: torch.device) -> Tensor:
-        copies.append(cuda.current[device].queue(f"copy of batch {len(copies) + 1}"))
-        return tensor.clone()
-
-    monkeypatch.setattr(side_streams, "fills_beside", lambda device: device == THERE)
-    monkeypatch.setattr(side_streams, "to_device", copy)
-    monkeypatch.setattr(side_streams, "move_data_to_device", lambda batch, device: batch)
-    mocked = side_streams.torch
-    mocked.strided = torch.strided
-    monkeypatch.setattr(Tensor, "is_pinned", lambda tensor: True)
-    from_host({"x": torch.ones(2)}, THERE)
-    step = there.queue("step 1")
-    from_host({"x": torch.ones(2)}, THERE)
-    assert step.waits_for() == {"copy of batch 1"}
-    assert copies[1].waits_for() == {"copy of batch 1"}
-    assert there.queue("step 2").waits_for() == {"copy of batch 1", "step 1", "copy of batch 2"}
-    assert [name for _, name in cuda.recorded] == ["main", "main"]  # what was copied lives as long as the steps
+def _ready(tensors: dict[str, Tensor]) -> None:
+    ready = work_so_far(here())
+    tensors["here"] + 1
+    cross([tensors["here"]], there(), ready)
 
 
-def test_gradients_go_back_beside_the_work_of_both(cuda: FakeCUDA) -> None:
-    own = nn.Parameter(torch.ones(2))
-    cuda.current[HERE].queue("forward")
-    moved, counts, mask = cross([own, torch.arange(3), torch.ones(3)], THERE)
-    assert [tensor.requires_grad for tensor in (moved, counts, mask)] == [True, False, False]
-    cuda.current[HERE].queue("next forward")
-    cuda.current[THERE].queue("backward there")
-    (moved * 2).sum().backward()
-    back = cuda.current[HERE].queue("backward here")
+def test_what_was_ready_before_does_not_wait_for_later_work() -> None:
+    assert late_device.run(timeline, _ready) == [("work 0", 0, 1), ("copy 0", 0, 10)]
+
+
+def _beside(tensors: dict[str, Tensor]) -> None:
+    copies, arrived = start_copy([tensors["here"]], there())
+    with beside(there()):
+        finish_copy(copies, arrived)
+        copies[0].add_(1)
+    tensors["there"] + 1
+    finish_beside(copies)
+    copies[0] + 1
+
+
+def test_work_beside_a_device_follows_the_copy_alone() -> None:
+    assert late_device.run(timeline, _beside) == [
+        ("copy 0", 0, 10), ("work 1", 10, 11), ("work 1", 0, 1), ("work 1", 11, 12)
+    ]  # fmt: skip
+
+
+def _next_batch(tensors: dict[str, Tensor]) -> None:
+    first = from_host({"x": torch.ones(2)}, there())
+    first["x"] + 1
+    second = from_host({"x": torch.ones(2)}, there())
+    second["x"] + 1
+
+
+def test_the_next_batch_is_copied_while_the_device_computes_this_one() -> None:
+    assert late_device.run(timeline, _next_batch) == [
+        ("copy 1", 0, 10), ("work 1", 10, 11), ("copy 1", 10, 20), ("work 1", 20, 21)
+    ]  # fmt: skip
+
+
+def _there_and_back() -> tuple[list[bool], list[float], list[float]]:
+    late_device.set_delays(Delays(kernel=1.0, copy=10.0))
+    own = nn.Parameter(torch.ones(2, device=here()))
+    moved, finish = cross([own, torch.arange(3, device=here()), torch.ones(3, device=here())], there())
+    finish()
+    with late_device.traced() as spans:
+        (moved[0] * 3).sum().backward()
+        copies = [(begin, end) for _, _, name, begin, end in spans() if name == "copy"]
     assert own.grad is not None
-    assert {"copy 4", "backward there", "next forward"} <= back.waits_for()
-    assert "next forward" not in cuda.current[THERE].queue("more there").waits_for()
+    return [tensor.requires_grad for tensor in moved], own.grad.tolist(), [end - begin for begin, end in copies]
 
 
-def test_without_gradients_and_on_one_device_nothing_is_recorded(cuda: FakeCUDA) -> None:
-    with torch.no_grad():
-        (moved,) = cross([nn.Parameter(torch.ones(2))], THERE)
-    assert not moved.requires_grad
-    cuda.recorded.clear()
-    cross([torch.ones(2)], HERE)
-    assert cuda.recorded == []
-    assert cross([], THERE) == []
+def test_gradients_go_back_and_only_where_there_are_some() -> None:
+    assert late_device.run(_there_and_back) == ([True, False, False], [3.0, 3.0], [10.0])
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_without_streams_tensors_are_moved_at_once(device: str) -> None:
+    x = torch.ones(2, requires_grad=True)
+    (moved,), finish = cross([x], torch.device(device))
+    finish()
+    assert moved.device.type == device
+    assert (moved is x) == (device == "cpu")
+    assert cross([], torch.device("cpu"))[0] == []
+
+
+def _freed_source() -> list[float]:
+    late_device.set_delays(Delays(kernel=1.0, copy=10.0))
+    first, second = torch.ones(2, device=here()), torch.ones(2, device=here()) * 2
+    start_copy([first], there())
+    copies, arrived = start_copy([second], there())
+    del second  # the first copy is still on its way
+    finish_copy(copies, arrived)
+    return (copies[0] + 0).tolist()
+
+
+def test_the_memory_of_a_source_is_not_used_again_before_its_copy_is_made() -> None:
+    assert late_device.run(_freed_source) == [2.0, 2.0]

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import pytest
 import torch
 from distributed import run_ranks
 from regression import Net, Numbered, quiet_trainer, weights
@@ -10,7 +9,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from evener.strategies import ConfigError, DDPStrategy, FSDPStrategy, SingleDeviceStrategy
-from evener.strategies.distributed.same_weights import Agreement
 
 
 class Manual(Net):
@@ -86,17 +84,11 @@ def _trained(num_ranks: int, strategy: Any, way: str) -> str | Tensor:
     try:
         trainer.fit(module, DataLoader(Numbered(16), 4))
     except ConfigError as exc:
-        return f"{trainer.global_step}: {exc}"
+        return str(exc)
     return weights(module)
 
 
-REFUSED = {
-    "backward": "net.0.weight: training_step or a hook has computed them",
-    "assigned": "net.0.weight: training_step or a hook has computed them",
-    "written": "values of net.0.weight: training_step has changed it",
-    "noise": "net.0.weight: training_step or a hook has computed them",
-    "in backward": "values of net.0.weight: a hook of register_post_accumulate_grad_hook has changed it",
-}
+REFUSED = ("backward", "assigned", "written", "noise", "in backward")
 
 
 def _all_ways(num_ranks: int) -> dict[str, Any]:
@@ -114,16 +106,14 @@ def _all_ways(num_ranks: int) -> dict[str, Any]:
 def test_a_ranks_own_gradients_are_refused_and_the_mean_of_all_is_trained() -> None:
     # Each rank trained with its own gradients, without a word, and rank 0's weights were saved.
     for rank in run_ranks(_all_ways, 2, 2, timeout_s=120):
-        for way, words in REFUSED.items():
-            steps = 1 if way == "in backward" else 0
-            assert rank[way].startswith(f"{steps}: ddp: the ranks have different "), way
-            assert words in rank[way], way
+        for way in REFUSED:
+            assert rank[way].startswith("ddp: the ranks have different values of net.0.weight: "), way
         for way in ("clipped", "averaged", "common noise", "halved in backward"):
             torch.testing.assert_close(rank[way], _trained(1, SingleDeviceStrategy(), way), rtol=0, atol=1e-10)
-        assert rank["fsdp backward"].startswith("0: fsdp: training_step computed gradients of net.0.weight, net.0.bias")
-        assert rank["fsdp assigned"].startswith("0: fsdp: the ranks have different gradients of a parameter")
-        assert rank["fsdp written"].startswith("0: fsdp: the ranks have different values of net.0.weight")
-        assert rank["fsdp parts"].startswith("0: fsdp: training_step computed gradients of net.2.weight, net.2.bias")
+        assert rank["fsdp backward"].startswith("fsdp: training_step computed gradients of net.")
+        assert rank["fsdp assigned"].startswith("fsdp: `grad = ` is called with a parameter")
+        assert rank["fsdp written"].startswith("fsdp: the ranks have different values of net.0.weight")
+        assert rank["fsdp parts"].startswith("fsdp: training_step computed gradients of net.2.bias")
         for way in ("clipped", "in backward"):
             expected = _trained(1, SingleDeviceStrategy(), way)
             torch.testing.assert_close(rank[f"fsdp {way}"], expected, rtol=0, atol=1e-10)
@@ -173,13 +163,3 @@ def test_ranks_that_train_other_parameters_are_refused_and_other_values_become_r
     assert f"{first} net.0.weight (float64, shape (4, 3)), rank 1 trains net.2.weight " in frozen
     torch.testing.assert_close(same, values, rtol=0, atol=0)
     torch.testing.assert_close(values, weights(Net()), rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("automatic", [True, False])
-def test_nothing_is_compared_where_ddp_alone_writes_gradients(automatic: bool) -> None:
-    module = Net() if automatic else Manual("clipped")
-    trainer = quiet_trainer(SingleDeviceStrategy())
-    trainer.strategy.connect(module)
-    agreement = Agreement("ddp")
-    agreement.watch(trainer, [module.configure_optimizers()])
-    assert agreement.has_ended is automatic

@@ -6,7 +6,6 @@ import pytest
 import pytorch_lightning as pl
 from pytorch_lightning.utilities.exceptions import SIGTERMException
 
-from evener.strategies.core.private import of_lightning
 from evener.strategies.distributed.group import RankGroup
 
 
@@ -15,7 +14,7 @@ def test_a_rank_that_is_ending_with_an_error_is_not_interrupted_by_the_signal_th
     # finalizer of its loader, Python printed the exception of the signal above the error that ended the run
     trainer, group = pl.Trainer(logger=False, enable_checkpointing=False), RankGroup(timeout_s=1)
     group.begin(trainer)
-    on_signal = of_lightning.sigterm_notifier_fn(of_lightning.signal_connector(trainer))
+    on_signal = trainer._signal_connector._sigterm_notifier_fn
     with pytest.raises(SIGTERMException, match=r"^$"):
         on_signal(signal.SIGTERM, None)
     group.fail(KeyError("no such sample"))

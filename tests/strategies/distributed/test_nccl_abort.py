@@ -135,6 +135,6 @@ def test_a_started_process_has_time_to_write_a_checkpoint(
     parent = type("Parent", (), {"pid": 1})()
     monkeypatch.setattr(process_exit.multiprocessing, "parent_process", lambda: parent)
     monkeypatch.setattr(process_exit, "die_with_parent", lambda pid: None)
-    monkeypatch.setattr(process_exit, "leave_in_time", given.append)
+    monkeypatch.setattr(process_exit, "leave_in_time", lambda grace_s, _: given.append(grace_s))
     process_exit.prepare_forked(timeout_s)
     assert given == [grace_s]

@@ -1,6 +1,9 @@
 """How ranks end: nothing of torch's runs on while the interpreter is taken apart, and what was written is kept."""
 
 import gc
+import multiprocessing
+import os
+import signal
 import subprocess
 import sys
 import threading
@@ -9,14 +12,13 @@ from pathlib import Path
 
 import pytest
 import warm_python
-from omegaconf import OmegaConf
 from torch.distributed import HashStore
 
+from evener.strategies.distributed import process_exit
 from evener.strategies.distributed import store as store_module
 from evener.strategies.distributed._heartbeat import RANK_FAILED
 from evener.strategies.distributed.process_exit import forking
 from evener.strategies.distributed.store import leave_store
-from evener.trainer.launch import worker
 
 SUPPORT = Path(__file__).parents[2] / "support"
 
@@ -109,12 +111,6 @@ def test_the_stores_host_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch,
     assert waits == ([3.0] if why == "nobody leaves" else [])
 
 
-def test_a_worker_that_sys_exit_ends_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    for given, status in [(None, 1), (0, 1), (143, 143), ("no more data", 1)]:
-        monkeypatch.setattr(worker, "work", lambda *_, given=given: sys.exit(given))
-        assert worker.exit_status(OmegaConf.create(), Path()) == status
-
-
 @pytest.mark.parametrize("frozen", [False, True])
 def test_what_was_kept_out_of_collections_before_a_fork_stays_so(frozen: bool) -> None:
     # the block gave back all that was frozen, what the command had frozen before included
@@ -128,3 +124,18 @@ def test_what_was_kept_out_of_collections_before_a_fork_stays_so(frozen: bool) -
         assert (gc.get_freeze_count() > 0) is frozen
     finally:
         gc.freeze() if before else gc.unfreeze()
+
+
+def _hears_of_a_closed_terminal() -> None:
+    process_exit.prepare_forked(timeout_s=0.3)
+    signal.signal(signal.SIGHUP, lambda *_: None)
+    os.kill(os.getpid(), signal.SIGHUP)
+    time.sleep(1.5)
+
+
+def test_a_rank_that_goes_on_after_a_signal_is_not_killed_for_it() -> None:
+    # a script alone is asked by its terminal; a rank that had SIGHUP, too, was killed after `timeout_s`
+    process = multiprocessing.get_context("fork").Process(target=_hears_of_a_closed_terminal)
+    process.start()
+    process.join(60)
+    assert process.exitcode == 0

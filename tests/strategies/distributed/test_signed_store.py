@@ -3,8 +3,9 @@
 import pytest
 from torch.distributed import HashStore
 
+from evener.strategies import ConfigError
 from evener.strategies.distributed._stop import REQUEST, StopAgreement
-from evener.strategies.distributed.signed_store import SECRET, signed
+from evener.strategies.distributed.signed_store import SECRET, SecretCheck, announce, signed
 
 
 @pytest.fixture
@@ -56,3 +57,44 @@ def test_without_a_secret_the_store_is_used_as_it_is(monkeypatch: pytest.MonkeyP
     monkeypatch.delenv(SECRET, raising=False)
     store = HashStore()
     assert signed(store, "run/1") is store
+
+
+def test_what_was_written_before_a_restart_is_not_believed_after_it(store: HashStore) -> None:
+    signed(store, "run/1", "0").set("stop", "15")
+    assert signed(store, "run/1", "0").check(["stop"])
+    assert not signed(store, "run/1", "1").check(["stop"])
+
+
+def test_what_was_written_before_is_not_believed_once_a_later_value_was_read(store: HashStore) -> None:
+    rank, another, reader = (signed(store, "run/1", "0") for _ in range(3))
+    rank.set("beat/0", "step 1")
+    before = store.get("beat/0")
+    rank.set("beat/0", "step 2")
+    assert reader.get("beat/0") == b"step 2"
+    store.set("beat/0", before)
+    assert not reader.check(["beat/0"])
+    with pytest.raises(RuntimeError, match=r"The store's beat/0 was not written with this run's EVENER_SECRET"):
+        reader.get("beat/0")
+    another.set("beat/0", "of another writer, whose first value it is")
+    assert reader.check(["beat/0"])
+
+
+@pytest.mark.parametrize(
+    ("own", "other", "named"),
+    [
+        ("a", "b", "is another one on rank 0 than on rank 3"),
+        ("a", "", "is set on rank 3, and not on rank 0"),
+        ("", "b", "is set on rank 0, and not on rank 3"),
+    ],
+)
+def test_a_rank_with_another_secret_is_named(own: str, other: str, named: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = HashStore()
+    monkeypatch.setenv(SECRET, other)
+    announce(store, 0)
+    monkeypatch.setenv(SECRET, own)
+    announce(store, 1)
+    SecretCheck(store, 3, [1, 2, 0])()  # rank 2 has not come yet
+    with pytest.raises(
+        ConfigError, match=f"EVENER_SECRET {named}. Set it to the same text on all machines, or on none"
+    ):
+        SecretCheck(store, 3, [1, 0])()

@@ -48,11 +48,20 @@ class Growing(Net):
 class Scheduled(Net):
     """A schedule that asks, before any loader was read, how many steps there will be."""
 
+    num_steps = 0
+
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
-        self.num_steps = int(self.trainer.estimated_stepping_batches)
+        self.num_steps = self.num_steps or int(self.trainer.estimated_stepping_batches)
         scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=self.num_steps)
         return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+
+class ScheduledEarly(Scheduled):
+    """Asks before the strategy has set up anything, as many modules do."""
+
+    def setup(self, stage: str) -> None:
+        self.num_steps = int(self.trainer.estimated_stepping_batches)
 
 
 class Late(Net):
@@ -132,6 +141,7 @@ CASES: dict[str, tuple[type[Net], dict[str, Any]]] = {
     "thawing, accumulated": (Thawing, {"accumulate_grad_batches": 2}),
     "growing": (Growing, {}),
     "scheduled": (Scheduled, {}),
+    "scheduled early": (ScheduledEarly, {}),
     "toggling late": (TogglingLate, {}),
     "editing": (Editing, {}),
     "searching, accumulated": (
@@ -164,7 +174,8 @@ def _train_all() -> dict[Any, Any]:
     found["editing", "views of buckets"] = trained("editing", views, 2)
     for module in (Late(), Toggling()):
         try:
-            quiet_trainer(DDPStrategy(timeout_s=120), 2).fit(module, DataLoader(Numbered(), 3))
+            strategy = DDPStrategy(timeout_s=120, find_unused_parameters=False)
+            quiet_trainer(strategy, 2).fit(module, DataLoader(Numbered(), 3))
         except (ValueError, RuntimeError) as exc:
             found[type(module).__name__] = str(exc)
     return found

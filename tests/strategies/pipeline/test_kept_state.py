@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 import torch
 from parity import Case, Net, assert_equal, baseline, run
-from plans import Threads
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.func import functional_call, grad, vmap
 from torch.nn.functional import cross_entropy
 from torch.nn.utils import parametrize
+
+from evener.strategies import ModelParallelStrategy
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:A stage is used before the previous one"),  # some call their layers twice
@@ -241,19 +242,4 @@ SETTING = [FlagNet, OwnFlagNet, EvaluatingNet, FreezingNet, ExchangingNet]
 )
 def test_what_a_step_keeps_on_the_module_stays_its_micro_batch_s(module: type[Net]) -> None:
     case = Case(module)
-    assert_equal(run(case, Threads(num_microbatches=3), devices=2), baseline(case), 1e-10)
-
-
-@pytest.mark.parametrize(
-    ("module", "keeps"), [(Net, False), *((one, True) for one in (SwappingNet, *SETTING, *SHARING))]
-)
-def test_a_module_that_keeps_nothing_uses_threads_from_the_second_step_on(module: type[Net], keeps: bool) -> None:
-    found: list[tuple[bool, bool]] = []
-
-    class Seen(module):
-        def on_train_end(self) -> None:
-            microbatches: Any = self.trainer.strategy.layout._microbatches  # type: ignore[attr-defined]
-            found.append((microbatches._kept_state.must_watch(), microbatches._kept_state.keeps_state))
-
-    run(Case(Seen), Threads(num_microbatches=2), devices=2)
-    assert found == [(False, keeps)]
+    assert_equal(run(case, ModelParallelStrategy(num_microbatches=3), devices=2), baseline(case), 1e-10)

@@ -219,3 +219,58 @@ def test_a_placement_by_hand_is_described() -> None:
         "0      cpu     embed, blocks.0-1  56          224",
         "1      meta    blocks.2-3, head   56          224",
     ]
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix, self.out = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.out(torch.tanh(self.mix(x)))
+
+
+class Body(nn.Module):
+    """Two embeddings, which are added, before its layers, as in transformers."""
+
+    def __init__(self, embedding: nn.Embedding) -> None:
+        super().__init__()
+        self.tokens, self.places = embedding, nn.Embedding(8, 4)
+        self.layers = nn.ModuleList(Layer() for _ in range(4))
+        self.norm = nn.LayerNorm(4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(x) + self.places(torch.arange(x.shape[1]))
+        for layer in self.layers:
+            x = layer(x)
+        return self.norm(x)
+
+
+class Tied(nn.Module):
+    """An encoder and a decoder within a module with a head, all with one embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        embedding = nn.Embedding(10, 4)
+        self.encoder, self.decoder = Body(embedding), Body(embedding)
+        self.head = nn.Linear(4, 10, bias=False)
+        self.head.weight = embedding.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.decoder(x) + self.encoder(x))
+
+
+def test_modules_whose_parts_are_all_tied_are_opened_down_to_their_layers() -> None:
+    """They were one part, and the user had to name the cut: GPT-2 and T5."""
+    plan = auto_plan(nn.ModuleDict({"model": Tied()}), 3)
+    stages = {name.removeprefix("model."): stage for name, stage in plan.stage_of.items()}
+    tied = ["encoder.tokens", "encoder.places", "encoder.layers.0", "decoder.tokens", "head"]
+    assert [stages[name] for name in tied] == [0] * 5
+    chain = [f"encoder.layers.{i}" for i in range(4)] + ["encoder.norm", "decoder.places"]
+    chain += [f"decoder.layers.{i}" for i in range(4)] + ["decoder.norm"]
+    assert [stages[name] for name in chain] == sorted(stages[name] for name in chain)
+    assert stages["decoder.places"] == stages["decoder.layers.0"] > 0
+
+
+def test_modules_with_enough_parts_are_not_opened() -> None:
+    assert list(auto_plan(nn.Sequential(Body(nn.Embedding(10, 4)), nn.Linear(4, 4)), 2).stage_of) == ["0", "1"]

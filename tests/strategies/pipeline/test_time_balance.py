@@ -116,11 +116,10 @@ def test_a_device_of_twice_the_speed_gets_twice_the_work() -> None:
     assert stages_of(make_module(Case(SlowNet)), device_weights=[1, 5]) == [0, 1, 1, 1, 1, 1]
 
 
-@pytest.mark.parametrize("overlap", ["threads", "launch"])
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
-def test_training_equals_one_device_before_and_after(schedule: Any, overlap: Any) -> None:
+def test_training_equals_one_device_before_and_after(schedule: Any) -> None:
     case = Case(SlowNet, num=46, trainer={"accumulate_grad_batches": 2, "gradient_clip_val": 0.1})
-    assert_equal(run(case, ByTime(schedule=schedule, overlap=overlap), devices=2), baseline(case), 1e-10)
+    assert_equal(run(case, ByTime(schedule=schedule), devices=2), baseline(case), 1e-10)
 
 
 def test_parts_are_timed_forward_and_backward_the_first_one_too() -> None:

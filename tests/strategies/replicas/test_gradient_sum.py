@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from evener.strategies import DataParallelStrategy
 from evener.strategies.core import devices as devices_module
-from evener.strategies.replicas import _gradient_sum as room
+from evener.strategies.replicas import _backward as room
 from evener.strategies.replicas import replicas as replicas_room
-from evener.strategies.replicas._gradient_sum import GradientSum
+from evener.strategies.replicas._backward import ReplicasBackward
 from evener.strategies.replicas.replicas import Replicas
 
 CPU = torch.device("cpu")
@@ -46,16 +46,15 @@ def peak_on_root(num: int, monkeypatch: pytest.MonkeyPatch) -> int:
     """Bytes that the sum of a backward over `num` replicas holds on the root beside the root's gradients."""
     alive = Alive()
 
-    def copied(tensors: Sequence[Tensor], device: torch.device, ready: Any = None) -> list[Tensor]:
-        return [alive.add(tensor.clone()) for tensor in tensors]
+    def copied(tensors: Sequence[Tensor], device: torch.device, ready: Any = None) -> tuple[list[Tensor], None]:
+        return [alive.add(tensor.clone()) for tensor in tensors], None
 
     monkeypatch.setattr(room, "start_copy", copied)
     modules = networks(num)
     parameters = [list(module.parameters()) for module in modules]
-    total = GradientSum(parameters[0], parameters[1:], overlap=True, bucket_bytes=LAYER_BYTES)
+    whole = ReplicasBackward(parameters, overlap=True, bucket_bytes=LAYER_BYTES)
     x = torch.randn(3, WIDTH)
-    torch.stack([module(x).sum() for module in modules]).sum().backward()
-    total.collect()
+    whole.attach(torch.stack([module(x).sum() for module in modules]).sum()).backward()
     expected = torch.autograd.grad(modules[0](x).sum() * num, parameters[0])
     torch.testing.assert_close([p.grad for p in parameters[0]], list(expected))
     return alive.peak
@@ -71,26 +70,25 @@ def test_buckets_are_added_in_the_order_of_the_replicas(monkeypatch: pytest.Monk
     """Sums in the order of arrival would differ from run to run."""
     order: list[float] = []
 
-    def copied(tensors: Sequence[Tensor], device: torch.device, ready: Any = None) -> list[Tensor]:
+    def copied(tensors: Sequence[Tensor], device: torch.device, ready: Any = None) -> tuple[list[Tensor], None]:
         order.append(float(tensors[0][0]))
-        return [tensor.clone() for tensor in tensors]
+        return [tensor.clone() for tensor in tensors], None
 
     monkeypatch.setattr(room, "start_copy", copied)
     parameters = [[nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))] for _ in range(4)]
-    total = GradientSum(parameters[0], parameters[1:], overlap=True, bucket_bytes=1)
-    for replica in (3, 1, 2):  # in the order in which they finish
-        for i, parameter in enumerate(parameters[replica]):
-            (parameter * (replica + 10 * i)).sum().backward()
-    total.collect()
+    whole = ReplicasBackward(parameters, overlap=True, bucket_bytes=1)
+    loss = torch.zeros(())
+    for i in (1, 0):  # what was computed last goes backward first: replica 3, 1, 2
+        for replica in (2, 1, 3):
+            loss = loss + (parameters[replica][i] * (replica + 10 * i)).sum()
+    whole.attach(loss).backward()
     assert order == [1, 2, 3, 11, 12, 13]
 
 
 def test_a_replica_without_samples_holds_up_no_other() -> None:
     parameters = [[nn.Parameter(torch.zeros(2))] for _ in range(4)]
-    total = GradientSum(parameters[0], parameters[1:], overlap=True, bucket_bytes=1)
-    for replica in (2, 3):
-        (parameters[replica][0] * replica).sum().backward()
-    total.collect()
+    whole = ReplicasBackward(parameters, overlap=True, bucket_bytes=1)
+    whole.attach(sum((parameters[replica][0] * replica).sum() for replica in (2, 3))).backward()
     assert parameters[0][0].grad is not None
     assert parameters[0][0].grad.tolist() == [5.0, 5.0]
 

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 from evener.strategies import BalancedDataParallelStrategy, ConfigError, DataParallelStrategy, SingleDeviceStrategy
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*was assigned on a replica")
+
 STRATEGIES = [
     DataParallelStrategy,
     lambda: DataParallelStrategy(threads=True),
@@ -51,10 +53,9 @@ class Lazy(Net):
     # a list that a hook fills is one list for all replicas, as is every list of a module: only threads would mix it up
     [(Collecting, strategy) for strategy in STRATEGIES] + [(Lazy, STRATEGIES[0]), (Lazy, STRATEGIES[2])],
 )
-@pytest.mark.filterwarnings("ignore:.*was assigned on a replica")
 def test_hooks_registered_in_a_step_see_their_own_replica_only(module: type[Net], strategy: Any) -> None:
     """A replica's hook dictionaries were the root's, so that every hook fired on every replica."""
-    case = Case(module)
+    case = Case(module, trainer={"num_sanity_val_steps": 0})  # in an evaluation the list would be one of results
     assert_equal(run(case, strategy(), devices=3), baseline(case), 1e-10)
 
 
@@ -83,8 +84,9 @@ class RemovedInAStep(Scaling):
         return super().training_step(batch, batch_idx)
 
 
-@pytest.mark.parametrize("module", [Scaling, RemovedInAStep])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    ("module", "strategy"), [(module, strategy) for module in (Scaling, RemovedInAStep) for strategy in STRATEGIES]
+)
 def test_hooks_of_the_root_are_those_of_the_replicas(module: type[Net], strategy: Any) -> None:
     case = Case(module)
     assert_equal(run(case, strategy(), devices=3), baseline(case), 1e-10)
@@ -99,11 +101,10 @@ def test_a_callbacks_hook_is_called_on_every_replica() -> None:
 
     case = Case(num=4, trainer={"callbacks": [Watching()], "max_epochs": 1, "limit_val_batches": 0})
     make_trainer(case, DataParallelStrategy(), devices=2).fit(make_module(case), case.loader(), case.loader())
-    assert rows == [2, 2]
+    assert rows[-2:] == [2, 2]
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.filterwarnings("ignore:.*Linear.weight was assigned on a replica")
 def test_pruning_equals_one_device(strategy: Any) -> None:
     """`gpu0_chunk=0` pruned other weights: torch's pruning sets the layer's weight in a hook, and the root ran none."""
     found: list[Tensor] = []
@@ -135,7 +136,6 @@ class RemovedLater(Net):
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES[:2])
-@pytest.mark.filterwarnings("ignore:.*was assigned on a replica")
 def test_a_hook_from_a_step_is_removed_from_all_replicas(strategy: Any) -> None:
     """Each replica had registered its own, and only the root's was removed."""
     assert_equal(run(Case(RemovedLater), strategy(), devices=3), baseline(Case(RemovedLater)), 1e-10)
@@ -155,9 +155,7 @@ class Flagged(Net):
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.filterwarnings("ignore:.*was assigned on a replica")
-def test_a_root_without_samples_does_not_believe_that_it_has_the_replicas_hooks(strategy: Any) -> None:
-    """`gpu0_chunk=0` predicted without the hooks: the root took over that they are there."""
+def test_a_hook_that_is_noted_in_a_step_is_registered_once(strategy: Any) -> None:
     found: list[Tensor] = []
     for used, devices in ((strategy(), 3), (SingleDeviceStrategy(), 1)):
         case = Case(Flagged)
@@ -264,14 +262,13 @@ class RemovedByTheStep(Once):
     [
         (module_type, strategy)
         for module_type in (Once, OnceInAList, OnceOnAParameter, OnceAccumulated, InEachStep, RemovedByTheStep)
-        for strategy in STRATEGIES
+        for strategy in STRATEGIES[:2]
     ]
-    + [(NotedOnAParameter, STRATEGIES[0]), (NotedOnAParameter, STRATEGIES[2])],
+    + [(NotedOnAParameter, STRATEGIES[0])],
 )
 @pytest.mark.parametrize("devices", [2, 3])
-@pytest.mark.filterwarnings("ignore:.*was assigned on a replica")
 def test_hooks_that_a_step_registers_are_the_modules_own(module_type: type[Net], strategy: Any, devices: int) -> None:
-    """With `gpu0_chunk=0` the module had none after training; a parameter's hook saw a replica's gradient twice."""
+    """A parameter's hook saw a replica's gradient twice."""
     case = Case(module_type, trainer={"num_sanity_val_steps": 0})
     found: list[Tensor] = []
     for used, num in ((strategy(), devices), (SingleDeviceStrategy(), 1)):
@@ -335,22 +332,26 @@ class SharesHandles(KeepsItsHandle):
         return self.loss(batch)
 
 
-@pytest.mark.parametrize("strategy", [STRATEGIES[0], STRATEGIES[2]])
-def test_hooks_of_one_replica_only_are_refused(strategy: Any) -> None:
-    """One replica registered its hook and noted it in the list that all share, so that the others did not."""
-    case = Case(SharesHandles)
+@pytest.mark.parametrize(
+    ("module_type", "strategy", "told"),
+    [
+        (SharesHandles, STRATEGIES[0], "a Linear has 1 on one replica and 0 on another"),
+        (OnceOnAParameter, STRATEGIES[2], "a parameter weight has 0 on one replica and 1 on another"),
+    ],
+)
+def test_hooks_of_some_replicas_only_are_refused(module_type: type[Net], strategy: Any, told: str) -> None:
+    """One replica registered its hook and noted it in the list that all share; or the root has no samples."""
+    case = Case(module_type)
     module = make_module(case)
     trainer = make_trainer(case, strategy(), devices=3)
-    with pytest.raises(ConfigError, match="a Linear has 1 on one replica and 0 on another"):
+    with pytest.raises(ConfigError, match=f"{told}.* register hooks in __init__, setup or on_fit_start"):
         trainer.fit(module, case.loader(), case.loader())
     assert trainer.global_step == 0
 
 
 @pytest.mark.parametrize("module_type", [KeepsItsHandle, KeepsHandles])
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.filterwarnings("ignore:.*was assigned on a replica")
+@pytest.mark.parametrize("strategy", STRATEGIES[:2])
 def test_the_root_removes_a_hook_by_the_handle_that_a_replica_kept(module_type: type[Net], strategy: Any) -> None:
-    """With `gpu0_chunk=0` the root had no handle, so that the replicas' hooks stayed."""
     found: list[Tensor] = []
     for used, devices in ((strategy(), 3), (SingleDeviceStrategy(), 1)):
         case = Case(module_type)

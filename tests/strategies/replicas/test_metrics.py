@@ -1,4 +1,4 @@
-"""Metrics of metrics, and metrics whose states can't be merged, are one device's under replicas."""
+"""Metrics of metrics, and metrics whose states can't be merged, are one device's under replicas and micro-batches."""
 
 from collections.abc import Callable
 from typing import Any
@@ -34,6 +34,8 @@ STRATEGIES = [
     lambda: BalancedDataParallelStrategy(gpu0_chunk=0),
     lambda: DataParallelStrategy(threads=True),
 ]
+
+CUTTING = [*((strategy, 3) for strategy in STRATEGIES), (lambda: ModelParallelStrategy(num_microbatches=2), 2)]
 
 
 def precision() -> Any:
@@ -150,20 +152,17 @@ def measured(strategy: Any, devices: int, *args: Any) -> list[Any]:
     return module.values
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(("strategy", "devices"), CUTTING)
 @pytest.mark.parametrize("by_forward", [False, True])
 @pytest.mark.parametrize("name", FED)
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_metrics_of_metrics_equal_one_device(name: str, by_forward: bool, strategy: Any) -> None:
+def test_metrics_of_metrics_equal_one_device(name: str, by_forward: bool, strategy: Any, devices: int) -> None:
     """`Running(Accuracy, 2)` gave 0.0 instead of 0.4, `RunningMean` nan; others were refused after the first epoch."""
-    if name == "bootstrap" and strategy is STRATEGIES[2]:
+    if name == "bootstrap" and strategy not in STRATEGIES[:2]:
         pytest.skip("BootStrapper draws random numbers, which threads share in an order of their own")
     expected = measured(SingleDeviceStrategy(), 1, *FED[name], by_forward)
-    found = measured(strategy(), 3, *FED[name], by_forward)
+    found = measured(strategy(), devices, *FED[name], by_forward)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-6, check_dtype=False, equal_nan=True)
-
-
-CUTTING = [*((strategy, 3) for strategy in STRATEGIES), (lambda: ModelParallelStrategy(num_microbatches=2), 2)]
 
 
 @pytest.mark.parametrize(("strategy", "devices"), CUTTING)
@@ -243,17 +242,17 @@ class Value(Net):
         self.log("f1", self.f1(self(batch[0]), batch[1]), on_step=True, on_epoch=True)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(("strategy", "devices"), CUTTING)
 @pytest.mark.parametrize("module", [Parts, Whole, Tracked, Value])
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_what_is_logged_of_metrics_equals_one_device(module: type[Net], strategy: Any) -> None:
+def test_what_is_logged_of_metrics_equals_one_device(module: type[Net], strategy: Any, devices: int) -> None:
     """A composition that was merely registered had its parts counted twice: 0.625 instead of 0.436."""
     logged: list[dict[str, float]] = []
-    for used, devices in ((strategy(), 3), (SingleDeviceStrategy(), 1)):
+    for used, num in ((strategy(), devices), (SingleDeviceStrategy(), 1)):
         torch.manual_seed(3)
         net = module().double()
         case = Case(num=11)
-        trainer = make_trainer(case, used, devices=devices)
+        trainer = make_trainer(case, used, devices=num)
         trainer.fit(net, case.loader(), case.loader())
         logged.append({key: float(value) for key, value in trainer.callback_metrics.items()})
     assert logged[0] == pytest.approx(logged[1], abs=1e-6)
@@ -277,21 +276,37 @@ class Keeps(tm.Metric):
         return self.total * self.kept
 
 
-def test_what_a_metric_sets_beside_its_states_is_carried_or_refused() -> None:
+@pytest.mark.parametrize(("strategy", "devices"), CUTTING)
+@pytest.mark.parametrize("keep", [lambda x: x.shape[1], lambda x: x.mean()], ids=["constant", "of samples"])
+def test_what_a_metric_sets_beside_its_states_is_one_devices(keep: Any, strategy: Any, devices: int) -> None:
     class Kept(Refused):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
             self.metric.update(batch[0])
             return self.loss(batch)
 
     case, values = Case(), []
-    for strategy, devices in ((DataParallelStrategy(), 3), (SingleDeviceStrategy(), 1)):
-        module = Kept(None, Keeps(lambda x: x.shape[1])).double()  # pyright: ignore[reportArgumentType]
-        make_trainer(case, strategy, devices=devices, limit_val_batches=0).fit(module, case.loader(), case.loader())
+    for used, num in ((strategy(), devices), (SingleDeviceStrategy(), 1)):
+        module = Kept(None, Keeps(keep)).double()  # pyright: ignore[reportArgumentType]
+        make_trainer(case, used, devices=num, limit_val_batches=0).fit(module, case.loader(), case.loader())
         values.append(float(module.metric.compute()))
     assert values[0] == pytest.approx(values[1], abs=1e-10)
+
+
+def test_what_a_metric_sets_beside_its_states_in_a_later_step_is_refused() -> None:
+    begun: list[int] = []
+
+    class Later(Refused):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            begun.append(batch_idx)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            self.metric.update(batch[0])
+            return self.loss(batch)
+
+    metric, case = Keeps(lambda x: x.mean() if len(begun) > 1 else 1), Case()
     trainer = make_trainer(case, DataParallelStrategy(), devices=3, limit_val_batches=0)
     with pytest.raises(ConfigError, match=r"dp: Keeps\.update sets 'kept', which is no state"):
-        trainer.fit(Kept(None, Keeps(lambda x: x.mean())).double(), case.loader(), case.loader())  # pyright: ignore[reportArgumentType]
+        trainer.fit(Later(None, metric).double(), case.loader(), case.loader())  # pyright: ignore[reportArgumentType]
 
 
 class Refused(Net):

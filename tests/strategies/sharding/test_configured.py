@@ -24,6 +24,7 @@ class Configured(Net):
         if self.body is None:
             self.body = nn.Sequential(nn.Linear(64, 80), nn.Tanh(), nn.Linear(80, 70), nn.Tanh(), nn.Linear(70, 3))
             self.lift = nn.Linear(3, 64)
+            self.scale = nn.Parameter(torch.ones(()))
             self.register_buffer("mask", torch.rand(64, 64))
             nn.init.trunc_normal_(self.body[2].weight, std=0.1)
             self.double()
@@ -31,7 +32,7 @@ class Configured(Net):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         x, y, _ = batch
         assert self.body is not None
-        out = self.net(self.body(self.lift(x) @ self.get_buffer("mask")))
+        out = self.net(self.scale * self.body(self.lift(x) @ self.get_buffer("mask")))
         return (out - y).square().mean()
 
 

@@ -29,7 +29,7 @@ def test_the_rows_of_all_ranks_are_the_tensor() -> None:
 
 
 class Odd(Net):
-    """Parameters that don't divide evenly, one in bfloat16, tied ones, and a buffer."""
+    """Parameters that don't divide evenly, one without a dimension, one in bfloat16, tied ones, and a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,12 +37,13 @@ class Odd(Net):
         self.tied = nn.Linear(3, 5).double()
         self.tied.weight = self.odd.weight
         self.coarse = nn.Linear(3, 5).bfloat16().requires_grad_(False)
+        self.scale = nn.Parameter(torch.tensor(1.5, dtype=torch.float64))
         self.register_buffer("average", torch.arange(400.0, dtype=torch.float64))
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         self.average += batch_idx
         found = super().training_step(batch, batch_idx)
-        return found + (self.odd(batch[0]) * self.tied(batch[0])).square().mean()
+        return found + (self.odd(batch[0]) * self.tied(batch[0]) * self.scale).square().mean()
 
 
 def _train(

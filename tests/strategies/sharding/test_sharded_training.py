@@ -62,7 +62,7 @@ class ByHand(Net):
             for parameter in self.parameters():
                 assert parameter.grad is not None
                 parameter.grad *= 1 + norm.detach()
-                parameter.grad = parameter.grad + 0.1 * parameter.detach()
+                parameter.grad.add_(parameter.detach(), alpha=0.1)
             self.log("norm", norm, on_step=False, on_epoch=True, batch_size=1)
             optimizer.step()
 
@@ -106,15 +106,29 @@ class Sometimes(Net):
         return (out - y).square().mean()
 
 
-class Numeric(Net):
-    """Reads its weights as numpy arrays, whose memory torch can't resize."""
+class Scaled(Net):
+    """Has parameters without a dimension, as CLIP's `logit_scale`: torch refused them."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.read: list[float] = []
+        self.logit_scale = nn.Parameter(torch.tensor(2.6, dtype=torch.float64))
+        self.idle = nn.Parameter(torch.tensor(1.0, dtype=torch.float64))
+        self.sometimes = nn.Parameter(torch.tensor(0.5, dtype=torch.float64))
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        self.read.append(float(self.net[0].weight.detach().numpy().sum()))
+        x, y, _ = batch
+        scale = self.logit_scale.exp() + (self.sometimes if batch_idx % 2 else 0)
+        return (self.net(x) * scale - y).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=0.05)
+
+
+class Numeric(Net):
+    """Reads its weights as numpy arrays, whose memory torch can't release."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.read = self.net[0].weight.detach().numpy()
         return super().training_step(batch, batch_idx)
 
 
@@ -126,13 +140,18 @@ MAKERS: dict[str, Callable[[], tuple[Net, dict[str, Any], dict[str, Any]]]] = {
     "gathered for the whole step": lambda: (Loose(), {"shard": []}, {}),
     "not released after forward": lambda: (Net(), {"reshard_after_forward": False}, {}),
     "unused": lambda: (Sometimes(), {"find_unused_parameters": True}, {}),
+    "without a dimension": lambda: (Scaled(), {}, {}),
+    "without a dimension, accumulated and clipped": lambda: (
+        Scaled(),
+        {},
+        {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1, "callbacks": [EMAWeightAveraging(decay=0.7)]},
+    ),
     "moving average": lambda: (Net(), {}, {"callbacks": [EMAWeightAveraging(decay=0.7)]}),
     "moving average, not released": lambda: (
         Net(),
         {"reshard_after_forward": False},
         {"callbacks": [EMAWeightAveraging(decay=0.7)], "val_check_interval": 1},
     ),
-    "weights as numpy": lambda: (Numeric(), {"shard": []}, {}),
     "stochastic average": lambda: (Net(), {}, {"callbacks": [StochasticWeightAveraging(0.1, 0.5)], "max_epochs": 4}),
     "groups of ranks": lambda: (Net(), {"replicas": 2}, {}),
 }
@@ -270,11 +289,22 @@ class Sparse(Net):
 
 def _refusals(num_ranks: int) -> list[str]:
     told = []
+    whole_step = {"shard": []}
     pruned = {"callbacks": [ModelPruning("l1_unstructured", amount=0.3)]}
-    modules = [Sometimes(), Penalized(), Mixed(), Searching(), Factored(), Sparse(), (Net(), pruned)]
+    modules = [
+        Sometimes(),
+        Penalized(),
+        Mixed(),
+        Searching(),
+        Factored(),
+        Sparse(),
+        (Numeric(), whole_step),
+        (Net(), pruned),
+    ]
     for given in modules:
         module, options = given if isinstance(given, tuple) else (given, dict[str, Any]())
-        trainer = quiet_trainer(FSDPStrategy(batch_size_is="global", timeout_s=60), num_ranks, **options)
+        shard = options.pop("shard", "auto")
+        trainer = quiet_trainer(FSDPStrategy(shard, batch_size_is="global", timeout_s=60), num_ranks, **options)
         try:
             trainer.fit(module, DataLoader(Numbered(), 6))
         except (ConfigError, RuntimeError) as exc:
@@ -283,13 +313,14 @@ def _refusals(num_ranks: int) -> list[str]:
 
 
 def test_what_cannot_be_trained_exactly_is_refused_before_the_first_step() -> None:
-    for unused, outside, dtypes, lbfgs, adafactor, sparse, pruned in run_ranks(_refusals, 2, 2):
+    for unused, outside, dtypes, lbfgs, adafactor, sparse, arrays, pruned in run_ranks(_refusals, 2, 2):
         assert unused.startswith("0: fsdp: parameters took no part in the loss: extra.weight, extra.bias. Set ")
         assert outside.startswith("0: fsdp: a step uses a parameter of a part outside of the part's forward")
         assert dtypes.startswith("0: fsdp: the parameters of Mixed have several dtypes")
         assert lbfgs.startswith("0: fsdp: LBFGS computes with whole parameters, but each rank has a shard of each.")
         assert adafactor.startswith("0: fsdp: Adafactor computes with whole parameters")
         assert sparse.startswith("0: fsdp: the gradient of table.weight is sparse, and can't be cut over the ranks")
+        assert arrays.startswith("0: fsdp: a step made a numpy array of a gathered parameter, whose memory can't be")
         assert pruned.startswith("0: fsdp: ModelPruning puts other parameters in the place of those that are cut")
 
 

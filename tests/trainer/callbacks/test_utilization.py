@@ -15,7 +15,7 @@ from evener.examples.stdlib_text import VOCABULARY_SIZE
 from evener.trainer import Trainer
 from evener.trainer.callbacks import RunSummary, Utilization
 from evener.trainer.callbacks.flops import count_flops
-from evener.trainer.callbacks.step_times import StepPhases
+from evener.trainer.callbacks.step_times import StepClock
 from evener.trainer.callbacks.utilization import peak_flops
 
 
@@ -102,12 +102,11 @@ class Takes(Linear):
 
 
 def test_a_step_is_split_into_forward_backward_and_update() -> None:
-    module, seen = Takes(), Values()
-    utilization = Utilization(peak_tflops=2.0)
-    utilization._phases = StepPhases(("forward", "backward", "optimizer"), lambda: module.now_s)
+    module, seen, summary = Takes(), Values(), RunSummary()
+    summary.clock = StepClock(lambda: module.now_s)
     trainer = Trainer(
         strategy="single_device", accelerator="cpu", max_epochs=1, log_every_n_steps=2, logger=seen,
-        callbacks=[RunSummary(), utilization], enable_checkpointing=False, enable_progress_bar=False,
+        callbacks=[summary, Utilization(peak_tflops=2.0)], enable_checkpointing=False, enable_progress_bar=False,
         enable_model_summary=False, accumulate_grad_batches=2,
     )  # fmt: skip
     trainer.fit(module, DataLoader(TensorDataset(torch.ones(32, 8)), batch_size=4))

@@ -1,5 +1,6 @@
 """What people see: the dashboard's data, the start-up block, the lines of epochs."""
 
+import importlib.util
 import io
 import json
 import logging
@@ -24,13 +25,14 @@ from evener.strategies.batch.policies import FirstChunk
 from evener.trainer import Result, Trainer, compose, train
 from evener.trainer.callbacks import EpochLines, GradientNorm, ModuleSummary
 from evener.trainer.callbacks.batch_layout import batch_line, cut_line
+from evener.trainer.callbacks.curves import HEIGHT, LEGEND, WIDTH, bounds, place
 from evener.trainer.callbacks.start_up import checkpoint_policy
 from evener.trainer.callbacks.step_times import DDPTimes
 from evener.trainer.checkpoint._callback import Checkpoint
-from evener.trainer.cli._summary import memory_text, shares_text, show_summary
 from evener.trainer.job import run as run_module
 from evener.trainer.job.log_file import run_log
 from evener.trainer.job.result import short_path
+from evener.trainer.job.summary import memory_text, shares_text, show_summary
 from evener.trainer.loggers.custom_scalars import layout
 
 
@@ -78,6 +80,21 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> Result:
     options = ["strategy=dp", "devices=2", "callbacks=gradient_norm", "trainer.limit_train_batches=6"]
     home = f"log_dir={tmp_path_factory.mktemp('logs')}"
     return train(compose([*SHORT, home, *options, "trainer.max_epochs=2", "trainer.log_every_n_steps=2"]))
+
+
+def test_curves_begin_at_step_0_and_end_at_the_last_one(tmp_path: Path) -> None:
+    curves = {"val/loss": [(5, 3.0), (10, 1.0)], "train/loss": [(10, 2.0)]}
+    assert bounds(curves) == (1.0, 3.0, 10)
+    # axes from 60 to 740 across, from 240 (low) up to 60 (high)
+    assert [place(point, 1.0, 3.0, 10, 0) for point in curves["val/loss"]] == [(400.0, 60.0), (740.0, 240.0)]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("PIL") is None, reason="Pillow draws the picture")
+def test_losses_and_metrics_have_a_panel_each(digits: Result) -> None:
+    from PIL import Image
+
+    with Image.open(Path(digits.run_dir) / "curves.png") as picture:
+        assert picture.size == (WIDTH + LEGEND, 2 * HEIGHT)
 
 
 def charts(log: EventAccumulator) -> dict[str, dict[str, list[str]]]:
@@ -173,8 +190,10 @@ def test_the_start_up_block_tells_what_will_run(digits: Result) -> None:
 
 
 def test_without_a_terminal_an_epoch_is_one_line(digits: Result) -> None:
-    lines = re.findall(r"epoch \d.*", (Path(digits.run_dir) / "train.log").read_text())
+    text = (Path(digits.run_dir) / "train.log").read_text()
+    lines = re.findall(r"epoch \d.*", text)
     assert len(lines) == 2
+    assert text.index(lines[1]) < text.index("`Trainer.fit` stopped")
     (value,) = re.findall(r"val/loss ([\d.]+)", lines[1])
     assert float(value) == pytest.approx(digits.metrics["val/loss"], rel=1e-3)
     assert lines[0].startswith("epoch 0/1 · step 6 · ")  # counted as in the names of checkpoints
@@ -322,7 +341,7 @@ def test_the_table_of_layers_leaves_out_what_was_not_counted(caplog: pytest.LogC
 def test_pictures_of_the_docs_are_there_and_small() -> None:
     docs = Path(__file__).parents[3] / "docs"
     shown = re.findall(r"!\[[^]]+\]\((images/[^)]+)\)", (docs / "tensorboard.md").read_text(encoding="utf-8"))
-    names = ["hparams", "sweep", "tensorboard", "tensorboard_sub_runs"]
+    names = ["hparams", "tensorboard"]
     assert sorted(shown) == [f"images/{name}.png" for name in names]
     for picture in shown:
         assert 1_000 < (docs / picture).stat().st_size < 300_000

@@ -14,7 +14,7 @@ from evener.strategies import ConfigError
 from evener.trainer import Trainer
 from evener.trainer.checkpoint._callback import Checkpoint
 from evener.trainer.checkpoint.file_io import CheckpointError, read, write
-from evener.trainer.checkpoint.find import find_newest, good_or_newest
+from evener.trainer.checkpoint.find import find_best, find_newest, good_or_newest
 
 QUIET = {
     "logger": False,
@@ -81,6 +81,19 @@ def test_find_newest_looks_through_all_runs_of_an_experiment(tmp_path: Path) -> 
         write({"state_dict": {}}, path)
         os.utime(path, (time, time))
     assert find_newest(tmp_path) == tmp_path / "b/checkpoints/last.ckpt"
+
+
+def test_find_best_takes_the_lowest_score_of_the_newest_run_that_has_one(tmp_path: Path) -> None:
+    assert find_best(tmp_path) is None
+    for run, losses in [("old", [0.1, 0.6]), ("new", [0.5, 0.2, 0.9])]:
+        callback = Checkpoint(tmp_path / run, monitor="val/loss")
+        Trainer(max_epochs=len(losses), callbacks=[callback], **QUIET).fit(Falling(losses))
+    write({"state_dict": {}}, tmp_path / "unranked" / "last.ckpt")
+    assert find_best(tmp_path) == tmp_path / "new" / "epoch001-step000004.ckpt"
+    (tmp_path / "new").rename(tmp_path / "moved")
+    assert find_best(tmp_path) == tmp_path / "moved" / "epoch001-step000004.ckpt"
+    (tmp_path / "moved" / "epoch001-step000004.ckpt").write_bytes(b"cut short")
+    assert find_best(tmp_path) == tmp_path / "old" / "epoch000-step000002.ckpt"
 
 
 class Noisy(Falling):

@@ -1,6 +1,7 @@
 """What is saved after training has ended goes on as if it had not: also if steps or time ran out within an epoch."""
 
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from distributed import run_ranks, run_script
 from pytorch_lightning.callbacks import GradientAccumulationScheduler, ModelCheckpoint, StochasticWeightAveraging
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from torchmetrics import MeanMetric, SumMetric
 
 from evener.strategies import DDPStrategy
@@ -281,3 +282,28 @@ def test_averaging_with_a_schedule_of_its_own_goes_on_within_an_epoch(steps: int
     assert second[1].optimizers[0].param_groups[0]["lr"] == pytest.approx(whole[1].optimizers[0].param_groups[0]["lr"])
     for name, value in whole[0].state_dict().items():
         torch.testing.assert_close(second[0].state_dict()[name], value, rtol=0, atol=1e-10)
+
+
+class Counting(IterableDataset[Any]):
+    """A stream whose samples can be read once, as those of a queue."""
+
+    num_read = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        for index in range(5):
+            self.num_read += 1
+            yield torch.ones(3, dtype=torch.float64), torch.tensor(index)
+
+
+def test_a_run_that_goes_on_after_an_epoch_reads_no_more_of_a_stream_than_it_trains_on(tmp_path: Path) -> None:
+    # it read the batches of the epoch before, to skip them, and of the next one before that began
+    streams = [Counting(), Counting()]
+    for stream, num_epochs in zip(streams, (2, 4), strict=True):
+        trainer = Trainer(
+            accelerator="cpu", devices=1, max_epochs=num_epochs, logger=False, enable_checkpointing=False,
+            enable_progress_bar=False, enable_model_summary=False,
+        )  # fmt: skip
+        path = tmp_path / "own.ckpt"
+        trainer.fit(Counted(), DataLoader(stream, 1), ckpt_path=path if path.exists() else None)
+        trainer.save_checkpoint(path)
+    assert [stream.num_read for stream in streams] == [10, 10]

@@ -339,3 +339,10 @@ def test_leftovers_of_other_programs_stay(tmp_path: Path) -> None:
     other.touch()
     remove_leftovers(tmp_path)
     assert other.exists()
+
+
+def test_a_directory_whose_name_is_no_unicode_is_read_like_any_other(tmp_path: Path) -> None:
+    folder = Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xff"))
+    write(STATE, folder / "a.ckpt")
+    assert find_newest(folder) == folder / "a.ckpt"
+    assert read(folder / "a.ckpt")["global_step"] == 7

@@ -15,9 +15,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from evener.strategies.core.module_checks import has_nan
 from evener.trainer import Result, Trainer, compose, train
 from evener.trainer.checkpoint import Checkpoint
-from evener.trainer.cli._summary import summary_rows
 from evener.trainer.cli.job import run_job
-from evener.trainer.cli.sweep_table import Job, best_job
+from evener.trainer.job.summary import summary_rows
+from evener.trainer.study.variants import Variant, best_of
 
 
 class Scored(pl.LightningModule):
@@ -149,15 +149,14 @@ def test_a_finished_run_has_no_row_about_nan(tmp_path: Path) -> None:
     assert "nan" not in [label for label, _ in summary_rows(result)]
 
 
-def job(number: int, value: float, status: str = "finished") -> Job:
-    result = Result("fit", "dp", ["cpu"], 1, ".", monitor="val", monitored=value, status=status)
-    return Job(number, (), "dp", maximizes=False, result=result)
+def job(number: int, value: float, state: str = "") -> Variant:
+    return Variant(number, "dp", (), value, state)
 
 
 def test_a_job_that_diverged_is_not_the_best_of_a_sweep() -> None:
     # min() of nan and a number is the first of both
-    assert best_job([job(0, nan), job(1, 0.1, "diverged"), job(2, 0.5), job(3, 0.7)]) == job(2, 0.5)
-    assert best_job([job(0, nan)]) is None
+    assert best_of([job(0, nan), job(1, 0.1, "diverged"), job(2, 0.5), job(3, 0.7)], maximizes=False) == job(2, 0.5)
+    assert best_of([job(0, nan)], maximizes=False) is None
 
 
 class Silent(Scored):

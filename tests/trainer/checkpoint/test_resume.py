@@ -30,6 +30,10 @@ PLANS = {
         2, 3, EVERY_BATCH, {"exact_accumulation": True}, strategy="ddp", num_ranks=2, devices=2
     ),
     "dp, accumulation 3": Plan(0, 3, EVERY_BATCH, strategy="dp", devices=["cpu", "cpu"]),
+    # one sample was moved from the last chunk to the first in a process's first validation alone
+    "dp, validation in even chunks": Plan(
+        0, 1, {"every_n_steps": 1}, strategy="dp", devices=["cpu", "cpu"], val_loader={"batch_size": 4}
+    ),
     "balanced_dp, workers 2": Plan(2, 1, {"every_n_steps": 1}, strategy=UNEVEN, devices=["cpu", "cpu"]),
     "model_parallel": Plan(0, 3, EVERY_BATCH, strategy="model_parallel", devices=["cpu", "cpu"]),
     "ddp_model_parallel, accumulation 3": Plan(

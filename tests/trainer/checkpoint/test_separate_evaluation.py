@@ -1,16 +1,22 @@
 """A validation leaves the training around it as it was, finished or stopped."""
 
+import os
+import signal
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
 import pytorch_lightning as pl
 import torch
+from pytorch_lightning.callbacks import EMAWeightAveraging
+from pytorch_lightning.utilities.exceptions import SIGTERMException
 from torch.utils.data import DataLoader
 from torchmetrics import SumMetric
 from torchmetrics.wrappers import Running
 
 from evener.trainer import Trainer
+from evener.trainer.checkpoint import Checkpoint
 from evener.trainer.checkpoint._run_state import metric_states, restore_metrics
 
 
@@ -64,3 +70,50 @@ def test_validation_leaves_training_as_it_is(given: bool) -> None:
             trainer.fit(Noisy(), loader, loader if given else DataLoader(torch.arange(6.0)[:, None], 2))
     assert len(losses[0]) == 8
     assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize("in_module", [False, True], ids=["a callback's", "the module's own"])
+def test_a_stop_within_a_validation_saves_no_weights_that_stand_in_for_the_trained_ones(
+    in_module: bool, tmp_path: Path
+) -> None:
+    # the average of the weights, which took their place for the validation, was saved as the weights
+    trained: list[torch.Tensor] = []
+
+    class Averaged(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(1, 1)
+
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            return self.layer(batch).square().mean()
+
+        def on_train_batch_end(self, *_: Any) -> None:
+            trained.append(self.layer.weight.detach().clone())
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    class Swapping(Averaged):
+        def on_validation_start(self) -> None:
+            self.kept = self.layer.weight.detach().clone()
+            self.layer.weight.data.zero_()
+
+        def on_validation_epoch_end(self) -> None:
+            self.layer.weight.data.copy_(self.kept)
+
+    pl.seed_everything(3, verbose=False)
+    trainer = Trainer(
+        callbacks=[Checkpoint(tmp_path), *([] if in_module else [EMAWeightAveraging(decay=0.5)])],
+        max_epochs=2, num_sanity_val_steps=0, accelerator="cpu", devices=1, logger=False,
+        enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    loader = DataLoader(torch.arange(8.0)[:, None], 2)
+    with pytest.raises(SIGTERMException):
+        trainer.fit(Swapping() if in_module else Averaged(), loader, DataLoader(torch.arange(6.0)[:, None], 2))
+    saved = torch.load(tmp_path / "last.ckpt", weights_only=True)
+    weights = saved["state_dict"] if in_module else saved["current_model_state"]
+    assert torch.equal(weights["layer.weight"], trained[-1])
+    assert len(trained) == 4

@@ -5,6 +5,7 @@ import os
 import shutil
 import warnings
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from evener.strategies import ConfigError
 from evener.trainer import Trainer
 from evener.trainer.checkpoint import Checkpoint, snapshots
+from evener.trainer.checkpoint.file_io import CheckpointError, read
 from evener.trainer.checkpoint.find import find_newest
 from evener.trainer.checkpoint.snapshots import directory_in_memory, discard, move_to_disk, saved_in_memory
 
@@ -50,6 +52,14 @@ class Fails(pl.LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=0.1)
+
+
+class Wide(Fails):
+    """Has a tensor that is large enough to be in the file of tensors."""
+
+    def __init__(self, at: int | None = None) -> None:
+        super().__init__(at)
+        self.wide = torch.nn.Parameter(torch.ones(2000))
 
 
 def fit(folder: Path, module: Fails, checkpoint: Path | None = None, **options: Any) -> None:
@@ -96,6 +106,30 @@ def test_a_snapshot_that_is_older_or_damaged_is_not_taken(tmp_path: Path) -> Non
     assert find_newest(tmp_path, memory) == tmp_path / "last.ckpt"
 
 
+@pytest.mark.parametrize("damage", ["missing", "short", "one bit"])
+def test_a_snapshot_whose_tensor_file_is_damaged_gives_way_to_a_checkpoint_on_the_disk(
+    damage: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    # resume=auto was blocked by it though good checkpoints lay on the disk, and went on with wrong weights.
+    with pytest.raises(KeyError):
+        fit(tmp_path, Wide(at=17), snapshot_every_n_steps=3)
+    memory = saved_in_memory(tmp_path)
+    assert memory is not None
+    assert find_newest(tmp_path, memory) == memory
+    name = torch.load(memory, weights_only=True)["evener_tensors"]
+    content = bytearray((memory.parent / name).read_bytes())
+    content[len(content) // 2] ^= 64
+    for path in memory.parent.glob("tensors-*") if damage == "missing" else []:
+        path.unlink()
+    if damage != "missing":
+        (memory.parent / name).write_bytes(content if damage == "one bit" else content[:-100])
+    assert find_newest(tmp_path, saved_in_memory(tmp_path)) == tmp_path / "last.ckpt"
+    assert f"{memory} is {'corrupted' if damage == 'one bit' else 'incomplete'}" in caplog.text
+    with pytest.raises(CheckpointError, match="corrupted" if damage == "one bit" else "incomplete"):
+        read(memory)
+    assert move_to_disk(tmp_path) is None
+
+
 def test_the_snapshot_of_a_run_that_failed_for_good_moves_to_the_disk(tmp_path: Path) -> None:
     with pytest.raises(KeyError):
         fit(tmp_path, Fails(at=9), snapshot_every_n_steps=2)
@@ -107,8 +141,10 @@ def test_the_snapshot_of_a_run_that_failed_for_good_moves_to_the_disk(tmp_path: 
 def test_a_place_in_memory_that_others_can_write_to_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(snapshots, "MEMORY", tmp_path)
     fit(tmp_path / "own", Fails(), snapshot_every_n_steps=2)
-    (tmp_path / f"evener-{os.getuid()}").chmod(0o777)
-    with pytest.raises(ConfigError, match=r"belongs to another user, or others may write to it\. Remove it, or set"):
+    assert not list(tmp_path.glob("evener-*")), "nothing stays after a run"
+    directory_in_memory(tmp_path / "own").mkdir()
+    directory_in_memory(tmp_path / "own").chmod(0o777)
+    with pytest.raises(ConfigError, match=r"belongs to another user, or is open to others\. Remove it, or set"):
         fit(tmp_path / "own", Fails(), snapshot_every_n_steps=2)
     monkeypatch.setattr(snapshots, "MEMORY", tmp_path / "none")
     with pytest.raises(ConfigError, match=r"snapshot_every_n_steps=2 needs .*, which this system does not have"):
@@ -117,6 +153,48 @@ def test_a_place_in_memory_that_others_can_write_to_is_refused(tmp_path: Path, m
         ConfigError, match=r"snapshot_every_n_steps=0 is not allowed\. Give a whole number >= 1 or null"
     ):
         Checkpoint(snapshot_every_n_steps=0)
+
+
+@pytest.mark.parametrize("foreign", ["a link", "of another user", "open to others"])
+def test_a_foreign_directory_in_memory_is_told_and_nothing_in_it_is_read_or_removed(
+    foreign: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    # A link of another user's had a run delete directories of its own user's; a directory ended finished runs.
+    monkeypatch.setattr(snapshots, "MEMORY", tmp_path / "shm")
+    (tmp_path / "shm").mkdir(mode=0o700)
+    if foreign == "of another user":
+        monkeypatch.setattr(os, "getuid", partial(int, os.getuid() + 1))
+    run = tmp_path / "run"
+    own = [directory_in_memory(path) for path in (run, tmp_path / "gone")]
+    for path in own:
+        kept = tmp_path / f"victim of {path.name}"
+        kept.mkdir(mode=0o700)
+        (kept / "run").write_text(str(tmp_path / "gone"))
+        (kept / "snapshot.ckpt").touch()
+        for file in kept.iterdir():
+            os.utime(file, (0, 0))
+        if foreign == "a link":
+            path.symlink_to(kept)
+        else:
+            kept.rename(path)
+            path.chmod(0o777 if foreign == "open to others" else 0o700)
+    with pytest.raises(ConfigError, match=r"belongs to another user, or is open to others\. Remove it, or set"):
+        fit(run, Fails(), snapshot_every_n_steps=2)
+    if foreign != "of another user":
+        fit(tmp_path / "another", Fails(), snapshot_every_n_steps=2)
+    assert saved_in_memory(run) is None
+    assert move_to_disk(run) is None
+    discard(run)
+    assert f"{own[0]} is passed over" in caplog.text
+    assert [len(list(path.iterdir())) for path in own] == [2, 2]
+    fit(run, Fails())
+
+
+def test_the_directory_in_memory_is_for_its_user_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(snapshots, "MEMORY", tmp_path)
+    with pytest.raises(KeyError):
+        fit(tmp_path / "run", Fails(at=9), snapshot_every_n_steps=2)
+    assert directory_in_memory(tmp_path / "run").stat().st_mode & 0o777 == 0o700
 
 
 def test_what_killed_runs_left_is_given_back_once_nobody_can_resume_them(
@@ -140,11 +218,12 @@ def test_what_killed_runs_left_is_given_back_once_nobody_can_resume_them(
 @pytest.mark.long
 def test_a_killed_rank_costs_the_steps_since_the_last_snapshot(tmp_path: Path) -> None:
     words = ["+module.fault=kill", f"+module.once={tmp_path}/once", "checkpoint=last", "launcher.max_restarts=1"]
-    with running(tmp_path, *words, "checkpoint.snapshot_every_n_steps=2", "trainer.max_epochs=1") as run:
+    with running(tmp_path, *words, "checkpoint.snapshot_every_n_steps=1", "trainer.max_epochs=1") as run:
         assert run.wait(300) == 0, run.output.read_text()
         steps = [step for rank, _, step in run.lines() if rank == 0]
     assert steps[:4] == [0, 1, 2, 3]
-    assert steps[4:] == list(range(2, 64)), "nothing was saved on the disk before the end of the epoch"
+    # the third snapshot may not have been whole; nothing was saved on the disk before the end of the epoch
+    assert steps[4:] in (list(range(2, 64)), list(range(3, 64)))
     directories = list(tmp_path.rglob("checkpoints"))
     assert directories
     assert not [path for path in directories if directory_in_memory(path).exists()]

@@ -19,19 +19,18 @@ from typing import Any
 import pytest
 from commands import PAGES, ROOT, commands, commands_of, overlooked, torchrun_options, unknown_extras, words_after
 from distributed import run_ranks
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from evener.trainer import compose
 from evener.trainer.cli import tool
-from evener.trainer.compare import compare
-from evener.trainer.compare.trial import CONFIG_FILE, Trial, read_trial, run_here
+from evener.trainer.study import compare
+from evener.trainer.study.trial import CONFIG_FILE, Trial, execute, read_trial, write_config
 
 COMMANDS = commands()
 
 CANNOT_RUN = {
     "python3 -m venv .venv": "makes an environment; .ci/run runs it",
     ". .venv/bin/activate": "belongs to the line before",
-    "cd my_project": "belongs to the line before",
     'pip install -c constraints.txt torch -e ".[examples]"': "needs a network",
     'pip install -c constraints.txt torch -e ".[test]"': "needs a network; .ci/run runs it",
     'pip install -e ".[examples]"': "needs a network",
@@ -39,6 +38,7 @@ CANNOT_RUN = {
     'pip install torch==2.13.0 -e ".[test,zoo]"': "needs a network",
     'pip install "evener[examples]"': "needs a network",
     'pip install -e ".[slurm]"': "needs a network",
+    "pip install": "named only",
     "pip install evener": "needs a network",
     'pip install "evener[wandb]"': "needs a network",
     'pip install "evener[mlflow]"': "needs a network",
@@ -46,6 +46,7 @@ CANNOT_RUN = {
     'pip install "evener[optuna]"': "needs a network",
     "python train.py hparams_search=optuna": "needs optuna; tests/trainer/job/test_hparams_search.py runs it",
     'eval "$(python train.py -sc install=bash)"': "changes the shell; tests/trainer/cli/test_start.py completes words",
+    'eval "$(evener train -sc install=bash)"': "as above",
     "python -m torch.distributed.launch": "named only; torchrun is its successor",
     "python -m build": "tests/test_wheel.py builds the wheel",
     "ruff check . && ruff format --check . && lint-imports && basedpyright && pytest -n 3 --dist worksteal": (
@@ -199,11 +200,8 @@ def num_processes(words: list[str], cfg: DictConfig) -> int:
 
 def in_this_process(cfg: DictConfig, strategy: str, timeout_s: float) -> Trial:
     """As `run_trial`, without a process of its own."""
-    folder = Path(cfg.run_dir)
-    folder.mkdir(parents=True)
-    (folder / CONFIG_FILE).write_text(OmegaConf.to_yaml(cfg, resolve=True), encoding="utf-8")
-    (folder / "outcome.json").write_text(json.dumps(run_here(folder / CONFIG_FILE)), encoding="utf-8")
-    return read_trial(folder, strategy, 0)
+    execute(write_config(cfg) / CONFIG_FILE)
+    return read_trial(Path(cfg.run_dir), strategy, "")
 
 
 def train_here(project: str, words: list[str]) -> None:
@@ -242,7 +240,7 @@ def verify_results(home: Path, words: list[str]) -> None:
     jobs = math.prod(len(word.partition("=")[2].split(",")) for word in words if "-m" in words and "=" in word)
     assert len(results) >= jobs
     for result in results:
-        assert result["metrics"] or "profile" in str(words) or "debug=fast" in words
+        assert result["metrics"] or result["predictions"] or "profile" in str(words) or "debug=fast" in words
         assert all(math.isfinite(value) for value in result["metrics"].values())
 
 
@@ -291,6 +289,8 @@ def test_other_commands_are_known(command: str, capsys: pytest.CaptureFixture[st
         words = shlex.split(command)
         assert [word for word in words if "/" in word and not (ROOT / word).exists()] == []
         assert words[1:2] != ["-m"] or f'"{words[2]}: ' in (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    elif command.startswith("python tests/"):
+        assert (ROOT / shlex.split(command)[1]).exists()
     else:
         assert command.startswith("python -c ")
         exec(words_after(command, "-c")[0], {})

@@ -25,6 +25,7 @@ print("imported:", sorted({"torch", "pytorch_lightning", "lightning", "scipy"} &
 def answer(*words: str, **env: str) -> str:
     # what torch leaves behind where it has trained in this process, such as MASTER_PORT, says that a launcher is there
     clean = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHER_VARIABLES)}
+    clean["KUBERNETES_PORT"] = "tcp://10.0.0.1:443"  # as in every pod, launched or not
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, *words], cwd=ROOT, env={**clean, **env}, timeout=300, capture_output=True,
         text=True, check=True,
@@ -38,8 +39,13 @@ def answer(*words: str, **env: str) -> str:
         (["--help"], "== Groups =="),
         (["--cfg", "job"], "strategy:"),
         (["--cfg", "job", "checkpoint.async=true"], "  background: true"),
+        (["--cfg", "job", "ckpt_path=last"], "resume: last"),
         (["module.lrr=1"], "module.lrr is unknown"),
         (["strategy=nope"], "strategy=nope is unknown. Choose one of: balanced_ddp,"),
+        (["trainer.max_epochs=abc"], "trainer.max_epochs=abc is not allowed. Give a whole number"),
+        (["mode=evaluate"], "mode=evaluate is unknown"),
+        (["precision=fp16"], "precision=fp16 is unknown. Did you mean 16-mixed?"),
+        (["+lr=0.1"], "lr is read by nothing"),
     ],
 )
 def test_an_answer_of_the_configuration_needs_neither_torch_nor_lightning(words: list[str], told: str) -> None:

@@ -125,3 +125,24 @@ def test_what_needs_no_torch_is_answered_without_it(words: list[str], tmp_path: 
         text=True, check=True,
     )  # fmt: skip
     assert "imported: []" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("line", "answers"),
+    [("evener st", ["strategies"]), ("evener train strategy=balanced_dp", ["strategy=balanced_dp"])],
+)
+def test_the_shell_completes_commands_and_the_words_of_train(
+    line: str, answers: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COMP_LINE", line)
+    monkeypatch.setenv("COMP_POINT", str(len(line)))
+    assert evener(monkeypatch, "-sc", "query=bash") in (0, None)
+    assert set(answers) <= set(capsys.readouterr().out.split())
+
+
+def test_a_project_s_name_is_quoted_for_the_shell_and_its_logs_are_ignored_by_git(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert evener(monkeypatch, "new", "my project") is None
+    assert "cd 'my project'\n" in capsys.readouterr().out
+    assert "logs/" in Path("my project/.gitignore").read_text(encoding="utf-8").splitlines()

@@ -1,7 +1,6 @@
 """Every file of every configuration group composes and builds what it names."""
 
 import re
-from collections import Counter
 from itertools import combinations
 from pathlib import Path
 
@@ -15,6 +14,7 @@ import evener.conf
 from evener.strategies import STRATEGIES, ConfigError, SingleDeviceStrategy
 from evener.trainer import compose, main
 from evener.trainer.cli.train import prepare
+from evener.trainer.config.descriptions import options
 from evener.trainer.config.group_files import PACKAGE
 from evener.trainer.job.run import build
 
@@ -34,7 +34,7 @@ def companions(choice: str) -> list[str]:
         if group == "logger":
             return ["logger.custom._target_=pytorch_lightning.loggers.CSVLogger", "+logger.custom.save_dir=unused"]
         kind = {"module": "DigitsClassifier", "data": "DigitsDataModule"}[group]
-        return [f"{group}._target_=evener.examples.digits.{kind}"]
+        return [f"{group}._target_=evener.examples.digits.{kind}", *(["data=digits"] if group == "module" else [])]
     if group == "module" and f"data={option}" in CHOICES:
         return [f"data={option}"]
     return ["devices=2"] if group == "strategy" and option != "single_device" else []
@@ -89,24 +89,39 @@ def unexplained(file: Path) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("files", ["_shared/*", "checkpoint/*", "launcher/*", "logger/*", "strategy/*", "trainer/*"])
+@pytest.mark.parametrize("files", ["checkpoint/*", "launcher/*", "logger/*", "strategy/*", "trainer/*"])
 def test_every_option_is_explained(files: str) -> None:
     assert [line for file in sorted(CONF.glob(f"{files}.yaml")) for line in unexplained(file)] == []
 
 
-def explanations(file: Path) -> set[str]:
-    """Options of a strategy or checkpoint file, each with the comment above it."""
-    return set(re.findall(r"^#[^\n]*\n(?=\w+:).*$", file.read_text(encoding="utf-8"), flags=re.MULTILINE))
+DIFFERING = {"weights", "hysteresis", "find_unused_parameters", "batch_dims", "shard_optimizer", "cpu_offload"}
+"""Options whose meaning or default differs between strategies."""
 
 
-@pytest.mark.parametrize("group", ["checkpoint", "strategy"])
-def test_what_files_of_a_group_share_is_written_once(group: str) -> None:
-    """A single option of two files may stand in both; more of them, or more files, call for a file to inherit."""
-    written = {file.stem: explanations(file) for file in (*CONF.glob("_shared/*.yaml"), *(CONF / group).glob("*.yaml"))}
-    shared = {(a, b): written[a] & written[b] for a, b in combinations(written, 2)}
-    assert {pair: options for pair, options in shared.items() if len(options) > 1} == {}
-    repeated = Counter(option for options in written.values() for option in options)
-    assert [option for option, count in repeated.items() if count > 2] == []
+def test_keys_that_strategies_share_have_one_default_and_one_explanation() -> None:
+    found: dict[str, set[tuple[str, str]]] = {}
+    for name in PACKAGE.files("strategy"):
+        for option in options(PACKAGE.text(f"strategy/{name}")):
+            found.setdefault(option.name, set()).add((option.default, option.comment))
+    del found["model_parallel_size"]  # of dp: stages of each replica
+    assert {key: texts for key, texts in found.items() if len(texts) > 1 and key not in DIFFERING} == {}
+
+
+def test_keys_that_ddp_strategies_share_have_one_default_and_one_explanation() -> None:
+    names = [name for name in PACKAGE.files("strategy") if "ddp" in name]
+    found = [{o.name: (o.default, o.comment) for o in options(PACKAGE.text(f"strategy/{name}"))} for name in names]
+    for one, other in combinations(found, 2):
+        assert {key: one[key] for key in one.keys() & other.keys()} == {
+            key: other[key] for key in one.keys() & other.keys()
+        }
+
+
+def test_keys_that_checkpoint_policies_share_have_one_default_and_one_explanation() -> None:
+    found: dict[str, set[tuple[str, str]]] = {}
+    for name in ("last", "every_n_steps", "interval"):
+        for option in options(PACKAGE.text(f"checkpoint/{name}")):
+            found.setdefault(option.name, set()).add((option.default, option.comment))
+    assert [key for key, texts in found.items() if len(texts) > 1] == ["save_top_k"]
 
 
 def test_inherited_options_are_composed_with_a_file_s_own() -> None:
@@ -115,7 +130,7 @@ def test_inherited_options_are_composed_with_a_file_s_own() -> None:
         "loss_reduction": "mean", "submodule": None, "copy_frozen": False, "threads": None,
         "gpu0_chunk": None, "weights": None, "objective": "time", "hysteresis": 0.02,
         "batch_dims": None, "model_parallel_size": 1, "recompute": "never", "shard_optimizer": False,
-        "verify_loss": True,
+        "verify": True,
     }  # fmt: skip
     best = PACKAGE.options("checkpoint", "best")
     assert (best.save_top_k, best.save_last, best.every_n_epochs, best.on_error) == (1, True, 1, "raise")
@@ -133,17 +148,24 @@ def test_files_are_composed_inside_a_run_of_hydra_which_goes_on() -> None:
     assert not GlobalHydra.instance().is_initialized()
 
 
-def test_what_files_inherit_is_no_choice(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_lists_the_files_of_every_group(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr("sys.argv", ["train.py", "--help"])
     main()
     groups = capsys.readouterr().out.partition("== Groups ==")[2].partition("== Keys ==")[0]
     assert re.findall(r"^[* ] (\w+)", groups.partition("strategy: ")[2].partition("\ntrainer")[0], re.MULTILINE) == (
         PACKAGE.files("strategy")
     )
-    assert re.findall(r"^[* ] *_\w*", groups, re.MULTILINE) == []
-    with initialize_config_module("evener.conf", version_base="1.3"):
-        assert GlobalHydra.instance().config_loader().get_group_options("strategy") == PACKAGE.files("strategy")
     assert PACKAGE.groups() == GROUPS
+
+
+def test_a_project_has_values_of_its_machine_in_local_default(tmp_path: Path) -> None:
+    (tmp_path / "local").mkdir()
+    (tmp_path / "local" / "default.yaml").write_text("# @package _global_\nlog_dir: elsewhere\n")
+    (tmp_path / "mine.yaml").write_text("hydra:\n  searchpath: [pkg://evener.conf]\ndefaults: [train, _self_]\n")
+    assert compose(config_name="mine", config_dir=tmp_path).log_dir == "elsewhere"
+    assert compose().log_dir == "logs"
 
 
 def test_resolved_config_has_no_interpolation_left(tmp_path: Path) -> None:

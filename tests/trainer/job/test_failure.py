@@ -1,7 +1,11 @@
 """What ended a run is in its log and its result, the user's frames first."""
 
+import errno
 import json
 import os
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +17,8 @@ from omegaconf import DictConfig
 from evener.strategies import ConfigError
 from evener.trainer import Result, compose, train
 from evener.trainer.job.failure import Failure, report, users_frames
-from evener.trainer.launch.environment import WorkerError
-from evener.trainer.launch.launcher import run_rank
+from evener.trainer.job.result import WorkerError
+from evener.trainer.job.run import Run
 
 ROOT = Path(__file__).parents[3]
 SUPPORT = ROOT / "tests" / "support"
@@ -125,6 +129,39 @@ def test_a_restarted_run_has_the_reason_of_its_last_failure(
     assert (result.failed_rank, result.reason, result.num_restarts) == (0, "KeyError: 2", 1)
 
 
+def test_without_hard_links_the_first_rank_still_gives_the_reason(
+    tmp_path: Path, cfg: DictConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # exFAT, many network and FUSE file systems: result.json and the reason in train.log were both lost.
+    def no_links(*_: Any, **__: Any) -> None:
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", no_links)
+    ranks, start = range(8), threading.Barrier(8)
+
+    def fails(rank: int) -> bool:
+        start.wait(60)
+        return report(cfg, Failure(rank, f"rank {rank} broke"), 8)
+
+    with ThreadPoolExecutor(8) as pool:
+        first = [rank for rank, is_first in zip(ranks, pool.map(fails, ranks), strict=True) if is_first]
+    assert len(first) == 1
+    assert Result.read(tmp_path).failed_rank == first[0]
+    assert f"rank {first[0]} failed: rank {first[0]} broke" in (tmp_path / "train.log").read_text()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["result.json", "train.log"]
+
+
+def test_a_result_that_cannot_be_written_leaves_the_reason_in_the_log(
+    tmp_path: Path, cfg: DictConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> bool:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Result, "write_first", full)
+    report(cfg, Failure(1, "rank 1 broke"), 2)
+    assert "rank 1 failed: rank 1 broke" in (tmp_path / "train.log").read_text()
+
+
 def test_a_full_disk_does_not_hide_the_reason(tmp_path: Path, cfg: DictConfig) -> None:
     cfg.run_dir = str(tmp_path / "gone")
     assert report(cfg, Failure(0, "KeyError: 1"))
@@ -136,10 +173,20 @@ def test_a_rank_that_fails_after_another_says_no_more_than_that(
     def fails(_: Any) -> None:
         raise KeyError("of rank 1")
 
-    monkeypatch.setattr("evener.trainer.launch.launcher.run", fails)
+    monkeypatch.setattr("evener.trainer.job.run.run", fails)
     assert report(cfg, Failure(0, "KeyError: 'of rank 0'"), num_processes=2)
     with pytest.raises(WorkerError, match=r"^rank 1 failed too: KeyError: 'of rank 1'$"):
-        run_rank(cfg, rank=1, num_processes=2)
+        Run(cfg, rank=1, num_processes=2).execute()
+
+
+@pytest.mark.parametrize(("given", "status"), [(None, 1), (0, 1), (143, 143), ("no more data", 1)])
+def test_a_rank_that_the_users_code_ends_has_failed_with_its_status(
+    given: Any, status: int, cfg: DictConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("evener.trainer.job.run.run", lambda _: sys.exit(given))
+    with pytest.raises(WorkerError) as ended:
+        Run(cfg, rank=1, num_processes=2).execute()
+    assert ended.value.status == status
 
 
 @pytest.mark.long

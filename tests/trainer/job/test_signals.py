@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import fork_server
 import pytest
 import pytorch_lightning as pl
 import torch
@@ -20,6 +21,8 @@ from torch.utils.data import DataLoader
 
 from evener.strategies import DDPStrategy
 from evener.strategies.core.files import is_alive
+from evener.strategies.distributed import process_exit
+from evener.strategies.distributed.process_exit import ASK_TO_STOP
 from evener.trainer import Trainer
 from evener.trainer.checkpoint import Checkpoint
 from evener.trainer.checkpoint._loader_state import make_resumable
@@ -58,9 +61,12 @@ class Signalled(pl.LightningModule):
 
 
 @pytest.fixture(autouse=True)
-def ctrl_c() -> Iterator[None]:
+def signals_of_a_terminal() -> Iterator[None]:
+    before = {signum: signal.getsignal(signum) for signum in ASK_TO_STOP}
+    fork_server.hear_signals()
     yield
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # Lightning ignores it after the first
+    for signum, handler in before.items():
+        signal.signal(signum, handler)  # Lightning ignores Ctrl-C after the first
 
 
 def make_trainer(folder: Path) -> Trainer:
@@ -114,11 +120,12 @@ def test_ctrl_c_in_a_script_saves_first(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("place", ["optimizers", "sanity check", "nothing saves", "twice"])
-def test_ctrl_c_in_a_script_ends_it_at_once(place: str, tmp_path: Path) -> None:
+def test_ctrl_c_in_a_script_ends_it_at_once(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     module, trainer = Signalled({"nothing saves": "step 2"}.get(place, place), signal.SIGINT), make_trainer(tmp_path)
     if place == "nothing saves":
         trainer.callbacks = [callback for callback in trainer.callbacks if not isinstance(callback, Checkpoint)]
     if place == "twice":
+        monkeypatch.setattr(process_exit, "ONE_REQUEST_S", -1.0)
         module.place = "step 2"
         module.on_before_zero_grad = lambda _: module.reach(f"step {trainer.global_step}")  # type: ignore[method-assign]
     with pytest.raises(SystemExit):

@@ -3,12 +3,14 @@
 import os
 import socket
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 from distributed import run_ranks
+from launching import Run, running
 from regression import quiet_trainer
 
 from evener.strategies import ConfigError, DDPStrategy
@@ -59,7 +61,7 @@ def test_a_rank_is_recognised(started_by: str) -> None:
 
 def test_the_command_starts_nothing_in_a_rank(started_by: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[Any] = []
-    monkeypatch.setattr(launch, "run", ran.append)
+    monkeypatch.setattr(launch.Run, "execute", lambda run: ran.append(run.cfg))
     monkeypatch.setattr(agent, "launch_workers", lambda *_: pytest.fail("workers were started by a worker"))
     cfg = configured(started_by, tmp_path)
     launch.launch(cfg)
@@ -114,3 +116,28 @@ def test_two_ranks_of_a_launcher_are_one_run(started_by: str, tmp_path: Path) ->
     steps = sorted(line.split()[::2] for line in (tmp_path / "record").read_text().splitlines())
     assert steps == [["0", "0"], ["0", "1"], ["1", "0"], ["1", "1"]], "two steps of each rank, by two processes"
     assert len(list(tmp_path.glob("*/*/*/.hydra"))) == len(list(tmp_path.glob("*/*/*/result.json"))) == 1
+
+
+@pytest.mark.parametrize(
+    ("first", "second"), [("a", "b"), *(pytest.param(*two, marks=pytest.mark.slow) for two in (("a", ""), ("", "b")))]
+)
+def test_a_machine_with_another_secret_is_named_on_both_at_once(first: str, second: str, tmp_path: Path) -> None:
+    # It was never named, and both waited for values that they could not believe until a timeout.
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    common = {**KUBEFLOW, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    with ExitStack() as stack:
+        runs: list[Run] = []
+        for rank, secret in enumerate((first, second)):
+            (own := tmp_path / str(rank)).mkdir()
+            env = {**common, "RANK": str(rank), "EVENER_SECRET": secret}
+            runs.append(
+                stack.enter_context(running(own, "devices=1", "num_nodes=2", "strategy.timeout_s=600", env=env))
+            )
+        for run in runs:
+            assert run.wait(120) == 1
+            said = run.output.read_text()
+            assert "Error: EVENER_SECRET is " in said
+            assert "Set it to the same text on all machines, or on none." in said
+            assert "Traceback" not in said
+            assert not run.lines()

@@ -14,7 +14,7 @@ from torch.distributed.elastic.multiprocessing import PContext
 from torch.multiprocessing.spawn import ProcessContext
 
 from evener.strategies.distributed.process_exit import is_frozen
-from evener.trainer.launch._elastic import frozen_workers_killed
+from evener.trainer.launch._elastic import Workers
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def frozen() -> Iterator[BaseProcess]:
 
 def test_a_frozen_worker_is_killed_before_forked_ones_are_awaited(frozen: BaseProcess) -> None:
     context: Any = SimpleNamespace(processes=[frozen])
-    with frozen_workers_killed():
+    with Workers(60).started_by_agent():
         ProcessContext._join_procs_with_timeout(context, 60)
     assert frozen.exitcode == -signal.SIGKILL
 
@@ -47,6 +47,6 @@ def test_a_frozen_worker_is_killed_before_started_ones_are_asked_to_end(frozen: 
     context: Any = SimpleNamespace(
         pids=lambda: {0: frozen.pid}, _close=close, _tail_logs=[], filtered_stdout=None, filtered_stderr=None
     )
-    with frozen_workers_killed():
+    with Workers(60).started_by_agent():
         PContext.close(context)
     assert seen == [-signal.SIGKILL]

@@ -9,29 +9,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from launching import Run, running
+from launching import Run, ends, failure_of, running, saved_step
 from tensorboard.backend.event_processing import event_file_loader
 from tensorboard.compat.proto import event_pb2
 
 from evener.trainer import Result, compose, train
-from evener.trainer.checkpoint.find import find_newest
-from evener.trainer.config.launch_plan import LaunchPlan
+from evener.trainer.config.checks import LaunchPlan
 from evener.trainer.launch import _elastic
 
-GONE_S = 120.0
-"""Seconds within which every process of a run must be gone. Ten are promised; on two idle cores it takes 1.2 s after an
-exception, 1.9 s after a kill, and 4 s after a timeout, and on a busy machine many times as long."""
-
 LOGGED = ("logger=tensorboard", "trainer.log_every_n_steps=1")
-
-
-def ends(run: Run, since_s: float) -> int:
-    """Wait for the end of a run and of all its processes, which must come in time; return its status."""
-    status = run.wait(since_s + GONE_S - time.monotonic())
-    while run.survivors():
-        assert time.monotonic() - since_s < GONE_S, f"survivors: {run.survivors()}"
-        time.sleep(0.05)
-    return status
 
 
 def written_steps(run: Run) -> list[int]:
@@ -41,23 +27,6 @@ def written_steps(run: Run) -> list[int]:
     assert sum(len(record) + 16 for record in records) == file.stat().st_size  # a record has 16 bytes of frame
     events = [event_pb2.Event.FromString(record) for record in records]
     return [event.step for event in events for value in event.summary.value if value.tag == "val/loss"]
-
-
-def failure_of(run: Run) -> tuple[int | None, str]:
-    """Rank and reason in the run's result, which must be in its log, too."""
-    (log,) = run.folder.glob("logs/*/*/*/train.log")
-    result = Result.read(log.parent)
-    assert result.status == "failed"
-    assert result.reason is not None
-    assert f"rank {result.failed_rank} failed: " in log.read_text()
-    assert result.reason in log.read_text()
-    return result.failed_rank, result.reason
-
-
-def saved_step(run: Run) -> int:
-    path = find_newest(run.folder)
-    assert path is not None
-    return torch.load(path, weights_only=True)["global_step"]
 
 
 @pytest.mark.long

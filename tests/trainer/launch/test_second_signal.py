@@ -42,7 +42,7 @@ def test_it_ends_the_command_quietly(
     if moment == "while the directory is removed":
         monkeypatch.setattr(files.shutil, "rmtree", interrupted)
     else:
-        monkeypatch.setattr(_elastic, "cut_off", interrupted)
+        monkeypatch.setattr(_elastic, "stopped", interrupted)
     with pytest.raises(SystemExit) as ended:
         main()
     assert ended.value.code == 128 + signal.SIGINT

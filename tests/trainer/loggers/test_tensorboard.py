@@ -1,4 +1,4 @@
-"""TensorBoard: charts of what is logged, colours by sub-runs, hyperparameters, histograms, graph and images."""
+"""TensorBoard: charts of what is logged, hyperparameters, histograms, graph and images."""
 
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,6 @@ from evener.trainer import Result, Trainer, compose, train
 from evener.trainer.callbacks import Histograms
 from evener.trainer.loggers import TensorBoardLogger
 from evener.trainer.loggers.hparams import shown
-from evener.trainer.loggers.tensorboard import split_of
 
 
 def read(directory: str | Path) -> EventAccumulator:
@@ -33,12 +32,11 @@ def charts(log: EventAccumulator) -> dict[str, list[str]]:
 
 @pytest.fixture(scope="module")
 def split(tmp_path_factory: pytest.TempPathFactory) -> Result:
-    """Two epochs of digits on one device, with sub-runs and histograms."""
+    """Two epochs of digits on one device, with histograms."""
     options = [
         "test_after_fit=true",
         "trainer.max_epochs=2",
         "callbacks=histograms",
-        "logger.tensorboard.sub_runs=true",
     ]
     return train(compose([*SHORT, f"log_dir={tmp_path_factory.mktemp('logs')}", *options]))
 
@@ -68,33 +66,17 @@ def test_a_chart_appears_with_its_first_value_and_nothing_is_written_before(tmp_
     }
 
 
-def test_validation_and_test_values_are_in_sub_runs(split: Result) -> None:
+def test_one_event_file_has_all_splits(split: Result) -> None:
     home = Path(split.run_dir)
-    own, val, test = (set(read(path).Tags()["scalars"]) for path in (home, home / "val", home / "test"))
-    assert {"train/loss", "lr-AdamW", "speed/step_ms"} <= own
-    assert (val, test) == ({"val/loss", "val/acc"}, {"test/loss", "test/acc"})
-    assert not {name for name in own if name.startswith(("val", "test"))}
-    assert all(len(list(path.glob("events.*"))) == 1 for path in (home, home / "val", home / "test"))
-    assert read(home / "val").Scalars("val/loss")[-1].value == pytest.approx(split.metrics["val/loss"], abs=1e-6)
+    names = set(read(home).Tags()["scalars"])
+    assert {"train/loss", "val/loss", "val/acc", "test/loss", "test/acc", "lr-AdamW", "speed/step_ms"} <= names
+    assert len(list(home.glob("events.*"))) == 1
 
 
-def test_hparams_name_the_sub_run_of_a_metric(split: Result) -> None:
-    content = plugin_data_pb2.HParamsPluginData.FromString(
-        read(split.run_dir).SummaryMetadata("_hparams_/experiment").plugin_data.content
-    )
-    found = {info.name.tag: info.name.group for info in content.experiment.metric_infos}
-    assert found == {"val/loss": "val", "val/acc": "val", "test/loss": "test", "test/acc": "test", "train/loss": ""}
-
-
-@pytest.mark.parametrize(
-    ("tag", "part"),
-    [
-        ("val/loss", "val"), ("val_loss", "val"), ("valid.acc", "val"), ("validation/f1", "val"), ("Test-acc", "test"),
-        ("train/loss", ""), ("value/loss", ""), ("valley", ""), ("testament", ""), ("loss/val", ""),
-    ],
-)  # fmt: skip
-def test_a_tag_belongs_to_the_split_it_begins_with(tag: str, part: str) -> None:
-    assert split_of(tag) == part
+def test_sub_runs_of_earlier_configurations_are_refused(tmp_path: Path) -> None:
+    TensorBoardLogger(tmp_path, sub_runs=False)
+    with pytest.raises(ConfigError, match="sub_runs is no longer supported"):
+        TensorBoardLogger(tmp_path, sub_runs=True)
 
 
 def test_the_strategy_is_a_word_and_booleans_are_words() -> None:

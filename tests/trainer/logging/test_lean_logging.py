@@ -17,8 +17,7 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassCohenKappa
 
 from evener.strategies import DataParallelStrategy
 from evener.trainer import Trainer
-from evener.trainer.logging import connector
-from evener.trainer.logging.collection_slot import shares_states
+from evener.trainer.logging.collections import shares_states
 
 TRAINERS = (Trainer, pl.Trainer)
 QUIET: dict[str, Any] = {
@@ -226,40 +225,6 @@ def test_a_number_has_the_type_that_the_precision_gives_it() -> None:
     assert found[0] == found[1]
 
 
-def test_what_is_attached_and_patched_during_fit_counts() -> None:
-    """Callbacks that come and go, and hooks that appear on objects and classes, take effect as in Lightning."""
-    runs = []
-    for cls in TRAINERS:
-        calls: list[tuple[str, int]] = []
-
-        class Late(pl.Callback):
-            def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
-                calls.append(("late", trainer.global_step))  # noqa: B023 # called within this turn
-
-        class Patching(SmallModule):
-            def training_step(self, batch: Any, batch_idx: int) -> Any:
-                note = calls.append  # noqa: B023
-                if batch_idx == 1:
-                    self.on_after_backward = lambda: note(("object", batch_idx))  # type: ignore[method-assign]
-                if batch_idx == 2:
-                    type(self).on_before_zero_grad = lambda self, optimizer: note(("class", batch_idx))  # type: ignore[method-assign]
-                if batch_idx == 3:
-                    del self.on_after_backward
-                    self.trainer.callbacks.append(Late())
-                if batch_idx == 5:
-                    self.trainer.callbacks.pop()
-                return super().training_step(batch, batch_idx)
-
-        trainer = cls(**QUIET, logger=False, max_epochs=1)
-        trainer.fit(Patching(), loader(28), loader(4))
-        runs.append(calls)
-    # patched in step 1, deleted in step 3; a hook of the class from step 2; a callback from step 3 (the fourth) to 4
-    assert [name for name, _ in runs[1]] == [
-        "object", "class", "object", "class", "late", "class", "late", "class", "class"
-    ]  # fmt: skip
-    assert runs[0] == runs[1]
-
-
 class LogsCollection(pl.LightningModule):
     """Logs a collection, of which two metrics share their states, in one call."""
 
@@ -354,24 +319,3 @@ def test_an_epochs_means_are_lightnings_bit_by_bit() -> None:
         found.append(trainer.callback_metrics)
     assert found[0] == found[1]
     assert found[0]["single"].dtype == found[1]["single"].dtype == torch.float32
-
-
-@pytest.mark.parametrize("num_loaders", [1, 2])
-def test_an_evaluation_exchanges_values_once_per_loader_and_once_after_its_last_hook(
-    num_loaders: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calls: list[set[str]] = []
-
-    def counted(trainer: pl.Trainer, results: Any, steps: Any) -> Any:
-        calls.append({metric.meta.name for metric in results.values() if not metric.has_reset})
-        return [steps]
-
-    monkeypatch.setattr(connector, "share", counted)
-
-    class Evaluated(LoggingModule):
-        def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-            self.log("step", 1.0)
-
-    loaders = [loader() for _ in range(num_loaders)]
-    Trainer(logger=False, **QUIET).validate(Evaluated(), loaders, verbose=False)
-    assert calls == [*[{"step"}] * num_loaders, {"step", "val at the end"}]

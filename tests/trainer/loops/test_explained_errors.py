@@ -47,3 +47,28 @@ def test_an_optimizer_without_parameters_is_explained() -> None:
 def test_ddp_refuses_a_module_without_parameters() -> None:
     with pytest.raises(Exception, match="ddp: Detached has no parameter that requires a gradient, so there is"):
         fit(Detached(num_layers=0), strategy="ddp", devices=2)
+
+
+class Fails(Detached):
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.text = text
+
+    def training_step(self, batch: list[Tensor]) -> Tensor:
+        raise RuntimeError(self.text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "unable to allocate shared memory(shm) for file </torch_14798_410385871_0>: No space left on device (28)",
+        "DataLoader worker (pid 7) is killed by signal: Bus error. It is possible that dataloader's workers are out of "
+        "shared memory. Please try to raise your shared memory limit.",
+    ],
+)
+def test_too_little_shared_memory_for_data_workers_is_explained(text: str) -> None:
+    # The first was told as a full disk.
+    with pytest.raises(
+        RuntimeError, match=r"^The data workers need more shared memory \(/dev/shm\) .*num_workers=0 \("
+    ):
+        fit(Fails(text))

@@ -9,6 +9,7 @@ import torch
 from parity import CASES, assert_equal, baseline, fit, make_module, run
 from plans import PLANS
 
+from evener.strategies import ConfigError
 from evener.trainer import Trainer
 from evener.trainer.loops import lean
 from evener.trainer.loops._train_step import TrainStep
@@ -31,19 +32,19 @@ def refused(monkeypatch: pytest.MonkeyPatch) -> None:
     "name", [*FAST, *(pytest.param(name, marks=pytest.mark.slow) for name in CASES if name not in FAST)]
 )
 def test_training_without_lean_steps_equals_one_device(name: str, plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(lean.SWITCH, "0")
+    monkeypatch.setattr(lean, "_is_tested", lambda *_: False)
     case, (num_devices, strategy) = CASES[name], PLANS[plan]
     assert_equal(run(case, strategy(**case.strategy), devices=num_devices), baseline(case), case.tolerance)
 
 
-def test_the_argument_has_precedence_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(lean.SWITCH, "0")
-    assert not Trainer(logger=False).lean
-    assert Trainer(logger=False, lean=True).lean
-    monkeypatch.delenv(lean.SWITCH)
+def test_the_argument_decides_and_the_former_variable_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Trainer(logger=False).lean
+    assert not Trainer(logger=False, lean=False).lean
     case = CASES["ragged"]
     fit(case, make_module(case), "auto", devices=1, lean=False)
+    monkeypatch.setenv("EVENER_LEAN", "0")
+    with pytest.raises(ConfigError, match=r"EVENER_LEAN is no longer read\. Unset it, and give Trainer\(lean=False\)"):
+        Trainer(logger=False)
 
 
 @pytest.mark.parametrize(("library", "name"), [(torch, "torch"), (lean.pl, "Lightning")])

@@ -2,6 +2,7 @@
 
 import pickle
 import random
+import threading
 import warnings
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
@@ -178,7 +179,8 @@ def test_a_script_goes_on_as_after_one_device(strategy: str, tmp_path: Path) -> 
 
 class Locked(History):
     def on_train_start(self, *_: Any) -> None:
-        self.lock = lambda: None
+        self.lock, number = threading.Lock(), 3
+        self.lambdas = [lambda epoch, base=2: base * epoch + number]  # as a LambdaLR has
 
 
 def lose(folder: Path) -> list[str]:
@@ -190,6 +192,7 @@ def lose(folder: Path) -> list[str]:
         warnings.simplefilter("always")
         trainer.fit(Net().eval(), data(), data())
     assert len(trainer.callbacks[0].losses) == 6
+    assert trainer.callbacks[0].lambdas[0](5) == 13
     return [str(warning.message) for warning in told]
 
 

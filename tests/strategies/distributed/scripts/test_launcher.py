@@ -78,16 +78,16 @@ def test_a_rank_that_is_busy_while_another_is_killed_ends_with_it(tmp_path: Path
         pytest.param(signal.SIGTERM, "rank0", 143, marks=pytest.mark.slow),
         (signal.SIGTERM, "rank1", 143),
         (signal.SIGINT, "script", 1),
-        pytest.param(signal.SIGHUP, "script", 129, marks=pytest.mark.slow),
+        (signal.SIGHUP, "group", 129),  # ranks took it from the terminal, and from the script
         pytest.param(signal.SIGUSR1, "rank1", 143, marks=pytest.mark.slow),
     ],
 )
 def test_a_signal_stops_a_script_and_its_ranks_at_one_step(tmp_path: Path, signum: int, to: str, status: int) -> None:
     log = tmp_path / "log"
-    script = warm_python.Process(SCRIPT, log, "long")
+    script = warm_python.Process(SCRIPT, log, "long", new_session=True)
     try:
         ranks = [wait_for_pid(Path(f"{log}.rank{rank}")) for rank in range(2)]
-        os.kill({"script": script.pid, "rank0": ranks[0], "rank1": ranks[1]}[to], signum)
+        os.kill({"script": script.pid, "rank0": ranks[0], "rank1": ranks[1], "group": -script.pid}[to], signum)
         _, errors = script.communicate(timeout=300)
     finally:
         script.kill()
@@ -148,7 +148,7 @@ def test_a_script_that_spawning_would_run_again_is_refused_at_once(tmp_path: Pat
 
 
 def test_a_notebook_that_has_used_its_gpu_is_pointed_to_dp(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(script_launcher, "IS_INTERACTIVE", True)
+    monkeypatch.setattr(script_launcher, "_IS_INTERACTIVE", True)
     assert script_launcher.start_method(torch.device("cpu")) == "fork"
     assert script_launcher.start_method(torch.device("cuda")) == "fork"
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)

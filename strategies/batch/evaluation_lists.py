@@ -1,0 +1,473 @@
+"""Join what evaluation steps append to lists of the module: one element per global batch, in the loader's order.
+
+    def validation_step(self, batch, batch_idx):
+        self.outs.append({"preds": preds, "loss": loss})   # in on_validation_epoch_end one for each global batch
+
+Ranks, and the replicas of a process, each keep a list of their own until the epoch's steps have ended. Then the
+elements that the parts of one batch appended become one:
+
+    tensor, array        rows of all parts, on the host where there are ranks
+    list, string lists   elements of all parts
+    dict, tuple          each value by itself
+    fraction             mean over the samples
+    whole number         sum; what is the same in all parts of all batches (`batch_idx`) stays
+    as many elements as samples, or unequal numbers of them: all elements
+
+Of parts of one sample each, numbers, strings, and tensors of several rows are samples.
+"""
+
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import islice
+from types import CellType
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+import pytorch_lightning as pl
+import torch
+from torch import Tensor, nn
+
+from ..core.errors import ConfigError
+from ..core.module_log import lightning_modules
+from ..core.patching import Replacement, hooks_of
+from .losses import is_fraction
+from .results import are_equal
+from .tree import Path, children, is_array, rebuild, walk
+
+Key: TypeAlias = tuple[int, int]
+"""A global batch: its loader, and its number there."""
+
+Space: TypeAlias = dict[str, Any]
+"""The attributes of a module."""
+
+_OWN = frozenset(vars(pl.LightningModule()))
+"""Attributes that every module has."""
+
+
+class Added(NamedTuple):
+    """What one part of a batch has appended to a list.
+
+    Args:
+        batch: the global batch.
+        num: samples of the part.
+        values: what it appended.
+    """
+
+    batch: Key
+    num: float
+    values: list[Any]
+
+
+class _Dict(NamedTuple):
+    """The lists in a dictionary, as far as it is known: further keys are its last."""
+
+    value: dict[Any, Any]
+    num: int
+    keys: list[Any]
+
+
+@dataclass(eq=False)
+class PartLists:
+    """Follows the lists of one copy of a module: an attribute, or in dictionaries, tuples or lists that are one.
+
+    Args:
+        spaces: the attributes of its modules.
+
+    Attributes:
+        added: what was appended since `begin`.
+    """
+
+    spaces: Sequence[Space]
+    added: dict[Path, list[Added]] = field(default_factory=dict[Path, list[Added]], init=False)
+
+    def begin(self) -> None:
+        """Note how long the lists are."""
+        self._parents: dict[Path, int] = {}
+        self._dicts: dict[Path, _Dict] = {}
+        for path, values in list(self._lists()):
+            if values and all(type(value) in (list, dict) for value in values):
+                self._parents[path] = len(values)  # a list for each loader
+        self._ends = {path: (values, len(values)) for path, values in self._lists()}
+        self._starts = {path: known.num for path, known in self._dicts.items()}
+        self.added = {}
+
+    def take(self, batch: Key, num: float) -> None:
+        """Note what a part of `num` samples has appended; a part without samples leaves nothing."""
+        for path, values in self._lists():
+            before, start = self._ends.get(path, (values, 0))
+            if len(values) < start or (before is not values and not _begins_with(values, before[:start])):
+                start = 0  # a new list, or one that was cleared
+                self.added.pop(path, None)
+            if not num:
+                del values[start:]
+            elif len(values) > start:
+                self.added.setdefault(path, []).append(Added(batch, num, values[start:]))
+            self._ends[path] = values, len(values)
+
+    def put(self, path: Path, joined: list[Any]) -> None:
+        """Put the elements of batches in the place of those of parts."""
+        values, own = self._at(path, []), sum(len(added.values) for added in self.added.get(path, ()))
+        values[len(values) - own :] = joined
+
+    def entries(self) -> dict[Path, dict[Any, Any]]:
+        """Further keys of dictionaries since `begin`, of other values than lists (`self.results[name] = score`)."""
+        found: dict[Path, dict[Any, Any]] = {}
+        for path, known in self._dicts.items():
+            start = self._starts.get(path, 0)
+            new = list(known.value.items())[start if start <= known.num else 0 :]
+            found[path] = {key: value for key, value in new if not isinstance(value, (list, dict, tuple))}
+        return {path: new for path, new in found.items() if new}
+
+    def update(self, path: Path, entries: dict[Any, Any]) -> None:
+        """Add keys to a dictionary, which this part may not have."""
+        self._at(path, {}).update(entries)
+
+    def _at(self, path: Path, otherwise: Any) -> Any:
+        value: Any = self.spaces[path[0]]
+        for key in path[1:-1]:
+            value = value.setdefault(key, {}) if isinstance(value, dict) else value[key]
+        return value.setdefault(path[-1], otherwise) if isinstance(value, dict) else value[path[-1]]
+
+    def _lists(self) -> Iterator[tuple[Path, list[Any]]]:
+        for number, space in enumerate(self.spaces):
+            for name, value in space.items():
+                if type(value) is list or (isinstance(value, (dict, tuple)) and name not in _OWN):
+                    yield from self._inside((number, name), value)
+
+    def _inside(self, path: Path, value: Any) -> Iterator[tuple[Path, list[Any]]]:
+        if isinstance(value, dict):
+            known = self._dicts.get(path)
+            if known is None or known.value is not value or known.num > len(value):
+                known = _Dict(value, 0, [])
+            added = islice(reversed(value.items()), len(value) - known.num)
+            new = [key for key, child in added if isinstance(child, (list, dict, tuple))]
+            self._dicts[path] = known = _Dict(value, len(value), known.keys + new[::-1])
+            for key in known.keys:
+                yield from self._inside((*path, key), value.get(key))
+        elif type(value) is tuple or (type(value) is list and self._parents.get(path) == len(value)):
+            for i, child in enumerate(value):
+                yield from self._inside((*path, i), child)
+        elif type(value) is list:
+            yield path, value
+
+
+class EvaluationLists:
+    """Joins the lists of a run's evaluations.
+
+    Args:
+        strategy: name that begins messages.
+        options: what `verify_batch_dims` returned: of `<step>.<name of the list>`, `sum` or `mean` of all numbers and
+            tensors in it, `list` for all elements, or `none`, where all parts append the same.
+        gather: exchanges what ranks have appended; None in one process.
+        limit_mb: what that may be, of all ranks.
+    """
+
+    def __init__(
+        self,
+        strategy: str = "dp",
+        options: Mapping[str, str] | None = None,
+        gather: Callable[[Any], list[Any]] | None = None,
+        limit_mb: float = 0.0,
+    ) -> None:
+        self._strategy, self._options, self._gather, self._limit_mb = strategy, options or {}, gather, limit_mb
+        self._parts: list[PartLists] = []
+        """The root's, and those of the replicas that have run."""
+        self._batch: Key = (0, 0)
+        self._num = 0.0
+        self._has_begun = False
+        self._hook: Replacement | None = None
+
+    def begin(self, module: pl.LightningModule) -> None:
+        """Begin an evaluation: its lists are looked at when its first batch comes, and joined after the last."""
+        self._parts = [PartLists([vars(part) for part in lightning_modules(module)])]
+        self._has_begun = False
+        if self._hook is not None:  # of an evaluation that has failed
+            self._hook.remove()
+        loop = module.trainer._evaluation_loop
+        self._hook = Replacement(loop, "_on_evaluation_epoch_end", partial(self._end, module.trainer))
+
+    def begin_batch(self, batch: Key | None, num: float) -> None:
+        """Learn which batch the next step gets, and how many samples of it this process has."""
+        (root, *_) = self._parts
+        root.take(self._batch, self._num) if self._has_begun else root.begin()
+        number = self._batch[1] + 1 if self._has_begun else 0
+        self._batch, self._num, self._has_begun = batch or (self._batch[0], number), num, True
+
+    @contextmanager
+    def of_replicas(self, replicas: Sequence[Any], used: Sequence[int], sizes: Sequence[int]) -> Generator[None]:
+        """Give each replica that runs a step of evaluation inside the block lists of its own.
+
+        Args:
+            replicas: the root first.
+            used: the replicas that have samples.
+            sizes: their samples.
+        """
+        if self._gather is None:
+            self.begin_batch(None, sum(sizes))
+        while len(self._parts) < len(replicas):
+            held = _held_by_hooks(replicas[0])
+            self._parts.append(PartLists([_own_lists(space, held) for space in self._parts[0].spaces]))
+            self._parts[-1].begin()
+        swapped = [(i, _Swap(self._parts[i].spaces, replicas[i])) for i in used if i]
+        yield
+        for _, swap in swapped:
+            swap.undo()
+        for i, size in zip(used, sizes, strict=True):
+            self._parts[i].take(self._batch, size)
+
+    def _end(self, trainer: pl.Trainer, call_hooks: Callable[[], Any]) -> Any:
+        """Join the lists, and call the hooks of the epoch's end.
+
+        Raises:
+            ConfigError: the lists are too large to be gathered, or parts of a batch can't be joined.
+        """
+        assert self._hook is not None
+        self._hook.remove()
+        self._hook, rest = None, 1.0
+        if trainer.sanity_checking:
+            rest = sum(map(float, trainer.num_val_batches)) / sum(map(float, trainer.num_sanity_val_batches))
+        self._join_all("test_step" if trainer.testing else "validation_step", rest)
+        return call_hooks()
+
+    def _join_all(self, step: str, rest: float) -> None:
+        """Join the lists; `rest` is how many times as much the whole evaluation appends, if this is a sanity check."""
+        root = self._parts[0]
+        root.take(self._batch, self._num) if self._has_begun else root.begin()
+        if self._gather is None and len(self._parts) == 1:
+            return
+        parts = [(part.added, part.entries()) for part in self._parts]
+        if self._gather is not None:
+            if not self._is_to_gather(parts, rest):
+                return
+            parts = [part for rank in self._gather(_on_host(parts)) for part in rank]
+        with torch.no_grad():
+            self._join(step, parts)
+
+    def _join(self, step: str, parts: Sequence[tuple[dict[Path, list[Added]], dict[Path, dict[Any, Any]]]]) -> None:
+        root = self._parts[0]
+        for path in dict.fromkeys(path for added, _ in parts for path in added):
+            batches: dict[Key, list[Added]] = {}
+            for one in (one for added, _ in parts for one in added.get(path, ())):
+                batches.setdefault(one.batch, []).append(one)
+            join = _Join(self._strategy, step, path[1:], self._options.get(f"{step}.{path[1]}"))
+            root.put(path, join.elements([batches[key] for key in sorted(batches)]))
+        for path in dict.fromkeys(path for _, entries in parts for path in entries):
+            join = _Join(self._strategy, step, path[1:], self._options.get(f"{step}.{path[1]}"))
+            root.update(path, join.entries([entries[path] for _, entries in parts if path in entries]))
+
+    def _is_to_gather(self, parts: Any, rest: float) -> bool:
+        """Whether any rank has something to gather; all together not too much."""
+        assert self._gather is not None
+        tensors = [value for _, value in walk(parts) if isinstance(value, (Tensor, np.ndarray))]
+        ranks = self._gather((any(map(any, parts)), sum(value.nbytes for value in tensors)))
+        total = sum(size for _, size in ranks) * rest / 2**20
+        if total > self._limit_mb:
+            raise ConfigError(
+                f"{self._strategy}: lists that evaluation steps append to hold {total:,.0f} MiB over all ranks, and "
+                f"strategy.gather_lists_mb={self._limit_mb:g} are gathered at most. Use a metric of torchmetrics, or "
+                "raise it, if the host's memory holds as much for each rank."
+            )
+        return any(has for has, _ in ranks)
+
+
+class _Swap:
+    """Puts lists into the attributes of a replica until `undo`."""
+
+    def __init__(self, spaces: Sequence[Space], replica: pl.LightningModule) -> None:
+        modules = [vars(part) for part in lightning_modules(replica)]
+        self._pairs = [(own, module, dict(module)) for own, module in zip(spaces, modules, strict=True)]
+        for own, module, _ in self._pairs:
+            module.update(own)
+
+    def undo(self) -> None:
+        """Take them back, and those that the step has made."""
+        for own, module, before in self._pairs:
+            for name, value in list(module.items()):
+                if name in own or (name not in before and isinstance(value, (list, dict))):
+                    own[name] = value
+                    module[name] = before.get(name, value)
+
+
+def _held_by_hooks(module: nn.Module) -> set[int]:
+    """The ids of what hooks refer to beside the module: a list that they fill stays the one that steps read."""
+    hooks = [hook for part in module.modules() for own in hooks_of(part) for hook in own.values()]
+    cells = [cell for hook in hooks for cell in getattr(hook, "__closure__", None) or () if cell != CellType()]
+    return {id(cell.cell_contents) for cell in cells} | {id(getattr(hook, "__self__", None)) for hook in hooks}
+
+
+def _own_lists(space: Space, held: set[int]) -> Space:
+    """The lists among attributes, and structures of lists, as a copy's own."""
+    return {
+        name: _own(value)
+        for name, value in space.items()
+        if name not in _OWN
+        and id(value) not in held
+        and (type(value) is list or (isinstance(value, (dict, tuple)) and _holds_lists(value)))
+    }
+
+
+def _own(value: Any) -> Any:
+    if type(value) is list:
+        return [_own(child) if type(child) is list else child for child in value]
+    if isinstance(value, (dict, tuple)):
+        return rebuild(value, [_own(child) for _, child in children(value) or ()])
+    return value
+
+
+def _holds_lists(value: Any) -> bool:
+    inside = value.values() if isinstance(value, dict) else value
+    return not inside or any(isinstance(child, (list, dict)) for child in inside)
+
+
+def _begins_with(values: list[Any], others: list[Any]) -> bool:
+    return len(values) >= len(others) and all(one is other for one, other in zip(values, others, strict=False))
+
+
+def _on_host(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        value = value.detach().cpu()
+        return (
+            value if value.untyped_storage().nbytes() == value.nbytes else value.clone()
+        )  # not all that it is a view of
+    items = children(value) if isinstance(value, (dict, list, tuple)) else None
+    return value if items is None else rebuild(value, [_on_host(child) for _, child in items])
+
+
+_Batches: TypeAlias = list[tuple[list[Any], list[float]]]
+"""For each batch what its parts have at one place, and their samples."""
+
+
+@dataclass(frozen=True)
+class _Join:
+    """Joins what the parts of all batches of an epoch have appended to one list."""
+
+    strategy: str
+    step: str
+    path: Path
+    word: str | None
+
+    def entries(self, parts: list[dict[Any, Any]]) -> dict[Any, Any]:
+        """The keys that all parts have added to a dictionary; counts of one key add up."""
+        found: dict[Any, list[Any]] = {}
+        for key, value in (item for entries in parts for item in entries.items()):
+            found.setdefault(key, []).append(value)
+        return {key: self._entry(values, key) for key, values in found.items()}
+
+    def _entry(self, values: list[Any], key: Any) -> Any:
+        if len(values) == 1:
+            return values[0]
+        if _is_whole(values[0]):
+            return _weighed(values, None)
+        if not are_equal(values):
+            self._refuse(f"[{key!r}]", "differs between parts of batches")
+        return values[0]
+
+    def elements(self, batches: list[list[Added]]) -> list[Any]:
+        """The elements of the whole batches, in order."""
+        every = [part for parts in batches for part in parts]
+        are_samples = all(len(part.values) == part.num for part in every) and (
+            any(part.num > 1 for part in every) or not all(_is_of_batch(part.values[0]) for part in every)
+        )
+        found: list[list[Any]] = []
+        groups: dict[Any, list[tuple[int, int]]] = {}
+        for i, parts in enumerate(batches):
+            counts = {len(part.values) for part in parts}
+            found.append([value for part in parts for value in part.values])
+            if len(parts) > 1 and len(counts) == 1 and not are_samples and self.word != "list":
+                found[i] = found[i][: counts.pop()]
+                for place, value in enumerate(found[i]):
+                    groups.setdefault((place, type(value)), []).append((i, place))
+        for group in groups.values():
+            columns = [([p.values[place] for p in batches[i]], [p.num for p in batches[i]]) for i, place in group]
+            for (i, place), joined in zip(group, self._joined(columns, ""), strict=True):
+                found[i][place] = joined
+        return [value for values in found for value in values]
+
+    def _joined(self, batches: _Batches, name: str) -> list[Any]:
+        first = batches[0][0][0]
+        if self.word in ("sum", "mean") and not (children(first) and not is_array(first)):
+            return [_weighed(parts, sizes if self.word == "mean" else None) for parts, sizes in batches]
+        if self.word == "shared":
+            return [parts[0] for parts, _ in batches]
+        if is_array(first):
+            self._verify_rows(batches, name)
+            return [_concatenated(parts) for parts, _ in batches]
+        if type(first) is list and not _is_structure(batches):
+            return [[value for part in parts for value in part] for parts, _ in batches]
+        if children(first) is not None:
+            return self._structures(batches, name)
+        if is_fraction(first) or isinstance(first, np.floating):
+            return [_weighed(parts, sizes) for parts, sizes in batches]
+        alike = not isinstance(first, Tensor) and all(are_equal(parts) for parts, _ in batches)
+        if _is_whole(first) and not (alike and any(parts != sizes for parts, sizes in batches)):
+            return [_weighed(parts, None) for parts, _ in batches]
+        if not alike:
+            self._refuse(name, f"differs between parts of a batch ({first!r}, say)")
+        return [parts[0] for parts, _ in batches]
+
+    def _structures(self, batches: _Batches, name: str) -> list[Any]:
+        items = [[dict(children(part) or ()) for part in parts] for parts, _ in batches]
+        keys = list(items[0][0])
+        if any(list(part) != keys for parts in items for part in parts):
+            self._refuse(name, "has other keys, or another length, in another part or batch")
+        columns = [
+            self._joined(
+                [([part[key] for part in parts], sizes) for parts, (_, sizes) in zip(items, batches, strict=True)],
+                f"{name}[{key!r}]",
+            )
+            for key in keys
+        ]
+        return [rebuild(parts[0], [column[i] for column in columns]) for i, (parts, _) in enumerate(batches)]
+
+    def _verify_rows(self, batches: _Batches, name: str) -> None:
+        """Refuse tensors whose rows are not samples: all have as many, and that is no multiple of the samples."""
+        pairs = [(len(part), num) for parts, sizes in batches for part, num in zip(parts, sizes, strict=True)]
+        rows, num = pairs[0]
+        if all(one == rows for one, _ in pairs) and (rows % num or any(other != num for _, other in pairs)) and rows:
+            self._refuse(name, f"has {rows} rows in parts of {' and '.join(f'{n:g}' for _, n in pairs[:2])} samples")
+
+    def _refuse(self, name: str, what: str) -> None:
+        shown = ".".join(map(str, self.path))
+        raise ConfigError(
+            f"{self.strategy}: {self.step} appends to {shown} values of which {name or 'one'} {what}, so that it isn't "
+            "known what it is of the whole batch. Use self.log or a torchmetrics metric, or set strategy.batch_dims="
+            f"{{{self.step}.{self.path[0]}: sum}}, mean, list (all elements) or none (the same in all parts)."
+        )
+
+
+def _is_of_batch(value: Any) -> bool:
+    """Whether what a part of one sample appended is of a batch, by its tensors, rather than a sample itself."""
+    arrays = [part for _, part in walk(value) if isinstance(part, (Tensor, np.ndarray))]
+    return bool(arrays) and all(not part.ndim or len(part) <= 1 for part in arrays)
+
+
+def _is_whole(value: Any) -> bool:
+    """Whether a value is a whole number, which is taken for a count."""
+    if isinstance(value, Tensor):
+        return not value.dim() and not value.is_floating_point()
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+
+
+def _is_structure(batches: _Batches) -> bool:
+    """Whether lists have the same length in parts of unequal sizes, or one that is not their samples."""
+    pairs = {(len(part), num) for parts, sizes in batches for part, num in zip(parts, sizes, strict=True)}
+    return len({length for length, _ in pairs}) == 1 and any(length != num for length, num in pairs)
+
+
+def _concatenated(parts: list[Any]) -> Any:
+    if isinstance(parts[0], np.ndarray):
+        return np.concatenate(parts)
+    return torch.cat([part.to(parts[0].device) for part in parts])
+
+
+def _weighed(parts: list[Any], sizes: list[float] | None) -> Any:
+    """The mean over samples, or the sum."""
+    if isinstance(parts[0], Tensor):
+        parts = [part.to(parts[0].device) for part in parts]
+    if sizes is None:
+        return sum(parts[1:], start=parts[0])
+    weights = [size / sum(sizes) for size in sizes]
+    first, *others = (part * weight for part, weight in zip(parts, weights, strict=True))
+    return sum(others, start=first)

@@ -1,0 +1,567 @@
+"""Find how logged values follow from sums over the samples of a batch, so that parts of it log one device's values.
+
+A value that a step logs is computed of numbers that reduce the batch (sums, means, counts, maxima: leaves), and of
+these by further operations, whatever they are (`errors.sum() / mask.sum().clamp(min=1)`, `mean.exp()`). Leaves of the
+whole batch follow from those of its parts: they add up, with what they are divided by. What comes after is repeated.
+
+    probe      a few samples, whole and in parts: all operations are recorded → a `Program` of each value that needs one
+    each step  the leaves of the programs are recorded, found again by the lines of the code that compute them
+    in the end leaves of all parts, merged → the program → the value of the whole batch
+
+A part whose own value is not what the program makes of its own leaves (other operations ran) has it by samples.
+"""
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache, partial, reduce
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any, NamedTuple
+
+import pytorch_lightning as pl
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+from typing_extensions import override
+
+from ...core.devices import precise_dtype, scalar
+from ...core.module_log import lightning_modules, module_log, received
+
+Site = tuple[Any, ...]
+"""An operation's name, the lines of code that called it, and how many such calls were before it in the step."""
+
+_RESULT = -1
+_MOST_ELEMENTS = 1024
+_SUMS = ("aten.sum", "aten.nansum", "aten.count_nonzero", "aten.bincount", "aten.histc", "aten.dot")
+_NOT_OF_USERS = tuple(
+    str(path) for path in (Path(torch.__file__).parent, Path(pl.__file__).parent, Path(__file__).parents[2])
+)
+
+
+class Leaf(NamedTuple):
+    """A number of a batch, or a few, that merge over its parts.
+
+    Args:
+        site: the operation that has it.
+        slot: the place among its results, counted from -1 down, or its arguments from 0 on.
+        how: `mean`, by what it is divided by; `sum`, `max`, `min`; or `same` in all parts.
+    """
+
+    site: Site
+    slot: int
+    how: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class _Ref:
+    """A result of an operation of a program, or a leaf, for which `op` is -1."""
+
+    op: int
+    k: int
+
+
+@dataclass(frozen=True)
+class Program:
+    """How a value is computed from leaves.
+
+    Args:
+        ops: name, and positional and keyword arguments of each operation.
+        out: the value.
+    """
+
+    leaves: tuple[Leaf, ...]
+    ops: tuple[tuple[str, Any], ...]
+    out: _Ref
+
+    @property
+    def sizes(self) -> list[int]:
+        """Elements of each leaf's row."""
+        return [2 + torch.Size(leaf.shape).numel() for leaf in self.leaves]
+
+    @property
+    def size(self) -> int:
+        """Elements of all rows."""
+        return sum(self.sizes)
+
+    @torch.no_grad()
+    def value(self, rows: Sequence[Tensor]) -> Tensor:
+        """The value of merged leaves, see `Tape.rows`."""
+        leaves, results = list(map(_read, self.leaves, rows)), list[list[Any]]()
+
+        def get(ref: _Ref) -> Any:
+            return leaves[ref.k] if ref.op < 0 else results[ref.op][ref.k]
+
+        for name, given in self.ops:
+            args, kwargs = tree_map_only(_Ref, get, given)
+            results.append(tree_leaves(_operation(name)(*args, **kwargs)))
+        return get(self.out).reshape(())
+
+    def merged(self, parts: Sequence[Sequence[Tensor]], device: torch.device | None = None) -> list[Tensor]:
+        """Merge the leaves of parts."""
+        return [
+            _merged(torch.stack([row.to(device or row.device) for row in rows]), leaf.how)
+            for leaf, rows in zip(self.leaves, zip(*parts, strict=True), strict=True)
+        ]
+
+    def fits(self, rows: Sequence[Tensor], value: Tensor) -> Tensor:
+        """Whether a part's value is what the program makes of its leaves, of shape ()."""
+        own, given = self.value(rows).double(), value.double()
+        eps = torch.finfo(value.dtype).eps if value.is_floating_point() else 1e-7
+        return torch.isclose(own, given, rtol=max(1e-9, 1e3 * eps), atol=1e-30, equal_nan=True)
+
+
+Programs = Mapping[str, Program]
+"""By the names of logged values; by samples where there is none."""
+
+
+@dataclass
+class _Entry:
+    """An operation that was recorded.
+
+    Args:
+        args: flat; a tensor is replaced by a `_Ref` to the entry that made it, or by a copy of it if it is small.
+        shapes: of the tensors among the arguments, None for others.
+        results: copies, None where it is large.
+        count: what its result is divided by; None if that is not known.
+    """
+
+    site: Site
+    spec: Any
+    args: list[Any]
+    shapes: list[Any]
+    results: list[Tensor | None]
+    result_shapes: list[Any]
+    count: Any
+
+
+class Tape(TorchDispatchMode):
+    """Records operations inside the block, from where the frame that enters it calls.
+
+    Args:
+        programs: of which the leaves are recorded; None records all.
+    """
+
+    def __init__(self, programs: Programs | None = None) -> None:
+        super().__init__()
+        self._programs = programs
+        self._wanted: dict[Site, list[Leaf]] = {}
+        for leaf in {leaf for program in (programs or {}).values() for leaf in program.leaves}:
+            self._wanted.setdefault(leaf.site, []).append(leaf)
+        self._names = {site[0] for site in self._wanted}
+        self._found: dict[Leaf, Tensor] = {}
+        self._counts = Counter[Site]()
+        self._frame: FrameType | None = None
+        self._depth = 0
+        self.entries, self.by_site = list[_Entry](), dict[Site, _Entry]()
+        self._makers: dict[Any, _Ref] = {}
+        self._numbers: dict[float, _Ref] = {}
+        self._kept: list[Any] = []  # their addresses are not used again
+        self.logged: dict[str, _Ref | None] = {}
+
+    @override
+    def __enter__(self) -> "Tape":
+        self._frame, self._depth = self._frame or sys._getframe(1), self._depth + 1
+        super().__enter__()
+        return self
+
+    @override
+    def __exit__(self, *args: Any) -> None:
+        super().__exit__(*args)
+        self._depth -= 1
+        if not self._depth:
+            self._frame = None  # which holds the tape
+
+    @override
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = _name(func)
+        if name is None:  # made of others, which inference mode does not show
+            with self:
+                return func.decompose(*args, **kwargs)
+        if name == "aten._local_scalar_dense.default" and not isinstance(args[0], Tensor):
+            return args[0]  # a number of Python's that autograd has saved as a tensor
+        result = func(*args, **kwargs)
+        if self._programs is None or name in self._names:
+            self._record(func, name, args, kwargs, result)
+        return result
+
+    @classmethod
+    @override
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def _record(self, func: Any, name: str, args: Any, kwargs: Any, result: Any) -> None:
+        lines, frame = [name], sys._getframe(2)
+        while frame is not None and frame is not self._frame:
+            if _is_users(frame.f_code):
+                lines.append(f"{frame.f_code.co_name}:{frame.f_lineno}")
+            frame = frame.f_back
+        called = tuple(lines)
+        site = (*called, self._counts[called])
+        self._counts[called] += 1
+        flat, spec = tree_flatten((args, kwargs))
+        results: list[Any] = tree_leaves(result)
+        if self._programs is None:
+            return self._keep(site, spec, flat, results, _count(func, args, kwargs, results))
+        for leaf in self._wanted.get(site, ()):
+            value = results[-leaf.slot - 1] if leaf.slot < 0 else flat[leaf.slot]
+            count = _count(func, args, kwargs, results) if leaf.how == "mean" else None
+            self._found[leaf] = _row(value, count, results)
+        return None
+
+    def _keep(self, site: Site, spec: Any, flat: list[Any], results: list[Any], count: Any) -> None:
+        args = [self._makers.get(_address(arg), _small(arg)) if isinstance(arg, Tensor) else arg for arg in flat]
+        copies = [_small(one) for one in results]
+        shapes, made = ([_shape(one) for one in some] for some in (flat, results))
+        count = _small(count) if isinstance(count, Tensor) else count
+        self.by_site[site] = entry = _Entry(site, spec, args, shapes, copies, made, count)
+        self.entries.append(entry)
+        self._kept.append(results)
+        for k, one in enumerate(results):
+            if isinstance(one, Tensor):
+                self._makers[_address(one)] = _Ref(len(self.entries) - 1, k)
+            elif isinstance(one, float) and isinstance(args[0], _Ref):  # item()
+                self._numbers[one] = args[0]
+
+    def log(self, name: str, value: Any) -> None:
+        """Note which result is logged."""
+        found = self._makers.get(_address(value)) if isinstance(value, Tensor) else self._numbers.get(value)
+        self.logged[name] = None if name in self.logged else found
+
+    def rows(self, program: Program, device: torch.device | None = None) -> list[Tensor]:
+        """The leaves of a program, each as a tensor of (presence, divisor, elements times divisor)."""
+        empty = (torch.zeros(size, dtype=torch.float64) for size in program.sizes)
+        found = [self._found.get(leaf) for leaf in program.leaves]
+        like = next((row for row in found if row is not None), None)
+        rows = [none if row is None else row for row, none in zip(found, empty, strict=True)]
+        return rows if like is None else [row.to(device or like.device, like.dtype) for row in rows]
+
+
+def _count(func: Any, args: Any, kwargs: Any, results: Sequence[Any]) -> Any:
+    """What an operation divides by; None if that is not known."""
+    name = func.__name__
+    if name.startswith("mean."):
+        return args[0].numel() / max(1, results[0].numel())
+    for i, one in enumerate(func._schema.arguments):
+        if one.name == "reduction":
+            how = args[i] if i < len(args) else kwargs.get("reduction", one.default_value)
+            return None if how != 1 else results[1] if name.startswith("nll") else args[0].numel()
+    return None
+
+
+def _row(value: Any, count: Any, like: Sequence[Any]) -> Tensor:
+    device = next((one.device for one in (value, *like) if isinstance(one, Tensor)), torch.device("cpu"))
+    # a number is filled in on the device, since copying it there would wait
+    number, by = (
+        (one.detach().to(device) if isinstance(one, Tensor) else scalar(one, device))
+        .to(precise_dtype(device))
+        .flatten()
+        for one in (value, 1.0 if count is None else count)
+    )
+    return torch.cat([torch.ones_like(by), by, torch.where(by == 0, 0.0, number * by)])
+
+
+def _merged(rows: Tensor, how: str) -> Tensor:
+    present = rows[:, :1] > 0
+    total = torch.where(present, rows, 0.0).sum(0)
+    if how not in ("max", "min"):
+        return total
+    sign = 1 if how == "max" else -1
+    return torch.cat([total[:2], sign * torch.where(present, sign * rows, -torch.inf).amax(0)[2:]])
+
+
+def _read(leaf: Leaf, row: Tensor) -> Tensor:
+    """The value of a leaf; 0 where no part has computed it."""
+    value = row[2:] / row[1] if leaf.how == "mean" else row[2:] / row[0] if leaf.how == "same" else row[2:]
+    value = torch.where(row[0] > 0, value, 0.0).reshape(leaf.shape)
+    return (value if leaf.dtype.is_floating_point else value.round()).to(leaf.dtype)
+
+
+@cache
+def _name(func: Any) -> str | None:
+    """The name of an operation; None if it is made of others."""
+    return None if func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd) else str(func)
+
+
+@cache
+def _operation(name: str) -> Any:
+    return reduce(getattr, name.split("."), torch.ops)
+
+
+@cache
+def _is_users(code: CodeType) -> bool:
+    return not code.co_filename.startswith(_NOT_OF_USERS) and not code.co_filename.startswith("<")
+
+
+def _address(value: Tensor) -> Any:
+    return (value.data_ptr(), tuple(value.shape)) if type(value) in (Tensor, torch.nn.Parameter) else None
+
+
+def _small(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) and value.numel() <= _MOST_ELEMENTS else None
+
+
+def _shape(value: Any) -> Any:
+    return tuple(value.shape) if isinstance(value, Tensor) else None
+
+
+class Seen(NamedTuple):
+    """A step on some samples: their number, its tape, and what it logged as means.
+
+    Each is a copy of the value, the `batch_size` that was given, and what was logged.
+    """
+
+    num: int
+    tape: Tape
+    logged: Mapping[str, tuple[Any, Any, Any]]
+
+
+def find_programs(whole: Seen, cuts: Sequence[Sequence[Seen]]) -> tuple[dict[str, Program], list[str]]:
+    """Find how logged values of parts of a batch make the whole's.
+
+    Returns:
+        The programs of values that are no mean over samples, and the names of those that have none.
+    """
+    found, unknown = dict[str, Program](), list[str]()
+    pieces = [piece for cut in cuts for piece in cut]
+    for name, (value, *_) in whole.logged.items():
+        if any(name not in piece.logged for piece in pieces) or _number(value) is None:
+            continue
+        if any(_follows(name, whole, cuts, given) for given in (False, True)):
+            continue
+        program = _Builder(name, whole, cuts).build()
+        if program is None:
+            unknown.append(name)
+        else:
+            found[name] = program
+    return found, unknown
+
+
+def _follows(name: str, whole: Seen, cuts: Sequence[Sequence[Seen]], given: bool) -> bool:
+    """Whether a value is the mean of those of parts by samples, or by what was given as `batch_size`."""
+    value = whole.logged[name][0]
+    wanted, tolerance = _number(value), _tolerance(value)
+    for cut in cuts:
+        weights = [_number(part.logged[name][1] if given else part.num) for part in cut]
+        if None in weights or not sum(weights):
+            return False
+        values = [_number(part.logged[name][0]) for part in cut]
+        if not _near(sum(map(float.__mul__, values, weights)) / sum(weights), wanted, values, tolerance):
+            return False
+    return True
+
+
+def _number(value: Any) -> Any:
+    """A number as a float; None for others."""
+    if isinstance(value, Tensor):
+        return float(value) if value.numel() == 1 and not value.is_complex() else None
+    return float(value) if isinstance(value, (int, float)) else None
+
+
+def _tolerance(value: Any) -> float:
+    return 1e-9 if isinstance(value, Tensor) and value.dtype is torch.float64 else 1e-4
+
+
+def _near(one: float, other: float, parts: Sequence[float], tolerance: float) -> bool:
+    if other != other or one != one:  # nan
+        return one != one and other != other
+    return abs(one - other) <= tolerance * max(1e-12, *(abs(part) for part in (other, *parts) if part == part))
+
+
+class _Builder:
+    """Makes the program of one value."""
+
+    def __init__(self, name: str, whole: Seen, cuts: Sequence[Sequence[Seen]]) -> None:
+        self._name, self._whole, self._cuts = name, whole, cuts
+        self._tapes = [whole.tape, *(piece.tape for cut in cuts for piece in cut)]
+        self._leaves: list[Leaf] = []
+        self._ops: list[Any] = []
+        self._refs: dict[_Ref, _Ref] = {}
+        self._kinds = list[str]()
+        for entry in whole.tape.entries:
+            self._kinds.append(self._kind(entry))
+
+    def build(self) -> Program | None:
+        """The program; None if there is none that makes the whole's value of the parts'."""
+        out = self._whole.tape.logged.get(self._name)
+        if out is None:
+            return None
+        try:
+            out = self._ref(out)
+        except LookupError:
+            return None
+        program = Program(tuple(self._leaves), tuple(self._ops), out)
+        wanted = self._whole.logged[self._name][0]
+        tolerance = _tolerance(wanted)
+        for cut in self._cuts:
+            parts = [[self._row(leaf, piece.tape) for leaf in self._leaves] for piece in cut]
+            values = [_number(piece.logged[self._name][0]) for piece in cut]
+            found = [float(program.value(rows)) for rows in (*parts, program.merged(parts))]
+            if not all(_near(a, b, values, tolerance) for a, b in zip(found, (*values, _number(wanted)), strict=True)):
+                return None
+        return program
+
+    def _others(self, entry: _Entry) -> list[_Entry]:
+        return [tape.by_site[entry.site] for tape in self._tapes if entry.site in tape.by_site]
+
+    def _kind(self, entry: _Entry) -> str:
+        """Whether an operation reduces the batch (`leaf`), or comes after (`op`); else empty."""
+        others = self._others(entry)
+        is_number = all(shape in ((), None) for shape in entry.result_shapes)
+        by_data = torch.Tag.dynamic_output_shape in _operation(entry.site[0]).tags  # as many as others by chance
+        if any(other.result_shapes != entry.result_shapes for other in others) or (by_data and not is_number):
+            return ""
+        given = [i for i, shape in enumerate(entry.shapes) if shape is not None]
+        after = [i for i in given if isinstance(entry.args[i], _Ref) and self._kinds[entry.args[i].op]]
+        varying = [
+            i
+            for i in given
+            if any(len(o.shapes) != len(entry.shapes) or o.shapes[i] != entry.shapes[i] for o in others)
+        ]
+        if after and not varying and all(entry.args[i] is not None for i in given):
+            return "op"
+        return "leaf" if varying or is_number else ""
+
+    def _ref(self, ref: _Ref) -> _Ref:
+        if ref in self._refs:
+            return self._refs[ref]
+        entry, kind = self._whole.tape.entries[ref.op], self._kinds[ref.op]
+        if kind == "leaf":
+            self._refs[ref] = self._leaf(entry, -1 - ref.k)
+        elif kind == "op":
+            args = [self._arg(entry, i) for i in range(len(entry.args))]
+            self._ops.append((entry.site[0], tree_unflatten(args, entry.spec)))
+            self._refs |= {_Ref(ref.op, k): _Ref(len(self._ops) - 1, k) for k in range(len(entry.results))}
+        else:
+            raise LookupError
+        return self._refs[ref]
+
+    def _arg(self, entry: _Entry, i: int) -> Any:
+        arg = entry.args[i]
+        if isinstance(arg, _Ref) and self._kinds[arg.op]:
+            return self._ref(arg)
+        if entry.shapes[i] is not None:
+            return self._leaf(entry, i)
+        is_number = isinstance(arg, (int, float)) and not isinstance(arg, bool)
+        if is_number and any(other.args[i] != arg for other in self._others(entry)):
+            return self._leaf(entry, i)
+        return arg
+
+    def _value(self, tape: Tape, site: Site, slot: int) -> Any:
+        """What a tape has at a place; None if nothing."""
+        entry = tape.by_site.get(site)
+        if entry is None:
+            return None
+        value = entry.results[-1 - slot] if slot < 0 else entry.args[slot]
+        return tape.entries[value.op].results[value.k] if isinstance(value, _Ref) else value
+
+    def _leaf(self, entry: _Entry, slot: int) -> _Ref:
+        value = self._value(self._whole.tape, entry.site, slot)
+        if value is None:
+            raise LookupError
+        number = torch.as_tensor(value)
+        counted = entry.count is not None and slot == _RESULT
+        first = "mean" if counted else "sum" if entry.site[0].startswith(_SUMS) and slot < 0 else "same"
+        for how in dict.fromkeys([first, "same", "sum", "max", "min"]):
+            leaf = Leaf(entry.site, slot, how, tuple(number.shape), number.dtype)
+            if self._merges(leaf, number):
+                self._leaves.append(leaf)
+                return _Ref(-1, len(self._leaves) - 1)
+        raise LookupError
+
+    def _merges(self, leaf: Leaf, wanted: Tensor) -> bool:
+        """Whether the whole's leaf is that of the parts, merged."""
+        tolerance = _tolerance(wanted) if wanted.is_floating_point() else 1e-9
+        for cut in self._cuts:
+            rows = torch.stack([self._row(leaf, part.tape) for part in cut])
+            found = [_merged(rows, leaf.how), *(rows[rows[:, 0] > 0] if leaf.how == "same" else ())]
+            close = partial(torch.isclose, rtol=tolerance, atol=tolerance * float(rows.nan_to_num()[:, 2:].abs().max()))
+            if not all(close(_read(leaf, row).double(), wanted.double().cpu(), equal_nan=True).all() for row in found):
+                return False
+        return True
+
+    def _row(self, leaf: Leaf, tape: Tape) -> Tensor:
+        value = self._value(tape, leaf.site, leaf.slot)
+        if value is None:
+            return torch.zeros(2 + torch.Size(leaf.shape).numel(), dtype=torch.float64)
+        return _row(value, tape.by_site[leaf.site].count if leaf.how == "mean" else None, ()).double().cpu()
+
+
+@dataclass
+class Values:
+    """The programs of a run's logged values, and the leaves of the batch in process.
+
+    Args:
+        programs: by (name of the step, index of the loader).
+        over_ranks: whether other ranks have parts of the batch.
+        rows: of this process's part, by the names of the values.
+        logged: its own values.
+    """
+
+    programs: dict[tuple[str, int], Programs] = field(default_factory=dict[tuple[str, int], Programs])
+    over_ranks: bool = False
+    rows: dict[str, list[Tensor]] = field(default_factory=dict[str, list[Tensor]])
+    logged: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+
+    def of(self, step: str, loader: int = 0) -> Programs:
+        """The programs of a step."""
+        return self.programs.get((step, loader), {})
+
+    def knows_none(self, step: str) -> bool:
+        """Whether a step is known to have no programs."""
+        known = [programs for (name, _), programs in self.programs.items() if name == step]
+        return bool(known) and not any(known)
+
+    def begin(self) -> None:
+        """Begin a step."""
+        self.rows, self.logged = {}, {}
+
+    def recorded(self, step: str, loader: int, module: pl.LightningModule, call: Callable[[], Any]) -> Any:
+        """Run a step, and record what its logged values are computed of."""
+        programs = self.of(step, loader)
+        self.begin()
+        if not programs:
+            return call()
+
+        def log(keep: Callable[..., None], name: str, value: Any, *args: Any, **options: Any) -> None:
+            keep(name, self.noted(name, value) if name in programs else value, *args, **options)
+
+        own = map(module_log, lightning_modules(module))
+        with received((one, partial(log, one.keep)) for one in own), Tape(programs) as tape:
+            output = call()
+        self.rows = {name: tape.rows(program) for name, program in programs.items()}
+        return output
+
+    def noted(self, name: str, value: Any) -> Any:
+        """Note a value; returns what is logged for it until those of other ranks are known."""
+        if not self.over_ranks or not isinstance(value, (Tensor, int, float)):
+            return value
+        self.logged[name] = kept = torch.as_tensor(value).detach().clone().reshape(())
+        return torch.where(kept.isnan(), torch.zeros_like(kept), kept)  # which would stay in sums
+
+    def packed(self, programs: Programs, device: torch.device) -> Tensor:
+        """What other ranks need of this one's part, of shape (n,)."""
+        packed = list[Tensor]()
+        for name, program in programs.items():
+            own = self.rows.get(name) if name in self.logged else None
+            if own is None:
+                packed.append(torch.zeros(1 + program.size))
+            else:
+                packed += [1 - program.fits(own, self.logged[name]).double().reshape(1), *own]
+        return torch.cat([one.to(device, precise_dtype(device)) for one in packed])
+
+
+def combined(programs: Programs, packed: Tensor) -> dict[str, Tensor]:
+    """The values of a batch, of what all ranks have packed, of shape (ranks, n); nan where programs don't fit."""
+    found, start = dict[str, Tensor](), 0
+    for name, program in programs.items():
+        rows = packed[:, start + 1 : start + 1 + program.size].split(program.sizes, 1)
+        value = program.value([_merged(own, leaf.how) for own, leaf in zip(rows, program.leaves, strict=True)])
+        found[name] = torch.where(packed[:, start].sum() > 0, torch.full_like(value, torch.nan), value)
+        start += 1 + program.size
+    return found

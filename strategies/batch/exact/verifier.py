@@ -1,0 +1,820 @@
+"""Verify law 1 before a run's first step: a module, computed in parts of a batch, trains as on the whole batch.
+
+On at most eight samples of the user's dataset, through the user's own `collate_fn`, transfer hooks and step, in one
+process, with dropout off, leaving no trace: once whole, and once in parts as the strategy makes them.
+
+    parts of ranks    collate(samples[:5]), collate(samples[5:])      cut before collating
+    chunks            split(collate(samples), [5, 3])                 cut after it
+
+Compared are the gradients, what the step writes to the module, and logged values. Nothing is concluded from code, and
+from the graph of a loss no more than a proposal of what its terms divide by: what decides is whether numbers differ.
+"""
+
+import itertools
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple, cast
+
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.core.optimizer import _init_optimizers_and_lr_schedulers
+from pytorch_lightning.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from pytorch_lightning.utilities.signature_utils import is_param_in_hook_signature
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from typing_extensions import override
+
+from ...core.errors import ConfigError
+from ...core.executor import Piece
+from ...core.internals import not_compiling
+from ...core.module_log import LOG_OPTIONS, lightning_modules, module_log, received
+from ...core.patching import Replacement, without_hooks
+from ...core.types import Batch
+from ...core.untraced_step import trial_step
+from ..losses import is_loss, weight_in
+from ..run_structures import parts_are_equal
+from ..samples import FewSamples, seeded
+from ..structure import BatchStructure
+from ..tree import called
+from ..whole.gathering import SimulatedRanks, gathered, simulating
+from ..whole.meeting import Combine, Meeting, Seat, seat
+from ..whole.over_batch import end_of_step, ended
+from .module_state import ModuleState, Written, unlike
+from .normalisers import OF_SAMPLES, Guess, Part, Plan, Recorder, Unfit, guesses, kind_of, probe, ratio
+from .values import Program, Seen, Tape, find_programs
+
+_SAMPLES = 8
+_MOST_ELEMENTS = 2**16
+"""Of the parameters whose gradients are compared."""
+_EXACT, _CLOSE = 1e-8, 1e-3
+"""Differences, relative to the largest number: of rounding in float64, and in narrower types."""
+
+
+@dataclass
+class Verdict:
+    """What was found.
+
+    Args:
+        plans: of the loss; in manual optimization of each call of `manual_backward`.
+        refusal: what differs, and what to do; empty if nothing does.
+        told: lines for the log, and whether they are warnings.
+        unused: whether some trained parameters take no part in a loss.
+        programs: of logged values.
+    """
+
+    plans: list[Plan] = field(default_factory=lambda: [OF_SAMPLES])
+    refusal: str = ""
+    told: list[tuple[str, bool]] = field(default_factory=list["tuple[str, bool]"])
+    unused: bool = False
+    programs: dict[str, Program] = field(default_factory=dict[str, Program])
+
+
+class Views(NamedTuple):
+    """How a strategy cuts batches: before they are collated, after it, or both."""
+
+    ranks: bool
+    chunks: bool
+
+
+class _Cannot(Exception):  # told, and no error
+    """The module can't be verified; says why."""
+
+
+@dataclass
+class _Step:
+    """What a step of the module has done.
+
+    Args:
+        losses: with their graphs.
+        unused: whether a parameter that is trained took no part in a loss.
+        weight: the `loss_weight` that it returned.
+        recorder: of the step, see `Recorder`.
+        seen: the step's logged values.
+        written: what it has changed in the module, by name.
+    """
+
+    num: int
+    losses: list[Tensor] = field(default_factory=list[Tensor])
+    unused: bool = False
+    weight: Any = None
+    recorder: Recorder = field(default_factory=Recorder)
+    tape: Tape = field(default_factory=Tape)
+    logged: dict[str, tuple[Any, Any, Any]] = field(default_factory=dict[str, "tuple[Any, Any, Any]"])
+    written: dict[str, Written] = field(default_factory=dict[str, Written])
+
+    @property
+    def seen(self) -> Seen:
+        """What it has logged."""
+        return Seen(self.num, self.tape, self.logged)
+
+
+class Verifier:
+    """Runs a module's training step on a few samples, whole and in parts.
+
+    Args:
+        module: placed on its devices, not wrapped.
+        name: of the strategy, which begins messages.
+        structure: cuts a batch into chunks.
+        option: how the user spells `verify=False`.
+    """
+
+    def __init__(
+        self, module: pl.LightningModule, name: str, structure: BatchStructure, device: torch.device,
+        option: str = "strategy.verify=false",
+    ) -> None:  # fmt: skip
+        self._module, self._name, self._structure, self._device, self._option = module, name, structure, device, option
+        self._rest: Sequence[Any] = ()
+        self._options: dict[str, Any] = {}
+        self._all_evaluates = self._meets = self._of_ranks = self._fails_in_parts = False
+        self._loop, self._step, self._loader = module.trainer.fit_loop, "training_step", 0
+        self._together = self._gathers = False
+        self.in_turn = False
+        """Whether parts of a batch run one after the other, on the same weights."""
+
+    def find_values(
+        self, loop: Any, step: str, loader: int, count: Callable[[Batch], int | None], views: Views, together: bool
+    ) -> Verdict:
+        """Find the programs of what a step of evaluation logs.
+
+        Args:
+            loop: of the evaluation.
+            step: name of the module's method.
+            loader: index of the one whose samples are taken.
+            together: whether all ranks call it, whose steps are exchanges.
+        """
+        self._loop, self._step, self._loader, self._together = loop, step, loader, together
+        self._all_evaluates = True
+        takes_index = is_param_in_hook_signature(getattr(self._module, step), "batch_idx", min_args=2)
+        self._rest = (0,) * takes_index + (loader,) * (loop.num_dataloaders > 1)
+        verdict = Verdict()
+        try:
+            with torch.inference_mode(False), not_compiling(), self._quiet():
+                for kind, (total, piece) in self._pieces(None, count, views):
+                    self._of_ranks = kind == "rank"
+                    if total > 1:
+                        self._compare_values(*self._runs(total, piece), piece, verdict)
+        except Exception as exc:  # noqa: BLE001  # arbitrary code, on samples of its own
+            verdict.refusal = self._refused_rows(_said(exc))
+            line = f"{self._name}: what {step} logs was not compared with one device's ({_said(exc)})."
+            verdict.told.append((line, False))
+        return verdict
+
+    def _refused_rows(self, told: str) -> str:
+        """Refuse a batch that can't be cut, if the step fails on parts of it; empty if that may have other reasons."""
+        if not self._fails_in_parts or self._of_ranks or not self._structure.uncut:
+            return ""
+        return (
+            f"{self._name}: {called(self._structure.uncut[0], 'batch')} has other numbers of rows than samples, so it "
+            f"can't be cut, and {self._step} fails on parts of a batch ({told}). Give it one row per sample, or put it "
+            "into an object that defines split(sizes)."
+        )
+
+    def verify(
+        self, batch: Batch, count: Callable[[Batch], int | None], views: Views, rest: Sequence[Any],
+        options: dict[str, Any],
+    ) -> Verdict:  # fmt: skip
+        """Find the plans of the losses, and compare.
+
+        Args:
+            batch: the first one of the run, for loaders whose samples can't be chosen.
+            count: counts its samples.
+            views: how the strategy cuts batches.
+            rest: arguments of the step after the batch.
+            options: keyword arguments of the step.
+        """
+        self._rest, self._options = rest, options
+        verdict = Verdict()
+        try:
+            if self._device.type == "meta":
+                raise _Cannot("its parameters have no values yet")
+            with not_compiling(), self._quiet():
+                for kind, make in self._pieces(batch, count, views):
+                    self._compare(kind, make, verdict)
+                    if verdict.refusal:
+                        break
+        except _Cannot as exc:
+            verdict.told.append((f"{self._name}: training could not be compared with one device's: {exc}.", False))
+        except ConfigError:
+            raise
+        except Exception as exc:  # noqa: BLE001  # arbitrary code, on samples of its own
+            told = _said(exc)
+            verdict.refusal = self._refused_rows(told)
+            line = (
+                f"{self._name}: training could not be compared with one device's, since training_step fails on a few "
+                f"samples ({told})."
+            )
+            verdict.told.append((line, False))
+        return verdict
+
+    def _pieces(
+        self, batch: Batch, count: Callable[[Batch], int | None], views: Views
+    ) -> Iterator[tuple[str, tuple[int, Callable[[int, int], Batch]]]]:
+        """Yield each view, with the number of samples and what makes a batch of those from i to j."""
+        try:
+            samples = FewSamples(self._module, self._loop, self._loader, _SAMPLES)
+        except TypeError as exc:
+            num = count(batch) or 0
+            if not num:
+                raise _Cannot(f"its samples can't be chosen from {exc}") from exc
+            total = min(num, _SAMPLES)
+            split = self._structure.split
+            whole = batch if total == num else split(batch, [total, num - total])[0]
+            yield "chunk", (total, lambda i, j: _chunk(split, whole, i, j, total))
+            return
+        total = samples.num
+        if views.ranks:
+            yield "rank", (total, lambda i, j: samples.batch(i, j, self._device))
+        if views.chunks:
+            whole, split = samples.batch(0, total, self._device), self._structure.of_size(total).split
+            yield "chunk", (total, lambda i, j: _chunk(split, whole, i, j, total))
+
+    def _compare(self, kind: str, make: tuple[int, Callable[[int, int], Batch]], verdict: Verdict) -> None:
+        total, piece = make
+        self._of_ranks = kind == "rank"
+        if total < 2:
+            raise _Cannot("its first batch has a single sample")
+        whole, cuts = self._runs(total, piece)
+        if not whole.losses:
+            raise _Cannot("training_step returned no loss")
+        if end_of_step(self._module) is not None:
+            return None  # it computes the loss of the joined outputs
+        plans = list[Plan]()
+        for call in range(len(whole.losses)):
+            plan, difference, why = self._plan(call, whole, cuts)
+            if plan is None:
+                plan = next((one for one, _ in self._proposals(call, whole, cuts) if one is not None), OF_SAMPLES)
+                if self._is_random(call, whole, piece, total):
+                    if not self._all_evaluates:
+                        self._all_evaluates = True
+                        return self._compare(kind, make, verdict)
+                    line = f"{self._name}: training_step draws random numbers, each part of a batch its own."
+                    verdict.told.append((line, False))
+                else:
+                    line = self._refusal(
+                        difference, why, kind, " and ".join(str(part.num) for part in cuts[0]), whole.weight is not None
+                    )
+                    if whole.weight is None:
+                        verdict.refusal = self._saved_refusal(whole, cuts[0]) or line
+                    else:  # the user's word
+                        verdict.told.append((line, True))
+            plans.append(plan)
+        verdict.plans, verdict.unused = plans, verdict.unused or whole.unused
+        if not verdict.refusal:
+            self._compare_written(whole, cuts[0], piece, verdict)
+        self._compare_values(whole, cuts, piece, verdict)
+        return None
+
+    def _runs(self, total: int, piece: Callable[[int, int], Batch]) -> tuple[_Step, list[list[_Step]]]:
+        """Run a step on samples, whole and in parts; in equal ones if it gathers and the run has no others."""
+        (whole,) = self._run(piece, 0, total)
+        firsts = dict.fromkeys((max(1, round(total * 5 / 8)), total - 1))
+        if self._of_ranks and total % 2 == 0 and parts_are_equal(self._loop) and self._communicates(piece, total):
+            firsts = dict.fromkeys((total // 2,))
+        return whole, [self._run(piece, 0, i, total) for i in firsts]
+
+    def _compare_values(
+        self, whole: _Step, cuts: Sequence[Sequence[_Step]], piece: Callable[[int, int], Batch], verdict: Verdict
+    ) -> None:
+        """Find how logged values that are no means over samples follow from parts; the loss has its plan."""
+        found, unknown = find_programs(whole.seen, [[step.seen for step in cut] for cut in cuts])
+        losses = [n for n, (*_, value) in whole.seen.logged.items() if any(is_loss(value, x) for x in whole.losses)]
+        found = {n: program for n, program in found.items() if whole.weight is None or n not in losses}
+        unknown = [n for n in unknown if n not in losses]
+        verdict.programs |= found
+        if unknown:  # or random
+            again = self._run(piece, 0, whole.num, seed=2)[0].logged
+            unknown = [n for n in unknown if n in again and str(again[n][0]) == str(whole.seen.logged[n][0])]
+        if unknown:
+            line = (
+                f"{self._name}: {self._step} logs {', '.join(map(repr, unknown))}, of which values of parts of a batch "
+                "don't make one device's value; they are averaged by samples. Use a metric of torchmetrics."
+            )
+            verdict.told.append((line, True))
+
+    def _plan(self, call: int, whole: _Step, cuts: Sequence[Sequence[_Step]]) -> tuple[Plan | None, Any, str]:
+        """The plan by which parts train as the whole; None if there is none, with what differs and why."""
+        parameters = _small_parameters(self._module)
+        loss = whole.losses[call]
+        if loss.grad_fn is None or not parameters:
+            return OF_SAMPLES, None, ""
+        expected = self._gradients([loss], [1.0], parameters)
+        smallest: tuple[str, float] | None = None
+        why = ""
+        for plan, reason in self._proposals(call, whole, cuts):
+            why = why or reason
+            if plan is None:
+                continue
+            try:
+                found = max((self._differs(call, cut, plan, expected, parameters) for cut in cuts), key=lambda x: x[1])
+            except Unfit as exc:
+                why = why or str(exc)
+                continue
+            if found[1] <= _tolerance(loss, parameters):
+                return plan, None, ""
+            smallest = found if smallest is None or found[1] < smallest[1] else smallest
+        return None, smallest, why
+
+    def _proposals(self, call: int, whole: _Step, cuts: Sequence[Sequence[_Step]]) -> Iterator[tuple[Plan | None, str]]:
+        if whole.weight is not None:
+            yield OF_SAMPLES, ""
+            return
+        pieces = [*cuts[0], *(cut[0] for cut in cuts[1:]), whole]
+        losses, samples = [piece.losses[call] for piece in pieces], [piece.num for piece in pieces]
+        clamped = {key: value for piece in pieces for key, value in piece.recorder.clamped.items()}
+        seen = list[Plan]()
+        for guess in itertools.chain([None], guesses()):
+            try:
+                plan = (
+                    OF_SAMPLES
+                    if guess is None and any(x.grad_fn is None for x in losses)
+                    else probe(losses, samples, clamped, guess or Guess())
+                )
+            except Unfit as exc:
+                yield None, str(exc)
+                continue
+            if plan not in seen:
+                seen.append(plan)
+                yield plan, ""
+        if OF_SAMPLES not in seen:
+            yield OF_SAMPLES, ""
+
+    def _differs(
+        self, call: int, cut: Sequence[_Step], plan: Plan, expected: Sequence[Tensor], parameters: Sequence[Any]
+    ) -> tuple[str, float]:
+        """The parameter whose gradient differs most, and by how much."""
+        parts = [Part(step.losses[call], plan, step.num, step.recorder) for step in cut]
+        weights: list[Any] = [part.normalisers[plan.base] for part in parts]
+        if cut[0].weight is not None:
+            weights = [float(step.weight) for step in cut]  # a ratio of integer tensors is a float32
+        groups = {0, *plan.groups}
+        totals = {group: sum((part.normalisers[group] for part in parts), start=0.0) for group in groups}
+        shares = [ratio(weight, sum(weights)) for weight in weights]
+        try:
+            for part, share in zip(parts, shares, strict=True):
+                part.scale(totals, share)
+            found = self._gradients([step.losses[call] for step in cut], shares, parameters)
+        finally:
+            for part in parts:
+                for handle in part.handles:
+                    handle.remove()
+        largest = max(float(one.abs().max()) for one in expected if one.numel()) or 1.0
+        names = {id(p): name for name, p in self._module.named_parameters()}
+        differences = [
+            (names.get(id(p), "a parameter"), _largest(one - two) / largest)
+            for p, one, two in zip(parameters, expected, found, strict=True)
+            if one.numel()
+        ]
+        return max(differences, key=lambda item: item[1])
+
+    def _gradients(self, losses: Sequence[Tensor], shares: Sequence[Any], parameters: Sequence[Any]) -> list[Tensor]:
+        """The gradients as hooks on parameters leave them: under ranks they get each part's, else the whole batch's."""
+        with nullcontext() if self._of_ranks else without_hooks(parameters):
+            return _gradients(losses, shares, parameters)
+
+    def _is_random(self, call: int, whole: _Step, piece: Callable[[int, int], Batch], total: int) -> bool:
+        """Whether the step gives other gradients with other random numbers."""
+        parameters = _small_parameters(self._module)
+        (again,) = self._run(piece, 0, total, seed=2)
+        one, two = (self._gradients([step.losses[call]], [1.0], parameters) for step in (whole, again))
+        largest = max(float(gradient.abs().max()) for gradient in one if gradient.numel()) or 1.0
+        difference = max(_largest(a - b) / largest for a, b in zip(one, two, strict=True) if a.numel())
+        return difference > _tolerance(whole.losses[call], parameters)
+
+    def _refusal(self, found: tuple[str, float] | None, why: str, kind: str, sizes: str, weighed: bool) -> str:
+        name, difference = found or ("the loss", float("nan"))
+        if weighed:
+            return (
+                f"{self._name}: with its loss_weight, gradients of {name} computed in {kind}s of {sizes} samples "
+                f"differ from one device's by {difference:.1%}. Return the number that the loss is a mean over, or "
+                "leave loss_weight out."
+            )
+        reason, pad = (f" (the loss depends on {why})", "") if why else ("", ", pad to a fixed length,")
+        parameter = dict(self._module.named_parameters()).get(name)
+        if self._of_ranks and parameter is not None and parameter._backward_hooks:
+            return (
+                f"{self._name}: with the hook on {name}, which gets a rank's gradient, that of the global batch "
+                f"differs from one device's by {difference:.1%}. Change gradients in on_after_backward, which gets the "
+                f"global batch's, or set {self._option} to train nevertheless."
+            )
+        by = "is not a number" if difference == float("inf") else f"differs from one device's by {difference:.1%}"
+        return (
+            f"{self._name}: computed in {kind}s of {sizes} samples, the gradient of {name} {by}{reason}. Compute what "
+            f"compares samples in evener.over_batch(fn)(...){pad or ','} or set {self._option} to train nevertheless."
+        )
+
+    def _compare_written(
+        self, whole: _Step, parts: Sequence[_Step], piece: Callable[[int, int], Batch], verdict: Verdict
+    ) -> None:
+        """Refuse what a step computes of its samples and leaves in the module, if later steps compute with it."""
+        weights = sorted(whole.written.keys() & dict(self._module.named_parameters()).keys())
+        if self.in_turn and weights:
+            verdict.refusal = (
+                f"{self._name}: training_step writes to {weights[0]}, which the next micro-batch would read. Write to "
+                "it in on_train_batch_end, or set num_microbatches=1."
+            )
+            return
+        verdict.refusal = self._saved_refusal(whole, parts)
+        later = [] if verdict.refusal else self._unlike_parts(whole, parts)
+        for name in later:
+            if self._reads(name, (whole, parts[0], parts[-1]), piece):
+                verdict.refusal = (
+                    f"{self._name}: training_step keeps {name} of its part's samples, and the next one trains by it, "
+                    "unlike one device. Compute it in evener.over_batch(fn)(...), or update it of self.all_gather(...) "
+                    f"in on_train_batch_end; {self._option} keeps a part's."
+                )
+                return
+
+    def _saved_refusal(self, whole: _Step, parts: Sequence[_Step]) -> str:
+        """Say which state of a checkpoint parts write otherwise than the whole; empty for none."""
+        for name in self._unlike_parts(whole, parts):
+            if any(step.written[name].is_saved for step in (whole, *parts) if name in step.written):
+                return (
+                    f"{self._name}: training_step changes {name} by the samples of its part of a batch, unlike one "
+                    "device. Gather what it is computed of (self.all_gather), update it in on_train_batch_end, or set "
+                    f"{self._option} to keep a part's."
+                )
+        return ""
+
+    def _unlike_parts(self, whole: _Step, parts: Sequence[_Step]) -> list[str]:
+        """The names of what parts write otherwise than the whole."""
+        found = list[str]()
+        for name in sorted(whole.written.keys() | {name for part in parts for name in part.written}):
+            first, *others = (step.written.get(name) for step in (whole, *parts))
+            if any(first is None or one is None or unlike(first.contents, one.contents) for one in others):
+                found.append(name)
+        return found
+
+    def _reads(self, name: str, steps: Sequence[_Step], piece: Callable[[int, int], Batch]) -> bool:
+        """Whether a step computes otherwise with what one of some steps has left in the module than with another's."""
+        total, parameters, first = steps[0].num, _small_parameters(self._module), None
+        for step in steps:
+            if name not in step.written:
+                continue
+            try:
+                (again,) = self._run(piece, 0, total, given=(step.written[name],))
+            except Exception:  # noqa: BLE001  # a state of other samples may not fit these
+                continue
+            found = self._gradients(again.losses, [1.0] * len(again.losses), parameters)
+            first = first or found
+            largest = max((_largest(one) for one in first if one.numel()), default=0.0) or 1.0
+            if any(_largest(a - b) > 1e-6 * largest for a, b in zip(first, found, strict=True) if a.numel()):
+                return True
+        return False
+
+    @contextmanager
+    def _quiet(self) -> Generator[None]:
+        """Have the step's own warnings and gradients leave no trace."""
+        before = [(p, p.grad, p.requires_grad) for p in self._module.parameters()]
+        try:
+            yield
+        finally:
+            for parameter, gradient, is_trained in before:
+                parameter.grad = gradient
+                parameter.requires_grad_(is_trained)
+
+    def _run(
+        self, piece: Callable[[int, int], Batch], *places: int, seed: int = 1, given: Sequence[Written] = ()
+    ) -> list[_Step]:
+        """Run the step on the samples between each two places, one after the other, or as one trial if parts meet."""
+        spans = list(itertools.pairwise(places))
+        self._fails_in_parts = len(spans) > 1
+        ranks = _Ranks(len(spans)) if self._of_ranks else _Ranks(1)
+        if len(spans) == 1 or not self._meets:
+            try:
+                steps = list[_Step]()
+                for ranks.first, (i, j) in enumerate(spans):
+                    steps += self._trial([(j - i, piece(i, j))], seed, ranks, given)
+            except Exception:
+                if len(spans) == 1 or not self._meets:
+                    raise
+            else:
+                if len(spans) == 1 or not self._meets:
+                    return steps
+            ranks.first = 0
+        return self._trial([(j - i, piece(i, j)) for i, j in spans], seed, ranks, given)
+
+    def _communicates(self, piece: Callable[[int, int], Batch], total: int) -> bool:
+        """Whether parts gather from one another."""
+        if not self._gathers:
+            self._run(piece, 0, total // 2, total)
+        return self._gathers
+
+    def _trial(
+        self, parts: Sequence[tuple[int, Batch]], seed: int, ranks: "_Ranks", given: Sequence[Written]
+    ) -> list[_Step]:
+        module, steps = self._module, [_Step(num) for num, _ in parts]
+        trained = [p for p in module.parameters() if p.requires_grad]  # a toggled optimizer freezes some meanwhile
+        trains = self._step == "training_step"
+
+        def here() -> _Step:
+            place = seat()
+            return steps[place.part if isinstance(place, Seat) else 0]
+
+        def backward(loss: Tensor) -> None:
+            here().losses.append(loss)
+            here().unused |= _leaves_out(loss, trained)
+
+        def log(name: str, value: Any, *args: Any, **options: Any) -> None:
+            options.update(zip(LOG_OPTIONS, args, strict=False))
+            if options.get("reduce_fx", "mean") in ("mean", torch.mean):
+                here().tape.log(name, value)
+                kept = value.detach().clone() if isinstance(value, Tensor) else value
+                here().logged[name] = kept, options.get("batch_size"), value
+
+        def run(batch: Batch) -> None:
+            alone = nullcontext() if self._together else _OneRank()
+            with alone, here().recorder, here().tape:
+                output: Any = getattr(module, self._step)(batch, *self._rest, **self._options)
+                output = ended(module, output) if trains else output
+            here().weight = weight_in(output)
+            loss = output.get("loss") if isinstance(output, dict) else output
+            if module.automatic_optimization and isinstance(loss, Tensor):
+                backward(loss)
+            if state is not None:
+                here().written = state.changes()
+                state.reset(here().written)
+
+        with ExitStack() as stack:
+            stack.enter_context(seeded(seed, self._device))
+            stack.enter_context(trial_step(module, evaluates=self._all_evaluates))  # restores all attributes
+            stack.enter_context(received((module_log(part), log) for part in lightning_modules(module)))
+            stack.enter_context(torch.enable_grad())
+            for part in module.modules() if not self._all_evaluates else ():
+                part.training = part.training and not _draws(part)
+            state = None if self._together else ModuleState(module)
+            if state is not None:
+                stack.callback(state.close)
+                stack.enter_context(simulating(ranks))
+            for one in given:
+                one.put()
+            if not module.automatic_optimization:
+                _hold_optimizers(module, backward, stack)
+            pieces = [Piece(self._device, f"{num} samples", partial(run, batch)) for num, batch in parts]
+            with _Parts(pieces, [num for num, _ in parts], state) as meeting:
+                for piece in meeting.pieces:
+                    piece.call()
+                self._meets |= meeting.has_met
+            self._gathers |= ranks.has_gathered
+        return steps
+
+
+class _Parts(Meeting):
+    """Parts that meet in one module as in one of each: what a part has written to it is put aside meanwhile."""
+
+    def __init__(self, pieces: Sequence[Piece], sizes: Sequence[float], state: ModuleState | None) -> None:
+        super().__init__(pieces, sizes)
+        self._state = state
+
+    @override
+    def meet(self, part: int, where: str, value: Any, combine: Combine) -> Any:
+        if self._state is None:
+            return super().meet(part, where, value, combine)
+        written = self._state.changes()
+        self._state.reset(written)
+        answer = super().meet(part, where, value, combine)
+        for one in written.values():
+            one.put()
+        return answer
+
+
+@dataclass
+class _Ranks(SimulatedRanks):
+    """The ranks that parts of a batch stand for; a single one for chunks.
+
+    Args:
+        first: the rank of the first part that is under way.
+    """
+
+    size: int
+    first: int = 0
+    has_gathered: bool = False
+
+    @property
+    def rank(self) -> int:
+        """That of the part whose step asks."""
+        place = seat()
+        return min(self.first + (place.part if isinstance(place, Seat) else 0), self.size - 1)
+
+    def gather(self, tensor: Tensor, sync_grads: bool) -> Tensor:
+        """See `RankStrategy.all_gather`."""
+        self.has_gathered = True
+        if self.size == 1:
+            return gathered(tensor, sync_grads, "", partial(torch.unsqueeze, dim=0))
+        own = tensor if sync_grads and torch.is_grad_enabled() else tensor.detach()
+        return seat().meet("all_gather", own, _of_all_ranks)
+
+
+def _of_all_ranks(brought: Mapping[int, Tensor]) -> Mapping[int, Tensor]:
+    tensors = list(brought.values())
+    if len({one.shape for one in tensors}) == 1:
+        return dict.fromkeys(brought, torch.stack(tensors))
+    if len({one.shape[1:] for one in tensors}) > 1:
+        raise _Cannot("all_gather is given rows of different shapes")
+    return dict.fromkeys(brought, torch.cat(tensors).unsqueeze(0))
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
+
+
+def _gradients(losses: Sequence[Tensor], shares: Sequence[Any], parameters: Sequence[nn.Parameter]) -> list[Tensor]:
+    """The sum of the gradients of losses, each times its share."""
+    total = [
+        torch.zeros_like(p, dtype=torch.float64 if p.dtype is torch.float64 else torch.float32) for p in parameters
+    ]
+    for loss, share in zip(losses, shares, strict=True):
+        if loss.grad_fn is None:
+            continue
+        weighed = torch.where(share != 0, loss * share, 0.0) if isinstance(share, Tensor) else loss * share
+        try:
+            found = torch.autograd.grad(weighed, parameters, allow_unused=True, retain_graph=True)
+        except RuntimeError:  # reentrant checkpoints go backward no other way
+            for parameter in parameters:
+                parameter.grad = None
+            weighed.backward(retain_graph=True)
+            found = [parameter.grad for parameter in parameters]
+        for one, gradient in zip(total, found, strict=True):
+            if gradient is not None:
+                one += gradient.to_dense() if gradient.is_sparse else gradient
+    return total
+
+
+def _small_parameters(module: nn.Module) -> list[nn.Parameter]:
+    """Some of the parameters that are trained, the smallest first."""
+    trained = sorted((p for p in module.parameters() if p.requires_grad), key=nn.Parameter.numel)
+    sums = itertools.accumulate(p.numel() for p in trained)
+    return [p for i, (p, total) in enumerate(zip(trained, sums, strict=True)) if not i or total <= _MOST_ELEMENTS]
+
+
+def _tolerance(loss: Tensor, parameters: Sequence[Tensor]) -> float:
+    eps = max(torch.finfo(one.dtype).eps for one in (loss, *parameters))
+    return _EXACT if eps < 1e-12 else max(_CLOSE, 16 * eps)
+
+
+def _largest(values: Tensor) -> float:
+    """The largest absolute value; infinity if it is not known."""
+    found = float(values.abs().max())
+    return found if found == found else float("inf")  # nan is no number that another one exceeds
+
+
+def _draws(module: nn.Module) -> bool:
+    """Whether a layer may draw random numbers in training, or see other samples, and computes in evaluation alike."""
+    if isinstance(module, nn.RNNBase):
+        return module.dropout > 0
+    if isinstance(module, (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)):
+        return True
+    return not any(True for _ in module.children())
+
+
+def _chunk(split: Callable[..., Sequence[Batch]], whole: Batch, i: int, j: int, total: int) -> Batch:
+    """The samples from i to j of a batch; what cuts itself may leave out a chunk without samples."""
+    return split(whole, [n for n in (i, j - i, total - j) if n])[bool(i)] if j - i < total else whole
+
+
+def _leaves_out(loss: Tensor, parameters: Sequence[nn.Parameter]) -> bool:
+    """Whether a parameter takes no part in a loss, as far as its graph shows."""
+    reached, left, seen = set[int](), [loss.grad_fn], set[Any]()
+    while left:
+        node = left.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if kind_of(node) == "CheckpointFunction":  # reentrant: hides what it computes
+            return False
+        reached.add(id(getattr(node, "variable", None)))
+        left += [child for child, _ in node.next_functions]
+    return any(id(p) not in reached for p in parameters)
+
+
+def _hold_optimizers(module: pl.LightningModule, backward: Callable[[Tensor], None], stack: ExitStack) -> None:
+    """Have `manual_backward` note its losses, and optimizers and schedulers do nothing, inside a stack of contexts."""
+
+    def manual_backward(_: Any, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        backward(loss)
+
+    strategy: Any = module.trainer.strategy
+    optimizers, configs = strategy.optimizers, strategy.lr_scheduler_configs
+    replaced: dict[str, Callable[..., Any]] = {"manual_backward": manual_backward, "clip_gradients": _nothing}
+    if not optimizers:  # before the strategy makes them
+        optimizers, configs = _init_optimizers_and_lr_schedulers(module)
+        replaced |= {"toggle_optimizer": _nothing, "untoggle_optimizer": _nothing}
+    for name, own in ("optimizers", optimizers), ("lr_schedulers", [config.scheduler for config in configs]):
+        still = [_Still(one) for one in own]
+        replaced[name] = partial(_answered, still[0] if len(still) == 1 else still or None)
+    for name, call in replaced.items():
+        stack.callback(Replacement(module, name, call).remove)
+
+
+def _answered(answer: Any, *args: Any, **kwargs: Any) -> Any:
+    """Return what is known, in place of a method's result."""
+    return answer
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    """Do nothing, in place of a method."""
+
+
+class _Still:
+    """An optimizer, or a scheduler, that never steps."""
+
+    def __init__(self, own: Any) -> None:
+        self._own = own
+
+    def step(self, closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Call the closure, as an optimizer does."""
+        return closure() if callable(closure) else None
+
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        """Keep gradients."""
+
+    def toggle_model(self, *args: Any, **kwargs: Any) -> Any:
+        """Keep what requires gradients."""
+        return nullcontext()
+
+    def __getattr__(self, name: str) -> Any:
+        """Everything else is the optimizer's own."""
+        return getattr(self._own, name)
+
+
+class _OneRank(TorchDispatchMode):
+    """Refuses collectives: only rank 0 computes."""
+
+    @override
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace in ("c10d", "_c10d_functional"):
+            raise _Cannot("training_step communicates with other ranks")
+        return func(*args, **(kwargs or {}))
+
+    @classmethod
+    @override
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+
+def verified(
+    strategy: Any, views: Views, verifies: bool, args: Sequence[Any], options: dict[str, Any],
+    share: Callable[[Any], Any] = lambda found: found, is_first: bool = True, structure: BatchStructure | None = None,
+) -> Verdict:  # fmt: skip
+    """Find by what the losses of a strategy's module divide, before its first step.
+
+    Args:
+        views: how the strategy cuts batches.
+        verifies: whether a module that trains otherwise than on one device is refused.
+        args: arguments of the first training step.
+        options: its keyword arguments.
+        share: gives all ranks what the first has found.
+        is_first: whether this is the first rank.
+        structure: cuts batches; None for the strategy's.
+
+    Raises:
+        ConfigError: the module trains otherwise; the message says what differs.
+    """
+    module: pl.LightningModule = strategy.lightning_module
+    verdict: Verdict | None = None
+    if is_first:
+        structure = structure or cast(BatchStructure, strategy.structures.of_batch(module.trainer))
+        device = next((p.device for p in module.parameters()), strategy.root_device)
+        by_config = getattr(strategy, "is_configured", False)
+        spelled = "strategy.verify=false" if by_config else f"{type(strategy).__name__}(verify=False)"
+        verifier = Verifier(module, strategy.strategy_name, structure, device, spelled)
+        layout = getattr(strategy, "layout", None)  # not of one device, where batches are accumulated
+        verifier.in_turn = layout is not None and layout.cut_by.startswith("num_microbatches")
+        verdict = verifier.verify(args[0], structure.num_samples, views, args[1:], options)
+    found: Verdict = share(verdict)
+    for line, warns in found.told if is_first and verifies else ():
+        (rank_zero_warn if warns else rank_zero_info)(line)
+    if found.refusal and verifies:
+        raise ConfigError(found.refusal)
+    return found
+
+
+def find_evaluated(
+    strategy: Any,
+    views: Views,
+    share: Callable[[Any], Any] | None = None,
+    is_first: bool = True,
+    together: bool = False,
+) -> None:
+    """Find, before the first pass of an evaluation, how what it logs follows from parts; see `verified`."""
+    module, values = strategy.lightning_module, strategy.contract.reader.values
+    if module.trainer.predicting or not any(views):
+        return
+    loop: Any = module.trainer._evaluation_loop
+    step = "test_step" if module.trainer.testing else "validation_step"
+    for loader in range(loop.num_dataloaders):
+        if (step, loader) in values.programs:
+            continue
+        verdict: Verdict | None = None
+        if is_first:
+            structure = strategy.structures.of_batch(module.trainer, loader)
+            device = next((p.device for p in module.parameters()), strategy.root_device)
+            verifier = Verifier(module, strategy.strategy_name, structure, device)
+            verdict = verifier.find_values(loop, step, loader, structure.num_samples, views, together)
+            for line, warns in verdict.told:
+                (rank_zero_warn if warns else rank_zero_info)(line)
+        found: Any = verdict if share is None else share(verdict)
+        if found.refusal:
+            raise ConfigError(found.refusal)
+        values.programs[step, loader] = found.programs

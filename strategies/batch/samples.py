@@ -1,0 +1,126 @@
+"""What loaders show of their batches, and a few samples, read by index and collated to batches of any size."""
+
+import copy
+import random
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.utilities.combined_loader import CombinedLoader
+from torch.utils._pytree import tree_unflatten
+from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data.dataloader import default_collate
+
+from ..core.rng import random_state, swapped_random_state
+from ..core.types import Batch, Device
+from .tree import Path, held, walk
+
+
+@dataclass
+class LoaderEvidence:
+    """A loader, or several combined ones, and what becomes of their batches.
+
+    Args:
+        loader: a `DataLoader`, any iterable, or a `CombinedLoader` that puts the batches of several into one.
+        has_hooks: whether hooks may change a batch before the step sees it.
+    """
+
+    loader: Any
+    has_hooks: bool = False
+
+    def paths(self) -> list[Path]:
+        """Where in a batch the loaders' own batches stand; the batch itself where hooks may have moved them."""
+        return [()] if self.has_hooks else [path for path, _ in self.loaders()]
+
+    def is_stacked(self) -> bool:
+        """Whether torch's own collate function made the batches."""
+        return not self.has_hooks and all(
+            isinstance(loader, DataLoader) and loader.collate_fn is default_collate and loader.batch_sampler is not None
+            for _, loader in self.loaders()
+        )
+
+    def batch_size(self) -> int | None:
+        """The samples of a full batch; None where the loader does not say."""
+        sizes = {getattr(loader, "batch_size", None) for _, loader in self.loaders()}
+        size = sizes.pop() if len(sizes) == 1 and not self.has_hooks else None
+        return size if isinstance(size, int) else None
+
+    def loaders(self) -> list[tuple[Path, Any]]:
+        """Where in a batch each loader's own batch stands."""
+        if isinstance(self.loader, CombinedLoader):
+            return [(path, value) for path, value in walk(self.loader.iterables, held) if held(value) is None]
+        return [((), self.loader)]
+
+
+class FewSamples:
+    """Some samples of each loader of a loop, spread over its dataset.
+
+    Args:
+        loop: that reads the loaders.
+        loader: index of the one whose samples are taken, of loaders that are read one after the other.
+        most: samples to read.
+        repeats: read as many of a smaller dataset, too, some of them again.
+
+    Attributes:
+        num: samples of each loader that were read.
+
+    Raises:
+        TypeError: samples can't be chosen; says why.
+    """
+
+    def __init__(self, module: pl.LightningModule, loop: Any, loader: int, most: int, repeats: bool = False) -> None:
+        self._module, self._loader = module, loader
+        self._combined: Any = loop._combined_loader
+        loaders = chosen_loaders(self._combined, loader)
+        self.num = most if repeats else min([most, *(len(one.dataset) for one in loaders)])
+        with seeded(1):
+            self._samples = [(one, _spread(one.dataset, self.num)) for one in loaders]
+
+    def batch(self, i: int, j: int, device: Device) -> Batch:
+        """The batch of the samples from i to j, as the step gets it."""
+        module = self._module
+        with seeded(1):
+            batches = [one.collate_fn(copy.deepcopy(samples[i:j])) for one, samples in self._samples]
+            batch = tree_unflatten(batches, self._combined._spec) if len(batches) > 1 else batches[0]
+            batch = module.trainer.precision_plugin.convert_input(batch)
+            batch = module._on_before_batch_transfer(batch, dataloader_idx=self._loader)
+            return module._apply_batch_transfer_handler(batch, device=torch.device(device), dataloader_idx=self._loader)
+
+
+def chosen_loaders(combined: Any, loader: int = 0) -> list[Any]:
+    """The loaders whose samples make a batch.
+
+    Raises:
+        TypeError: samples can't be chosen from one; says why.
+    """
+    loaders = combined._flattened
+    if combined._mode == "sequential":
+        loaders = loaders[loader : loader + 1]
+    for one in loaders:
+        if not isinstance(one, DataLoader) or isinstance(one.dataset, IterableDataset):
+            raise TypeError("a stream")
+        if one.batch_sampler is None:
+            raise TypeError("a dataset of batches")
+    return loaders
+
+
+def _spread(dataset: Any, num: int) -> list[Any]:
+    last, many = len(dataset) - 1, getattr(dataset, "__getitems__", None)
+    indices = [round(i * last / (num - 1)) for i in range(num)] if num > 1 else [0]
+    return [dataset[i] for i in indices] if many is None else list(many(indices))
+
+
+@contextmanager
+def seeded(seed: int, device: torch.device | None = None) -> Generator[None]:
+    """Draw random numbers of a seed inside the block, and leave all generators, and that of a device, as they were."""
+    devices = [] if device is None or device.type in ("cpu", "meta") else [device]
+    kind = devices[0].type if devices else "cuda"
+    with torch.random.fork_rng(devices, device_type=kind), swapped_random_state(random_state()):
+        torch.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed)
+        yield

@@ -1,0 +1,5 @@
+"""What a step computes of the whole batch, of which it sees a part: means by their normalisers, functions of all rows.
+
+Exports: means, over_batch, meeting.
+May import: core.
+"""

@@ -1,0 +1,286 @@
+"""Compute a function of a batch's samples on the global batch, however strategies cut it.
+
+where parts meet       how
+replicas               parts meet; the function is computed once, on all rows with their graphs
+ranks                  each computes it on everybody's rows, its own with a graph
+"""
+
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, ParamSpec, Protocol, TypeAlias
+
+import pytorch_lightning as pl
+import torch
+from torch import Tensor, nn
+from torch.overrides import handle_torch_function, has_torch_function
+from typing_extensions import override
+
+from ..tree import children, rebuild, walk
+from .meeting import Seat, seat
+
+P = ParamSpec("P")
+
+Rows: TypeAlias = Sequence[Tensor]
+"""Tensors with the rows of a part."""
+
+
+class Ranks(Protocol):
+    """This rank among those that have a part of the same batch."""
+
+    def is_part(self) -> bool:
+        """Whether other ranks may have samples of the batch that this rank's step is given."""
+        ...
+
+    def counts(self) -> bool:
+        """Whether this rank has samples of it; if not its step has run on others."""
+        ...
+
+    def share(self) -> Tensor | float:
+        """The fraction by which this rank's gradients count in the global batch's; asked in the backward pass."""
+        ...
+
+    def gather(self, rows: Rows) -> list[list[Tensor]]:
+        """The tensors of all ranks, without graphs, by rank; of any number of rows. This rank's are at `rank`."""
+        ...
+
+    @property
+    def rank(self) -> int:
+        """This rank's place among them."""
+        ...
+
+
+_ranks: list[Ranks] = []
+"""The ranks of the run, last; empty without."""
+
+
+@contextmanager
+def among(ranks: Ranks | None) -> Generator[None]:
+    """Compute what is over the batch with the rows of other ranks inside the block; None: with what is given alone."""
+    before, _ranks[:] = list(_ranks), [] if ranks is None else [ranks]
+    try:
+        yield
+    finally:
+        _ranks[:] = before
+
+
+class OverBatch(torch.autograd.Function):
+    """The value of the whole batch as a part of it sees it: the term's gradient counts by the part's samples.
+
+    The parts' fractions sum to 1, so that what the function refers to beside its arguments (a temperature, a head) has
+    the whole batch's gradient in the end, and so have rows whose graphs have met. Rows of other ranks have no graph
+    here: each rank's own get their gradients from `_OwnRows`, which divides by the fraction again.
+    """
+
+    @staticmethod
+    @override
+    def forward(ctx: Any, value: Tensor) -> Tensor:
+        return value.view_as(value)
+
+    @staticmethod
+    @override
+    def backward(ctx: Any, *grad_outputs: Tensor) -> Tensor:
+        return grad_outputs[0]
+
+
+class _OwnRows(torch.autograd.Function):
+    """A rank's own rows, whose gradients are the whole batch's whatever fraction the rank has of it."""
+
+    @staticmethod
+    @override
+    def forward(ctx: Any, rows: Tensor, share: Callable[[], Tensor | float]) -> Tensor:
+        ctx.share = share
+        return rows.view_as(rows)
+
+    @staticmethod
+    @override
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
+        share: Tensor | float = ctx.share()
+        if isinstance(share, Tensor):
+            share = torch.where(share == 0, 1.0, share).to(grad_outputs[0])
+        return grad_outputs[0] / (share or 1.0 if not isinstance(share, Tensor) else share), None
+
+
+def over_batch(fn: Callable[P, Tensor]) -> Callable[P, Tensor]:
+    """Compute a loss on the global batch, whichever strategy cuts it, with exact gradients.
+
+    For losses that compare samples with one another (InfoNCE, hard mining, Barlow Twins, centred advantages): what is
+    computed on the parts of a batch can't be combined to the batch's. Where the batch is not cut, `fn` is called as it
+    is. "The batch" is that of one forward pass, under accumulation too.
+
+    Args:
+        fn: gets tensors and returns a scalar. Arguments that are tensors with a dimension are joined by rows,
+            those of the parts in their order; any number of rows is right. Parameters, scalars and everything else are
+            passed on, those of the first part. All parts must call it alike.
+
+    Returns:
+        A function with the arguments of `fn`. It returns the global batch's value on every part, which is combined with
+        the other terms of the loss as a mean over samples is.
+
+    Example:
+        >>> loss = evener.over_batch(info_nce)(self(first), self(second), temperature=0.1)
+    """
+
+    return partial(value_over_batch, fn)
+
+
+def value_over_batch(fn: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+    """Compute a function on the global batch; see `over_batch`. Modes of torch see this function."""
+    return _value(fn, args, kwargs)
+
+
+def _computed(fn: Callable[..., Tensor], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
+    given = (*args, *kwargs.values())
+    if has_torch_function(given):
+        return handle_torch_function(value_over_batch, given, fn, *args, **kwargs)
+    return _marked(_whole(fn, args, kwargs))
+
+
+_value: Any = torch.compiler.disable(_computed)  # parts meet, and the node stays in the graph of a compiled loss
+
+
+def end_of_step(module: pl.LightningModule | None) -> Callable[[Any], Any] | None:
+    """The module's `training_step_end(outputs)`, which computes the loss from the outputs of a whole batch, or None.
+
+    It is given a process's outputs, and gets those of all ranks: tensors with a dimension are joined by rows, fractions
+    as means over samples; everything else is this rank's.
+    """
+    end = getattr(module, "training_step_end", None)
+    return None if end is None else partial(_ended, end)
+
+
+def ended(module: pl.LightningModule | None, output: Any) -> Any:
+    """What a training step returns in the end: what the module's `training_step_end` makes of it, if it has one."""
+    end = end_of_step(module)
+    return output if end is None else end(output)
+
+
+def _ended(end: Callable[[Any], Any], output: Any) -> Any:
+    ranks = _ranks[-1] if _ranks else None
+    if ranks is None or not ranks.is_part():
+        return end(output)
+    leaves = [leaf for _, leaf in walk(output) if isinstance(leaf, Tensor) and (leaf.dim() or leaf.is_floating_point())]
+
+    def on_all(weights: Tensor, *joined: Tensor) -> Any:
+        means = (rows if leaf.dim() else rows @ weights.to(rows) for leaf, rows in zip(leaves, joined, strict=True))
+        known = {id(leaf): value for leaf, value in zip(leaves, means, strict=True)}
+        return end(_replaced_leaves(output, known))
+
+    weight = torch.as_tensor(ranks.share(), dtype=torch.float64).reshape(1)
+    rows = (leaf if leaf.dim() else leaf.reshape(1) for leaf in leaves)
+    ended = _combine({0: (on_all, [weight, *rows], {})})[0]
+    return {**ended, "loss": _marked(ended.get("loss"))} if isinstance(ended, dict) else _marked(ended)
+
+
+def _replaced_leaves(value: Any, known: Mapping[int, Any]) -> Any:
+    if id(value) in known:
+        return known[id(value)]
+    items = children(value)
+    return value if items is None else rebuild(value, [_replaced_leaves(child, known) for _, child in items])
+
+
+class Place(Protocol):
+    """Where a part of a batch calls a function of the whole batch."""
+
+    def whole(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Compute the function's value over all parts of this process, and those of other ranks."""
+        ...
+
+
+def _whole(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    here = seat()
+    if here is None:
+        is_cut = bool(_ranks) and _ranks[-1].is_part()
+        return _combine({0: (fn, args, kwargs)})[0] if is_cut else fn(*args, **kwargs)
+    if not isinstance(here, Seat):
+        return here.whole(fn, args, kwargs)
+    return here.meet(f"over_batch({_name(fn)})", (fn, args, kwargs), here.meeting.combine or _combine)
+
+
+class Columns:
+    """The rows of all parts that a function of the batch was given, an argument beside the other.
+
+    Args:
+        brought: the function and its arguments, by part of this process.
+
+    Attributes:
+        parts: the rows of each part of this process, argument by argument.
+        pieces: for each argument the rows of all, those of other ranks without graphs.
+    """
+
+    def __init__(self, brought: Mapping[int, Any]) -> None:
+        self._fn, *self._values = brought[min(brought)]
+        held = enumerate(self._values)
+        self._places = [(i, key) for i, values in held for key, value in _items(values) if _is_rows(value)]
+        self.ranks = _ranks[-1] if _ranks and _ranks[-1].is_part() else None
+        self.parts = {part: self.rows_of(*given) for part, given in brought.items()}
+        columns = list(zip(*self.parts.values(), strict=True))
+        self.pieces = [[rows.to(column[0].device) for rows in column] for column in columns]
+        self.first = 0
+        """The place of this process's first part in each column."""
+        if self.ranks is not None:
+            gathered = self.ranks.gather([torch.cat(column).detach() for column in self.pieces])
+            self.first = self.ranks.rank
+            for own, everyones in zip(self.pieces, gathered, strict=True):
+                own[:] = [*everyones[: self.first], *own, *everyones[self.first + 1 :]]
+
+    def rows_of(self, _: Any, *values: Any) -> list[Tensor]:
+        """The rows in the arguments of a part."""
+        counts = self.ranks is None or self.ranks.counts()
+        rows = [values[i][key] for i, key in self._places]
+        return rows if counts else [own[:0] for own in rows]
+
+    def value(self, pieces: Sequence[Sequence[Tensor]], given: Any = None) -> Any:
+        """Compute the function on all rows; `given` are a part's function and arguments, those of the first if None."""
+        fn, *values = (self._fn, *self._values) if given is None else given
+        args, kwargs = _replaced(values, self._places, [torch.cat(list(column)) for column in pieces])
+        return fn(*args, **kwargs)
+
+
+def _combine(brought: Mapping[int, Any]) -> Mapping[int, Any]:
+    """Compute the value of parts that have met: once, on the device of the first."""
+    columns = Columns(brought)
+    ranks, last = columns.ranks, columns.first + len(brought)
+    if ranks is not None:
+        for column in columns.pieces:
+            column[columns.first : last] = [own_rows(rows, ranks.share) for rows in column[columns.first : last]]
+    value = columns.value(columns.pieces)
+    return {part: _beside(value, rows) for part, rows in columns.parts.items()}
+
+
+def own_rows(rows: Tensor, share: Callable[[], Tensor | float]) -> Tensor:
+    """A part's own rows among those of others, which have no graph; see `_OwnRows`."""
+    if not (rows.requires_grad and torch.is_grad_enabled()):
+        return rows
+    return _OwnRows.apply(rows, share)  # pyright: ignore[reportReturnType]  # untyped in torch
+
+
+def _is_rows(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dim() > 0 and not isinstance(value, nn.Parameter)
+
+
+def _items(held: Any) -> Any:
+    return held.items() if isinstance(held, Mapping) else enumerate(held)
+
+
+def _replaced(held: Sequence[Any], places: Sequence[tuple[int, Any]], values: Sequence[Any]) -> list[Any]:
+    """Positional and keyword arguments with some of them replaced."""
+    new: list[Any] = [list(held[0]), dict(held[1])]
+    for (i, key), value in zip(places, values, strict=True):
+        new[i][key] = value
+    return new
+
+
+def _beside(value: Any, rows: Rows) -> Any:
+    """A value on the device of a part."""
+    return value.to(rows[0].device) if isinstance(value, Tensor) and rows else value
+
+
+def _marked(value: Any) -> Any:
+    if not (isinstance(value, Tensor) and value.requires_grad and torch.is_grad_enabled()):
+        return value
+    return OverBatch.apply(value)
+
+
+def _name(fn: Callable[..., Any]) -> str:
+    return getattr(fn.func if isinstance(fn, partial) else fn, "__name__", type(fn).__name__)

@@ -1,0 +1,225 @@
+"""Put back what a step sets on its module before each micro-batch, and find out whether micro-batches may alternate.
+
+What a step does to the module is done once per micro-batch: a counter would count micro-batches, and spectral norm
+would improve its estimate several times. So what the first micro-batch changes is put back before each other one, and
+what it has left stays. If others leave something else, `batch/exact/verifier.py` refuses it. What was not there before,
+was None, or says whether something was done (a hook registered, a table computed) is done once, and stays. Hooks that
+each micro-batch registers are refused: they would be called several times.
+
+Micro-batches that alternate at the boundaries of stages would mix what a step keeps on the module from one layer to the
+next: a list of features, a flag or `requires_grad` for some calls, parameters that `functional_call` swaps. So the
+first micro-batch of a run is watched. If it has changed anything where it enters another stage, or at its end, or is
+then in a block that is not its own (a transform of `torch.func`, forward differentiation, cached parametrizations, or a
+checkpointed function that draws random numbers, which it is to draw again), micro-batches run one after the other. So
+do those of a module with hooks, which may keep anything anywhere.
+"""
+
+import math
+from collections import deque
+from collections.abc import Collection, Generator
+from contextlib import contextmanager, nullcontext
+from numbers import Number
+from typing import Any
+
+import torch
+from pytorch_lightning import LightningModule
+from torch import Tensor, get_rng_state, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
+from torchmetrics import MetricCollection
+from typing_extensions import override
+
+from ..batch.exact.normalisers import Part
+from ..core.errors import ConfigError
+from ..core.internals import in_dual_level, parametrizations_are_cached, saves_elsewhere
+from ..core.module_checks import is_compiled, is_metric, is_plain
+from ..core.patching import hooks_of, replaced
+
+_LIGHTNING = LightningModule().__dict__.keys() - {"training"}
+_READ: Any = getattr(Tensor.grad, "__get__")  # noqa: B009  # typed as the tensor that it returns
+
+
+class ModuleState:
+    """Buffers, attributes, children and parameters of a module, as its steps set them.
+
+    Args:
+        module: the placed module; torchmetrics' metrics in it are left out, and statistics of BatchNorm.
+        own_hooks: numbers of hooks that the strategy has registered.
+    """
+
+    def __init__(self, module: nn.Module, own_hooks: Collection[int]) -> None:
+        self._module = module
+        self._parts = [part for part in module.modules() if not (is_metric(part) or isinstance(part, MetricCollection))]
+        self._own_hooks = set(own_hooks)
+        self.is_known = False
+        """Whether the first micro-batch was watched."""
+        self.reads_gradients = False
+        """Whether it read `.grad` of a parameter."""
+        self.nests_backward: bool | None = None
+        """Whether its backward pass ran others within itself (`torch.utils.checkpoint` with `use_reentrant=True`),
+        which add to the gradient of a parameter one by one; None before it."""
+        self._keeps = False
+        self._draws_again = False
+        self._first: list[Any] = []
+        """What tells the state with which the watched micro-batch began."""
+        self._num_hooks = -1
+        self._next_hook: float = math.inf
+        """The lowest number of a hook that a micro-batch after the first can have registered."""
+        self._changed: list[tuple[dict[str, Any], str]] = []
+        """What a step changes, as a dictionary and a key in it."""
+        self._before: list[Any] = []
+        self._left: list[Any] = []
+
+    def may_alternate(self) -> bool:
+        """Whether micro-batches may be on different stages at the same time, as far as is known."""
+        if self.is_known and not self._keeps and _num_hooks() != self._num_hooks:
+            self._num_hooks, self._keeps = _num_hooks(), self._has_hooks()
+        return self.is_known and not self._keeps
+
+    @contextmanager
+    def step(self) -> Generator[None]:
+        """Run the micro-batches of a step inside the block; what the first one has left stays."""
+        self._next_hook = math.inf
+        try:
+            yield
+        finally:
+            self._put(self._left)
+            self._before, self._left = [], []
+        self._verify_hooks()  # again: those of parameters are not there while gradients are summed
+
+    @contextmanager
+    def microbatch(self, number: int) -> Generator[None]:
+        """Run a micro-batch of a step inside the block, in their order."""
+        if number == 1:
+            self._next_hook = RemovableHandle.next_id
+        if number:
+            self._put([_copy(value) for value in self._before])
+            yield
+            self._verify_hooks()
+            return
+        if self.is_known:
+            self._before = [_copy(owner.get(key)) for owner, key in self._changed]
+            yield
+        else:
+            with self._watched():
+                yield
+        self._left = [owner.get(key) for owner, key in self._changed]
+
+    @contextmanager
+    def watching_backward(self) -> Generator[None]:
+        """Run the first backward pass of a run inside the block."""
+        num_begun, own = list[int](), torch.autograd.backward
+
+        def backward(*args: Any, **kwargs: Any) -> None:
+            num_begun.append(1)
+            own(*args, **kwargs)
+
+        with replaced(torch.autograd, "backward", backward):
+            yield
+        self.nests_backward = len(num_begun) > 1
+
+    def look(self, stage: int = 0) -> None:
+        """Learn, in the watched micro-batch, that others could come in between now."""
+        in_block = torch._C._are_functorch_transforms_active() or parametrizations_are_cached() or in_dual_level()
+        self._keeps |= in_block or self._state() != self._first
+        self._draws_again |= not torch.is_grad_enabled() or saves_elsewhere()
+
+    @contextmanager
+    def _watched(self) -> Generator[None]:
+        owners = [owner for part in self._parts for owner in _owners(part)]
+        held = [list(child.items()) for part in self._parts for child in (part._modules, part._parameters)]
+        before = [(dict(owner), {key: _copy(value) for key, value in owner.items()}) for owner in owners]
+        self._first, random_state = self._state(), get_rng_state()
+        with nullcontext() if is_compiled(self._module) else _GradientReads() as reads:
+            yield
+        self.look()
+        self._keeps |= self._has_hooks() or (self._draws_again and not torch.equal(random_state, get_rng_state()))
+        self.is_known, self.reads_gradients = True, reads is not None and reads.found
+        self._num_hooks, self._first = _num_hooks(), []
+        held.clear()  # until now, so that no other object can have the number of one of them
+        for owner, (old, copied) in zip(owners, before, strict=True):
+            for key in (old.keys() & owner.keys()) - _LIGHTNING:
+                was, now = old[key], owner[key]
+                if _is_kept(was) and _is_kept(now) and (was is not now or _is_written(now, copied[key])):
+                    self._changed.append((owner, key))
+                    self._before.append(copied[key])
+
+    def _state(self) -> list[Any]:
+        """What is another if a step has set anything."""
+        found: list[Any] = [_num_hooks()]
+        for part in self._parts:
+            for owner in (*_owners(part), part._modules, part._parameters):
+                found += [(key, *_mark(value)) for key, value in owner.items() if key not in _LIGHTNING]
+        return found
+
+    def _put(self, values: list[Any]) -> None:
+        for (owner, key), value in zip(self._changed, values, strict=False):
+            owner[key] = value
+
+    def _has_hooks(self) -> bool:
+        keys = [[number for hooks in hooks_of(part) for number in hooks] for part in self._parts]
+        return not self._own_hooks.issuperset(number for numbers in keys for number in numbers)
+
+    def _verify_hooks(self) -> None:
+        """Refuse hooks that a micro-batch after the first has registered."""
+        if RemovableHandle.next_id <= self._next_hook:
+            return
+        for name, owner in (*self._module.named_modules(), *self._module.named_parameters()):
+            numbers = (number for hooks in hooks_of(owner) for number in hooks if isinstance(number, int))
+            if any(number >= self._next_hook for number in numbers):
+                raise ConfigError(
+                    f"training_step registers a hook on {name or type(owner).__name__} in every micro-batch, and they "
+                    "would all be called. Register it in __init__, setup, on_fit_start or on_train_batch_start, or "
+                    "remove it in the step."
+                )
+
+
+class _GradientReads(TorchFunctionMode):
+    """Notes whether `.grad` of a parameter is read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found = False
+
+    @override
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.found |= func == _READ and isinstance(args[0], nn.Parameter)
+        return func(*args, **(kwargs or {}))
+
+
+def _num_hooks() -> int:
+    """How many hooks were registered on modules and parameters."""
+    return RemovableHandle.next_id - Part.num_hooks
+
+
+def _owners(part: nn.Module) -> tuple[dict[str, Any], ...]:
+    """The attributes and buffers of a part; micro-batches update statistics of BatchNorm one by one."""
+    return (vars(part),) if isinstance(part, _BatchNorm) else (vars(part), part._buffers)
+
+
+def _mark(value: Any) -> tuple[Any, ...]:
+    """What is another if a value was replaced, or written to."""
+    if isinstance(value, Tensor):
+        return id(value), value.requires_grad, 0 if value.is_inference() else value._version
+    return id(value), len(value) if isinstance(value, (list, dict, set, deque)) else 0
+
+
+def _copy(value: Any) -> Any:
+    """A copy of a tensor that may be written to in place."""
+    if isinstance(value, Tensor) and is_plain(value) and not value.requires_grad:
+        return value.detach().clone()
+    return value
+
+
+def _is_written(tensor: Any, copied: Any) -> bool:
+    return isinstance(tensor, Tensor) and copied is not tensor and not torch.equal(tensor, copied)
+
+
+def _is_kept(value: Any) -> bool:
+    """Whether a value is a tensor, or can't be written to by those who hold it and is more than yes, no or nothing."""
+    if isinstance(value, bool):
+        return False
+    if isinstance(value, tuple):
+        return all(map(_is_kept, value))
+    return isinstance(value, (str, bytes, Number, Tensor, torch.device, torch.dtype))

@@ -1,0 +1,82 @@
+"""A parameter that is gathered for a step, which a step may write to and ask for its gradient."""
+
+from collections import OrderedDict
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .refusals import verify_shape
+from .whole import shard_like
+
+_DATA: Any = Tensor.data
+_GRAD: Any = Tensor.grad
+
+
+class Gathered(nn.Parameter):
+    """A gathered parameter. What is written to it goes to its shard; outside of backward it has the shard's gradient.
+
+    A write raises its version; one through `.data` does not, so that reading that counts as a write.
+    """
+
+    key: str
+    """Its name in the module."""
+    shard: nn.Parameter
+    in_backward: bool
+    """Whether torch adds and reduces gradients."""
+    _touched: bool
+    _seen: int
+
+    @staticmethod
+    def of(whole: Any, shard: nn.Parameter, name: str) -> "Gathered":
+        """Make what torch has gathered from a shard such a parameter; hooks of the one's gradient are the other's."""
+        hooks = shard._backward_hooks
+        hooks = OrderedDict[int, Any]() if hooks is None else hooks
+        whole.__class__ = Gathered
+        whole.key, whole.shard, whole.in_backward = name, shard, False
+        whole._touched, whole._seen = False, whole._version
+        for each in (shard, whole):
+            each._backward_hooks = hooks
+        return whole
+
+    @property
+    def is_written(self) -> bool:
+        """Whether it may have been written to, and has memory."""
+        return (self._touched or self._version != self._seen) and self.untyped_storage().nbytes() > 0
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        """Give the shard what was written."""
+        with torch._C.DisableTorchFunctionSubclass():
+            shard = self.shard.detach()
+            shard.copy_(shard_like(self.detach(), shard))
+        self._touched, self._seen = False, self._version
+
+    @property
+    def own_grad(self) -> Tensor | None:
+        """What a backward pass of this rank has added, until torch reduces it."""
+        return _GRAD.__get__(self)
+
+    @property
+    def grad(self) -> Tensor | None:  # pyright: ignore[reportIncompatibleVariableOverride]  # as `data`
+        """Its shard's gradient, but within backward this rank's own."""
+        own = self.own_grad
+        return self.shard.grad if own is None and not self.in_backward else own
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        if not self.in_backward:
+            self.shard.grad = value
+            value = None
+        _GRAD.__set__(self, value)
+
+    @property
+    def data(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]  # an attribute, to torch's stubs
+        """The values, which may be written to."""
+        self._touched = True
+        return _DATA.__get__(self)
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        verify_shape(self, value)
+        self.data.copy_(value)

@@ -1,0 +1,164 @@
+"""Compute with shards in hooks what needs no other rank's elements, and refuse the rest by name.
+
+Outside of steps parameters, gradients and optimizer state are shards (torch's `DTensor`). Torch answers some calls with
+them with what one rank has (`weight.norm().item()`) or writes to a copy (`weight[3].fill_(0)`). So during a run:
+
+| call | example | computed with |
+|---|---|---|
+| elementwise, with tensors that are cut alike | `average.lerp_(weight, 0.1)` | shards |
+| elementwise in place, with whole tensors of its shape | `weight.mul_(mask)`, `weight.copy_(start)` | shards |
+| the norm or the sum of a tensor | `weight.norm()` | shards, whose results are summed |
+| any other | `weight[0]`, `weight.mean()`, `buffer.add_(weight)` | refused; `weight.full_tensor()` is the whole |
+"""
+
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from ..core.errors import ConfigError
+from .refusals import OUTSIDE, needs_whole
+from .sharded_module import ShardedModule
+from .whole import own_part, shard_like
+
+_ELEMENTWISE = frozenset((
+    "abs", "add", "addcdiv", "addcmul", "clamp", "clamp_max", "clamp_min", "clip", "clone", "conj", "copy",
+    "copysign", "div", "empty_like", "eq", "exp", "exp2", "expm1", "fill", "floor", "full_like", "ge", "gt", "iadd",
+    "idiv", "imul", "isfinite", "isinf", "isnan", "isub", "itruediv", "le", "lerp", "log", "log1p", "logical_not",
+    "lt", "masked_fill", "maximum", "minimum", "mul", "nan_to_num", "ne", "neg", "negative", "ones_like", "pow",
+    "radd", "rdiv", "reciprocal", "rmul", "round", "rsqrt", "rsub", "rtruediv", "sgn", "sigmoid", "sign", "sqrt",
+    "square", "sub", "tanh", "true_divide", "truediv", "view_as_complex", "view_as_real", "where", "zero",
+    "zeros_like",
+))  # fmt: skip
+"""Functions and methods, without underscores, of which each element of the result depends on one of each tensor."""
+_AS_THEY_ARE = frozenset((
+    "__deepcopy__", "__delete__", "__dir__", "__format__", "__hash__", "__repr__",
+    "_has_compatible_shallow_copy_type", "_is_view", "backward", "data_ptr", "detach", "detach_", "dim",
+    "element_size", "get_device", "grad", "is_complex", "is_conj", "is_contiguous", "is_floating_point",
+    "is_inference", "is_neg", "is_pinned", "is_shared", "ndimension", "nelement", "numel", "register_hook",
+    "register_post_accumulate_grad_hook", "requires_grad_", "retain_grad", "size", "storage_offset", "stride", "to",
+    "untyped_storage",
+))  # fmt: skip
+"""Methods that read no element, and those that act on the tensor itself."""
+_OF_LISTS = ("_foreach", "_fused", "_amp_foreach")
+_COMPUTED = frozenset(("H", "T", "imag", "mH", "mT", "real"))
+"""Attributes that are views of elements."""
+
+
+class ShardCalls:
+    """Decides what calls with shards compute, from its creation to `close`.
+
+    Args:
+        shards: the module that is trained; while it runs a step, a shard that needs a gradient can't be used.
+    """
+
+    def __init__(self, shards: ShardedModule, verify_together: Any) -> None:
+        self._shards, self._verify_together = shards, verify_together
+        self._own: Any = vars(DTensor)["__torch_function__"]
+        setattr(DTensor, "__torch_function__", staticmethod(self._call))  # noqa: B010  # declared otherwise
+
+    def close(self) -> None:
+        """Leave calls with shards to torch again."""
+        setattr(DTensor, "__torch_function__", self._own)  # noqa: B010
+
+    def _call(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunctionSubclass():
+            name = func.__name__
+            if name == "__set__":
+                _verify_assigned(func.__self__.__name__, *args)
+                return func(*args)
+            if name in _AS_THEY_ARE or (name == "__get__" and func.__self__.__name__ not in _COMPUTED):
+                return func(*args, **kwargs)
+            with self._shards.written() if self._shards.in_step and _writes(name, kwargs) else nullcontext():
+                return self._computed(func, name, args, kwargs)
+
+    def _computed(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        of_lists = name.startswith(_OF_LISTS)
+        if of_lists and len({isinstance(tensor, DTensor) for tensor in args[0]}) == 2:
+            return self._apart(func, name, args, kwargs)
+        given = _tensors([*args, *kwargs.values()])
+        in_graph = self._shards.in_step and torch.is_grad_enabled()
+        if in_graph and any(isinstance(tensor, DTensor) and tensor.requires_grad for tensor in given):
+            raise ConfigError(OUTSIDE)
+        if _is_elementwise(name):
+            if not of_lists and _writes(name, kwargs) and isinstance(args[0], DTensor):
+                args, kwargs = tree_map_only(Tensor, lambda t: _cut_as(args[0], t), (args, kwargs))
+                given = _tensors([*args, *kwargs.values()])
+            if _cut_alike(given, of_lists):
+                return func(*args, **kwargs)
+        if _is_sum(name, args, kwargs) and _cut_alike(given):
+            self._verify_together()
+            return func(*args, **kwargs).full_tensor()
+        if name == torch._foreach_norm.__name__ and args[1:] in ((), (1,), (2,)) and _cut_alike(given, True):
+            self._verify_together()
+            return _norms(args[0], *args[1:])
+        raise ConfigError(needs_whole(name))
+
+    def _apart(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a function of lists with the shards in them, and with the tensors that every rank has whole."""
+        num, found = len(args[0]), dict[int, Any]()
+        for are_shards in (True, False):
+            places = [i for i, tensor in enumerate(args[0]) if isinstance(tensor, DTensor) is are_shards]
+            lists = [[v[i] for i in places] if isinstance(v, (list, tuple)) and len(v) == num else v for v in args]
+            result = self._computed(func, name, tuple(lists), kwargs) if are_shards else func(*lists, **kwargs)
+            found |= zip(places, result or (), strict=False)
+        return [found[i] for i in range(num)] if found else None
+
+
+def _verify_assigned(attribute: str, tensor: Tensor, value: Any) -> None:
+    """Refuse to set the data of a shard, which torch would do to the wrapper alone, and gradients that are whole."""
+    if attribute == "data" or (attribute == "grad" and value is not None and not _cut_alike([tensor, value])):
+        raise ConfigError(needs_whole(f"{attribute} = "))
+
+
+def _cut_as(shard: DTensor, tensor: Tensor) -> Tensor:
+    return shard_like(tensor, shard) if tensor.dim() and tensor.shape == shard.shape else tensor
+
+
+@torch.no_grad()
+def _norms(tensors: list[DTensor], norm_type: float = 2) -> list[Tensor]:
+    """The norms of sharded tensors, of which each rank sends its shards' norms alone."""
+    own = torch.stack(torch._foreach_norm([own_part(tensor) for tensor in tensors], norm_type))
+    mesh = tensors[0].device_mesh
+    found = [torch.empty_like(own) for _ in range(mesh.size(mesh.ndim - 1))]
+    dist.all_gather(found, own, group=mesh.get_group(mesh.ndim - 1))
+    return list(torch.linalg.vector_norm(torch.stack(found), norm_type, dim=0).unbind())
+
+
+def _writes(name: str, kwargs: dict[str, Any]) -> bool:
+    """Whether a call writes to what it is given: `mul_`, `__imul__`, `out=`."""
+    in_place = name.endswith("_") and not name.endswith("__")
+    return in_place or "out" in kwargs or name == "__setitem__" or name.startswith("__i")
+
+
+def _is_elementwise(name: str) -> bool:
+    of_lists = name.startswith(_OF_LISTS) and not name.endswith(("_norm", "_max"))
+    return of_lists or name.strip("_") in _ELEMENTWISE
+
+
+def _tensors(values: list[Any]) -> list[Any]:
+    if any(isinstance(value, (list, tuple, dict)) for value in values):  # torch's trees take longer
+        values = tree_leaves(values)
+    return [value for value in values if isinstance(value, Tensor)]
+
+
+def _cut_alike(tensors: list[Any], are_lists: bool = False) -> bool:
+    """Whether shards have what each other needs: all are cut, in the same rows."""
+    cut = [tensor for tensor in tensors if tensor.dim()]
+    if not all(isinstance(tensor, DTensor) and isinstance(tensor.placements[-1], Shard) for tensor in cut):
+        return False
+    return are_lists or len({(tensor.shape, tensor.placements, tensor.device_mesh) for tensor in cut}) == 1
+
+
+def _is_sum(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a call makes one number of a whole tensor, which can be made of its shards' numbers."""
+    if name not in ("sum", "norm", "linalg_vector_norm"):
+        return False
+    options = [*args[1:], *kwargs.values()]
+    plain = (None, False) if name == "sum" else (1, 2, "fro", None, False)
+    return all(option in plain and option is not True for option in options)

@@ -1,0 +1,205 @@
+"""Lists that evaluation steps append to have one element per global batch when the epoch ends, as on one device."""
+
+import warnings
+from collections import defaultdict
+from typing import Any
+
+import numpy as np
+import pytest
+import pytorch_lightning as pl
+import torch
+from distributed import RankError, run_ranks
+from parity import Case, Net, make_trainer
+from torch import Tensor
+from torch.utils.data import DataLoader
+from torchmetrics.functional import auroc, f1_score, jaccard_index
+
+from evener.strategies import (
+    BalancedDataParallelStrategy,
+    ConfigError,
+    DataParallelStrategy,
+    DDPStrategy,
+    FSDPStrategy,
+    ModelParallelStrategy,
+    SingleDeviceStrategy,
+)
+from evener.trainer import Trainer
+
+
+class Collecting(Net):
+    """Appends in every way that modules do; keeps what it finds at the end of each evaluation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outs: list[Any] = []
+        self.by_name: dict[str, list[Tensor]] = defaultdict(list)
+        self.by_loader: list[list[Tensor]] = [[], []]
+        self.names: list[str] = []
+        self.scores: dict[str, float] = {}
+        self.ends: list[Any] = []
+
+    def on_validation_epoch_start(self) -> None:
+        self.outs, self.scores = [], {}
+        for values in (self.by_name, self.names, *self.by_loader):
+            values.clear()
+
+    on_test_epoch_start = on_validation_epoch_start
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        x, y = batch
+        logits = self(x)
+        loss = torch.nn.functional.cross_entropy(logits, y)
+        names = [f"{value:.6f}" for value in x[:, 0].tolist()]
+        self.outs.append({"loss": loss, "n": len(x), "batch": batch_idx, "pair": (logits, y.numpy()), "names": names})
+        self.by_name["probs"].append(logits.softmax(1))
+        self.by_name["targets"].append(y)
+        self.by_name["right"].append((logits.argmax(1) == y).sum())
+        self.by_loader[dataloader_idx].append(logits[y > 0])
+        self.names.extend(names)
+        keys = [f"{dataloader_idx} {name}" for name in names]
+        self.scores.update(dict(zip(keys, logits[:, 0].tolist(), strict=True)))
+
+    def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        return self.validation_step(batch, batch_idx, dataloader_idx)
+
+    def on_validation_epoch_end(self) -> None:
+        probs, targets = torch.cat(self.by_name["probs"]), torch.cat(self.by_name["targets"])
+        self.log("f1", f1_score(probs, targets, "multiclass", num_classes=3, average="macro"))
+        self.log("auc", auroc(probs, targets, "multiclass", num_classes=3))
+        self.log("iou", jaccard_index(probs.argmax(1), targets, "multiclass", num_classes=3))
+        self.log("mean_loss", torch.stack([out["loss"] for out in self.outs]).mean())
+        lists = (self.outs, dict(self.by_name), self.by_loader, self.names, sorted(self.scores.items()))
+        self.ends.append(torch.utils._pytree.tree_map(lambda leaf: leaf, lists))  # a copy
+
+    on_test_epoch_end = on_validation_epoch_end
+
+
+def collected(
+    strategy: Any, num: int, devices: int, kind: type[pl.Trainer] = Trainer
+) -> tuple[list[Any], dict[str, float]]:
+    """What a module found in a fit with its sanity check, and a test of two loaders; and what it logged."""
+    torch.manual_seed(3)
+    case = Case(Collecting, num=num, trainer={"max_epochs": 1, "num_sanity_val_steps": -1})
+    module = Collecting().double()
+    trainer = make_trainer(case, strategy, kind, devices=devices)
+    trainer.fit(module, case.loader(), case.loader())
+    logged = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    trainer.test(module, [case.loader(), DataLoader(case.loader().dataset, batch_size=3)], verbose=False)
+    return module.ends, logged
+
+
+def assert_close(found: Any, expected: Any) -> None:
+    assert type(found) is type(expected)
+    if isinstance(expected, (Tensor, float, np.ndarray)):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+    elif isinstance(expected, (list, tuple, dict)):
+        assert len(found) == len(expected)
+        assert not isinstance(expected, dict) or found.keys() == expected.keys()
+        for key in expected if isinstance(expected, dict) else range(len(expected)):
+            assert_close(found[key], expected[key])
+    else:
+        assert found == expected
+
+
+def assert_same(found: tuple[list[Any], dict[str, float]], num: int) -> None:
+    ends, logged = collected(SingleDeviceStrategy(), num, 1)
+    assert_close(found[0], ends)
+    for name in ("f1", "auc", "iou", "mean_loss"):
+        assert found[1][name] == pytest.approx(logged[name], abs=1e-12 if name == "mean_loss" else 1e-7), name
+
+
+@pytest.mark.parametrize("num", [12, 9])
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        lambda: DataParallelStrategy(),
+        lambda: DataParallelStrategy(threads=True),
+        lambda: BalancedDataParallelStrategy(weights=[3, 1]),
+        lambda: BalancedDataParallelStrategy(weights=[0, 1]),
+        lambda: ModelParallelStrategy(num_microbatches=2),
+    ],
+)
+def test_lists_of_replicas_hold_one_device_s_batches(strategy: Any, num: int) -> None:
+    assert_same(collected(strategy(), num, 2), num)
+
+
+def _of_ranks(strategy: Any, options: dict[str, Any], num: int, devices: int) -> Any:
+    warnings.simplefilter("ignore")  # Lightning's advice on workers and the like
+    return collected(strategy(batch_size_is="global", **options), num, devices)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "num_ranks", "options", "num"),
+    [
+        (DDPStrategy, 2, {}, 12),
+        (DDPStrategy, 3, {}, 9),  # of the last batch, of one sample, two ranks have none
+        (DDPStrategy, 2, {"devices_per_process": 2}, 9),
+        (FSDPStrategy, 2, {}, 9),
+    ],
+)
+def test_lists_of_ranks_hold_one_device_s_batches_on_every_rank(
+    strategy: Any, num_ranks: int, options: dict[str, Any], num: int
+) -> None:
+    devices = num_ranks * options.get("devices_per_process", 1)
+    for found in run_ranks(_of_ranks, num_ranks, strategy, options, num, devices):
+        assert_same(found, num)
+
+
+def test_lists_of_replicas_are_joined_under_lightning_s_own_trainer() -> None:
+    assert_same(collected(DataParallelStrategy(), 9, 2, pl.Trainer), 9)
+
+
+class Appending(Net):
+    """Appends what `value` makes of a batch's rows in validation, and the loss in training."""
+
+    value: Any = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outs: list[Any] = []
+        self.trained: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.trained.append(loss.item())
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        self.outs.append(type(self).value(batch[0]))
+
+
+def _fit(value: Any, strategy: Any, devices: int = 2, num_sanity: int = 0, **options: Any) -> Any:
+    warnings.simplefilter("ignore")  # Lightning's advice on workers and the like
+    kind = type("Appending", (Appending,), {"value": staticmethod(value)})
+    module, case = kind().double(), Case(num=10, trainer={"max_epochs": 1, "num_sanity_val_steps": num_sanity})
+    make_trainer(case, strategy(**options), devices=devices).fit(module, case.loader(), case.loader())
+    return [torch.as_tensor(out).tolist() for out in module.outs]
+
+
+def _largest(x: Tensor) -> Tensor:
+    return x.amax(0)
+
+
+def test_tensors_that_have_no_rows_of_samples_are_refused_with_the_word_for_them() -> None:
+    with pytest.raises(ConfigError, match=r"validation_step appends to outs .* 4 rows in parts of 3 and 1 .*outs: sum"):
+        _fit(_largest, DataParallelStrategy)
+
+
+def test_declared_sums_of_lists_are_those_of_batches() -> None:
+    found = _fit(lambda x: x.sum(0), DataParallelStrategy, batch_dims={"validation_step.outs": "sum"})
+    torch.testing.assert_close(found, _fit(lambda x: x.sum(0), SingleDeviceStrategy, 1), rtol=0, atol=1e-12)
+
+
+def _large(x: Tensor) -> Tensor:
+    return x.repeat(1, 10_000)
+
+
+def _fit_with_limit() -> None:
+    _fit(_large, DDPStrategy, num_sanity=1, gather_lists_mb=2.0, batch_size_is="global")
+
+
+def test_lists_that_are_larger_than_the_limit_are_refused_in_the_sanity_check() -> None:
+    # of three batches one is seen there: 3 * 4 * 40,000 numbers of 8 bytes are 3.7 MiB
+    match = r"lists that evaluation steps append to hold 4 MiB over all ranks, and strategy.gather_lists_mb=2 "
+    with pytest.raises(RankError, match=match):
+        run_ranks(_fit_with_limit, 2)

@@ -1,0 +1,245 @@
+"""Losses as people write them have the whole batch's gradient in parts of [5, 4], [8, 1], [9, 0] and [3, 3, 3]."""
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from evener.strategies.batch.exact.normalisers import Part, Plan, Recorder, Unfit, guesses, probe, ratio
+
+NUM = 9
+CUTS = ([5, 4], [8, 1], [9, 0], [3, 3, 3])
+CLASS_WEIGHTS = torch.tensor([1.0, 2.0, 3.0, 0.5], dtype=torch.float64)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 4))
+        self.scale, self.shift = nn.Parameter(torch.tensor(0.3)), nn.Parameter(torch.tensor(-0.2))
+        self.conv = nn.Conv2d(5, 4, 1)
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x)
+
+
+class Batch(dict[str, Tensor]):
+    def __len__(self) -> int:
+        return len(self["x"])
+
+    def __getattr__(self, name: str) -> Tensor:
+        return self[name]
+
+
+def batch() -> Batch:
+    g = torch.Generator().manual_seed(1)
+    rand = lambda *shape: torch.randn(*shape, generator=g, dtype=torch.float64)  # noqa: E731  # nine short lines of it
+    found = Batch(
+        x=rand(NUM, 5), a=rand(NUM, 5), words=rand(NUM, 6, 5), image=rand(NUM, 5, 3, 3), target=rand(NUM, 4),
+        y=torch.tensor([0, 1, 2, 3, 3, 0, 1, 2, 0]), ignored=torch.tensor([0, 1, 2, 3, -100, 3, 1, -100, 0]),
+        tokens=torch.randint(0, 4, (NUM, 6), generator=g), pixels=torch.randint(-1, 4, (NUM, 3, 3), generator=g),
+        mask=torch.tensor([0.2, 0.9, 0.0, 0.4, 0.7, 0.1, 0.0, 0.5, 0.3]).double(),
+        chosen=torch.tensor([1, 0, 1, 1, 0, 1, 0, 1, 0]).bool(),
+        sparse=torch.tensor([1, 0, 0, 2, 0, 1, 0, 0, 0]).bool(),
+        lengths=torch.tensor([6, 3, 2, 5, 6, 1, 4, 2, 3]), weights=torch.rand(NUM, generator=g).double() + 0.1,
+        labels=torch.randint(1, 4, (NUM, 3), generator=g), label_lengths=torch.tensor([1, 2, 1, 1, 2, 1, 2, 1, 1]),
+    )  # fmt: skip
+    found["tokens"][torch.rand(NUM, 6, generator=g) < 0.4] = -100
+    found["boxes"] = (rand(NUM, 4) > 1.0).double() * (torch.arange(NUM) % 3 == 0)[:, None]
+    return found
+
+
+def each(m: Net, b: Batch) -> Tensor:
+    return F.cross_entropy(m(b.x), b.y, reduction="none")
+
+
+def masked(m: Net, b: Batch) -> Tensor:
+    return (m(b.x).pow(2).mean(1) * b.mask).sum() / b.mask.sum()
+
+
+def focal(m: Net, b: Batch) -> Tensor:
+    p = m(b.x).sigmoid()
+    loss = F.binary_cross_entropy(p, b.boxes, reduction="none") * (p - b.boxes).abs().detach() ** 2
+    return loss.sum() / b.boxes.sum().clamp(min=1)
+
+
+def ctc(m: Net, b: Batch, reduction: str) -> Tensor:
+    probabilities = m(b.words).log_softmax(-1).transpose(0, 1)
+    return F.ctc_loss(probabilities, b.labels, torch.full((len(b),), 6), b.label_lengths, reduction=reduction)
+
+
+def conditional(m: Net, b: Batch) -> Tensor:
+    loss = F.cross_entropy(m(b.x), b.ignored)
+    if b.sparse.any():
+        loss = loss + 0.5 * m(b.x)[b.sparse].pow(2).mean()
+    return loss
+
+
+def per_class(m: Net, b: Batch) -> Tensor:
+    hot = F.one_hot(b.y, 4).double()
+    return ((m(b.x).pow(2) * hot).sum(0) / hot.sum(0)).mean()
+
+
+FORMS: dict[str, Callable[[Net, Batch], Tensor]] = {
+    "cross entropy": lambda m, b: F.cross_entropy(m(b.x), b.y),
+    "class weights": lambda m, b: F.cross_entropy(m(b.x), b.y, weight=CLASS_WEIGHTS),
+    "ignored targets": lambda m, b: F.cross_entropy(m(b.x), b.ignored),
+    "label smoothing": lambda m, b: F.cross_entropy(m(b.x), b.y, label_smoothing=0.1),
+    "smoothing, weights, ignored": lambda m, b: F.cross_entropy(
+        m(b.x), b.ignored, weight=CLASS_WEIGHTS, label_smoothing=0.1
+    ),
+    "probabilities as targets": lambda m, b: F.cross_entropy(m(b.x), b.target.softmax(1)),
+    "padded language model": lambda m, b: F.cross_entropy(m(b.words).flatten(0, 1), b.tokens.flatten()),
+    "segmentation": lambda m, b: F.cross_entropy(m.conv(b.image), b.pixels, weight=CLASS_WEIGHTS, ignore_index=-1),
+    "masked sum / mask.sum()": masked,
+    "masked sum / count.clamp(1)": lambda m, b: (each(m, b) * b.sparse).sum() / b.sparse.sum().clamp(min=1),
+    "focal / positives.clamp(1)": focal,
+    "masked sum / (count + eps)": lambda m, b: (each(m, b) * b.chosen).sum() / (b.chosen.sum() + 1e-8),
+    "masked sum / count.item()": lambda m, b: (each(m, b) * b.mask).sum() / b.mask.sum().item(),
+    "sum / len": lambda m, b: F.cross_entropy(m(b.x), b.y, reduction="sum") / len(b),
+    "sum * (1 / len)": lambda m, b: m(b.x).pow(2).sum() * (1 / len(b)),
+    "sum / constant": lambda m, b: m(b.x).pow(2).sum() / 100,
+    "sum": lambda m, b: m(b.x).pow(2).sum(),
+    "chosen rows": lambda m, b: m(b.x)[b.chosen].mean(),
+    "masked_select": lambda m, b: m(b.x).masked_select(b.target > 0).pow(2).mean(),
+    "nanmean": lambda m, b: torch.where(b.target > 0, m(b.x).pow(2), torch.nan).nanmean(),
+    "weights by dot": lambda m, b: torch.dot(b.weights, m(b.x).pow(2).mean(1)) / b.weights.sum(),
+    "per class": per_class,
+    "bce with pos_weight": lambda m, b: F.binary_cross_entropy_with_logits(m(b.x), b.boxes, pos_weight=CLASS_WEIGHTS),
+    "mse": lambda m, b: F.mse_loss(m(b.x), b.target),
+    "smooth_l1": lambda m, b: F.smooth_l1_loss(m(b.x), b.target),
+    "kl batchmean": lambda m, b: F.kl_div(m(b.x).log_softmax(1), b.target.softmax(1), reduction="batchmean"),
+    "ctc mean": lambda m, b: ctc(m, b, "mean"),
+    "ctc sum": lambda m, b: ctc(m, b, "sum"),
+    "triplet": lambda m, b: F.triplet_margin_loss(m(b.x), m(b.a), b.target),
+    "four terms": lambda m, b: F.cross_entropy(m(b.x), b.ignored, weight=CLASS_WEIGHTS) + 0.3 * masked(m, b)
+    + 0.1 * m(b.x).abs().mean() + 0.2 * F.l1_loss(m(b.a)[b.chosen], b.target[b.chosen]),
+    "uncertainty weighting": lambda m, b: torch.exp(-m.scale) * F.cross_entropy(m(b.x), b.ignored) + m.scale
+    + torch.exp(-m.shift) * m(b.x).abs().mean() + m.shift,
+    "weight decay by hand": lambda m, b: F.cross_entropy(m(b.x), b.ignored)
+    + 0.01 * sum(p.pow(2).sum() for p in m.parameters()),
+    "(errors + penalty) / len": lambda m, b: (m(b.x).pow(2).sum() + m.body[0].weight.abs().sum()) / len(b),
+    "stack of terms": lambda m, b: torch.stack([F.cross_entropy(m(b.x), b.ignored), m(b.x).abs().mean()]).mean(),
+    "mean of losses of samples": lambda m, b: torch.stack(
+        [m(x[:n]).pow(2).mean() for x, n in zip(b.words, b.lengths, strict=True)]
+    ).mean(),
+    "conditional term": conditional,
+    "loss / accumulation": lambda m, b: F.cross_entropy(m(b.x), b.ignored) / 4,
+    "GradScaler": lambda m, b: (F.cross_entropy(m(b.x), b.ignored) + masked(m, b)) * torch.tensor(1024.0),
+    "detached parameter": lambda m, b: m.scale.detach() * F.cross_entropy(m(b.x), b.ignored),
+}  # fmt: skip
+
+NOT_MEANS: dict[str, Callable[[Net, Batch], Tensor]] = {
+    "root of a mean": lambda m, b: m(b.x).pow(2).mean().sqrt(),
+    "all pairs": lambda m, b: F.cross_entropy(m(b.x) @ m(b.a).T, torch.arange(len(b))),
+    "dice": lambda m, b: 1 - 2 * (m(b.x).sigmoid() * b.boxes).sum() / (m(b.x).sigmoid().sum() + b.boxes.sum()),
+    "variance": lambda m, b: m(b.x).var(0).mean(),
+    "product with itself": lambda m, b: (lambda loss: loss * loss.detach())(F.cross_entropy(m(b.x), b.ignored)),
+}
+
+
+def part_of(m: Net, loss: Callable[[Net, Batch], Tensor], b: Batch, plan: Plan) -> Part:
+    with Recorder() as recorder:
+        value = loss(m, b)
+    return Part(value, plan, len(b), recorder)
+
+
+def in_parts(m: Net, loss: Callable[[Net, Batch], Tensor], parts: Sequence[Batch], plan: Plan) -> list[Tensor]:
+    """The gradients, and the value, of a batch in parts."""
+    found = [part_of(m, loss, b, plan) for b in parts]
+    totals = {group: sum(part.normalisers[group] for part in found) for group in (0, *plan.groups)}
+    total = [torch.zeros_like(p) for p in m.parameters()] + [torch.zeros((), dtype=torch.float64)]
+    for part in found:
+        share = ratio(part.normalisers[plan.base], totals[plan.base])
+        part.scale(totals, share)
+        weighed = part.loss * share
+        for one, gradient in zip(
+            total, torch.autograd.grad(weighed, [*m.parameters()], allow_unused=True), strict=False
+        ):
+            one += 0 if gradient is None else gradient
+        total[-1] += 0 if share == 0 else weighed.detach()
+    return total
+
+
+def whole(m: Net, loss: Callable[[Net, Batch], Tensor], b: Batch) -> list[Tensor]:
+    value = loss(m, b)
+    found = torch.autograd.grad(value, [*m.parameters()], allow_unused=True, materialize_grads=True)
+    return [*found, value.detach()]
+
+
+def cut(b: Batch, sizes: Sequence[int]) -> list[Batch]:
+    """Parts of these sizes, but for empty ones: they count for nothing."""
+    ends = torch.tensor([0, *sizes]).cumsum(0).tolist()
+    return [Batch({k: v[i:j] for k, v in b.items()}) for i, j in pairwise(ends) if j > i]
+
+
+def difference(one: Sequence[Tensor], other: Sequence[Tensor]) -> float:
+    return max(float((a - b).abs().max()) for a, b in zip(one, other, strict=True))
+
+
+def plan_of(m: Net, loss: Callable[[Net, Batch], Tensor], b: Batch) -> Plan:
+    """The first proposal with the whole's gradients in two parts of eight samples."""
+    b = cut(b, [8, 1])[0]
+    pieces = [*cut(b, [5, 3]), cut(b, [7, 1])[0], b]
+    recorders = [Recorder() for _ in pieces]
+    losses = []
+    for piece, recorder in zip(pieces, recorders, strict=True):
+        with recorder:
+            losses.append(loss(m, piece))
+    clamped = {key: value for recorder in recorders for key, value in recorder.clamped.items()}
+    expected = whole(m, loss, b)
+    for guess in guesses():
+        try:
+            plan = probe(losses, [len(piece) for piece in pieces], clamped, guess)
+            found = [in_parts(m, loss, cut(b, sizes), plan) for sizes in ([5, 3], [7, 1])]
+        except Unfit:
+            continue
+        if max(difference(one[:-1], expected[:-1]) for one in found) < 1e-8:
+            return plan
+    raise Unfit("no proposal has the whole's gradients")
+
+
+@pytest.fixture
+def net() -> Net:
+    torch.manual_seed(0)
+    return Net()
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_a_loss_in_parts_has_the_gradient_of_the_whole_batch(net: Net, name: str) -> None:
+    b, loss = batch(), FORMS[name]
+    plan, expected = plan_of(net, loss, b), whole(net, loss, b)
+    assert max(float(gradient.abs().max()) for gradient in expected[:-1]) > 1e-6
+    found = {str(sizes): in_parts(net, loss, cut(b, sizes), plan) for sizes in CUTS}
+    tolerance = 1e-7 if "eps" in name else 1e-10  # each part adds it
+    assert max(difference(one[:-1], expected[:-1]) for one in found.values()) < tolerance
+    if name not in ("per class", "uncertainty weighting", "conditional term"):
+        assert {
+            sizes: difference(one[-1:], expected[-1:]) < tolerance for sizes, one in found.items()
+        } == dict.fromkeys(found, True)
+
+
+@pytest.mark.parametrize("name", NOT_MEANS)
+def test_a_function_of_means_has_no_plan(net: Net, name: str) -> None:
+    with pytest.raises(Unfit):
+        plan_of(net, NOT_MEANS[name], batch())
+
+
+def test_a_mean_over_samples_needs_nothing_in_a_step(net: Net) -> None:
+    plain = [name for name in FORMS if plan_of(net, FORMS[name], batch()).is_of_samples]
+    assert {"cross entropy", "mse", "sum / len", "kl batchmean", "bce with pos_weight", "triplet"} <= set(plain)
+    assert not {"class weights", "ignored targets", "padded language model", "four terms", "sum"} & set(plain)
+
+
+def test_two_terms_have_a_normaliser_each_in_numbers(net: Net) -> None:
+    """Parts of 5 and 4 samples of which 4 and 2 targets count, and whose masks sum to 2.2 and 0.9."""
+    loss = lambda m, b: F.cross_entropy(m(b.x), b.ignored) + masked(m, b)  # noqa: E731
+    b = batch()
+    plan = plan_of(net, loss, b)
+    parts = [part_of(net, loss, one, plan) for one in cut(b, [5, 4])]
+    counted = [sorted(round(float(n), 6) for group, n in part.normalisers.items() if group) for part in parts]
+    assert counted == [[2.2, 4.0], [0.9, 3.0]]

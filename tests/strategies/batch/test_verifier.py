@@ -1,0 +1,143 @@
+"""Before the first step a few samples show whether a module trains in parts of a batch as on the whole one."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import pytorch_lightning as pl
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from evener.strategies import ConfigError, DataParallelStrategy, ModelParallelStrategy, SingleDeviceStrategy
+from evener.trainer import Trainer
+
+NUM = 21
+
+
+def data() -> TensorDataset:
+    g = torch.Generator().manual_seed(0)
+    return TensorDataset(torch.randn(NUM, 3, generator=g).double(), torch.arange(NUM) % 2)
+
+
+class Net(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+        self.register_buffer("seen", torch.zeros((), dtype=torch.float64))
+        self.calls: list[int] = []
+
+    def loss(self, x: Tensor, y: Tensor) -> Any:
+        return F.cross_entropy(self.net(x), y)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.calls.append(len(batch[0]))
+        return self.loss(*batch)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def weights(module: Net, strategy: Any, loader: Any = None, devices: int = 2) -> Tensor:
+    trainer = Trainer(
+        accelerator="cpu", devices=devices, strategy=strategy, max_steps=3, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(module, DataLoader(data(), 8) if loader is None else loader)
+    return torch.cat([p.detach().flatten() for p in module.parameters()])
+
+
+class Pairs(Net):
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(self.net(x) @ self.net(x).T, torch.arange(len(x)))
+
+
+def test_a_loss_of_pairs_is_refused_in_forty_words_with_its_remedy() -> None:
+    with pytest.raises(ConfigError) as refused:
+        weights(Pairs(), DataParallelStrategy())
+    told = str(refused.value)
+    assert told.startswith("dp: computed in chunks of 5 and 3 samples, the gradient of net.")
+    assert "evener.over_batch(fn)(...), pad to a fixed length, or set DataParallelStrategy(verify=False)" in told
+    assert len(told.split()) <= 40
+
+
+def test_verify_false_trains_it_nevertheless() -> None:
+    assert torch.isfinite(weights(Pairs(), DataParallelStrategy(verify=False))).all()
+    assert torch.isfinite(weights(Pairs(), DataParallelStrategy(verify_loss=False))).all()  # an earlier name
+
+
+class Detached(Net):
+    """No graph of its loss shows it: a factor is computed of detached means."""
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        first, second = F.cross_entropy(self.net(x), y), self.net(x).pow(2).mean()
+        return first + first.detach() / second.detach() * second
+
+
+def test_numbers_detached_from_the_loss_are_seen() -> None:
+    with pytest.raises(ConfigError, match=r"model_parallel: computed in chunks of 5 and 3 samples"):
+        weights(Detached(), ModelParallelStrategy(num_microbatches=2))
+
+
+class Writes(Net):
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        self.seen += x.mean()
+        return super().loss(x, y)
+
+
+def test_what_a_step_writes_by_its_samples_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match="dp: training_step changes seen by the samples of its part of a batch"):
+        weights(Writes(), DataParallelStrategy())
+
+
+class Counts(Net):
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        self.seen += 1
+        return super().loss(x, y)
+
+
+def test_a_counter_trains_and_the_look_leaves_no_trace() -> None:
+    module = Counts()
+    weights(module, DataParallelStrategy())
+    assert float(module.seen) == 3
+    assert module.calls == [4, 4, 4, 4, 3, 2]  # what the look appended is gone
+
+
+class Noisy(Net):
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(self.net(x + torch.randn_like(x)), y)
+
+
+def test_random_numbers_of_a_step_are_no_reason_to_refuse_it() -> None:
+    assert torch.isfinite(weights(Noisy(), DataParallelStrategy())).all()
+
+
+class Weighed(Net):
+    """Divides by the sum of the weights of its classes, and says that it does so by samples."""
+
+    def loss(self, x: Tensor, y: Tensor) -> Any:
+        loss = F.cross_entropy(self.net(x), y, weight=torch.tensor([1.0, 5.0], dtype=x.dtype))
+        return {"loss": loss, "loss_weight": len(x)}
+
+
+def test_a_loss_weight_that_is_not_what_the_loss_divides_by_is_told() -> None:
+    with pytest.warns(UserWarning, match="dp: with its loss_weight, gradients of .* differ from one device's"):
+        weights(Weighed(), DataParallelStrategy())
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return iter(data())
+
+
+class Classes(Net):
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(self.net(x), y, weight=torch.tensor([1.0, 5.0], dtype=x.dtype))
+
+
+def test_of_a_stream_the_first_batch_is_looked_at() -> None:
+    one = weights(Classes(), SingleDeviceStrategy(), DataLoader(Stream(), 8), 1)
+    two = weights(Classes(), DataParallelStrategy(), DataLoader(Stream(), 8))
+    torch.testing.assert_close(two, one, rtol=0, atol=1e-12)

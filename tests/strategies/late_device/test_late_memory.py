@@ -1,0 +1,99 @@
+"""Memory on late devices: what dp leaves on the root, and the search for a batch that fits."""
+
+import gc
+import warnings
+from typing import Any
+
+import late_device
+import pytest
+import pytorch_lightning as pl
+import torch
+from late_device import needs_late_device
+from regression import quiet_trainer
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from evener.strategies import DataParallelStrategy, SingleDeviceStrategy
+from evener.trainer.job.tuning import largest
+
+pytestmark = needs_late_device
+
+WIDTH, DEPTH = 64, 8
+BYTES = DEPTH * WIDTH * WIDTH * 4
+
+
+class Wide(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(DEPTH)))
+
+    def on_before_zero_grad(self, *_: Any) -> None:
+        torch.accelerator.synchronize("late:0")
+        torch.accelerator.reset_peak_memory_stats("late:0")
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return self.net(batch[0]).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+def fitted(strategy: Any, size: int) -> None:
+    gc.collect()  # what earlier runs in this process have left
+    data = TensorDataset(torch.randn(2 * size, WIDTH))
+    quiet_trainer(strategy, accelerator="late", max_epochs=1).fit(Wide(), DataLoader(data, size))
+
+
+def _root_peaks() -> list[float]:
+    found = []
+    for num in (3, 4):
+        fitted(DataParallelStrategy([f"late:{i}" for i in range(num)]), 4 * num)
+        found.append(torch.accelerator.max_memory_allocated("late:0") / BYTES)
+    return found
+
+
+def test_the_roots_peak_under_dp_does_not_depend_on_the_number_of_replicas() -> None:
+    peaks = late_device.run(_root_peaks)
+    # parameters, gradients, the sum of the others', and one replica's on its way; activations of 4 samples
+    assert peaks == pytest.approx([4.0, 4.0], abs=0.1)
+
+
+def _bytes_of_batch() -> list[int]:
+    found: list[int] = []
+
+    class Large(Wide):
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            if str(batch[0].device) == "late:0":
+                found.append(batch[0].nbytes)
+            return super().training_step(batch, batch_idx)
+
+    data = TensorDataset(torch.randn(64, WIDTH))
+    trainer = quiet_trainer(DataParallelStrategy(["late:0", "late:1"]), accelerator="late", max_epochs=1)
+    trainer.fit(Large(), DataLoader(data, 64))
+    return found
+
+
+def test_the_root_gets_its_chunk_of_the_batch_alone() -> None:
+    on_root = late_device.run(_bytes_of_batch)
+    assert on_root[-1] == 32 * WIDTH * 4
+    assert max(on_root[:-1]) <= 8 * WIDTH * 4  # samples that are looked at before the first step
+
+
+def _largest_batch() -> tuple[int, int]:
+    warnings.simplefilter("ignore")
+    late_device.set_limit(4 * BYTES)
+
+    def fits(size: int) -> bool:
+        try:
+            fitted(SingleDeviceStrategy("late:0"), size)
+        except RuntimeError as error:
+            return "Out of memory on late:0" not in str(error)
+        return True
+
+    return largest(fits, 4096), torch.accelerator.max_memory_allocated("late:0")
+
+
+def test_the_search_for_a_batch_ends_at_the_largest_that_fits() -> None:
+    size, _ = late_device.run(_largest_batch, timeout_s=200)
+    # 4 units, of which parameters and gradients take 2, and a sample at least DEPTH activations of WIDTH floats
+    assert 2 * BYTES / (3 * DEPTH * WIDTH * 4) < size < 2 * BYTES / (DEPTH * WIDTH * 4)

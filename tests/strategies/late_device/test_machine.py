@@ -1,0 +1,120 @@
+"""The late device itself: what it must show for the tests that run on it to mean anything."""
+
+import late_device
+import torch
+from late_device import Delays, needs_late_device
+
+pytestmark = needs_late_device
+
+
+def _order() -> dict[str, object]:
+    late_device.set_delays(Delays(kernel=1.0, copy=1.0))
+    side, x = torch.Stream("late:0"), torch.arange(4.0, device="late:0")
+    torch.accelerator.synchronize("late:0")
+    found: dict[str, object] = {}
+    with side:
+        doubled = x * 2
+    found["without a wait"] = (doubled + 1).tolist()
+    with side:
+        doubled = x * 2
+    torch.accelerator.current_stream("late:0").wait_stream(side)
+    found["after a wait"] = (doubled + 1).tolist()
+    with side:
+        late_device.set_delays(Delays(kernel=5.0))
+        read = (x + 0) * 0 + x  # x is still read when it is freed
+    del x
+    torch.accelerator.current_stream("late:0").wait_stream(side)
+    found["freed while another stream reads"] = read.tolist()
+    return found
+
+
+def test_what_is_not_ordered_reads_poison_and_what_is_ordered_does_not() -> None:
+    found = late_device.run(_order)
+    assert found["after a wait"] == [1.0, 3.0, 5.0, 7.0]
+    for name in ("without a wait", "freed while another stream reads"):
+        assert torch.tensor(found[name]).isnan().all(), name
+
+
+def _clock() -> tuple[float, float, float]:
+    late_device.set_delays(Delays(kernel=2.0, copy=1.0, by_name=[("aten::mm.out", 7.0)]))
+    x = torch.ones(2, 2, device="late:0")
+    since = late_device.clock()
+    x @ x + 1  # 7 + 2
+    one_stream = late_device.clock() - since
+    since, side = late_device.clock(), torch.Stream("late:0")
+    x + 1
+    side.wait_event(torch.accelerator.current_stream("late:0").record_event())
+    x + 1
+    with side:
+        x.to("late:1", non_blocking=True)  # beside the second addition
+    two_streams = late_device.clock() - since
+    start, end = (torch.Event("late:0", enable_timing=True) for _ in range(2))
+    start.record()
+    x @ x
+    end.record()
+    end.synchronize()
+    return one_stream, two_streams, start.elapsed_time(end)
+
+
+def test_the_clock_adds_what_is_in_order_and_overlaps_what_is_not() -> None:
+    assert late_device.run(_clock) == (9.0, 4.0, 7000.0)
+
+
+def _memory() -> tuple[list[int], str]:
+    late_device.set_limit(2**20)
+    sizes = []
+    x = torch.empty(2**16, device="late:1")
+    sizes.append(torch.accelerator.memory_allocated("late:1"))
+    y = torch.empty(2**17, device="late:1")
+    del x, y
+    sizes += [torch.accelerator.memory_allocated("late:1"), torch.accelerator.max_memory_allocated("late:1")]
+    torch.accelerator.reset_peak_memory_stats("late:1")
+    sizes.append(torch.accelerator.max_memory_allocated("late:1"))
+    try:
+        torch.empty(2**18 + 1, device="late:1")
+    except torch.OutOfMemoryError as error:
+        return sizes, str(error)
+    return sizes, ""
+
+
+def test_memory_is_counted_and_limited() -> None:
+    sizes, error = late_device.run(_memory)
+    assert sizes == [4 * 2**16, 0, 12 * 2**16, 0]
+    assert "Tried to allocate 1048580 bytes on GPU 1, which holds 0 of 1048576 bytes" in error
+
+
+def _waits() -> list[str]:
+    pinned = torch.ones(3).pin_memory()
+    with late_device.host_waits() as waits:
+        x = pinned.to("late:0", non_blocking=True)
+        loss = (x * 2).sum()
+        torch.nn.functional.dropout(x, 0.5)
+        torch.zeros((), device="late:0").add_(1.0)
+        none = len(waits)
+        loss.item()
+        torch.tensor(1.0, device="late:0")
+        x.nonzero()
+        torch.accelerator.synchronize()
+    return [str(none), *(wait.splitlines()[0] for wait in waits), waits[0]]
+
+
+def test_what_makes_the_host_wait_is_named_with_its_stack() -> None:
+    none, *waits, first = late_device.run(_waits)
+    assert none == "0"
+    names = ["item: a number is read", "copy from the host", "aten::nonzero: its shape is known after it has run"]
+    assert waits == [*names, "synchronize a device"]
+    assert "loss.item()" in first
+
+
+def _random() -> list[list[float]]:
+    torch.manual_seed(3)
+    first = torch.rand(2, device="late:0").tolist()
+    state = torch.get_device_module("late").get_rng_state("late:0")
+    second, other = torch.rand(2, device="late:0").tolist(), torch.rand(2, device="late:1").tolist()
+    torch.get_device_module("late").set_rng_state(state, "late:0")
+    return [first, second, other, torch.rand(2, device="late:0").tolist()]
+
+
+def test_each_device_has_a_generator_whose_state_is_kept() -> None:
+    first, second, other, again = late_device.run(_random)
+    assert first == other != second == again

@@ -1,0 +1,128 @@
+"""The backward pass of replicas is one node of autograd: whatever goes backward through it has one device's numbers."""
+
+import warnings
+from typing import Any
+
+import pytest
+import pytorch_lightning as pl
+import torch
+from distributed import run_ranks
+from parity import Case, Net, assert_equal, baseline, fit, make_module, run
+from pytorch_lightning.plugins import MixedPrecision
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from evener.strategies import BalancedDataParallelStrategy, ConfigError, DataParallelStrategy, DDPStrategy
+from evener.strategies import SingleDeviceStrategy as Single
+from evener.trainer import Trainer
+
+
+class Twice(Net):
+    """Goes backward twice through one graph."""
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        loss.backward(retain_graph=True)
+        (3 * loss).backward()
+
+
+class Differentiated(Net):
+    """Takes its gradients by `torch.autograd.grad`, and sets them."""
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        parameters = list(self.parameters())
+        for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
+            parameter.grad = gradient / gradient.norm()
+
+
+class Judged(Net):
+    """Calls its closure several times."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=3, line_search_fn="strong_wolfe")
+
+
+class Checkpointed(Net):
+    """Computes a layer again, by a backward pass within the backward pass."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.net[:2](x)
+        return checkpoint(self.net[2], hidden, use_reentrant=True) if self.training else self.net[2](hidden)  # type: ignore[no-any-return]
+
+
+class Unused(Net):
+    """Has a layer that takes part in every second batch only, which AdamW must leave alone; it has a hook."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.extra = nn.Linear(4, 3)
+        self.extra.weight.register_hook(lambda gradient: gradient * 3)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss: Tensor = super().training_step(batch, batch_idx)
+        return loss + self.extra(self.read(batch)[0]).square().mean() if batch_idx % 2 else loss
+
+    def on_after_backward(self) -> None:
+        self.gradients.append(torch.stack([p.grad.sum() for p in self.net.parameters() if p.grad is not None]))
+        assert (self.extra.weight.grad is None) == (self.trainer.fit_loop.batch_idx % 2 == 0)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.1, weight_decay=0.5)
+
+
+STRATEGIES = [DataParallelStrategy, lambda: BalancedDataParallelStrategy(gpu0_chunk=0)]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("module", [Twice, Differentiated, Judged, Checkpointed, Unused])
+@pytest.mark.parametrize("trainer", [Trainer, pl.Trainer])
+def test_what_goes_backward_equals_one_device(module: type[Net], strategy: Any, trainer: Any) -> None:
+    case = Case(module)
+    expected = baseline(case) if trainer is Trainer else run(case, Single(), trainer, devices=1)
+    assert_equal(run(case, strategy(), trainer, devices=3), expected, 1e-10)
+
+
+def scaled(module: type[Net]) -> Case:
+    """With a gradient scaler, which finds infinite gradients in its first steps."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**26)
+    plugin = MixedPrecision("16-mixed", "cpu", scaler)
+    return Case(module, num=22, dtype=torch.float32, trainer={"plugins": [plugin], "accumulate_grad_batches": 2})
+
+
+@pytest.mark.parametrize("module", [Net, Checkpointed])
+def test_a_gradient_scaler_scales_what_goes_backward(module: type[Net]) -> None:
+    found, expected = run(scaled(module), DataParallelStrategy(), devices=2), run(scaled(module), Single(), devices=1)
+    torch.testing.assert_close(found.weights, expected.weights, rtol=0, atol=1e-2)
+
+
+class Penalized(Net):
+    """Wants the graph of its gradients."""
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        loss.backward(create_graph=True)
+
+
+def test_a_graph_of_the_gradients_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"create_graph=True can't go through replicas.* or use strategy=ddp"):
+        fit(Case(Penalized), make_module(Case(Penalized)), DataParallelStrategy())
+
+
+def _fit_unused(find: bool | None) -> Any:
+    given = {} if find is None else {"find_unused_parameters": find}
+    case = Case(Unused)
+    strategy = DDPStrategy(devices_per_process=2, batch_size_is="global", timeout_s=60, **given)
+    try:
+        return run(case, strategy, devices=4).weights
+    except RuntimeError as exc:
+        return str(exc)
+
+
+def _fit_each() -> list[Any]:
+    warnings.simplefilter("ignore")  # Lightning's advice; an error would end the rank
+    return [_fit_unused(find) for find in (None, True, False)]
+
+
+def test_parameters_without_a_gradient_under_ranks() -> None:
+    for found in run_ranks(_fit_each, 2):
+        for weights in found[:2]:
+            torch.testing.assert_close(weights, baseline(Case(Unused)).weights, rtol=0, atol=1e-10)
+        assert found[2].startswith("ddp: parameters took no part in the loss: extra.weight, extra.bias. Set")

@@ -1,0 +1,295 @@
+"""Hooks compute with shards what one device computes with whole tensors, or are refused by name."""
+
+import copy
+import io
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from distributed import run_ranks, run_script
+from pytorch_lightning.utilities import grad_norm
+from regression import Net, Numbered, quiet_trainer, weights, whole
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+from torch.utils.data import DataLoader
+
+from evener.strategies import ConfigError, FSDPStrategy, SingleDeviceStrategy
+from evener.strategies.distributed import group
+
+
+class Hooked(Net):
+    """Holds what hooks combine with its parameters: plain tensors, and clones that are made when it is cut already."""
+
+    def __init__(self, **hooks: dict[str, Callable[["Hooked"], Any]]) -> None:
+        super().__init__()
+        self.hooks, self.found, self.extra = hooks, dict[str, Tensor](), 0.0
+        self.register_buffer("average", torch.zeros(4, 3, dtype=torch.float64))
+        self.start = [parameter.detach().clone() for parameter in self.parameters()]
+        self.start_state = {name: tensor.clone() for name, tensor in self.state_dict().items()}
+        self.mask = (torch.arange(12).reshape(4, 3) % 3 > 0).double()
+
+    @property
+    def weight(self) -> nn.Parameter:
+        return self.net[0].weight  # type: ignore[return-value]
+
+    def run(self, hook: str) -> None:
+        for name, function in self.hooks.get(hook, {}).items():
+            value = function(self)
+            value = weights(self) if value is None else whole(torch.as_tensor(value)).detach().clone()
+            self.found[f"{self.trainer.global_step} {name}"] = value
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.extra = 0.0
+        self.run("step")
+        return super().training_step(batch, batch_idx) + self.extra
+
+    def on_fit_start(self) -> None:
+        self.anchor = [parameter.detach().clone() for parameter in self.parameters()]
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.run("start")
+
+    def on_after_backward(self) -> None:
+        self.run("backward")
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.run("end")
+
+    def on_validation_epoch_end(self) -> None:
+        self.run("validation_end")
+
+
+def average_of_clones(m: Hooked) -> Tensor:
+    for clone, parameter in zip(m.anchor, m.parameters(), strict=True):
+        clone.lerp_(parameter.data, 0.1)
+    return torch.cat([whole(clone).flatten() for clone in m.anchor])
+
+
+def summed_squares(m: Hooked) -> Tensor:
+    total = torch.zeros((), dtype=torch.float64)
+    for parameter in m.parameters():
+        total += parameter.detach().pow(2).sum()
+    return total
+
+
+def logged(m: Hooked) -> float:
+    m.log("norm", m.weight.norm(), on_step=False, on_epoch=True)
+    return 0.0
+
+
+READS: dict[str, Callable[[Hooked], Any]] = {
+    "average of clones": average_of_clones,
+    "norms": lambda m: sum(p.norm() for p in m.parameters()),
+    "norms as numbers": lambda m: sum(p.norm().item() for p in m.parameters()),
+    "stacked norms": lambda m: torch.stack([p.detach().norm(2) for p in m.parameters()]).norm(2),
+    "summed squares": summed_squares,
+    "total norm": lambda m: nn.utils.get_total_norm(list(m.parameters())),
+    "share of small ones": lambda m: sum((p.abs() < 0.1).sum() for p in m.parameters()) / 21,
+    "condition": lambda m: 1.0 if (m.weight > 0.3).sum() > 4 else 0.0,
+    "whole": lambda m: torch.linalg.svdvals(whole(m.weight)),
+    "optimizer state": lambda m: sum(s["exp_avg"].norm() for s in m.trainer.optimizers[0].state.values()),
+    "logged": logged,
+}
+
+
+def moved_back(m: Hooked) -> None:
+    for start, parameter in zip(m.start, m.parameters(), strict=True):
+        parameter.data.mul_(0.9).add_(start, alpha=0.1)
+
+
+def clipped(m: Hooked) -> None:
+    for parameter in m.parameters():
+        parameter.data.clamp_(-0.5, 0.5)
+
+
+def masked(m: Hooked) -> None:
+    m.weight.data.mul_(m.mask)
+
+
+def orthogonal(m: Hooked) -> None:
+    m.weight.data.copy_(torch.linalg.qr(whole(m.weight.data))[0])
+
+
+def saved_and_loaded(m: Hooked) -> None:
+    best = copy.deepcopy(m.state_dict())
+    m.weight.data.zero_()
+    m.load_state_dict(best)
+
+
+def whole_state_loaded(m: Hooked) -> None:
+    m.load_state_dict(m.start_state)
+
+
+WRITES: dict[str, Callable[[Hooked], None]] = {
+    "moved back": moved_back,
+    "clipped": clipped,
+    "masked": masked,
+    "orthogonal": orthogonal,
+    "best state": saved_and_loaded,
+    "whole state": whole_state_loaded,
+}
+
+
+def gradients_changed(m: Hooked) -> Tensor:
+    gradient: Any = m.weight.grad
+    if m.trainer.global_step % 2:
+        gradient.mul_(m.mask)
+        m.net[2].bias.grad = None  # type: ignore[assignment]
+    for parameter in m.parameters():
+        if parameter.grad is not None:
+            parameter.grad += 0.1 * parameter.data
+    clip_grad_value_(m.parameters(), 0.2)
+    norm = clip_grad_norm_(m.parameters(), 0.3)
+    return norm + sum(grad_norm(m, 2).values())
+
+
+def written_in_step(m: Hooked) -> Tensor:
+    with torch.no_grad():
+        m.weight.clamp_(-0.6, 0.6)
+    m.weight.data.mul_(0.9)
+    return m.weight.detach().norm()
+
+
+def written_through_optimizer(m: Hooked) -> None:
+    """What the optimizer holds are shards in a step, too; the module goes on with what was written."""
+    for parameter in m.trainer.optimizers[0].param_groups[0]["params"]:
+        parameter.data.clamp_(-0.3, 0.3)
+
+
+def data_set(m: Hooked) -> None:
+    for start, parameter in zip(m.start, m.parameters(), strict=True):
+        parameter.data = 0.5 * start + 0.5 * parameter.data
+
+
+def row_written(m: Hooked) -> None:
+    m.weight.data[3] = 0.1
+
+
+def penalized(m: Hooked) -> float:
+    m.extra = sum((p - a).pow(2).sum() for p, a in zip(m.net.parameters(), m.start, strict=True))  # type: ignore[assignment]
+    return 0.0
+
+
+MODULES: dict[str, Callable[[], Hooked]] = {
+    "reads": lambda: Hooked(end=READS, validation_end=READS),
+    "writes": lambda: Hooked(end=WRITES),
+    "gradients": lambda: Hooked(backward={"gradients": gradients_changed}),
+    "in steps": lambda: Hooked(step={"written": written_in_step}),
+    "through the optimizer": lambda: Hooked(step={"written": written_through_optimizer}),
+}
+WHOLE_STEP: dict[str, Callable[[], Hooked]] = {
+    "in steps": MODULES["in steps"],
+    "through the optimizer": MODULES["through the optimizer"],
+    "set in steps": lambda: Hooked(step={"data": data_set, "row": row_written}),
+    "penalized": lambda: Hooked(step={"penalty": penalized}),
+}
+
+
+def _trained(module: Hooked, num_ranks: int, **options: Any) -> dict[str, Any]:
+    strategy = SingleDeviceStrategy() if num_ranks == 1 else FSDPStrategy(batch_size_is="global", **options)
+    trainer = quiet_trainer(strategy, num_ranks, max_epochs=1, limit_train_batches=3, limit_val_batches=1)
+    trainer.fit(module, DataLoader(Numbered(), 6), DataLoader(Numbered(11), 4))
+    return module.found | {"weights": weights(module)} | trainer.callback_metrics
+
+
+def _all_trained(num_ranks: int, ways: list[dict[str, Any]]) -> list[tuple[str, dict[str, Any]]]:
+    torch.set_default_dtype(torch.float64)
+    return [
+        (name, _trained(make(), num_ranks, **options))
+        for options in ways
+        for name, make in (WHOLE_STEP if "shard" in options else MODULES).items()
+    ]
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "ways"),
+    [(2, [{}, {"shard": []}]), (3, [{}]), pytest.param(4, [{"replicas": 2}], marks=pytest.mark.slow)],
+)
+def test_hooks_see_and_change_what_they_do_on_one_device(num_ranks: int, ways: list[dict[str, Any]]) -> None:
+    (expected,) = run_ranks(_all_trained, 1, 1, ways)
+    for found in run_ranks(_all_trained, num_ranks, num_ranks, ways):
+        for (name, single), (_, values) in zip(expected, found, strict=True):
+            assert values.keys() == single.keys()
+            for key, value in single.items():
+                torch.testing.assert_close(
+                    values[key], value, rtol=0, atol=1e-10, msg=lambda text, place=f"{name}, {key}": f"{place}: {text}"
+                )
+
+
+def replaced_parameter(m: Hooked) -> None:
+    m.net[0].weight = nn.Parameter(m.start[0])
+
+
+def plain_gradient(m: Hooked) -> None:
+    m.weight.grad = torch.full((4, 3), 0.1, dtype=torch.float64)
+
+
+def plain_average(m: Hooked) -> None:
+    m.average = 0.9 * m.average + 0.1 * m.weight
+
+
+NEEDS_WHOLE: dict[str, Callable[[Hooked], Any]] = {
+    "__getitem__": lambda m: m.weight[3, 2].item(),
+    "mean": lambda m: m.weight.mean(),
+    "max": lambda m: m.weight.detach().max(),
+    "numpy": lambda m: m.weight.detach().numpy(),
+    "view": lambda m: m.weight.data.view(-1)[5:8].mul_(0.5),
+    "matmul": lambda m: m.weight.data @ m.mask.T,
+    "uniform_": lambda m: nn.init.uniform_(m.weight),
+    "sub": lambda m: m.weight.detach() - m.start[0],
+    "add_": lambda m: m.average.add_(m.weight.detach()),
+    "rmul_or_add": plain_average,
+    "cat": lambda m: nn.utils.parameters_to_vector(m.parameters()),
+    "__reduce_ex__": lambda m: torch.save(m.state_dict(), io.BytesIO()),
+    "data = ": data_set,
+    "grad = ": plain_gradient,
+}
+REFUSED: dict[str, tuple[Callable[[Hooked], Any], str]] = {
+    **{name: (function, r"fsdp: `\w+( = )?` is called with a parameter, ") for name, function in NEEDS_WHOLE.items()},
+    "replaced": (replaced_parameter, "fsdp: net.0.weight was added, or replaced by another parameter, after the"),
+    "assigned": (lambda m: m.load_state_dict(m.start_state, assign=True), r"fsdp: load_state_dict\(assign=True\)"),
+}
+
+
+def _refusals(num_ranks: int) -> list[str]:
+    told = []
+    for name, (function, _) in REFUSED.items():
+        trainer = quiet_trainer(FSDPStrategy(batch_size_is="global", verify=False), num_ranks, max_epochs=1)
+        hook = "backward" if name == "grad = " else "start"
+        with pytest.raises(ConfigError) as caught:
+            trainer.fit(Hooked(**{hook: {"refused": function}}), DataLoader(Numbered(), 6))
+        told.append(f"{trainer.global_step}: {caught.value}")
+    return told
+
+
+def test_what_shards_cannot_do_is_refused_by_name() -> None:
+    # Torch answers some of them with what one rank has, writes others to a copy, or to the wrapper alone.
+    for told in run_ranks(_refusals, 2, 2):
+        for message, (_, pattern) in zip(told, REFUSED.values(), strict=True):
+            assert re.match(f"0: {pattern}", message), message
+
+
+class OnFirstRank(Net):
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self.trainer.is_global_zero:
+            self.net[0].weight.detach().norm()
+
+
+def _on_first_rank() -> str:
+    group.PATIENCE_S = 1.0
+    try:
+        quiet_trainer(FSDPStrategy(timeout_s=60), 2).fit(OnFirstRank(), DataLoader(Numbered(12), 2))
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_a_norm_that_one_rank_asks_for_alone_is_refused_with_where_the_others_are() -> None:
+    # both waited until the timeout
+    assert re.match(
+        r"Rank 0 uses a whole tensor of which each rank has a part, at test_shard_calls.py:\d+ in on_train_batch_end, "
+        r"but rank 1 is at .*\. All ranks must make such a call",
+        run_script(_on_first_rank),
+    )

@@ -1,0 +1,350 @@
+"""`evener.over_batch`: a loss over the batch is one device's under every strategy. The losses are those of the docs."""
+
+import re
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytorch_lightning as pl
+import torch
+import torch.nn.functional as F  # as the docs write it
+from distributed import RankError, run_ranks, run_ranks_unchecked
+from regression import whole
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import evener
+from evener.strategies import (
+    BalancedDataParallelStrategy,
+    BalancedDDPStrategy,
+    ConfigError,
+    DataParallelStrategy,
+    DDPModelParallelStrategy,
+    DDPStrategy,
+    FSDPStrategy,
+    ModelParallelStrategy,
+    SingleDeviceStrategy,
+)
+from evener.trainer import Trainer
+
+PAGE = Path(__file__).parents[2] / "docs" / "over_batch.md"
+FEATURES, CLASSES = 4, 3
+EXACT = 1e-10
+
+
+class Base(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(FEATURES, 6), nn.Tanh(), nn.Linear(6, CLASSES))
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.net(x).mean()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(*batch)
+        self.log("train", loss, on_step=False, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val", self.loss(*batch), batch_size=len(batch[0]))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.2)
+
+
+def _documented() -> dict[str, Any]:
+    """The functions and modules of the page."""
+    names: dict[str, Any] = {"Base": Base, "evener": evener, "torch": torch, "nn": nn, "F": F, "Tensor": Tensor}
+    names |= {"Any": Any, "CLASSES": CLASSES}
+    known = set(names)
+    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), flags=re.DOTALL)
+    for block in blocks:
+        if "class " in block:
+            exec(compile(block, str(PAGE), "exec"), names)
+    return {name: value for name, value in names.items() if name not in known}
+
+
+DOCUMENTED = _documented()
+MODULES: dict[str, Any] = {name: value for name, value in DOCUMENTED.items() if isinstance(value, type)}
+ENDED = MODULES.pop("Ended")
+
+
+class Twice(Base):
+    """Two losses over the batch beside a mean, one of them on other numbers of rows."""
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        z = self.net(x)
+        first = evener.over_batch(lambda z: z.std(0).sum())(z)
+        second = evener.over_batch(lambda z, y: z.amax() * y.double().mean())(z.repeat_interleave(2, 0), y)
+        return first + 0.5 * second + 0.1 * z.square().mean()
+
+
+MODULES["Twice"] = Twice
+
+
+class EndedWithMeans(ENDED):  # type: ignore[misc,valid-type]
+    """Its step returns fractions, too."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        outputs = super().training_step(batch, batch_idx)
+        return {**outputs, "parts": (outputs["z"].square().mean(), "same")}
+
+    def training_step_end(self, outputs: Any) -> Tensor:
+        return super().training_step_end(outputs) * (1 + outputs["parts"][0])
+
+
+ENDING: dict[str, type[Base]] = {"Ended": ENDED, "EndedWithMeans": EndedWithMeans}
+
+
+def _loader(num: int) -> DataLoader[Any]:
+    generator = torch.Generator().manual_seed(7)
+    x, y = torch.randn(num, FEATURES, generator=generator, dtype=torch.float64), torch.arange(num) % CLASSES
+    y[18:] = 0  # the last two samples are a pair
+    return DataLoader(TensorDataset(x, y), batch_size=9)
+
+
+Fitted = tuple[Tensor, dict[str, float]]
+
+
+def _fit(kind: type[Base], strategy: Any, devices: int = 1, **options: Any) -> Fitted:
+    """Weights and logged values after batches of 9, 9 and 2 samples."""
+    torch.manual_seed(3)
+    module = kind().double()
+    trainer = Trainer(
+        strategy=strategy, devices=devices, accelerator="cpu", max_epochs=1, num_sanity_val_steps=0, logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, **options,
+    )  # fmt: skip
+    trainer.fit(module, _loader(20), _loader(18))
+    return torch.cat([whole(parameter.detach()).flatten() for parameter in module.parameters()]), {
+        key: float(value) for key, value in trainer.callback_metrics.items()
+    }
+
+
+def _verify(found: Fitted, expected: Fitted) -> None:
+    torch.testing.assert_close(found[0], expected[0], rtol=0, atol=EXACT)
+    assert found[1] == pytest.approx(expected[1], abs=EXACT)
+
+
+_EXPECTED: dict[Any, Fitted] = {}
+
+
+def _on_one_device(kind: type[Base], **options: Any) -> Fitted:
+    key = (kind, *options.items())
+    if key not in _EXPECTED:
+        _EXPECTED[key] = _fit(kind, SingleDeviceStrategy(), **options)
+    return _EXPECTED[key]
+
+
+IN_ONE_PROCESS: dict[str, tuple[Callable[[], Any], int]] = {
+    "dp": (lambda: DataParallelStrategy(), 4),
+    "dp_threads": (lambda: DataParallelStrategy(threads=True), 2),
+    "micro_batches": (
+        lambda: ModelParallelStrategy(num_microbatches=3, deterministic=False),
+        2,
+    ),
+    "micro_batches_in_order": (
+        lambda: ModelParallelStrategy(num_microbatches=4, deterministic=True),
+        2,
+    ),
+    "balanced_dp": (lambda: BalancedDataParallelStrategy(weights=[8, 1]), 2),
+}
+
+
+@pytest.mark.filterwarnings("ignore:A stage is used before the previous one is done")  # two views by one encoder
+@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize("strategy", IN_ONE_PROCESS)
+def test_a_loss_over_the_batch_trains_as_on_one_device(strategy: str, name: str) -> None:
+    make, devices = IN_ONE_PROCESS[strategy]
+    _verify(_fit(MODULES[name], make(), devices), _on_one_device(MODULES[name]))
+
+
+RANKS: dict[str, tuple[Callable[[], Any], int]] = {
+    "ddp": (lambda: DDPStrategy(batch_size_is="global"), 3),  # the last batch leaves a rank without
+    "balanced_ddp": (lambda: BalancedDDPStrategy(weights=[5, 1], batch_size_is="global"), 2),
+    "ddp_of_replicas": (lambda: DDPStrategy(devices_per_process=2, batch_size_is="global"), 2),
+    "ddp_of_micro_batches": (
+        lambda: DDPModelParallelStrategy(
+            model_parallel_size=2, num_microbatches=2, batch_size_is="global", deterministic=False
+        ),
+        2,
+    ),
+    "fsdp": (lambda: FSDPStrategy(batch_size_is="global"), 3),
+}
+
+
+def _fit_all(strategy: str, devices: int, **options: Any) -> dict[str, Fitted]:
+    warnings.simplefilter("ignore")  # Lightning's advice; an error would end the rank
+    made = {**MODULES, **ENDING}
+    return {name: _fit(kind, RANKS[strategy][0](), devices, **options) for name, kind in made.items()}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("strategy", RANKS)
+def test_losses_over_the_batch_train_under_ranks_as_on_one_device(strategy: str) -> None:
+    num = RANKS[strategy][1]
+    for of_a_rank in run_ranks(_fit_all, num, strategy, num * (2 if "_of_" in strategy else 1)):
+        for name, fitted in of_a_rank.items():
+            expected = _on_one_device(ENDING.get(name) or MODULES[name])
+            torch.testing.assert_close(fitted[0], expected[0], rtol=0, atol=EXACT, msg=lambda m, n=name: f"{n}: {m}")
+            assert fitted[1].get("val") == pytest.approx(expected[1].get("val"), abs=EXACT), name
+
+
+ACCUMULATING: dict[str, tuple[Callable[[], Any], int]] = {
+    name: IN_ONE_PROCESS[name] for name in ("balanced_dp", "micro_batches_in_order")
+}
+
+
+@pytest.mark.filterwarnings("ignore:A stage is used before the previous one is done")
+@pytest.mark.parametrize("strategy", ACCUMULATING)
+def test_each_forward_pass_has_its_own_batch_under_accumulation(strategy: str) -> None:
+    make, devices = ACCUMULATING[strategy]
+    options = {"accumulate_grad_batches": 2}
+    _verify(_fit(MODULES["CLIP"], make(), devices, **options), _on_one_device(MODULES["CLIP"], **options))
+
+
+def _fit_some(options: dict[str, Any]) -> list[Fitted]:
+    warnings.simplefilter("ignore")
+    made = (DDPStrategy(batch_size_is="global"), FSDPStrategy(batch_size_is="global"))
+    return [_fit(MODULES["CLIP"], strategy, 3, **options) for strategy in made]
+
+
+@pytest.mark.long
+def test_each_forward_pass_has_its_own_batch_under_accumulation_of_ranks() -> None:
+    options = {"accumulate_grad_batches": 2}
+    for of_a_rank in run_ranks(_fit_some, 3, options):
+        for weights, _ in of_a_rank:
+            expected = _on_one_device(MODULES["CLIP"], **options)[0]
+            torch.testing.assert_close(weights, expected, rtol=0, atol=EXACT)
+
+
+class WeighedByTokens(Base):
+    """A `loss_weight` of its own, which other terms of the loss need."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        z = self.net(x)
+        counts = (x > 0).sum(1).double()
+        mean = (F.cross_entropy(z, y, reduction="none") * counts).sum() / counts.sum().clamp(min=1)
+        loss = mean + evener.over_batch(DOCUMENTED["info_nce"])(z, z.tanh())
+        return {"loss": loss, "loss_weight": counts.sum()}
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.net(x).mean()
+
+
+@pytest.mark.parametrize("strategy", ["dp", "micro_batches"])
+def test_a_loss_weight_beside_a_loss_over_the_batch_weighs_the_other_terms(strategy: str) -> None:
+    make, devices = IN_ONE_PROCESS[strategy]
+    _verify(_fit(WeighedByTokens, make(), devices), _on_one_device(WeighedByTokens))
+
+
+def _fit_weighed(strategy: str) -> None:
+    warnings.simplefilter("ignore")
+    _fit(WeighedByTokens, RANKS[strategy][0](), 4)
+
+
+@pytest.mark.long
+def test_a_loss_weight_beside_a_loss_over_the_batch_is_refused_in_micro_batches_of_ranks() -> None:
+    with pytest.raises(RankError, match=r"loss_weight tells it afterwards. Leave loss_weight out"):
+        run_ranks(_fit_weighed, 2, "ddp_of_micro_batches")
+
+
+class Dropped(Base):
+    """Remembers the rows of which its loss is computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropout = nn.Dropout(0.5)
+        self.rows: dict[int, Tensor] = {}
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        def of_all(z: Tensor) -> Tensor:
+            if z.requires_grad:
+                self.rows[len(self.rows)] = z.detach()
+            return z.std(0).sum()
+
+        return evener.over_batch(of_all)(self.dropout(self.net(x)))
+
+
+def test_micro_batches_that_run_twice_draw_the_same_random_numbers() -> None:
+    """What a micro-batch sees of the others is from their first run, and of itself from its second."""
+    torch.manual_seed(0)
+    module = Dropped().double()
+    strategy = ModelParallelStrategy(num_microbatches=3, deterministic=True)
+    trainer = Trainer(
+        strategy=strategy, devices=2, accelerator="cpu", max_steps=2, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, limit_val_batches=0,
+    )  # fmt: skip
+    trainer.fit(module, _loader(18), _loader(18))
+    of_steps = [torch.stack([module.rows[3 * step + i] for i in range(3)]) for step in range(2)]
+    for rows in of_steps:
+        assert torch.equal(rows[0], rows[1])
+        assert torch.equal(rows[1], rows[2])
+        assert rows.shape == (3, 9, CLASSES)
+    assert not torch.equal(of_steps[0] == 0, of_steps[1] == 0)
+
+
+def test_a_sum_of_losses_refuses_a_value_of_the_whole_batch() -> None:
+    strategies = (
+        DataParallelStrategy(loss_reduction="sum"),
+        ModelParallelStrategy(num_microbatches=2, loss_reduction="sum"),
+    )
+    for strategy in strategies:
+        with pytest.raises(ConfigError, match="over_batch computes the whole batch's value, and loss_reduction=sum"):
+            _fit(MODULES["OHEM"], strategy, 2)
+
+
+class Failing(Base):
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        z = evener.over_batch(lambda z: z.mean())(self.net(x))
+        if self.training and len(x) == 4:
+            raise ArithmeticError("of one chunk")
+        return z
+
+
+def test_an_error_of_one_part_is_raised_with_its_name() -> None:
+    with pytest.raises(ArithmeticError, match=r"of one chunk \[chunk 2 of 2, 4 of 9 samples, on cpu\]"):
+        _fit(Failing, DataParallelStrategy(), 2)
+
+
+def test_outside_of_strategies_the_function_is_called_as_it_is() -> None:
+    given = torch.ones(3, 2, requires_grad=True)
+    seen: list[Any] = []
+    loss = evener.over_batch(lambda rows, word, scale=1: (seen.append((rows, word, scale)), rows.sum())[1])(given, "w")
+    loss.backward()
+    assert seen == [(given, "w", 1)]
+    assert loss.item() == 6
+    assert given.grad is not None
+    assert given.grad.tolist() == [[1.0, 1.0]] * 3
+
+
+def _evaluate_too_few() -> str:
+    warnings.simplefilter("ignore")
+    module = MODULES["SupCon"]().double()
+    trainer = Trainer(
+        strategy=DDPStrategy(batch_size_is="global"), devices=3, accelerator="cpu", logger=False,
+        enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
+    )  # fmt: skip
+    try:
+        trainer.validate(module, _loader(11), verbose=False)  # batches of 9 and 2 samples
+    except ConfigError as exc:
+        return str(exc)
+    return ""
+
+
+@pytest.mark.long
+def test_an_evaluation_batch_without_samples_for_every_rank_is_refused() -> None:
+    told = [words for words in run_ranks_unchecked(_evaluate_too_few, 3) if isinstance(words, str) and words]
+    assert told
+    assert all("an evaluation batch of 2 samples for 3 ranks" in words for words in told)
+
+
+def test_replicas_that_wait_for_each_other_are_not_timed(caplog: pytest.LogCaptureFixture) -> None:
+    strategy = BalancedDataParallelStrategy(weights="auto")
+    with caplog.at_level("INFO"):
+        _verify(_fit(MODULES["CLIP"], strategy, 2), _on_one_device(MODULES["CLIP"]))
+    assert caplog.text.count("their times can't be measured. Set strategy.weights") == 1
+    assert strategy.controller is not None
+    assert strategy.controller.state_dict()["num_observed"] == 0

@@ -1,0 +1,231 @@
+"""Hyperparameters come back from a checkpoint as what they were, from plain data, without an import or a call."""
+
+import argparse
+import sys
+from dataclasses import dataclass, field
+from datetime import timedelta
+from enum import Enum, IntEnum, IntFlag
+from pathlib import Path, PurePosixPath
+from typing import Any, cast
+
+import pytest
+import pytorch_lightning as pl
+import torch
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from torch import nn
+
+from evener.trainer import Trainer
+from evener.trainer.checkpoint import Checkpoint
+from evener.trainer.checkpoint._plain_data import to_plain
+from evener.trainer.checkpoint.file_io import read, write
+
+
+class Color(Enum):
+    RED = "the red"
+    BLUE = 2
+
+
+class Level(IntEnum):
+    LOW = 1
+
+
+class Right(IntFlag):
+    READ = 1
+    WRITE = 2
+
+
+class Foreign(Enum):
+    ONE = 1
+
+
+@dataclass
+class Step:
+    size: float
+    color: Color = Color.BLUE
+
+
+@dataclass
+class Decay(Step):
+    every: timedelta = timedelta(seconds=1)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    first: Step
+    folders: tuple[Path, ...] = ()
+    made: list[str] = field(default_factory=list[str])
+
+    def __post_init__(self) -> None:
+        self.made.append("here")
+
+
+class Net(pl.LightningModule):
+    def __init__(
+        self,
+        cfg: DictConfig | None = None,
+        layers: ListConfig | None = None,
+        color: Color | None = None,
+        plan: "Plan | None" = None,
+        level: int = Level.LOW,
+        right: Right | None = None,
+        where: Path | None = None,
+        every: timedelta | None = None,
+        args: argparse.Namespace | None = None,
+        rest: Any = None,
+    ) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.layer = nn.Linear(1, 1)
+
+
+class Whole(pl.LightningModule):
+    def __init__(self, cfg: DictConfig) -> None:
+        super().__init__()
+        self.save_hyperparameters(cfg)
+        self.cfg = cfg
+        self.layer = nn.Linear(1, cfg.net.width)
+
+
+def saved(module: pl.LightningModule, folder: Path) -> Path:
+    trainer = Trainer(accelerator="cpu", logger=False, enable_progress_bar=False, enable_checkpointing=False)
+    trainer.strategy.connect(module)
+    trainer.save_checkpoint(folder / "a.ckpt")
+    return folder / "a.ckpt"
+
+
+def come_back(folder: Path, **given: Any) -> Any:
+    return Net.load_from_checkpoint(saved(Net(**given), folder)).hparams
+
+
+def test_a_config_comes_back_with_its_interpolations_unresolved(tmp_path: Path) -> None:
+    text = {
+        "lr": 0.1,
+        "net": {"width": 3, "rate": "${lr}", "sizes": [1, "${..width}"]},
+        "price": r"\${lr}",
+        "to": "???",
+    }
+    cfg = OmegaConf.create(text)
+    OmegaConf.set_struct(cfg, True)
+    found = come_back(tmp_path, cfg=cfg, layers=OmegaConf.create([1, {"a": "${0}"}]), rest={"deep": [cfg.net.sizes]})
+    assert type(found.cfg) is DictConfig
+    assert OmegaConf.to_container(found.cfg, resolve=False) == text
+    assert (found.cfg.net.rate, found.cfg.price, OmegaConf.is_struct(found.cfg)) == (0.1, "${lr}", True)
+    assert type(found.layers) is ListConfig
+    assert found.layers[1].a == 1
+    assert found.rest["deep"][0] == [1, 3], "what lies outside of the container has its value"
+    plain = torch.load(tmp_path / "a.ckpt", weights_only=True)["hyper_parameters"]
+    assert plain["cfg"]["net"] == {"width": 3, "rate": 0.1, "sizes": [1, 3]}
+
+
+def test_a_config_given_as_all_hyperparameters_comes_back(tmp_path: Path) -> None:
+    path = saved(Whole(OmegaConf.create({"net": {"width": 3, "out": "${.width}"}})), tmp_path)
+    loaded = Whole.load_from_checkpoint(path)
+    assert type(loaded.cfg) is DictConfig
+    assert OmegaConf.to_container(loaded.cfg, resolve=False) == {"net": {"width": 3, "out": "${.width}"}}
+    assert loaded.layer.weight.shape == (3, 1)
+    other = Whole.load_from_checkpoint(path, cfg=OmegaConf.create({"net": {"width": 3}, "own": 1}))
+    assert other.cfg.own == 1
+
+
+def test_what_the_signature_names_comes_back_as_what_it_was(tmp_path: Path) -> None:
+    given = {
+        "color": Color.RED,
+        "plan": Plan(Decay(0.5, Color.RED, timedelta(days=2)), (Path("a"), Path("b/c"))),
+        "level": Level.LOW,
+        "right": Right.READ | Right.WRITE,
+        "where": Path("data/x"),
+        "every": timedelta(days=-1, microseconds=7),
+        "args": argparse.Namespace(lr=0.1, to=Path("x")),
+        "rest": [frozenset({1}), PurePosixPath("p"), OmegaConf.create({"at": Path("y"), "color": Color.BLUE})],
+    }
+    found = come_back(tmp_path, **given)
+    for name, value in given.items():
+        assert found[name] == value, name
+        assert type(found[name]) is type(value), name
+    assert type(found.rest[0]) is frozenset
+    assert found.plan.made == ["here"], "no method of the class ran"
+
+
+def test_a_class_that_the_signature_does_not_name_stays_plain_and_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    found = come_back(tmp_path, rest=[Foreign.ONE, nn.functional.relu])
+    assert found.rest[0] == "ONE"
+    assert found.rest[1].startswith("<function relu")
+    assert "The hyperparameter hyper_parameters.rest.1 is stored as a string" in caplog.text
+    assert "The hyperparameter rest.0 was a test_hparams.Foreign; it is loaded as 'ONE'" in caplog.text
+    assert "The hyperparameter rest.1 was a builtins.function; it is loaded as '<function relu" in caplog.text
+
+
+def test_what_is_given_to_load_from_checkpoint_counts(tmp_path: Path) -> None:
+    path = saved(Net(where=Path("a"), cfg=OmegaConf.create({"a": 1})), tmp_path)
+    found: Any = Net.load_from_checkpoint(path, where="given", cfg={"b": 2}).hparams
+    assert (found.where, found.cfg) == ("given", {"b": 2})
+
+
+class RunsCode:
+    def __init__(self) -> None:
+        raise AssertionError("a class of the file's choice was called")
+
+
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        7, {"hyper_parameters": 7}, {"hyper_parameters": [7]}, {"hyper_parameters": [[[[1]], "path", None]]},
+        {"hyper_parameters": [[["rest"], "path", None]]}, {"hyper_parameters": [[["rest"], "none", None]]},
+        {"hyper_parameters": [[["rest"], "dataclass", "test_hparams.RunsCode"]]},
+        {"hyper_parameters": [[["rest"], "dataclass", "test_hparams.Plan"]]},
+        {"hyper_parameters": [[["rest"], "enum", ["this.left", None]]]},
+        {"hyper_parameters": [[["rest"], "enum", 3]]}, {"hyper_parameters": [[["rest"], "timedelta", None]]},
+        {"hyper_parameters": [[["rest"], "config", {"texts": [[["a"], "${eval:1}"]]}]]},
+        {"hyper_parameters": [[["rest"], "config", {"texts": [[["no", "such"], "${a}"]], "type": 3}]]},
+    ],
+)  # fmt: skip
+def test_a_crafted_kind_leaves_plain_data_and_runs_nothing(kinds: Any, tmp_path: Path) -> None:
+    called: list[Any] = []
+    OmegaConf.register_new_resolver("eval", called.append, replace=True)
+    checkpoint = read(saved(Net(rest={"a": "${eval:1}"}), tmp_path))
+    write({**checkpoint, "evener_hparams": kinds}, tmp_path / "b.ckpt")
+    before = set(sys.modules)
+    found: Any = Net.load_from_checkpoint(tmp_path / "b.ckpt").hparams
+    assert found.rest == {"a": "${eval:1}"}
+    assert not called
+    assert set(sys.modules) == before
+
+
+def test_a_resolver_is_not_called_by_what_is_loaded(tmp_path: Path) -> None:
+    calls: list[Any] = []
+    OmegaConf.register_new_resolver("count", lambda: calls.append(1) or len(calls), replace=True)
+    found = come_back(tmp_path, cfg=OmegaConf.create({"number": "${count:}", "never": "${none_such:1}"}))
+    assert len(calls) == 1
+    assert OmegaConf.to_container(found.cfg, resolve=True) == {"number": 1, "never": "${none_such:1}"}
+
+
+def test_hooks_and_resumed_runs_see_what_was_saved(tmp_path: Path) -> None:
+    seen: list[Any] = []
+
+    class Sees(Net):
+        def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            seen.append((checkpoint["hyper_parameters"]["cfg"], "evener_hparams" in checkpoint))
+
+        def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+            return self.layer(batch).sum()
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), 0.1)
+
+    quiet: dict[str, Any] = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False}
+    loader = torch.utils.data.DataLoader(cast(Any, [torch.ones(1)] * 2))
+    for epochs, path in ((1, None), (2, str(tmp_path / "last.ckpt"))):
+        module = Sees(cfg=OmegaConf.create({"a": 1, "b": "${a}"}))
+        trainer = Trainer(max_epochs=epochs, callbacks=[Checkpoint(tmp_path)], enable_model_summary=False, **quiet)
+        trainer.fit(module, loader, ckpt_path=path)
+    Sees.load_from_checkpoint(tmp_path / "last.ckpt")
+    assert [(type(cfg), has_kinds) for cfg, has_kinds in seen] == [(DictConfig, False)] * 2
+
+
+def test_a_text_is_told_once_not_at_every_save(caplog: pytest.LogCaptureFixture) -> None:
+    given = {"hyper_parameters": {"loss": RunsCode, "net": object()}}
+    for _ in range(3):
+        to_plain(given)
+    assert caplog.text.count("is stored as a string") == 2

@@ -1,0 +1,188 @@
+"""However a run ends, the command says why in a sentence, with the right status, in `train.log` and `result.json`."""
+
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import warm_python
+
+ROOT = Path(__file__).parents[3]
+
+MODULE = """
+import itertools, sys
+import pytorch_lightning as pl
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+class Odd(pl.LightningModule):
+    def __init__(self, fault="", num_workers=0, width=2, **_):
+        super().__init__()
+        self.layer, self.fault, self.num_workers, self.width = torch.nn.Linear(width, 1), fault, num_workers, width
+
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 1 and self.global_rank == 0:
+            self.misbehave()
+        return self.layer(batch[0]).mean()
+
+    def misbehave(self):
+        if self.fault == "surrogates":
+            raise ValueError("no file \\udcff.txt")
+        if self.fault == "group":
+            raise ExceptionGroup("two readers", [OSError("first"), ExceptionGroup("rest", [KeyError("second")])])
+        if self.fault == "GeneratorExit":
+            raise GeneratorExit("enough")
+        if self.fault.startswith("exit"):
+            sys.exit({"exit 3": 3, "exit 0": 0, "exit text": "seen enough"}[self.fault])
+        if self.fault == "StopIteration":
+            next(iter([]))
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+    def train_dataloader(self):
+        return DataLoader(TensorDataset(torch.ones(8, self.width)), 2, num_workers=self.num_workers)
+"""
+
+
+def command(folder: Path, *words: str) -> list[str | Path]:
+    (folder / "odd.py").write_text(MODULE)
+    return [
+        ROOT / "train.py", "strategy=single_device", "devices=1", "accelerator=cpu", f"log_dir={folder}/logs",
+        "data=none", "module._target_=odd.Odd", "logger=none", "callbacks=none", "trainer.max_epochs=1",
+        "checkpoint=last", "monitor=null", "test_after_fit=false", *words,
+    ]  # fmt: skip
+
+
+def run(folder: Path, *words: str) -> Any:
+    env = {**os.environ, "PYTHONPATH": str(folder), "CUDA_VISIBLE_DEVICES": ""}
+    return warm_python.run(*command(folder, *words), env=env, cwd=folder)
+
+
+GROUP = pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 has no ExceptionGroup")
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("fault", "status", "reason"),
+    [
+        ("surrogates", 1, "ValueError: no file \udcff.txt"),
+        pytest.param(
+            "group", 1,
+            "ExceptionGroup: two readers (2 sub-exceptions): OSError: first; "
+            "ExceptionGroup: rest (1 sub-exception): KeyError: 'second'",
+            marks=GROUP,
+        ),
+        ("GeneratorExit", 1, "GeneratorExit: enough"),
+        ("exit 3", 3, "SystemExit: 3"),
+        ("exit 0", 1, "SystemExit: 0"),
+        ("exit text", 1, "SystemExit: seen enough"),
+        ("StopIteration", 1, "RuntimeError: misbehave raised StopIteration at odd.py:27, which would end the epoch "
+         "without a word. Give next() a default, or begin the iterator again."),
+    ],
+)  # fmt: skip
+def test_what_ends_a_step_is_told_with_the_users_frames(
+    fault: str, status: int, reason: str, ranks: int, tmp_path: Path
+) -> None:
+    done = run(tmp_path, f"+module.fault={fault}", *(["strategy=ddp", "devices=2"] if ranks > 1 else []))
+    assert done.returncode == status, done.stderr
+    assert "in misbehave" in done.stderr
+    assert "site-packages" not in done.stderr
+    assert "During handling" not in done.stderr
+    (result,) = tmp_path.rglob("result.json")
+    assert json.loads(result.read_text())["reason"] == reason
+    (log,) = tmp_path.rglob("train.log")
+    assert "rank 0 failed: " in log.read_text()
+
+
+@pytest.mark.parametrize(
+    ("ranks", "to"),
+    [
+        (1, "| head -1"),
+        *(
+            pytest.param(*way, marks=pytest.mark.slow)
+            for way in ((1, "> /dev/full"), (1, ">&-"), (1, "2>&1 | head -1"), (2, "2>&1 | head -1"))
+        ),
+    ],
+)
+def test_a_run_whose_output_nobody_takes_goes_on(ranks: int, to: str, tmp_path: Path) -> None:
+    words = command(tmp_path, *(["strategy=ddp", "devices=2"] if ranks > 1 else []))
+    line = f"{shlex.join(map(str, [sys.executable, *words]))} {to}; echo ${{PIPESTATUS[0]}}"
+    env = {**os.environ, "PYTHONPATH": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(["bash", "-c", line], env=env, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "0", done.stderr
+    assert "Traceback" not in done.stderr
+    (result,) = tmp_path.rglob("result.json")
+    assert json.loads(result.read_text())["num_steps"] == 4 // ranks
+    (log,) = tmp_path.rglob("train.log")
+    if to != ">&-":
+        assert "The output can't be written any more" in log.read_text()
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_a_directory_that_is_not_utf_8_is_refused_in_a_sentence(given: bool, tmp_path: Path) -> None:
+    (folder := Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xff"))).mkdir()
+    words = command(tmp_path, f"log_dir={folder if given else ''}/logs".replace("=/", "="))
+    env = {**os.environ, "PYTHONPATH": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""}
+    done = warm_python.run(*words, env=env, cwd=folder)
+    assert done.returncode == 1
+    assert re.search(r"Error: '?(log|run)_dir=.*/\\udcff.* is not UTF-8, so that", done.stderr)
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("content", [b"module: [", b"\xff\xfe", b"- 1"])
+def test_a_damaged_configuration_of_an_earlier_run_is_named(content: bytes, tmp_path: Path) -> None:
+    checkpoint = tmp_path / "run" / "checkpoints" / "last.ckpt"
+    checkpoint.parent.mkdir(parents=True)
+    checkpoint.touch()
+    (tmp_path / "run" / ".hydra").mkdir()
+    (tmp_path / "run" / ".hydra" / "config.yaml").write_bytes(content)
+    done = run(tmp_path, "config=run", f"resume={checkpoint}")
+    assert done.returncode == 1
+    assert done.stderr.startswith("Error: config=run: ")
+    assert ".hydra/config.yaml" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def alone(*words: str) -> list[str]:
+    """A command in namespaces of its own; skips where they can't be made."""
+    probe = (
+        subprocess.run(["unshare", *words, "true"], capture_output=True, check=False)
+        if shutil.which("unshare")
+        else None
+    )
+    if probe is None or probe.returncode:
+        pytest.skip("namespaces need root, or unshare is not installed")
+    return ["unshare", *words]
+
+
+@pytest.mark.slow
+def test_without_a_loopback_device_ranks_are_refused_at_once(tmp_path: Path) -> None:
+    # torch's stores looked for each other for 380 s.
+    words = [*alone("--net"), sys.executable, *map(str, command(tmp_path, "strategy=ddp", "devices=2"))]
+    env = {**os.environ, "PYTHONPATH": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(words, env=env, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=200)
+    assert done.returncode == 1
+    assert (
+        "Error: Ranks of one machine meet at 127.0.0.1, which does not answer here (Network is unreach" in done.stderr
+    )
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+def test_too_little_shared_memory_for_workers_is_named(tmp_path: Path) -> None:
+    words = [sys.executable, *map(str, command(tmp_path, "+module.num_workers=1", "+module.width=400000"))]
+    line = f"mount -t tmpfs -o size=1m tmpfs /dev/shm && exec {shlex.join(words)}"
+    env = {**os.environ, "PYTHONPATH": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [*alone("--mount"), "bash", "-c", line], env=env, cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1
+    assert "The data workers need more shared memory (/dev/shm) than there is." in done.stderr
+    assert "disk is full" not in done.stderr

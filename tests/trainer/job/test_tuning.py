@@ -1,0 +1,78 @@
+"""`data.batch_size=auto` finds the largest batch that fits, and leaves no trace."""
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import pytorch_lightning as pl
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from evener.strategies import ConfigError
+from evener.trainer import Trainer
+from evener.trainer.config.instantiate import QUIET
+from evener.trainer.job.tuning import find_batch_size, largest
+
+
+class Greedy(pl.LightningModule):
+    """Needs more memory than there is for more than so many samples."""
+
+    tried: list[int] = []  # noqa: RUF012  # of all instances: every attempt has a new one
+
+    def __init__(self, limit: int) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1)
+        self.limit = limit
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.tried.append(len(batch[0]))
+        torch.rand(1), random.random(), np.random.rand()
+        if len(batch[0]) > self.limit:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return self.layer(batch[0]).mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.parameters())
+
+
+class Numbers(pl.LightningDataModule):
+    def __init__(self, batch_size: int) -> None:
+        super().__init__()
+        self.batch_size = batch_size
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(TensorDataset(torch.rand(64, 1)), batch_size=self.batch_size, shuffle=True)
+
+
+def trainer(**options: Any) -> Trainer:
+    quiet = {**QUIET, "logger": False, "enable_checkpointing": False}
+    return Trainer(accelerator="cpu", devices=1, strategy="single_device", **quiet, **options)
+
+
+@pytest.mark.parametrize("limit", [1, 37, 10**6])
+def test_the_largest_size_is_found_and_confirmed_by_a_run(limit: int) -> None:
+    Greedy.tried.clear()
+    size = find_batch_size(lambda: Greedy(limit), Numbers, trainer)
+    assert size == min(limit, 64)
+    assert Greedy.tried[-1] == size or Greedy.tried[-1] == 64 % size
+    assert len({sizes for sizes in Greedy.tried if sizes > limit}) < 10
+
+
+def test_the_random_state_is_put_back() -> None:
+    torch.manual_seed(1)
+    before = (torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist())  # type: ignore[index]
+    find_batch_size(lambda: Greedy(3), Numbers, trainer)
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert random.getstate() == before[1]
+    assert np.random.get_state()[1].tolist() == before[2]  # type: ignore[index]
+
+
+def test_a_size_that_fits_no_longer_is_made_smaller() -> None:
+    answers = iter([True, True, True, False, False, True])  # 1, 2, 4 of 5; 5 does not; 4 no longer does; 3 does
+    assert largest(lambda size: next(answers), 5) == 3
+
+
+def test_nothing_fits() -> None:
+    with pytest.raises(ConfigError, match="a batch of one sample does not fit into memory"):
+        find_batch_size(lambda: Greedy(0), Numbers, trainer)

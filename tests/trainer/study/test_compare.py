@@ -1,0 +1,367 @@
+"""mode=compare: what each strategy did, whether it trained the same, and which one is recommended."""
+
+import contextlib
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import pytorch_lightning as pl
+import torch
+import torch.nn.functional as F
+from omegaconf import DictConfig, OmegaConf
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from evener.strategies import STRATEGIES, ConfigError
+from evener.strategies.distributed.sync_batchnorm import SyncBatchNorm
+from evener.trainer import compose, train
+from evener.trainer.cli.job import run_job
+from evener.trainer.cli.main import main
+from evener.trainer.cli.train import prepare
+from evener.trainer.study import compare
+from evener.trainer.study.compare import chosen_strategies, progress_line, trial_config
+from evener.trainer.study.comparison_table import memory, notes, reasons, recommendation, verdict
+from evener.trainer.study.judge import judge, largest_difference, tolerance_of
+from evener.trainer.study.probe import RankRecord, is_synced
+from evener.trainer.study.trial import (
+    CONFIG_FILE,
+    FAILED,
+    OK,
+    REFUSED,
+    Trial,
+    execute,
+    median_rate,
+    read_trial,
+    run_trial,
+    summarize,
+    write_config,
+)
+
+
+class Fair(pl.LightningModule):
+    """A mean over samples, as law 1 asks for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(3, 1)
+
+    def train_dataloader(self) -> Any:
+        inputs = torch.randn(28, 3, generator=torch.Generator().manual_seed(1))
+        return DataLoader(TensorDataset(inputs, inputs.sum(1, keepdim=True)), batch_size=7)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return F.mse_loss(self.net(batch[0]), batch[1])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+class Unfair(Fair):
+    """Weights of samples that add up to one in each chunk."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        errors = (self.net(batch[0]) - batch[1]).square().T
+        return (torch.zeros_like(errors).softmax(1) * errors).mean()
+
+
+class Random(Fair):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 1))
+
+
+class Noisy(Fair):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return F.mse_loss(self.net(F.dropout(batch[0])), batch[1])
+
+
+class Refused(Fair):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx).expand(2)  # a loss that is no scalar
+
+
+class Broken(Fair):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        raise ArithmeticError("the module's own mistake")
+
+
+@pytest.fixture(autouse=True)
+def _module_imports(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+
+
+def config(tmp_path: Path, *overrides: str, module: str = "Fair") -> DictConfig:
+    short = ["mode=compare", "devices=2", "accelerator=cpu", "compare.steps=6", "compare.warmup_steps=1", "data=none"]
+    cfg = compose([f"log_dir={tmp_path}", *short, *overrides])
+    cfg.module = {"_target_": f"test_compare.{module}"}
+    return prepare(cfg)
+
+
+def tried(tmp_path: Path, strategy: str, *overrides: str, module: str = "Fair", **options: Any) -> Trial:
+    """Run a trial as its own process would, in this one, with further options of the strategy."""
+    cfg = config(tmp_path, *overrides, module=module)
+    folder = tmp_path / strategy
+    trial = OmegaConf.merge(trial_config(cfg, strategy, folder), {"strategy": options})
+    assert isinstance(trial, DictConfig)
+    with contextlib.suppress(Exception):  # which is in its result
+        execute(write_config(trial) / CONFIG_FILE)
+    return read_trial(folder, strategy, "it has left nothing")
+
+
+def test_equal_losses_are_found_equal(tmp_path: Path) -> None:
+    one = tried(tmp_path, "single_device", "precision=64-true")
+    two = tried(tmp_path, "dp", "precision=64-true")
+    assert (one.status, two.status) == (OK, OK)
+    assert (one.global_batch, two.global_batch) == (7, 7)
+    assert len(one.losses) == 6
+    assert largest_difference(two, one) < 1e-14
+    assert judge([one, two], 1e-8).excuses == {"single_device": [], "dp": []}
+
+
+def test_unequal_losses_are_told_and_not_recommended(tmp_path: Path) -> None:
+    one = tried(tmp_path, "single_device", module="Unfair")
+    two = tried(tmp_path, "dp", module="Unfair", verify=False)
+    # weights of 1/4 and 1/3 in chunks of 4 and 3 samples, in place of 1/7: with 4/7 and 3/7 twice the loss
+    assert two.losses[0] == pytest.approx(one.losses[0] * 2, rel=0.2)
+    comparison = judge([one, two], 1e-4)
+    assert comparison.recommended == "single_device"
+    assert verdict(comparison, two).startswith("DIFFER (")
+    assert "dp: losses differ by" in notes(comparison)[0]
+    assert "the cause is unknown" in notes(comparison)[0]
+
+
+def test_batchnorm_and_dropout_are_named(tmp_path: Path) -> None:
+    one = tried(tmp_path, "single_device", module="Random")
+    two = tried(tmp_path, "dp", module="Random")
+    comparison = judge([one, two], 1e-4)
+    assert comparison.differences["dp"] > 1e-4
+    assert comparison.excuses["dp"] == [
+        "1 BatchNorm layers normalize chunk by chunk (no sync_batchnorm)",
+        "1 dropout layers draw different random numbers",
+    ]
+    assert verdict(comparison, two).startswith("differ, see below (")
+    assert "1 BatchNorm layers" in notes(comparison)[0]
+
+
+def test_random_numbers_without_a_layer_are_noticed(tmp_path: Path) -> None:
+    noisy = tried(tmp_path, "single_device", module="Noisy")
+    assert (noisy.draws, noisy.num_dropouts) == (True, 0)
+    assert judge([Trial("single_device"), noisy], 1e-4).excuses["single_device"] == [
+        "the training step draws random numbers, which differ between strategies"
+    ]
+    assert not tried(tmp_path, "dp").draws, "a step without dropout"
+
+
+def test_a_refusal_is_told_by_its_sentence(tmp_path: Path) -> None:
+    trial = tried(tmp_path, "dp", module="Refused")
+    assert trial.status == REFUSED
+    assert "training_step returned a loss of shape (2,)" in trial.reason
+    assert reasons(judge([trial], 1e-4)) == [f"dp refused: {trial.reason}"]
+
+
+def test_a_failure_is_told_by_its_error(tmp_path: Path) -> None:
+    trial = tried(tmp_path, "single_device", module="Broken")
+    assert trial.status == FAILED
+    assert "ArithmeticError: the module's own mistake" in trial.reason
+    comparison = judge([trial], 1e-4)
+    assert recommendation(comparison) == "No recommendation: no strategy trained; see the reasons above."
+
+
+def test_a_trial_that_takes_too_long_is_ended(tmp_path: Path) -> None:
+    cfg = config(tmp_path)
+    trial = run_trial(trial_config(cfg, "ddp", tmp_path / "ddp"), "ddp", timeout_s=0.5)
+    assert (trial.status, trial.reason) == (FAILED, "it did not finish within compare.timeout_s=0.5 seconds")
+    left = [
+        p for p in psutil.Process().children(recursive=True) if "evener.trainer.study.trial" in " ".join(p.cmdline())
+    ]
+    assert left == []
+
+
+def test_the_command_compares_in_processes_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["mode=compare", "devices=2", "accelerator=cpu", "compare.strategies=[ddp]", "data.batch_size=32"]
+    short = ["compare.steps=6", "compare.warmup_steps=2", "compare.timeout_s=250"]
+    monkeypatch.setattr(sys, "argv", ["train.py", *options, *short, f"log_dir={tmp_path}"])
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    main()
+    (file,) = tmp_path.rglob("compare.json")
+    found = json.loads(file.read_text())
+    assert [(trial["strategy"], trial["status"], trial["num_processes"]) for trial in found["trials"]] == [
+        ("single_device", "ok", 1),
+        ("ddp", "ok", 2),
+    ]
+    one, two = found["trials"]
+    assert (one["global_batch"], two["global_batch"]) == (32, 32), "the loader's batch, whatever the strategy"
+    assert len(two["losses"]) == 6
+    assert found["differences"]["ddp"] < 1e-4
+    assert set(two["memory"]) == {"process 0", "process 1"}
+    assert min(two["memory"].values()) > 50e6, "torch alone takes more"
+    assert found["recommended"] in ("single_device", "ddp")
+    shown = capsys.readouterr().out
+    for text in ("global batch 32 samples, 6 steps", "equal (to", f"Recommended: strategy={found['recommended']}"):
+        assert text in shown
+
+
+def test_losses_of_ranks_are_weighted() -> None:
+    first = RankRecord([1.0, 2.0], [3.0, 4.0], first_batch=3, windows=[(9, 1.0), (9, 3.0), (9, 2.0)])
+    # the second rank had no sample of the second batch, and its loss is not a number
+    second = RankRecord([5.0, float("nan")], [1.0, 0.0], first_batch=1, windows=[(3, 2.0), (3, 1.0), (3, 1.0)])
+    trial = summarize("ddp", [first, second])
+    assert trial.losses == [(3 * 1 + 1 * 5) / 4, 2.0]
+    assert trial.global_batch == 4
+    # 12 samples in 2, 3 and 2 seconds: the slower rank's time counts, and the median stretch
+    assert trial.samples_per_s == 6.0
+
+
+def test_a_loss_that_is_no_number_is_not_equal() -> None:
+    assert largest_difference(Trial("dp", losses=[float("nan")]), Trial("single_device", losses=[1.0])) == float("inf")
+    assert largest_difference(Trial("dp", losses=[1.0]), Trial("single_device", losses=[1.0, 2.0])) == float("inf")
+
+
+def measured(strategy: str, speed: float, size: int, losses: tuple[float, ...] = (2.0, 1.0)) -> Trial:
+    return Trial(strategy, losses=list(losses), samples_per_s=speed, memory={"cuda:0": size, "cuda:1": size // 2})
+
+
+def test_the_table_grows_with_an_estimate_of_the_rest() -> None:
+    first = Trial("single_device", samples_per_s=1234.5, memory={"cpu": 100 * 2**20})
+    line = progress_line([first, replace(first, strategy="dp")], 5, 20.0)
+    assert line.split() == ["2", "of", "5", "dp", "1,234", "samples/s,", "100", "MiB,", "about", "30", "s", "left"]
+    assert progress_line([replace(first, status="refused")], 1, 3.0).split() == [
+        "1",
+        "of",
+        "1",
+        "single_device",
+        "refused",
+    ]
+
+
+def test_the_fastest_is_recommended() -> None:
+    comparison = judge([measured("single_device", 100, 8), measured("dp", 150, 6), measured("ddp", 180, 6)], 1e-4)
+    assert recommendation(comparison) == (
+        "Recommended: strategy=ddp, because it is the fastest of 3 that train alike, 1.20 times as fast as dp."
+    )
+
+
+def test_one_device_is_recommended_where_more_do_not_pay() -> None:
+    comparison = judge([measured("single_device", 100, 8), measured("ddp", 50, 6)], 1e-4)
+    assert comparison.recommended == "single_device"
+    assert (
+        comparison.reason == "more devices are not faster at this batch size: it is 2.00 times as fast as the next, ddp"
+    )
+
+
+def test_of_equally_fast_ones_the_leaner_is_recommended() -> None:
+    comparison = judge([measured("single_device", 10, 800), measured("dp", 100, 600), measured("ddp", 97, 300)], 1e-4)
+    assert comparison.recommended == "ddp"
+    assert comparison.reason == "it is as fast as dp (within 5%), and its peak memory per device is lower"
+
+
+def test_of_equal_ones_the_simpler_is_recommended() -> None:
+    comparison = judge([measured("dp", 97, 600), measured("ddp", 100, 600)], 1e-4)
+    assert comparison.recommended == "dp"
+    assert comparison.reason == "it is as fast as ddp (within 5%), and simpler"
+
+
+def test_what_does_not_fit_is_not_recommended() -> None:
+    trials = [measured("single_device", 100, 800), measured("model_parallel", 50, 300)]
+    comparison = judge(trials, 1e-4, device_bytes=500)
+    assert (comparison.recommended, comparison.reason) == ("model_parallel", "it is the only one that trained")
+
+
+def test_memory_is_shown_by_device() -> None:
+    mib = 2**20
+    assert memory(Trial("dp", memory={"cuda:0": 3000 * mib, "cuda:1": 20 * mib})) == "3,000 / 20"
+    assert memory(Trial("ddp", memory={f"cuda:{i}": 20 * mib for i in range(8)})) == "20"
+    assert memory(Trial("ddp", memory={f"cuda:{i}": (20 + i) * mib for i in range(8)})) == "20 to 27"
+
+
+def test_trials_share_the_global_batch_and_begin_alike(tmp_path: Path) -> None:
+    cfg = config(tmp_path, "seed=null", "strategy=ddp", "strategy.timeout_s=77", "callbacks=early_stopping")
+    ddp = trial_config(cfg, "ddp", tmp_path)
+    assert (ddp.strategy.timeout_s, ddp.strategy.batch_size_is) == (77, "global"), "the user's own options"
+    assert (ddp.seed, ddp.trainer.max_steps, list(ddp.callbacks)) == (0, 6, ["probe"])
+    assert trial_config(cfg, "single_device", tmp_path).trainer.devices == 1
+    dp = trial_config(config(tmp_path, "+compare.options.dp.threads=true"), "dp", tmp_path)
+    assert (dp.strategy.threads, dp.trainer.devices) == (True, 2)
+
+
+def test_all_strategies_are_tried_unless_some_are_named(tmp_path: Path) -> None:
+    assert chosen_strategies(config(tmp_path)) == list(STRATEGIES)
+    assert chosen_strategies(config(tmp_path, "compare.strategies=[ddp,dp,ddp]")) == ["single_device", "ddp", "dp"]
+    with pytest.raises(ConfigError, match=r"compare\.strategies: ddpp is unknown.*Did you mean ddp\?"):
+        chosen_strategies(config(tmp_path, "compare.strategies=[ddpp]"))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        (["compare.warmup_steps=4"], r"compare\.steps=6 with compare\.warmup_steps=4 leaves too few steps to measure"),
+        (["compare.strategies=[dpp]"], r"dpp is unknown"),
+        (["data.batch_size=auto"], r"data\.batch_size must be a number with mode=compare; got data\.batch_size=auto"),
+    ],
+)
+def test_a_mistake_is_told_in_one_sentence(
+    overrides: list[str], sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    short = ["mode=compare", "accelerator=cpu", "compare.steps=6", "compare.warmup_steps=1", f"log_dir={tmp_path}"]
+    monkeypatch.setattr(sys, "argv", ["train.py", *short, *overrides])
+    with pytest.raises(SystemExit, match=sentence):
+        main()
+
+
+def test_workers_do_not_compare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cfg = config(tmp_path)
+    for name in ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK"):
+        monkeypatch.setenv(name, "1")
+    with pytest.raises(ConfigError, match=r"mode=compare must run in a single process"):
+        run_job(cfg)
+    with pytest.raises(ConfigError, match=r"mode=compare does not train"):
+        train(cfg)
+
+
+@pytest.mark.parametrize(("precision", "limit"), [("64-true", 1e-8), ("32-true", 1e-4), ("bf16-mixed", 3e-2)])
+def test_tolerance_follows_the_precision(precision: str, limit: float) -> None:
+    assert tolerance_of(precision) == limit
+
+
+def test_batchnorm_that_synchronizes_excuses_nothing() -> None:
+    # torch's class was looked for, and ddp's is another: a real divergence was put down to BatchNorm.
+    layers = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    assert [is_synced(layer) for layer in layers] == [False, False]
+    assert [is_synced(layer) for layer in SyncBatchNorm().apply(layers)] == [False, True]
+
+
+def speeds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, given: dict[str, list[float]]) -> Any:
+    """Compare on two devices, where the trials of a strategy have these speeds, one after the other."""
+    left = {name: list(values) for name, values in given.items()}
+
+    def tried(cfg: Any, name: str, timeout_s: float) -> Trial:
+        return Trial(name, losses=[1.0], samples_per_s=left[name].pop(0))
+
+    monkeypatch.setattr(compare, "run_trial", tried)
+    options = ["devices=2", "accelerator=cpu", "compare.strategies=[ddp]", f"log_dir={tmp_path}", "mode=compare"]
+    compared = compare.compare_strategies(prepare(compose(options)))
+    assert left == {"single_device": [], "ddp": []}
+    return compared
+
+
+def test_what_is_too_fast_for_its_devices_is_measured_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    found = speeds(monkeypatch, tmp_path, {"single_device": [10.0, 300.0], "ddp": [310.0, 320.0]})
+    assert [trial.samples_per_s for trial in found.trials] == [300.0, 320.0]
+    assert (found.recommended, found.doubts) == ("ddp", [])
+
+
+def test_what_stays_too_fast_is_not_recommended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    found = speeds(monkeypatch, tmp_path, {"single_device": [10.0, 10.0], "ddp": [310.0, 310.0]})
+    assert found.recommended == "single_device"
+    assert found.doubts[0].startswith("ddp: 31.0 times one device on 2 devices can't be")
+
+
+def test_the_spread_is_half_the_range_of_the_middle_half() -> None:
+    record = RankRecord(windows=[(10, 1.0), (20, 1.0), (30, 1.0), (40, 1.0), (50, 1.0)])
+    assert median_rate([record]) == (30.0, pytest.approx(10 / 30))  # quartiles 20 and 40

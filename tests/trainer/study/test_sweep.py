@@ -1,0 +1,143 @@
+"""The table of a sweep, the comparison of its runs, and the debug modes."""
+
+import csv
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+from seen import SHORT, events
+from tensorboard.plugins.hparams import plugin_data_pb2
+
+from evener.trainer import Result, compose, train
+from evener.trainer.loggers.custom_scalars import OUR_OWN
+from evener.trainer.loggers.hparams import in_order, without_repetition
+from evener.trainer.study.sweep import SweepTable, read_jobs
+
+
+def sweep(home: Path, values: dict[str, float | None], mode: str = "min") -> SweepTable:
+    """Leave behind what a sweep's jobs do: job i ran at learning rate i, and failed where its value is None."""
+    for i, (strategy, value) in enumerate(values.items()):
+        run_dir = home / f"{i}_{strategy}"
+        (run_dir / ".hydra").mkdir(parents=True)
+        task = [f"strategy={strategy}", "devices=2", f"module.lr={i}"]
+        hydra = {"overrides": {"task": task}, "job": {"num": i}, "runtime": {"choices": {"strategy": strategy}}}
+        OmegaConf.save({"hydra": hydra}, run_dir / ".hydra" / "hydra.yaml")
+        OmegaConf.save({"monitor_mode": mode}, run_dir / ".hydra" / "config.yaml")
+        if value is not None:
+            memory = [100.0, 100.0 * (i + 1)]
+            Result(
+                "fit", strategy, ["cpu"], 1, str(run_dir), {}, "val/acc", value,
+                samples_per_s=1000.0 / (i + 1), peak_memory_mib=memory, monitored_epoch=3 if i else None,
+            ).write()  # fmt: skip
+    return SweepTable()
+
+
+def test_a_sweep_ends_with_one_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    table = sweep(tmp_path, {"dp": 0.5, "ddp": 0.75, "balanced_dp": None}, mode="max")
+    table.on_multirun_end(OmegaConf.create({"hydra": {"sweep": {"dir": str(tmp_path)}}}))
+    with (tmp_path / "sweep.csv").open(encoding="utf-8") as file:
+        rows = list(csv.reader(file))
+    assert rows == [
+        ["job", "strategy", "overrides", "samples/s", "memory MiB", "metric", "value", "epoch"],
+        ["0", "dp", "module.lr=0", "1000", "100", "val/acc", "0.5", ""],
+        ["1", "ddp", "module.lr=1", "500", "200", "val/acc", "0.75", "3"],
+        ["2", "balanced_dp", "module.lr=2", "", "", "failed", "", ""],
+    ]
+    told = capsys.readouterr().out
+    assert "best: job 1, ddp module.lr=1" in told
+    assert "failed" in told
+
+
+def test_the_smallest_metric_is_the_best_of_a_sweep_that_minimizes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table = sweep(tmp_path, {"dp": 0.5, "ddp": 0.75})
+    table.on_multirun_end(OmegaConf.create({"hydra": {"sweep": {"dir": str(tmp_path)}}}))
+    assert "best: job 0, dp" in capsys.readouterr().out
+
+
+def test_a_real_multirun_leaves_table_and_comparable_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from evener.trainer.cli.main import main
+
+    monkeypatch.chdir(tmp_path)
+    arguments = ["-m", *SHORT, "module.lr=0.1,0.001", "trainer.max_epochs=1", "trainer.limit_train_batches=2"]
+    monkeypatch.setattr("sys.argv", ["train.py", *arguments])
+    main()
+    (home,) = (tmp_path / "logs" / "digits" / "multirun").iterdir()
+    jobs = read_jobs(home)
+    assert [job.overrides for job in jobs] == [("module.lr=0.1",), ("module.lr=0.001",)]
+    assert {path.name for path in home.iterdir() if path.is_file()} >= {"sweep.csv", "multirun.yaml"}
+    for job, rate in zip(jobs, (0.1, 0.001), strict=True):
+        assert job.result is not None
+        assert job.result.monitored == json.loads((Path(job.result.run_dir) / "result.json").read_text())["monitored"]
+        assert events(job.result).Scalars("lr-AdamW")[-1].value == pytest.approx(rate)
+
+    experiment = hparams_of(jobs[0].result)
+    differing = {info.name for info in experiment.hparam_infos if info.differs}
+    assert differing == {"module/lr", "strategy"}
+    names = [info.name for info in experiment.hparam_infos]
+    assert "lr" not in names, "told once, as module/lr"
+    assert [info.name.tag for info in experiment.metric_infos] == ["val/loss", "val/acc", "train/loss"]
+
+
+def test_a_sweep_with_a_failed_job_shows_its_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from evener.trainer.cli.main import main
+
+    monkeypatch.chdir(tmp_path)
+    arguments = ["-m", *SHORT, "module.lr=x,0.001", "trainer.max_epochs=1", "trainer.limit_train_batches=2"]
+    monkeypatch.setattr("sys.argv", ["train.py", *arguments])
+    with pytest.raises(SystemExit, match=r"module\.lr=x is not allowed\. Give a number"):
+        main()
+    told = capsys.readouterr().out
+    assert re.search(r"0 .*module\.lr=x .*failed", told)
+    assert "best: job 1, single_device module.lr=0.001" in told
+
+
+def hparams_of(result: Result | None) -> Any:
+    """The experiment as TensorBoard's HPARAMS tab reads it."""
+    assert result is not None
+    content = events(result).SummaryMetadata("_hparams_/experiment").plugin_data.content
+    return plugin_data_pb2.HParamsPluginData.FromString(content).experiment
+
+
+def test_metrics_of_a_comparison_start_with_the_monitored_one() -> None:
+    metrics = {"train/loss": 1.0, "lr-SGD": 0.1, "val/acc": 2.0, "test/acc": 3.0, "val/loss": 4.0, "speed/x": 5.0}
+    assert list(in_order(metrics, "val/loss", OUR_OWN)) == ["val/loss", "test/acc", "val/acc", "train/loss"]
+    assert without_repetition({"lr": 1, "module/lr": 1, "seed": 2}) == {"module/lr": 1, "seed": 2}
+
+
+def test_debug_fast_runs_three_batches_and_writes_nothing(tmp_path: Path) -> None:
+    result = train(compose(["accelerator=cpu", "debug=fast", f"log_dir={tmp_path}"]))
+    assert result.num_steps == 3
+    assert result.best_checkpoint is None
+    assert {path.name for path in Path(result.run_dir).iterdir()} == {"train.log", "result.json"}
+
+
+# Lightning says that it turned shuffling off
+@pytest.mark.filterwarnings("ignore:You requested to overfit but enabled train dataloader shuffling")
+def test_debug_overfit_learns_by_heart(tmp_path: Path) -> None:
+    result = train(compose([*SHORT, "debug=overfit", f"log_dir={tmp_path}"]))
+    assert result.num_steps == 200
+    assert result.metrics["train/loss"] < 0.05
+
+
+def test_debug_profile_counts_the_actions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["trainer.limit_train_batches=3", "trainer.limit_val_batches=1"]
+    result = train(compose([*SHORT, "debug=profile", f"log_dir={tmp_path}", *options]))
+    told = (Path(result.run_dir) / "train.log").read_text() + capsys.readouterr().out
+    assert re.search(r"run_training_batch\s+\|\s+\S+\s+\|\s+3\s", told)
+    assert "speed/data_wait_ms" not in events(result).Tags()["scalars"], "nobody measured it"
+
+
+@pytest.mark.long
+def test_debug_trace_records_the_steps_after_the_first_five(tmp_path: Path) -> None:
+    options = ["debug=trace", "trainer.limit_train_batches=8", "trainer.profiler.num_steps=2", "logger=none"]
+    result = train(compose([*SHORT, f"log_dir={tmp_path}", *options]))
+    recorded = json.loads((Path(result.run_dir) / "trace.json").read_text(encoding="utf-8"))["traceEvents"]
+    assert sum(event["name"] == "run_training_batch" for event in recorded) == 2
+    assert any(event["name"] == "aten::conv2d" for event in recorded)

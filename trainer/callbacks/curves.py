@@ -1,0 +1,90 @@
+"""Draw the losses and metrics of a run over its steps: `curves.png` in the run directory."""
+
+import importlib.util
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytorch_lightning as pl
+from typing_extensions import override
+
+WIDTH, HEIGHT, MARGIN, LEGEND = 800, 300, 60, 200
+"""Pixels: of one panel, its margin around the axes, and the space for names at its right."""
+
+INK, FAINT = "#1f2328", "#d0d7de"
+COLOURS = ("#0969da", "#cf222e", "#1a7f37", "#9a6700", "#8250df", "#bc4c00", "#0a7ea4", "#57606a")
+NOT_THEIRS = ("balance/", "device/", "lr-", "speed/")
+"""How the names of values begin that the module did not log."""
+
+Curve = Sequence[tuple[int, float]]
+
+
+class Curves(pl.Callback):
+    """Keep the epochs' losses and metrics, and draw them when training ends: losses above, metrics below.
+
+    Needs Pillow, which TensorBoard installs.
+
+    Args:
+        run_dir: where the picture goes.
+    """
+
+    def __init__(self, run_dir: str) -> None:
+        self.path = Path(run_dir) / "curves.png"
+        self.curves: dict[str, list[tuple[int, float]]] = {}
+
+    @override
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._keep(trainer)  # Lightning computes an epoch's means after its last hook
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._keep(trainer)
+        named = {name: curve for name, curve in self.curves.items() if len(curve) > 1}
+        if named and trainer.is_global_zero and importlib.util.find_spec("PIL") is not None:
+            draw(self.path, named)
+
+    def _keep(self, trainer: pl.Trainer) -> None:
+        step = trainer.global_step
+        if step == 0 or not trainer.is_global_zero:
+            return
+        for name, value in trainer.callback_metrics.items():
+            curve = self.curves.setdefault(name, [])
+            repeated = name.endswith("_step") or name.startswith(NOT_THEIRS)
+            if not repeated and value.numel() == 1 and (not curve or curve[-1][0] < step):
+                curve.append((step, value.item()))
+
+
+def draw(path: Path, curves: Mapping[str, Curve]) -> None:
+    """Draw curves, those of losses in a panel of their own."""
+    from PIL import Image, ImageDraw, ImageFont
+
+    losses = {name: curve for name, curve in curves.items() if "loss" in name.lower()}
+    others = {name: curve for name, curve in curves.items() if name not in losses}
+    panels = [panel for panel in (losses, others) if panel]
+    image = Image.new("RGB", (WIDTH + LEGEND, HEIGHT * len(panels)), "white")
+    pen, font = ImageDraw.Draw(image), ImageFont.load_default(13)
+    for number, panel in enumerate(panels):
+        top = number * HEIGHT
+        low, high, last = bounds(panel)
+        for value, y in ((high, top + MARGIN), (low, top + HEIGHT - MARGIN)):
+            pen.line((MARGIN, y, WIDTH - MARGIN, y), fill=FAINT)
+            pen.text((MARGIN - 6, y), f"{value:.3g}", fill=INK, font=font, anchor="rm")
+        pen.text((WIDTH - MARGIN, top + HEIGHT - MARGIN + 8), f"step {last}", fill=INK, font=font, anchor="ra")
+        for i, (name, curve) in enumerate(sorted(panel.items())):
+            colour = COLOURS[i % len(COLOURS)]
+            pen.line([place(point, low, high, last, top) for point in curve if math.isfinite(point[1])], colour, 2)
+            pen.text((WIDTH - MARGIN + 12, top + MARGIN + 18 * i), name[:30], fill=colour, font=font)
+    image.save(path)
+
+
+def bounds(curves: Mapping[str, Curve]) -> tuple[float, float, int]:
+    """The smallest and the largest finite value, and the last step."""
+    values = [value for curve in curves.values() for _, value in curve if math.isfinite(value)] or [0.0]
+    return min(values), max(values), max(step for curve in curves.values() for step, _ in curve)
+
+
+def place(point: tuple[int, float], low: float, high: float, last: int, top: int) -> tuple[float, float]:
+    """Where a point is, in pixels: step 0 at the left margin, the last at the right one."""
+    step, value = point
+    up = (value - low) / (high - low) if high > low else 0.5
+    return MARGIN + step / last * (WIDTH - 2 * MARGIN), top + HEIGHT - MARGIN - up * (HEIGHT - 2 * MARGIN)

@@ -1,0 +1,308 @@
+"""Bring hyperparameters back as what they were: checkpoints hold them as plain data, and beside these their kinds.
+
+    hyper_parameters   {"cfg": {"lr": 0.1, "out": 0.1}, "color": "RED"}          what torch.load and Lightning read
+    evener_hparams     {"hyper_parameters": [[["cfg"], "config", {"texts": [[["out"], "${lr}"]], …}],
+                                             [["color"], "enum", ["colors.Color", None]]]}
+
+A file names kinds and classes; it can choose neither what is imported nor what is called. A class is one that the
+module's signature names, an instance is made without calling it, and of interpolations only those come back that name
+other keys: a resolver (`${eval:…}`) is the user's code, called with what the file says.
+"""
+
+import argparse
+import enum
+import inspect
+import logging
+import pathlib
+import re
+import sys
+import types
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import MISSING, fields, is_dataclass
+from datetime import timedelta
+from functools import wraps
+from typing import Any, TypeVar, get_args, get_type_hints
+
+from omegaconf import Container, OmegaConf
+from omegaconf.errors import UnsupportedValueType
+from pytorch_lightning.core import saving
+
+logger = logging.getLogger(__name__)
+
+KINDS = "evener_hparams"
+"""The key of a checkpoint with the kinds of its hyperparameters, by their entry: path, kind, what else is needed."""
+_Path = tuple[Any, ...]
+_PATHS = {kind.__name__: kind for kind in (pathlib.PurePath, pathlib.PurePosixPath, pathlib.PureWindowsPath)}
+_SPACES = {kind.__name__: kind for kind in (argparse.Namespace, types.SimpleNamespace)}
+_T = TypeVar("_T")
+
+
+def described(value: Any) -> tuple[Any, str, Any] | None:
+    """Say what a value becomes in a checkpoint, its kind, and what else is needed to restore it.
+
+    Returns:
+        The value, perhaps with others inside that are not plain; its kind; the rest. None: it is not of these kinds.
+    """
+    name = class_name(type(value))
+    if isinstance(value, Container):
+        plain, texts = _interpolations(value)
+        kind: Any = OmegaConf.get_type(value)
+        type_name = class_name(kind) if is_dataclass(kind) else None  # pyright: ignore[reportArgumentType]  # never an instance
+        flags = {"struct": OmegaConf.is_struct(value), "readonly": OmegaConf.is_readonly(value)}
+        return plain, "config", {**flags, "texts": texts, "type": type_name}
+    if isinstance(value, enum.Enum):
+        number = int(value.value) if isinstance(value, enum.Flag) else None
+        return value.name if isinstance(value.name, str) else number, "enum", [name, number]
+    if isinstance(value, pathlib.PurePath):
+        return str(value), "path", type(value).__name__
+    if isinstance(value, timedelta):
+        return value.total_seconds(), "timedelta", None
+    if isinstance(value, frozenset):
+        return set(value), "frozenset", None
+    if type(value) in _SPACES.values():
+        return vars(value), "namespace", type(value).__name__
+    if is_dataclass(value) and not isinstance(value, type):
+        state = {each.name: getattr(value, each.name) for each in fields(value) if hasattr(value, each.name)}
+        return {**state, **getattr(value, "__dict__", {})}, "dataclass", name
+    return None
+
+
+def class_name(kind: type) -> str:
+    """The full name of a class."""
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def restored(checkpoint: Mapping[str, Any], owner: type, given: Collection[str] = ()) -> dict[str, Any]:
+    """Bring back the hyperparameters of a checkpoint that belong to a module or datamodule.
+
+    Args:
+        checkpoint: as it was read.
+        owner: the class whose signature names the classes of enums and dataclasses.
+        given: names of hyperparameters that are given, in place of the checkpoint's.
+
+    Returns:
+        A copy, without their kinds.
+    """
+    key: str = getattr(owner, "CHECKPOINT_HYPER_PARAMS_KEY", "")
+    kinds = dict(checkpoint.get(KINDS) or ()) if isinstance(checkpoint.get(KINDS), Mapping) else {}
+    found: dict[_Path, tuple[str, Any]] = {}
+    with suppress(TypeError, ValueError):  # made by somebody else
+        found = {tuple(path): (kind, rest) for path, kind, rest in kinds.pop(key, ())}
+        found = {path: what for path, what in found.items() if not path or path[0] not in given}
+    left = {name: value for name, value in checkpoint.items() if name != KINDS} | ({KINDS: kinds} if kinds else {})
+    return {**left, key: _restore(left[key], (), found, _Classes(owner))} if key in left else left
+
+
+def _restore(value: Any, path: _Path, kinds: Mapping[_Path, tuple[str, Any]], classes: "_Classes") -> Any:
+    if type(value) in (dict, OrderedDict):
+        value = type(value)((name, _restore(child, (*path, name), kinds, classes)) for name, child in value.items())
+    elif type(value) in (list, tuple):
+        value = type(value)(_restore(child, (*path, i), kinds, classes) for i, child in enumerate(value))
+    if path not in kinds:
+        return value
+    kind, rest = kinds[path]
+    try:
+        return _RESTORE[kind](value, rest, classes)
+    except Exception as exc:  # noqa: BLE001  # a file may say anything, and a class may have changed
+        what = rest[0] if kind == "enum" and isinstance(rest, list) else rest if isinstance(rest, str) else kind
+        why = f": {exc}" if isinstance(exc, _Unnamed) else ""
+        logger.warning(
+            "The hyperparameter %s was a %s; it is loaded as %r%s. Give it to load_from_checkpoint.",
+            ".".join(map(str, path)), what, value, why,
+        )  # fmt: skip
+        return value
+
+
+class _Unnamed(LookupError):
+    """A class that the signature does not name."""
+
+
+class _Classes:
+    """The enums and dataclasses that the signature of a class names: annotations, what is in them, and defaults."""
+
+    def __init__(self, owner: type) -> None:
+        self._owner = owner
+        self._found: dict[str, type] = {}
+        self._is_read = False
+
+    def find(self, name: str, kind: str) -> Any:
+        """Find a class by its name; one of another module has moved, or was defined in a script."""
+        if not self._is_read:
+            self._is_read = True
+            self._read()
+        of_name = [found for known, found in self._found.items() if known.endswith(f".{name.rpartition('.')[2]}")]
+        found = self._found.get(name, of_name[0] if len(of_name) == 1 else None)
+        if found is None or (kind == "enum") != issubclass(found, enum.Enum):
+            raise _Unnamed(f"the signature of {self._owner.__qualname__} names no such class")
+        return found
+
+    def _read(self) -> None:
+        for base in self._owner.__mro__:
+            init = vars(base).get("__init__")
+            if not isinstance(init, types.FunctionType):
+                continue
+            for hint in _hints(init):
+                self._add(hint)
+            for parameter in inspect.signature(init).parameters.values():
+                self._add(type(parameter.default))
+
+    def _add(self, hint: Any) -> None:
+        for inner in get_args(hint):
+            self._add(inner)
+        if not isinstance(hint, type) or not (is_dataclass(hint) or issubclass(hint, enum.Enum)):
+            return
+        if class_name(hint) in self._found:
+            return
+        self._found[class_name(hint)] = hint
+        for other in (*_hints(hint), *type.__subclasses__(hint)):
+            self._add(other)
+
+
+def _hints(owner: Any) -> Iterator[Any]:
+    """The annotations of a function or class; those are left out whose names exist for type checkers only."""
+    names = vars(sys.modules.get(owner.__module__, types)) | getattr(owner, "__globals__", {})
+    for name, hint in getattr(owner, "__annotations__", {}).items():
+        with suppress(Exception):
+            yield from get_type_hints(types.SimpleNamespace(__annotations__={name: hint}), names).values()
+
+
+def _expected(value: Any, kind: type[_T] | tuple[type[_T], ...]) -> _T:
+    if not isinstance(value, kind):
+        raise TypeError
+    return value
+
+
+def _config(value: Any, rest: Any, classes: _Classes) -> Container:
+    plain = _literal(_expected(value, (dict, list)))
+    for path, text in rest["texts"]:
+        if not _names_keys_only(text):
+            raise ValueError
+        inner = plain
+        for step in path[:-1]:
+            inner = inner[step]
+        inner[path[-1]] = text
+    try:
+        config: Any = OmegaConf.create(plain)
+    except UnsupportedValueType:
+        config = OmegaConf.create(plain, flags={"allow_objects": True})
+    if rest["type"] is not None:
+        with suppress(_Unnamed):  # a DictConfig for whoever did not name it
+            config = OmegaConf.merge(OmegaConf.structured(classes.find(rest["type"], "dataclass")), config)
+    OmegaConf.set_struct(config, rest["struct"] or None)
+    OmegaConf.set_readonly(config, rest["readonly"] or None)
+    return config
+
+
+def _literal(tree: Any) -> Any:
+    """Escape what OmegaConf would take for interpolations."""
+    if isinstance(tree, dict):
+        return {name: _literal(child) for name, child in tree.items()}
+    if isinstance(tree, (list, tuple)):
+        return [_literal(child) for child in tree]
+    return re.sub(r"(\\*)\$\{", r"\1\1\\${", tree) if isinstance(tree, str) else tree
+
+
+def _interpolations(config: Container) -> tuple[Any, list[Any]]:
+    """The values of a container, and its texts by their path that name other keys of it."""
+    raw = OmegaConf.to_container(config, resolve=False)
+    alone = OmegaConf.create(raw, flags={"allow_objects": True})  # what is outside of it is not kept
+    texts: list[Any] = []
+
+    def value(tree: Any, path: list[Any]) -> Any:
+        if isinstance(tree, dict):
+            return {name: value(child, [*path, name]) for name, child in tree.items()}
+        if isinstance(tree, list):
+            return [value(child, [*path, i]) for i, child in enumerate(tree)]
+        if not (isinstance(tree, str) and "${" in tree):
+            return tree
+        found = _resolved(config, path, tree)
+        if _names_keys_only(tree) and _resolved(alone, path, tree) == found:
+            texts.append([path, tree])
+        return found
+
+    return value(raw, []), texts
+
+
+def _resolved(config: Any, path: list[Any], text: str) -> Any:
+    """What an interpolation stands for; its text where that is not known."""
+    with suppress(Exception):  # a resolver is the user's code
+        for step in path:
+            config = config[step]
+        return OmegaConf.to_container(config, resolve=True) if isinstance(config, Container) else config
+    return text
+
+
+def _names_keys_only(text: str) -> bool:
+    while text != (shorter := re.sub(r"\$\{[^:${}]*\}", "", text)):
+        text = shorter
+    return "${" not in text
+
+
+def _enum(value: Any, rest: Any, classes: _Classes) -> enum.Enum:
+    kind = classes.find(_expected(rest[0], str), "enum")
+    return kind(_expected(rest[1], int)) if issubclass(kind, enum.Flag) else kind.__members__[value]
+
+
+def _dataclass(value: Any, rest: Any, classes: _Classes) -> Any:
+    kind = classes.find(_expected(rest, str), "dataclass")
+    made = object.__new__(kind)
+    for each in fields(kind):
+        if each.name not in _expected(value, dict) and each.default is MISSING:
+            make: Any = each.default_factory  # MISSING can't be called, which is told
+            value = {**value, each.name: make()}
+    for name, each in value.items():
+        if isinstance(vars(kind).get(name), types.MemberDescriptorType) or not hasattr(made, "__dict__"):
+            object.__setattr__(made, name, each)
+        else:
+            vars(made)[name] = each
+    return made
+
+
+def _path(value: Any, rest: Any, _: _Classes) -> pathlib.PurePath:
+    return _PATHS.get(rest, pathlib.Path)(_expected(value, str))
+
+
+def _timedelta(value: Any, rest: Any, classes: _Classes) -> timedelta:
+    return timedelta(seconds=_expected(value, float))
+
+
+def _frozenset(value: Any, rest: Any, classes: _Classes) -> frozenset[Any]:
+    return frozenset[Any](_expected(value, set))
+
+
+def _namespace(value: Any, rest: Any, classes: _Classes) -> Any:
+    return _SPACES[rest](**value)
+
+
+_RESTORE: dict[str, Callable[[Any, Any, _Classes], Any]] = {
+    "config": _config,
+    "enum": _enum,
+    "dataclass": _dataclass,
+    "path": _path,
+    "timedelta": _timedelta,
+    "frozenset": _frozenset,
+    "namespace": _namespace,
+}
+
+
+def _load_restored(own: Callable[..., Any]) -> Callable[..., Any]:
+    """Have Lightning's `load_from_checkpoint` make the module with the hyperparameters that were saved."""
+
+    @wraps(own)
+    def load(cls: Any, checkpoint: dict[str, Any], strict: bool | None = None, **given: Any) -> Any:
+        back = restored(checkpoint, cls, given)
+        hparams = back.get(cls.CHECKPOINT_HYPER_PARAMS_KEY)
+        if isinstance(hparams, Container):  # Lightning gives it what it has resolved
+
+            def whole(_: Any) -> Container:
+                return hparams
+
+            back[cls.CHECKPOINT_HYPER_PARAMS_TYPE] = whole
+        return own(cls, back, strict=strict, **given)
+
+    return load
+
+
+saving._load_state = _load_restored(saving._load_state)

@@ -1,0 +1,165 @@
+"""Check the values of a configuration for which no class has to be imported, before torch is."""
+
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeAlias
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from ...strategies.core.errors import ConfigError
+from ...strategies.core.options import Count, Limit, Natural, NotNegative, Positive, verify_value
+from .group_files import PACKAGE
+from .nearest import did_you_mean
+
+MODES = ("fit", "validate", "test", "predict", "compare", "plan")
+
+_FromMinusOne: TypeAlias = Annotated[int, Limit(">=", -1)]
+
+
+def _or_null(hint: Any) -> Any:
+    return hint | None
+
+
+ROOT: dict[str, Any] = {
+    "name": str,
+    "log_dir": str,
+    "run_dir": str,
+    "tags": list[str],
+    "notes": str | None,
+    "num_nodes": Count,
+    "seed": _or_null(Annotated[int, Limit(">=", 0), Limit("<", 2**32)]),  # numpy's limit
+    "resume": str | None,
+    "config": _or_null(Literal["run"]),
+    "compile": bool,
+    "test_after_fit": bool,
+    "monitor": str | None,
+    "device_memory_gb": _or_null(Positive),
+    "compare.strategies": list[str] | None,
+    "compare.steps": int,
+    "compare.warmup_steps": int,
+    "compare.timeout_s": Positive,
+    "compare.options": dict[str, Any],
+    "launcher.max_restarts": Natural,
+    "launcher.min_processes": _or_null(Count),
+    "launcher.monitor_interval_s": Positive,
+    "launcher.shutdown_timeout_s": NotNegative,
+}
+"""Options of the whole run, of `mode=compare` and of the launcher."""
+
+NARROWER: dict[str, Any] = {
+    "trainer.devices": int | str | list[int | str],
+    "trainer.max_epochs": _or_null(_FromMinusOne),
+    "trainer.max_steps": _FromMinusOne,
+    "trainer.log_every_n_steps": _or_null(Natural),
+    "trainer.val_check_interval": _or_null(Positive),
+    "trainer.check_val_every_n_epoch": _or_null(Count),
+    "trainer.num_sanity_val_steps": _or_null(_FromMinusOne),
+    "trainer.accumulate_grad_batches": Count,
+    "trainer.gradient_clip_val": _or_null(NotNegative),
+    "callbacks.early_stopping.patience": Natural,
+    "data.batch_size": Count,  # limits of `data` hold for whole numbers given to users' own data modules, too
+    "data.num_workers": Natural,
+    "module.lr": NotNegative,
+}
+"""Options that take more or less than the annotations of their classes say."""
+
+OTHER_PRECISIONS = {
+    "16-mixed": ("fp16", "float16", "half", "amp", "mixed"),
+    "bf16-mixed": ("bfloat16",),
+    "32-true": ("fp32", "float32", "float", "full"),
+    "64-true": ("fp64", "float64", "double"),
+}
+"""What others call the values of `precision`."""
+
+
+def verify_plain(cfg: DictConfig) -> None:
+    """Check the root options and the trainer's numbers.
+
+    Args:
+        cfg: the composed configuration; values that do not resolve are left to those who need them.
+
+    Raises:
+        ConfigError: the first mistake found.
+    """
+    verify_mode(str(cfg.mode), str(cfg.monitor_mode))
+    given = str(cfg.precision).lower()
+    if meant := next((name for name, others in OTHER_PRECISIONS.items() if given in others), None):
+        raise ConfigError(f"precision={cfg.precision} is unknown. Did you mean {meant}?")
+    of_trainer = {key for key in NARROWER if key.startswith("trainer.")} - {"trainer.devices"}  # which is the root's
+    for key, hint in {**ROOT, **{key: NARROWER[key] for key in sorted(of_trainer)}}.items():
+        if (value := _resolved(cfg, key)) is not ...:
+            verify_value(key, whole(value), hint)
+    for key in ("log_dir", "run_dir"):
+        if _resolved(cfg, key) == "":
+            raise ConfigError(f"{key} is empty. Give the path of a directory.")
+    path = Path(name := str(_resolved(cfg, "name")))
+    if not path.parts or path.is_absolute() or ".." in path.parts:
+        raise ConfigError(
+            f"name={name!r} must be a relative path within log_dir. Give a name, or a path such as name=digits/mine."
+        )
+
+
+def _resolved(cfg: DictConfig, key: str) -> Any:
+    """A value as plain data; `...` if there is none, or if it does not resolve."""
+    try:
+        value = OmegaConf.select(cfg, key, default=...)
+        return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+    except OmegaConfBaseException:
+        return ...
+
+
+def verify_mode(mode: str, monitor_mode: str) -> None:
+    """Check `mode` and `monitor_mode`."""
+    if mode not in MODES:
+        suggestion = did_you_mean(mode, MODES, "mode=")
+        raise ConfigError(f"mode={mode} is unknown. Choose one of {', '.join(MODES)}.{suggestion}")
+    if monitor_mode not in ("min", "max"):
+        raise ConfigError(f"monitor_mode={monitor_mode} is unknown. Choose min or max.")
+
+
+def verify_all_read(cfg: DictConfig, others: str) -> None:
+    """Refuse root keys that nothing reads.
+
+    Args:
+        cfg: the composed configuration, unresolved.
+        others: what else may refer to its keys, as YAML.
+
+    Raises:
+        ConfigError: a key is neither one of `conf/train.yaml`, nor a group, nor does another value refer to it.
+    """
+    known = [*map(str, OmegaConf.create(PACKAGE.text("train"))), *PACKAGE.groups()]
+    text = OmegaConf.to_yaml(cfg) + others
+    for key in map(str, cfg):
+        if key not in known and not re.search(rf"\$\{{\.*{re.escape(key)}\b", text):
+            value = OmegaConf.to_container(cfg, resolve=False)[key]  # type: ignore[call-overload,index]
+            raise ConfigError(
+                f"{key} is read by nothing, so that it would change nothing. An option of your own class belongs to "
+                f"its group: +module.{key}={value} or +data.{key}={value}.{did_you_mean(key, known)}"
+            )
+
+
+def verify_own_data(choices: Mapping[Any, Any], words: Iterable[str]) -> None:
+    """Refuse an example's data, which nobody has chosen, for a module that is not an example's.
+
+    Args:
+        choices: the file that is chosen of each group.
+        words: the overrides.
+
+    Raises:
+        ConfigError: such data would be trained on.
+    """
+    module, data = choices.get("module"), choices.get("data")
+    own = module == "custom" or module not in PACKAGE.files("module")
+    chosen = data in ("custom", "none") or data not in PACKAGE.files("data")
+    if own and not chosen and not any(word.startswith(("data=", "data@", "experiment=")) for word in words):
+        raise ConfigError(
+            f"data={data} is the example's, and module={module} is yours. Give data=custom data._target_=<class>, "
+            f"data=none if the module has its own loaders, or data={data} to train on these."
+        )
+
+
+def whole(value: Any) -> Any:
+    """A number without a fraction, as the command line reads 2e3, as the whole number that it is."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value

@@ -1,0 +1,166 @@
+"""Find what a run needs before it trains: the largest batch that fits into memory, and a learning rate."""
+
+import gc
+import logging
+import os
+from collections.abc import Callable
+from functools import partial
+from typing import Any, cast
+
+import pytorch_lightning as pl
+from omegaconf import DictConfig, OmegaConf
+from pytorch_lightning.utilities.rank_zero import rank_zero_info
+from torch.utils.data import DataLoader
+
+from ...strategies.core import rng
+from ...strategies.core.devices import is_out_of_memory, release_cached_memory
+from ...strategies.core.errors import ConfigError
+from ..callbacks import LearningRateFinder
+from ..config.checks import entries, verify_target
+from ..config.instantiate import instantiate, module_and_data, quiet_trainer
+
+logger = logging.getLogger(__name__)
+
+CONFIRMING_STEPS = 3
+"""Steps of each attempt: the optimizer's state exists from the second step on."""
+
+
+def with_batch_size(cfg: DictConfig) -> DictConfig:
+    """Replace `data.batch_size=auto` with the largest batch size that fits into memory.
+
+    Raises:
+        ConfigError: there are several processes, or a batch of one sample does not fit.
+    """
+    if not cfg.get("data") or cfg.data.get("batch_size") != "auto":
+        return cfg
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ConfigError(
+            "data.batch_size=auto is not supported with several processes. Run once with strategy=single_device "
+            "devices=1, then set data.batch_size to the number in the log."
+        )
+
+    def make_data(size: int) -> pl.LightningDataModule:
+        return instantiate("data", OmegaConf.merge(cfg.data, {"batch_size": size}))
+
+    size = find_batch_size(lambda: instantiate("module", cfg.module), make_data, partial(quiet_trainer, cfg))
+    rank_zero_info(f"batch_size=auto: data.batch_size={size}")
+    return cast("DictConfig", OmegaConf.merge(cfg, {"data": {"batch_size": size}}))
+
+
+def find_batch_size(
+    make_module: Callable[[], pl.LightningModule],
+    make_data: Callable[[int], pl.LightningDataModule],
+    make_trainer: Callable[..., pl.Trainer],
+) -> int:
+    """Find the largest batch size for which training steps fit into memory.
+
+    Every attempt has a module, data and trainer of its own, and the random state is restored, so that the run that
+    follows is not affected.
+
+    Args:
+        make_module: returns a new module.
+        make_data: returns new data with batches of the given size in samples.
+        make_trainer: returns a new trainer of one process that writes nothing; takes further keyword arguments.
+
+    Returns:
+        Samples per batch.
+
+    Raises:
+        ConfigError: a batch of one sample does not fit.
+    """
+
+    def fits(size: int) -> bool:
+        try:
+            trainer = make_trainer(max_epochs=-1, max_steps=CONFIRMING_STEPS, callbacks=[])
+            trainer.fit(make_module(), datamodule=make_data(size))
+            fit = True
+        except RuntimeError as exc:
+            if not is_out_of_memory(exc):
+                raise
+            fit = False
+        gc.collect()
+        release_cached_memory()
+        logger.info("batch_size=auto: %d samples %s", size, "fit" if fit else "do not fit")
+        return fit
+
+    with rng.isolated():
+        return largest(fits, _num_samples(make_data(1)))
+
+
+def largest(fits: Callable[[int], bool], limit: int) -> int:
+    """Find the largest batch size that fits, assuming that all smaller ones fit too.
+
+    Doubles until a size does not fit, then bisects, and confirms the result by a second attempt; if that fails
+    because memory is fragmented, a smaller size is tried.
+
+    Args:
+        fits: whether a number of samples fits.
+        limit: the largest number to try.
+
+    Returns:
+        The number of samples, at least 1.
+
+    Raises:
+        ConfigError: a batch of one sample does not fit.
+    """
+    good, bad = 0, limit + 1
+    while good + 1 < bad:
+        size = min(max(1, 2 * good), limit) if bad > limit else (good + bad) // 2
+        if fits(size):
+            good = size
+        else:
+            bad = size
+    while good and not fits(good):
+        good = good * 9 // 10
+    if not good:
+        raise ConfigError(
+            "batch_size=auto: a batch of one sample does not fit into memory. Use a smaller model or input."
+        )
+    return good
+
+
+def _num_samples(data: pl.LightningDataModule) -> int:
+    """Number of samples in the training set, the upper limit of the search."""
+    data.prepare_data()
+    data.setup("fit")
+    loader: Any = data.train_dataloader()
+    if not isinstance(loader, DataLoader):
+        raise ConfigError("batch_size=auto needs train_dataloader() to return one DataLoader. Set data.batch_size.")
+    try:
+        return len(loader.dataset)  # pyright: ignore[reportArgumentType]  # TypeError if it has no length
+    except TypeError as exc:
+        raise ConfigError("batch_size=auto needs a dataset of known length. Set data.batch_size.") from exc
+
+
+def with_learning_rate(cfg: DictConfig, checkpoint: str | None) -> DictConfig:
+    """Search for the learning rate if the callbacks include a finder, and take it out of the run's own callbacks.
+
+    A run that goes on from a checkpoint keeps the rate of its optimizer.
+    """
+    finders = {
+        key.removeprefix("callbacks."): options
+        for key, options in entries("callbacks", cfg.get("callbacks"))
+        if key != "callbacks" and issubclass(verify_target(key, options, pl.Callback), LearningRateFinder)
+    }
+    if not finders:
+        return cfg
+    own = OmegaConf.create({key: options for key, options in cfg.callbacks.items() if key not in finders})
+    plain = cast("DictConfig", OmegaConf.merge({**cfg, "callbacks": None}, {"callbacks": own}))
+    if cfg.mode != "fit" or checkpoint is not None or cfg.trainer.get("fast_dev_run"):
+        rank_zero_info("lr_finder is skipped: the run does not begin a training of its own.")
+        return plain
+    for name, options in finders.items():
+        finder: LearningRateFinder = instantiate(f"callbacks.{name}", options)
+        if finder.update and finder.key not in cfg.module:
+            raise ConfigError(
+                f"callbacks.{name}.update=true needs the module's learning rate in the configuration, and module has "
+                f"no option {finder.key}. Add it to the module's file, or give its name: callbacks.{name}.key=..."
+            )
+        with rng.isolated():
+            module, data = module_and_data(cfg)
+            steps: dict[str, Any] = {"max_epochs": -1, "max_steps": finder.num_steps, "accumulate_grad_batches": 1}
+            quiet_trainer(cfg, callbacks=[finder], **steps).fit(module, datamodule=data)
+        if finder.update and finder.suggestion is not None:
+            rank_zero_info(f"lr_finder: module.{finder.key}={finder.suggestion:.3g}")
+            plain = cast("DictConfig", OmegaConf.merge(plain, {"module": {finder.key: finder.suggestion}}))
+    return plain

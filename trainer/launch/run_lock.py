@@ -1,0 +1,51 @@
+"""Have a run directory to oneself: one command at a time writes to it."""
+
+import errno
+import fcntl
+import os
+import socket
+import time
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+
+from ...strategies.core.errors import ConfigError
+
+LOCK_FILE = ".lock"
+"""The file in a run directory that says who uses it."""
+
+_HELD = set[Path]()
+"""The directories that this process has."""
+
+
+@contextmanager
+def locked(run_dir: Path) -> Generator[None]:
+    """Have the run directory to oneself inside the block. The system releases it with the process, however that ends.
+
+    Raises:
+        ConfigError: another command has it.
+    """
+    path = run_dir.absolute() / LOCK_FILE
+    if path in _HELD:
+        yield
+        return
+    with path.open("a+", encoding="utf-8") as file:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as exc:
+            if exc.errno in (errno.EACCES, errno.EAGAIN):
+                file.seek(0)
+                raise ConfigError(
+                    f"run_dir={run_dir} is in use by {file.read() or 'another command'}. Wait for its end, or give "
+                    "another directory (hydra.run.dir)."
+                ) from exc
+            # a file system without locks
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%Y-%m-%d %H:%M:%S')}")
+        file.flush()
+        _HELD.add(path)
+        try:
+            yield
+        finally:
+            _HELD.remove(path)
+            path.unlink(missing_ok=True)

@@ -1,0 +1,398 @@
+"""Exchange what ranks have logged: at the end of a training step, and of an epoch; the values are one device's.
+
+| what is exchanged | when |
+|---|---|
+| step values with `sync_dist=True`: all keys together, one collective per operation | end of a training step |
+| values that follow from sums over the batch (batch/exact/values.py) | training step; evaluation: epoch |
+| step values of metrics; all step values, if a rank had no samples | end of such a training step |
+| step values of evaluation, where ranks may have unequal numbers of batches | end of the epoch |
+| sums of the epoch, with one collective for all keys; metrics exchange their own states | end of the epoch |
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.trainer.connectors.logger_connector.result import _Sync
+from pytorch_lightning.utilities.rank_zero import rank_zero_warn
+from torch import Tensor
+from torchmetrics import Metric
+
+from ...strategies.batch.exact.values import Values, combined
+from ...strategies.core.devices import precise_dtype
+from ...strategies.core.errors import ConfigError
+from ...strategies.data.loaders import positions
+from ...strategies.data.sampling import Share
+from ...strategies.distributed.metrics.steps import MetricSteps, Sent
+from ...strategies.distributed.objects import gather_objects, gather_rows
+from ...strategies.distributed.store import RankError
+from ...strategies.sharding.whole import map_tensors
+from .results import LeanResults, Logged
+from .series import Entry, Series, Sums, combine
+
+
+@dataclass
+class StepValue:
+    """The value that one rank logged under one name in one step of evaluation.
+
+    Args:
+        sums: of this value alone; its tensors are numbers once it is sent.
+        metric: instead, the name of a metric in the module, and its states for this rank's samples.
+    """
+
+    sums: Sums
+    dtype: torch.dtype = torch.float32
+    metric: tuple[str, list[Sent]] | None = None
+
+
+class _Waiting(NamedTuple):
+    """What this rank has logged of a batch of evaluation that depends on what others have."""
+
+    place: tuple[int, int]
+    packed: Tensor
+    logged: list[Logged]
+    share: Share | None
+
+
+Kept = dict[str, StepValue | tuple[Logged, Share | None]]
+Step = tuple[int, int, dict[str, StepValue]]
+"""Index of the global batch in the epoch, step for the loggers, and values by name."""
+
+
+class Exchange:
+    """What waits for the end of an evaluation, and the exchanges of one trainer."""
+
+    def __init__(self, trainer: pl.Trainer) -> None:
+        self._trainer = trainer
+        self._waiting: list[_Waiting] = []
+        self._last: dict[int, tuple[Logged, Share | None]] = {}  # by the id of the series
+        self._steps: list[tuple[int, int, Kept]] = []
+        self._told: set[str] = set()
+
+    def end_step(self, results: LeanResults) -> None:
+        """Bring the values that this rank logged in a training batch to what they are for the global batch."""
+        ranks, share = results.ranks, results.share
+        if ranks is not None:
+            self._exchange_sums(results)
+        logged = results.flush()
+        shared = {id(one.series): one.series for one in logged if one.series.shared}
+        if shared:
+            _reduce_together(
+                shared.values(), self._trainer.strategy.reduce if ranks is None else ranks.contract.reduce_logged
+            )
+        if share is not None and share.some_empty:
+            _fill_empty(results, logged, share.num)
+        if logged and results.shares_steps:
+            _share_step_values(results.metric_steps, logged)
+
+    def _exchange_sums(self, results: LeanResults) -> None:
+        values, device = _values(results), self._trainer.strategy.root_device
+        if programs := values.of("training_step"):
+            found = combined(programs, gather_rows(values.packed(programs, device)))
+            last = {one.series.meta.name: one for one in _found(results.pending or [], values, "training_step")}
+            for name, logged in last.items():
+                _replace(logged, found[name], is_last=True)
+
+    def end_evaluated(self, results: LeanResults) -> None:
+        """Keep what was logged in a batch of evaluation until the epoch ends, as far as it depends on other ranks."""
+        if results.ranks is None:
+            return
+        values, step, loader = _values(results), self._step_name, results.dataloader_idx or 0
+        logged, programs = results.pending or [], values.of(step, loader)
+        if results.waits_for_epoch:
+            self._last.update({id(one.series): (one, results.share) for one in logged})
+        if not programs:
+            results.flush()
+            return
+        place = loader, self._index(loader, len(self._waiting))
+        packed = values.packed(programs, self._trainer.strategy.root_device)
+        self._waiting.append(_Waiting(place, packed, logged, results.share))
+        results.pending = []
+
+    def keep_step(self, results: LeanResults, step: int) -> None:
+        """Keep the step values of the batch that `end_evaluated` has ended.
+
+        Args:
+            step: for the loggers.
+        """
+        kept, steps = Kept(), results.metric_steps
+        for _, series in results.current():
+            if series.on_step and (series.meta.logger or series.meta.prog_bar):
+                value, name = series.step_value(), results.shown_name(series, True)
+                if steps is not None and _has_step_value(series, steps):
+                    attribute = series.meta.metric_attribute or ""
+                    kept[name] = StepValue(Sums("own", 0.0), metric=(attribute, steps.states(series.value)))
+                elif series.shared and id(series) in self._last:
+                    kept[name] = self._last[id(series)]
+                elif isinstance(value, Tensor):
+                    kept[name] = StepValue(Sums("own", value), value.dtype)
+        self._steps.append((self._index(results.dataloader_idx or 0, len(self._steps)), step, kept))
+
+    def _index(self, loader: int, count: int) -> int:
+        """The index of the global batch that was this rank's batch number `count`."""
+        combined_loader: Any = self._trainer._evaluation_loop._combined_loader
+        places = positions(combined_loader.flattened[loader])
+        return count if places is None else places[count] // self._trainer.world_size
+
+    @property
+    def _step_name(self) -> str:
+        return "test_step" if self._trainer.testing else "validation_step"
+
+    def end_epoch(self, results: LeanResults) -> list[tuple[int, dict[str, Tensor]]]:
+        """Compute the epoch's values over all ranks; every rank must call it.
+
+        A rank without batches takes part with zero weight and receives the values too, since callbacks act on them.
+
+        Returns:
+            Of evaluation: step for the loggers (rank 0's, continued where only other ranks had a batch), and values
+            that waited for the end of the epoch by name, in order.
+
+        Raises:
+            RankError: ranks logged different keys with `sync_dist=True`; the message names rank and key.
+            ConfigError: the sanity check shows that ranks disagree on a value of an epoch's hook.
+        """
+        if results.ranks is None:
+            return []
+        if not results.training:
+            self._count_waiting(results)
+        own = {key: series for key, series in results.current() if _is_shared(series)}
+        described = {key: series.entry() for key, series in own.items()}
+        gathered = gather_objects((map_tensors(described, Tensor.item), self._take_steps()))
+        told: list[dict[str, Entry]] = [keys for keys, _ in gathered]
+        _verify_keys(told)
+        self._verify_hook_values(told)
+        for key in dict.fromkeys(key for entries in told for key in entries):
+            entries = [entries[key] for entries in told if key in entries]
+            series = own.get(key) or self._stand_in(results, key, entries[0])
+            if series.is_tensor:
+                value, like = combine([Sums(**entry["sums"]) for entry in entries]).result(), series.sums.value
+                series.computed = torch.tensor(value, dtype=like.dtype, device=like.device)
+            else:
+                series.compute()
+        return self._combined_steps([steps for _, steps in gathered], results)
+
+    def _count_waiting(self, results: LeanResults) -> None:
+        """Replace what was logged since the last call by what the parts of all ranks make of it, and count it."""
+        values, step, waiting = _values(results), self._step_name, self._waiting
+        self._waiting = []
+        if values.knows_none(step):
+            return
+        parts = dict[tuple[int, int], list[Tensor]]()
+        rows = _to_host([one.packed for one in waiting])
+        for rank in gather_objects([(one.place, row.tolist()) for one, row in zip(waiting, rows, strict=True)]):
+            for place, row in rank:
+                parts.setdefault(place, []).append(torch.tensor(row, dtype=torch.float64))
+        share = results.share
+        for one in waiting:
+            found = combined(values.of(step, one.place[0]), torch.stack(parts[one.place]))
+            for logged in _found(one.logged, values, step):
+                _replace(logged, found[logged.series.meta.name], is_last=False)
+            results.share, results.pending = one.share, one.logged
+            results.flush()
+        results.share, results.pending = share, None
+
+    def _take_steps(self) -> list[Step]:
+        """Return all steps kept so far, to be sent, and clear them."""
+        steps, self._steps, self._last = self._steps, [], {}
+        values = [
+            value.sums.value if isinstance(value, StepValue) else value[0].copy
+            for _, _, kept in steps
+            for value in kept.values()
+        ]
+        numbers = iter(_to_host([torch.as_tensor(value, dtype=torch.float64).reshape(1) for value in values]))
+        return [
+            (index, step, {name: self._sent(value, float(next(numbers))) for name, value in kept.items()})
+            for index, step, kept in steps
+        ]
+
+    def _sent(self, value: StepValue | tuple[Logged, Share | None], number: float) -> StepValue:
+        if isinstance(value, StepValue):
+            value.sums.value = number
+            return value
+        (logged, share), series = value, value[0].series
+        assert logged.copy is not None
+        if series.kind != "mean":
+            return StepValue(Sums(series.kind, number), logged.copy.dtype)
+        sums = Sums("mean", 0.0)
+        sums.count(number, logged.size, logged.given, share, None, self._trainer.world_size)
+        return StepValue(sums, logged.copy.dtype)
+
+    @staticmethod
+    def _combined_steps(ranks: list[list[Step]], results: LeanResults) -> list[tuple[int, dict[str, Tensor]]]:
+        numbers = {index: step for index, step, _ in ranks[0]}
+        combined_steps: list[tuple[int, dict[str, Tensor]]] = []
+        for index in sorted({index for steps in ranks for index, _, _ in steps}):
+            step = numbers.get(index, combined_steps[-1][0] + 1 if combined_steps else 0)
+            parts = [kept for steps in ranks for other, _, kept in steps if other == index]
+            names = dict.fromkeys(name for kept in parts for name in kept)
+            by_name = {name: [kept[name] for kept in parts if name in kept] for name in names}
+            combined_steps.append((step, {name: _over_ranks(values, results) for name, values in by_name.items()}))
+        return combined_steps
+
+    def _stand_in(self, results: LeanResults, key: str, entry: Entry) -> Series:
+        """Create the series of a key that only other ranks logged."""
+        value: Any = torch.zeros((), device=self._trainer.strategy.root_device)
+        if entry["reduce_fx"] is None:
+            value = self._trainer.lightning_module.get_submodule(entry["meta"]["metric_attribute"])
+        series = results[key] = Series.of(entry, _Sync(), value)  # pyright: ignore[reportArgumentType]  # in place of Lightning's metric
+        return series
+
+    def _verify_hook_values(self, told: Sequence[dict[str, Entry]]) -> None:
+        """Refuse, or warn once training has begun, if ranks disagree on a value that an epoch's hook computed.
+
+            def on_train_epoch_end(self):
+                self.log("loss", torch.stack(self.outputs).mean())  # of this rank's samples
+
+        No one but the module knows what it is a mean of, so that such values can't be combined.
+        """
+        for key in dict.fromkeys(key for entries in told for key in entries):
+            entries = [entries[key] for entries in told if key in entries]
+            if not _is_hooks_mean(entries[0]) or _agree(entries):
+                continue
+            meta = entries[0]["meta"]
+            values = " and ".join(f"{entry['sums']['value']:.6g}" for entry in entries[:3])
+            message = (
+                f"self.log({meta['name']!r}) in {meta['fx']}: the value is another one on each rank ({values}), so the "
+                "mean over ranks is not one device's. Log it in the step, or pass sync_dist=True and "
+                "batch_size=<number of this rank's samples that it is a mean of>, or rank_zero_only=True for rank 0's "
+                "own value."
+            )
+            if self._trainer.sanity_checking:
+                raise ConfigError(message)
+            if key not in self._told:
+                self._told.add(key)
+                rank_zero_warn(message)
+
+
+def _values(results: LeanResults) -> Values:
+    assert results.ranks is not None
+    return results.ranks.contract.reader.values
+
+
+def _found(logged: list[Logged], values: Values, step: str) -> list[Logged]:
+    """The means among what a step logged that programs compute."""
+    names = values.logged.keys()
+    return [
+        one
+        for one in logged
+        if one.series.meta.fx == step and one.series.meta.name in names and one.series.kind == "mean"
+    ]
+
+
+def _replace(logged: Logged, value: Tensor, is_last: bool) -> None:
+    """Replace a logged value, unless it is nan, where it has no other."""
+    if logged.copy is not None:
+        value = value.to(logged.copy)
+        logged.replace(torch.where(value.isnan(), logged.copy, value), is_last)
+
+
+def _to_host(rows: list[Tensor]) -> list[Tensor]:
+    sizes = [len(row) for row in rows]
+    return list(torch.cat(rows).cpu().split(sizes)) if rows else []
+
+
+def _reduce_together(shared: Iterable[Series], reduce: Any) -> None:
+    """Reduce step values, with one collective for all that share operation and group.
+
+    Every rank must have logged the same keys in the same order, as in Lightning. Which collectives there are must not
+    depend on what this rank holds: a value's dtype or device may be another on other ranks.
+    """
+    kinds: dict[tuple[Any, ...], list[Series]] = {}
+    for series in shared:
+        kinds.setdefault((series.meta.sync.op, series.meta.sync.group), []).append(series)
+    for (reduce_op, group), alike in kinds.items():
+        values = [series.last for series in alike]
+        device = next((value.device for value in values if value.device.type != "cpu"), values[0].device)
+        dtype = precise_dtype(device)
+        reduced = reduce(torch.stack([value.to(device, dtype) for value in values]), group=group, reduce_op=reduce_op)
+        for series, value, result in zip(alike, values, reduced, strict=True):
+            series.last = result.to(value)
+
+
+def _fill_empty(results: LeanResults, logged: list[Logged], num: float) -> None:
+    """Show on ranks without samples what the others logged by step; all ranks call it for such a batch.
+
+    Args:
+        num: samples of this rank.
+    """
+    of_batch, own = {id(one.series) for one in logged}, dict[str, Sums]()
+    all_series: Any = results.items()
+    for key, series in all_series if num else ():
+        value = series.step_value() if id(series) in of_batch else None
+        if isinstance(value, Tensor):
+            kind, number = series.kind if series.is_tensor else "own", float(value)
+            own[key] = Sums(kind, number * num if kind == "mean" else number, num)
+    gathered: list[dict[str, Sums]] = gather_objects(own)
+    for key, series in all_series if not num else ():
+        parts = [told[key] for told in gathered if key in told]
+        if parts and series.on_step:
+            cached = series.last  # of the sample that this rank ran in place of its own
+            dtype = cached.dtype if isinstance(cached, Tensor) else torch.float64
+            series.last = torch.tensor(combine(parts).result(), dtype=dtype, device=series.device)
+
+
+def _has_step_value(series: Series, steps: MetricSteps | None) -> bool:
+    """Whether a metric is logged whose value of the global batch is asked for, and which the step has called."""
+    asked = not series.is_tensor and series.on_step and series.meta.sync.should
+    return asked and steps is not None and steps.recorded(series.value)
+
+
+def _share_step_values(steps: MetricSteps | None, logged: Sequence[Logged]) -> None:
+    """Replace the values that metrics have for this rank's part of the batch; all ranks must call it."""
+    asked = {id(one.series): one.series for one in logged if _has_step_value(one.series, steps)}
+    if steps is None or not asked:
+        return
+    gathered = gather_objects([steps.states(series.value) for series in asked.values()])
+    for i, series in enumerate(asked.values()):
+        series.last = steps.value(series.value, [states[i] for states in gathered])
+
+
+def _over_ranks(values: list[StepValue], results: LeanResults) -> Tensor:
+    """Combine the values that the ranks logged under a name."""
+    first, steps = values[0], results.metric_steps
+    if first.metric is None or steps is None:
+        return torch.tensor(combine([value.sums for value in values]).result(), dtype=first.dtype)
+    metric = results.trainer.lightning_module.get_submodule(first.metric[0])
+    assert isinstance(metric, Metric)
+    return torch.as_tensor(steps.value(metric, [value.metric[1] for value in values if value.metric is not None]))
+
+
+def _is_shared(series: Series) -> bool:
+    return series.on_epoch and series.computed is None and not series.meta.sync.rank_zero_only
+
+
+def _verify_keys(told: list[dict[str, Entry]]) -> None:
+    asked = {
+        key: (rank, entry["meta"])
+        for rank, part in enumerate(told)
+        for key, entry in part.items()
+        if entry["sync"]["_should"]
+    }
+    for rank, entries in enumerate(told):
+        hooks = {entry["meta"]["fx"] for entry in entries.values()}
+        for key, (other, meta) in asked.items():
+            if key not in entries and meta["fx"] in hooks:
+                names = ", ".join(sorted(entry["meta"]["name"] for entry in entries.values()))
+                raise RankError(
+                    f"rank {other} logged {meta['name']!r} with sync_dist=True in {meta['fx']}, but rank {rank} did "
+                    f"not (it logged {names}). Log the same keys on all ranks, or omit sync_dist."
+                )
+
+
+def _is_hooks_mean(entry: Entry) -> bool:
+    """Whether a value was logged once, as a mean, without `sync_dist` or `batch_size`, outside of any batch."""
+    hook: str = entry["meta"]["fx"]
+    outside = hook.endswith(("_start", "_end")) and "batch" not in hook
+    once = entry["reduce_fx"] == "mean" and entry["sums"]["weight"] == 1
+    return outside and once and not entry["sync"]["_should"]
+
+
+def _agree(entries: Sequence[Entry]) -> bool:
+    first, *others = (entry["sums"]["value"] for entry in entries)
+    return all(
+        math.isclose(value, first, rel_tol=1e-6, abs_tol=1e-12) or (math.isnan(value) and math.isnan(first))
+        for value in others
+    )

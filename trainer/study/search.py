@@ -1,0 +1,304 @@
+"""Search hyperparameters with Optuna (`hparams_search=optuna`)."""
+
+import importlib
+import importlib.util
+import logging
+import math
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytorch_lightning as pl
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import ChoiceSweep, IntervalSweep, QuotedString, RangeSweep
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf, open_dict
+from typing_extensions import override
+
+from ...strategies import ConfigError
+from ..config.checks import plain, strategy_name
+from ..config.descriptions import leaves
+from ..config.instantiate import instantiate
+from ..config.nearest import did_you_mean
+from ..job.log_file import run_log
+from ..job.result import DIVERGED, FAILED, Result
+from .variants import Variant, show
+
+log = logging.getLogger(__name__)
+
+ALLOWED = "choice(a,b), range(1,9), interval(0.1,0.9) or tag(log,interval(0.001,0.1))"
+
+PRUNED_AT = "pruned_at"
+"""The attribute of a pruned trial: the validation after which it ended."""
+
+
+class PruneTrial(pl.Callback):
+    """End a trial of a search for hyperparameters whose monitored metric is worse than the other trials'.
+
+    Rank 0 reports the metric after every validation and decides for all ranks.
+
+    Args:
+        storage: where Optuna keeps the trials.
+        study: name of the search.
+        number: the trial's number.
+        monitor: name of the metric.
+        pruner: Optuna's pruner; None only reports.
+    """
+
+    def __init__(self, storage: str, study: str, number: int, monitor: str, pruner: Any = None) -> None:
+        self.storage, self.study, self.number = storage, study, number
+        self.monitor, self.pruner = monitor, pruner
+        self.num_reported = 0
+        self._trial: Any = None
+
+    @override
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Report the metric, and stop training if the trial is pruned."""
+        value = trainer.callback_metrics.get(self.monitor)
+        if trainer.sanity_checking or value is None:
+            return
+        ends = self._report(float(value)) if trainer.is_global_zero else False
+        trainer.should_stop = trainer.should_stop or bool(trainer.strategy.broadcast(ends))
+
+    def _report(self, value: float) -> bool:
+        """Report a value, and return whether the trial is to end."""
+        trial = self._trial = self._trial or self._load()
+        trial.report(value, step=self.num_reported)
+        self.num_reported += 1
+        ends = self.pruner is not None and (math.isnan(value) or bool(trial.should_prune()))
+        if ends:
+            trial.set_user_attr(PRUNED_AT, self.num_reported)
+        return ends
+
+    def _load(self) -> Any:
+        optuna = importlib.import_module("optuna")
+        study = optuna.load_study(study_name=self.study, storage=open_storage(self.storage), pruner=self.pruner)
+        return optuna.Trial(study, study.trials[self.number]._trial_id)
+
+
+def open_storage(storage: str) -> Any:
+    """Open what keeps a search's trials: a file that several processes may write, or a database."""
+    if "://" in storage:
+        return storage
+    backend = importlib.import_module("optuna.storages.journal").JournalFileBackend(storage)
+    return importlib.import_module("optuna.storages").JournalStorage(backend)
+
+
+class Search:
+    """A search for the hyperparameters with the best monitored metric.
+
+    Args:
+        cfg: the configuration, whose `hparams_search` has the options.
+        run_dir: the search's directory; each trial's is below it.
+
+    Raises:
+        ConfigError: Optuna is not installed, or an option can't be honoured.
+    """
+
+    def __init__(self, cfg: DictConfig, run_dir: Path) -> None:
+        if importlib.util.find_spec("optuna") is None:
+            raise ConfigError(
+                "hparams_search=optuna needs the package optuna, which is not installed. Run pip install "
+                "'evener[optuna]', or sweep a grid with -m."
+            )
+        if cfg.mode != "fit":
+            raise ConfigError(f"hparams_search: mode must be fit; got mode={cfg.mode}. Remove hparams_search.")
+        self.cfg, self.run_dir = cfg, run_dir
+        self.options: DictConfig = cfg.hparams_search
+        self.optuna = importlib.import_module("optuna")
+        self.optuna.logging.set_verbosity(self.optuna.logging.WARNING)
+        self.space = {key: self._distribution(key, text) for key, text in flat(plain(self.options.space)).items()}
+        if not self.space:
+            raise ConfigError(f"hparams_search.space is empty. Give keys with {ALLOWED}.")
+        self.storage = str(self.options.storage or run_dir / "optuna.log")
+        self.maximizes = cfg.monitor_mode == "max"
+        self.results: dict[int, Result] = {}
+        self.study: Any = None
+
+    def open(self) -> None:
+        """Create the study, or load the one that the storage has."""
+        self.run_dir.mkdir(parents=True, exist_ok=True)
+        self.study = self.optuna.create_study(
+            study_name=str(self.cfg.name),
+            storage=open_storage(self.storage),
+            sampler=instantiate("hparams_search.sampler", self.options.sampler) if self.options.sampler else None,
+            pruner=self.optuna.pruners.NopPruner(),  # trials are pruned by their own callback
+            direction="maximize" if self.maximizes else "minimize",
+            load_if_exists=True,
+        )
+
+    def execute(self, train: Callable[[DictConfig], Result]) -> float:
+        """Run the trials, show their table, and return the best value of the monitored metric.
+
+        Args:
+            train: runs one configuration.
+        """
+        self.open()
+        try:
+            with run_log(self.run_dir):
+                self.run(train)
+        finally:
+            show(self.run_dir / "search.csv", self.variants(), self.maximizes, "trial")
+        if (best := self.best()) is None:
+            raise ConfigError(f"hparams_search: none of {len(self.study.trials)} trials finished; see {self.run_dir}.")
+        return best.value
+
+    def run(self, train: Callable[[DictConfig], Result]) -> None:
+        """Run the trials one after the other; one that fails is recorded, and the others go on.
+
+        Args:
+            train: runs one configuration.
+
+        Raises:
+            ConfigError: the first trial's configuration is refused, or a trial did not log the monitored metric.
+        """
+        began_s = time.monotonic()
+        limit_s = self.options.timeout_s
+        num_before = sum(trial.state.name != "WAITING" for trial in self.study.trials)
+        for _ in range(num_before, self.options.num_trials):
+            if limit_s is not None and time.monotonic() - began_s > limit_s:
+                log.info("hparams_search: no further trial begins after timeout_s=%s", limit_s)
+                break
+            trial = self.study.ask(self.space)
+            try:
+                result = train(self.trial_config(trial.number, trial.params))
+            except Exception as exc:
+                self.study.tell(trial, state=self.optuna.trial.TrialState.FAIL)
+                if isinstance(exc, ConfigError) and trial.number == num_before:
+                    raise
+                log.warning("trial %d failed: %s", trial.number, str(exc).partition("\n")[0] or type(exc).__name__)
+                continue
+            self.finish(trial, result)
+            done = trial.number + 1 - num_before
+            left_s = (time.monotonic() - began_s) / done * (self.options.num_trials - trial.number - 1)
+            log.info("%s", self.progress_line(trial, left_s))
+
+    def finish(self, trial: Any, result: Result) -> None:
+        """Tell Optuna how a trial ended.
+
+        Raises:
+            ConfigError: it did not log the monitored metric.
+        """
+        self.results[trial.number] = result
+        states = self.optuna.trial.TrialState
+        if result.monitored is None:
+            self.study.tell(trial, state=states.FAIL)
+            raise ConfigError(
+                f"hparams_search: monitor={self.cfg.monitor} was not logged; the run logged "
+                f"{', '.join(sorted(result.metrics)) or 'nothing'}. Set monitor to one of them."
+            )
+        if PRUNED_AT in self.study.trials[trial.number].user_attrs:
+            self.study.tell(trial, state=states.PRUNED)
+        elif result.status == DIVERGED or math.isnan(result.monitored):
+            self.study.tell(trial, state=states.FAIL)
+        else:
+            self.study.tell(trial, result.monitored)
+
+    def trial_config(self, number: int, values: Mapping[str, Any]) -> DictConfig:
+        """The configuration of one trial, which is also written below its directory, as Hydra does.
+
+        Args:
+            number: the trial's.
+            values: by the keys of the space.
+        """
+        cfg = self.cfg.copy()
+        folder = self.run_dir / f"{number:03d}"
+        for key, value in values.items():
+            OmegaConf.update(cfg, key, value)
+        with open_dict(cfg):
+            cfg.run_dir, cfg.test_after_fit = str(folder), False
+            cfg.hparams_search = None
+            report = {"_target_": f"{PruneTrial.__module__}.{PruneTrial.__qualname__}", "monitor": cfg.monitor}
+            place = {"storage": self.storage, "study": str(cfg.name), "number": number}
+            pruner = {"pruner": self.options.pruner} if self.options.pruner else {}
+            cfg.callbacks = {**(cfg.callbacks or {}), "prune_trial": {**report, **place, **pruner}}
+        (folder / ".hydra").mkdir(parents=True, exist_ok=True)
+        OmegaConf.save(cfg, folder / ".hydra" / "config.yaml")
+        OmegaConf.save([f"{key}={value}" for key, value in values.items()], folder / ".hydra" / "overrides.yaml")
+        return cfg
+
+    def best(self) -> Any:
+        """The trial with the best value; None if none finished."""
+        complete = [trial for trial in self.study.trials if trial.state.name == "COMPLETE"]
+        return self.study.best_trial if complete else None
+
+    def variants(self) -> list[Variant]:
+        """The trials as rows of the table; a pruned one has its last value."""
+        states: dict[str, str] = {"COMPLETE": "", "FAIL": FAILED}
+        strategy = strategy_name(self.cfg)
+        return [
+            Variant(
+                number=trial.number,
+                strategy=strategy,
+                overrides=tuple(f"{key}={shown(trial.params[key])}" for key in self.space if key in trial.params),
+                value=last_value(trial),
+                state=states.get(str(trial.state.name), str(trial.state.name).lower()),
+                result=self.results.get(trial.number),
+            )
+            for trial in self.study.trials
+        ]
+
+    def progress_line(self, trial: Any, left_s: float) -> str:
+        """One row of the table as it grows."""
+        found, best = self.study.trials[trial.number], self.best()
+        value = last_value(found)
+        so_far = "" if best is None else f" · best {best.value:.4g} (trial {best.number})"
+        left = f" · about {left_s:.0f} s left" if left_s > 0 else ""
+        shown = "" if value is None else f" {self.cfg.monitor} {value:.4g}"
+        return f"trial {trial.number}: {found.state.name.lower()}{shown}{so_far}{left}"
+
+    def _distribution(self, key: str, text: Any) -> Any:
+        self._verify_key(key)
+        try:
+            value: Any = OverridesParser.create().parse_override(f"{key}={text}").value()
+        except HydraException:
+            value = None
+        make = self.optuna.distributions
+        is_log = "log" in getattr(value, "tags", ())
+        try:
+            if isinstance(value, ChoiceSweep):
+                return make.CategoricalDistribution([v.text if isinstance(v, QuotedString) else v for v in value.list])
+            if isinstance(value, IntervalSweep):
+                return make.FloatDistribution(value.start, value.end, log=is_log)
+            if isinstance(value, RangeSweep) and all(type(n) is int for n in (value.start, value.stop, value.step)):
+                numbers: Any = range(int(value.start or 0), int(value.stop or 0), int(value.step))
+                step = 1 if is_log else numbers.step
+                return make.IntDistribution(numbers[0], numbers[-1], log=is_log, step=step)
+        except (ValueError, IndexError) as exc:
+            raise ConfigError(f"hparams_search.space.{key}={text}: {exc}. Give {ALLOWED}.") from exc
+        raise ConfigError(f"hparams_search.space.{key}={text} is not a set of values. Give {ALLOWED}.")
+
+    def _verify_key(self, key: str) -> None:
+        """Refuse a key that the configuration has not, and a group."""
+        above, _, name = key.rpartition(".")
+        parent: Any = OmegaConf.select(self.cfg, above) if above else self.cfg
+        values: Any = OmegaConf.to_container(parent, resolve=False) if isinstance(parent, DictConfig) else {}
+        names = list(map(str, values))
+        if name not in names:
+            raise ConfigError(
+                f"hparams_search.space.{key}: the configuration has no key {key}.{did_you_mean(name, names)}"
+            )
+        if isinstance(values[name], dict):
+            raise ConfigError(
+                f"hparams_search.space.{key} is a group, and values of keys are searched. Run one search for each "
+                f"choice: -m {key}=a,b hparams_search=optuna."
+            )
+
+
+def flat(space: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The leaves of a nested mapping by dotted keys; None removes one."""
+    return {key: value for key, value in leaves(space or {}) if value not in (None, {})}
+
+
+def shown(value: Any) -> str:
+    """A value of the space, for the table."""
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def last_value(trial: Any) -> float | None:
+    """A trial's value, or of a pruned one the last that it reported."""
+    if trial.value is not None:
+        return trial.value
+    reported = trial.intermediate_values
+    return reported[max(reported)] if reported else None
