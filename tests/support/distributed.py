@@ -16,6 +16,7 @@ import traceback
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -76,7 +77,7 @@ def run_ranks_unchecked(
             ranks.append(fork_server.context().Process(target=_rank_main, args=target))
         for process in ranks:
             process.start()
-        _join(ranks, timeout_s)
+        _join(ranks, timeout_s, folder)
         return [_outcome(process, Path(folder, str(rank))) for rank, process in enumerate(ranks)]
 
 
@@ -88,7 +89,7 @@ def run_script(function: Callable[..., Any], *args: Any, timeout_s: float = 100.
             target=_rank_main, args=(function, args, {"CUDA_VISIBLE_DEVICES": ""}, path)
         )
         process.start()
-        _join([process], timeout_s)
+        _join([process], timeout_s, folder)
         outcome = _outcome(process, Path(path))
     if isinstance(outcome, RankError):
         raise outcome
@@ -117,6 +118,7 @@ def _rank_main(function: Callable[..., Any], args: tuple[Any, ...], env: dict[st
         os.dup2(out.fileno(), 1)
         os.dup2(out.fileno(), 2)
         faulthandler.register(signal.SIGUSR2, file=sys.stderr, all_threads=True)
+        os.register_at_fork(after_in_child=partial(_own_stacks, path))
         torch.set_num_threads(1)
         # data workers start as in any rank: this process would hand on its own way, a server that imports torch anew
         multiprocessing.set_start_method(None, force=True)
@@ -130,7 +132,12 @@ def _rank_main(function: Callable[..., Any], args: tuple[Any, ...], env: dict[st
         os.replace(f"{path}.tmp", path)
 
 
-def _join(ranks: list[BaseProcess], timeout_s: float) -> None:
+def _own_stacks(path: str) -> None:
+    """Give a forked data worker a file of its own: two stacks in one file mix, character by character."""
+    faulthandler.register(signal.SIGUSR2, file=open(f"{path}.{os.getpid()}.out", "w"), all_threads=True)  # noqa: SIM115
+
+
+def _join(ranks: list[BaseProcess], timeout_s: float, folder: str) -> None:
     deadline = time.monotonic() + timeout_s
     for process in ranks:
         process.join(max(0.0, deadline - time.monotonic()))
@@ -138,10 +145,20 @@ def _join(ranks: list[BaseProcess], timeout_s: float) -> None:
     for process in late:
         _print_stacks(process.pid or 0)
     if late:
-        time.sleep(0.5)  # the stacks of all threads go to the rank's output
+        _wait_until_written(folder)
     for process in late:
         process.kill()
         process.join()
+
+
+def _wait_until_written(folder: str) -> None:
+    """Wait until no output has grown for a second: the stacks of all threads have been written."""
+    before, deadline = -1, time.monotonic() + 20
+    while (size := sum(path.stat().st_size for path in Path(folder).glob("*.out"))) != before:
+        before = size
+        if time.monotonic() > deadline:
+            return
+        time.sleep(1)
 
 
 def _print_stacks(pid: int) -> None:
@@ -156,6 +173,5 @@ def _print_stacks(pid: int) -> None:
 def _outcome(process: BaseProcess, path: Path) -> Any:
     if path.exists():
         return pickle.loads(path.read_bytes())
-    output = Path(f"{path}.out")
-    said = output.read_text() if output.exists() else ""
+    said = "".join(output.read_text() for output in sorted(path.parent.glob(f"{path.name}.*out")))
     return RankError(f"exit code {process.exitcode}\n{said}")
