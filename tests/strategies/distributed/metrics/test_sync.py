@@ -16,8 +16,7 @@ from torchmetrics.wrappers import Running
 
 from evener.strategies import BalancedDDPStrategy, DDPStrategy, SingleDeviceStrategy
 from evener.strategies.core.errors import ConfigError
-from evener.strategies.distributed.metrics.states import metric_classes
-from evener.strategies.distributed.metrics.sync import MetricSync
+from evener.strategies.distributed.metrics.run import RunMetrics
 from evener.strategies.distributed.store import RankError
 
 STRATEGIES: dict[str, Any] = {
@@ -144,9 +143,8 @@ class BatchMean(torchmetrics.Metric):
 def _exchange() -> dict[str, Any]:
     torch.distributed.init_process_group("gloo", init_method="env://", timeout=timedelta(seconds=20))
     rank = torch.distributed.get_rank()
-    sync = MetricSync()
+    metrics = RunMetrics(True, lambda: None, lambda: "")
     found: dict[str, Any] = {}
-    sync.start(metric_classes())
     tuples = Tuples()
     for index in ([0, 1, 2], [3])[rank]:
         tuples.update(index)
@@ -161,7 +159,7 @@ def _exchange() -> dict[str, Any]:
             metric.compute()
         except (ConfigError, RankError) as exc:
             found[name] = str(exc)
-    sync.end()
+    metrics.end()
     total = torchmetrics.SumMetric()
     total.update(1.0 + rank)
     found["after"] = (total.compute().item(), "_sync_dist" in vars(Running), Tuples._sync_dist.__module__ == __name__)
@@ -186,15 +184,14 @@ def _correlations(num_outputs: int) -> list[Tensor]:
     if num_outputs > 1:
         x, y = x[:, None].repeat(1, num_outputs), y[:, None].repeat(1, num_outputs)
     torch.distributed.init_process_group("gloo", init_method="env://", timeout=timedelta(seconds=20))
-    sync = MetricSync()
-    sync.start(metric_classes())
+    run = RunMetrics(True, lambda: None, lambda: "")
     try:
         metrics = [cls(num_outputs) for cls in (torchmetrics.PearsonCorrCoef, torchmetrics.ConcordanceCorrCoef)]
         for metric in metrics:
             metric.set_dtype(torch.float64).update(x, y)
         return [metric.compute() for metric in metrics]
     finally:
-        sync.end()
+        run.end()
         torch.distributed.destroy_process_group()
 
 
