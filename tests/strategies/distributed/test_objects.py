@@ -1,6 +1,6 @@
 """Objects travel between ranks as CPU tensors, in pieces; on CUDA the process group has a backend for them."""
 
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -8,8 +8,7 @@ import torch.distributed as dist
 from distributed import run_ranks
 from torch import Tensor
 
-from evener.strategies import DDPStrategy
-from evener.strategies.distributed import group, objects
+from evener.strategies.distributed import objects
 
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
 BOTH = "cpu:gloo,cuda:nccl"
@@ -30,43 +29,8 @@ def test_the_process_group_always_sends_cpu_tensors(
     backend: str | None, device: torch.device, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(dist, "is_backend_available", lambda name: True)
-    strategy = DDPStrategy()
-    strategy._process_group_backend = backend
-    strategy.parallel_devices = [device]
-    strategy.cluster_environment = cast(Any, _Alone())
-    asked: list[Any] = []
-    monkeypatch.setattr(dist, "init_process_group", lambda backend, **options: asked.append(backend))
-    monkeypatch.setattr(group, "RankCoordinator", _Coordinator)
-    monkeypatch.setattr(group, "leave_group_at_exit", lambda: None)
-    monkeypatch.setattr(group, "PrefixStore", lambda *_: None)
-    strategy.setup_distributed()
-    assert asked == [expected]
+    assert objects.backend_for(backend, device) == expected
     assert objects.backend_for(expected, device) == expected  # of its own choice, too
-
-
-class _Alone:
-    creates_processes_externally = True
-
-    def local_rank(self) -> int:
-        return 0
-
-    global_rank = node_rank = local_rank
-
-    def world_size(self) -> int:
-        return 1
-
-    def set_global_rank(self, rank: int) -> None:
-        pass
-
-    def set_world_size(self, size: int) -> None:
-        pass
-
-
-class _Coordinator:
-    root_store = None
-
-    def __init__(self, *_: Any) -> None:
-        pass
 
 
 def _exchanged() -> Any:
