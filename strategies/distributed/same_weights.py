@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from lightning_fabric.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -101,6 +102,7 @@ class Agreement:
         """The sum and the norm of each parameter when they were last compared."""
         self.is_due = False
         """Whether weights are to be compared before anything else happens to them."""
+        self._has_warned = False
 
     def begin(self, optimizers: Iterable[Optimizer]) -> None:
         """Compare now, after the next training step, and after the next step of each of these optimizers."""
@@ -140,19 +142,24 @@ class Agreement:
         plain = {name: p for name, p in named if is_plain(p) and p.is_floating_point() and p.element_size() > 1}
         self._last = {name: _digest_of(parameter) for name, parameter in plain.items()}
         moved, self._written = self._written, []
+        buffers = [_Moved(name, *_digest_of(one), _rounding(one)) for name, one in _computed_buffers(module)]
         for name, (total, norm) in self._last.items():
             before = last.get(name, (0.0, 0.0))
-            rounding = _ROUNDED * torch.finfo(plain[name].dtype).eps * norm
-            moved.append(_Moved(name, total - before[0], norm - before[1], rounding))
-        for same in zip_longest(*gather_objects(moved)):
-            if None in same or any(_disagree(same[0], other) for other in same[1:]):
-                name = next(one.name for one in same if one is not None)
-                raise ConfigError(
-                    f"{self._strategy}: the ranks have different values of {name}: each has changed it, or its "
-                    "gradient, by what this rank alone has computed. Compute gradients by self.manual_backward(loss), "
-                    "which averages them over the ranks, or average them yourself "
-                    "(self.trainer.strategy.reduce(gradient)), or set strategy=single_device."
-                )
+            moved.append(_Moved(name, total - before[0], norm - before[1], _ROUNDED * _rounding(plain[name]) * norm))
+        gathered = gather_objects((moved, buffers))
+        if (name := _differing([buffers for _, buffers in gathered])) and not self._has_warned:
+            self._has_warned = True
+            rank_zero_warn(
+                f"{self._strategy}: each rank has its own values of the buffer {name}, computed of its samples; rank "
+                "0's are saved. Compute them of self.all_gather(tensor), which has every rank's samples."
+            )
+        if name := _differing([moved for moved, _ in gathered]):
+            raise ConfigError(
+                f"{self._strategy}: the ranks have different values of {name}: each has changed it, or its "
+                "gradient, by what this rank alone has computed. Compute gradients by self.manual_backward(loss), "
+                "which averages them over the ranks, or average them yourself "
+                "(self.trainer.strategy.reduce(gradient)), or set strategy=single_device."
+            )
 
 
 class _Moved(NamedTuple):
@@ -169,6 +176,27 @@ def _digest_of(tensor: Tensor) -> tuple[float, float]:
     values = tensor.detach().coalesce().values() if tensor.is_sparse else tensor.detach()
     dtype = precise_dtype(values.device)
     return float(values.sum(dtype=dtype)), float(torch.linalg.vector_norm(values, dtype=dtype))
+
+
+def _computed_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Buffers of floating-point numbers, but for the running statistics of batch norm, which may be a rank's own."""
+    for prefix, layer in module.named_modules():
+        if not hasattr(layer, "running_mean"):
+            for name, buffer in layer.named_buffers(prefix, recurse=False):
+                if is_plain(buffer) and buffer.is_floating_point() and buffer.element_size() > 1:
+                    yield name, buffer
+
+
+def _rounding(tensor: Tensor) -> float:
+    return torch.finfo(tensor.dtype).eps
+
+
+def _differing(ranks: Iterable[Iterable[_Moved]]) -> str | None:
+    """The name of the first tensor that is another one on another rank."""
+    for same in zip_longest(*ranks):
+        if None in same or any(_disagree(same[0], other) for other in same[1:]):
+            return next(one.name for one in same if one is not None)
+    return None
 
 
 def _disagree(one: _Moved, other: _Moved) -> bool:

@@ -181,11 +181,11 @@ class RankStep(StepContract):
             strategy.balance.begin_step(module, strategy.root_device, strategy.loaders.change_policy)
         reader = self.reader
         reader.begin_step(counts, None if shares.current is None else shares.current.total)
+        self.agreement.verify(module)  # before a forward pass gives all ranks the buffers of rank 0
         if not self._is_verified:
             self._verify(args, kwargs)
         if not module.automatic_optimization:
             shares.verify_parts(trainer.fit_loop, args[0])  # the step itself steps the optimizer
-        self.agreement.verify(module)
         with nullcontext() if counts else zero_weight_step(module, self.metrics.sync):
             output = self._own_step(*args, **kwargs)
         module_weighs = weight_in(output) is not None

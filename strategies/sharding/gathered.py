@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .refusals import verify_shape
+from .refusals import verify_data
 from .whole import shard_like
 
 _DATA: Any = Tensor.data
@@ -78,5 +78,5 @@ class Gathered(nn.Parameter):
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        verify_shape(self, value)
+        verify_data(self, value)
         self.data.copy_(value)

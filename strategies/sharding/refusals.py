@@ -36,13 +36,13 @@ def needs_whole(call: str) -> str:
     )
 
 
-def verify_shape(tensor: Tensor, value: Tensor) -> None:
-    """Refuse values of another shape for what is cut over the ranks."""
-    if value.shape != tensor.shape:
+def verify_data(tensor: Tensor, value: Tensor) -> None:
+    """Refuse values of another shape or dtype for what is cut over the ranks."""
+    if (value.shape, value.dtype) != (tensor.shape, tensor.dtype):
         raise ConfigError(
-            f"fsdp: parameter.data has the shape {tuple(tensor.shape)}, but was set to a tensor of the shape "
-            f"{tuple(value.shape)}. A parameter that is cut over the ranks keeps its shape; change it in __init__ or "
-            "configure_model."
+            f"fsdp: parameter.data has the shape {tuple(tensor.shape)} and is {tensor.dtype}, but was set to a tensor "
+            f"of the shape {tuple(value.shape)}, which is {value.dtype}. A parameter that is cut over the ranks keeps "
+            "both; change it in __init__ or configure_model."
         )
 
 

@@ -6,7 +6,7 @@ them with what one rank has (`weight.norm().item()`) or writes to a copy (`weigh
 | call | example | computed with |
 |---|---|---|
 | elementwise, with tensors that are cut alike | `average.lerp_(weight, 0.1)` | shards |
-| elementwise in place, with whole tensors of its shape | `weight.mul_(mask)`, `weight.copy_(start)` | shards |
+| elementwise in place, with whole tensors of its shape | `weight.mul_(mask)`, `weight.data = start` | shards |
 | the norm or the sum of a tensor | `weight.norm()` | shards, whose results are summed |
 | any other | `weight[0]`, `weight.mean()`, `buffer.add_(weight)` | refused; `weight.full_tensor()` is the whole |
 """
@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..core.errors import ConfigError
-from .refusals import OUTSIDE, needs_whole
+from .refusals import OUTSIDE, needs_whole, verify_data
 from .sharded_module import ShardedModule
 from .whole import own_part, shard_like
 
@@ -70,12 +70,22 @@ class ShardCalls:
         with torch._C.DisableTorchFunctionSubclass():
             name = func.__name__
             if name == "__set__":
-                _verify_assigned(func.__self__.__name__, *args)
-                return func(*args)
+                return self._set(func, *args)
             if name in _AS_THEY_ARE or (name == "__get__" and func.__self__.__name__ not in _COMPUTED):
                 return func(*args, **kwargs)
             with self._shards.written() if self._shards.in_step and _writes(name, kwargs) else nullcontext():
                 return self._computed(func, name, args, kwargs)
+
+    def _set(self, func: Any, tensor: Tensor, value: Any) -> None:
+        """Set an attribute; of `data` torch would set the wrapper's alone."""
+        attribute = func.__self__.__name__
+        if attribute == "data":
+            verify_data(tensor, value)
+            self._call(Tensor.copy_, (), (tensor.detach(), value))
+        elif attribute == "grad" and value is not None and not _cut_alike([tensor, value]):
+            raise ConfigError(needs_whole("grad = "))
+        else:
+            func(tensor, value)
 
     def _computed(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         of_lists = name.startswith(_OF_LISTS)
@@ -108,12 +118,6 @@ class ShardCalls:
             result = self._computed(func, name, tuple(lists), kwargs) if are_shards else func(*lists, **kwargs)
             found |= zip(places, result or (), strict=False)
         return [found[i] for i in range(num)] if found else None
-
-
-def _verify_assigned(attribute: str, tensor: Tensor, value: Any) -> None:
-    """Refuse to set the data of a shard, which torch would do to the wrapper alone, and gradients that are whole."""
-    if attribute == "data" or (attribute == "grad" and value is not None and not _cut_alike([tensor, value])):
-        raise ConfigError(needs_whole(f"{attribute} = "))
 
 
 def _cut_as(shard: DTensor, tensor: Tensor) -> Tensor:

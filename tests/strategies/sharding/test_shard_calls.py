@@ -122,6 +122,12 @@ def whole_state_loaded(m: Hooked) -> None:
     m.load_state_dict(m.start_state)
 
 
+def averaged(m: Hooked) -> None:
+    """The moving average of tutorials, and values that every rank has whole."""
+    m.net[0].weight.data = m.net[0].weight.data * 0.9 + m.weight.data.norm() * 0.01
+    m.net[0].bias.data = torch.full_like(m.start[1], 0.2)
+
+
 WRITES: dict[str, Callable[[Hooked], None]] = {
     "moved back": moved_back,
     "clipped": clipped,
@@ -129,6 +135,7 @@ WRITES: dict[str, Callable[[Hooked], None]] = {
     "orthogonal": orthogonal,
     "best state": saved_and_loaded,
     "whole state": whole_state_loaded,
+    "averaged": averaged,
 }
 
 
