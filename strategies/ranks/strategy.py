@@ -126,7 +126,7 @@ class RankStrategy(pl_strategies.DDPStrategy):
         self._syncs_batchnorm = sync_batchnorm
         self._manages_samples = True
         self._num_ranks: int | None = None
-        self._deciders = Deciders(self._agree)
+        self._deciders = Deciders(self.contract.agree)
         self._loaders: RankLoaders | None = None
         self._cut_states = CutStates()
 
@@ -440,14 +440,7 @@ class RankStrategy(pl_strategies.DDPStrategy):
     @override
     def batch_to_device(self, batch: Batch, device: torch.device | None = None, dataloader_idx: int = 0) -> Batch:
         self.contract.begin_batch(dataloader_idx)
-        return self.moved(batch, device, dataloader_idx)
-
-    def moved(self, batch: Batch, device: torch.device | None = None, dataloader_idx: int = 0) -> Batch:
-        """Move a batch that is not the loop's next one."""
         return super().batch_to_device(batch, device or self.layout.meeting_device, dataloader_idx)
-
-    def _agree(self, value: Any) -> Any:
-        return self.contract.agree(value)
 
     @override
     def on_train_start(self) -> None:
