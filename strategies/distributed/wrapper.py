@@ -1,8 +1,8 @@
-"""Work with torch's DistributedDataParallel wrapper: run a step inside its forward, give it finished gradients,
-and track the parameters that it reduces.
+"""Work with torch's DistributedDataParallel wrapper: run a step inside its forward, have it expect gradients, and track
+the parameters that it reduces.
 
-DDP's reducer fires during backward, whenever a parameter's gradient is accumulated. If a process sums gradients first
-(over micro-batches), they are passed on afterwards in one backward pass that does nothing else.
+DDP's reducer fires during backward, whenever a parameter's gradient is accumulated. A process that runs the backward
+passes of replicas has it expect the sums that reach the parameters at their end.
 
 The wrapper reduces the parameters that required gradients when it was created. A parameter unfrozen later would be
 trained by each rank separately, and the wrapper would wait for one frozen later.
