@@ -42,6 +42,7 @@ def test_a_plain_script_runs_once_and_sees_trained_weights(tmp_path: Path) -> No
         ),
         # after the last collective nobody waited for it but the script, without end
         ("linger", r"rank 1 did not arrive; it was at step 80, plain_script.py:\d+ in on_train_end"),
+        ("busy", "rank 1 was ended by SIGKILL"),  # while rank 0 is at work
         pytest.param("tarry", "rank 1 did not end within 3 s after the others had", marks=pytest.mark.slow),
     ],
 )
@@ -62,13 +63,6 @@ def test_a_script_ends_as_its_module_ends_a_rank(tmp_path: Path, fault: str, sta
     assert done.returncode == status
     assert re.search(rf"rank 1 has ended the run:\n(.*\n)*.*in training_step\n(.*\n)*{told}", done.stderr), done.stderr
     assert "RankError" not in done.stderr
-
-
-@pytest.mark.long
-def test_a_rank_that_is_busy_while_another_is_killed_ends_with_it(tmp_path: Path) -> None:
-    done = warm_python.run(SCRIPT, tmp_path / "log", "busy")
-    assert done.returncode == 1
-    assert "rank 1 was ended by SIGKILL" in done.stderr
 
 
 @pytest.mark.long
