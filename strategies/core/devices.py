@@ -186,3 +186,8 @@ def buckets(tensors: Sequence[Tensor], bucket_bytes: int) -> Iterator[list[int]]
 def memory_bytes(device: torch.device) -> float:
     """Total memory of a device in bytes; infinite where it is not counted, or shared with everything else (CPU)."""
     return float(torch.accelerator.get_memory_info(device)[1]) if has_streams(device) else math.inf
+
+
+def flat_bytes(tensor: Tensor) -> Tensor:
+    """The memory of a contiguous tensor as one row of bytes; of one element the strides may be anything."""
+    return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)

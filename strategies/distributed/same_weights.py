@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from ..core.devices import precise_dtype
+from ..core.devices import flat_bytes, precise_dtype
 from ..core.errors import ConfigError
 from ..core.module_checks import is_plain
 from .objects import gather_objects, sends_cpu_tensors
@@ -213,7 +213,7 @@ def _sample(tensor: Tensor) -> str:
     if tensor.layout is not torch.strided or not tensor.numel():
         return ""
     flat = tensor.detach().reshape(-1)[:: max(1, tensor.numel() // _SAMPLED)]
-    return _digest(flat.cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return _digest(flat_bytes(flat.cpu().contiguous()).numpy().tobytes())
 
 
 def _digest(content: bytes) -> str:

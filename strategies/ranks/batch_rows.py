@@ -3,12 +3,12 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import torch
 from pytorch_lightning.trainer.states import RunningStage
 from torch import Tensor
 from typing_extensions import override
 
 from ..batch.whole.over_batch import Ranks
+from ..core.devices import flat_bytes
 from ..core.errors import ConfigError
 from ..distributed.objects import gather_objects
 from ..distributed.reduction import gather_unequal
@@ -83,6 +83,6 @@ class BatchRows(Ranks):
     def _rows_of(self, own: Tensor, sizes: Sequence[int]) -> list[Tensor]:
         """Every rank's rows of one tensor."""
         width = own.shape[1:].numel() * own.element_size()
-        content = own.detach().contiguous().to(self._strategy.root_device).view(-1).view(torch.uint8)
+        content = flat_bytes(own.contiguous().to(self._strategy.root_device))
         gathered = gather_unequal(content.view(len(own), width), sizes).to(own.device).view(-1).view(own.dtype)
         return list(gathered.view(sum(sizes), *own.shape[1:]).split(list(sizes)))

@@ -21,9 +21,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from ...strategies.core.devices import flat_bytes
 from ...strategies.core.files import was_left
 from ...strategies.sharding.placed import Entry, Placed
 
@@ -102,7 +102,7 @@ class ShardFile:
 
 
 def _write_rows(file: Any, start: int, part: Tensor, digest: Any) -> None:
-    values: Any = part.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    values: Any = flat_bytes(part.cpu().contiguous()).numpy()
     data = memoryview(values)
     digest.update(data)
     file.seek(start)

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...strategies.core.devices import has_streams
+from ...strategies.core.devices import flat_bytes, has_streams
 from ...strategies.sharding.whole import map_tensors
 
 _PIECE = 2**21
@@ -72,7 +72,7 @@ def copy_tensors(copies: Iterable[tuple[Tensor, Tensor]]) -> None:
     devices: set[torch.device] = set()
     for tensor, buffer in copies:
         if tensor.device.type == "cpu" and tensor.is_contiguous():
-            source, target = _bytes(tensor), _bytes(buffer)
+            source, target = flat_bytes(tensor).numpy(), flat_bytes(buffer).numpy()
             on_host += [
                 (source[start : start + _PIECE], target[start : start + _PIECE])
                 for start in range(0, len(source), _PIECE)
@@ -103,7 +103,3 @@ def _copy_in_threads(pieces: list[tuple[Any, Any]]) -> None:
         work()
         for other in others:
             other.result()
-
-
-def _bytes(tensor: Tensor) -> Any:
-    return tensor.reshape(-1).view(torch.uint8).numpy()

@@ -22,7 +22,7 @@ def state(number: float) -> dict[str, Any]:
         "again": wide,
         "columns": (wide.to(torch.bfloat16).t(), 3),
         "images": wide.reshape(4, 4, 16, 16).to(memory_format=torch.channels_last),
-        "few": [torch.tensor(number), torch.zeros(0), torch.ones(3, dtype=torch.bool)],
+        "few": [torch.tensor(number), torch.zeros(0), torch.ones(3, dtype=torch.bool), wide[::3, 0][:1]],
         "part": wide[:, ::2],
         "step": int(number),
     }
