@@ -288,6 +288,9 @@ class ReplicaLayout(Layout):
         structure = self.structures.of_batch(self._trainer, dataloader_idx)
         sizes = self._sizes(self._num_samples(batch, structure))
         sizes = sizes if results is None else results.unequal(sizes)
+        if self.runner.manual is not None and not sizes[0]:  # a step may change gradients, which the root has
+            sizes, first = [*sizes], next((i for i, size in enumerate(sizes) if size), 0)
+            sizes[0], sizes[first] = sizes[first], 0
         chunks = structure.split(batch, sizes)
         reads = name == "training_step" and results is None and self.options.loss_reduction == "mean"
         reader = self.reader if reads else None

@@ -697,6 +697,14 @@ def test_autocast_reaches_every_replica(threads: bool) -> None:
     assert seen[-3:] == [torch.bfloat16] * 3
 
 
+class Mixed(Net):
+    """Has a loss of which one term is a sum, and another a mean."""
+
+    def loss(self, batch: Any) -> Tensor:
+        losses = nn.functional.cross_entropy(self(batch[0]), batch[1], reduction="none")
+        return losses.sum() / 4 + losses.mean()
+
+
 class Predicts(Net):
     """Has a loss that is a sum; what it predicts is a mean."""
 
@@ -716,6 +724,14 @@ def test_loss_reduction_says_nothing_of_predictions() -> None:
         trainer = make_trainer(case, strategy, devices=devices)
         found.append(torch.stack(trainer.predict(Predicts().double(), case.loader())))  # type: ignore[arg-type]
     torch.testing.assert_close(found[0], found[1], rtol=0, atol=1e-10)
+
+
+def test_a_loss_that_is_no_sum_is_refused_with_loss_reduction_sum() -> None:
+    # the sum of the chunks' means was trained
+    case = Case()
+    trainer = make_trainer(case, DataParallelStrategy(loss_reduction="sum"), devices=2)
+    with pytest.raises(ConfigError, match=r"^dp: loss_reduction=sum, but training_step divides its loss"):
+        trainer.fit(Mixed().double(), case.loader(), case.loader())
 
 
 class OwnSteps(pl.LightningModule):

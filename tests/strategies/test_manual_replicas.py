@@ -167,6 +167,7 @@ def _fit(kind: type[GAN], strategy: Any, devices: int = 1) -> tuple[Tensor, dict
 STRATEGIES: dict[str, tuple[Callable[[], Any], int]] = {
     "dp": (DataParallelStrategy, 3),
     "balanced_dp": (lambda: BalancedDataParallelStrategy(weights=[5, 1]), 2),
+    "idle root": (lambda: BalancedDataParallelStrategy(gpu0_chunk=0), 2),
 }
 
 

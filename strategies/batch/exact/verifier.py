@@ -787,6 +787,12 @@ def verified(
         (rank_zero_warn if warns else rank_zero_info)(line)
     if found.refusal and verifies:
         raise ConfigError(found.refusal)
+    given = getattr(getattr(getattr(strategy, "layout", None), "options", None), "loss_reduction", "mean")
+    if given == "sum" and any(term.kind == "mean" for plan in found.plans for term in plan.terms):
+        raise ConfigError(
+            f"{strategy.strategy_name}: loss_reduction=sum, but training_step divides its loss, or a term of it, by "
+            "numbers that vary with the batch. Leave out loss_reduction: what a loss divides by is found."
+        )
     return found
 
 
