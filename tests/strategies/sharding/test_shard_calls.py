@@ -89,6 +89,7 @@ READS: dict[str, Callable[[Hooked], Any]] = {
     "share of small ones": lambda m: sum((p.abs() < 0.1).sum() for p in m.parameters()) / 21,
     "condition": lambda m: 1.0 if (m.weight > 0.3).sum() > 4 else 0.0,
     "whole": lambda m: torch.linalg.svdvals(whole(m.weight)),
+    "equal": lambda m: float(sum(torch.equal(p, q) for p in m.parameters() for q in (*m.parameters(), p + 1))),
     "optimizer state": lambda m: sum(s["exp_avg"].norm() for s in m.trainer.optimizers[0].state.values()),
     "logged": logged,
 }
