@@ -1,7 +1,6 @@
 """Replace a method of one object for a run, or an attribute, hooks or lines of a log inside a block."""
 
 import logging
-import warnings
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -101,9 +100,6 @@ def filtered(loggers: Iterable[str], keeps: Callable[[logging.LogRecord], bool])
         for logger in found:
             logger.removeFilter(keeps)
 
-
-# Lightning 2.6 uses a deprecated API of torch 2.13's pytree; users can't act on the warning
-warnings.filterwarnings("ignore", message=".*isinstance.treespec, LeafSpec.*", category=FutureWarning)
 
 LIGHTNING_TELLS = ("pytorch_lightning.utilities.rank_zero", "lightning.pytorch.utilities.rank_zero")
 """The loggers of `rank_zero_info` and `rank_zero_warn`, under both names of Lightning."""

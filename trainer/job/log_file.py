@@ -47,6 +47,8 @@ def run_log(run_dir: str | Path, rank: int = 0) -> Generator[None]:
     """
     # `LogEveryEpoch` shortens the interval right after this warning
     warnings.filterwarnings("ignore", message="The number of training batches .* is smaller than the logging interval")
+    # Lightning 2.6 uses a deprecated API of torch 2.13's pytree; users can't act on the warning
+    warnings.filterwarnings("ignore", message=".*isinstance.treespec, LeafSpec.*", category=FutureWarning)
     # Lightning's own rank, which it has not declared; set before loggers are made: a forked worker has the parent's
     own_rank = replaced(rank_zero_only, "rank", rank)
     with own_rank, _root_handlers(run_dir, rank), filtered(LIGHTNING_TELLS, _is_needed):
