@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import nn
+from torch.profiler import record_function
 from typing_extensions import override
 
 from ..batch.exact.values import Values
@@ -122,14 +123,16 @@ class MicroBatches:
             for task in order:
                 number, piece = task.microbatch, pieces[task.microbatch]
                 if task.phase == "F":
-                    reraised(piece, steps[number].run_through, task.stage)
+                    with record_function(f"F{number} stage {task.stage}" if num_stages > 1 else f"F{number}"):
+                        reraised(piece, steps[number].run_through, task.stage)
                     continue
                 if meet is not None:
                     meet()
                     meet = None
                 if task is not order[-1] or (self._state is not None and self._state.nests_backward):
                     backward = partial(run_as, number, partial(gradients.go_backward, number))
-                    reraised(Piece(piece.device, f"backward of {piece.name}", backward), self._backward, backward)
+                    with record_function(f"B{number}"):
+                        reraised(Piece(piece.device, f"backward of {piece.name}", backward), self._backward, backward)
         finally:
             for step in steps:
                 step.abandon()

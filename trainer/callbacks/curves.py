@@ -39,7 +39,7 @@ class Curves(pl.Callback):
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._keep(trainer)
-        named = {name: curve for name, curve in self.curves.items() if len(curve) > 1}
+        named = {name: curve for name, curve in self.curves.items() if curve}
         if named and trainer.is_global_zero and importlib.util.find_spec("PIL") is not None:
             draw(self.path, named)
 
@@ -72,7 +72,10 @@ def draw(path: Path, curves: Mapping[str, Curve]) -> None:
         pen.text((WIDTH - MARGIN, top + HEIGHT - MARGIN + 8), f"step {last}", fill=INK, font=font, anchor="ra")
         for i, (name, curve) in enumerate(sorted(panel.items())):
             colour = COLOURS[i % len(COLOURS)]
-            pen.line([place(point, low, high, last, top) for point in curve if math.isfinite(point[1])], colour, 2)
+            points = [place(point, low, high, last, top) for point in curve if math.isfinite(point[1])]
+            pen.line(points, colour, 2)
+            for x, y in points[:1]:  # all there is after one epoch
+                pen.ellipse((x - 3, y - 3, x + 3, y + 3), colour)
             pen.text((WIDTH - MARGIN + 12, top + MARGIN + 18 * i), name[:30], fill=colour, font=font)
     image.save(path)
 

@@ -84,9 +84,10 @@ def verify_plain(cfg: DictConfig) -> None:
         ConfigError: the first mistake found.
     """
     verify_mode(str(cfg.mode), str(cfg.monitor_mode))
-    given = str(cfg.precision).lower()
-    if meant := next((name for name, others in OTHER_PRECISIONS.items() if given in others), None):
-        raise ConfigError(f"precision={cfg.precision} is unknown. Did you mean {meant}?")
+    for key in ("precision", "trainer.precision"):
+        given = _resolved(cfg, key)
+        if meant := next((name for name, others in OTHER_PRECISIONS.items() if str(given).lower() in others), None):
+            raise ConfigError(f"{key}={given} is unknown. Did you mean {meant}?")
     of_trainer = {key for key in NARROWER if key.startswith("trainer.")} - {"trainer.devices"}  # which is the root's
     for key, hint in {**ROOT, **{key: NARROWER[key] for key in sorted(of_trainer)}}.items():
         if (value := _resolved(cfg, key)) is not ...:

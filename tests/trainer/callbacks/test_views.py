@@ -25,7 +25,7 @@ from evener.strategies.batch.policies import FirstChunk
 from evener.trainer import Result, Trainer, compose, train
 from evener.trainer.callbacks import EpochLines, GradientNorm, ModuleSummary
 from evener.trainer.callbacks.batch_layout import batch_line, cut_line
-from evener.trainer.callbacks.curves import HEIGHT, LEGEND, WIDTH, bounds, place
+from evener.trainer.callbacks.curves import COLOURS, HEIGHT, LEGEND, WIDTH, Curves, bounds, place
 from evener.trainer.callbacks.start_up import checkpoint_policy
 from evener.trainer.callbacks.step_times import DDPTimes
 from evener.trainer.checkpoint._callback import Checkpoint
@@ -95,6 +95,19 @@ def test_losses_and_metrics_have_a_panel_each(digits: Result) -> None:
 
     with Image.open(Path(digits.run_dir) / "curves.png") as picture:
         assert picture.size == (WIDTH + LEGEND, 2 * HEIGHT)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("PIL") is None, reason="Pillow draws the picture")
+def test_one_epoch_is_a_point(tmp_path: Path) -> None:
+    from PIL import Image, ImageColor
+
+    view, module = Curves(str(tmp_path)), pl.LightningModule()
+    trainer: Any = SimpleNamespace(
+        global_step=10, is_global_zero=True, callback_metrics={"val/loss": torch.tensor(2.0)}
+    )
+    view.on_train_end(trainer, module)
+    with Image.open(tmp_path / "curves.png") as picture:
+        assert picture.getpixel((740, 150)) == ImageColor.getrgb(COLOURS[0])  # the last step; the middle: no range
 
 
 def charts(log: EventAccumulator) -> dict[str, dict[str, list[str]]]:

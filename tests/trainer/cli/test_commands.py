@@ -39,7 +39,7 @@ CANNOT_RUN = {
     'pip install "evener[examples]"': "needs a network",
     'pip install -e ".[slurm]"': "needs a network",
     "pip install": "named only",
-    "pip install evener": "needs a network",
+    "pip install -c path/to/evener/constraints.txt torch path/to/evener": "needs a network",
     'pip install "evener[wandb]"': "needs a network",
     'pip install "evener[mlflow]"': "needs a network",
     'pip install "evener[comet]"': "needs a network",

@@ -45,6 +45,7 @@ def answer(*words: str, **env: str) -> str:
         (["trainer.max_epochs=abc"], "trainer.max_epochs=abc is not allowed. Give a whole number"),
         (["mode=evaluate"], "mode=evaluate is unknown"),
         (["precision=fp16"], "precision=fp16 is unknown. Did you mean 16-mixed?"),
+        (["trainer.precision=fp16"], "trainer.precision=fp16 is unknown. Did you mean 16-mixed?"),
         (["+lr=0.1"], "lr is read by nothing"),
     ],
 )

@@ -141,3 +141,15 @@ def test_debug_trace_records_the_steps_after_the_first_five(tmp_path: Path) -> N
     recorded = json.loads((Path(result.run_dir) / "trace.json").read_text(encoding="utf-8"))["traceEvents"]
     assert sum(event["name"] == "run_training_batch" for event in recorded) == 2
     assert any(event["name"] == "aten::conv2d" for event in recorded)
+
+
+@pytest.mark.long
+def test_debug_trace_names_the_tasks_of_the_pipelines_schedule(tmp_path: Path) -> None:
+    options = ["debug=trace", "trainer.limit_train_batches=8", "trainer.profiler.num_steps=1", "logger=none"]
+    stages = ["strategy=model_parallel", "devices=2", "accelerator=cpu", "strategy.num_microbatches=3"]
+    result = train(compose([*SHORT, f"log_dir={tmp_path}", *options, *stages]))
+    recorded = json.loads((Path(result.run_dir) / "trace.json").read_text(encoding="utf-8"))["traceEvents"]
+    tasks = [event for event in recorded if re.fullmatch(r"[FB]\d( stage \d)?", event["name"])]
+    in_order = [event["name"] for event in sorted(tasks, key=lambda event: event["ts"])]
+    # 1f1b of 3 micro-batches on 2 stages; the last backward is that of the step's loss
+    assert in_order == ["F0 stage 0", "F1 stage 0", "F0 stage 1", "B0", "F2 stage 0", "F1 stage 1", "B1", "F2 stage 1"]
