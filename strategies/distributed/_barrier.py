@@ -1,6 +1,7 @@
 """Wait for all ranks, and name those that do not arrive."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from torch.distributed import Store
 
@@ -9,21 +10,19 @@ from .store import RankError, wait_for
 _TOGETHER, _APART = b"together", b"apart"
 
 
+@dataclass
 class Barrier:
     """Makes ranks wait for each other at named places.
 
     Rank 0 waits for all others, and these wait for its word: one rank asks the store for all, not each of them.
     """
 
-    def __init__(
-        self, store: Store, rank: int, num_ranks: int, timeout_s: float, describe: Callable[[int], str]
-    ) -> None:
-        self.store = store
-        self.rank = rank
-        self.num_ranks = num_ranks
-        self.timeout_s = timeout_s
-        self.describe = describe
-        self._count = 0
+    store: Store
+    rank: int
+    num_ranks: int
+    timeout_s: float
+    describe: Callable[[int], str]
+    _count: int = 0
 
     def wait(self, place: str) -> None:
         """Wait until all ranks have reached this place; an error names one that has not, or is at another."""

@@ -18,7 +18,7 @@ The rest of an epoch is skipped where `on_train_batch_start` returns -1 on all r
 """
 
 import signal
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import torch
 from torch.distributed import Store
@@ -45,6 +45,9 @@ class StopAgreement:
 
     Args:
         store: shared by all ranks.
+        timeout_s: seconds to wait for ranks that have not come to a place.
+        devices: devices of this process. They are synchronized before it counts as armed, so that the last step's
+            gradients have arrived: a host may run several steps ahead of its device.
 
     Attributes:
         armed: whether any rank was asked to stop. The loop reads it after every optimizer step, and
@@ -53,10 +56,14 @@ class StopAgreement:
         num_begun: batches at whose start this rank could have skipped the rest of the epoch, and has gone on.
     """
 
-    def __init__(self, rank: int, num_ranks: int, store: Store) -> None:
+    def __init__(
+        self, rank: int, num_ranks: int, store: Store, timeout_s: float = 1800.0, devices: Sequence[torch.device] = ()
+    ) -> None:
         self.rank = rank
         self.num_ranks = num_ranks
         self.store = store
+        self.timeout_s = timeout_s
+        self._devices = [device for device in devices if is_accelerator(device)]
         self.armed = False
         self.signal: int | None = None
         self._told = False
@@ -98,24 +105,23 @@ class StopAgreement:
         """Whether a rank has wished to end training where others went on, so that all end soon."""
         return self._ends_later == self._num_ended
 
-    def ends(self, wished: bool, step: int, devices: Iterable[torch.device], timeout_s: float) -> bool:
+    def ends(self, wished: bool, step: int) -> bool:
         """Whether training ends here; the answer is the same on all ranks at the same place.
 
         Args:
             wished: this rank's loop would end.
-            step, devices: as in `due`.
-            timeout_s: seconds to wait for ranks that have not come here.
+            step: as in `due`.
 
         Raises:
             RankError: a rank did not come in time.
         """
         name = f"{ENDING}/{self._num_ended}"
         if wished and not self.is_ending:
-            missing, going = self._wish(name, self.num_passed + 1, timeout_s)
+            missing, going = self._wish(name, self.num_passed + 1)
             if missing:
                 raise RankError(
-                    f"rank {self.rank} is to end training (trainer.should_stop) and waited {timeout_s:g} s for rank "
-                    f"{missing}."
+                    f"rank {self.rank} is to end training (trainer.should_stop) and waited {self.timeout_s:g} s for "
+                    f"rank {missing}."
                 )
             if not going:
                 self.have_ended()
@@ -123,7 +129,7 @@ class StopAgreement:
             self.store.set(f"{name}/later", "")
             self._ends_later = self._num_ended
         self.num_passed += 1
-        if self.is_ending and self.due(step, devices, name):
+        if self.is_ending and self.due(step, name):
             self.have_ended()
             return True
         return False
@@ -133,17 +139,16 @@ class StopAgreement:
         self.num_passed += 1
         self._num_ended += 1
 
-    def skip(self, where: str, timeout_s: float) -> None:
+    def skip(self, where: str) -> None:
         """Learn that all ranks skip the rest of the epoch; called by each that does.
 
         Args:
             where: the batch, for messages.
-            timeout_s: seconds to wait for ranks that have not come here.
 
         Raises:
             RankError: another rank goes on with this batch, or did not come in time.
         """
-        missing, going = self._wish(f"{SKIPPING}/{self._num_skipped}", self.num_begun + 1, timeout_s)
+        missing, going = self._wish(f"{SKIPPING}/{self._num_skipped}", self.num_begun + 1)
         if missing:
             raise RankError(f"rank {self.rank}: on_train_batch_start returned -1 {where}, rank {missing} did not come.")
         if going:
@@ -153,7 +158,7 @@ class StopAgreement:
             )
         self._num_skipped += 1
 
-    def _wish(self, name: str, here: int, timeout_s: float) -> tuple[str, str]:
+    def _wish(self, name: str, here: int) -> tuple[str, str]:
         """Say what this rank wishes at a place, and wait until each rank has wished it, or has passed the place.
 
         Returns:
@@ -170,26 +175,24 @@ class StopAgreement:
         def missing() -> list[int]:
             return [rank for rank in range(self.num_ranks) if max(place("passed", rank), place("wished", rank)) < here]
 
-        poll(lambda: not missing(), timeout_s)
+        poll(lambda: not missing(), self.timeout_s)
         going = [rank for rank in range(self.num_ranks) if place("wished", rank) != here]
         return ", ".join(map(str, missing())), ", ".join(map(str, going))
 
-    def agreed(self, received: bool, step: int, devices: Iterable[torch.device], stretch: str = TRAINING) -> bool:
+    def agreed(self, received: bool, step: int, stretch: str = TRAINING) -> bool:
         """Whether to stop now, as `due`, if any rank was asked to; `received` is another way than a signal."""
         if received and not self.armed:
             self.request(signal.SIGTERM)
-        return self.armed and self.due(step, devices, stretch)
+        return self.armed and self.due(step, stretch)
 
-    def due(self, step: int, devices: Iterable[torch.device] = (), stretch: str = TRAINING) -> bool:
+    def due(self, step: int, stretch: str = TRAINING) -> bool:
         """Whether to stop now; the answer is the same on all ranks at the same step.
 
         Args:
             step: number of steps of the stretch that this rank has finished.
-            devices: devices of this process. They are synchronized first, so that the last step's gradients have
-                arrived before the rank counts as armed: a host may run several steps ahead of its device.
             stretch: what is stopped: training, or one validation.
         """
-        for device in filter(is_accelerator, devices):
+        for device in self._devices:
             torch.accelerator.synchronize(device)
         if stretch not in self._stops_at:
             self._stops_at[stretch] = None
@@ -203,7 +206,7 @@ class StopAgreement:
         stop = self._stops_at[stretch]
         return stop is not None and step >= stop
 
-    def any_stopped(self, stopped: bool, num_batches: int, stretch: str, timeout_s: float) -> bool:
+    def any_stopped(self, stopped: bool, num_batches: int, stretch: str) -> bool:
         """Wait for all ranks at the end of a validation: whether one has stopped in it, the same answer on all."""
         place = f"stop/{stretch}/ended"
         keys, answer = [f"{place}/{rank}" for rank in range(self.num_ranks)], f"{place}/any"
@@ -213,13 +216,13 @@ class StopAgreement:
             if self.rank == 0 and self.store.check(keys):  # it asks for all of them, and tells the others
                 self.store.set(answer, str(int(b"1" in self.store.multi_get(keys))))
             elif self.armed:  # the others wait for this rank to be armed
-                self.due(num_batches, stretch=stretch)
+                self.due(num_batches, stretch)
             return self.store.check([answer])
 
-        if not poll(is_answered, timeout_s):
+        if not poll(is_answered, self.timeout_s):
             missing = [rank for rank, key in enumerate(keys) if not self.store.check([key])] or [0]
             raise RankError(
-                f"rank {self.rank} waited {timeout_s:g} s at the end of a validation for rank "
+                f"rank {self.rank} waited {self.timeout_s:g} s at the end of a validation for rank "
                 f"{', '.join(map(str, missing))}."
             )
         return self.store.get(answer) == b"1"

@@ -1,4 +1,4 @@
-"""Detect cluster environments that Lightning does not detect, and refuse those that stale variables pretend."""
+"""Detect cluster environments that Lightning does not detect, refuse those that stale variables pretend, and count."""
 
 import os
 import socket
@@ -22,6 +22,20 @@ def kubeflow() -> ClusterEnvironment | None:
     """Return Kubeflow's environment, which Lightning does not detect; None elsewhere."""
     elsewhere = TorchElasticEnvironment.detect() or SLURMEnvironment.detect() or "LOCAL_RANK" in os.environ
     return KubeflowEnvironment() if not elsewhere and all(name in os.environ for name in KUBEFLOW) else None
+
+
+def num_processes(num_devices: int, devices_per_process: int) -> int:
+    """Count the processes of one node: its devices, in order, are divided into blocks of equal size.
+
+    Raises:
+        ConfigError: the devices don't divide into whole processes.
+    """
+    if num_devices < 1 or num_devices % devices_per_process:
+        raise ConfigError(
+            f"{num_devices} devices don't divide into processes of {devices_per_process} devices. "
+            f"Give a multiple of {devices_per_process} devices, or another number of devices per process."
+        )
+    return num_devices // devices_per_process
 
 
 def verify_started(environment: ClusterEnvironment, num_nodes: int | None = None) -> None:

@@ -47,7 +47,9 @@ def _refuse_alone(rank: int, place: str, other: int, where: str) -> NoReturn:
 class RankCoordinator:
     """Connects this rank to the others during one run of a trainer, by a store of the run that all ranks share."""
 
-    def __init__(self, environment: ClusterEnvironment, timeout_s: float, num_nodes: int) -> None:
+    def __init__(
+        self, environment: ClusterEnvironment, timeout_s: float, num_nodes: int, devices: Sequence[torch.device]
+    ) -> None:
         global _num_runs
         rank, num_ranks = environment.global_rank(), environment.world_size()
         _num_runs += 1
@@ -55,7 +57,7 @@ class RankCoordinator:
         store = signed(PrefixStore(f"run/{_num_runs}", self.root_store), f"run/{_num_runs}", attempt())
         self.barrier = Barrier(store, rank, num_ranks, timeout_s, lambda other: self.heartbeat.where(other))
         self.barrier.join(SecretCheck(self.root_store, rank, [0] if rank else range(1, num_ranks)))
-        self.stop_agreement = StopAgreement(rank, num_ranks, store)
+        self.stop_agreement = StopAgreement(rank, num_ranks, store, timeout_s, devices)
         self.heartbeat = HeartbeatMonitor(store, rank, num_ranks, self.stop_agreement, timeout_s)
         self.heartbeat.start()
 
@@ -103,7 +105,7 @@ class RankGroup:
         """
         self.failed, self.stop_signal, self.devices = False, None, devices
         self._verified.clear()
-        self.coordinator = RankCoordinator(environment, self.timeout_s, num_nodes)
+        self.coordinator = RankCoordinator(environment, self.timeout_s, num_nodes, devices)
         if not dist.is_initialized():
             dist.init_process_group(
                 backend,
@@ -135,7 +137,7 @@ class RankGroup:
             return  # it is ending, and its error says why; others may have been told so by now, and sent the signal
         if self.coordinator is None or self.trainer is None or self.trainer.state.fn != TrainerFn.FITTING:
             raise SIGTERMException
-        self.coordinator.stop_agreement.request(signum)
+        self._stopping.request(signum)
 
     def agree_to_stop(self, received: bool) -> bool:
         """Whether all ranks stop now, after a signal to any of them; called before every micro-batch once it is armed.
@@ -147,12 +149,21 @@ class RankGroup:
             The same answer on all ranks at the same optimizer step. Nothing is communicated unless a stop was
             requested.
         """
-        assert self.coordinator is not None
-        assert self.trainer is not None
-        stopping = self.coordinator.stop_agreement
-        stops = stopping.agreed(received, self.trainer.global_step, self.devices)
-        self.stop_signal = stopping.signal if stops else None
+        return self._stopped(self._stopping.agreed(received, self._num_steps))
+
+    def _stopped(self, stops: bool) -> bool:
+        self.stop_signal = self._stopping.signal if stops else None
         return stops
+
+    @property
+    def _stopping(self) -> StopAgreement:
+        assert self.coordinator is not None
+        return self.coordinator.stop_agreement
+
+    @property
+    def _num_steps(self) -> int:
+        assert self.trainer is not None
+        return self.trainer.global_step
 
     def agree_to_stop_validation(self, received: bool, number: int, num_batches: int, ended: bool) -> bool:
         """Whether all ranks stop within a validation, after a signal to any of them; called after each of its batches.
@@ -166,12 +177,10 @@ class RankGroup:
         Returns:
             The same answer on all ranks once they have ended or stopped.
         """
-        assert self.coordinator is not None
-        stopping, stretch = self.coordinator.stop_agreement, f"validation {number}"
-        stops = stopping.agreed(received, num_batches, self.devices, stretch)
+        stopping, stretch = self._stopping, f"validation {number}"
+        stops = stopping.agreed(received, num_batches, stretch)
         if stops or ended:
-            stops = stopping.any_stopped(stops and not ended, num_batches, stretch, self.timeout_s)
-            self.stop_signal = stopping.signal if stops else None
+            stops = self._stopped(stopping.any_stopped(stops and not ended, num_batches, stretch))
         return stops
 
     def agree_to_end(self, wished: bool, at_once: bool) -> bool:
@@ -185,11 +194,9 @@ class RankGroup:
         Returns:
             The same answer on all ranks.
         """
-        assert self.coordinator is not None
-        assert self.trainer is not None
-        stopping = self.coordinator.stop_agreement
+        stopping = self._stopping
         if not at_once:
-            return stopping.ends(wished, self.trainer.global_step, self.devices, self.timeout_s)
+            return stopping.ends(wished, self._num_steps)
         ends = any(gather_objects(wished or stopping.is_ending))
         if ends:
             stopping.have_ended()
@@ -199,10 +206,8 @@ class RankGroup:
 
     def skip_rest(self, batch_idx: int) -> None:
         """Skip the rest of the epoch from a batch on, as all ranks must."""
-        assert self.coordinator is not None
         assert self.trainer is not None
-        where = f"in batch {batch_idx} of epoch {self.trainer.current_epoch}"
-        self.coordinator.stop_agreement.skip(where, self.timeout_s)
+        self._stopping.skip(f"in batch {batch_idx} of epoch {self.trainer.current_epoch}")
 
     def mean(self, local: Tensor | float) -> Tensor:
         """Compute the mean of a number over the ranks, as DDP does with gradients.

@@ -10,9 +10,6 @@ from torch import Tensor
 SMALL_BYTES = 2**12
 """Bytes of a pickled object that travel with its size; ranks whose objects have no more exchange them at once."""
 
-BROADCAST_BYTES = 2**14
-"""The same for an object that one rank sends; the states of random generators have 12 KB."""
-
 
 def backend_for(backend: str | None, device: torch.device) -> str:
     """Choose the communication backend of a device, which can always send CPU tensors, too.
@@ -46,9 +43,10 @@ def gather_objects(value: Any, group: Any = None, only_first: bool = False) -> l
         only_first: whether only rank 0 receives them; the list is empty on the others.
     """
     device, pickled = _device_of(group), pickle.dumps(value)
-    all_small = gather_rows(_beginning(pickled, SMALL_BYTES).to(device), group)
+    beginning = len(pickled).to_bytes(8, "little") + pickled[:SMALL_BYTES].ljust(SMALL_BYTES)
+    all_small = gather_rows(torch.frombuffer(bytearray(beginning), dtype=torch.uint8).to(device), group)
     received = [small.tobytes() for small in all_small.cpu().numpy()]
-    sizes = [_size(small) for small in received]
+    sizes = [int.from_bytes(small[:8], "little") for small in received]
     receives = not only_first or dist.get_rank() == 0
     if max(sizes) <= SMALL_BYTES:
         return [pickle.loads(small[8:]) for small in received] if receives else []
@@ -89,33 +87,13 @@ def broadcast_object(value: Any, src: int = 0) -> Any:
     Returns:
         The value; on rank `src` the object itself.
     """
-    is_source, device = dist.get_rank() == src, _device_of(None)
-    pickled = pickle.dumps(value) if is_source else b""
-    small = _beginning(pickled, BROADCAST_BYTES).to(device)
-    dist.broadcast(small, src)
-    received = small.cpu().numpy().tobytes()
-    if (size := _size(received)) > BROADCAST_BYTES:
-        whole = _tensor(pickled or bytes(size)).to(device)
-        dist.broadcast(whole, src)
-        received = received[:8] + whole.cpu().numpy().tobytes()
-    return value if is_source else pickle.loads(received[8:])
+    values = [value]
+    dist.broadcast_object_list(values, src, device=_device_of(None))
+    return value if dist.get_rank() == src else values[0]
 
 
 def _device_of(group: Any) -> torch.device | None:
     return torch.device("cpu") if sends_cpu_tensors(group) else torch.accelerator.current_accelerator()
-
-
-def _tensor(content: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(content), dtype=torch.uint8)
-
-
-def _beginning(pickled: bytes, num_bytes: int) -> Tensor:
-    """The size of a pickled object, and its first bytes, of shape (8 + num_bytes,) and type uint8."""
-    return _tensor(len(pickled).to_bytes(8, "little") + pickled[:num_bytes].ljust(num_bytes))
-
-
-def _size(beginning: bytes) -> int:
-    return int.from_bytes(beginning[:8], "little")
 
 
 def gather_on_first(value: Any) -> list[Any] | None:

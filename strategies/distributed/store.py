@@ -60,17 +60,14 @@ def base_store(environment: ClusterEnvironment, timeout_s: float, num_nodes: int
                 "machines, and let the network keep others out (docs/ddp.md).",
                 environment.main_address, environment.main_port, SECRET,
             )  # fmt: skip
-        os.environ["MASTER_ADDR"] = environment.main_address
-        os.environ["MASTER_PORT"] = str(environment.main_port)
-        timeout = timedelta(seconds=timeout_s)
-        store: Any = open_store(environment.main_address, environment.main_port, rank, timeout)
-        announce(_of_attempt(store), rank)
         place = (environment.main_address, environment.main_port)
+        os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = place[0], str(place[1])
+        store: Any = _open_store(*place, rank, timeout_s)
+        announce(_of_attempt(store), rank)
         watch = StoreWatch(store.clone(), *place, timeout_s)
         watch.start()
         _STORES[rank, num_ranks], _WATCHES[rank, num_ranks] = store, watch
-    watch = _WATCHES.get((rank, num_ranks))
-    if watch is not None:
+    if (watch := _WATCHES.get((rank, num_ranks))) is not None:
         watch.deadline_s = min(watch.deadline_s, timeout_s)
     return _STORES[rank, num_ranks]
 
@@ -159,23 +156,16 @@ class RankError(RuntimeError):
     """Raised when ranks can't continue together; the message names the rank at fault and where it is."""
 
 
-def open_store(address: str, port: int, rank: int, timeout: timedelta) -> Store:
-    """Connect to the store that all ranks share; rank 0 hosts it unless the launcher does.
-
-    Args:
-        timeout: limit for connecting.
-
-    Raises:
-        RankError: the host can't be reached.
-    """
-    hosted_by_agent = is_hosted_by_agent()
-    is_host = rank == 0 and not hosted_by_agent
+def _open_store(address: str, port: int, rank: int, timeout_s: float) -> Store:
+    """Connect to the store that all ranks share; rank 0 hosts it unless the launcher does."""
+    by_agent = is_hosted_by_agent()
+    limit = timedelta(seconds=timeout_s)
     try:
-        return TCPStore(address, port, None, is_host, timeout, wait_for_workers=False, multi_tenant=True)
+        return TCPStore(address, port, None, not (rank or by_agent), limit, wait_for_workers=False, multi_tenant=True)
     except Exception as exc:  # torch's DistNetworkError, DistStoreError, and plain RuntimeError
         raise RankError(
-            f"rank {rank} could not reach {'the launcher' if hosted_by_agent else 'rank 0'} at {address}:{port} within "
-            f"{timeout.total_seconds():g} s. Check that it is running and that the network allows this port."
+            f"rank {rank} could not reach {'the launcher' if by_agent else 'rank 0'} at {address}:{port} within "
+            f"{timeout_s:g} s. Check that it is running and that the network allows this port."
         ) from exc
 
 

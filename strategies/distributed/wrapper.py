@@ -1,8 +1,8 @@
-"""Work with torch's DistributedDataParallel wrapper: run a step inside its forward, give it finished gradients,
-and track the parameters that it reduces.
+"""Work with torch's DistributedDataParallel wrapper: run a step inside its forward, have it expect gradients, and track
+the parameters that it reduces.
 
-DDP's reducer fires during backward, whenever a parameter's gradient is accumulated. If a process sums gradients first
-(over micro-batches), they are passed on afterwards in one backward pass that does nothing else.
+DDP's reducer fires during backward, whenever a parameter's gradient is accumulated. A process that runs the backward
+passes of replicas has it expect the sums that reach the parameters at their end.
 
 The wrapper reduces the parameters that required gradients when it was created. A parameter unfrozen later would be
 trained by each rank separately, and the wrapper would wait for one frozen later.
@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from pytorch_lightning.overrides.distributed import prepare_for_backward
 from torch import Tensor, nn
-from torch.distributed.utils import _sync_module_states
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -25,26 +24,10 @@ _IS_TRAINED = attrgetter("requires_grad")
 
 def expect_gradients(model: DistributedDataParallel, parameters: Sequence[Tensor]) -> None:
     """Have the wrapper reduce, from now on in a backward pass, the gradients that reach these parameters."""
-    reached = None
     with torch.enable_grad(), warnings.catch_warnings():
-        if model.find_unused_parameters:  # it looks for them in a graph, and tells if it finds none
-            warnings.simplefilter("ignore")
-            reached = _FinishedGradients.apply([], *parameters)
+        warnings.simplefilter("ignore")  # where it looks for unused parameters, it tells if it finds none
+        reached = [p.view_as(p) for p in parameters] if model.find_unused_parameters else None
         prepare_for_backward(model, reached)
-
-
-class _FinishedGradients(torch.autograd.Function):
-    """Passes finished gradients to the parameters in a backward pass, where DDP's reducer expects them."""
-
-    @staticmethod
-    def forward(ctx: Any, gradients: list[Tensor], *parameters: Tensor) -> Tensor:
-        ctx.gradients = gradients
-        return parameters[0].new_zeros(())
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        gradients, ctx.gradients = ctx.gradients, None  # no longer held here, so they need not be copied
-        return (None, *gradients)
 
 
 def verify_reduced(model: DistributedDataParallel) -> None:
@@ -118,13 +101,6 @@ class ReducedParameters:
         known = {id(parameter) for parameter in self._parameters}
         groups = (group["params"] for optimizer in optimizers for group in optimizer.param_groups)
         return any(id(parameter) not in known for group in groups for parameter in group)
-
-
-def give_weights(wrapper: DistributedDataParallel) -> None:
-    """Give all ranks rank 0's parameters and buffers, as the wrapper does by itself with `init_sync`."""
-    inside: Any = wrapper
-    size, group = inside.broadcast_bucket_size, inside.process_group
-    _sync_module_states(wrapper.module, group, size, 0, wrapper.parameters_to_ignore)
 
 
 def unwrap(wrapper: DistributedDataParallel) -> nn.Module:

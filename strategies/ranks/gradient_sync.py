@@ -23,7 +23,6 @@ from ..distributed.wrapper import (
     ReducedParameters,
     expect_gradients,
     forward_through,
-    give_weights,
     unwrap,
     verify_reduced,
 )
@@ -91,7 +90,6 @@ class GradientSync:
         wrap()
         wrapper = self._wrapper
         assert wrapper is not None
-        give_weights(wrapper)
         if self._hook is not None:
             wrapper.register_comm_hook(*self._hook())
         self._is_new = self._hook is None and are_small([parameter for _, parameter in self._trained.reduced])

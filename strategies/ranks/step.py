@@ -58,6 +58,8 @@ class RankStep(StepContract):
         """Computes the values of metrics over all ranks; None outside a run."""
         self._weighs_in_loop = False
         self._evaluation_loop: Any = None
+        self._has_evaluated = False
+        """Whether this pass is an evaluation that has run a step."""
         self._num_evaluated: Counter[int] = Counter()
         self._loader = 0
         self._trainer: pl.Trainer
@@ -78,7 +80,8 @@ class RankStep(StepContract):
     def begin_pass(self, evaluation: Any) -> None:
         """Begin a pass over loaders, refusing an evaluation that ranks would not read side by side."""
         assert self.metrics is not None
-        self.metrics.begin_pass(self._module)
+        self.metrics.sync.begin_pass(self._module)
+        self._has_evaluated = False
         self._evaluation_loop = evaluation
         self._num_evaluated.clear()
         combined = getattr(evaluation, "_combined_loader", None)
@@ -124,25 +127,22 @@ class RankStep(StepContract):
         shares.begin_batch(combined, dataloader_idx, trains)
         assert metrics is not None
         metrics.steps.begin_batch(shares.is_part, shares.counts)
-        if not trains:
-            self._begin_evaluated(combined, dataloader_idx)
+        step = 0 if trains else self._begin_evaluated(combined, dataloader_idx)
         if not trains and not shares.counts:  # the rank only joins in what the steps of others need
             return
-        metrics.has_evaluated = not trains
-        if not metrics.sync.watched:
-            return
-        num_trained: Any = trainer.fit_loop.epoch_loop.batch_progress.total.ready
-        if trains:
-            metrics.begin_training_batch(num_trained + 1)  # Lightning counts it after this
-        else:
-            places = positions(combined.flattened[dataloader_idx])
-            metrics.begin_evaluated_batch(num_trained, dataloader_idx, places, self._strategy.world_size)
+        self._has_evaluated = not trains
+        if metrics.sync.watched:
+            num_trained: Any = trainer.fit_loop.epoch_loop.batch_progress.total.ready
+            # Lightning counts a training batch after this
+            metrics.sync.begin_batch((num_trained + 1, 0, 0) if trains else (num_trained, dataloader_idx, step))
 
-    def _begin_evaluated(self, combined: Any, loader: int) -> None:
+    def _begin_evaluated(self, combined: Any, loader: int) -> int:
+        """Learn which global batch of a loader is next, and return its number; -1 if the order of ranks is unknown."""
         number, shares, places = self._num_evaluated[loader], self.shares, positions(combined.flattened[loader])
         self._num_evaluated[loader] += shares.counts
         step = number if places is None or not shares.counts else places[number] // self._strategy.world_size
         self._strategy.structures.lists.begin_batch((loader, step), 1.0 if shares.num is None else shares.num)
+        return -1 if places is None else step
 
     def runs_for_others(self) -> bool:
         """Whether a step of the module runs on samples of other ranks, as this one has none.
@@ -286,8 +286,7 @@ class RankStep(StepContract):
 
     def end_validation(self) -> None:
         """Learn that a validation has ended."""
-        assert self.metrics is not None
-        if not self.metrics.has_evaluated:
+        if not self._has_evaluated:
             recompute_weights(self._module)
 
     @override

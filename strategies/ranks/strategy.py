@@ -35,8 +35,7 @@ from ..core.options import Positive, checked
 from ..core.rng import seed_rank
 from ..core.types import Batch
 from ..data.loaders import BatchSizeIs, LoaderRole, RankLoaders, merge_predictions
-from ..distributed.device_blocks import num_processes, own_devices, verify_one_type
-from ..distributed.environment import kubeflow
+from ..distributed.environment import kubeflow, num_processes
 from ..distributed.group import RankGroup
 from ..distributed.objects import backend_for, broadcast_object, gather_objects, gather_on_first
 from ..distributed.options import verified_options, verify_backend, verify_static
@@ -127,17 +126,13 @@ class RankStrategy(pl_strategies.DDPStrategy):
         self._syncs_batchnorm = sync_batchnorm
         self._manages_samples = True
         self._num_ranks: int | None = None
-        self._deciders = Deciders(self._agree)
+        self._deciders = Deciders(self.contract.agree)
         self._loaders: RankLoaders | None = None
         self._cut_states = CutStates()
 
     @classmethod
     def count_processes(cls, num_devices: int, **options: Any) -> int:
-        """Count the processes of a node: its devices by those of a process.
-
-        Raises:
-            ConfigError: the devices don't divide into processes.
-        """
+        """Count the processes of a node, as `num_processes` does."""
         return num_processes(num_devices, options.get(*cls.size_option))
 
     @property
@@ -149,7 +144,8 @@ class RankStrategy(pl_strategies.DDPStrategy):
     def process_devices(self) -> list[torch.device]:
         """The devices of this process, the root device first."""
         assert self.parallel_devices is not None, "the trainer sets the devices"
-        return own_devices(self.parallel_devices, self.local_rank, self.devices_per_process)
+        first = self.local_rank * self.devices_per_process
+        return self.parallel_devices[first : first + self.devices_per_process]
 
     @property
     @override
@@ -340,13 +336,22 @@ class RankStrategy(pl_strategies.DDPStrategy):
         """Refuse what torch's DDP can't do with the devices of a process."""
         module, name, cut = trainer.lightning_module, self.strategy_name, self.layout.cut_by
         if self.stage_options is not None:
-            verify_one_type(self.process_devices, name)
+            self._verify_one_type()
         if self._ddp_kwargs.get("static_graph"):
             verify_static(module, cut, name)
         if self.recompute.is_on:
             verify_threads(self.process_devices, None if self.stage_options is None else False, name)
         if cut and trainer.state.fn == TrainerFn.FITTING:
             verify_whole_batch(module, self._syncs_batchnorm, f"{name}: {cut}", f"{cut.partition('=')[0]}=1")
+
+    def _verify_one_type(self) -> None:
+        devices = self.process_devices
+        if len({device.type for device in devices}) > 1:
+            raise ConfigError(
+                f"{self.strategy_name}: the stages of a process are on {', '.join(map(str, devices))}, but DDP "
+                "averages gradients on devices of one type only. Give each process GPUs or CPUs alone, or choose "
+                "strategy=model_parallel."
+            )
 
     def sync_layers(self) -> None:
         """Have BatchNorm layers synchronize, if that was asked for."""
@@ -380,12 +385,7 @@ class RankStrategy(pl_strategies.DDPStrategy):
 
     @override
     def configure_ddp(self) -> None:
-        # `GradientSync.wrap` gives all ranks the same weights, and names what differs
-        given, self._ddp_kwargs = self._ddp_kwargs, {**self._ddp_kwargs, "init_sync": False}
-        try:
-            self.sync.wrap(super().configure_ddp)
-        finally:
-            self._ddp_kwargs = given
+        self.sync.wrap(super().configure_ddp)
 
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
@@ -440,14 +440,7 @@ class RankStrategy(pl_strategies.DDPStrategy):
     @override
     def batch_to_device(self, batch: Batch, device: torch.device | None = None, dataloader_idx: int = 0) -> Batch:
         self.contract.begin_batch(dataloader_idx)
-        return self.moved(batch, device, dataloader_idx)
-
-    def moved(self, batch: Batch, device: torch.device | None = None, dataloader_idx: int = 0) -> Batch:
-        """Move a batch that is not the loop's next one."""
         return super().batch_to_device(batch, device or self.layout.meeting_device, dataloader_idx)
-
-    def _agree(self, value: Any) -> Any:
-        return self.contract.agree(value)
 
     @override
     def on_train_start(self) -> None:

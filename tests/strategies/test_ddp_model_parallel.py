@@ -126,6 +126,8 @@ def test_each_rank_owns_its_block(num_devices: int, size: int, blocks: list[list
 def test_indivisible_devices_are_refused_with_both_numbers() -> None:
     with pytest.raises(ConfigError, match="7 devices don't divide into processes of 2 devices"):
         DDPModelParallelStrategy.count_processes(7, model_parallel_size=2, num_microbatches=4)
+    with pytest.raises(ConfigError, match="1 devices don't divide into processes of 2 devices"):
+        DDPModelParallelStrategy.count_processes(1)
     assert DDPModelParallelStrategy.count_processes(8, model_parallel_size=2, timeout_s=3) == 4
     assert DDPModelParallelStrategy.count_processes(8) == 4
     with pytest.raises(ConfigError, match="3 devices don't divide into processes of 2 devices"):

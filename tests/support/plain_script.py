@@ -47,6 +47,13 @@ class Line(pl.LightningModule):
             os.kill(os.getpid(), signal.SIGSTOP)
         if "busy" in sys.argv and self.trainer.global_step == 5:
             time.sleep(600) if self.global_rank == 0 else os.kill(os.getpid(), signal.SIGKILL)
+        if "orphan" in sys.argv and self.global_rank == 1 and self.trainer.global_step == 3:
+            if child := os.fork():
+                Path(f"{sys.argv[1]}.child").write_text(str(child))
+                os.kill(os.getpid(), signal.SIGKILL)
+            os.closerange(0, 3)  # the script's outputs; it keeps what else a rank has, as a data worker does
+            time.sleep(100)
+            os._exit(0)
         if "long" in sys.argv and self.trainer.global_step == 20:
             Path(f"{sys.argv[1]}.rank{self.global_rank}").write_text(str(os.getpid()))
         return (self.layer(batch[0]) - 3 * batch[0]).square().mean()

@@ -19,7 +19,7 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from ...strategies.core.errors import ConfigError
-from ...strategies.distributed.metrics.saved import SavedMetric, combined_states
+from ...strategies.distributed.metrics.states import SavedMetric, combined_states
 from ..logging.series import on_other_ranks
 
 State = dict[str, Any]

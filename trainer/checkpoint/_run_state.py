@@ -25,8 +25,7 @@ from torchmetrics import Metric
 from ...strategies.batch.run_structures import RunStructures
 from ...strategies.core import rng
 from ...strategies.core.module_checks import is_metric
-from ...strategies.distributed.metrics.saved import SavedMetric
-from ...strategies.distributed.metrics.states import Mark
+from ...strategies.distributed.metrics.states import Mark, SavedMetric
 from ...strategies.distributed.metrics.sync import MetricSync
 from ...strategies.registry import contract_of, process_devices, ranks_of
 from ...strategies.sharding.whole import map_tensors

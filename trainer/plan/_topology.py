@@ -10,7 +10,7 @@ from ...strategies import ConfigError, SingleDeviceStrategy
 from ...strategies.balanced_dp import BalancedDataParallelStrategy
 from ...strategies.batch.policies import Even, Policy
 from ...strategies.core.device_names import ALLOWED, accelerator_type, num_available
-from ...strategies.distributed.device_blocks import num_processes
+from ...strategies.distributed.environment import num_processes
 from ...strategies.dp import DataParallelStrategy
 from ...strategies.fsdp import FSDPStrategy
 from ...strategies.model_parallel import ModelParallelStrategy

@@ -11,7 +11,7 @@ What a hook gives, outside of a step, is one device's if all ranks give the same
 another metric). It counts once; whether it is the same shows where the ranks' states are combined.
 """
 
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from functools import partial
 from numbers import Integral, Number
 from threading import RLock
@@ -43,46 +43,42 @@ class PartNumbers:
 
     def __init__(self, part: Callable[[], tuple[float, bool] | None], hook: Callable[[], str]) -> None:
         self._part, self._hook = part, hook
-        self._replaced: list[tuple[type[Metric], _Update]] = []
         self._lock = RLock()  # micro-batches may run in threads
 
-    def start(self, kinds: Iterable[type[Metric]]) -> None:
-        """Weigh the numbers that metrics of some classes are given."""
+    def methods(self, kinds: Iterable[type[Metric]]) -> Iterator[tuple[type[Metric], str, Any]]:
+        """Yield what takes the place of `update` of aggregators: the class, the method's name and the method."""
         for kind in kinds:
             if BaseAggregator in kind.__mro__ and "update" in vars(
                 kind
             ):  # `issubclass` of an ABC takes ten times as long
-                update = _Update(kind.update, self._update)
-                self._replaced.append((kind, update))
-                setattr(kind, "update", update)  # noqa: B010
-
-    def end(self) -> None:
-        """Restore the metrics' own method."""
-        for kind, update in self._replaced:
-            setattr(kind, "update", update.own)  # noqa: B010
-        self._replaced.clear()
+                yield kind, "update", _Update(kind.update, self._update)
 
     def _update(self, metric: BaseAggregator, update: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         given = [*args, *kwargs.values()]
         kinds: set[str] = vars(metric).setdefault(GIVEN, set())
+        weight = None
         if not _is_number(given[0]):
             kinds.add("sample")
+        elif len(given) == 1:  # a weight that is given is that of the part
+            weight = self._weight(metric, given[0], kinds)
+        if weight is None:
             update(*args, **kwargs)
             return
-        if len(given) > 1:  # a weight that is given is that of the part
-            update(*args, **kwargs)
-            return
-        part, hook, adds = self._part(), self._hook(), isinstance(metric, SumMetric) and not _is_fraction(given[0])
+        assert isinstance(metric, MeanMetric)
+        with self._lock:
+            _add_part(metric, partial(update, *args, **kwargs), weight)
+
+    def _weight(self, metric: BaseAggregator, number: Any, kinds: set[str]) -> float | None:
+        """What a number counts for, and note what it is; None for one that counts as it is."""
+        part, hook, adds = self._part(), self._hook(), isinstance(metric, SumMetric) and not _is_fraction(number)
         if hook == "epoch" or (hook and not adds and not isinstance(metric, MeanMetric)):
             kinds.add("count" if adds else "whole")
-            update(*args, **kwargs)
-        elif part is None or not (hook or part[0]) or (part[1] and "sample" in kinds):  # undone, or one value, squeezed
-            update(*args, **kwargs)
-        elif isinstance(metric, MeanMetric):
-            kinds.add("number")
-            with self._lock:
-                _add_part(metric, partial(update, *args, **kwargs), part[0])
-        elif not adds:
+            return None
+        if adds or part is None or not (hook or part[0]):  # counts add up; a rank without samples undoes its step
+            return None
+        if part[1] and "sample" in kinds:  # one value, squeezed
+            return None
+        if not isinstance(metric, MeanMetric):
             name = type(metric).__name__
             raise ConfigError(
                 f"{name} was given one number for the samples that this rank has of a batch, of which the number for "
@@ -90,8 +86,8 @@ class PartNumbers:
                 "one value per sample, log the number with self.log(name, number, reduce_fx=...), or update the "
                 "metric in an epoch hook."
             )
-        else:
-            update(*args, **kwargs)  # counts add up
+        kinds.add("number")
+        return part[0]
 
 
 class _Update:
@@ -150,7 +146,7 @@ def verify_whole(metric: Metric, ranks: Sequence[Sent]) -> Sequence[Sent]:
     kinds = {kind for rank in ranks for kind in rank.given}
     if not kinds & {"whole", "count"} or not any(rank.num_updates for rank in ranks):
         return ranks
-    values = [[part.value for part in rank.parts] for rank in ranks]
+    values = [[value for pieces in rank.states.values() for _, value in pieces] for rank in ranks]
     are_alike = all(_are_alike(values[0], others) for others in values[1:])
     if are_alike and kinds == {"whole"}:
         return ranks[:1]

@@ -1,12 +1,16 @@
-"""States of torchmetrics metrics as ranks send them, and how they are combined."""
+"""States of torchmetrics metrics as ranks send and save them, and how they are combined."""
 
-from collections.abc import Callable, Iterator, Sequence, Set
-from typing import Any, NamedTuple, TypeAlias
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
+from lightning_fabric.utilities import move_data_to_device
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torchmetrics import Metric
-from torchmetrics.utilities import dim_zero_cat, dim_zero_mean
+from torchmetrics.utilities import dim_zero_cat, dim_zero_max, dim_zero_mean, dim_zero_min, dim_zero_sum
+from torchmetrics.wrappers import Running
 
 from ...core.errors import ConfigError
 
@@ -16,18 +20,15 @@ Place: TypeAlias = tuple[int, ...]
 BEFORE: Place = ()
 """Place of what a metric held before its first recorded batch."""
 
+Pieces: TypeAlias = list[tuple[Place, Any]]
+"""One state of a metric by batch: elements of a list, slices of a growing tensor, or the whole state."""
 
-class Part(NamedTuple):
-    """A part of one state of a metric.
 
-    Args:
-        place: the global batch it belongs to.
-        value: an element of a list state, a slice of a growing tensor, or the whole state.
-    """
+class Mark(NamedTuple):
+    """Sizes of a metric's growing states before a batch."""
 
-    state: str
     place: Place
-    value: Any
+    sizes: dict[str, int]
 
 
 class Sent(NamedTuple):
@@ -39,15 +40,61 @@ class Sent(NamedTuple):
 
     kind: str
     num_updates: int
-    parts: list[Part]
+    states: Mapping[str, Pieces]
     given: Set[str] = frozenset()
 
+    @classmethod
+    def of(cls, metric: Metric, marks: Sequence[Mark] = (), given: Set[str] = frozenset()) -> "Sent":
+        """Cut what a metric has accumulated into the pieces of each batch."""
+        states = {name: pieces(metric, name, getattr(metric, name), marks) for name in metric._reductions}
+        return cls(type(metric).__name__, metric._update_count, states, given)
 
-class Mark(NamedTuple):
-    """Sizes of a metric's growing states before a batch."""
+    def to(self, device: torch.device) -> "Sent":
+        """Copy tensors to a device: a slice would be sent with all of its storage."""
+        return self._replace(
+            states={name: [(at, _copied(v, device)) for at, v in own] for name, own in self.states.items()}
+        )
 
-    place: Place
-    sizes: dict[str, int]
+
+class SavedMetric(NamedTuple):
+    """What a metric of one rank has accumulated, in a checkpoint.
+
+    Args:
+        marks: the batches that its growing states come from.
+    """
+
+    states: Mapping[str, Any]
+    num_updates: int
+    marks: Sequence[Mark] = ()
+
+    @classmethod
+    def of(cls, metric: Metric, marks: Sequence[Mark]) -> "SavedMetric":
+        """Copy what a metric has accumulated to the CPU."""
+        num = metric._num_vals_seen if isinstance(metric, Running) else metric._update_count
+        return cls(_moved(metric.metric_state, torch.device("cpu")), num, marks)
+
+    def give(self, metric: Metric) -> None:
+        """Let a metric go on from here."""
+        for name, state in _moved(self.states, metric.device).items():
+            setattr(metric, name, state)
+        setattr(metric, "_num_vals_seen" if isinstance(metric, Running) else "_update_count", self.num_updates)
+
+    @classmethod
+    def read(cls, saved: Mapping[str, Any]) -> "SavedMetric":
+        """Read what `to_dict` returned."""
+        return cls(saved["states"], saved["num_updates"], [Mark(*mark) for mark in saved["marks"]])
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data."""
+        return {**self._asdict(), "marks": [tuple(mark) for mark in self.marks]}
+
+
+def _moved(states: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+    return move_data_to_device(apply_to_collection(dict(states), Tensor, Tensor.detach), device)
+
+
+def _copied(value: Any, device: torch.device) -> Any:
+    return value.detach().to(device, copy=True) if isinstance(value, Tensor) else value
 
 
 def growing(metric: Metric) -> list[str]:
@@ -56,21 +103,12 @@ def growing(metric: Metric) -> list[str]:
     return [name for name in names if isinstance(names[name], list) or metric._reductions[name] is dim_zero_cat]
 
 
-def parts_by_batch(metric: Metric, marks: Sequence[Mark]) -> list[Part]:
-    """Cut a metric's states into the parts of each batch."""
-    return [part for name in metric._reductions for part in _cut(metric, name, marks)]
-
-
-def _cut(metric: Metric, name: str, marks: Sequence[Mark]) -> Iterator[Part]:
-    state = getattr(metric, name)
+def pieces(metric: Metric, name: str, state: Any, marks: Sequence[Mark]) -> Pieces:
+    """Cut a state of a metric into the pieces of each batch."""
     if name not in growing(metric) or (isinstance(state, Tensor) and not state.dim()):
-        yield Part(name, BEFORE, state)
-        return
-    for place, start, end in ranges(marks, name, len(state)):
-        if isinstance(state, Tensor):
-            yield Part(name, place, state[start:end])
-        else:
-            yield from (Part(name, place, element) for element in state[start:end])
+        return [(BEFORE, state)]
+    cut = [(place, state[start:end]) for place, start, end in ranges(marks, name, len(state))]
+    return cut if isinstance(state, Tensor) else [(place, element) for place, part in cut for element in part]
 
 
 def ranges(marks: Sequence[Mark], name: str, size: int) -> Iterator[tuple[Place, int, int]]:
@@ -81,50 +119,74 @@ def ranges(marks: Sequence[Mark], name: str, size: int) -> Iterator[tuple[Place,
     yield from zip([BEFORE, *(mark.place for mark in marks)], starts, [*starts[1:], size], strict=True)
 
 
-def moved(sent: Sent, device: torch.device) -> Sent:
-    """Copy the tensors that a rank sends to a device: a slice would be sent with all of its storage."""
-    parts = [
-        part._replace(value=part.value.detach().to(device, copy=True)) if isinstance(part.value, Tensor) else part
-        for part in sent.parts
-    ]
-    return sent._replace(parts=parts)
+def combine(metric: Metric, ranks: Sequence[Sent]) -> None:
+    """Replace a metric's states by those of all ranks together."""
+    reductions: dict[str, Any] = metric._reductions
+    for name, reduction in reductions.items():
+        setattr(metric, name, _combined(metric, name, reduction, ranks))
 
 
-def metric_classes() -> set[type[Metric]]:
-    """Return all classes of metrics of this process, `Metric` included."""
-    found: set[type[Metric]] = set()
-    left = [Metric]
-    while left:
-        kind = left.pop()
-        if kind not in found:
-            found.add(kind)
-            left += kind.__subclasses__()
-    return found
-
-
-def combined(metric: Metric, name: str, reduction: Callable[..., Any] | None, ranks: Sequence[Sent]) -> Any:
-    """Combine the ranks' parts of one state."""
+def _combined(metric: Metric, name: str, reduction: Callable[..., Any] | None, ranks: Sequence[Sent]) -> Any:
     default = metric._defaults[name]
-    found = [(part, rank) for rank, sent in enumerate(ranks) for part in sent.parts if part.state == name]
-    found.sort(key=lambda entry: (entry[0].place, entry[1]))
-    values = [part.value for part, _ in found]
+    found = [(place, rank, value) for rank, sent in enumerate(ranks) for place, value in sent.states.get(name, ())]
+    values = [value for _, _, value in sorted(found, key=lambda entry: entry[:2])]
     if isinstance(default, list):
         return reduction(values) if reduction is not None and values else values
     if reduction is dim_zero_cat:
         return dim_zero_cat(values)
     if len({value.shape for value in values}) > 1:  # states that take their shape from the first update
-        values = [part.value for sent in ranks if sent.num_updates for part in sent.parts if part.state == name]
+        values = [value for _, rank, value in found if ranks[rank].num_updates]
     if not values:
         return default.to(metric.device)
-    if reduction is dim_zero_mean:
-        _verify_equal(metric, name, values)
-    stacked = torch.stack(values)
-    return stacked if reduction is None else reduction(stacked)
-
-
-def _verify_equal(metric: Metric, name: str, values: list[Tensor]) -> None:
-    if not all(torch.allclose(value, values[0], rtol=0, atol=0, equal_nan=True) for value in values[1:]):
+    if reduction is dim_zero_mean and any(not _are_same(value, values[0]) for value in values):
         raise ConfigError(
             f"{type(metric).__name__}: its state {name!r} is reduced by a plain mean over ranks, which have different "
             "numbers of samples. Keep a sum and a count, each with dist_reduce_fx='sum'."
         )
+    stacked = torch.stack(values)
+    return stacked if reduction is None else reduction(stacked)
+
+
+def _are_same(one: Tensor, other: Tensor) -> bool:
+    return torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
+
+
+def combined_states(metric: Metric, ranks: Sequence[SavedMetric]) -> dict[str, Any] | None:
+    """Combine what ranks have saved to what one device would have.
+
+    Args:
+        metric: the metric, which is not changed.
+        ranks: those that updated it, in order of rank.
+
+    Returns:
+        The states by name; None if they can't be combined.
+
+    Raises:
+        ConfigError: a state is reduced by a plain mean, and the ranks have different values.
+    """
+    if isinstance(metric, Running):  # which batches are the last ones is known of ranks, not of their sum
+        return None
+    states = dict(ranks[0].states)
+    with torch.inference_mode(False), torch.no_grad():
+        if len(ranks) > 1 and type(metric).merge_state is not Metric.merge_state:
+            for rank in ranks[1:]:  # the states given are put in front
+                merged = copy.deepcopy(metric).cpu()
+                rank.give(merged)
+                merged.merge_state(states)
+                states = {name: getattr(merged, name) for name in metric._defaults}
+        elif len(ranks) > 1:
+            if not all(_is_combined(metric, name) for name in metric._defaults):
+                return None
+            cut = [{name: pieces(metric, name, rank.states[name], rank.marks) for name in states} for rank in ranks]
+            sent = [Sent("", rank.num_updates, own) for rank, own in zip(ranks, cut, strict=True)]
+            kinds = cast(dict[str, Any], metric._reductions)
+            for name, default in metric._defaults.items():  # a list goes on growing
+                kind = None if isinstance(default, list) else kinds[name]
+                states[name] = _combined(metric, name, kind, sent)
+    return states
+
+
+def _is_combined(metric: Metric, name: str) -> bool:
+    reduction: Any = metric._reductions[name]
+    known = (dim_zero_sum, dim_zero_cat, dim_zero_max, dim_zero_min, dim_zero_mean)
+    return reduction in known or (reduction is None and isinstance(metric._defaults[name], list))

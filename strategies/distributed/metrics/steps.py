@@ -1,7 +1,7 @@
 """Values of metrics for one global batch, of which each rank has updated its metric with its own part."""
 
 import warnings
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -14,7 +14,7 @@ from torchmetrics import Metric
 from ...core.errors import ConfigError
 from ...core.module_checks import metrics_of
 from ...core.no_value import NoValue, PartValues, empty_copy
-from .states import Sent, combined, moved, parts_by_batch
+from .states import Sent, combine
 
 
 class MetricSteps:
@@ -30,24 +30,18 @@ class MetricSteps:
         self._keeps: set[int] = set()
         self._copies: dict[int, tuple[Metric, Metric]] = {}
         self._open: set[int] = set()
-        self._replaced: list[tuple[type[Metric], Any]] = []
         self._is_part = self._counts = False
         self._told: set[str] = set()
         self._values = PartValues()
 
-    def start(self, kinds: Iterable[type[Metric]]) -> None:
-        """Record the calls of every metric of some classes."""
-        own = [kind for kind in kinds if "forward" in vars(kind)]
-        for kind in (kind for kind in own if not kind.__module__.startswith(("pytorch_lightning", "lightning"))):
-            forward = kind.forward
-            self._replaced.append((kind, forward))
-            setattr(kind, "forward", self._recording(forward))  # noqa: B010
+    def methods(self, kinds: Iterable[type[Metric]]) -> Iterator[tuple[type[Metric], str, Any]]:
+        """Yield what takes the place of `forward` of some classes: the class, the method's name and the method."""
+        for kind in kinds:
+            if "forward" in vars(kind) and not kind.__module__.startswith(("pytorch_lightning", "lightning")):
+                yield kind, "forward", self._recording(kind.forward)
 
-    def end(self) -> None:
-        """Restore the metrics' own methods."""
-        for kind, forward in self._replaced:
-            setattr(kind, "forward", forward)  # noqa: B010
-        self._replaced.clear()
+    def close(self) -> None:
+        """Forget the last batch, and restore the metrics' own `compute`."""
         self._values.close()
         self.begin_batch(is_part=False, counts=False)
 
@@ -100,18 +94,14 @@ class MetricSteps:
             args, kwargs = self._inputs[id(metric)]
             with torch.no_grad():
                 copy.update(*args, **kwargs)
-        parts = metrics_of(copy)
-        sent = (Sent(type(part).__name__, part._update_count, parts_by_batch(part, [])) for part in parts)
-        return [moved(one, torch.device("cpu")) for one in sent]
+        return [Sent.of(part).to(torch.device("cpu")) for part in metrics_of(copy)]
 
     def value(self, metric: Metric, ranks: Sequence[list[Sent]]) -> Any:
         """Compute the metric's value from the states of all ranks for a batch."""
         copy = self._copy(metric)
         parts = metrics_of(copy)
         for part, sent in zip(parts, zip(*ranks, strict=True), strict=True):
-            reductions: dict[str, Any] = part._reductions
-            for name, reduction in reductions.items():
-                setattr(part, name, combined(part, name, reduction, sent))
+            combine(part, sent)
             part._update_count = max(rank.num_updates for rank in sent)
             part._computed = None
         copy.to(metric.device)

@@ -27,52 +27,47 @@ from ...core.patching import replaced
 from ..objects import gather_objects
 from ..store import RankError
 from .part_numbers import GIVEN, verify_given, verify_whole
-from .states import BEFORE, Mark, Part, Place, Sent, combined, growing, moved, parts_by_batch, ranges
+from .states import BEFORE, Mark, Place, Sent, combine, growing, ranges
 
 
 class MetricSync:
-    """Replaces torchmetrics' own exchange between ranks while a run lasts."""
+    """Replaces torchmetrics' own exchange between ranks."""
 
     def __init__(self) -> None:
         self._marks: dict[int, list[Mark]] = {}
         self.watched: list[Metric] = []
         """The metrics whose states grow; without any, nothing happens at a batch."""
+        self._num_passes = 0
         self._windows: dict[int, Running] = {}
         self._counted: dict[int, Mapping[str, Any]] = {}
-        self._replaced: list[tuple[type[Metric], Any]] = []
 
-    def start(self, kinds: Iterable[type[Metric]]) -> None:
-        """Use this exchange in every metric of some classes."""
-        sync = self
+    def methods(self, kinds: Iterable[type[Metric]]) -> Iterator[tuple[type[Metric], str, Any]]:
+        """Yield what takes the place of the exchange of some classes: the class, the method's name and the method."""
+        own = Metric._sync_dist
 
         def sync_dist(metric: Metric, dist_sync_fn: Any = gather_all_tensors, process_group: Any = None) -> None:
             if dist_sync_fn is not gather_all_tensors:  # the user's own
                 own(metric, dist_sync_fn, process_group)
             else:
-                sync.combine(metric, process_group or metric.process_group)
+                self.combine(metric, process_group or metric.process_group)
 
-        own = Metric._sync_dist
         # of the other classes with an exchange of their own, compositions have no states
         for kind in [Metric, *(kind for kind in kinds if "_gather_tuple_list" in vars(kind))]:
-            self._replaced.append((kind, vars(kind).get("_sync_dist")))
-            kind._sync_dist = sync_dist  # pyright: ignore[reportAttributeAccessIssue]
+            yield kind, "_sync_dist", sync_dist
 
-    def end(self) -> None:
-        """Restore torchmetrics' own exchange."""
-        for kind, method in self._replaced:
-            kind._sync_dist = method
-        self._replaced.clear()
-
-    def watch(self, module: nn.Module) -> None:
-        """Record from now on in which batch the states of the module's metrics grow."""
+    def begin_pass(self, module: nn.Module) -> None:
+        """Record in which batch of another pass over loaders the states of the module's metrics grow."""
+        self._num_passes += 1
         metrics = metrics_of(module)
+        for metric in metrics:  # without updates on this rank it may have some on others
+            metric._computed = None
         self._windows = {id(metric.base_metric): metric for metric in metrics if isinstance(metric, Running)}
         self.watched = [metric for metric in metrics if isinstance(metric, Running) or growing(metric)]
         known = {id(metric) for metric in self.watched}
         self._marks = {key: marks for key, marks in self._marks.items() if key in known}
 
     def begin_batch(self, place: Place) -> None:
-        """Record that what metrics receive next belongs to a batch."""
+        """Record that what metrics receive next belongs to a batch of this pass."""
         for metric in self.watched:
             sizes = _sizes(metric)
             marks = self._marks.setdefault(id(metric), [])
@@ -80,7 +75,7 @@ class MetricSync:
                 marks.clear()  # the metric was reset
             if marks and sizes == marks[-1].sizes:
                 marks.pop()  # nothing came from the last batch
-            marks.append(Mark(place, sizes))
+            marks.append(Mark((self._num_passes, *place), sizes))
 
     @contextmanager
     def counting(self, metrics: Iterable[tuple[Metric, Mapping[str, Any]]]) -> Generator[None]:
@@ -104,39 +99,30 @@ class MetricSync:
         """
         window = self._windows.get(id(metric))
         own = self._own(metric, window)
-        for part in own.parts:
-            if isinstance(part.value, Tensor) and part.value.requires_grad:
-                part.value.register_hook(partial(_refuse_as_loss, own.kind))
+        for part in (value for pieces in own.states.values() for _, value in pieces):
+            if isinstance(part, Tensor) and part.requires_grad:
+                part.register_hook(partial(_refuse_as_loss, own.kind))
         ranks = _gather(own, metric.device, group)
         verify_given(own.kind, [rank.given for rank in ranks])
         ranks = verify_whole(metric, ranks)
-        if window is not None:
-            ranks = _last_batches(ranks, window)
-        reductions: dict[str, Any] = metric._reductions
-        for name, reduction in reductions.items():
-            setattr(metric, name, combined(metric, name, reduction, ranks))
+        combine(metric, ranks if window is None else _last_batches(ranks, window))
         if isinstance(metric, PearsonCorrCoef):
-            widen_deviations(metric)
+            _widen_deviations(metric)
 
     def _own(self, metric: Metric, window: Running | None) -> Sent:
         """What this rank sends of a metric: in a step that does not count, what it had before or, if reset, nothing."""
-        num, kind = metric._update_count, type(metric).__name__
-        counted = self._counted.get(id(metric), {})
-        before = counted.get("_update_count", 0)
-        if num < before or (counted and num == 1 and metric.dist_sync_on_step):
-            return Sent(kind, 0, [])
+        num, counted = metric._update_count, self._counted.get(id(metric), {})
+        if num < counted.get("_update_count", 0) or (counted and num == 1 and metric.dist_sync_on_step):
+            return Sent(type(metric).__name__, 0, {})
         with ExitStack() as stack:
             for name, value in counted.items():
                 stack.enter_context(replaced(metric, name, value))
+            sent = Sent.of(metric, self.marks_of(metric), vars(metric).get(GIVEN, frozenset()))
+            if window is None:
+                return sent
             for name, value in self._counted.get(id(window), {}).items():
                 stack.enter_context(replaced(window, name, value))
-            num, given = metric._update_count, vars(metric).get(GIVEN, frozenset())
-            return Sent(kind, num, self._parts(metric, window), given)
-
-    def _parts(self, metric: Metric, window: Running | None) -> list[Part]:
-        if window is not None:
-            return list(_window_parts(window, self.marks_of(window)))
-        return parts_by_batch(metric, self.marks_of(metric))
+            return sent._replace(states=_window_states(window, self.marks_of(window)))
 
     def marks_of(self, metric: Metric) -> list[Mark]:
         """The batches from which a metric's growing states come."""
@@ -148,7 +134,7 @@ class MetricSync:
             self._marks[id(metric)] = list(marks)
 
 
-def widen_deviations(metric: PearsonCorrCoef) -> None:
+def _widen_deviations(metric: PearsonCorrCoef) -> None:
     """Measure the largest deviations from the mean of all ranks, by which torchmetrics scales the statistics.
 
     It takes each rank's from the rank's own mean. That is 0 where a rank has equal values only, and the result NaN.
@@ -183,21 +169,22 @@ def _size(state: Any) -> int:
     return len(state) if not isinstance(state, Tensor) or state.dim() else 1
 
 
-def _window_parts(window: Running, marks: list[Mark]) -> Iterator[Part]:
-    """Yield the states of the last updates that a running window holds, each with its batch."""
-    seen = window._num_vals_seen
+def _window_states(window: Running, marks: list[Mark]) -> dict[str, list[tuple[Place, Any]]]:
+    """The states of the last updates that a running window holds, each with its batch."""
+    seen, base = window._num_vals_seen, window.base_metric
+    states: dict[str, list[tuple[Place, Any]]] = {name: [] for name in base._defaults}
     for place, start, end in ranges(marks, "", seen):
         for number in range(max(start, seen - window.window), end):
             if place == BEFORE or place[-1] < 0:
                 raise ConfigError(
-                    f"Running({type(window.base_metric).__name__}): the order of batches over ranks is unknown here. "
+                    f"Running({type(base).__name__}): the order of batches over ranks is unknown here. "
                     "Make the metric an attribute of the module, and update it in its steps; loaders without a "
                     "sampler need strategy.batch_size_is=global."
                 )
-            for name in window.base_metric._defaults:
+            for name, pieces in states.items():
                 slot = getattr(window, f"{name}_{number % window.window}")
-                for value in slot if isinstance(slot, list) else [slot]:
-                    yield Part(name, (*place, number - start), value)
+                pieces += [((*place, number - start), value) for value in (slot if isinstance(slot, list) else [slot])]
+    return states
 
 
 def _last_batches(ranks: Sequence[Sent], window: Running) -> list[Sent]:
@@ -209,17 +196,20 @@ def _last_batches(ranks: Sequence[Sent], window: Running) -> list[Sent]:
                 f"Running({type(base).__name__}): the reduction of its state {name!r} is not a sum, concatenation, "
                 "minimum or maximum, so that ranks can't combine it batch by batch. Use the metric without Running."
             )
-    places = sorted({part.place for rank in ranks for part in rank.parts})[-window.window :]
-    return [rank._replace(parts=[part for part in rank.parts if part.place in places]) for rank in ranks]
+    places = sorted({at for rank in ranks for own in rank.states.values() for at, _ in own})[-window.window :]
+    return [
+        rank._replace(states={name: [one for one in own if one[0] in places] for name, own in rank.states.items()})
+        for rank in ranks
+    ]
 
 
 def _gather(own: Sent, home: torch.device, group: Any) -> list[Sent]:
     """Gather what all ranks send; the other ranks' tensors are moved to `home`."""
-    ranks: list[Sent] = gather_objects(moved(own, torch.device("cpu")), group)
+    ranks: list[Sent] = gather_objects(own.to(torch.device("cpu")), group)
     for rank, sent in enumerate(ranks):
         if sent.kind != ranks[0].kind:
             raise RankError(
                 f"rank 0 computes the metric {ranks[0].kind} over all ranks, but rank {rank} computes {sent.kind}. "
                 "Compute the same metrics in the same order on all ranks."
             )
-    return [own if rank == dist.get_rank(group) else moved(sent, home) for rank, sent in enumerate(ranks)]
+    return [own if rank == dist.get_rank(group) else sent.to(home) for rank, sent in enumerate(ranks)]

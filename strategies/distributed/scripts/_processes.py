@@ -64,10 +64,11 @@ class RankProcesses:
         late: list[int] = []
         deadline = math.inf
         while waiting:
-            rest = deadline - time.monotonic()
-            limit = None if math.isinf(rest) else max(0.0, rest if failed is None else min(POLL_S, rest))
-            for sentinel in wait(list(waiting), limit):
-                rank = waiting.pop(sentinel)  # pyright: ignore[reportArgumentType]  # a number
+            poll = 1.0 if failed is None else POLL_S
+            wait(list(waiting), max(0.0, min(poll, deadline - time.monotonic())))
+            # what a rank has forked, such as a data worker, may hold its sentinel for longer than the rank lives
+            for sentinel in [each for each, rank in waiting.items() if not self.processes[rank].is_alive()]:
+                rank = waiting.pop(sentinel)
                 self.processes[rank].join()
                 if self.processes[rank].exitcode and failed is None and not late:
                     failed, deadline = rank, time.monotonic() + LAST_WORDS_S + 1

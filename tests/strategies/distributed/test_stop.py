@@ -56,7 +56,7 @@ def test_nothing_is_asked_of_the_store_before_a_request() -> None:
             pytest.fail(f"set {key}")
 
     rank = StopAgreement(0, 2, Untouched())
-    assert not rank.agreed(received=False, step=3, devices=[])
+    assert not rank.agreed(received=False, step=3)
 
 
 def test_a_single_rank_stops_at_the_next_step() -> None:
@@ -76,9 +76,10 @@ def test_a_rank_synchronizes_its_devices_before_it_counts_as_armed(monkeypatch: 
             super().set(key, value)
 
     monkeypatch.setattr(torch.accelerator, "synchronize", lambda device: seen.append(f"synchronize {device}"))
-    rank = StopAgreement(0, 2, Recording())
+    devices = [torch.device("cuda:0"), torch.device("cpu"), torch.device("cuda:1")]
+    rank = StopAgreement(0, 2, Recording(), devices=devices)
     rank.request(15)
-    rank.due(3, [torch.device("cuda:0"), torch.device("cpu"), torch.device("cuda:1")])
+    rank.due(3)
     assert seen[:3] == ["synchronize cuda:0", "synchronize cuda:1", "stop/training/armed/0"]
 
 
@@ -95,7 +96,7 @@ def end_together(wished_at: tuple[int, ...]) -> list[int]:
     gradients = threading.Barrier(num_ranks, timeout=20)
 
     def train(rank: int) -> int:
-        agreement, over = StopAgreement(rank, num_ranks, store), threading.Event()
+        agreement, over = StopAgreement(rank, num_ranks, store, 20), threading.Event()
 
         def listen() -> None:
             while not over.wait(0.001):
@@ -106,7 +107,7 @@ def end_together(wished_at: tuple[int, ...]) -> list[int]:
         try:
             for step in range(1, 10000):
                 gradients.wait()
-                if agreement.ends(step == wished_at[rank], step, [], timeout_s=20):
+                if agreement.ends(step == wished_at[rank], step):
                     return step
         finally:
             over.set()
@@ -130,21 +131,21 @@ def test_ranks_end_at_one_step_soon_after_one_of_them_wishes_to(wished_at: tuple
 
 def test_a_rank_that_does_not_come_is_named() -> None:
     with pytest.raises(RankError, match=r"should_stop\) and waited 0\.1 s for rank 1"):
-        StopAgreement(0, 2, HashStore()).ends(wished=True, step=3, devices=[], timeout_s=0.1)
+        StopAgreement(0, 2, HashStore(), timeout_s=0.1).ends(wished=True, step=3)
 
 
 def test_ranks_skip_the_rest_of_an_epoch_only_together() -> None:
     store = HashStore()
-    first, second = (StopAgreement(rank, 2, store) for rank in range(2))
+    first, second = (StopAgreement(rank, 2, store, 20) for rank in range(2))
     for _ in range(2):  # epochs
         first.num_begun += 1
         second.num_begun += 1
         with ThreadPoolExecutor(2) as pool:
-            for rank in [pool.submit(rank.skip, "in batch 1", 20) for rank in (first, second)]:
+            for rank in [pool.submit(rank.skip, "in batch 1") for rank in (first, second)]:
                 assert rank.result() is None
     first.num_begun += 1  # it goes on at the batch that the other one skips
     with ThreadPoolExecutor(1) as pool:
-        skipped = pool.submit(second.skip, "in batch 0 of epoch 2", 20)
+        skipped = pool.submit(second.skip, "in batch 0 of epoch 2")
         while not skipped.done():
             first.listen(store)
         with pytest.raises(RankError, match=r"rank 1: on_train_batch_start returned -1 in batch 0 .* not on rank 0,"):
@@ -153,4 +154,4 @@ def test_ranks_skip_the_rest_of_an_epoch_only_together() -> None:
 
 def test_a_rank_that_neither_skips_nor_goes_on_is_named() -> None:
     with pytest.raises(RankError, match=r"returned -1 in batch 2, rank 1 did not come"):
-        StopAgreement(0, 2, HashStore()).skip("in batch 2", timeout_s=0.1)
+        StopAgreement(0, 2, HashStore(), timeout_s=0.1).skip("in batch 2")

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 import warm_python
@@ -41,6 +42,7 @@ def test_a_plain_script_runs_once_and_sees_trained_weights(tmp_path: Path) -> No
         ),
         # after the last collective nobody waited for it but the script, without end
         ("linger", r"rank 1 did not arrive; it was at step 80, plain_script.py:\d+ in on_train_end"),
+        ("busy", "rank 1 was ended by SIGKILL"),  # while rank 0 is at work
         pytest.param("tarry", "rank 1 did not end within 3 s after the others had", marks=pytest.mark.slow),
     ],
 )
@@ -64,8 +66,12 @@ def test_a_script_ends_as_its_module_ends_a_rank(tmp_path: Path, fault: str, sta
 
 
 @pytest.mark.long
-def test_a_rank_that_is_busy_while_another_is_killed_ends_with_it(tmp_path: Path) -> None:
-    done = warm_python.run(SCRIPT, tmp_path / "log", "busy")
+def test_a_killed_rank_ends_the_script_though_a_process_that_it_forked_lives(tmp_path: Path) -> None:
+    # a data worker that was stuck in its fork held the pipe by which the script waited for the rank
+    done = warm_python.run(SCRIPT, tmp_path / "log", "orphan")
+    child = psutil.Process(int((tmp_path / "log.child").read_text()))
+    assert child.status() == psutil.STATUS_SLEEPING
+    child.kill()
     assert done.returncode == 1
     assert "rank 1 was ended by SIGKILL" in done.stderr
 
