@@ -102,6 +102,8 @@ def _tell(where: str, text: str) -> None:
 def _convert_key(key: Any, path: tuple[Any, ...]) -> Any:
     if isinstance(key, tuple):
         return tuple(_convert_key(part, path) for part in key)
+    if isinstance(key, type) and path == ("callbacks",):
+        return class_name(key)  # which `resume_start` knows again
     if type(key) in _PLAIN:
         return key
     is_a = described(key)

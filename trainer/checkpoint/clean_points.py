@@ -27,7 +27,7 @@ from ...strategies.distributed.objects import gather_on_first
 from ...strategies.registry import ranks_of
 from . import _logged_rows, _run_state
 from ._callback import Checkpoint
-from ._hparams import restored
+from ._hparams import class_name, restored
 from ._interval import is_time_over
 from ._loader_state import is_resumable, make_resumable, verify_states
 from ._resume_point import EndOfRun, Place, ResumePoint, counts_global_batches
@@ -71,6 +71,11 @@ class ExactCheckpoints(_CheckpointConnector):
             ) from exc
         for owner in (trainer.lightning_module, trainer.datamodule):
             self._loaded_checkpoint = restored(self._loaded_checkpoint, type(owner))
+        states: dict[Any, Any] = self._loaded_checkpoint.get("callbacks") or {}
+        keys: list[Any] = [each.state_key for each in callbacks_of(trainer)]
+        for key in keys:
+            if isinstance(key, type) and class_name(key) in states:
+                states[key] = states.pop(class_name(key))
         saved = self._loaded_checkpoint.pop(EXACT, {})
         fit_loop.resumed = ResumePoint.read(saved if self.trainer.state.fn == TrainerFn.FITTING else {})
 

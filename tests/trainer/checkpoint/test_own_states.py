@@ -72,6 +72,35 @@ def test_a_batch_that_was_read_ahead_is_not_lost(num_steps: int, tmp_path: Path)
     assert fit(tmp_path / "resumed", Stateful(Numbers(), 2), saved) == whole[num_steps:]
 
 
+class ByType(pl.Callback):
+    """Counts batches; its state has a class as its key, as before Lightning 1.5."""
+
+    num_batches = 0
+    state_key: Any = property(type)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.num_batches += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"num_batches": self.num_batches}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.num_batches = state_dict["num_batches"]
+
+
+def test_a_callbacks_state_may_have_a_class_as_its_key(tmp_path: Path) -> None:
+    loader, counter = Stateful(Numbers(), 2), ByType()
+    kept: dict[str, Any] = {"accelerator": "cpu", "devices": 1, "logger": False, "default_root_dir": tmp_path}
+    trainer = Trainer(max_steps=3, **kept, callbacks=[counter])
+    trainer.fit(Recording(), loader)
+    trainer.save_checkpoint(tmp_path / "by_type.ckpt")
+    torch.load(tmp_path / "by_type.ckpt", weights_only=True)
+    resumed = ByType()
+    trainer = Trainer(max_steps=5, **kept, callbacks=[resumed])
+    trainer.fit(Recording(), loader, ckpt_path=tmp_path / "by_type.ckpt")
+    assert resumed.num_batches == 5
+
+
 def _fit_on_rank(folder: Path) -> None:
     warnings.simplefilter("ignore")
     fit(folder, Stateful(Numbers(), 2), strategy=DDPStrategy(batch_size_is="global", timeout_s=60), devices=2)
