@@ -70,5 +70,5 @@ def unknown_extras(command: str) -> list[str]:
     project = (ROOT / "pyproject.toml").read_text(encoding="utf-8").partition("[project.optional-dependencies]")[2]
     known = re.findall(r"^(\w+) = \[", project.partition("\n[")[0], flags=re.MULTILINE)
     extras = [extra for group in re.findall(r"(?:\.|evener)\[([\w,]+)\]", command) for extra in group.split(",")]
-    files = re.findall(r"-[cr] (\S+)", command)
+    files = re.findall(r"-[cr] (?:path/to/evener/)?(\S+)", command)
     return [extra for extra in extras if extra not in known] + [file for file in files if not (ROOT / file).exists()]

@@ -45,7 +45,7 @@ class Curves(pl.Callback):
 
     def _keep(self, trainer: pl.Trainer) -> None:
         step = trainer.global_step
-        if step == 0 or not trainer.is_global_zero:
+        if step == 0 or not trainer.is_global_zero or trainer.fast_dev_run:  # pyright: ignore[reportAttributeAccessIssue]
             return
         for name, value in trainer.callback_metrics.items():
             curve = self.curves.setdefault(name, [])

@@ -790,8 +790,8 @@ def verified(
     given = getattr(getattr(getattr(strategy, "layout", None), "options", None), "loss_reduction", "mean")
     if given == "sum" and any(term.kind == "mean" for plan in found.plans for term in plan.terms):
         raise ConfigError(
-            f"{strategy.strategy_name}: loss_reduction=sum, but training_step divides its loss, or a term of it, by "
-            "numbers that vary with the batch. Leave out loss_reduction: what a loss divides by is found."
+            f"{strategy.strategy_name}: loss_reduction=sum, but training_step's loss, or a term of it, is a mean over "
+            "the batch or a value that over_batch computes. Leave out loss_reduction: what a loss divides by is found."
         )
     return found
 
