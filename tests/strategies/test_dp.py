@@ -730,7 +730,7 @@ def test_a_loss_that_is_no_sum_is_refused_with_loss_reduction_sum() -> None:
     # the sum of the chunks' means was trained
     case = Case()
     trainer = make_trainer(case, DataParallelStrategy(loss_reduction="sum"), devices=2)
-    with pytest.raises(ConfigError, match=r"^dp: loss_reduction=sum, but training_step divides its loss"):
+    with pytest.raises(ConfigError, match=r"^dp: loss_reduction=sum, but training_step's loss, .*, is a mean"):
         trainer.fit(Mixed().double(), case.loader(), case.loader())
 
 

@@ -56,6 +56,14 @@ class Streamed(IterableDataset[tuple[torch.Tensor, int]]):
             yield torch.full((3,), index / 10, dtype=torch.float64) + noise, index
 
 
+class Batched:
+    """An iterable of batches that is no DataLoader, in another order in every epoch."""
+
+    def __iter__(self) -> Any:
+        for rows in torch.randperm(NUM_SAMPLES).split(BATCH_SIZE):
+            yield rows[:, None].expand(-1, 3).double() / 10, rows
+
+
 class Recorder(pl.LightningModule):
     """Writes sample numbers and loss of every batch to a file, and kills its process where it is told to."""
 
@@ -125,7 +133,9 @@ class Recorder(pl.LightningModule):
         optimizer = torch.optim.AdamW(self.parameters(), lr=0.05)
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.7)]
 
-    def train_dataloader(self) -> DataLoader[Any]:
+    def train_dataloader(self) -> Any:
+        if isinstance(self.dataset, Batched):
+            return self.dataset
         return DataLoader(
             self.dataset,
             batch_size=BATCH_SIZE,

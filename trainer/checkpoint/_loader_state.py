@@ -31,11 +31,16 @@ from .file_io import CheckpointError
 _POSITION = {"position", "seed", "start", "generators"}
 
 
-def make_resumable(loader: Any, rank: int) -> None:
-    """Let a DataLoader track its position, by changing the object's class to a subclass.
+def make_resumable(loader: Any, rank: int) -> Any:
+    """Let a loader track its position: a DataLoader by changing the object's class to a subclass.
 
-    Loaders with a `state_dict` of their own (torchdata's `StatefulDataLoader`) keep it; other iterables aren't changed.
+    Loaders with a `state_dict` of their own (torchdata's `StatefulDataLoader`) keep it.
+
+    Returns:
+        The same loader; for an iterable that is no DataLoader, one that reads it.
     """
+    if not isinstance(loader, (Stream, DataLoader)) and not hasattr(loader, "state_dict"):
+        loader = _Reread(loader)
     if isinstance(loader, Stream) and not isinstance(loader, ResumableStream):
         loader.__class__ = _subclass(ResumableStream, type(loader))
         if isinstance(loader, Divided):  # all ranks read the same stream, as one device does: its workers' seeds too
@@ -47,6 +52,7 @@ def make_resumable(loader: Any, rank: int) -> None:
         loader.rank = rank
     elif isinstance(loader, DataLoader) and not isinstance(loader, ReadAhead) and sized_len(loader) is None:
         loader.__class__ = _subclass(ReadAhead, type(loader))
+    return loader
 
 
 def is_resumable(loader: Any) -> bool:
@@ -126,8 +132,18 @@ class ReadAhead(DataLoader[Any]):
             yield batch
 
 
+class _Reread(Stream):
+    """Reads an iterable that is no DataLoader, in one process."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.loader)
+
+    def __len__(self) -> int:
+        return len(self.loader)  # pyright: ignore[reportArgumentType]  # TypeError if it has none
+
+
 class ResumableStream(Stream):
-    """The ranks' stream with a position: batches already taken are read again, with the same random numbers."""
+    """A stream with a position: batches already taken are read again, with the same random numbers."""
 
     is_idle = False
     _position = 0
@@ -161,7 +177,8 @@ class ResumableStream(Stream):
                 rng.restore(resumed["start"]["random"])
                 for _ in range(self._position):
                     next(batches)
-                    self.passes.latest.shares.popleft()
+                    if self.passes.latest.shares:
+                        self.passes.latest.shares.popleft()
         for batch in batches:
             self._position += 1
             yield batch

@@ -266,8 +266,9 @@ class ResumingFitLoop(_FitLoop):
     def _load_combined_loader_states(self) -> None:
         assert self._combined_loader is not None
         progress: Any = self.epoch_progress.current
-        for loader in self._combined_loader.flattened:
-            make_resumable(loader, self.trainer.global_rank)
+        loaders = [make_resumable(loader, self.trainer.global_rank) for loader in self._combined_loader.flattened]
+        self._combined_loader._flattened = loaders  # `trainer.train_dataloader` stays the user's
+        for loader in loaders:
             if is_resumable(loader):
                 loader.is_idle = self.resumed.point == "after_epoch"
             if self._resuming_from_checkpoint:

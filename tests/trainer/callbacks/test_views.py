@@ -103,7 +103,7 @@ def test_one_epoch_is_a_point(tmp_path: Path) -> None:
 
     view, module = Curves(str(tmp_path)), pl.LightningModule()
     trainer: Any = SimpleNamespace(
-        global_step=10, is_global_zero=True, callback_metrics={"val/loss": torch.tensor(2.0)}
+        global_step=10, is_global_zero=True, fast_dev_run=False, callback_metrics={"val/loss": torch.tensor(2.0)}
     )
     view.on_train_end(trainer, module)
     with Image.open(tmp_path / "curves.png") as picture:

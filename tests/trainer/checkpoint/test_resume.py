@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from killing import Plan, Streamed, lines
+from killing import Batched, Plan, Streamed, lines
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from evener.strategies import BalancedDataParallelStrategy
@@ -44,6 +44,8 @@ PLANS = {
     "ddp, iterable, workers 2": Plan(
         2, 1, {"every_n_steps": 1}, strategy="ddp", num_ranks=2, devices=2, dataset=Streamed
     ),
+    "no DataLoader": Plan(0, 3, EVERY_BATCH, dataset=Batched),
+    "dp, no DataLoader": Plan(0, 1, EVERY_BATCH, strategy="dp", devices=["cpu", "cpu"], dataset=Batched),
     "workers that persist": Plan(2, 1, {"every_n_epochs": 1}, train_loader={"persistent_workers": True}),
     "validation by workers that persist": Plan(
         1, 1, {"every_n_steps": 1}, {"val_check_interval": 0.5}, val_loader=PERSISTENT
