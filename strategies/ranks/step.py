@@ -224,7 +224,7 @@ class RankStep(StepContract):
         with metrics.steps.unrecorded() if is_first else nullcontext():
             found = verified(strategy, views, self._verifies, args, options, broadcast_object, is_first)
         self.reader.take(found.plans)
-        self.reader.values.programs["training_step", 0] = found.programs
+        self.reader.values.learn("training_step", 0, found.programs, found.constants)
         cut, is_weighed = strategy.layout.cut_by, not all(plan.is_of_samples for plan in found.plans)
         if cut and is_weighed and not self._module.automatic_optimization:
             raise ConfigError(
