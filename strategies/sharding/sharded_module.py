@@ -387,17 +387,6 @@ def move(module: nn.Module, device: torch.device) -> None:
 
 
 @torch.no_grad()
-def broadcast_states(module: nn.Module, root_device: torch.device) -> None:
-    """Give all ranks rank 0's parameters and buffers, tensor by tensor."""
-    for tensor in (*module.parameters(), *module.buffers()):
-        if tensor.device.type == "meta" or not tensor.numel():
-            continue
-        moved = tensor.detach().to(root_device)
-        dist.broadcast(moved, 0)
-        tensor.copy_(moved)
-
-
-@torch.no_grad()
 def sync_buffers(module: nn.Module) -> None:
     """Give all ranks rank 0's buffers, in one transfer per dtype, as DistributedDataParallel does."""
     found = list(module.buffers())
