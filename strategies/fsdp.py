@@ -10,6 +10,7 @@ from typing_extensions import override
 
 from .balance.ranks import RankBalance
 from .batch.batch_dims import BatchDims
+from .core.errors import ConfigError
 from .core.options import Advice, Count, Positive, checked
 from .data.loaders import BatchSizeIs
 from .distributed.scripts.launcher import StartMethod
@@ -17,7 +18,6 @@ from .pipeline.recompute import RecomputeOption
 from .ranks.shard_sync import ShardSync
 from .ranks.strategy import RankStrategy
 from .sharding.placed import ShardIO, Writers, place_shards
-from .sharding.refusals import verify_batches
 from .sharding.sharded_module import Shard, ShardOptions
 from .sharding.whole import gather_tree, holds_shards, shard_like, shard_optimizer_state
 
@@ -82,7 +82,11 @@ class FSDPStrategy(RankStrategy):
         verify: bool = True,
         gather_lists_mb: Positive = 1024.0,
     ) -> None:
-        verify_batches(weights, batch_size_is)
+        if weights is not None and batch_size_is != "global":
+            raise ConfigError(
+                "fsdp: weights divide a global batch, but batch_size_is=per_device gives each rank a batch of its own. "
+                "Set batch_size_is=global, or weights=null."
+            )
         super().__init__(
             batch_size_is, batch_dims, recompute, timeout_s, backend, sync_batchnorm, start_method, verify,
             gather_lists_mb=gather_lists_mb,

@@ -26,16 +26,7 @@ from ..pipeline.module_parts import find_parts
 from ..sharding.deferred import DeferredTensors
 from ..sharding.originals import LateParameters, Originals
 from ..sharding.parts import automatic_parts, named_parts
-from ..sharding.refusals import (
-    DIFFERENTIATED,
-    NUMPY,
-    unused_parameters,
-    verify_callbacks,
-    verify_optimizers,
-    verify_plain,
-    verify_replicas,
-    without_values,
-)
+from ..sharding.refusals import DIFFERENTIATED, NUMPY, verify_plain, verify_run, without_values
 from ..sharding.shard_calls import ShardCalls
 from ..sharding.sharded_module import Shard, ShardedModule, ShardOptions, sharded, sync_buffers
 from ..sharding.whole import gather_tree, shard_like
@@ -90,7 +81,6 @@ class ShardSync(GradientSync):
         accelerator.setup(trainer)
         fits = trainer.state.fn == TrainerFn.FITTING
         if fits:
-            verify_callbacks(callbacks_of(trainer))
             strategy.sync_layers()
         strategy.precision_plugin.convert_module(module)
         originals = Originals(module)
@@ -105,7 +95,7 @@ class ShardSync(GradientSync):
             strategy.setup_optimizers(trainer)
             originals.give_shards(strategy.optimizers)
             originals.verify_unheld((module, *callbacks_of(trainer)))
-            verify_optimizers(strategy.optimizers)
+            verify_run(callbacks_of(trainer), strategy.optimizers)
             self._late = LateParameters(module)
         strategy.setup_precision_plugin()
         self._calls = ShardCalls(self._shards, strategy.group.verify_together)
@@ -127,7 +117,11 @@ class ShardSync(GradientSync):
         waiting = {name: tensor for name, tensor in _tensors(module) if tensor.is_meta}
         broadcast_weights(module, device)
         num, replicas = self._strategy.world_size, options.replicas
-        verify_replicas(num, replicas)
+        if num % replicas:
+            raise ConfigError(
+                f"fsdp: {num} ranks don't divide into replicas={replicas} groups. Give a divisor of the number of "
+                "ranks."
+            )
         shape = (num,) if replicas == 1 else (replicas, num // replicas)
         mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
         shards = ShardedModule(module, parts, mesh, device, options, self._ends_with_run)
@@ -200,7 +194,10 @@ class ShardSync(GradientSync):
         if self._finds_unused or not self._strategy.module.automatic_optimization:
             self._take_away_zeros(self.shards)
         elif unused := self.shards.take_unused():
-            raise ConfigError(unused_parameters(unused))
+            raise ConfigError(
+                f"fsdp: parameters took no part in the loss: {', '.join(unused)}. Set "
+                "strategy.find_unused_parameters=true, or freeze them with requires_grad_(False)."
+            )
 
     def _take_away_zeros(self, shards: ShardedModule) -> None:
         """Leave parameters without a gradient that no rank has used, as on one device."""

@@ -22,8 +22,8 @@ from ..core.internals import keys_of_fully_shard
 from ..core.options import Count
 from ..core.patching import Replacement, replaced
 from .gathered import Gathered
-from .refusals import refuse_assigned, refuse_copy, refuse_sparse, refuse_unreduced, verify_dtypes
-from .whole import put_together
+from .refusals import refuse_assigned, refuse_copy, refuse_unreduced, verify_dtypes
+from .whole import apply_anew, put_together
 
 _KEY = "evener_shards"
 
@@ -94,7 +94,8 @@ class ShardedModule:
         offload = CPUOffloadPolicy(pin_memory=not on_cpu) if options.cpu_offload else OffloadPolicy()
         root = _Root(module)
         for part in (*parts, root):
-            move(part, device)
+            # torch's FSDP would set `tensor.data`, which it refuses for devices of other makers (PrivateUse1)
+            apply_anew(part, lambda t: t if t.device == device or t.is_meta else t.detach().to(device))
             scalars = {parameter for parameter in part.parameters() if not parameter.dim()}  # torch can't cut them
             again = None if part is root else options.reshard_after_forward  # torch keeps the root's own by itself
             part.register_forward_hook(self._put_back)
@@ -260,7 +261,10 @@ class ShardedModule:
     def _note_use(self, gathered: Any) -> None:
         """Note that a parameter has a gradient, which torch will reduce: a hook of the gathered one."""
         if gathered.grad.layout is not torch.strided:
-            refuse_sparse(gathered.key)
+            raise ConfigError(
+                f"fsdp: the gradient of {gathered.key} is sparse, and can't be cut over the ranks. Set sparse=False "
+                "where the layer is made, or use strategy=ddp."
+            )
         if not self._is_announced:
             refuse_unreduced([gathered.key])
         self._used.add(id(gathered))
@@ -366,24 +370,6 @@ def _forget_sharding(part: nn.Module) -> None:
         vars(part).pop(key, None)
     for parameter in part.parameters(recurse=False):
         vars(parameter).pop("_fsdp_orig_uid", None)
-
-
-def move(module: nn.Module, device: torch.device) -> None:
-    """Put new parameters and buffers, on a device, in the place of others, tied ones once.
-
-    Torch's FSDP would set `tensor.data`, which it refuses for devices of other makers (PrivateUse1).
-    """
-    moved: dict[int, Any] = {}
-    for part in module.modules():
-        for kind in (part._parameters, part._buffers):
-            for name, tensor in kind.items():
-                if tensor is None or tensor.device == device or tensor.is_meta:
-                    continue
-                if id(tensor) not in moved:
-                    new = tensor.detach().to(device)
-                    is_parameter = isinstance(tensor, nn.Parameter)
-                    moved[id(tensor)] = nn.Parameter(new, tensor.requires_grad) if is_parameter else new
-                kind[name] = moved[id(tensor)]
 
 
 @torch.no_grad()

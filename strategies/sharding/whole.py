@@ -137,3 +137,23 @@ def map_tensors(tree: Any, function: Callable[[Tensor], Any]) -> Any:
     if type(tree) in (list, tuple):
         return type(tree)(map_tensors(value, function) for value in tree)
     return tree
+
+
+def apply_anew(module: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+    """Put new parameters and buffers in the place of those that a function changes, tied ones once.
+
+    `nn.Module._apply` sets `tensor.data` instead, which torch refuses where a tensor becomes one of another kind.
+    """
+    changed: dict[int, Any] = {}
+    for part in module.modules() if recurse else [module]:
+        for kind in (part._parameters, part._buffers):
+            for name, tensor in kind.items():
+                if tensor is None:
+                    continue
+                if id(tensor) not in changed:
+                    with torch.no_grad():
+                        new = function(tensor)
+                    is_new = new is not tensor and isinstance(tensor, nn.Parameter)
+                    changed[id(tensor)] = nn.Parameter(new, tensor.requires_grad) if is_new else new
+                kind[name] = changed[id(tensor)]
+    return module
