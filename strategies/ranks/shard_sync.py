@@ -28,12 +28,15 @@ from ..sharding.originals import LateParameters, Originals
 from ..sharding.parts import automatic_parts, named_parts
 from ..sharding.refusals import DIFFERENTIATED, NUMPY, verify_plain, verify_run, without_values
 from ..sharding.shard_calls import ShardCalls
-from ..sharding.sharded_module import Shard, ShardedModule, ShardOptions, sharded, sync_buffers
-from ..sharding.whole import gather_tree, shard_like
+from ..sharding.sharded_module import Shard, ShardedModule, ShardOptions, sharded
+from ..sharding.whole import broadcast_together, gather_tree, shard_like
 from .gradient_sync import GradientSync
 
 if TYPE_CHECKING:
     from .strategy import RankStrategy
+
+_BUFFER_BYTES = 2**28
+"""Bytes of buffers that are sent together, at most."""
 
 
 class ShardSync(GradientSync):
@@ -164,7 +167,8 @@ class ShardSync(GradientSync):
 
     @override
     def sync_buffers(self) -> None:
-        sync_buffers(self._strategy.module)
+        if buffers := list(self._strategy.module.buffers()):
+            broadcast_together(buffers, _BUFFER_BYTES)
 
     @override
     def accumulating(self, seen: bool) -> AbstractContextManager[Any]:

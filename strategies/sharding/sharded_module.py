@@ -1,6 +1,5 @@
 """A module whose parameters are cut over the ranks, and gathered part by part when they are used."""
 
-import sys
 import warnings
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, suppress
@@ -16,7 +15,6 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, 
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from ..core.devices import buckets, flattened, unflattened
 from ..core.errors import ConfigError
 from ..core.internals import keys_of_fully_shard
 from ..core.options import Count
@@ -370,14 +368,3 @@ def _forget_sharding(part: nn.Module) -> None:
         vars(part).pop(key, None)
     for parameter in part.parameters(recurse=False):
         vars(parameter).pop("_fsdp_orig_uid", None)
-
-
-@torch.no_grad()
-def sync_buffers(module: nn.Module) -> None:
-    """Give all ranks rank 0's buffers, in one transfer per dtype, as DistributedDataParallel does."""
-    found = list(module.buffers())
-    for places in buckets(found, sys.maxsize):
-        flat = flattened([found[i] for i in places])
-        dist.broadcast(flat, 0)
-        for i, part in zip(places, unflattened(flat, [found[i].shape for i in places]), strict=True):
-            found[i].copy_(part)
