@@ -10,13 +10,13 @@ from typing import Any, Literal, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from ..core.errors import ConfigError
-from ..core.internals import keys_of_fully_shard
 from ..core.options import Count
 from ..core.patching import Replacement, replaced
 from .gathered import Gathered
@@ -364,7 +364,7 @@ def _forget_sharding(part: nn.Module) -> None:
     """Give a module its own class again, and take away what `fully_shard` has noted on it and its parameters."""
     if isinstance(part, FSDPModule):
         part.__class__ = type(part).__bases__[1]  # `fully_shard` has made a class of both
-    for key in keys_of_fully_shard():
+    for key in (REGISTRY_KEY, STATE_KEY):
         vars(part).pop(key, None)
     for parameter in part.parameters(recurse=False):
         vars(parameter).pop("_fsdp_orig_uid", None)
