@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any
 
-import pytorch_lightning as pl
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -55,19 +54,6 @@ class GradientSync:
     def _wrapper(self) -> DistributedDataParallel | None:
         model = self._strategy._model
         return model if isinstance(model, DistributedDataParallel) else None
-
-    @property
-    def restores_late(self) -> bool:
-        """Whether a checkpoint is loaded after the module was placed."""
-        return False
-
-    def creating(self, module: pl.LightningModule) -> AbstractContextManager[Any]:
-        """Create layers of the module inside the block."""
-        return nullcontext()
-
-    def place(self, trainer: pl.Trainer, place: Callable[[pl.Trainer], None]) -> None:
-        """Put the module on this process's devices and make the optimizers, as `place` does."""
-        place(trainer)
 
     def wrap(self, wrap: Callable[[], None]) -> None:
         """Wrap the module, as `wrap` does.
@@ -208,26 +194,6 @@ class GradientSync:
             wrapper._sync_buffers()
 
     whole_gradients, restore_gradients = StepContract.whole_gradients, StepContract.restore_gradients
-
-    def whole(self, tree: Any) -> Any:
-        """Return a state as checkpoints hold it."""
-        return tree
-
-    def own_module_state(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Return the part of a module's state that this rank holds."""
-        return state
-
-    def own_optimizer_states(self, states: Sequence[Any]) -> Sequence[Any]:
-        """Return the part of the optimizers' states that this rank holds."""
-        return states
-
-    def save(self, checkpoint: dict[str, Any], path: Any, save: Callable[[dict[str, Any]], None]) -> None:
-        """Save a checkpoint, as `save` does."""
-        save(checkpoint)
-
-    def load(self, path: Any, load: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Load a checkpoint, as `load` does."""
-        return load()
 
     def fail(self, exception: BaseException) -> None:
         """Name the parameters without a gradient in an error of the wrapper."""

@@ -22,7 +22,7 @@ from ...strategies.core.devices import is_accelerator
 from ...strategies.core.patching import LIGHTNING_TELLS, filtered
 from ...strategies.fsdp import FSDPStrategy
 from ...strategies.model_parallel import ModelParallelStrategy
-from ...strategies.ranks.shard_placing import part_names
+from ...strategies.ranks.shard_sync import part_names
 from ...strategies.ranks.strategy import RankStrategy
 from ...strategies.registry import recompute_of
 from ..config.checks import plain
