@@ -19,9 +19,9 @@ from torch import Tensor
 from typing_extensions import override
 
 from ...strategies.sharding.placed import Placed, ShardIO, Writers
+from ._host_memory import HostMemory
 from ._plain_data import to_plain
-from ._shard_files import FILE, SHARDS, WEIGHTS, ShardFile, new_name
-from ._snapshot import Snapshot
+from ._tensor_files import FILE, SHARDS, WEIGHTS, ShardFile, new_name
 from .file_io import CheckpointError, link, read, releasing, write
 
 logger = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ class VerifiedCheckpointIO(TorchCheckpointIO, ShardIO):
         self._failed: list[str] = []
         self._kept: list[str] = []
         self._last_failed = False
-        self._snapshot = Snapshot()
+        self._memory = HostMemory()
         self._executor: ThreadPoolExecutor | None = None
         self._pending: list[Future[object]] = []
 
@@ -76,11 +76,11 @@ class VerifiedCheckpointIO(TorchCheckpointIO, ShardIO):
 
     def _copied(self, plain: dict[str, Any]) -> dict[str, Any]:
         """Copy what training changes while a thread writes."""
-        return self._snapshot.take(plain) if self.background else plain
+        return self._memory.take(plain) if self.background else plain
 
     @override
     def save_shards(self, placed: Placed, path: _PATH, writers: Writers) -> None:
-        """Write a checkpoint in shards; see `_shard_files`.
+        """Write a checkpoint in shards; see `_tensor_files`.
 
         Raises:
             CheckpointError: it, or in the background the previous one, could not be written; the path is an address.
@@ -95,7 +95,7 @@ class VerifiedCheckpointIO(TorchCheckpointIO, ShardIO):
         rest = to_plain(placed.state) if writers.is_first else {}
         parts = placed.parts
         if self.background:
-            rest, parts = self._snapshot.take((rest, parts))
+            rest, parts = self._memory.take((rest, parts))
         self._submit(lambda: self._write_shards(file, parts, rest, Path(path), writers))
 
     def _write_shards(
