@@ -23,6 +23,8 @@ _SMALLEST = 1024
 _PIECE = 2**21
 """Bytes that a thread copies at a time."""
 _MAX_THREADS = 4
+_HERE = object()
+"""The key of places in this memory, where the state has places in a file, too."""
 
 
 @dataclass
@@ -46,8 +48,12 @@ class LaidOut:
         )
 
 
-def lay_out(state: Any) -> LaidOut:
-    """Give each tensor of nested dicts, lists and tuples a place; one that occurs several times has one place."""
+def lay_out(state: Any, key: object = PLACE) -> LaidOut:
+    """Give each tensor of nested dicts, lists and tuples a place; one that occurs several times has one place.
+
+    Args:
+        key: of the dicts that stand for tensors.
+    """
     laid_out = LaidOut()
     places: dict[tuple[Any, ...], Any] = {}
 
@@ -63,7 +69,7 @@ def lay_out(state: Any) -> LaidOut:
                 start, dtype = laid_out.num_bytes, str(tensor.dtype).removeprefix("torch.")
                 laid_out.tensors[start] = tensor
                 laid_out.num_bytes += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
-                places[same] = {PLACE: [start, dtype, list(tensor.shape), list(tensor.stride())]}
+                places[same] = {key: [start, dtype, list(tensor.shape), list(tensor.stride())]}
         return places[same]
 
     laid_out.state = map_tensors(state, place)
@@ -78,12 +84,12 @@ class HostMemory:
 
     def take(self, state: Any) -> Any:
         """Copy all tensors of a state; the copy is valid until the next call."""
-        laid_out = lay_out(state)
+        laid_out = lay_out(state, _HERE)
         if len(self._memory) < laid_out.num_bytes:
             locked = any(has_streams(tensor.device) for tensor in laid_out.tensors.values())
             self._memory = torch.empty(laid_out.num_bytes, dtype=torch.uint8, pin_memory=locked)
         laid_out.copy_to(self._memory)
-        return filled(laid_out.state, self._own)
+        return filled(laid_out.state, self._own, _HERE)
 
     def _own(self, start: int, dtype: torch.dtype, shape: list[int], stride: list[int]) -> Tensor:
         values: Any = piece(self._memory, start, dtype, shape).numpy()
@@ -91,15 +97,15 @@ class HostMemory:
         return view(own, 0, dtype, shape, stride)
 
 
-def filled(tree: Any, read: Callable[..., Tensor]) -> Any:
+def filled(tree: Any, read: Callable[..., Tensor], key: object = PLACE) -> Any:
     """Replace places by what `read` returns for their beginning, dtype, shape and strides; once for each place."""
     found: dict[int, Tensor] = {}
 
     def fill(tree: Any) -> Any:
         if isinstance(tree, dict):
-            if PLACE not in tree:
+            if key not in tree:
                 return type(tree)((key, fill(value)) for key, value in tree.items())
-            start, dtype, shape, stride = tree[PLACE]
+            start, dtype, shape, stride = tree[key]
             if start not in found:
                 found[start] = read(start, _dtype(dtype), shape, stride)
             return found[start]

@@ -53,8 +53,7 @@ class VerifiedCheckpointIO(TorchCheckpointIO, ShardIO):
         self.sharded = sharded
         self.on_error = on_error
         self._before = before
-        self._failed: list[str] = []
-        self._kept: list[str] = []
+        self._failed: set[str] = set()
         self._last_failed = False
         self._memory = HostMemory()
         self._executor: ThreadPoolExecutor | None = None
@@ -131,11 +130,10 @@ class VerifiedCheckpointIO(TorchCheckpointIO, ShardIO):
         """Remove a file, unless the save that should have replaced it failed."""
         self._submit(lambda: self._remove(str(path)))
 
-    def take_failures(self) -> tuple[list[str], list[str]]:
-        """Return, and clear, the files that could not be written and the ones kept that they should have replaced."""
-        failures = (self._failed, self._kept)
-        self._failed, self._kept = [], []
-        return failures
+    def take_failed(self) -> set[str]:
+        """Return, and clear, the files that could not be written; those that they should have replaced are kept."""
+        failed, self._failed = self._failed, set()
+        return failed
 
     @override
     def load_checkpoint(
@@ -197,7 +195,7 @@ class VerifiedCheckpointIO(TorchCheckpointIO, ShardIO):
             work()
         except OSError as exc:
             self._last_failed = True
-            self._failed.append(path)
+            self._failed.add(path)
             message = f"The checkpoint {path} could not be written ({exc.strerror or exc}); existing files are intact."
             if self.on_error == "raise":
                 raise CheckpointError(f"{message} Free some space, or set checkpoint.on_error=warn.") from exc
@@ -205,8 +203,8 @@ class VerifiedCheckpointIO(TorchCheckpointIO, ShardIO):
 
     def _remove(self, path: str) -> None:
         if self._last_failed:
-            self._kept.append(path)
-        elif _is_address(path):
+            return
+        if _is_address(path):
             super().remove_checkpoint(path)
         else:
             with releasing(Path(path)):
