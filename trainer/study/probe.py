@@ -20,7 +20,7 @@ from ...strategies.core.devices import is_accelerator
 from ...strategies.core.rng import generator_state
 from ...strategies.distributed.sync_batchnorm import SyncedBatchNorm
 from ...strategies.registry import process_devices
-from ..callbacks.peak_memory import peak_bytes
+from ..callbacks.device_monitor import peak_bytes
 
 WINDOW = 3
 """Number of batches between two readings of the clock."""
