@@ -2,7 +2,7 @@
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
@@ -15,7 +15,7 @@ from ...strategies.core.devices import is_accelerator, seconds_between, time_mar
 
 NS_PER_MS = 1e6
 
-PHASES = ("forward", "backward", "optimizer")
+PHASES: Sequence[str] = ("forward", "backward", "optimizer")
 
 Mark: TypeAlias = float | torch.Event
 """A point in time, by the host's clock or on a device."""

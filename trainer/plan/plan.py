@@ -119,26 +119,11 @@ def measure(cfg: DictConfig, name: str) -> Trial:
         cfg: the resolved configuration.
 
     Returns:
-        The trial; if it is `ok`, its `memory` holds peak bytes by device.
+        The trial; if it is `ok`, its `peak_memory_mib` holds the peaks of the devices, in order.
     """
     folder = Path(cfg.run_dir) / "measured"
     with run_log(cfg.run_dir):
         return run_trial(short_config(cfg, folder), name, cfg.compare.timeout_s)
-
-
-def plan_errors(planned: MemoryPlan, measured: Trial) -> list[float] | None:
-    """Compare a plan with a measurement.
-
-    Args:
-        measured: a trial of the same strategy on the planned devices.
-
-    Returns:
-        Per device planned / measured - 1; None if the measured devices differ from the planned ones.
-    """
-    if len(measured.memory) != len(planned.devices) or not all(measured.memory.values()):
-        return None
-    pairs = zip(planned.devices, measured.memory.values(), strict=True)
-    return [device.peak / size - 1 for device, size in pairs]
 
 
 def interview(cfg: DictConfig, strategy: Strategy, topology: Topology, ask: Ask) -> MemoryPlan:
