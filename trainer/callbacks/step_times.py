@@ -131,7 +131,7 @@ class StepClock:
         if self._phase is not None:
             self._queued.append((*self._phase, mark))
         self._phase = None if phase is None else (phase, mark)
-        while self._queued and (isinstance(end := self._queued[0][2], float) or end.query()):
+        while self._queued and (not isinstance(end := self._queued[0][2], torch.Event) or end.query()):
             self._add_oldest()
 
     def _add_oldest(self) -> None:
