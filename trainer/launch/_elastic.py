@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from omegaconf import DictConfig, OmegaConf
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, PContext, SignalException
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, PContext, RunProcsResult, SignalException
 from torch.distributed.elastic.multiprocessing import api as elastic_processes
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -83,7 +83,7 @@ def _launch(cfg: DictConfig, num_processes: int, forks: bool) -> Result:
     """Start one worker per process with torch's elastic agent, and wait for the result."""
     with scratch_directory() as scratch, environment(worker_environment(num_processes)):
         config = launch_config(cfg, num_processes, scratch)
-        workers = Workers(cfg.launcher.shutdown_timeout_s)
+        workers = Workers(cfg.launcher.shutdown_timeout_s, scratch / STOPPED_FILE)
         try:
             with workers.started_by_agent(), signal_handlers_kept() as handlers:
                 if forks:
@@ -181,14 +181,16 @@ class Workers:
 
     Args:
         timeout_s: seconds that they have to stop.
+        stopped: the file that says that a signal has stopped them.
 
     Attributes:
         ended_at_once: whether they were.
     """
 
-    def __init__(self, timeout_s: float) -> None:
+    def __init__(self, timeout_s: float, stopped: Path) -> None:
         self.ended_at_once = False
         self._timeout_s = timeout_s
+        self._stopped = stopped
         self._requests = StopRequests()
         self._agent = os.getpid()
         self._context: PContext | None = None
@@ -215,9 +217,11 @@ class Workers:
     def started_by_agent(self) -> Generator[None]:
         """Stop and end the workers that the agent starts inside the block.
 
-        Frozen ones are killed when it ends the others after a failure: it would wait 30 s for them to react.
+        Frozen ones are killed when it ends the others after a failure: it would wait 30 s for them to react. Those that
+        it ends have been stopped by no request, and are started again.
         """
         start, close, join = PContext.start, PContext.close, ProcessContext._join_procs_with_timeout
+        wait = PContext.wait
 
         def start_all(context: PContext) -> None:
             self._is_starting = True
@@ -240,21 +244,29 @@ class Workers:
             kill_frozen(process.pid for process in context.processes)
             join(context, timeout)
 
+        def wait_for_all(context: PContext, timeout: float = -1, period: float = 1) -> RunProcsResult | None:
+            result = wait(context, timeout, period)
+            if result is not None and result.is_failed():
+                first = min(result.failures.values(), key=lambda failure: failure.timestamp)
+                if not was_stopped(first):
+                    self._stopped.unlink(missing_ok=True)
+            return result
+
         contexts: Any = PContext
-        contexts.start, contexts.close = start_all, close_at_once
+        contexts.start, contexts.close, contexts.wait = start_all, close_at_once, wait_for_all
         ProcessContext._join_procs_with_timeout = join_at_once  # pyright: ignore[reportAttributeAccessIssue]
         try:
             with replaced(elastic_processes, "_terminate_process_handler", self._hear):
                 yield
         finally:
-            contexts.start, contexts.close = start, close
+            contexts.start, contexts.close, contexts.wait = start, close, wait
             ProcessContext._join_procs_with_timeout = join
 
 
 def explain(cfg: DictConfig, exc: ChildFailedError, num_processes: int, scratch: Path) -> BaseException:
     """Convert the agent's report into the worker's error: a ConfigError, or rank and reason of the first failure."""
     rank, failure = exc.get_first_failure()
-    if failure.exitcode in [128 + signum for signum in ASK_TO_STOP]:
+    if was_stopped(failure):
         return Interrupted(failure.exitcode - 128)
     told = told_failure(scratch) if failure.exitcode >= 0 else None
     if told is None:
@@ -266,6 +278,11 @@ def explain(cfg: DictConfig, exc: ChildFailedError, num_processes: int, scratch:
         return ConfigError(first.reason)
     status = failure.exitcode if failure.exitcode > 0 else 1
     return WorkerError(f"rank {first.rank} failed: {first.short}", first.trace, first.rank, status)
+
+
+def was_stopped(failure: ProcessFailure) -> bool:
+    """Whether a worker has ended in order because a signal asked it to."""
+    return failure.exitcode in [128 + signum for signum in ASK_TO_STOP]
 
 
 def told_failure(scratch: Path) -> dict[str, Any] | None:

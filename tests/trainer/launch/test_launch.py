@@ -160,6 +160,15 @@ def test_a_rank_that_raises_before_a_restart_is_printed_once(tmp_path: Path) -> 
         assert Result.read(log.parent).status == "finished"
 
 
+def test_a_rank_that_ends_in_order_because_another_failed_does_not_prevent_the_restart(tmp_path: Path) -> None:
+    with running(
+        tmp_path, "module._target_=launched.FailsEarly", "++module.fault=raise", f"++module.once={tmp_path}/once",
+        "launcher.max_restarts=1", "trainer.max_epochs=1", "trainer.limit_train_batches=2",
+    ) as run:  # fmt: skip
+        assert run.wait(300) == 0, run.output.read_text()
+        assert run.last_steps() == {0: 1, 1: 1}
+
+
 @pytest.mark.long
 def test_a_killed_rank_is_restarted_from_the_newest_checkpoint(tmp_path: Path) -> None:
     with running(
