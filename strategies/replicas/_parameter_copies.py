@@ -49,7 +49,7 @@ class ParameterCopy(nn.Parameter):
         self.requires_grad_(value)
 
     @override
-    def requires_grad_(self, requires_grad: bool = True) -> Tensor:
+    def requires_grad_(self, requires_grad: bool = True) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         if requires_grad and self.is_leaf:
             _follow([self.original], [[self]], self.flows)
         elif not requires_grad:

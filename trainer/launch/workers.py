@@ -132,16 +132,15 @@ class Workers:
         """
         failed = None
         for attempt in range(self._cfg.launcher.max_restarts + 1):
-            # one that was stopped by a signal to it has stopped the others, and is not started anew
-            if self.requests.signum is not None or (self.scratch / STOPPED_FILE).exists():
-                break
+            (self.scratch / STOPPED_FILE).unlink(missing_ok=True)  # of one that has ended because another failed
             with hosted_store() as place:
                 try:
                     self._start(attempt, place)
                     failed = self.join()
                 finally:
                     self.end(signal.SIGKILL)
-            if failed is None:
+            # one that a signal to it has stopped has stopped the others
+            if failed is None or self.requests.signum is not None or is_stop(status_of(self.processes[failed])):
                 break
         return failed
 
@@ -215,6 +214,11 @@ def status_of(process: BaseProcess | subprocess.Popen[Any]) -> int | None:
     return process.exitcode if isinstance(process, BaseProcess) else process.poll()
 
 
+def is_stop(status: int | None) -> bool:
+    """Whether a process has ended in order because a signal asked it to."""
+    return status in [128 + signum for signum in ASK_TO_STOP]
+
+
 def stopped(workers: Workers, cfg: DictConfig, signum: signal.Signals) -> BaseException:
     """Tell how a signal to this process has ended the workers: in order, at once, or too late to save."""
     ended = Interrupted(signum, begun=(workers.scratch / STOPPED_FILE).exists())
@@ -237,7 +241,7 @@ def explain(workers: Workers, cfg: DictConfig, rank: int) -> BaseException:
     """Tell why a rank has failed: a ConfigError, or rank and reason of the first failure that was reported."""
     process = workers.processes[rank]
     status = status_of(process) or 0
-    if status in [128 + signum for signum in ASK_TO_STOP]:
+    if is_stop(status):
         return Interrupted(status - 128)
     told = sorted(workers.scratch.glob(FAILURE_FILE.format("*")), key=lambda file: (len(file.name), file.name))
     if status < 0 or not told:

@@ -147,7 +147,7 @@ def interview(cfg: DictConfig, strategy: Strategy, topology: Topology, ask: Ask)
     try:
         # messages about a simulated trainer, such as unused GPUs, would mislead
         with filtered(LIGHTNING_TELLS, lambda record: record.levelno >= logging.WARNING):
-            looks = LambdaCallback(on_train_batch_end=lambda *_: None)  # as those of a run, which get the step's output
+            looks = LambdaCallback(on_train_batch_end=looks_on)  # as those of a run, which get the step's output
             quiet_trainer(cfg, simulated, callbacks=[looks], **one_device(cfg)).fit(module, datamodule=data)
     except Finished as answered:
         return answered.value
@@ -166,6 +166,10 @@ def shards_of(strategy: Strategy, topology: Topology, cfg: DictConfig) -> Callab
     options, accumulates = strategy.shards, int(cfg.trainer.get("accumulate_grad_batches") or 1) > 1
     keeps, num = not options.reshard_after_forward, topology.num_shards
     return lambda module: Shards.of(module, part_names(module, options.shard), num, keeps, accumulates)
+
+
+def looks_on(*_: object) -> None:
+    """Do nothing at a batch's end."""
 
 
 def one_device(cfg: DictConfig) -> dict[str, Any]:
