@@ -20,7 +20,7 @@ from ..core.errors import ConfigError
 from ..core.executor import Executor, Piece, ThreadState, reraised
 from ._gradients import EarlyGradients
 from ._module_state import ModuleState
-from ._part_times import PartTimes
+from ._time_balance import PartTimes
 from ._turns import Interruptible, Whole
 from .schedule import ScheduleName, launch_order
 from .stages import Stages

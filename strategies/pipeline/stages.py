@@ -21,11 +21,10 @@ from ..core.module_checks import is_compiled
 from ..core.patching import replaced
 from ..core.side_streams import arrival, cross, from_host, is_plain, work_so_far
 from ..core.types import Batch
-from ._activation_memory import profile_activations, profile_flops
+from ._activation_memory import profile_activations
 from ._plan import (
     StagePlan,
     auto_plan,
-    balanced_plan,
     enough_parts,
     found_plan,
     named_plan,
@@ -244,10 +243,6 @@ class Stages:
     def _make_plan(self, module: LightningModule) -> StagePlan:
         if not isinstance(self.options.partition, str):
             return named_plan(module, self.num_stages, self.options.partition)
-        if self.options.balance == "time" and module.example_input_array is not None:
-            flops = profile_flops(module, enough_parts(module, self.num_stages), example_inputs(module))
-            costs = {name: max(count, 1) for name, count in flops.items()}  # a part without any may be cut off, too
-            return balanced_plan(module, costs, self.options.device_weights or [1.0] * self.num_stages)
         kept = None
         if self.options.profile_activations:
             kept = profile_activations(module, enough_parts(module, self.num_stages), example_inputs(module))
