@@ -149,6 +149,11 @@ class Stages:
         return len(self.devices)
 
     @property
+    def overlaps(self) -> bool:
+        """Whether stages may have different micro-batches at the same time."""
+        return self.options.num_microbatches > 1 and self.num_stages > 1 and self.plan is not None
+
+    @property
     def hook_numbers(self) -> list[int]:
         """The numbers that torch gave to the hooks that move inputs."""
         return [hook.id for hook in self._hooks]
