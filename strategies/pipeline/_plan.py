@@ -13,7 +13,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
-from itertools import accumulate
+from itertools import accumulate, groupby
 
 import torch
 from torch import nn
@@ -229,19 +229,11 @@ def plan_rows(module: nn.Module, plan: StagePlan, devices: Sequence[torch.device
 
 def _ranges(names: Sequence[str]) -> list[str]:
     """Shorten `blocks.0, blocks.1, blocks.2` to `blocks.0-2`; the root's own tensors are shown as `(root)`."""
-    runs: list[tuple[str, int, int]] = []
-    for name in names:
-        prefix, _, last = name.rpartition(".")
-        number = int(last) if last.isdecimal() else -1
-        if runs and number >= 0 and runs[-1][0] == prefix and runs[-1][2] == number - 1:
-            runs[-1] = (prefix, runs[-1][1], number)
-        else:
-            runs.append((prefix if number >= 0 else name, number, number))
-    return [_run_name(*run) for run in runs]
 
+    def run(item: tuple[int, str]) -> tuple[str, int | None]:
+        """The same for names whose numbers follow one another."""
+        prefix, _, last = item[1].rpartition(".")
+        return (prefix, int(last) - item[0]) if last.isdecimal() else (item[1], None)
 
-def _run_name(prefix: str, first: int, last: int) -> str:
-    dot = "." if prefix else ""
-    if first < 0:
-        return prefix or "(root)"
-    return f"{prefix}{dot}{first}" if first == last else f"{prefix}{dot}{first}-{last}"
+    runs = [[name for _, name in group] for _, group in groupby(enumerate(names), run)]
+    return [f"{first}-{rest[-1].rpartition('.')[2]}" if rest else first or "(root)" for first, *rest in runs]

@@ -5,6 +5,7 @@ import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -34,34 +35,6 @@ from ._plan import (
 )
 from .module_parts import find_parts, place_parts
 from .options import StageOptions
-
-
-class Route:
-    """Records the path of one batch through the stages."""
-
-    def __init__(self) -> None:
-        self._stage = 0
-        self._crossings = 0
-        self._back: list[str] = []
-        self._bytes_back = 0
-
-    def enter(self, stage: int, name: str, inputs: Sequence[Any]) -> None:
-        """Record the call of a part."""
-        if stage < self._stage:
-            self._back.append(f"{name} (stage {stage}) after stage {self._stage}")
-            self._bytes_back += sum(value.nbytes for value in inputs if isinstance(value, Tensor))
-        self._crossings += stage != self._stage
-        self._stage = stage
-
-    def warn(self, num_stages: int) -> None:
-        """Warn if the batch went back to an earlier stage, with the cost."""
-        if self._back:
-            rank_zero_warn(
-                f"A stage is used before the previous one is done: {', '.join(self._back)}. Each step changes devices "
-                f"{self._crossings} times instead of {num_stages - 1}, moves {self._bytes_back:,} bytes back, and "
-                "stages wait for each other. Register modules in the order of their use, or name the cut: "
-                "partition=[first module of each later stage]."
-            )
 
 
 class BatchTensors:
@@ -110,7 +83,7 @@ class _OnThread(threading.local):
     devices: list[torch.device] | None = None
     enter: Callable[[int], None] | None = None
     stage: int = 0
-    route: Route | None = None
+    path: list[tuple[int, str, int]] | None = None
     batch: BatchTensors | None = None
 
     @override
@@ -278,9 +251,9 @@ class Stages:
 
     def _enter(self, stage: int, name: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Move the inputs of a part to its stage."""
-        route = self._on_thread.route
-        if route is not None:
-            route.enter(stage, name, tree_leaves((args, kwargs)))
+        if self._on_thread.path is not None:
+            size = sum(leaf.nbytes for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
+            self._on_thread.path.append((stage, name, size))
         if not kwargs and all(isinstance(arg, Tensor) for arg in args):  # most calls: torch's trees take longer
             return tuple(self._move(stage, list(args))), kwargs
         return self._bring(stage, (args, kwargs))
@@ -291,10 +264,23 @@ class Stages:
         if self._is_watched:
             yield
             return
-        self._is_watched, route = True, Route()
-        with replaced(self._on_thread, "route", route):
+        self._is_watched, path = True, list[tuple[int, str, int]]()
+        with replaced(self._on_thread, "path", path):
             yield
-        route.warn(self.num_stages)
+        calls = [*pairwise([(0, "", 0), *path])]
+        back = [
+            (f"{name} (stage {stage}) after stage {before}", size)
+            for (before, *_), (stage, name, size) in calls
+            if stage < before
+        ]
+        if back:
+            crossings = sum(stage != before for (before, *_), (stage, *_) in calls)
+            rank_zero_warn(
+                f"A stage is used before the previous one is done: {', '.join(told for told, _ in back)}. Each step "
+                f"changes devices {crossings} times instead of {self.num_stages - 1}, moves "
+                f"{sum(size for _, size in back):,} bytes back, and stages wait for each other. Register modules in "
+                "the order of their use, or name the cut: partition=[first module of each later stage]."
+            )
 
     def _meet(self, min_dim: int, _: nn.Module, __: tuple[Any, ...], output: Any) -> Any:
         """Move an output to the meeting device."""
