@@ -77,9 +77,12 @@ class PartTimes:
         self._enter_backward(output, name)
 
     def _enter_backward(self, value: Any, name: str | None) -> None:
+        def enter(_: Tensor) -> None:
+            self._enter(name)
+
         for leaf in tree_leaves(value):
             if isinstance(leaf, Tensor) and leaf.grad_fn is not None and torch.is_grad_enabled():
-                leaf.register_hook(lambda _: self._enter(name))
+                leaf.register_hook(enter)
 
     def _enter(self, name: str | None) -> None:
         if name == self._part:
