@@ -163,20 +163,20 @@ def named_plan(module: nn.Module, num_stages: int, first_modules: Sequence[str])
     verify_submodules("partition", first_modules, module)
     parts = find_parts(module, first_modules)
     part_of = {part.name: part for part in parts}
-    stage, remaining = 0, list(first_modules)
     stage_of: dict[str, int] = {}
     home: dict[int, int] = {}
+    left = list(first_modules)
     for name, _ in module.named_modules():
-        if remaining and name == remaining[0]:
-            stage += 1
-            remaining.pop(0)
+        if left and name == left[0]:
+            left = left[1:]
         if name in part_of:
             tensors = part_of[name].tensors
-            stage_of[name] = min([stage, *(home[id(tensor)] for tensor in tensors if id(tensor) in home)])
+            stages = [num_stages - 1 - len(left), *(home[id(tensor)] for tensor in tensors if id(tensor) in home)]
+            stage_of[name] = min(stages)
             home.update({id(tensor): stage_of[name] for tensor in tensors})
-    if remaining:
+    if left:
         raise ConfigError(
-            f"partition={list(first_modules)} is not in the order of the module: {remaining[0]} is registered before "
+            f"partition={list(first_modules)} is not in the order of the module: {left[0]} is registered before "
             "the name listed before it. Give the names in the order of module.named_modules()."
         )
     empty = [stage for stage in range(num_stages) if stage not in stage_of.values()]

@@ -68,6 +68,10 @@ class ParameterCopy(nn.Parameter):
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         return memo.setdefault(id(self), nn.Parameter(self.detach().clone(), self.requires_grad))
 
+    @override
+    def __reduce_ex__(self, proto: Any) -> Any:
+        return nn.Parameter(self.detach(), self.requires_grad).__reduce_ex__(proto)  # pickled, it is a leaf
+
 
 def copied(parameter: Tensor, device: torch.device, flows: Flows) -> Tensor:
     """Copy a parameter to a device; `follow` makes the copy one whose gradients are the parameter's."""

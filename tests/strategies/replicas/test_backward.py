@@ -1,5 +1,7 @@
 """The backward pass of replicas is one of autograd: whatever goes backward through it has one device's numbers."""
 
+import copy
+import io
 import warnings
 from typing import Any
 
@@ -114,6 +116,20 @@ class Attacked(Net):
         return super().training_step((x.detach() + 0.1 * x.grad.sign(), *rest), batch_idx)  # type: ignore[no-any-return]
 
 
+class Copied(Net):
+    """Copies its layers in its step, and goes backward through the copies."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x = self.read(batch)[0]
+        file = io.BytesIO()
+        torch.save(self.net, file)
+        file.seek(0)
+        for layers in (copy.deepcopy(self.net), torch.load(file, weights_only=False)):
+            layers(x).square().mean().backward()
+            assert all(type(p) is nn.Parameter and p.is_leaf and p.grad is not None for p in layers.parameters())
+        return super().training_step(batch, batch_idx)  # type: ignore[no-any-return]
+
+
 class Frozen(Net):
     """Freezes a layer for a part of its step."""
 
@@ -128,7 +144,7 @@ class Frozen(Net):
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("module", [Penalized, Attacked, Frozen])
+@pytest.mark.parametrize("module", [Penalized, Attacked, Copied, Frozen])
 def test_what_a_step_does_with_its_graph_equals_one_device(module: type[Net], strategy: Any) -> None:
     assert_equal(run(Case(module), strategy(), devices=3), baseline(Case(module)), 1e-10)
 
