@@ -19,7 +19,6 @@ import torch
 from torch import nn
 
 from ..core.errors import ConfigError, verify_submodules
-from ..core.text_table import draw_table
 from .module_parts import Part, find_parts, first_layers, part_bytes
 
 
@@ -209,13 +208,11 @@ def found_plan(module: nn.Module, devices: Sequence[torch.device]) -> StagePlan:
     return StagePlan(len(devices), {part.name: devices.index(part.tensors[0].device) for part in parts})
 
 
-def plan_table(module: nn.Module, plan: StagePlan, devices: Sequence[torch.device]) -> str:
-    """Draw the plan as text: stage, device, modules, parameters, bytes (with buffers; a tied tensor counts once)."""
-    return draw_table([("stage", "device", "modules", "parameters", "bytes"), *plan_rows(module, plan, devices)])
-
-
 def plan_rows(module: nn.Module, plan: StagePlan, devices: Sequence[torch.device]) -> list[tuple[str, ...]]:
-    """The rows of the plan's table, one per stage."""
+    """The rows of the plan's table, one per stage: stage, device, modules, parameters, bytes.
+
+    Bytes are those of parameters and buffers; a tied tensor counts once.
+    """
     tensors = {part.name: part.tensors for part in find_parts(module, list(plan.stage_of))}
     rows: list[tuple[str, ...]] = []
     for stage in range(plan.num_stages):

@@ -21,6 +21,7 @@ from ..core.errors import ConfigError
 from ..core.module_checks import is_compiled
 from ..core.patching import replaced
 from ..core.side_streams import arrival, cross, from_host, is_plain, work_so_far
+from ..core.text_table import draw_table
 from ..core.types import Batch
 from ._activation_memory import profile_activations
 from ._plan import (
@@ -30,7 +31,6 @@ from ._plan import (
     found_plan,
     named_plan,
     plan_rows,
-    plan_table,
     verify_manual,
 )
 from .module_parts import find_parts, place_parts
@@ -60,21 +60,6 @@ class BatchTensors:
         if not self._versions or tensor.requires_grad or tensor.layout is not torch.strided:
             return False
         return self._versions.get(tensor.untyped_storage().data_ptr()) == tensor._version
-
-
-def example_inputs(module: LightningModule) -> tuple[Any, ...]:
-    """Return the module's `example_input_array` as arguments of `forward`.
-
-    Raises:
-        ConfigError: the module has none.
-    """
-    inputs = module.example_input_array
-    if inputs is None:
-        raise ConfigError(
-            f"profile_activations needs inputs, but {type(module).__name__} has no example_input_array. Set it in "
-            "__init__ to what forward takes, as large as one batch, or set profile_activations=false."
-        )
-    return tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)
 
 
 class _OnThread(threading.local):
@@ -155,7 +140,12 @@ class Stages:
             verify_manual(module, self.devices)
             module._device = self.meeting_device
             return
-        self._verify_weights()
+        weights = self.options.device_weights
+        if weights is not None and len(weights) != self.num_stages:
+            raise ConfigError(
+                f"device_weights has {len(weights)} entries for {self.num_stages} stages "
+                f"(device_weights={list(weights)}). Give one weight per device of a process."
+            )
         self.move(module, self._make_plan(module))
 
     def move(self, module: LightningModule, plan: StagePlan) -> None:
@@ -173,17 +163,17 @@ class Stages:
 
     def table(self, module: nn.Module) -> str:
         """Draw the plan as text; under `partition=manual` the found placement, where a repeated device is one stage."""
-        return plan_table(module, *self._found(module))
+        return draw_table([("stage", "device", "modules", "parameters", "bytes"), *self._rows(module)])
 
     def line(self, module: nn.Module) -> str:
         """Say in one line which modules each stage holds."""
-        return " | ".join(f"{names} on {device}" for _, device, names, *_ in plan_rows(module, *self._found(module)))
+        return " | ".join(f"{names} on {device}" for _, device, names, *_ in self._rows(module))
 
-    def _found(self, module: nn.Module) -> tuple[StagePlan, list[torch.device]]:
+    def _rows(self, module: nn.Module) -> list[tuple[str, ...]]:
         if self.plan is not None:
-            return self.plan, self.devices
+            return plan_rows(module, self.plan, self.devices)
         devices = list(dict.fromkeys(self.devices))
-        return found_plan(module, devices), devices
+        return plan_rows(module, found_plan(module, devices), devices)
 
     def tensors(self, module: nn.Module) -> Iterator[tuple[str, Tensor, int]]:
         """Yield name, tensor and stage of each parameter and buffer; a tied tensor once."""
@@ -223,18 +213,17 @@ class Stages:
             return named_plan(module, self.num_stages, self.options.partition)
         kept = None
         if self.options.profile_activations:
-            kept = profile_activations(module, enough_parts(module, self.num_stages), example_inputs(module))
+            inputs = module.example_input_array
+            if inputs is None:
+                raise ConfigError(
+                    f"profile_activations needs inputs, but {type(module).__name__} has no example_input_array. Set it "
+                    "in __init__ to what forward takes, as large as one batch, or set profile_activations=false."
+                )
+            inputs = inputs if isinstance(inputs, (tuple, list)) else (inputs,)
+            kept = profile_activations(module, enough_parts(module, self.num_stages), inputs)
         # weights are speeds where time is balanced; until it is measured, all devices have the same memory
         weights = self.options.device_weights if self.options.balance == "memory" else None
         return auto_plan(module, self.num_stages, self.options.optimizer_copies, kept, weights)
-
-    def _verify_weights(self) -> None:
-        weights = self.options.device_weights
-        if weights is not None and len(weights) != self.num_stages:
-            raise ConfigError(
-                f"device_weights has {len(weights)} entries for {self.num_stages} stages "
-                f"(device_weights={list(weights)}). Give one weight per device of a process."
-            )
 
     def _add_hooks(self, module: nn.Module) -> None:
         assert self.plan is not None

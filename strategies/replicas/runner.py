@@ -1,5 +1,6 @@
 """Run a module on replicas, one per device of the process: refresh, run, merge metrics, sum gradients."""
 
+import weakref
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -77,7 +78,10 @@ class ReplicaRunner:
     one_by_one: bool = False
 
     def __post_init__(self) -> None:
-        self.replicas = Replicas(self.root, self.devices, self.blocks, self._flows, self.one_by_one)
+        flows = weakref.WeakMethod(self._flows)  # a node of the graph holds it, which Python can't see in a cycle
+        self.replicas = Replicas(
+            self.root, self.devices, self.blocks, lambda: (own := flows()) is None or own(), self.one_by_one
+        )
         self._in_step = False
         self._executor = Executor(self.threads)
         self._meets: dict[str, bool] = {}
