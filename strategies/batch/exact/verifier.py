@@ -11,7 +11,7 @@ from the graph of a loss no more than a proposal of what its terms divide by: wh
 """
 
 import itertools
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -38,7 +38,7 @@ from ..run_structures import parts_are_equal
 from ..samples import FewSamples, seeded
 from ..structure import BatchStructure
 from ..tree import called
-from ..whole.gathering import SimulatedRanks, gathered, simulating
+from ..whole.gathering import SimulatedRanks, simulating
 from ..whole.meeting import Combine, Meeting, Seat, seat
 from ..whole.over_batch import end_of_step, ended
 from .module_state import ModuleState, Written, unlike
@@ -330,14 +330,9 @@ class Verifier:
             for part in parts:
                 for handle in part.handles:
                     handle.remove()
-        largest = max(float(one.abs().max()) for one in expected if one.numel()) or 1.0
         names = {id(p): name for name, p in self._module.named_parameters()}
-        differences = [
-            (names.get(id(p), "a parameter"), _largest(one - two) / largest)
-            for p, one, two in zip(parameters, expected, found, strict=True)
-            if one.numel()
-        ]
-        return max(differences, key=lambda item: item[1])
+        of_all = (names.get(id(p), "a parameter") for p in parameters)
+        return max(zip(of_all, _differences(expected, found), strict=True), key=lambda item: item[1])
 
     def _gradients(self, losses: Sequence[Tensor], shares: Sequence[Any], parameters: Sequence[Any]) -> list[Tensor]:
         """The gradients as hooks on parameters leave them: under ranks they get each part's, else the whole batch's."""
@@ -349,9 +344,7 @@ class Verifier:
         parameters = _small_parameters(self._module)
         (again,) = self._run(piece, 0, total, seed=2)
         one, two = (self._gradients([step.losses[call]], [1.0], parameters) for step in (whole, again))
-        largest = max(float(gradient.abs().max()) for gradient in one if gradient.numel()) or 1.0
-        difference = max(_largest(a - b) / largest for a, b in zip(one, two, strict=True) if a.numel())
-        return difference > _tolerance(whole.losses[call], parameters)
+        return max(_differences(one, two)) > _tolerance(whole.losses[call], parameters)
 
     def _refusal(self, found: tuple[str, float] | None, why: str, kind: str, sizes: str, weighed: bool) -> str:
         name, difference = found or ("the loss", float("nan"))
@@ -427,8 +420,7 @@ class Verifier:
                 continue
             found = self._gradients(again.losses, [1.0] * len(again.losses), parameters)
             first = first or found
-            largest = max((_largest(one) for one in first if one.numel()), default=0.0) or 1.0
-            if any(_largest(a - b) > 1e-6 * largest for a, b in zip(first, found, strict=True) if a.numel()):
+            if any(difference > 1e-6 for difference in _differences(first, found)):
                 return True
         return False
 
@@ -447,7 +439,7 @@ class Verifier:
         """Run the step on the samples between each two places, one after the other, or as one trial if parts meet."""
         spans = list(itertools.pairwise(places))
         self._fails_in_parts = len(spans) > 1
-        ranks = _Ranks(len(spans)) if self._of_ranks else _Ranks(1)
+        ranks = SimulatedRanks(len(spans) if self._of_ranks else 1)
         if len(spans) == 1 or not self._meets:
             try:
                 steps = list[_Step]()
@@ -469,7 +461,7 @@ class Verifier:
         return self._gathers
 
     def _trial(
-        self, parts: Sequence[tuple[int, Batch]], seed: int, ranks: "_Ranks", given: Sequence[Written]
+        self, parts: Sequence[tuple[int, Batch]], seed: int, ranks: SimulatedRanks, given: Sequence[Written]
     ) -> list[_Step]:
         module, steps = self._module, [_Step(num) for num, _ in parts]
         trained = [p for p in module.parameters() if p.requires_grad]  # a toggled optimizer freezes some meanwhile
@@ -545,42 +537,6 @@ class _Parts(Meeting):
         return answer
 
 
-@dataclass
-class _Ranks(SimulatedRanks):
-    """The ranks that parts of a batch stand for; a single one for chunks.
-
-    Args:
-        first: the rank of the first part that is under way.
-    """
-
-    size: int
-    first: int = 0
-    has_gathered: bool = False
-
-    @property
-    def rank(self) -> int:
-        """That of the part whose step asks."""
-        place = seat()
-        return min(self.first + (place.part if isinstance(place, Seat) else 0), self.size - 1)
-
-    def gather(self, tensor: Tensor, sync_grads: bool) -> Tensor:
-        """See `RankStrategy.all_gather`."""
-        self.has_gathered = True
-        if self.size == 1:
-            return gathered(tensor, sync_grads, "", partial(torch.unsqueeze, dim=0))
-        own = tensor if sync_grads and torch.is_grad_enabled() else tensor.detach()
-        return seat().meet("all_gather", own, _of_all_ranks)
-
-
-def _of_all_ranks(brought: Mapping[int, Tensor]) -> Mapping[int, Tensor]:
-    tensors = list(brought.values())
-    if len({one.shape for one in tensors}) == 1:
-        return dict.fromkeys(brought, torch.stack(tensors))
-    if len({one.shape[1:] for one in tensors}) > 1:
-        raise _Cannot("all_gather is given rows of different shapes")
-    return dict.fromkeys(brought, torch.cat(tensors).unsqueeze(0))
-
-
 def _said(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
 
@@ -617,6 +573,13 @@ def _small_parameters(module: nn.Module) -> list[nn.Parameter]:
 def _tolerance(loss: Tensor, parameters: Sequence[Tensor]) -> float:
     eps = max(torch.finfo(one.dtype).eps for one in (loss, *parameters))
     return _EXACT if eps < 1e-12 else max(_CLOSE, 16 * eps)
+
+
+def _differences(expected: Sequence[Tensor], found: Sequence[Tensor]) -> list[float]:
+    """By how much each gradient differs, relative to the largest number in those expected."""
+    largest = max((float(one.abs().max()) for one in expected if one.numel()), default=0.0) or 1.0
+    pairs = zip(expected, found, strict=True)
+    return [_largest(one - two) / largest if one.numel() else 0.0 for one, two in pairs]
 
 
 def _largest(values: Tensor) -> float:
@@ -662,13 +625,14 @@ def _hold_optimizers(module: pl.LightningModule, backward: Callable[[Tensor], No
 
     strategy: Any = module.trainer.strategy
     optimizers, configs = strategy.optimizers, strategy.lr_scheduler_configs
-    replaced: dict[str, Callable[..., Any]] = {"manual_backward": manual_backward, "clip_gradients": _nothing}
+    still = partial(_answered, None)
+    replaced: dict[str, Callable[..., Any]] = {"manual_backward": manual_backward, "clip_gradients": still}
     if not optimizers:  # before the strategy makes them
         optimizers, configs = _init_optimizers_and_lr_schedulers(module)
-        replaced |= {"toggle_optimizer": _nothing, "untoggle_optimizer": _nothing}
+        replaced |= {"toggle_optimizer": still, "untoggle_optimizer": still}
     for name, own in ("optimizers", optimizers), ("lr_schedulers", [config.scheduler for config in configs]):
-        still = [_Still(one) for one in own]
-        replaced[name] = partial(_answered, still[0] if len(still) == 1 else still or None)
+        answers = [_Still(one) for one in own]
+        replaced[name] = partial(_answered, answers[0] if len(answers) == 1 else answers or None)
     for name, call in replaced.items():
         stack.callback(Replacement(module, name, call).remove)
 
@@ -676,10 +640,6 @@ def _hold_optimizers(module: pl.LightningModule, backward: Callable[[Tensor], No
 def _answered(answer: Any, *args: Any, **kwargs: Any) -> Any:
     """Return what is known, in place of a method's result."""
     return answer
-
-
-def _nothing(*args: Any, **kwargs: Any) -> None:
-    """Do nothing, in place of a method."""
 
 
 class _Still:
