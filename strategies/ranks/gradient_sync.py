@@ -15,15 +15,17 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..core.errors import ConfigError
 from ..core.loop_contract import StepContract
-from ..distributed.options import name_unused_parameters
+from ..distributed.options import name_unused_parameters, without_gradients
 from ..distributed.reduction import are_small, average_gradients
 from ..distributed.same_weights import verify_same_layout
 from ..distributed.wrapper import (
     ReducedParameters,
+    expect_gradients,
     forward_through,
     unwrap,
     verify_reduced,
 )
+from ..replicas.layout import ReplicaLayout
 
 if TYPE_CHECKING:
     from .strategy import RankStrategy
@@ -117,7 +119,7 @@ class GradientSync:
     def train(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a training step."""
         wrapper = self._strategy._model
-        if isinstance(wrapper, DistributedDataParallel):
+        if isinstance(wrapper, DistributedDataParallel) and not isinstance(self._strategy.layout, ReplicaLayout):
             return forward_through(wrapper, step, *args, **kwargs)
         self.sync_buffers()
         return step(*args, **kwargs)
@@ -161,6 +163,21 @@ class GradientSync:
                 f"{strategy.strategy_name}: a parameter was unfrozen within training_step, too late for its gradient "
                 "to be reduced over the ranks. Unfreeze it in on_train_batch_start or on_train_epoch_start."
             )
+
+    def expect(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
+        """Have the wrapper reduce gradients that parameters are about to get, in a backward pass.
+
+        Raises:
+            RuntimeError: some get none, which the wrapper is not to find out.
+        """
+        wrapper = self._wrapper
+        if wrapper is None or not wrapper.require_backward_grad_sync:
+            return
+        if not wrapper.find_unused_parameters and any(gradient is None for gradient in gradients):
+            without = {id(p) for p, gradient in zip(parameters, gradients, strict=True) if gradient is None}
+            names = [name for name, p in self._strategy.module.named_parameters() if id(p) in without]
+            raise RuntimeError(without_gradients(names))
+        expect_gradients(wrapper, parameters)
 
     def finish_backward(self) -> None:
         """Complete the gradients after a backward pass."""

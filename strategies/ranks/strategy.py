@@ -288,8 +288,8 @@ class RankStrategy(pl_strategies.DDPStrategy):
             options = self.stage_options
             return StageLayout(devices, options, name, self.reduce)
         if len(devices) > 1:
-            replica_options = ReplicaOptions(name, "strategy.devices_per_process=1", one_by_one=True)
-            return ReplicaLayout(devices, replica_options)
+            replica_options = ReplicaOptions(name, "strategy.devices_per_process=1")
+            return ReplicaLayout(devices, replica_options, expect=self.sync.expect)
         return SingleLayout(devices)
 
     @property
@@ -457,6 +457,11 @@ class RankStrategy(pl_strategies.DDPStrategy):
         return self.contract.train(*args, **kwargs)
 
     backward = run_backward
+
+    @override
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        if not isinstance(self.layout, ReplicaLayout):  # its backward pass tells when gradients are to be reduced
+            super().pre_backward(closure_loss)
 
     @override
     @contextmanager

@@ -36,7 +36,8 @@ def replicate(network: nn.Module, devices: Sequence[Device], detach: bool = Fals
     root_device = _device_of(network)
     replicas: list[nn.Module] = []
     for device in map(torch.device, devices):
-        replicas.append(ModuleCopy(network, root_device, device, _detached if detach else _sent).module)
+        send = partial(_detached if detach else _sent, device=device)
+        replicas.append(ModuleCopy(network, root_device, device, send).module)
     return replicas
 
 
