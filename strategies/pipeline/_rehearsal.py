@@ -183,7 +183,7 @@ class _Place:
     num_calls: int = 0
 
     def whole(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """See `Place.whole` in `batch/whole/over_batch.py`."""
+        """Compute what `over_batch` is given over all parts of this process, and those of other ranks."""
         columns, share = self.columns(self.number, self.num_calls)
         self.num_calls += 1
         own, place, ranks = columns.rows_of(fn, args, kwargs), columns.first + self.number, columns.ranks

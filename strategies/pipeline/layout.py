@@ -18,7 +18,6 @@ from typing_extensions import override
 
 from ..batch.layout import Layout, losses_in
 from ..batch.losses import FOUND
-from ..batch.outputs import combine_outputs
 from ..batch.policies import Even, without_single_samples
 from ..batch.run_structures import RunStructures
 from ..batch.structure import BatchStructure
@@ -212,11 +211,9 @@ class StageLayout(Layout):
             logs.replay(sizes)
             return end(results.join(outputs, sizes, meeting))
         assert gradients is not None
-        is_read = partial(hooked, "on_train_batch_end", self._module.trainer, by_user=True)
-        result = combine_outputs(
-            outputs, self.reader.valued(outputs), sizes, logs, reduction, self.strategy, meeting, results, self._told,
-            is_read,
-        )  # fmt: skip
+        valued, trainer = self.reader.valued(outputs), self._module.trainer
+        is_read = partial(hooked, "on_train_batch_end", trainer, by_user=True)
+        result = logs.combine(outputs, valued, sizes, reduction, self.strategy, results, self._told, is_read)
         self.losses = logs.losses
         if isinstance(result, dict):
             return {**result, "loss": gradients.attach(result["loss"])}
