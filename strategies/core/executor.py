@@ -48,12 +48,6 @@ class Executor:
         self._num_threads = 0
         self._pool: ThreadPoolExecutor | None = None
 
-    def runs_in_threads(self, pieces: Sequence[Piece]) -> bool:
-        """Whether `run` would use threads."""
-        if self._threads is None:
-            return any(is_accelerator(piece.device) for piece in pieces)
-        return self._threads
-
     def run(self, pieces: Sequence[Piece], in_order: bool = False, context: "ThreadState | None" = None) -> list[Any]:
         """Run all pieces.
 
@@ -67,8 +61,10 @@ class Executor:
         Raises:
             Exception: the error of the first piece that failed; its message names the device and the chunk.
         """
-        context = context or ThreadState()
-        if in_order or len(pieces) == 1 or not self.runs_in_threads(pieces):
+        context, threads = context or ThreadState(), self._threads
+        if threads is None:
+            threads = any(is_accelerator(piece.device) for piece in pieces)
+        if in_order or len(pieces) == 1 or not threads:
             return [reraised(piece, context.run, piece) for piece in pieces]
         return self._run_in_threads(pieces, context)
 

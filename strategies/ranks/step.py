@@ -59,7 +59,6 @@ class RankStep(StepContract):
         self._rows = BatchRows(strategy)
         self.metrics: RunMetrics | None = None
         """Computes the values of metrics over all ranks; None outside a run."""
-        self._weighs_in_loop = False
         self._evaluation_loop: Any = None
         self._has_evaluated = False
         """Whether this pass is an evaluation that has run a step."""
@@ -77,7 +76,8 @@ class RankStep(StepContract):
         self._strategy.layout.reader = self.reader = LossReader(name)
         self.reader.at_once = bool(self._strategy.layout.cut_by) and self._strategy.layout.goes_backward_early
         self.reader.values.over_ranks = num_ranks > 1
-        self.reader.sum_over_ranks = self._sum_over_ranks if num_ranks > 1 else None
+        mean = self._strategy.group.mean
+        self.reader.sum_over_ranks = (lambda values: mean(values) * num_ranks) if num_ranks > 1 else None
         self.metrics = RunMetrics(not self._strategy.layout.cut_by, self._part, self._hook)
 
     def begin_pass(self, evaluation: Any) -> None:
@@ -194,7 +194,6 @@ class RankStep(StepContract):
         module_weighs = weight_in(output) is not None
         if not counts and output is not None:  # None in manual optimization
             output = {**(output if isinstance(output, dict) else {"loss": output}), "loss_weight": 0.0}
-        self._weighs_in_loop = weighs_in_loop(trainer)
         if module_weighs:
             own = loss_weight(output, args[0])
             own = own.to(strategy.root_device) if isinstance(own, Tensor) else own
@@ -236,9 +235,6 @@ class RankStep(StepContract):
             )
         if found.unused:
             strategy.sync.expect_unused()
-
-    def _sum_over_ranks(self, values: Tensor) -> Tensor:
-        return self._strategy.group.mean(values) * self._strategy.world_size
 
     def _own_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         strategy = self._strategy
@@ -302,7 +298,7 @@ class RankStep(StepContract):
         strategy = self._strategy
         if not (self._module.automatic_optimization or strategy.layout.cut_by):
             self._read(loss)
-        loss = self.shares.scaled(loss, self._weighs_in_loop)
+        loss = self.shares.scaled(loss, weighs_in_loop(self._trainer))
         strategy.sync.begin_backward(loss)
         if strategy.balance is not None:
             strategy.balance.begin_backward()

@@ -9,7 +9,7 @@ import pytorch_lightning as pl
 import pytorch_lightning.strategies as pl_strategies
 import torch
 import torch.distributed as dist
-from pytorch_lightning.plugins.layer_sync import LayerSync, TorchSyncBatchNorm
+from pytorch_lightning.plugins.layer_sync import TorchSyncBatchNorm
 from pytorch_lightning.strategies.strategy import TBroadcast
 from pytorch_lightning.trainer.states import TrainerFn
 from pytorch_lightning.utilities.types import STEP_OUTPUT
@@ -90,8 +90,6 @@ class RankStrategy(pl_strategies.DDPStrategy):
 
     balance: RankBalance | None = None
     """What divides global batches in shares that are not even."""
-
-    _given_layer_sync: LayerSync | None = None
 
     @checked
     def __init__(
@@ -302,18 +300,6 @@ class RankStrategy(pl_strategies.DDPStrategy):
         """What measures and decides the shares of the ranks; None if nothing is measured."""
         return None if self.balance is None else self.balance.kept.controller
 
-    @property
-    def _layer_sync(self) -> LayerSync | None:
-        """The layer plugin: the user's, or for `sync_batchnorm=True` ours, since torch's own refuses the CPU."""
-        return self._given_layer_sync or (SyncBatchNorm() if self._syncs_batchnorm else None)
-
-    @_layer_sync.setter
-    def _layer_sync(self, layer_sync: LayerSync | None) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]  # an attribute
-        if isinstance(layer_sync, TorchSyncBatchNorm):
-            self._syncs_batchnorm = True
-        elif layer_sync is not None:
-            self._given_layer_sync = layer_sync
-
     @override
     def setup(self, trainer: pl.Trainer) -> None:
         self._verify_options(trainer)
@@ -338,6 +324,8 @@ class RankStrategy(pl_strategies.DDPStrategy):
 
     def _verify_options(self, trainer: pl.Trainer) -> None:
         """Refuse what torch's DDP can't do with the devices of a process."""
+        if isinstance(self._layer_sync, TorchSyncBatchNorm) or (self._syncs_batchnorm and self._layer_sync is None):
+            self._syncs_batchnorm, self._layer_sync = True, SyncBatchNorm()  # torch's own refuses the CPU
         module, name, cut = trainer.lightning_module, self.strategy_name, self.layout.cut_by
         if self.stage_options is not None:
             self._verify_one_type()
