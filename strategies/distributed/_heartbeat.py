@@ -133,6 +133,14 @@ class HeartbeatMonitor:
         frame = sys._current_frames().get(self._main)
         return place_of(frame) if frame is not None else ""
 
+    def explain(self, exc: BaseException) -> None:
+        """Report a failure to the other ranks; if a peer could not be reached, name that peer in the error instead."""
+        self.freeze(exc)
+        if not is_about_communication(exc):
+            self.tell(exc)
+        elif culprits := self.culprits():
+            exc.args = (f"{culprits} The error on this rank was: {exc}",)
+
     def freeze(self, exc: BaseException) -> None:
         """Report from now on that this rank has failed, at the line that raised the exception."""
         frames = [frame for frame, _ in traceback.walk_tb(exc.__traceback__)]

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from math import fsum
 from typing import TYPE_CHECKING, Any
@@ -26,6 +26,7 @@ from ..batch.structure import num_samples
 from ..batch.whole.over_batch import among
 from ..core.errors import ConfigError
 from ..core.loop_contract import StepContract, has_context
+from ..core.patching import replaced
 from ..core.untraced_step import untraced_step
 from ..data.combined import verify_side_by_side
 from ..data.loaders import positions
@@ -396,18 +397,16 @@ def zero_weight_step(module: pl.LightningModule, sync: MetricSync, silent: bool 
         sync: the exchange of metric states, which the step may ask for by `compute`.
         silent: whether it logs nothing at all: in an evaluation ranks may log different names.
     """
-    synced = [layer for layer in module.modules() if isinstance(layer, SyncedBatchNorm)]
-    for layer in synced:
-        layer.counts = False
-    try:
-        with untraced_step(module, silent) as metrics, sync.counting(metrics):
-            yield
-            computed = [(metric, metric._computed) for metric, _ in metrics]
-        for metric, value in computed:  # on the other ranks an update has cleared it: all must compute it again
-            metric._computed = value
-    finally:
-        for layer in synced:
-            layer.counts = True
+    with ExitStack() as stack:
+        for layer in module.modules():
+            if isinstance(layer, SyncedBatchNorm):
+                stack.enter_context(replaced(layer, "counts", False))
+        metrics = stack.enter_context(untraced_step(module, silent))
+        stack.enter_context(sync.counting(metrics))
+        yield
+        computed = [(metric, metric._computed) for metric, _ in metrics]
+    for metric, value in computed:  # on the other ranks an update has cleared it: all must compute it again
+        metric._computed = value
 
 
 def recompute_weights(module: nn.Module) -> None:
