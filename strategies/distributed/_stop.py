@@ -114,11 +114,7 @@ class StopAgreement:
         Args:
             wished: this rank's loop would end (`trainer.should_stop`).
             step: as in `due`.
-            at_once: at a place where ranks may wait for each other, all end if one is to. Elsewhere all do if all are
-                to, and nothing is communicated unless a rank wishes.
-
-        Raises:
-            RankError: a rank did not come in time.
+            at_once: ranks may wait for each other here, so that all end if one is to; else all do if all are to.
         """
         if at_once:
             if ends := any(gather_objects(wished or self.is_ending)):
@@ -151,10 +147,7 @@ class StopAgreement:
         self._num_ended += 1
 
     def skip(self, where: str) -> None:
-        """Learn that all ranks skip the rest of the epoch; called by each that does.
-
-        Args:
-            where: the batch, for messages.
+        """Learn that all ranks skip the rest of the epoch; called by each that does, `where` is the batch in messages.
 
         Raises:
             RankError: another rank goes on with this batch, or did not come in time.
@@ -224,16 +217,12 @@ class StopAgreement:
         return stop is not None and step >= stop
 
     def stops_validation(self, received: bool, number: int, num_batches: int, ended: bool) -> bool:
-        """Whether all ranks stop within a validation, after a signal to any of them; called after each of its batches.
+        """Whether all ranks stop within a validation; called after each of its batches, `number` is its own in the run.
 
         Args:
             received: as in `agreed`.
-            number: the validation's, in this run.
             num_batches: batches that this rank has finished.
-            ended: these are all of this rank's; then it waits for the others.
-
-        Returns:
-            The same answer on all ranks once they have ended or stopped.
+            ended: these are all of this rank's; then it waits for the others, and all get the same answer.
         """
         stretch = f"validation {number}"
         stops = self.agreed(received, num_batches, stretch)

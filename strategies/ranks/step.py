@@ -61,8 +61,6 @@ class RankStep(StepContract):
         self.metrics: RunMetrics | None = None
         """Computes the values of metrics over all ranks; None outside a run."""
         self._evaluation_loop: Any = None
-        self._has_evaluated = False
-        """Whether this pass is an evaluation that has run a step."""
         self._num_evaluated: Counter[int] = Counter()
         self._loader = 0
         self._trainer: pl.Trainer
@@ -85,7 +83,6 @@ class RankStep(StepContract):
         """Begin a pass over loaders, refusing an evaluation that ranks would not read side by side."""
         assert self.metrics is not None
         self.metrics.sync.begin_pass(self._module)
-        self._has_evaluated = False
         self._evaluation_loop = evaluation
         self._num_evaluated.clear()
         combined = getattr(evaluation, "_combined_loader", None)
@@ -134,7 +131,6 @@ class RankStep(StepContract):
         step = 0 if trains else self._begin_evaluated(combined, dataloader_idx)
         if not trains and not shares.counts:  # the rank only joins in what the steps of others need
             return
-        self._has_evaluated = not trains
         if metrics.sync.watched:
             num_trained: Any = trainer.fit_loop.epoch_loop.batch_progress.total.ready
             # Lightning counts a training batch after this
@@ -284,11 +280,6 @@ class RankStep(StepContract):
             else:
                 find_evaluated(strategy, views, broadcast_object, strategy.global_rank == 0)
 
-    def end_validation(self) -> None:
-        """Learn that a validation has ended."""
-        if not self._has_evaluated:
-            recompute_weights(self._module)
-
     @override
     def accumulating(self, seen: bool) -> AbstractContextManager[Any]:
         return self._strategy.sync.accumulating(seen)
@@ -410,10 +401,10 @@ def zero_weight_step(module: pl.LightningModule, sync: MetricSync, silent: bool 
 
 
 def recompute_weights(module: nn.Module) -> None:
-    """Compute the weights that torch's hooks set before each forward, on a rank that has run none.
+    """Compute the weights that torch's hooks set before each forward, of the parameters as they are.
 
-    A rank without samples in an evaluation keeps those of the last training step's forward, made from the parameters
-    before the optimizer step; `ModelPruning` would prune other weights on it.
+    A rank without samples in an evaluation, which has run no forward, keeps those of the last training step, made from
+    the parameters before the optimizer step; `ModelPruning` would prune other weights on it.
     """
     for layer in module.modules():
         for hook in layer._forward_pre_hooks.values():

@@ -51,7 +51,7 @@ from ..replicas.layout import ReplicaLayout, ReplicaOptions
 from ..sharding.optimizer_shards import CutStates, OptimizerShards
 from .deciders import Deciders
 from .gradient_sync import GradientSync
-from .step import RankStep
+from .step import RankStep, recompute_weights
 
 
 class RankStrategy(pl_strategies.DDPStrategy):
@@ -472,7 +472,8 @@ class RankStrategy(pl_strategies.DDPStrategy):
 
     @override
     def on_validation_end(self) -> None:
-        self.contract.end_validation()
+        if not self.sync.evaluates_together:
+            recompute_weights(self.module)
 
     @override
     def on_predict_end(self) -> None:
