@@ -22,7 +22,7 @@ from ._heartbeat import HeartbeatMonitor, place_of
 from ._stop import StopAgreement as StopAgreement
 from .process_exit import leave_group
 from .reduction import all_reduce
-from .signed_store import SecretCheck, signed
+from .signed_store import secret_check, signed
 from .store import RankError, attempt, meet, root_store, wait_for
 
 PATIENCE_S = 5.0
@@ -50,7 +50,7 @@ class RankCoordinator:
         _num_runs += 1
         self.root_store = root_store(environment, timeout_s, num_nodes)
         self._store = signed(PrefixStore(f"run/{_num_runs}", self.root_store), f"run/{_num_runs}", attempt())
-        self._join(SecretCheck(self.root_store, rank, [0] if rank else range(1, num_ranks)))
+        self._join(secret_check(self.root_store, rank, [0] if rank else range(1, num_ranks)))
         self.stopping = StopAgreement(rank, num_ranks, self._store, timeout_s, devices)
         self.heartbeat = HeartbeatMonitor(self._store, rank, num_ranks, self.stopping, timeout_s)
         self.heartbeat.start()
