@@ -18,12 +18,7 @@ from ..core.loop_contract import StepContract
 from ..distributed.options import name_unused_parameters
 from ..distributed.reduction import are_small, average_gradients
 from ..distributed.same_weights import verify_same_layout
-from ..distributed.wrapper import (
-    ReducedParameters,
-    forward_through,
-    unwrap,
-    verify_reduced,
-)
+from ..distributed.wrapper import ReducedParameters, forward_through, unwrap, verify_reduced
 
 if TYPE_CHECKING:
     from .strategy import RankStrategy

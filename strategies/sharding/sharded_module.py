@@ -258,6 +258,8 @@ class ShardedModule:
 
     def _note_use(self, gathered: Any) -> None:
         """Note that a parameter has a gradient, which torch will reduce: a hook of the gathered one."""
+        if gathered.grad is None:  # frozen after the forward whose graph goes backward
+            return
         if gathered.grad.layout is not torch.strided:
             raise ConfigError(
                 f"fsdp: the gradient of {gathered.key} is sparse, and can't be cut over the ranks. Set sparse=False "

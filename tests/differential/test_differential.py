@@ -73,6 +73,14 @@ def test_toggled_optimizers_may_share_a_graph_under_dp(hunt: Hunt) -> None:
     assert verdict.word == "equal", verdict.reason
 
 
+@pytest.mark.timeout(200)
+def test_toggled_optimizers_may_share_a_graph_under_fsdp(hunt: Hunt) -> None:
+    # What was toggled off between two backward passes of one graph has no gradient, of which the layout was asked.
+    spread = Spread("fsdp", 2, (("batch_size_is", "global"),))
+    verdict = hunt.judge(Case(optimization=Optimization(optimizer="manual_toggle")), spread)
+    assert verdict.word == "equal", verdict.reason
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(4 * 3600)
 @pytest.mark.parametrize("kind", SPREADS)

@@ -214,7 +214,7 @@ class Numbered(pl.LightningModule):
 
     def is_asked_to_stop(self) -> bool:
         strategy: Any = self.trainer.strategy
-        return strategy.group.coordinator.stop_agreement.armed
+        return strategy.group.stopping.armed
 
     def on_train_end(self) -> None:
         state = self.layer.state_dict()

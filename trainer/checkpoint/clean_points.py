@@ -23,7 +23,7 @@ from typing_extensions import override
 
 from ...strategies.core.internals import callbacks_of
 from ...strategies.core.patching import replaced
-from ...strategies.distributed.objects import gather_on_first
+from ...strategies.distributed.objects import gather_objects
 from ...strategies.registry import ranks_of
 from . import _logged_rows, _run_state
 from ._callback import Checkpoint
@@ -138,7 +138,7 @@ class ResumingFitLoop(_FitLoop):
         """Whether to stop at this step; ranks decide together, between two batches."""
         received = self.trainer._signal_connector.received_sigterm
         ranks = ranks_of(self.trainer.strategy)
-        return received if ranks is None else ranks.group.agree_to_stop(received)
+        return received if ranks is None else ranks.group.stopping.agreed(received, self.trainer.global_step)
 
     def agree_to_end(self, at_once: bool = False) -> None:
         """Have ranks end training together where `trainer.should_stop` is set on some: one alone would leave the rest.
@@ -148,7 +148,7 @@ class ResumingFitLoop(_FitLoop):
         """
         trainer, ranks = self.trainer, ranks_of(self.trainer.strategy)
         if ranks is not None:
-            trainer.should_stop = ranks.group.agree_to_end(trainer.should_stop, at_once)
+            trainer.should_stop = ranks.group.stopping.ends(trainer.should_stop, trainer.global_step, at_once)
 
     def end_within_epoch(self) -> None:
         """Note that steps or time are used up between two batches, before the hooks at the end of the epoch run."""
@@ -204,7 +204,7 @@ class ResumingFitLoop(_FitLoop):
 
     def _all_states(self, point: ResumePoint) -> list[dict[str, Any]] | None:
         assert point.own is not None
-        return [point.own] if self.trainer.world_size == 1 else gather_on_first(point.own)
+        return [point.own] if self.trainer.world_size == 1 else gather_objects(point.own, only_first=True) or None
 
     def _resume_point(self) -> ResumePoint:
         """Read where this rank is, with its state alone."""

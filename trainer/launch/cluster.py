@@ -19,7 +19,7 @@ from torch.distributed import DistNetworkError, PrefixStore, Store
 
 from ...strategies import ConfigError
 from ...strategies.distributed.environment import kubeflow
-from ...strategies.distributed.signed_store import SecretCheck, signed
+from ...strategies.distributed.signed_store import secret_check, signed
 from ...strategies.distributed.store import RankError, attempt, base_store, root_store, silence, wait_for
 
 START_TIMEOUT_S = 1800.0
@@ -83,7 +83,7 @@ def receive(cluster: ClusterEnvironment) -> DictConfig | None:
     """
     global _num_jobs
     store = _jobs(cluster)
-    verify_secret = SecretCheck(root_store(cluster, START_TIMEOUT_S), cluster.global_rank(), [0])
+    verify_secret = secret_check(root_store(cluster, START_TIMEOUT_S), cluster.global_rank(), [0])
     try:
         while verify_secret() or not store.check([f"job/{_num_jobs}"]):
             time.sleep(POLL_S)

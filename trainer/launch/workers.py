@@ -8,20 +8,19 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 import torch
 from omegaconf import DictConfig, OmegaConf
 
 from ...strategies import ConfigError
 from ...strategies.core.files import scratch_directory
-from ...strategies.distributed.process_exit import ASK_TO_STOP, Answer, StopRequests, forking, kill_frozen
+from ...strategies.distributed.process_exit import ASK_TO_STOP, Answer, StopRequests, forking
+from ...strategies.distributed.processes import Process, RankProcesses, status_of
 from ...strategies.distributed.store import hosted_store
 from ..config.checks import AUTO, LaunchPlan
 from ..job.failure import Failure, report_killed
@@ -102,7 +101,7 @@ def _launch(cfg: DictConfig, num_processes: int, forks: bool) -> Result:
     return Result.read(cfg.run_dir)
 
 
-class Workers:
+class Workers(RankProcesses):
     """The workers of a run: the first signal to this process stops them, and Ctrl-C after it ends them at once.
 
     Args:
@@ -117,12 +116,11 @@ class Workers:
     """
 
     def __init__(self, cfg: DictConfig, num_processes: int, scratch: Path, forks: bool) -> None:
+        super().__init__(cfg.launcher.monitor_interval_s, END_S)
         self.num_processes, self.scratch = num_processes, scratch
-        self.processes: list[BaseProcess | subprocess.Popen[bytes]] = []
         self.requests = StopRequests()
         self.ended_at_once = False
         self._cfg, self._forks = cfg, forks
-        self._deadline_s = math.inf
 
     def run(self) -> int | None:
         """Run all ranks, and anew after a failure if that is allowed; they meet at a store of this process.
@@ -136,7 +134,7 @@ class Workers:
             with hosted_store() as place:
                 try:
                     self._start(attempt, place)
-                    failed = self.join()
+                    failed = self.join(lambda: self.requests.signum is not None)
                 finally:
                     self.end(signal.SIGKILL)
             # one that a signal to it has stopped has stopped the others
@@ -163,7 +161,7 @@ class Workers:
         if self.requests.signum is not None:
             self.end(self.requests.signum, self._cfg.launcher.shutdown_timeout_s)
 
-    def _start_one(self, variables: dict[str, str]) -> BaseProcess | subprocess.Popen[bytes]:
+    def _start_one(self, variables: dict[str, str]) -> Process:
         if self._forks:
             arguments = (self._cfg, self.scratch, variables)
             process: BaseProcess = multiprocessing.get_context("fork").Process(target=worker.run_forked, args=arguments)
@@ -174,24 +172,6 @@ class Workers:
         words = [sys.executable, "-m", worker.__name__, str(config_file)]
         return subprocess.Popen(words, env={**os.environ, **variables})
 
-    def join(self) -> int | None:
-        """Wait for all workers, and end those that are left after a failure; return the rank that failed first."""
-        failed = None
-        while left := [process for process in self.processes if status_of(process) is None]:
-            if failed is None and self.requests.signum is None and (failed := self._failed()) is not None:
-                self.end(signal.SIGTERM, END_S)
-            if not math.isinf(self._deadline_s):
-                kill_frozen(process.pid for process in left if process.pid is not None)
-            if time.monotonic() > self._deadline_s:
-                self.end(signal.SIGKILL)
-            time.sleep(self._cfg.launcher.monitor_interval_s)
-        return self._failed() if failed is None else failed
-
-    def _failed(self) -> int | None:
-        """A rank that has failed: one that was killed, if any, since others may have failed for that."""
-        statuses = {rank: status for rank, process in enumerate(self.processes) if (status := status_of(process))}
-        return min(statuses, key=lambda rank: statuses[rank] > 0, default=None)
-
     def hear(self, answer: Answer, signum: int, _: FrameType | None) -> None:
         """Pass a signal on."""
         if answer == "at once":
@@ -199,19 +179,6 @@ class Workers:
             self.end(signal.SIGKILL)
         elif answer == "first":
             self.end(signum, self._cfg.launcher.shutdown_timeout_s)
-
-    def end(self, signum: int, within_s: float = math.inf) -> None:
-        """Send a signal to those that are alive, which are killed if they have not ended within some seconds."""
-        self._deadline_s = time.monotonic() + within_s
-        for process in self.processes:
-            if status_of(process) is None and process.pid is not None:
-                with suppress(ProcessLookupError):
-                    os.kill(process.pid, signum)
-
-
-def status_of(process: BaseProcess | subprocess.Popen[Any]) -> int | None:
-    """The exit status of a process, negative for the signal that ended it; None while it lives."""
-    return process.exitcode if isinstance(process, BaseProcess) else process.poll()
 
 
 def is_stop(status: int | None) -> bool:

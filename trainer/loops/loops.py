@@ -124,8 +124,7 @@ class LeanTrainingEpochLoop(ResumingEpochLoop):
         self.accumulation.verify()
         self._forget()
         ranks = ranks_of(self.trainer.strategy)
-        together = None if ranks is None else ranks.group.coordinator
-        self._stop = None if together is None else together.stop_agreement
+        self._stop = None if ranks is None else ranks.group.stopping
         if not may_be_lean(self.trainer):
             return
         fetch_unprofiled(data_fetcher)
@@ -242,9 +241,8 @@ class LeanTrainingEpochLoop(ResumingEpochLoop):
             connector.log_train_step(self._batches_that_stepped + 1)
 
     def _agree_to_skip(self, stop: StopAgreement, skip: bool, batch_idx: int) -> None:
-        ranks = ranks_of(self.trainer.strategy)
-        if skip and ranks is not None:
-            ranks.group.skip_rest(batch_idx)
+        if skip:
+            stop.skip(f"in batch {batch_idx} of epoch {self.trainer.current_epoch}")
         else:
             stop.num_begun += 1
 

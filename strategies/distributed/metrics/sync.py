@@ -85,11 +85,8 @@ class MetricSync:
         Args:
             metrics: each with its attributes.
         """
-        self._counted = {id(metric): attributes for metric, attributes in metrics}
-        try:
+        with replaced(self, "_counted", {id(metric): attributes for metric, attributes in metrics}):
             yield
-        finally:
-            self._counted = {}
 
     def combine(self, metric: Metric, group: Any = None) -> None:
         """Replace a metric's states by those of all ranks; every rank must call it.
@@ -161,16 +158,9 @@ class RunMetrics:
         self.steps.close()
 
 
-def _metric_classes() -> set[type[Metric]]:
+def _metric_classes(kind: type[Metric] = Metric) -> set[type[Metric]]:
     """Return all classes of metrics of this process, `Metric` included."""
-    found: set[type[Metric]] = set()
-    left = [Metric]
-    while left:
-        kind = left.pop()
-        if kind not in found:
-            found.add(kind)
-            left += kind.__subclasses__()
-    return found
+    return {kind}.union(*map(_metric_classes, kind.__subclasses__()))
 
 
 def _widen_deviations(metric: PearsonCorrCoef) -> None:
