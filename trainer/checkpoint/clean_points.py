@@ -25,7 +25,8 @@ from ...strategies.core.internals import callbacks_of
 from ...strategies.core.patching import replaced
 from ...strategies.distributed.objects import gather_on_first
 from ...strategies.registry import ranks_of
-from . import _logged_rows, _run_state
+from ..loggers import journal
+from . import _run_state
 from ._callback import Checkpoint
 from ._hparams import class_name, restored
 from ._interval import is_time_over
@@ -212,7 +213,7 @@ class ResumingFitLoop(_FitLoop):
         return ResumePoint(
             self._point,
             self.trainer.should_stop and not is_time_over(self.trainer),
-            _logged_rows.count(self.trainer),
+            journal.positions(self.trainer),
             counts_global_batches(self.trainer),
             [_run_state.capture(self.trainer, accumulating)],
         )
@@ -301,8 +302,7 @@ class ResumingFitLoop(_FitLoop):
             for callback in callbacks_of(self.trainer):
                 if isinstance(callback, (GradientAccumulationScheduler, StochasticWeightAveraging)):
                     callback.on_train_epoch_start(self.trainer, self.trainer.lightning_module)
-        _logged_rows.withdraw_later_points(self.trainer)
-        _logged_rows.withdraw(self.trainer, self.resumed.rows)
+        journal.cut_back(self.trainer, self.resumed.rows)
         if self.resumed.point == "after_epoch":
             # Replace the iterator from the loop's setup, at the point where a running epoch creates it.
             self._resuming_from_checkpoint = False
