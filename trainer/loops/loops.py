@@ -274,7 +274,7 @@ class LeanTrainingEpochLoop(ResumingEpochLoop):
 
     def _optimize(self, step: TrainStep, batch: Batch, batch_idx: int) -> Any:
         automatic = step.plan.module.automatic_optimization
-        if automatic and step.is_lean and not self.automatic_optimization._skip_backward:
+        if automatic and step.fits() and not self.automatic_optimization._skip_backward:
             return step.run(batch, batch_idx, self._stepping())
         kwargs = self._build_kwargs(OrderedDict(), batch, batch_idx)
         if automatic:
