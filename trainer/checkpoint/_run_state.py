@@ -1,6 +1,6 @@
 """Capture and restore the state that exact resuming needs beyond Lightning's checkpoints.
 
-`_other_ranks.py` carries it over to another number of ranks.
+`_resume_point.py` carries it over to another number of ranks.
 
 | state | kept per rank |
 |---|---|
