@@ -140,7 +140,7 @@ class WeighedAutomaticOptimization(_AutomaticOptimization):
         self._accumulation = accumulation
         self._is_first = True
         self.num_none = 0
-        """Number of batches of this run for which `training_step` returned None."""
+        """Number of batches for which `training_step` returned None."""
 
     @override
     def run(self, optimizer: Optimizer, batch_idx: int, kwargs: Any) -> Any:

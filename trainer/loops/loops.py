@@ -49,21 +49,19 @@ class LeanFitLoop(ResumingFitLoop):
     """
 
     took_no_step = False
-    _batches_before = 0
+    _before = 0, 0
     on_advance_start = only_loaders_end(ResumingFitLoop.on_advance_start)
     on_advance_end = only_loaders_end(ResumingFitLoop.on_advance_end)
 
     @override
     def on_run_start(self) -> None:
         super().on_run_start()
-        self._batches_before = self._batches_begun()
-        self.took_no_step = False
-        self._automatic.num_none = 0
+        self._before, self.took_no_step = self._counted(), False
 
     @override
     def on_run_end(self) -> None:
-        batches = self._batches_begun() - self._batches_before
-        self.took_no_step = 0 < batches == self._automatic.num_none
+        batches, num_none = (now - before for now, before in zip(self._counted(), self._before, strict=True))
+        self.took_no_step = 0 < batches == num_none
         if self.took_no_step:
             rank_zero_warn(
                 f"`training_step` returned None for each of {batches} batches, so no optimizer step was taken. Return "
@@ -71,15 +69,10 @@ class LeanFitLoop(ResumingFitLoop):
             )
         super().on_run_end()
 
-    @property
-    def _automatic(self) -> WeighedAutomaticOptimization:
-        automatic = self.epoch_loop.automatic_optimization
-        assert isinstance(automatic, WeighedAutomaticOptimization)
-        return automatic
-
-    def _batches_begun(self) -> int:
-        total: Any = self.epoch_loop.batch_progress.total
-        return total.started
+    def _counted(self) -> tuple[int, int]:
+        """Batches begun so far, and of them those without a loss."""
+        loop: Any = self.epoch_loop
+        return loop.batch_progress.total.started, loop.automatic_optimization.num_none
 
 
 class LeanTrainingEpochLoop(_TrainingEpochLoop):
