@@ -211,12 +211,13 @@ class Search:
 
     def variants(self) -> list[Variant]:
         """The trials as rows of the table; a pruned one has its last value."""
-        states, strategy = {"COMPLETE": "", "FAIL": FAILED}, strategy_name(self.cfg)
+        strategy = strategy_name(self.cfg)
         rows: list[Variant] = []
         for trial in self.study.trials:
             shown = ((key, trial.params[key]) for key in self.space if key in trial.params)
             words = tuple(f"{key}={f'{v:.4g}' if isinstance(v, float) else v}" for key, v in shown)
-            state = states.get(trial.state.name, trial.state.name.lower())
+            name = str(trial.state.name)
+            state = {"COMPLETE": "", "FAIL": FAILED}.get(name, name.lower())
             result = self.results.get(trial.number)
             rows.append(Variant(trial.number, strategy, words, last_value(trial), state, result))
         return rows

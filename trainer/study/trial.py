@@ -16,7 +16,7 @@ from ...strategies import ConfigError
 from ...strategies.distributed.process_exit import die_with_parent
 from ..config.checks import LaunchPlan, verify_config
 from ..job.result import FAILED, Result
-from ..launch.environment import AGENT, importable
+from ..launch.environment import PARENT, importable
 from ..launch.launcher import discard_result, launch
 from .probe import PROBE_FILE
 
@@ -99,7 +99,7 @@ def run_trial(cfg: DictConfig, strategy: str, timeout_s: float) -> Trial:
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            env={**os.environ, AGENT: str(os.getpid()), "PYTHONPATH": importable()},
+            env={**os.environ, PARENT: str(os.getpid()), "PYTHONPATH": importable()},
         )
         try:
             process.wait(timeout_s)

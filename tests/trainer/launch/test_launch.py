@@ -169,6 +169,13 @@ def test_a_rank_that_ends_in_order_because_another_failed_does_not_prevent_the_r
         assert run.last_steps() == {0: 1, 1: 1}
 
 
+def test_a_run_that_fails_in_two_ways_tells_the_last(tmp_path: Path) -> None:
+    # Cause: the first attempt's reason was told of a rank that left none in the last one.
+    with running(tmp_path, "module._target_=launched.FailsOtherwise", "launcher.max_restarts=1") as run:
+        assert run.wait(300) == 1, run.output.read_text()
+        assert "rank 1 failed: it exited with status 7" in run.output.read_text().splitlines()[-1]
+
+
 @pytest.mark.long
 def test_a_killed_rank_is_restarted_from_the_newest_checkpoint(tmp_path: Path) -> None:
     with running(
