@@ -11,7 +11,7 @@ from typing import Any
 import pytorch_lightning as pl
 import torch
 from omegaconf import DictConfig, OmegaConf
-from pytorch_lightning.callbacks import ModelSummary, ProgressBar
+from pytorch_lightning.callbacks import LearningRateMonitor, ModelSummary, ProgressBar
 from pytorch_lightning.loggers import Logger
 from pytorch_lightning.utilities.exceptions import MisconfigurationException, SIGTERMException
 from pytorch_lightning.utilities.model_helpers import is_overridden
@@ -184,6 +184,8 @@ def build(cfg: DictConfig) -> Parts:
         options["enable_progress_bar"] = False
     make_trainer = partial(constructor("trainer", cfg.trainer), **options)
     loggers: list[Logger] = [instantiate(key, options) for key, options in entries("logger", cfg.get("logger"))]
+    if not loggers:
+        callbacks = [callback for callback in callbacks if not isinstance(callback, LearningRateMonitor)]  # it refuses
     try:
         trainer: pl.Trainer = make_trainer(
             strategy=strategy,

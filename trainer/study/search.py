@@ -23,7 +23,7 @@ from ..config.instantiate import instantiate
 from ..config.nearest import did_you_mean
 from ..job.log_file import run_log
 from ..job.result import DIVERGED, FAILED, Result
-from .variants import Variant, show
+from .sweep import Variant, show
 
 log = logging.getLogger(__name__)
 
