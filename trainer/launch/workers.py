@@ -257,8 +257,8 @@ def explain(workers: Workers, cfg: DictConfig, rank: int) -> BaseException:
         return Interrupted(status - 128)
     told = workers.folder / FAILURE_FILE
     if not (workers.has_ended(rank) and told.exists()):
-        how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"exited with status {status}"
-        killed = Failure(rank, f"it {how} (process {process.pid})")
+        how = f"it was killed by {signal.Signals(-status).name}" if status < 0 else f"it exited with status {status}"
+        killed = Failure(rank, f"{how} (process {process.pid})")
         report_killed(cfg, killed, workers.num_processes)
         return WorkerError(f"rank {rank} failed: {killed.reason}", rank=rank)
     first = Failure(**json.loads(told.read_text(encoding="utf-8")))
