@@ -25,7 +25,7 @@ from ...strategies.distributed.process_exit import ASK_TO_STOP, Answer, StopRequ
 from ...strategies.distributed.store import hosted_store
 from ..config.checks import AUTO, LaunchPlan
 from ..job.failure import Failure, report_killed
-from ..job.result import Result, WorkerError
+from ..job.result import Result, WorkerError, discard_result
 from ..job.run import keep_snapshot
 from ..job.signals import Interrupted, handled, loss, tell_stop
 from . import worker
@@ -59,6 +59,7 @@ def launch_workers(cfg: DictConfig, plan: LaunchPlan) -> Result:
                 raise
             cfg = without_rank(cfg, exc.rank, plan.devices, len(plan.devices) // num_processes)
             plan = LaunchPlan.of(cfg)
+            discard_result(cfg.run_dir)  # in which ranks see who was the first to fail
             logger.warning(
                 "rank %d failed for good (%s): going on with %d processes, devices=%s.",
                 exc.rank, exc, plan.num_processes, cfg.devices,
