@@ -68,7 +68,7 @@ def publish(cluster: ClusterEnvironment, cfg: DictConfig | None) -> None:
     store = _jobs(cluster, None if cfg is None else cfg.num_nodes)
     store.set(f"job/{_num_jobs}", text)
     if cfg is None:
-        wait_for(store, [_farewell(rank) for rank in range(1, cluster.world_size())], FAREWELL_S)
+        wait_for(store, [f"farewell/{rank}" for rank in range(1, cluster.world_size())], FAREWELL_S)
     else:
         _runs(cluster).set(f"run_dir/{_num_jobs}", str(cfg.run_dir))
     _num_jobs += 1
@@ -102,16 +102,12 @@ def receive(cluster: ClusterEnvironment) -> DictConfig | None:
 def leave(cluster: ClusterEnvironment) -> None:
     """Tell rank 0 that this rank no longer needs the store; the last call of a rank."""
     with suppress(RuntimeError):  # rank 0 has exited
-        _jobs(cluster).set(_farewell(cluster.global_rank()), "")
+        _jobs(cluster).set(f"farewell/{cluster.global_rank()}", "")
 
 
 def _jobs(cluster: ClusterEnvironment, num_nodes: int | None = None) -> Store:
     """What rank 0 hands out, of this attempt."""
     return signed(root_store(cluster, START_TIMEOUT_S, num_nodes), "jobs", attempt())
-
-
-def _farewell(rank: int) -> str:
-    return f"farewell/{rank}"
 
 
 def earlier_run_dir(cluster: ClusterEnvironment) -> str | None:

@@ -16,6 +16,7 @@ from types import FrameType
 
 import torch
 from omegaconf import DictConfig, OmegaConf
+from typing_extensions import override
 
 from ...strategies import ConfigError
 from ...strategies.core.files import scratch_directory
@@ -24,13 +25,15 @@ from ...strategies.distributed.processes import Process, RankProcesses, status_o
 from ...strategies.distributed.store import hosted_store
 from ..config.checks import AUTO, LaunchPlan
 from ..job.failure import Failure, report_killed
-from ..job.result import Result, WorkerError
+from ..job.result import Result, WorkerError, discard_result
 from ..job.run import keep_snapshot
 from ..job.signals import Interrupted, handled, loss, tell_stop
 from . import worker
-from .environment import AGENT, FAILURE_FILE, RUNNING_FILE, STOPPED_FILE, environment, importable
+from .environment import ENDED_FILE, FAILURE_FILE, PARENT, RUNNING_FILE, environment, importable
 
 logger = logging.getLogger(__name__)
+
+CONFIG_FILE = "config.yaml"
 
 END_S = 30.0
 """Seconds that the others have to end after a worker has failed."""
@@ -56,6 +59,7 @@ def launch_workers(cfg: DictConfig, plan: LaunchPlan) -> Result:
                 raise
             cfg = without_rank(cfg, exc.rank, plan.devices, len(plan.devices) // num_processes)
             plan = LaunchPlan.of(cfg)
+            discard_result(cfg.run_dir)  # in which ranks see who was the first to fail
             logger.warning(
                 "rank %d failed for good (%s): going on with %d processes, devices=%s.",
                 exc.rank, exc, plan.num_processes, cfg.devices,
@@ -87,7 +91,8 @@ def _launch(cfg: DictConfig, num_processes: int, forks: bool) -> Result:
     threads = max(1, (os.cpu_count() or 1) // num_processes)
     variables = {
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)),
-        AGENT: str(os.getpid()),
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),  # as under torchrun
+        PARENT: str(os.getpid()),
         "PYTHONPATH": importable(),
     }
     with scratch_directory() as scratch, environment(variables):
@@ -106,21 +111,22 @@ class Workers(RankProcesses):
 
     Args:
         cfg: the resolved configuration.
-        scratch: a directory for what they leave.
+        scratch: a directory for what they leave, by attempt.
         forks: whether they are forked from this process.
 
     Attributes:
-        processes: one per rank, of the last attempt.
+        folder: what those of the last attempt leave.
+        processes: its processes, one per rank.
         requests: what signals have asked for.
         ended_at_once: whether the workers were ended at once.
     """
 
     def __init__(self, cfg: DictConfig, num_processes: int, scratch: Path, forks: bool) -> None:
         super().__init__(cfg.launcher.monitor_interval_s, END_S)
-        self.num_processes, self.scratch = num_processes, scratch
+        self.num_processes, self.folder = num_processes, scratch
         self.requests = StopRequests()
         self.ended_at_once = False
-        self._cfg, self._forks = cfg, forks
+        self._cfg, self._scratch, self._forks = cfg, scratch, forks
 
     def run(self) -> int | None:
         """Run all ranks, and anew after a failure if that is allowed; they meet at a store of this process.
@@ -129,8 +135,11 @@ class Workers(RankProcesses):
             The rank that failed first, in the last attempt; None if none did.
         """
         failed = None
+        if not self._forks:
+            (self._scratch / CONFIG_FILE).write_text(OmegaConf.to_yaml(self._cfg, resolve=True), encoding="utf-8")
         for attempt in range(self._cfg.launcher.max_restarts + 1):
-            (self.scratch / STOPPED_FILE).unlink(missing_ok=True)  # of one that has ended because another failed
+            self.folder = self._scratch / str(attempt)
+            self.folder.mkdir()
             with hosted_store() as place:
                 try:
                     self._start(attempt, place)
@@ -163,14 +172,21 @@ class Workers(RankProcesses):
 
     def _start_one(self, variables: dict[str, str]) -> Process:
         if self._forks:
-            arguments = (self._cfg, self.scratch, variables)
+            arguments = (self._cfg, self.folder, variables)
             process: BaseProcess = multiprocessing.get_context("fork").Process(target=worker.run_forked, args=arguments)
             process.start()
             return process
-        config_file = self.scratch / "config.yaml"
-        config_file.write_text(OmegaConf.to_yaml(self._cfg, resolve=True), encoding="utf-8")
-        words = [sys.executable, "-m", worker.__name__, str(config_file)]
+        words = [sys.executable, "-m", worker.__name__, str(self._scratch / CONFIG_FILE), str(self.folder)]
         return subprocess.Popen(words, env={**os.environ, **variables})
+
+    @override
+    def _failed(self) -> int | None:
+        failed = (rank for rank, process in enumerate(self.processes) if status_of(process))
+        return min(failed, key=self.has_ended, default=None)
+
+    def has_ended(self, rank: int) -> bool:
+        """Whether a rank has ended in order, and not by a signal or `os._exit`."""
+        return (self.folder / ENDED_FILE.format(rank)).exists()
 
     def hear(self, answer: Answer, signum: int, _: FrameType | None) -> None:
         """Pass a signal on."""
@@ -188,10 +204,10 @@ def is_stop(status: int | None) -> bool:
 
 def stopped(workers: Workers, cfg: DictConfig, signum: signal.Signals) -> BaseException:
     """Tell how a signal to this process has ended the workers: in order, at once, or too late to save."""
-    ended = Interrupted(signum, begun=(workers.scratch / STOPPED_FILE).exists())
+    ended = Interrupted(signum, begun=workers.has_ended(0))  # rank 0 has told the rest
     if workers.ended_at_once and not ended.begun:
         logger.warning("The run was ended at once by a second Ctrl-C, and %s.", loss(cfg.run_dir))
-    elif (workers.scratch / RUNNING_FILE).exists():  # rank 0 was killed
+    elif (workers.folder / RUNNING_FILE.format(0)).exists():  # rank 0 was killed
         reason = (
             f"{signum.name} ended this run: a step, a batch of validation or the writing of a checkpoint took longer "
             f"than launcher.shutdown_timeout_s={cfg.launcher.shutdown_timeout_s:g} s, and {loss(cfg.run_dir)}. Give "
@@ -210,13 +226,14 @@ def explain(workers: Workers, cfg: DictConfig, rank: int) -> BaseException:
     status = status_of(process) or 0
     if is_stop(status):
         return Interrupted(status - 128)
-    told = sorted(workers.scratch.glob(FAILURE_FILE.format("*")), key=lambda file: (len(file.name), file.name))
-    if status < 0 or not told:
+    told = workers.folder / FAILURE_FILE
+    if not (workers.has_ended(rank) and told.exists()):
         how = f"it was killed by {signal.Signals(-status).name}" if status < 0 else f"it exited with status {status}"
         killed = Failure(rank, f"{how} (process {process.pid})")
         report_killed(cfg, killed, workers.num_processes)
         return WorkerError(f"rank {rank} failed: {killed.reason}", rank=rank)
-    first = Failure(**json.loads(told[-1].read_text(encoding="utf-8")))  # of the last attempt
+    first = Failure(**json.loads(told.read_text(encoding="utf-8")))
     if first.refused:
         return ConfigError(first.reason)
-    return WorkerError(f"rank {first.rank} failed: {first.short}", first.trace, first.rank, status)
+    own = status_of(workers.processes[first.rank]) or 0  # another's may have been seen first
+    return WorkerError(f"rank {first.rank} failed: {first.short}", first.trace, first.rank, own if own > 0 else status)
