@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
+from ...core.devices import is_out_of_memory
 from ...core.errors import ConfigError
 from ...core.executor import Piece
 from ...core.internals import not_compiling
@@ -132,6 +133,7 @@ class Verifier:
         self._all_evaluates = self._meets = self._of_ranks = self._fails_in_parts = False
         self._loop, self._step, self._loader = module.trainer.fit_loop, "training_step", 0
         self._together = self._gathers = False
+        self._most = _SAMPLES
         self.in_turn = False
         """Whether parts of a batch run one after the other, on the same weights."""
 
@@ -150,7 +152,7 @@ class Verifier:
         self._all_evaluates = True
         takes_index = is_param_in_hook_signature(getattr(self._module, step), "batch_idx", min_args=2)
         self._rest = (0,) * takes_index + (loader,) * (loop.num_dataloaders > 1)
-        verdict = Verdict()
+        verdict, fewer = Verdict(), False
         try:
             with torch.inference_mode(False), not_compiling(), self._quiet():
                 for kind, (total, piece) in self._pieces(None, count, views):
@@ -158,10 +160,11 @@ class Verifier:
                     if total > 1:
                         self._compare_values(*self._runs(total, piece), piece, verdict)
         except Exception as exc:  # noqa: BLE001  # arbitrary code, on samples of its own
-            verdict.refusal = self._refused_rows(_said(exc))
-            line = f"{self._name}: what {step} logs was not compared with one device's ({_said(exc)})."
-            verdict.told.append((line, False))
-        return verdict
+            if not (fewer := self._takes_fewer(exc)):
+                verdict.refusal = self._refused_rows(_said(exc))
+                line = f"{self._name}: what {step} logs was not compared with one device's ({_said(exc)})."
+                verdict.told.append((line, False))
+        return self.find_values(loop, step, loader, count, views, together) if fewer else verdict
 
     def _refused_rows(self, told: str) -> str:
         """Refuse a batch that can't be cut, if the step fails on parts of it; empty if that may have other reasons."""
@@ -187,7 +190,7 @@ class Verifier:
             options: keyword arguments of the step.
         """
         self._rest, self._options = rest, options
-        verdict = Verdict()
+        verdict, fewer = Verdict(), False
         try:
             if self._device.type == "meta":
                 raise _Cannot("its parameters have no values yet")
@@ -201,26 +204,35 @@ class Verifier:
         except ConfigError:
             raise
         except Exception as exc:  # noqa: BLE001  # arbitrary code, on samples of its own
-            told = _said(exc)
-            verdict.refusal = self._refused_rows(told)
-            line = (
-                f"{self._name}: training could not be compared with one device's, since training_step fails on a few "
-                f"samples ({told})."
-            )
-            verdict.told.append((line, False))
-        return verdict
+            if not (fewer := self._takes_fewer(exc)):
+                told = _said(exc)
+                verdict.refusal = self._refused_rows(told)
+                line = (
+                    f"{self._name}: training could not be compared with one device's, since training_step fails on a "
+                    f"few samples ({told})."
+                )
+                verdict.told.append((line, False))
+        # once the graphs that the error holds are gone
+        return self.verify(batch, count, views, rest, options) if fewer else verdict
+
+    def _takes_fewer(self, exc: Exception) -> bool:
+        """Take half of the samples if memory did not suffice; False if it did, or there are no fewer."""
+        if self._most == 2 or not is_out_of_memory(exc):
+            return False
+        self._most //= 2
+        return True
 
     def _pieces(
         self, batch: Batch, count: Callable[[Batch], int | None], views: Views
     ) -> Iterator[tuple[str, tuple[int, Callable[[int, int], Batch]]]]:
         """Yield each view, with the number of samples and what makes a batch of those from i to j."""
         try:
-            samples = FewSamples(self._module, self._loop, self._loader, _SAMPLES)
+            samples = FewSamples(self._module, self._loop, self._loader, self._most)
         except TypeError as exc:
             num = count(batch) or 0
             if not num:
                 raise _Cannot(f"its samples can't be chosen from {exc}") from exc
-            total = min(num, _SAMPLES)
+            total = min(num, self._most)
             split = self._structure.split
             whole = batch if total == num else split(batch, [total, num - total])[0]
             yield "chunk", (total, lambda i, j: _chunk(split, whole, i, j, total))
@@ -250,6 +262,7 @@ class Verifier:
                 if self._is_random(call, whole, piece, total):
                     if not self._all_evaluates:
                         self._all_evaluates = True
+                        del whole, cuts  # their graphs
                         return self._compare(kind, make, verdict)
                     line = f"{self._name}: training_step draws random numbers, each part of a batch its own."
                     verdict.told.append((line, False))
