@@ -1,6 +1,6 @@
 """Provide callbacks for every run, and the measurements behind them.
 
-Exports: the callbacks below; batch_layout, flops.
+Exports: the callbacks below; batch_layout, flops, step_times.
 May import: nothing else in the trainer.
 """
 
