@@ -245,8 +245,8 @@ def explain(workers: Workers, cfg: DictConfig, rank: int) -> BaseException:
         return Interrupted(status - 128)
     told = sorted(workers.scratch.glob(FAILURE_FILE.format("*")), key=lambda file: (len(file.name), file.name))
     if status < 0 or not told:
-        how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"exited with status {status}"
-        killed = Failure(rank, f"it {how} (process {process.pid})")
+        how = f"it was killed by {signal.Signals(-status).name}" if status < 0 else f"it exited with status {status}"
+        killed = Failure(rank, f"{how} (process {process.pid})")
         report_killed(cfg, killed, workers.num_processes)
         return WorkerError(f"rank {rank} failed: {killed.reason}", rank=rank)
     first = Failure(**json.loads(told[-1].read_text(encoding="utf-8")))  # of the last attempt
