@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
+from ...core.devices import is_out_of_memory
 from ...core.errors import ConfigError
 from ...core.executor import Piece
 from ...core.internals import not_compiling
@@ -136,6 +137,7 @@ class Verifier:
         self._meets = self._of_ranks = self._fails_in_parts = self._gathers = False
         self._rest: Sequence[Any] = ()
         self._options: dict[str, Any] = {}
+        self._most = _SAMPLES
 
     def verify(self, batch: Batch, views: Views, rest: Sequence[Any], options: dict[str, Any]) -> Verdict:
         """Find the plans of the losses and the programs of logged values, and compare.
@@ -147,7 +149,7 @@ class Verifier:
             options: keyword arguments of the step.
         """
         self._rest, self._options = rest, options
-        verdict, compared = Verdict(), "training" if self._trains else f"what {self._step} logs"
+        verdict, fewer = Verdict(), False
         try:
             if self._device.type == "meta":
                 raise _Cannot("its parameters have no values yet")
@@ -156,23 +158,34 @@ class Verifier:
                     self._of_ranks = kind == "rank"
                     if total < 2:
                         raise _Cannot("its first batch has a single sample")
-                    whole, cuts = self._runs(total, piece)
                     if self._trains:
-                        self._compare(kind, whole, cuts, piece, verdict)
+                        self._compare(kind, total, piece, verdict)
                     else:
-                        self._compare_values(whole, cuts, piece, verdict)
+                        self._compare_values(*self._runs(total, piece), piece, verdict)
                     if verdict.refusal:
                         break
         except Exception as exc:  # arbitrary code, on samples of its own
             if self._trains and isinstance(exc, ConfigError):
                 raise
-            why = str(exc)
-            if not isinstance(exc, _Cannot):
-                told = _said(exc)
-                why, verdict.refusal = f"{self._step} fails on a few samples ({told})", self._refused_rows(told)
-            line = f"{self._name}: {compared} could not be compared with one device's: {why}."
-            verdict.told.append((line, False))
-        return verdict
+            if not (fewer := self._takes_fewer(exc)):
+                self._tell_failure(exc, verdict)
+        # once the graphs that the error holds are gone
+        return self.verify(batch, views, rest, options) if fewer else verdict
+
+    def _takes_fewer(self, exc: Exception) -> bool:
+        """Take half of the samples if memory did not suffice; False if it did, or there are no fewer."""
+        if self._most == 2 or not is_out_of_memory(exc):
+            return False
+        self._most //= 2
+        return True
+
+    def _tell_failure(self, exc: Exception, verdict: Verdict) -> None:
+        why, compared = str(exc), "training" if self._trains else f"what {self._step} logs"
+        if not isinstance(exc, _Cannot):
+            told = _said(exc)
+            why, verdict.refusal = f"{self._step} fails on a few samples ({told})", self._refused_rows(told)
+        line = f"{self._name}: {compared} could not be compared with one device's: {why}."
+        verdict.told.append((line, False))
 
     def _refused_rows(self, told: str) -> str:
         """Refuse a batch that can't be cut, if the step fails on parts of it; empty if that may have other reasons."""
@@ -187,12 +200,12 @@ class Verifier:
     def _pieces(self, batch: Batch, views: Views) -> Iterator[tuple[str, int, _Piece]]:
         """Yield each view, with the number of samples and what makes a batch of those from i to j."""
         try:
-            samples = FewSamples(self._module, self._loop, self._loader, _SAMPLES)
+            samples = FewSamples(self._module, self._loop, self._loader, self._most)
         except TypeError as exc:
             num = 0 if batch is None else self._structure.num_samples(batch)
             if not num:
                 raise _Cannot(f"its samples can't be chosen from {exc}") from exc
-            total, split = min(num, _SAMPLES), self._structure.split
+            total, split = min(num, self._most), self._structure.split
             whole = batch if total == num else split(batch, [total, num - total])[0]
             yield "chunk", total, lambda i, j: _chunk(split, whole, i, j, total)
             return
@@ -203,9 +216,8 @@ class Verifier:
             whole, split = samples.batch(0, total, self._device), self._structure.of_size(total).split
             yield "chunk", total, lambda i, j: _chunk(split, whole, i, j, total)
 
-    def _compare(
-        self, kind: str, whole: _Step, cuts: Sequence[Sequence[_Step]], piece: _Piece, verdict: Verdict
-    ) -> None:
+    def _compare(self, kind: str, total: int, piece: _Piece, verdict: Verdict) -> None:
+        whole, cuts = self._runs(total, piece)
         if not whole.losses:
             raise _Cannot("training_step returned no loss")
         if end_of_step(self._module) is not None:
@@ -218,7 +230,8 @@ class Verifier:
                 if self._is_random(call, whole, piece, whole.num):
                     if not self._all_evaluates:
                         self._all_evaluates = True
-                        return self._compare(kind, *self._runs(whole.num, piece), piece, verdict)
+                        del whole, cuts  # their graphs
+                        return self._compare(kind, total, piece, verdict)
                     line = f"{self._name}: training_step draws random numbers, each part of a batch its own."
                     verdict.told.append((line, False))
                 else:
