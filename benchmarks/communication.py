@@ -30,7 +30,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from evener.strategies import DataParallelStrategy, DDPStrategy, ModelParallelStrategy
 from evener.strategies.pipeline.stages import Stages
-from evener.strategies.replicas import _backward as backward_room
+from evener.strategies.replicas import _parameter_copies as copies_room
 from evener.strategies.replicas import replicas as replicas_room
 from evener.trainer import Trainer
 
@@ -119,21 +119,20 @@ def fit(strategy: Any, devices: int, read: Callable[[], int]) -> list[float]:
 
 def of_dp(num_devices: int) -> float:
     total = Sum()
-    copy, add = replicas_room.broadcast_coalesced, backward_room._add
+    copy, add = replicas_room.broadcast_coalesced, copies_room._add
 
     def counted_copy(sources: Any, targets: Any, *rest: Any) -> None:
         for _ in targets:
             total.add(sources)
         copy(sources, targets, *rest)
 
-    def counted_add(sums: dict[int, Tensor], gradients: Iterable[tuple[int, Tensor]]) -> None:
-        added = list(gradients)
-        total.add(gradient for i, gradient in added if i in sums)  # the first are the root's own
-        add(sums, added)
+    def counted_add(sums: dict[int, Tensor], gradients: dict[int, Tensor], *rest: Any) -> None:
+        total.add(gradients.values())
+        add(sums, gradients, *rest)
 
     with (
         patch.object(replicas_room, "broadcast_coalesced", counted_copy),
-        patch.object(backward_room, "_add", counted_add),
+        patch.object(copies_room, "_add", counted_add),
     ):
         return fit(DataParallelStrategy(), num_devices, total)[0]
 

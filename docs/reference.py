@@ -1,23 +1,12 @@
-"""Write docs/configuration.md from the comments in conf/: `python docs/reference.py`."""
-
-from pathlib import Path
+"""Make tables of all options from the comments in conf/, for the documentation site's page on configuration."""
 
 from evener.trainer.config.descriptions import Option, bases, options, summary
 from evener.trainer.config.group_files import PACKAGE
 
-ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs" / "configuration.md"
-HEAD = """# Configuration reference
 
-Made from `conf/` by `python docs/reference.py`; a test fails when it is not current.
-Choose a file of a group with `group=file`, set an option with `group.option=value`.
-A file that builds on another one of its group names that file's options under "Inherits".
-"""
-
-
-def page() -> str:
-    """The whole page: the root keys, then every file of every group."""
-    parts = [HEAD, "## Root keys\n", table("train")]
+def tables() -> str:
+    """The root keys, then every file of every group."""
+    parts = ["## Root keys\n", table("train")]
     for group in PACKAGE.groups():
         parts.append(f"## {group}\n")
         parts.extend(section(f"{group}/{name}") for name in PACKAGE.files(group))
@@ -62,7 +51,3 @@ def row(option: Option) -> str:
     """One option in a line of a table."""
     comment = option.comment.replace("|", "\\|").replace("<", "&lt;")  # of place holders, which HTML would eat
     return f"| `{option.name}` | `{option.default}` | {comment} |"
-
-
-if __name__ == "__main__":
-    PAGE.write_text(page(), encoding="utf-8")

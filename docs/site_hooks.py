@@ -2,7 +2,8 @@
 
 mkdocs takes pages from one folder. The READMEs, CHANGELOG.md and CONTRIBUTING.md are added to it as they are, README.md
 as the first page; a link to any other file of the repository becomes plain text, since that file is not on the site.
-Mermaid's blocks become the pictures that `drawings.py` has drawn of them.
+Mermaid's blocks become the pictures that `drawings.py` has drawn of them. The page on configuration gets the tables of
+all options, which `reference.py` makes from conf/.
 """
 
 import re
@@ -15,9 +16,16 @@ from mkdocs.plugins import event_priority
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[1]
-sys.path.append(str(ROOT / "docs"))
+SOURCE = Path(tempfile.mkdtemp())
+"""Has the packages under the names that they are installed by, so that the site is built without installing them."""
+
+(SOURCE / "evener").mkdir()
+for name in ("evener/__init__.py", "trainer", "strategies", "conf"):
+    (SOURCE / "evener" / Path(name).name).symlink_to(ROOT / name)
+sys.path[:0] = [str(SOURCE), str(ROOT / "docs")]
 
 from drawings import BLOCK, name_of  # noqa: E402
+from reference import tables  # noqa: E402
 
 ADDED = {
     "README.md": "index.md",
@@ -32,12 +40,8 @@ _LINK = re.compile(r"(?<!!)\[([^\]]+)\]\((?!https?:|#|mailto:)([^)]+)\)")
 
 @event_priority(100)  # before mkdocstrings reads its options
 def on_config(config: Any) -> Any:
-    """Show mkdocstrings the packages under the names that they are installed by, without importing them."""
-    source = Path(tempfile.mkdtemp()) / "evener"
-    source.mkdir()
-    for package in ("trainer", "strategies"):
-        (source / package).symlink_to(ROOT / package)
-    config.plugins["mkdocstrings"].config.handlers["python"]["paths"] = [str(source.parent)]
+    """Show mkdocstrings the packages without importing them."""
+    config.plugins["mkdocstrings"].config.handlers["python"]["paths"] = [str(SOURCE)]
     return config
 
 
@@ -50,7 +54,7 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """Lead links to their pages on the site, and drop those that have none."""
+    """Lead links to their pages on the site, drop those that have none, and add the tables of options to their page."""
     sources = {page: name for name, page in ADDED.items()}
     folder = (ROOT / sources.get(page.file.src_uri, "docs/README.md")).parent
     if folder == ROOT:
@@ -69,4 +73,4 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
             return text
         return f"[{text}]({found}{anchor and '#'}{anchor})"
 
-    return _LINK.sub(lead, markdown)
+    return _LINK.sub(lead, markdown) + ("\n" + tables() if page.file.src_uri == "configuration.md" else "")

@@ -1,18 +1,25 @@
 """Train with one process per device, cutting parameters, gradients and optimizer state over the ranks (FSDP2)."""
 
-from collections.abc import Sequence
-from typing import Annotated
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Annotated, Any
+
+import pytorch_lightning as pl
+from torch.optim import Optimizer
+from typing_extensions import override
 
 from .balance.ranks import RankBalance
 from .batch.batch_dims import BatchDims
+from .core.errors import ConfigError
 from .core.options import Advice, Count, Positive, checked
 from .data.loaders import BatchSizeIs
 from .distributed.scripts.launcher import StartMethod
 from .pipeline.recompute import RecomputeOption
 from .ranks.shard_sync import ShardSync
 from .ranks.strategy import RankStrategy
-from .sharding.refusals import verify_batches
+from .sharding.placed import ShardIO, Writers, place_shards
 from .sharding.sharded_module import Shard, ShardOptions
+from .sharding.whole import gather_tree, holds_shards, shard_like, shard_optimizer_state
 
 GivenWeights = Annotated[
     Sequence[float],
@@ -54,6 +61,7 @@ class FSDPStrategy(RankStrategy):
     """
 
     strategy_name = "fsdp"
+    sync: ShardSync
 
     @checked
     def __init__(
@@ -74,7 +82,11 @@ class FSDPStrategy(RankStrategy):
         verify: bool = True,
         gather_lists_mb: Positive = 1024.0,
     ) -> None:
-        verify_batches(weights, batch_size_is)
+        if weights is not None and batch_size_is != "global":
+            raise ConfigError(
+                "fsdp: weights divide a global batch, but batch_size_is=per_device gives each rank a batch of its own. "
+                "Set batch_size_is=global, or weights=null."
+            )
         super().__init__(
             batch_size_is, batch_dims, recompute, timeout_s, backend, sync_batchnorm, start_method, verify,
             gather_lists_mb=gather_lists_mb,
@@ -83,3 +95,73 @@ class FSDPStrategy(RankStrategy):
         self.sync = ShardSync(self, self.shards, find_unused_parameters)
         if weights is not None:
             self.balance = RankBalance(self.strategy_name, weights, hysteresis=0.0)
+
+    @override
+    @contextmanager
+    def model_sharded_context(self) -> Generator[None]:
+        with self.sync.creating(self.module):
+            yield
+
+    @property
+    @override
+    def restore_checkpoint_after_setup(self) -> bool:
+        return any(tensor.is_meta for tensor in self.module.parameters())
+
+    @override
+    def _place(self, trainer: pl.Trainer) -> None:
+        self.sync.place(trainer)
+
+    @property
+    def _shard_io(self) -> ShardIO | None:
+        """What writes and reads checkpoints, if it can do so in shards."""
+        io: Any = self.checkpoint_io
+        return io if isinstance(io, ShardIO) else None
+
+    def _whole(self, tree: Any) -> Any:
+        """Whole tensors on rank 0, unless checkpoints are written in shards."""
+        io = self._shard_io
+        return tree if io is not None and io.sharded else gather_tree(tree, keep=self.is_global_zero)
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        return self._whole(super().lightning_module_state_dict())
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        return self._whole(super().optimizer_state(optimizer))
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        io = self._shard_io
+        if io is None or not io.sharded:
+            if holds_shards(checkpoint):  # of a callback, such as the weights of a moving average
+                checkpoint = gather_tree(checkpoint, keep=self.is_global_zero)
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+            return
+        if self.balance is not None:
+            self.balance.kept.save(checkpoint)
+        writers = Writers(self.is_global_zero, self.broadcast, self.group.timeout_s)
+        io.save_shards(place_shards(checkpoint, self.is_global_zero), filepath, writers)
+
+    @override
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        if (io := self._shard_io) is None:
+            return super().load_checkpoint(checkpoint_path, weights_only)
+        checkpoint = io.load_shards(checkpoint_path, self.global_rank, self.world_size)
+        if self.balance is not None:
+            self.balance.kept.load(checkpoint)
+        return checkpoint
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        own = self.module.state_dict()
+        state = {name: shard_like(value, own.get(name)) for name, value in checkpoint["state_dict"].items()}
+        super().load_model_state_dict({**checkpoint, "state_dict": state}, strict)
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        states = [
+            shard_optimizer_state(state, [p for group in optimizer.param_groups for p in group["params"]])
+            for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True)
+        ]
+        super().load_optimizer_state_dict({**checkpoint, "optimizer_states": states})

@@ -14,7 +14,6 @@ import pytest
 import torch
 from recording import SmallModule, loader
 from torch import nn
-from torch.distributed.elastic.multiprocessing import api
 from torch.utils.data import DataLoader, RandomSampler
 
 from evener.strategies import BalancedDDPModelParallelStrategy, ConfigError
@@ -27,7 +26,7 @@ from evener.trainer.callbacks import RunSummary
 from evener.trainer.callbacks.batch_layout import batch_line
 from evener.trainer.checkpoint._loader_state import make_resumable
 from evener.trainer.job.run import Parts, fit, write_predictions
-from evener.trainer.launch._elastic import signal_handlers_kept
+from evener.trainer.job.signals import handled
 
 
 def test_a_batch_in_which_nothing_weighs_anything_has_a_loss() -> None:
@@ -40,10 +39,10 @@ def test_a_batch_in_which_nothing_weighs_anything_has_a_loss() -> None:
 
 
 def test_signal_handlers_are_this_processs_own_after_a_launch() -> None:
-    # torch's agent installed handlers that raise, and left them: SIGTERM in the same process later was an exception.
+    # Handlers that raise were left: SIGTERM in the same process later was an exception.
     before = signal.getsignal(signal.SIGTERM)
-    with signal_handlers_kept():
-        signal.signal(signal.SIGTERM, api._terminate_process_handler)
+    with handled(lambda *_: None):
+        assert signal.getsignal(signal.SIGTERM) is not before
     assert signal.getsignal(signal.SIGTERM) is before
 
 

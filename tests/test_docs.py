@@ -23,6 +23,7 @@ from evener.trainer.config.descriptions import Option, options, summary
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
+CONF = DOCS.parent / "conf"
 
 
 def code_of(page: str) -> dict[str, Any]:
@@ -104,9 +105,13 @@ def reference() -> ModuleType:
     return module
 
 
-def test_the_configuration_reference_is_current() -> None:
-    written = (DOCS / "configuration.md").read_text(encoding="utf-8")
-    assert written == reference().page(), "run `python docs/reference.py`"
+def test_the_sites_reference_has_the_options_of_every_file_with_their_meaning() -> None:
+    tables = reference().tables()
+    assert "| `num_nodes` | `1` | Number of machines." in tables
+    ddp = tables.partition("### `strategy=ddp`")[2].partition("### ")[0]
+    assert "| `timeout_s` |" in ddp
+    assert "logs/&lt;name>/" in tables  # place holders are no HTML
+    assert [f"### `{file.parent.name}={file.stem}`" in tables for file in CONF.glob("*/*.yaml")].count(False) == 0
 
 
 def test_the_reference_reads_comments_above_and_beside() -> None:

@@ -3,17 +3,10 @@
     def validation_step(self, batch, batch_idx):
         self.outs.append({"preds": preds, "loss": loss})   # in on_validation_epoch_end one for each global batch
 
-Ranks, and the replicas of a process, each keep a list of their own until the epoch's steps have ended. Then the
-elements that the parts of one batch appended become one:
-
-    tensor, array        rows of all parts, on the host where there are ranks
-    list, string lists   elements of all parts
-    dict, tuple          each value by itself
-    fraction             mean over the samples
-    whole number         sum; what is the same in all parts of all batches (`batch_idx`) stays
-    as many elements as samples, or unequal numbers of them: all elements
-
-Of parts of one sample each, numbers, strings, and tensors of several rows are samples.
+Ranks, and the replicas of a process, each keep a list of their own until the epoch's steps have ended. Then what the
+parts of one batch appended becomes one element, as results.py joins it, on the host where there are ranks. As many
+elements as samples, or unequal numbers of them, stay what they are. Of parts of one sample each, numbers, strings, and
+tensors of several rows are samples.
 """
 
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -32,9 +25,8 @@ from torch import Tensor, nn
 from ..core.errors import ConfigError
 from ..core.module_log import lightning_modules
 from ..core.patching import Replacement, hooks_of
-from .losses import is_fraction
-from .results import are_equal
-from .tree import Path, children, is_array, rebuild, walk
+from .results import Joiner, are_equal, is_whole
+from .tree import Path, called, children, rebuild, walk
 
 Key: TypeAlias = tuple[int, int]
 """A global batch: its loader, and its number there."""
@@ -328,15 +320,10 @@ def _begins_with(values: list[Any], others: list[Any]) -> bool:
 def _on_host(value: Any) -> Any:
     if isinstance(value, Tensor):
         value = value.detach().cpu()
-        return (
-            value if value.untyped_storage().nbytes() == value.nbytes else value.clone()
-        )  # not all that it is a view of
+        is_view = value.untyped_storage().nbytes() != value.nbytes
+        return value.clone() if is_view else value  # not all that it is a view of
     items = children(value) if isinstance(value, (dict, list, tuple)) else None
     return value if items is None else rebuild(value, [_on_host(child) for _, child in items])
-
-
-_Batches: TypeAlias = list[tuple[list[Any], list[float]]]
-"""For each batch what its parts have at one place, and their samples."""
 
 
 @dataclass(frozen=True)
@@ -356,12 +343,10 @@ class _Join:
         return {key: self._entry(values, key) for key, values in found.items()}
 
     def _entry(self, values: list[Any], key: Any) -> Any:
-        if len(values) == 1:
-            return values[0]
-        if _is_whole(values[0]):
-            return _weighed(values, None)
-        if not are_equal(values):
-            self._refuse(f"[{key!r}]", "differs between parts of batches")
+        if len(values) > 1 and is_whole(values[0]):
+            return sum(values[1:], start=values[0])
+        if not (len(values) == 1 or are_equal(values)):
+            self._unknown((key,), "differs between parts of batches")
         return values[0]
 
     def elements(self, batches: list[list[Added]]) -> list[Any]:
@@ -381,59 +366,18 @@ class _Join:
                     groups.setdefault((place, type(value)), []).append((i, place))
         for group in groups.values():
             columns = [([p.values[place] for p in batches[i]], [p.num for p in batches[i]]) for i, place in group]
-            for (i, place), joined in zip(group, self._joined(columns, ""), strict=True):
+            joiner = Joiner(lambda _: self.word, self._unknown, appended=True)
+            for (i, place), joined in zip(group, joiner.join(columns), strict=True):
                 found[i][place] = joined
         return [value for values in found for value in values]
 
-    def _joined(self, batches: _Batches, name: str) -> list[Any]:
-        first = batches[0][0][0]
-        if self.word in ("sum", "mean") and not (children(first) and not is_array(first)):
-            return [_weighed(parts, sizes if self.word == "mean" else None) for parts, sizes in batches]
-        if self.word == "shared":
-            return [parts[0] for parts, _ in batches]
-        if is_array(first):
-            self._verify_rows(batches, name)
-            return [_concatenated(parts) for parts, _ in batches]
-        if type(first) is list and not _is_structure(batches):
-            return [[value for part in parts for value in part] for parts, _ in batches]
-        if children(first) is not None:
-            return self._structures(batches, name)
-        if is_fraction(first) or isinstance(first, np.floating):
-            return [_weighed(parts, sizes) for parts, sizes in batches]
-        alike = not isinstance(first, Tensor) and all(are_equal(parts) for parts, _ in batches)
-        if _is_whole(first) and not (alike and any(parts != sizes for parts, sizes in batches)):
-            return [_weighed(parts, None) for parts, _ in batches]
-        if not alike:
-            self._refuse(name, f"differs between parts of a batch ({first!r}, say)")
-        return [parts[0] for parts, _ in batches]
-
-    def _structures(self, batches: _Batches, name: str) -> list[Any]:
-        items = [[dict(children(part) or ()) for part in parts] for parts, _ in batches]
-        keys = list(items[0][0])
-        if any(list(part) != keys for parts in items for part in parts):
-            self._refuse(name, "has other keys, or another length, in another part or batch")
-        columns = [
-            self._joined(
-                [([part[key] for part in parts], sizes) for parts, (_, sizes) in zip(items, batches, strict=True)],
-                f"{name}[{key!r}]",
-            )
-            for key in keys
-        ]
-        return [rebuild(parts[0], [column[i] for column in columns]) for i, (parts, _) in enumerate(batches)]
-
-    def _verify_rows(self, batches: _Batches, name: str) -> None:
-        """Refuse tensors whose rows are not samples: all have as many, and that is no multiple of the samples."""
-        pairs = [(len(part), num) for parts, sizes in batches for part, num in zip(parts, sizes, strict=True)]
-        rows, num = pairs[0]
-        if all(one == rows for one, _ in pairs) and (rows % num or any(other != num for _, other in pairs)) and rows:
-            self._refuse(name, f"has {rows} rows in parts of {' and '.join(f'{n:g}' for _, n in pairs[:2])} samples")
-
-    def _refuse(self, name: str, what: str) -> None:
+    def _unknown(self, path: Path, why: str) -> Any:
         shown = ".".join(map(str, self.path))
         raise ConfigError(
-            f"{self.strategy}: {self.step} appends to {shown} values of which {name or 'one'} {what}, so that it isn't "
-            "known what it is of the whole batch. Use self.log or a torchmetrics metric, or set strategy.batch_dims="
-            f"{{{self.step}.{self.path[0]}: sum}}, mean, list (all elements) or none (the same in all parts)."
+            f"{self.strategy}: {self.step} appends to {shown} values of which {called(path, '') or 'one'} {why}, so "
+            "that it isn't known what it is of the whole batch. Use self.log or a torchmetrics metric, or set strategy."
+            f"batch_dims={{{self.step}.{self.path[0]}: sum}}, mean, list (all elements) or none (the same in all "
+            "parts)."
         )
 
 
@@ -441,33 +385,3 @@ def _is_of_batch(value: Any) -> bool:
     """Whether what a part of one sample appended is of a batch, by its tensors, rather than a sample itself."""
     arrays = [part for _, part in walk(value) if isinstance(part, (Tensor, np.ndarray))]
     return bool(arrays) and all(not part.ndim or len(part) <= 1 for part in arrays)
-
-
-def _is_whole(value: Any) -> bool:
-    """Whether a value is a whole number, which is taken for a count."""
-    if isinstance(value, Tensor):
-        return not value.dim() and not value.is_floating_point()
-    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
-
-
-def _is_structure(batches: _Batches) -> bool:
-    """Whether lists have the same length in parts of unequal sizes, or one that is not their samples."""
-    pairs = {(len(part), num) for parts, sizes in batches for part, num in zip(parts, sizes, strict=True)}
-    return len({length for length, _ in pairs}) == 1 and any(length != num for length, num in pairs)
-
-
-def _concatenated(parts: list[Any]) -> Any:
-    if isinstance(parts[0], np.ndarray):
-        return np.concatenate(parts)
-    return torch.cat([part.to(parts[0].device) for part in parts])
-
-
-def _weighed(parts: list[Any], sizes: list[float] | None) -> Any:
-    """The mean over samples, or the sum."""
-    if isinstance(parts[0], Tensor):
-        parts = [part.to(parts[0].device) for part in parts]
-    if sizes is None:
-        return sum(parts[1:], start=parts[0])
-    weights = [size / sum(sizes) for size in sizes]
-    first, *others = (part * weight for part, weight in zip(parts, weights, strict=True))
-    return sum(others, start=first)

@@ -17,7 +17,6 @@ from ..core.errors import ConfigError
 from ..core.module_log import LOG_OPTIONS, module_log, received
 from ..core.patching import replaced
 from .exact.values import Program, Tape, Values
-from .given_sizes import GivenSizes
 from .losses import ChunkLosses, is_loss
 
 _MAX, _MIN = ("max", max, torch.max), ("min", min, torch.min)
@@ -52,9 +51,9 @@ class LogRecorder:
         self._device = device
         self._modules = [[m for m in replica if isinstance(m, pl.LightningModule)] for replica in modules]
         self._calls: list[list[_Call]] = []
-        self._given = GivenSizes()
         self._running = threading.local()
         self._values, self._programs = Values(), dict[str, Program]()
+        self._constants: set[str] | None = None
         self._tapes: dict[int, Tape] = {}
         self.losses: list[Tensor] = []
         """What `replay` logged as the loss of the batch."""
@@ -67,6 +66,7 @@ class LogRecorder:
     def recording(self, values: Values, step: str, loader: int = 0) -> Generator[None]:
         """Record the calls of one step, and what its values are computed of."""
         self._values, self._programs, self._tapes = values, values.of(step, loader), {}
+        self._constants = values.constants.get((step, loader))
         self._calls = [[] for _ in self._modules]
         with received((module_log(module), partial(self._record_root, j)) for j, module in enumerate(self._modules[0])):
             yield
@@ -103,7 +103,8 @@ class LogRecorder:
         """Log the recorded values on the root.
 
         A logged loss is combined like the loss itself. Other values are weighted by samples, or by the `batch_size` of
-        each chunk; see `given_sizes`. A `reduce_fx` of sum, max or min is applied over the whole batch.
+        each chunk, unless that is one number for the whole batch. A `reduce_fx` of sum, max or min is applied over the
+        whole batch.
 
         Args:
             sizes: samples per replica; 0 for a replica without samples.
@@ -131,13 +132,18 @@ class LogRecorder:
         if any(isinstance(number, (Tensor, float)) for number in given):  # counted, not a constant
             return given, options | {"batch_size": sum(given)}
         if None not in given:
-            module = self._modules[0][calls[0].module]
-            key = (calls[0].module, getattr(module, "_current_fx_name", None), calls[0].name)
-            weights, total = self._given.weigh(key, calls[0].name, own, given)
-            return weights, options | {"batch_size": total}
+            if self._is_constant(calls[0].name, own, given):
+                return own, options
+            return given if any(given) else own, options | {"batch_size": sum(given)}
         if len(calls) < sum(size > 0 for size in sizes):  # only some chunks logged it
             options = options | {"batch_size": sum(own)}
         return own, options
+
+    def _is_constant(self, name: str, sizes: Sequence[int], given: Sequence[int]) -> bool:
+        """Whether parts gave one number for the whole batch (`batch_size=self.hparams.batch_size`)."""
+        if self._constants is not None:
+            return name in self._constants
+        return len(set(given)) == 1 and list(given) != list(sizes)
 
     def _same_calls(self) -> list[list[_Call]]:
         """Group the calls that log the same value, in the order of the replicas."""

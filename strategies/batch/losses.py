@@ -81,11 +81,6 @@ def chunk_losses(outputs: Sequence[Any], sizes: Sequence[int], reduction: LossRe
     return ChunkLosses(losses, weights, reduction)
 
 
-def is_fraction(value: Any) -> bool:
-    """Whether a value is a floating-point number, which is taken for a mean over samples; counts add up."""
-    return isinstance(value, float) or (isinstance(value, Tensor) and not value.dim() and value.is_floating_point())
-
-
 def _shares(weights: Sequence[Any]) -> list[Any]:
     """Each weight's fraction of their sum; equal fractions if all are zero (a batch of padding only)."""
     total: Any = sum(weights, start=0.0)

@@ -17,8 +17,8 @@ from ..core.errors import ConfigError
 from ..core.module_checks import is_metric, why_whole
 from ..core.no_value import PartValues
 from ..core.rng import random_state, swapped_random_state
-from .losses import is_fraction, is_loss
-from .results import are_equal
+from .losses import is_loss
+from .results import are_equal, is_fraction
 
 
 @dataclass(frozen=True)

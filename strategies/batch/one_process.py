@@ -144,7 +144,7 @@ class OneProcessStrategy(pl_strategies.SingleDeviceStrategy):
             self._is_verified = True
             found = verified(self, Views(ranks=False, chunks=True), self._verifies, args, kwargs)
             reader.take(found.plans)
-            reader.values.programs["training_step", 0] = found.programs
+            reader.values.learn("training_step", 0, found.programs, found.constants)
         step = self.layout.step
         if not self.layout.cuts_steps:
             step = reader.reading(step, 1)

@@ -1,16 +1,15 @@
 """Combine the outputs of a batch's chunks into one result, for strategies that cut a batch in one process."""
 
 from collections.abc import Callable, Sequence
-from types import NoneType
 from typing import Any
 
 import torch
 from lightning_utilities.core.rank_zero import WarningCache
-from torch import Tensor
 
+from ..core.no_value import NoValue
 from .log_recorder import LogRecorder
-from .losses import FOUND, LossReduction, chunk_losses, is_fraction
-from .results import ResultStructure, are_equal
+from .losses import FOUND, LossReduction, chunk_losses
+from .results import ResultStructure
 
 
 def combine_outputs(
@@ -40,9 +39,8 @@ def combine_outputs(
 
     Returns:
         A result of the kind that the module returned; None if it skips the batch. A mapping has `loss`, the sum of
-        `loss_weight` if the module returned it, means of fractions, what `batch_dims` declares and, if it is read,
-        tensors of one row per sample. Other values stay where they are, and integers, which may be sums or anything
-        else. That of a single chunk has all its keys.
+        `loss_weight` if the module returned it and, if they are read, the other values that can be joined. That of a
+        single chunk has all its keys.
 
     Raises:
         ConfigError: a loss is missing, or is not a scalar.
@@ -60,27 +58,24 @@ def combine_outputs(
     result["loss"] = loss
     for weight in outputs[0].keys() & {"loss_weight", FOUND}:
         result[weight] = losses.total(device)
-    for key in outputs[0].keys() - {"loss", "loss_weight", FOUND}:
-        values = [output.get(key) for output in outputs]
-        if structure.is_declared((key,)) or is_fraction(values[0]) or _are_constant(values):
-            result |= structure.join([{key: value} for value in values], sizes, device)
-        elif len(outputs) > 1 and _are_rows(values, sizes) and is_read():
-            result[key] = torch.cat([value.detach().to(device) for value in values])
-        elif len(outputs) > 1:
-            told.info(
-                f"{strategy}: training_step's output {key!r} stays on its chunk and does not reach callbacks: it is no "
-                f"mean over samples. Set strategy.batch_dims={{training_step.{key}: sum, list or 0}}, or define "
-                "training_step_end(outputs) to have the outputs of all chunks joined on the root device."
-            )
+    if len(outputs) > 1 and is_read():
+        for key, value in _joined_rest(outputs, sizes, device, structure).items():
+            if isinstance(value, NoValue):
+                told.info(
+                    f"{strategy}: training_step's output {key!r} does not reach callbacks: what it is of the whole "
+                    "batch isn't known. Return a tensor with one row per sample, or set strategy.batch_dims="
+                    f"{{training_step.{key}: sum}}, mean, list, 0 or none."
+                )
+            else:
+                result[key] = value
     return result
 
 
-def _are_rows(values: list[Any], sizes: Sequence[int]) -> bool:
-    """Whether each chunk has returned a tensor with a row for each of its samples."""
-    used = [size for size in sizes if size]
-    pairs = zip(values, used, strict=True)
-    return all(isinstance(value, Tensor) and value.dim() > 0 and len(value) == size for value, size in pairs)
-
-
-def _are_constant(values: list[Any]) -> bool:
-    return isinstance(values[0], (str, bool, NoneType)) and are_equal(values)
+@torch.no_grad()
+def _joined_rest(
+    outputs: list[Any], sizes: Sequence[int], device: torch.device, structure: ResultStructure
+) -> dict[str, Any]:
+    own = ("loss", "loss_weight", FOUND)
+    rest = [{key: value for key, value in output.items() if key not in own} for output in outputs]
+    joined = structure.join(rest, sizes, device)
+    return joined if isinstance(joined, dict) else dict.fromkeys(rest[0], joined)

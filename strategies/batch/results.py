@@ -1,17 +1,153 @@
-"""Join what chunks returned to what one device would have returned for the whole batch."""
+"""Join what the parts of batches return, or append to lists, to what one device has for the whole batches.
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+tensor, array        rows of all parts
+list                 elements of all parts; a structure, if its length is one number whatever the samples are
+dict, tuple          each value by itself
+fraction             mean over the samples
+number of samples    sum; so is every whole number in lists, but for what is the same in all parts
+anything else        what it is in all parts
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
+from lightning_fabric.utilities import move_data_to_device
 from torch import Tensor
 
-from ..core.errors import ConfigError
 from ..core.no_value import no_value
 from ..core.types import Sizes
 from .batch_dims import DeclaredDims
-from .tree import Path, called, children, is_array, is_sequence, option_key, rebuild, row_counts, walk
+from .tree import Path, called, children, is_array, is_sequence, rebuild, row_counts, walk
+
+Batches: TypeAlias = Sequence[tuple[Sequence[Any], Sequence[float]]]
+"""For each batch what its parts have at one place, and their samples."""
+
+
+class _Unknown(Exception):  # the joiner's owner says what to do
+    """A value of the whole batch does not follow from those of its parts; says why."""
+
+
+@dataclass
+class _Lengths:
+    """Lengths, or whole numbers, that parts have at one place, and their samples; two of each are kept."""
+
+    lengths: list[float] = field(default_factory=list[float])
+    samples: list[float] = field(default_factory=list[float])
+    are_samples: bool = True
+
+    def see(self, length: float, num: float) -> None:
+        """Learn those of a part."""
+        self.are_samples = self.are_samples and length == num
+        for known, one in (self.lengths, length), (self.samples, num):
+            if len(known) < 2 and one not in known:
+                known.append(one)
+
+    @property
+    def vary(self) -> bool:
+        """Whether parts of unequal lengths, or numbers of samples, were seen."""
+        return len(self.lengths) > 1 or len(self.samples) > 1
+
+
+class Joiner:
+    """Joins the values of parts, by what was seen of all that it has joined.
+
+    Args:
+        word: what the user said of the value at a path: `sum`, `mean`, `list`, `rows` or `shared`; None for nothing.
+        unknown: what stands for a value that can't be joined, of its path and the reason; or raises.
+        appended: whether steps append them to lists: then whole numbers add up, and a tuple is a structure unless its
+            length follows the samples.
+    """
+
+    def __init__(
+        self, word: Callable[[Path], str | None], unknown: Callable[[Path, str], Any], appended: bool = False
+    ) -> None:
+        self._word, self._unknown, self._appended = word, unknown, appended
+        self.known: dict[Path, _Lengths] = {}
+
+    def join(self, batches: Batches, path: Path = (), device: torch.device | None = None) -> list[Any]:
+        """Join the values at a path: one for each batch, on a device, or on that of the first part."""
+        try:
+            return self._joined(batches, path, device)
+        except _Unknown as exc:
+            return [self._unknown(path, str(exc))] * len(batches)
+
+    def _joined(self, batches: Batches, path: Path, device: torch.device | None) -> list[Any]:
+        (first, *_), _ = batches[0]
+        word, lengths = self._word(path), self.known.get(path, _Lengths())
+        if is_listed := is_array(first) or is_sequence(first):
+            lengths = self._seen(batches, path, len)
+        if word in ("sum", "mean") and (is_array(first) or children(first) is None):
+            return [_weighed(parts, sizes if word == "mean" else None, device) for parts, sizes in batches]
+        if word == "shared":
+            if not isinstance(first, Tensor) and not all(are_equal(parts) for parts, _ in batches):
+                raise _Unknown("differs between parts, and batch_dims says that it is the same for all samples")
+            return [parts[0] for parts, _ in batches]
+        if is_array(first):
+            if word is None and len(lengths.lengths) == 1 and not _may_be_rows(lengths):
+                shown = " and ".join(f"{num:g}" for num in lengths.samples)
+                raise _Unknown(f"has {lengths.lengths[0]} rows in parts of {shown} samples")
+            return [_concatenated(parts, device) for parts, _ in batches]
+        if is_listed and (word == "list" or (word is None and self._is_list(first, lengths))):
+            return [type(first)([value for part in parts for value in part]) for parts, _ in batches]
+        if children(first) is not None:
+            return self._structures(batches, path, device)
+        return self._leaves(batches, path, device)
+
+    def _seen(self, batches: Batches, path: Path, length: Callable[[Any], float]) -> _Lengths:
+        lengths = self.known.setdefault(path, _Lengths())
+        for parts, sizes in batches:
+            for part, num in zip(parts, sizes, strict=True):
+                if type(part) is not type(parts[0]):
+                    kinds = ", ".join(sorted({type(one).__name__ for one in parts}))
+                    raise _Unknown(f"differs between parts in its type ({kinds})")
+                lengths.see(length(part), num)
+        return lengths
+
+    def _is_list(self, first: Any, lengths: _Lengths) -> bool:
+        """Whether a list, or a tuple, is no structure."""
+        if lengths.vary or not lengths.are_samples:
+            return lengths.are_samples or len(lengths.lengths) > 1
+        if self._appended and type(first) is tuple:
+            return False
+        (num,) = lengths.lengths
+        inside = [count for _, count in row_counts(first)]
+        if inside and all(count == num for count in inside):
+            raise _Unknown(
+                f"is a list of {num:g} values of {num:g} rows each in parts of {num:g} samples: its elements may be "
+                "samples (list), or its rows (0)"
+            )
+        return True
+
+    def _structures(self, batches: Batches, path: Path, device: torch.device | None) -> list[Any]:
+        items = [[dict(children(part) or ()) for part in parts] for parts, _ in batches]
+        keys = list(items[0][0])
+        if any(list(part) != keys for parts in items for part in parts):
+            raise _Unknown("differs between parts in its keys or its length")
+        sizes = [sizes for _, sizes in batches]
+        columns = [
+            self.join([([part[key] for part in parts], of) for parts, of in zip(items, sizes, strict=True)],
+                      (*path, key), device)
+            for key in keys
+        ]  # fmt: skip
+        return [rebuild(parts[0], [column[i] for column in columns]) for i, (parts, _) in enumerate(batches)]
+
+    def _leaves(self, batches: Batches, path: Path, device: torch.device | None) -> list[Any]:
+        (first, *others), sizes = batches[0]
+        if is_fraction(first):
+            return [_weighed(parts, sizes, device) for parts, sizes in batches]
+        alike = not isinstance(first, Tensor) and all(are_equal(parts) for parts, _ in batches)
+        if is_whole(first):
+            are_samples = not isinstance(first, Tensor) and self._seen(batches, path, float).are_samples
+            if (self._appended and (are_samples or not alike)) or (are_samples and self.known[path].vary):
+                return [_weighed(parts, None, device) for parts, _ in batches]
+            alike = alike and self._appended
+        if alike:
+            return [parts[0] for parts, _ in batches]
+        shown = " and ".join(map(str, [first, *others[:1]])) if not isinstance(first, Tensor) else "an integer tensor"
+        raise _Unknown(f"is {shown} in parts of {' and '.join(f'{num:g}' for num in sizes[:2])} samples")
 
 
 class ResultStructure:
@@ -24,8 +160,7 @@ class ResultStructure:
 
     def __init__(self, step: str, options: Mapping[str, str] | None = None) -> None:
         self._step, self._declared = step, DeclaredDims(options or {}, (step,))
-        self._known: dict[Path, str] = {}
-        """Decisions about values, which hold for the whole run."""
+        self._joiner = Joiner(self._said, self._no_value)
         self._is_settled = False
         """Whether results were seen whose structure is certain; see `unequal`."""
 
@@ -33,18 +168,16 @@ class ResultStructure:
     def decided(self) -> list[Any]:
         """What is known, as plain data, with which a resumed run cuts as this one does; names that are none are left
         out, and found again."""
-        known = [[list(path), word] for path, word in self._known.items()]
-        is_plain = all(isinstance(key, (str, int)) for path, _ in known for key in path)
+        known = [[list(path), *vars(lengths).values()] for path, lengths in self._joiner.known.items()]
+        is_plain = all(isinstance(key, (str, int)) for path, *_ in known for key in path)
         return [self._is_settled, known] if is_plain else [False, []]
 
     @decided.setter
     def decided(self, saved: Sequence[Any]) -> None:
-        self._is_settled, known = saved
-        self._known = {tuple(path): word for path, word in known}
-
-    def is_declared(self, path: Path) -> bool:
-        """Whether the user said what the value at a path is."""
-        return self._declared.word(path) is not None
+        is_settled, known = saved
+        is_of_this_version = all(len(one) == 4 for one in known)
+        self._is_settled = is_settled and is_of_this_version
+        self._joiner.known = {tuple(path): _Lengths(*lengths) for path, *lengths in known if is_of_this_version}
 
     def unequal(self, sizes: Sequence[int]) -> list[int]:
         """Move a sample from the last chunk to the first where all are of one size and results are not yet known.
@@ -68,114 +201,32 @@ class ResultStructure:
             device: where joined tensors live; None takes the first chunk's.
 
         Raises:
-            NoValueError: a value that can't be joined, or in two ways, is used later; the message names it.
+            NoValueError: a value that can't be joined is used later; the message names it.
         """
         used = [size for size in sizes if size]
         assert len(results) == len(used) > 0
         self._is_settled = self._is_settled or len(set(used)) > 1 or not _has_lengths(results[0])
-        return _moved(results[0], device) if len(results) == 1 else self._joined(list(results), used, device, ())
+        if len(results) == 1:
+            return results[0] if device is None else move_data_to_device(results[0], device)
+        return self._joiner.join([(results, used)], (), device)[0]
 
-    def _joined(self, parts: list[Any], sizes: list[int], device: torch.device | None, path: Path) -> Any:
-        """Join values, or return what raises where somebody reads it; most results are read by nobody."""
-        try:
-            return self._value(parts, sizes, device, path)
-        except ConfigError as exc:
-            return no_value(str(exc))
+    def _said(self, path: Path) -> str | None:
+        return "sum" if path == ("loss_weight",) else self._declared.word(path)
 
-    def _value(self, parts: list[Any], sizes: list[int], device: torch.device | None, path: Path) -> Any:
-        first, reduction = parts[0], self._reduction(parts, sizes, path)
-        if reduction == "structure":
-            columns = [dict(children(part) or []) for part in parts]
-            keys = list(columns[0])
-            if any(list(column) != keys for column in columns):
-                raise ConfigError(
-                    f"{called(path, self._step)} differs between chunks in its keys or its length. Return one "
-                    "structure from all."
-                )
-            joined = [self._joined([c[key] for c in columns], sizes, device, (*path, key)) for key in keys]
-            return rebuild(first, joined)
-        if reduction == "shared":
-            return first
-        if reduction in ("mean", "sum"):
-            return _reduced(parts, sizes if reduction == "mean" else None, device)
-        _verify_lengths(parts, sizes, self._step, path)
-        if reduction == "list":
-            return type(first)([element for part in parts for element in part])
-        if isinstance(first, np.ndarray):
-            return np.concatenate(parts)
-        return torch.cat([part.to(device or first.device) for part in parts])
-
-    def _reduction(self, parts: list[Any], sizes: list[int], path: Path) -> str:
-        """How the values that chunks returned become one: `rows`, `list`, `structure`, `shared`, `mean` or `sum`."""
-        first = parts[0]
-        option = "sum" if path == ("loss_weight",) else self._declared.word(path)
-        if option == "shared" and not isinstance(first, Tensor) and not are_equal(parts):
-            raise ConfigError(
-                f"{called(path, self._step)} differs between chunks, and batch_dims says that it is the same for all "
-                "samples. Set it to list, sum or mean."
-            )
-        if option is not None:
-            return "structure" if option == "rows" and not is_array(first) else option
-        if is_array(first):
-            return "rows"
-        if is_sequence(first):
-            return self._list_or_structure(parts, sizes, path)
-        if children(first) is not None:
-            return "structure"
-        return self._reduction_of_leaf(parts, sizes, path)
-
-    def _list_or_structure(self, parts: list[Any], sizes: list[int], path: Path) -> str:
-        lengths = [len(part) if is_sequence(part) else -1 for part in parts]
-        found = self._known.get(path)
-        if found is None and len(set(sizes)) > 1:
-            found = "list" if lengths == sizes else "structure"
-            self._known[path] = found
-        if found is not None:
-            return found
-        if lengths != sizes:
-            return "structure"
-        inside = [count for part in parts for _, count in row_counts(part)]
-        if inside and all(count == sizes[0] for count in inside):
-            key = self._declared.key(path)
-            raise ConfigError(
-                f"{called(path, self._step)} is a list of {sizes[0]} values of {sizes[0]} rows each from chunks of "
-                f"{sizes[0]} samples: its elements may be samples, or its rows. Set strategy.batch_dims="
-                f"{{{key}: list}} for one element per sample, or {{{key}: 0}} for one row per sample."
-            )
-        return "list"
-
-    def _reduction_of_leaf(self, parts: list[Any], sizes: list[int], path: Path) -> str:
-        """How numbers and other single values become one: a fraction is a mean over samples; a count is not known."""
-        first = parts[0]
-        if isinstance(first, float) or (isinstance(first, Tensor) and first.is_floating_point()):
-            return "mean"
-        if isinstance(first, Tensor) or (isinstance(first, int) and not isinstance(first, bool)):
-            if len(set(sizes)) > 1 and not isinstance(first, Tensor) and parts == sizes:
-                self._known[path] = "sum"
-            if self._known.get(path) == "sum" and parts == sizes:
-                return "sum"
-        elif are_equal(parts):
-            return "shared"
-        shown = " and ".join(str(part) for part in parts[:2]) if not isinstance(first, Tensor) else "an integer tensor"
-        raise ConfigError(
-            f"{called(path, self._step)} is {shown} in chunks of {' and '.join(map(str, sizes[:2]))} samples: it may "
-            "be a sum over samples, a mean, or something else. Set strategy.batch_dims="
-            f"{{{self._declared.key(path)}: sum, mean or none}}, or return a tensor with one row per sample."
+    def _no_value(self, path: Path, why: str) -> Any:
+        """What raises where somebody reads it: most results are read by nobody."""
+        return no_value(
+            f"{called(path, self._step)} {why}, so that it isn't known what it is of the whole batch. Return a mean, "
+            "or a tensor with one row per sample; or set strategy."
+            f"batch_dims={{{self._declared.key(path)}: sum}}, mean, list, 0 (rows) or none (the same in all parts)."
         )
 
 
-def _moved(value: Any, device: torch.device | None) -> Any:
-    """The result of the only chunk that had samples, its tensors on `device`: what one device returns."""
-    if device is None:
-        return value
+def is_fraction(value: Any) -> bool:
+    """Whether a value is a floating-point number, which is taken for a mean over samples; counts add up."""
     if isinstance(value, Tensor):
-        return value.to(device)
-    items = children(value)
-    if items is None:
-        return value
-    parts = [_moved(child, device) for _, child in items]
-    is_new = any(part is not child for part, (_, child) in zip(parts, items, strict=True))
-    return rebuild(value, parts) if is_new else value
+        return not value.dim() and value.is_floating_point()
+    return isinstance(value, (float, np.floating))
 
 
 def are_equal(parts: Sequence[Any]) -> bool:
@@ -186,26 +237,33 @@ def are_equal(parts: Sequence[Any]) -> bool:
         return False  # arrays inside have no single truth value
 
 
-def _reduced(parts: list[Any], weights: list[int] | None, device: torch.device | None) -> Any:
+def is_whole(value: Any) -> bool:
+    """Whether a value is a whole number."""
+    if isinstance(value, Tensor):
+        return not value.dim()
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+
+
+def _may_be_rows(lengths: _Lengths) -> bool:
+    """Whether parts that all have as many rows have a multiple of their samples."""
+    rows = lengths.lengths[0]
+    return not rows or (len(lengths.samples) == 1 and not rows % lengths.samples[0])
+
+
+def _concatenated(parts: Sequence[Any], device: torch.device | None) -> Any:
+    if isinstance(parts[0], np.ndarray):
+        return np.concatenate(parts)
+    return torch.cat([part.to(device or parts[0].device) for part in parts])
+
+
+def _weighed(parts: Sequence[Any], sizes: Sequence[float] | None, device: torch.device | None) -> Any:
+    """The mean over samples, or the sum."""
     if isinstance(parts[0], Tensor):
         parts = [part.to(device or parts[0].device) for part in parts]
-    if weights is not None:
-        parts = [part * weight for part, weight in zip(parts, weights, strict=True)]
-    total = torch.stack(parts).sum(0) if isinstance(parts[0], Tensor) else sum(parts[1:], start=parts[0])
-    return total if weights is None else total / sum(weights)
-
-
-def _verify_lengths(parts: list[Any], sizes: list[int], root: str, path: Path) -> None:
-    if not all(is_array(part) or is_sequence(part) for part in parts):
-        kinds = ", ".join(sorted({type(part).__name__ for part in parts}))
-        raise ConfigError(f"{called(path, root)} differs between chunks in its type ({kinds}). Return one type.")
-    lengths = [len(part) for part in parts]
-    if lengths != sizes:
-        raise ConfigError(
-            f"{called(path, root)} has {lengths} {'rows' if is_array(parts[0]) else 'elements'} from chunks of {sizes} "
-            "samples, so it can't be joined along dimension 0. Return one row per sample, or a scalar (a mean over the "
-            f"samples); or set strategy.batch_dims={{{option_key((root, *path))}: none, mean or sum}}."
-        )
+    if sizes is not None:
+        parts = [part * size for part, size in zip(parts, sizes, strict=True)]
+    total = sum(parts[1:], start=parts[0])
+    return total if sizes is None else total / sum(sizes)
 
 
 def _has_lengths(result: Any) -> bool:

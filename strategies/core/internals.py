@@ -87,10 +87,3 @@ def not_compiling() -> AbstractContextManager[Any]:
     """Run compiled functions uncompiled inside the block; called in a dispatch mode, they would remain so."""
     is_used = "torch._dynamo" in sys.modules  # which takes a second to import
     return torch.compiler.set_stance("force_eager") if is_used else nullcontext()
-
-
-def keys_of_fully_shard() -> tuple[str, str]:
-    """The attributes in which `fully_shard` notes on a module that it is cut."""
-    from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
-
-    return REGISTRY_KEY, STATE_KEY

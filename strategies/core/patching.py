@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -43,14 +44,19 @@ class Replacement(StaysOnRoot):
 
 @contextmanager
 def replaced(owner: object, name: str, value: Any) -> Generator[None]:
-    """Set an attribute on an object inside the block, and restore the previous one afterwards."""
-    kept = {name: vars(owner)[name]} if name in vars(owner) else {}
-    vars(owner)[name] = value
+    """Set an attribute on an object, or a class, inside the block, and restore the previous one afterwards."""
+    kept = [vars(owner)[name]] if name in vars(owner) else []
+    put: Callable[[str, Any], None] = partial(setattr, owner) if isinstance(owner, type) else vars(owner).__setitem__
+    put(name, value)
     try:
         yield
     finally:
-        del vars(owner)[name]
-        vars(owner).update(kept)
+        if kept:
+            put(name, kept[0])
+        elif isinstance(owner, type):
+            delattr(owner, name)
+        else:
+            del vars(owner)[name]
 
 
 def hooks_of(owner: nn.Module | Tensor) -> list[dict[Any, Any]]:

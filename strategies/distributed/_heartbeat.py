@@ -81,9 +81,9 @@ class HeartbeatMonitor:
         self._has_aborted = False
         self._main = threading.main_thread().ident or 0
         self._ended = threading.Event()
-        self._thread = threading.Thread(
-            target=self._run, args=(_own_connection(store),), name="evener-watch", daemon=True
-        )
+        self._store: Any = store  # of which each thread has a connection of its own, as requests on one wait
+        own = (self._store.clone(),)
+        self._thread = threading.Thread(target=self._run, args=own, name="evener-watch", daemon=True)
 
     def start(self) -> None:
         """Begin."""
@@ -123,7 +123,7 @@ class HeartbeatMonitor:
             threading.Thread(target=self._name_and_abort, args=(backend,), name="evener-abort", daemon=True).start()
 
     def _name_and_abort(self, backend: Any) -> None:
-        store = _own_connection(self.store)  # the main thread may be waiting on its own
+        store = self._store.clone()  # the main thread may be waiting on its own
         self._ended.wait(_SILENT_BEATS * self.beat_s)  # until the one that failed has published its error
         _log.error("rank %d ends its communication: %s", self.rank, self.culprits(store) or "it waits too long.")
         backend.abort()
@@ -194,11 +194,6 @@ class HeartbeatMonitor:
         if store.check(keys):
             return [Heartbeat(**json.loads(beat)) for beat in store.multi_get(keys)]
         return [Heartbeat(**json.loads(store.get(key))) if store.check([key]) else Heartbeat() for key in keys]
-
-
-def _own_connection(store: Any) -> Store:
-    """Open a second connection: requests on one connection wait for each other."""
-    return store.clone()
 
 
 def is_about_communication(exc: BaseException) -> bool:

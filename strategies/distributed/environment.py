@@ -62,8 +62,9 @@ def verify_started(environment: ClusterEnvironment, num_nodes: int | None = None
             f"SLURM_NTASKS={num_ranks} is set, but srun has not started this process, so the other tasks never join. "
             "Start it with srun; to run on this machine alone, unset SLURM_NTASKS."
         )
-    address = environment.main_address
-    if (num_nodes == 1 or _says_one_node()) and not _is_own(address):
+    address, own = environment.main_address, os.environ.get("LOCAL_WORLD_SIZE")
+    says_one_node = own is not None and own == os.environ.get("WORLD_SIZE")
+    if (num_nodes == 1 or says_one_node) and not _is_own(address):
         raise ConfigError(
             f"MASTER_ADDR={address} is no address of this machine, and the run is on one node. Unset MASTER_ADDR and "
             "MASTER_PORT, or set num_nodes."
@@ -72,16 +73,7 @@ def verify_started(environment: ClusterEnvironment, num_nodes: int | None = None
 
 def _is_srun_task() -> bool:
     steps = [os.environ.get(name, "") for name in ("SLURM_STEP_ID", "SLURM_STEPID")]
-    return any(step and step != _BATCH_STEP for step in steps)
-
-
-_BATCH_STEP = str(0xFFFFFFFB)
-"""The number that SLURM gives to the batch script itself."""
-
-
-def _says_one_node() -> bool:
-    own = os.environ.get("LOCAL_WORLD_SIZE")
-    return own is not None and own == os.environ.get("WORLD_SIZE")
+    return any(step not in ("", str(0xFFFFFFFB)) for step in steps)  # the number of the batch script itself
 
 
 def _is_own(address: str) -> bool:

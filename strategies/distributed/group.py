@@ -18,7 +18,7 @@ from torch.distributed import PrefixStore, Work
 from ..core.devices import is_accelerator, precise_dtype, scalar
 from ..core.errors import ConfigError
 from ._barrier import Barrier
-from ._heartbeat import Heartbeat, HeartbeatMonitor, is_about_communication, place_of
+from ._heartbeat import HeartbeatMonitor, is_about_communication, place_of
 from ._stop import StopAgreement as StopAgreement
 from .objects import gather_objects
 from .process_exit import leave_group_at_exit
@@ -30,11 +30,6 @@ PATIENCE_S = 5.0
 """Seconds at one place within a collective after which a rank counts as waiting for others."""
 
 _num_runs = 0
-
-
-def _waits(before: Heartbeat, now: Heartbeat) -> bool:
-    """Whether a rank is alive and has been in the same collective since an earlier heartbeat."""
-    return now.count > before.count and now.place == before.place and "distributed_c10d" in now.place
 
 
 def _refuse_alone(rank: int, place: str, other: int, where: str) -> NoReturn:
@@ -149,9 +144,7 @@ class RankGroup:
             The same answer on all ranks at the same optimizer step. Nothing is communicated unless a stop was
             requested.
         """
-        return self._stopped(self._stopping.agreed(received, self._num_steps))
-
-    def _stopped(self, stops: bool) -> bool:
+        stops = self._stopping.agreed(received, self._num_steps)
         self.stop_signal = self._stopping.signal if stops else None
         return stops
 
@@ -180,7 +173,8 @@ class RankGroup:
         stopping, stretch = self._stopping, f"validation {number}"
         stops = stopping.agreed(received, num_batches, stretch)
         if stops or ended:
-            stops = self._stopped(stopping.any_stopped(stops and not ended, num_batches, stretch))
+            stops = stopping.any_stopped(stops and not ended, num_batches, stretch)
+            self.stop_signal = stopping.signal if stops else None
         return stops
 
     def agree_to_end(self, wished: bool, at_once: bool) -> bool:
@@ -248,8 +242,9 @@ class RankGroup:
         before = monitor.beats(store)
         while missing := [keys[key] for key in wait_for(store, keys, PATIENCE_S)]:
             now = monitor.beats(store)
-            wait = [rank for rank in missing if _waits(before[rank], now[rank])]
-            if wait == missing or time.monotonic() > deadline:
+            alive = all(now[rank].count > before[rank].count for rank in missing)
+            waits = all("distributed_c10d" in now[rank].place == before[rank].place for rank in missing)
+            if (alive and waits) or time.monotonic() > deadline:
                 _refuse_alone(monitor.rank, place, missing[0], now[missing[0]].place)
             before = now
         for key, rank in keys.items():

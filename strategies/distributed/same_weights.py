@@ -48,13 +48,17 @@ def give_same_weights(module: nn.Module, root_device: torch.device) -> None:
     tensors = {name: tensor for name, tensor in named if is_plain(tensor)}
     samples = _digest("".join(map(_sample, tensors.values())).encode())
     told = gather_objects((_digest(str([*_layout(tensors)]).encode()), samples))
-    if len({layout for layout, _ in told}) > 1 or len(set(told)) == 1:
-        return
-    for tensor in tensors.values():
-        device = tensor.device if sends_cpu_tensors() else root_device
-        sent = tensor.detach().to(device).contiguous()
-        dist.broadcast(sent, src=0)
-        with torch.no_grad():
+    if len({layout for layout, _ in told}) == 1 < len(set(told)):
+        broadcast_weights(module, root_device)
+
+
+@torch.no_grad()
+def broadcast_weights(module: nn.Module, root_device: torch.device) -> None:
+    """Copy rank 0's parameters and buffers to all ranks, tensor by tensor; every rank must call it."""
+    for tensor in filter(is_plain, (*module.parameters(), *module.buffers())):
+        sent = tensor.detach().to(tensor.device if sends_cpu_tensors() else root_device).contiguous()
+        if sent.numel():
+            dist.broadcast(sent, src=0)
             tensor.copy_(sent)
 
 

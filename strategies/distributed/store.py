@@ -34,11 +34,7 @@ LEAVE_S = 3.0
 
 def root_store(environment: ClusterEnvironment, timeout_s: float, num_nodes: int | None = None) -> Store:
     """Return the store of this attempt; after a restart no rank reads entries of earlier processes."""
-    return _of_attempt(base_store(environment, timeout_s, num_nodes))
-
-
-def _of_attempt(store: Store) -> Store:
-    return PrefixStore(f"evener/{attempt()}", store)
+    return PrefixStore(f"evener/{attempt()}", base_store(environment, timeout_s, num_nodes))
 
 
 def attempt() -> str:
@@ -63,7 +59,7 @@ def base_store(environment: ClusterEnvironment, timeout_s: float, num_nodes: int
         place = (environment.main_address, environment.main_port)
         os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = place[0], str(place[1])
         store: Any = _open_store(*place, rank, timeout_s)
-        announce(_of_attempt(store), rank)
+        announce(PrefixStore(f"evener/{attempt()}", store), rank)
         watch = StoreWatch(store.clone(), *place, timeout_s)
         watch.start()
         _STORES[rank, num_ranks], _WATCHES[rank, num_ranks] = store, watch
@@ -136,16 +132,12 @@ def leave_store() -> None:
     for (rank, num_ranks), store in _STORES.items():
         if is_hosted_by_agent() or RANK_FAILED.is_set():
             continue
-        keys = [_left_key(other) for other in range(1, num_ranks)]
+        keys = [f"left/{attempt()}/{other}" for other in range(num_ranks)]
         with suppress(RuntimeError):  # the store ended with its host
             if rank:
-                store.set(_left_key(rank), "")
+                store.set(keys[rank], "")
             else:
-                wait_for(store, keys, LEAVE_S)
-
-
-def _left_key(rank: int) -> str:
-    return f"left/{attempt()}/{rank}"
+                wait_for(store, keys[1:], LEAVE_S)
 
 
 POLL_S = (0.0005, 0.02)

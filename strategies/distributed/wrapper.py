@@ -1,33 +1,18 @@
-"""Work with torch's DistributedDataParallel wrapper: run a step inside its forward, have it expect gradients, and track
-the parameters that it reduces.
-
-DDP's reducer fires during backward, whenever a parameter's gradient is accumulated. A process that runs the backward
-passes of replicas has it expect the sums that reach the parameters at their end.
+"""Work with torch's DistributedDataParallel wrapper: run a step inside its forward, and track what it reduces.
 
 The wrapper reduces the parameters that required gradients when it was created. A parameter unfrozen later would be
 trained by each rank separately, and the wrapper would wait for one frozen later.
 """
 
-import warnings
 from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import Any
 
-import torch
-from pytorch_lightning.overrides.distributed import prepare_for_backward
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 _IS_TRAINED = attrgetter("requires_grad")
-
-
-def expect_gradients(model: DistributedDataParallel, parameters: Sequence[Tensor]) -> None:
-    """Have the wrapper reduce, from now on in a backward pass, the gradients that reach these parameters."""
-    with torch.enable_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # where it looks for unused parameters, it tells if it finds none
-        reached = [p.view_as(p) for p in parameters] if model.find_unused_parameters else None
-        prepare_for_backward(model, reached)
 
 
 def verify_reduced(model: DistributedDataParallel) -> None:

@@ -70,8 +70,7 @@ class BatchRows(Ranks):
         Raises:
             ConfigError: ranks have given other tensors, or rows of other shapes.
         """
-        given = [(tuple(own.shape), str(own.dtype)) for own in rows]
-        everyones = gather_objects(given)
+        everyones = gather_objects([(tuple(own.shape), str(own.dtype)) for own in rows])
         if len({tuple((shape[1:], dtype) for shape, dtype in theirs) for theirs in everyones}) > 1:
             told = "; ".join(f"{theirs} on rank {rank}" for rank, theirs in enumerate(everyones))
             raise ConfigError(

@@ -9,24 +9,21 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any
 
-import pytorch_lightning as pl
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..core.errors import ConfigError
 from ..core.loop_contract import StepContract
-from ..distributed.options import name_unused_parameters, without_gradients
+from ..distributed.options import name_unused_parameters
 from ..distributed.reduction import are_small, average_gradients
 from ..distributed.same_weights import verify_same_layout
 from ..distributed.wrapper import (
     ReducedParameters,
-    expect_gradients,
     forward_through,
     unwrap,
     verify_reduced,
 )
-from ..replicas.layout import ReplicaLayout
 
 if TYPE_CHECKING:
     from .strategy import RankStrategy
@@ -57,19 +54,6 @@ class GradientSync:
     def _wrapper(self) -> DistributedDataParallel | None:
         model = self._strategy._model
         return model if isinstance(model, DistributedDataParallel) else None
-
-    @property
-    def restores_late(self) -> bool:
-        """Whether a checkpoint is loaded after the module was placed."""
-        return False
-
-    def creating(self, module: pl.LightningModule) -> AbstractContextManager[Any]:
-        """Create layers of the module inside the block."""
-        return nullcontext()
-
-    def place(self, trainer: pl.Trainer, place: Callable[[pl.Trainer], None]) -> None:
-        """Put the module on this process's devices and make the optimizers, as `place` does."""
-        place(trainer)
 
     def wrap(self, wrap: Callable[[], None]) -> None:
         """Wrap the module, as `wrap` does.
@@ -133,7 +117,7 @@ class GradientSync:
     def train(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a training step."""
         wrapper = self._strategy._model
-        if isinstance(wrapper, DistributedDataParallel) and not isinstance(self._strategy.layout, ReplicaLayout):
+        if isinstance(wrapper, DistributedDataParallel):
             return forward_through(wrapper, step, *args, **kwargs)
         self.sync_buffers()
         return step(*args, **kwargs)
@@ -178,21 +162,6 @@ class GradientSync:
                 "to be reduced over the ranks. Unfreeze it in on_train_batch_start or on_train_epoch_start."
             )
 
-    def expect(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
-        """Have the wrapper reduce gradients that parameters are about to get, in a backward pass.
-
-        Raises:
-            RuntimeError: some get none, which the wrapper is not to find out.
-        """
-        wrapper = self._wrapper
-        if wrapper is None or not wrapper.require_backward_grad_sync:
-            return
-        if not wrapper.find_unused_parameters and any(gradient is None for gradient in gradients):
-            without = {id(p) for p, gradient in zip(parameters, gradients, strict=True) if gradient is None}
-            names = [name for name, p in self._strategy.module.named_parameters() if id(p) in without]
-            raise RuntimeError(without_gradients(names))
-        expect_gradients(wrapper, parameters)
-
     def finish_backward(self) -> None:
         """Complete the gradients after a backward pass."""
         wrapper = self._strategy._model
@@ -225,26 +194,6 @@ class GradientSync:
             wrapper._sync_buffers()
 
     whole_gradients, restore_gradients = StepContract.whole_gradients, StepContract.restore_gradients
-
-    def whole(self, tree: Any) -> Any:
-        """Return a state as checkpoints hold it."""
-        return tree
-
-    def own_module_state(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Return the part of a module's state that this rank holds."""
-        return state
-
-    def own_optimizer_states(self, states: Sequence[Any]) -> Sequence[Any]:
-        """Return the part of the optimizers' states that this rank holds."""
-        return states
-
-    def save(self, checkpoint: dict[str, Any], path: Any, save: Callable[[dict[str, Any]], None]) -> None:
-        """Save a checkpoint, as `save` does."""
-        save(checkpoint)
-
-    def load(self, path: Any, load: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Load a checkpoint, as `load` does."""
-        return load()
 
     def fail(self, exception: BaseException) -> None:
         """Name the parameters without a gradient in an error of the wrapper."""

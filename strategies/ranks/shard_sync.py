@@ -1,6 +1,6 @@
 """Reduce the gradients of a module that is cut over the ranks, with torch's FSDP2."""
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -11,7 +11,9 @@ import torch.distributed as dist
 from pytorch_lightning.core.optimizer import LightningOptimizer
 from pytorch_lightning.trainer.states import TrainerFn
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import Optimizer
+from torch.optim.swa_utils import AveragedModel
 from typing_extensions import override
 
 from ..core.errors import ConfigError
@@ -19,24 +21,22 @@ from ..core.internals import callbacks_of
 from ..core.module_checks import verify_unscripted
 from ..core.patching import Replacement, replaced
 from ..distributed.reduction import all_reduce
+from ..distributed.same_weights import broadcast_weights
+from ..pipeline.module_parts import find_parts
+from ..sharding.deferred import DeferredTensors
 from ..sharding.originals import LateParameters, Originals
-from ..sharding.placed import ShardIO, Writers, place_shards
-from ..sharding.refusals import (
-    DIFFERENTIATED,
-    NUMPY,
-    unused_parameters,
-    verify_callbacks,
-    verify_optimizers,
-    verify_plain,
-)
+from ..sharding.parts import automatic_parts, named_parts
+from ..sharding.refusals import DIFFERENTIATED, NUMPY, verify_plain, verify_run, without_values
 from ..sharding.shard_calls import ShardCalls
-from ..sharding.sharded_module import ShardedModule, ShardOptions, sharded, sync_buffers
-from ..sharding.whole import gather_tree, holds_shards, shard_like, shard_optimizer_state
+from ..sharding.sharded_module import Shard, ShardedModule, ShardOptions, sharded
+from ..sharding.whole import broadcast_together, gather_tree, shard_like
 from .gradient_sync import GradientSync
-from .shard_placing import ShardPlacing, kept_copies
 
 if TYPE_CHECKING:
     from .strategy import RankStrategy
+
+_BUFFER_BYTES = 2**28
+"""Bytes of buffers that are sent together, at most."""
 
 
 class ShardSync(GradientSync):
@@ -51,7 +51,8 @@ class ShardSync(GradientSync):
 
     def __init__(self, strategy: "RankStrategy", options: ShardOptions, find_unused: bool) -> None:
         super().__init__(strategy)
-        self._placing = ShardPlacing(strategy, options)
+        self._options = options
+        self._deferred: DeferredTensors | None = None
         self._finds_unused = find_unused
         self._shards: ShardedModule | None = None
         self._calls: ShardCalls | None = None
@@ -66,17 +67,16 @@ class ShardSync(GradientSync):
         assert self._shards is not None
         return self._shards
 
-    @override
-    def creating(self, module: pl.LightningModule) -> AbstractContextManager[None]:
-        return self._placing.creating(module)
+    @contextmanager
+    def creating(self, module: nn.Module) -> Generator[None]:
+        """Build the layers of `configure_model` without memory; `place` fills them shard by shard."""
+        self._deferred = DeferredTensors()
+        with self._deferred:
+            yield
+        self._deferred.to_meta(module)
 
-    @property
-    @override
-    def restores_late(self) -> bool:
-        return any(tensor.is_meta for tensor in self._strategy.module.parameters())
-
-    @override
-    def place(self, trainer: pl.Trainer, place: Callable[[pl.Trainer], None]) -> None:
+    def place(self, trainer: pl.Trainer) -> None:
+        """Cut the module over the ranks, and make the optimizers of its shards."""
         strategy = self._strategy
         module, accelerator, agreement = strategy.module, strategy.accelerator, strategy.contract.agreement
         assert accelerator is not None
@@ -84,13 +84,12 @@ class ShardSync(GradientSync):
         accelerator.setup(trainer)
         fits = trainer.state.fn == TrainerFn.FITTING
         if fits:
-            verify_callbacks(callbacks_of(trainer))
             strategy.sync_layers()
         strategy.precision_plugin.convert_module(module)
         originals = Originals(module)
-        self._shards = self._placing.cut(module)
+        self._shards = self._cut(module)
         for copy in kept_copies(callbacks_of(trainer), module):
-            self._placing.cut(copy)
+            self._cut(copy)
         if fits:
             self._shards.keep_root(not module.automatic_optimization)
             if not module.automatic_optimization:
@@ -99,11 +98,53 @@ class ShardSync(GradientSync):
             strategy.setup_optimizers(trainer)
             originals.give_shards(strategy.optimizers)
             originals.verify_unheld((module, *callbacks_of(trainer)))
-            verify_optimizers(strategy.optimizers)
+            verify_run(callbacks_of(trainer), strategy.optimizers)
             self._late = LateParameters(module)
         strategy.setup_precision_plugin()
         self._calls = ShardCalls(self._shards, strategy.group.verify_together)
         self._shards.note = agreement.note  # each rank keeps a part of what it wrote
+
+    @property
+    def _ends_with_run(self) -> bool:
+        """Whether the ranks end with this run, after which a script goes on with the module."""
+        return self._strategy.launcher is not None
+
+    def _cut(self, module: nn.Module) -> ShardedModule:
+        """Cut a module over the ranks, unless an earlier run of this process has done so."""
+        options, device = self._options, self._strategy.root_device
+        found = sharded(module)
+        if found is not None:
+            found.verify_same(options)
+            return found
+        parts = part_names(module, options.shard)
+        waiting = {name: tensor for name, tensor in _tensors(module) if tensor.is_meta}
+        broadcast_weights(module, device)
+        num, replicas = self._strategy.world_size, options.replicas
+        if num % replicas:
+            raise ConfigError(
+                f"fsdp: {num} ranks don't divide into replicas={replicas} groups. Give a divisor of the number of "
+                "ranks."
+            )
+        shape = (num,) if replicas == 1 else (replicas, num // replicas)
+        mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+        shards = ShardedModule(module, parts, mesh, device, options, self._ends_with_run)
+        if waiting:
+            self._fill(shards, waiting, device)
+        shards.prime()
+        return shards
+
+    def _fill(self, shards: ShardedModule, waiting: Mapping[str, Tensor], device: torch.device) -> None:
+        """Compute the tensors that `configure_model` has only announced, one by one, and keep this rank's shards."""
+        if self._deferred is None:
+            raise ConfigError(without_values(next(iter(waiting))))
+        shards.allocate(device)
+        for name, tensor in _tensors(shards.module):
+            if name in waiting:
+                value = self._deferred.value(waiting[name]).to(device)
+                dist.broadcast(value, 0)
+                with torch.no_grad():
+                    tensor.copy_(shard_like(value, tensor))
+        self._deferred = None
 
     def _toggle(self, own: Callable[..., None], optimizer: Optimizer | LightningOptimizer) -> None:
         """Freeze or unfreeze parameters in a step: what is gathered follows its shards."""
@@ -126,7 +167,8 @@ class ShardSync(GradientSync):
 
     @override
     def sync_buffers(self) -> None:
-        sync_buffers(self._strategy.module)
+        if buffers := list(self._strategy.module.buffers()):
+            broadcast_together(buffers, _BUFFER_BYTES)
 
     @override
     def accumulating(self, seen: bool) -> AbstractContextManager[Any]:
@@ -156,7 +198,10 @@ class ShardSync(GradientSync):
         if self._finds_unused or not self._strategy.module.automatic_optimization:
             self._take_away_zeros(self.shards)
         elif unused := self.shards.take_unused():
-            raise ConfigError(unused_parameters(unused))
+            raise ConfigError(
+                f"fsdp: parameters took no part in the loss: {', '.join(unused)}. Set "
+                "strategy.find_unused_parameters=true, or freeze them with requires_grad_(False)."
+            )
 
     def _take_away_zeros(self, shards: ShardedModule) -> None:
         """Leave parameters without a gradient that no rank has used, as on one device."""
@@ -192,46 +237,6 @@ class ShardSync(GradientSync):
                 mean = strategy.reduce(gradients[name].to(strategy.root_device, copy=True), reduce_op="mean")
                 parameter.grad = shard_like(mean, parameter)
 
-    @property
-    def _shard_io(self) -> ShardIO | None:
-        """What writes and reads checkpoints, if it can do so in shards."""
-        io: Any = self._strategy.checkpoint_io
-        return io if isinstance(io, ShardIO) else None
-
-    @override
-    def whole(self, tree: Any) -> Any:
-        """Whole tensors on rank 0, unless checkpoints are written in shards."""
-        io = self._shard_io
-        return tree if io is not None and io.sharded else gather_tree(tree, keep=self._strategy.is_global_zero)
-
-    @override
-    def own_module_state(self, state: dict[str, Any]) -> dict[str, Any]:
-        own = self._strategy.module.state_dict()
-        return {name: shard_like(value, own.get(name)) for name, value in state.items()}
-
-    @override
-    def own_optimizer_states(self, states: Sequence[Any]) -> Sequence[Any]:
-        return [
-            shard_optimizer_state(state, [p for group in optimizer.param_groups for p in group["params"]])
-            for optimizer, state in zip(self._strategy.optimizers, states, strict=True)
-        ]
-
-    @override
-    def save(self, checkpoint: dict[str, Any], path: Any, save: Callable[[dict[str, Any]], None]) -> None:
-        io, strategy = self._shard_io, self._strategy
-        if io is not None and io.sharded:
-            writers = Writers(strategy.is_global_zero, strategy.broadcast, strategy.group.timeout_s)
-            io.save_shards(place_shards(checkpoint, strategy.is_global_zero), path, writers)
-            return
-        if holds_shards(checkpoint):  # of a callback, such as the weights of a moving average
-            checkpoint = gather_tree(checkpoint, keep=strategy.is_global_zero)
-        save(checkpoint)
-
-    @override
-    def load(self, path: Any, load: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        io, strategy = self._shard_io, self._strategy
-        return load() if io is None else io.load_shards(path, strategy.global_rank, strategy.world_size)
-
     @override
     def fail(self, exception: BaseException) -> None:
         """Tell what an error of torch comes from."""
@@ -262,5 +267,28 @@ class ShardSync(GradientSync):
         # shards belong to their devices: `test` after `fit` goes on with them
         with replaced(shards.module, "cpu", lambda: shards.module):
             yield
-        if self._placing.ends_with_run and not strategy.group.failed:
+        if self._ends_with_run and not strategy.group.failed:
             shards.put_together(strategy.optimizers, strategy.is_global_zero)
+
+
+def part_names(module: nn.Module, shard: Shard) -> list[str]:
+    """The parts of a module that are gathered one by one."""
+    if not isinstance(shard, str):
+        return named_parts(module, shard)
+    return automatic_parts(module, [part.name for part in find_parts(module) if not part.loose])
+
+
+def kept_copies(callbacks: Iterable[pl.Callback], module: nn.Module) -> list[nn.Module]:
+    """The copies of a module that callbacks keep, such as those of a moving average."""
+    held = [value for callback in callbacks for value in vars(callback).values()]
+    kept = [value for value in held if isinstance(value, nn.Module)]
+    modules = [value.module if isinstance(value, AveragedModel) else value for value in kept]
+    return [copy for copy in modules if copy is not module and _shapes(copy) == _shapes(module)]
+
+
+def _tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
+    return [*module.named_parameters(), *module.named_buffers()]
+
+
+def _shapes(module: nn.Module) -> dict[str, torch.Size]:
+    return {name: parameter.shape for name, parameter in module.named_parameters()}

@@ -1,8 +1,8 @@
 """Run a rank's steps: read its share of the batch, run the module's step in a layout, and weight its loss."""
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from math import fsum
 from typing import TYPE_CHECKING, Any
@@ -13,6 +13,8 @@ from pytorch_lightning.trainer.states import RunningStage
 from pytorch_lightning.utilities.signature_utils import is_param_in_hook_signature
 from pytorch_lightning.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
+from torch.nn.utils.prune import BasePruningMethod
+from torch.nn.utils.weight_norm import WeightNorm
 from torch.optim import LBFGS, Optimizer
 from typing_extensions import override
 
@@ -24,13 +26,14 @@ from ..batch.structure import num_samples
 from ..batch.whole.over_batch import among
 from ..core.errors import ConfigError
 from ..core.loop_contract import StepContract, has_context
+from ..core.untraced_step import untraced_step
 from ..data.combined import verify_side_by_side
 from ..data.loaders import positions
 from ..data.shares import RankShares
-from ..distributed.metrics.run import RunMetrics
+from ..distributed.metrics.sync import MetricSync, RunMetrics
 from ..distributed.objects import broadcast_object, gather_objects
 from ..distributed.same_weights import Agreement
-from ..distributed.zero_weight_step import recompute_weights, zero_weight_step
+from ..distributed.sync_batchnorm import SyncedBatchNorm
 from .batch_rows import BatchRows
 
 if TYPE_CHECKING:
@@ -224,7 +227,7 @@ class RankStep(StepContract):
         with metrics.steps.unrecorded() if is_first else nullcontext():
             found = verified(strategy, views, self._verifies, args, options, broadcast_object, is_first)
         self.reader.take(found.plans)
-        self.reader.values.programs["training_step", 0] = found.programs
+        self.reader.values.learn("training_step", 0, found.programs, found.constants)
         cut, is_weighed = strategy.layout.cut_by, not all(plan.is_of_samples for plan in found.plans)
         if cut and is_weighed and not self._module.automatic_optimization:
             raise ConfigError(
@@ -387,3 +390,37 @@ class RankStep(StepContract):
         if self.metrics is not None:
             self.metrics.end()
             self.metrics = None
+
+
+@contextmanager
+def zero_weight_step(module: pl.LightningModule, sync: MetricSync, silent: bool = False) -> Generator[None]:
+    """Run a step with weight zero: it leaves no trace, and synchronized BatchNorm layers and metrics don't count it.
+
+    Args:
+        sync: the exchange of metric states, which the step may ask for by `compute`.
+        silent: whether it logs nothing at all: in an evaluation ranks may log different names.
+    """
+    synced = [layer for layer in module.modules() if isinstance(layer, SyncedBatchNorm)]
+    for layer in synced:
+        layer.counts = False
+    try:
+        with untraced_step(module, silent) as metrics, sync.counting(metrics):
+            yield
+            computed = [(metric, metric._computed) for metric, _ in metrics]
+        for metric, value in computed:  # on the other ranks an update has cleared it: all must compute it again
+            metric._computed = value
+    finally:
+        for layer in synced:
+            layer.counts = True
+
+
+def recompute_weights(module: nn.Module) -> None:
+    """Compute the weights that torch's hooks set before each forward, on a rank that has run none.
+
+    A rank without samples in an evaluation keeps those of the last training step's forward, made from the parameters
+    before the optimizer step; `ModelPruning` would prune other weights on it.
+    """
+    for layer in module.modules():
+        for hook in layer._forward_pre_hooks.values():
+            if isinstance(hook, (BasePruningMethod, WeightNorm)):
+                hook(layer, ())

@@ -288,8 +288,8 @@ class RankStrategy(pl_strategies.DDPStrategy):
             options = self.stage_options
             return StageLayout(devices, options, name, self.reduce)
         if len(devices) > 1:
-            replica_options = ReplicaOptions(name, "strategy.devices_per_process=1")
-            return ReplicaLayout(devices, replica_options, expect=self.sync.expect)
+            replica_options = ReplicaOptions(name, "strategy.devices_per_process=1", one_by_one=True)
+            return ReplicaLayout(devices, replica_options)
         return SingleLayout(devices)
 
     @property
@@ -325,12 +325,16 @@ class RankStrategy(pl_strategies.DDPStrategy):
         self.contract.begin_run(trainer)
         if self.sync.evaluates_together and trainer.state.fn == TrainerFn.FITTING:
             self.contract.verify_early()
-        self.sync.place(trainer, super().setup)
+        self._place(trainer)
         for optimizer in self.optimizers:
             state_to_parameters(optimizer)
         for module in lightning_modules(self.module):
             module_log(module)
         self.layout.begin(trainer, self.structures)
+
+    def _place(self, trainer: pl.Trainer) -> None:
+        """Put the module on this process's devices, and make the optimizers."""
+        super().setup(trainer)
 
     def _verify_options(self, trainer: pl.Trainer) -> None:
         """Refuse what torch's DDP can't do with the devices of a process."""
@@ -363,17 +367,6 @@ class RankStrategy(pl_strategies.DDPStrategy):
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None]:
         with super().tensor_init_context(empty_init), self.layout.creating():
             yield
-
-    @override
-    @contextmanager
-    def model_sharded_context(self) -> Generator[None]:
-        with self.sync.creating(self.module):
-            yield
-
-    @property
-    @override
-    def restore_checkpoint_after_setup(self) -> bool:
-        return self.sync.restores_late
 
     @override
     def model_to_device(self) -> None:
@@ -466,11 +459,6 @@ class RankStrategy(pl_strategies.DDPStrategy):
     backward = run_backward
 
     @override
-    def pre_backward(self, closure_loss: Tensor) -> None:
-        if not isinstance(self.layout, ReplicaLayout):  # its backward pass tells when gradients are to be reduced
-            super().pre_backward(closure_loss)
-
-    @override
     @contextmanager
     def block_backward_sync(self) -> Generator[None]:
         with self.sync.accumulating(hooked("on_after_backward", self.trainer)):
@@ -509,36 +497,24 @@ class RankStrategy(pl_strategies.DDPStrategy):
             merge_predictions(self.trainer.predict_loop, self.global_rank, gather_on_first)
 
     @override
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        return self.sync.whole(super().lightning_module_state_dict())
-
-    @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         state = self._cut_states.state(optimizer)
-        return self.sync.whole(super().optimizer_state(optimizer) if state is None else state)
+        return super().optimizer_state(optimizer) if state is None else state
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         if self.balance is not None:
             self.balance.kept.save(checkpoint)
-        save = super().save_checkpoint
-        self.sync.save(checkpoint, filepath, lambda state: save(state, filepath, storage_options))
+        super().save_checkpoint(checkpoint, filepath, storage_options)
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        load = super().load_checkpoint
-        checkpoint = self.sync.load(checkpoint_path, lambda: load(checkpoint_path, weights_only))
+        checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
         if self.balance is not None:
             self.balance.kept.load(checkpoint)
         return checkpoint
 
     @override
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        state = self.sync.own_module_state(checkpoint["state_dict"])
-        super().load_model_state_dict({**checkpoint, "state_dict": state}, strict)
-
-    @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        states = self.sync.own_optimizer_states(checkpoint["optimizer_states"])
-        load_states(self.optimizers, {**checkpoint, "optimizer_states": states})
+        load_states(self.optimizers, checkpoint)
         self._cut_states.take()

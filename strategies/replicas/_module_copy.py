@@ -27,7 +27,7 @@ class ModuleCopy:
     """A copy of a module on a device.
 
     Args:
-        new_parameter: makes the copy of a parameter; None makes a parameter with the same values.
+        new_parameter: makes the copy of a parameter on a device.
         places: devices of the copy by the root's, where the root is on several.
 
     Attributes:
@@ -41,12 +41,12 @@ class ModuleCopy:
         root: nn.Module,
         root_device: torch.device,
         device: torch.device,
-        new_parameter: Callable[[Tensor], Tensor] | None = None,
+        new_parameter: Callable[[Tensor, torch.device], Tensor],
         places: Mapping[torch.device, torch.device] | None = None,
     ) -> None:
         self.device = device
         self._places = dict(places or {root_device: device})
-        self._new_parameter = new_parameter or self._independent_parameter
+        self._new_parameter = new_parameter
         self.pairs: list[tuple[nn.Module, nn.Module]] = []
         self._copies: dict[int, tuple[Any, Any]] = {}  # keeps the originals alive, so that no id is reused
         self._open: set[int] = set()
@@ -93,16 +93,9 @@ class ModuleCopy:
         if id(original) not in self._copies:
             is_parameter = isinstance(original, nn.Parameter)
             place = self._places.get(original.device, self.device)
-            made = self._new_parameter(original) if is_parameter else original.detach().to(place, copy=True)
+            made = self._new_parameter(original, place) if is_parameter else original.detach().to(place, copy=True)
             self._copies[id(original)] = (original, made)
         return self._copies[id(original)][1]
-
-    def _independent_parameter(self, original: Tensor) -> Tensor:
-        copied = original.detach().to(self._places.get(original.device, self.device), copy=True)
-        made: Any = nn.Parameter(copied, requires_grad=original.requires_grad)
-        if type(original) is nn.Parameter:  # a tensor subclass keeps its own state there (its device, for example)
-            made.__dict__.update(original.__dict__)
-        return made
 
     def _copy_module(self, original: nn.Module) -> nn.Module:
         if id(original) in self._copies:

@@ -36,8 +36,7 @@ def replicate(network: nn.Module, devices: Sequence[Device], detach: bool = Fals
     root_device = _device_of(network)
     replicas: list[nn.Module] = []
     for device in map(torch.device, devices):
-        send = partial(_detached if detach else _sent, device=device)
-        replicas.append(ModuleCopy(network, root_device, device, send).module)
+        replicas.append(ModuleCopy(network, root_device, device, _detached if detach else _sent).module)
     return replicas
 
 

@@ -34,7 +34,6 @@ from ..core.module_checks import (
 )
 from ..core.patching import Replacement
 from ..core.types import Batch
-from ._backward import Expect
 from .manual import ManualSteps
 from .runner import CutsReplicas, ReplicaRunner
 
@@ -50,6 +49,7 @@ class ReplicaOptions:
         submodule: dotted name of the submodule to replicate; None replicates the whole module.
         copy_frozen: copy parameters without gradients after every optimizer step.
         threads: run replicas in threads; None decides by the devices.
+        one_by_one: have each parameter take part in a backward pass by itself, for those who see which do (DDP).
     """
 
     strategy: str = "dp"
@@ -58,6 +58,7 @@ class ReplicaOptions:
     submodule: str | None = None
     copy_frozen: bool = False
     threads: bool | None = None
+    one_by_one: bool = False
 
 
 @dataclass
@@ -69,7 +70,6 @@ class ReplicaLayout(Layout):
         policy: computes the samples per replica.
         size: number of devices of a replica.
         stages: cuts a replica across its devices; None for one device.
-        expect: called in a backward pass before the sums of gradients reach the root.
     """
 
     cuts_evaluation = True
@@ -78,7 +78,6 @@ class ReplicaLayout(Layout):
     policy: Policy = field(default_factory=Even)
     size: int = 1
     stages: CutsReplicas | None = None
-    expect: Expect | None = None
 
     def __post_init__(self) -> None:
         self.blocks = [self.devices[i : i + self.size] for i in range(0, len(self.devices), self.size)]
@@ -159,7 +158,7 @@ class ReplicaLayout(Layout):
         root_call = None if part is module else part.forward
         self._runner = ReplicaRunner(
             part, [block[0] for block in self.blocks], options.threads, options.strategy, root_call, structures.lists,
-            self.blocks if self.size > 1 else (), self.stages, self.expect,
+            self.blocks if self.size > 1 else (), self.stages, options.one_by_one,
         )  # fmt: skip
         if trainer.state.fn == TrainerFn.FITTING and not module.automatic_optimization:
             self._runner.manual = ManualSteps(trainer, options.strategy, self.devices[0])
@@ -181,16 +180,8 @@ class ReplicaLayout(Layout):
             self._mark_written_in_closure(args[0])
         if self._forward is not None:
             output = getattr(self._module, name)(*args, **kwargs)
-            output = ended(self._module, output) if name == "training_step" else output
-        elif name == "training_step":
-            output = self._training_step(*args)
-        else:
-            return self._evaluation_step(name, *args)
-        if name != "training_step" or self.runner.manual is not None:
-            return output
-        if isinstance(output, dict) and "loss" in output:
-            return {**output, "loss": self.runner.attach(output["loss"])}
-        return self.runner.attach(output)
+            return ended(self._module, output) if name == "training_step" else output
+        return self._training_step(*args) if name == "training_step" else self._evaluation_step(name, *args)
 
     @override
     def weights_changed(self) -> None:

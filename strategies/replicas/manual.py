@@ -19,7 +19,7 @@ from ..batch.exact.loss_reader import LossReader
 from ..batch.losses import chunk_losses
 from ..batch.whole.meeting import Seat, seat
 from ..core.errors import ConfigError
-from ..core.patching import Replacement
+from ..core.patching import Replacement, replaced
 
 _ONCE = ("toggle_optimizer", "untoggle_optimizer", "clip_gradients")
 
@@ -39,7 +39,7 @@ class ManualSteps:
         self._replicas: Sequence[nn.Module] = ()
         self.reader = LossReader(strategy)
         self._follow: Callable[[Sequence[Tensor]], None] = lambda _: None
-        self._attach: Callable[[Tensor], Tensor] = lambda loss: loss
+        self._goes_backward = False
         self._methods = {name: Replacement(module, name, partial(self._once, name)) for name in _ONCE}
         self._methods["manual_backward"] = Replacement(module, "manual_backward", self._backward)
         optimizers = trainer.strategy._lightning_optimizers
@@ -48,19 +48,9 @@ class ManualSteps:
         self._steps += [Replacement(scheduler, "step", self._schedule) for scheduler in schedulers]
         self._guards = [optimizer.register_step_pre_hook(self._verify_met) for optimizer in trainer.optimizers]
 
-    def attend(
-        self,
-        replicas: Sequence[nn.Module],
-        follow: Callable[[Sequence[Tensor]], None],
-        attach: Callable[[Tensor], Tensor],
-    ) -> None:
-        """Have the replicas of the next step, the root first, meet.
-
-        Args:
-            follow: gives them the root's weights.
-            attach: makes a loss one whose backward pass is that of all replicas.
-        """
-        self._replicas, self._follow, self._attach = replicas, follow, attach
+    def attend(self, replicas: Sequence[nn.Module], follow: Callable[[Sequence[Tensor]], None]) -> None:
+        """Have the replicas of the next step, the root first, meet; `follow` gives them the root's weights."""
+        self._replicas, self._follow = replicas, follow
         for replica in replicas[1:]:
             vars(replica).update(self._methods)
 
@@ -102,7 +92,8 @@ class ManualSteps:
         used = [int(sizes[part]) for part in brought]
         losses = self.reader.weighed(list(brought.values()), used)
         loss = chunk_losses(losses, used, "mean", self._strategy).combine(self._device)
-        return self._done_once(partial(own, self._attach(loss)), brought)
+        with replaced(self, "_goes_backward", True):
+            return self._done_once(partial(own, loss), brought)
 
     def _step(
         self, optimizer: Any, own: Callable[..., Any], closure: Callable[[], Any] | None = None, **kwargs: Any
@@ -114,7 +105,8 @@ class ManualSteps:
         if closure is not None:
             self._verify_closure(optimizer)
             result = closure()  # in which the parts meet; an optimizer calls it before it does anything else
-        self._verify_gradients()
+        if any(p.grad is not None for replica in self._replicas[1:] for p in replica.parameters()):
+            self._refuse_gradients()
         updated = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         here.meet("optimizer.step", None, partial(self._done_once, partial(own, **kwargs), updated=updated))
         return result
@@ -147,13 +139,21 @@ class ManualSteps:
                 "time, which replicas can't. Call manual_backward, then step() without a closure, or use strategy=ddp."
             )
 
-    def _verify_gradients(self) -> None:
-        """Refuse gradients that nobody has summed or weighted."""
-        if any(p.grad is not None for replica in self._replicas[1:] for p in replica.parameters()):
-            raise ConfigError(
-                f"{self._strategy}: a replica has gradients of its own, of loss.backward(). Call "
-                "self.manual_backward(loss), which sums those of all replicas."
-            )
+    def goes_backward(self) -> bool:
+        """Whether replicas go backward together.
+
+        Raises:
+            ConfigError: one goes backward alone, on a loss that nobody has weighted.
+        """
+        if not self._goes_backward:
+            self._refuse_gradients()
+        return True
+
+    def _refuse_gradients(self) -> None:
+        raise ConfigError(
+            f"{self._strategy}: a replica has gradients of its own, of loss.backward(). Call "
+            "self.manual_backward(loss), which sums those of all replicas."
+        )
 
 
 def _mean(values: Sequence[Any], sizes: Sequence[float]) -> Any:

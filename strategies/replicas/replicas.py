@@ -17,6 +17,7 @@ gradients of all replicas.
 
 import itertools
 from collections.abc import Iterator, Sequence
+from functools import partial
 from numbers import Number
 from operator import is_
 from typing import Any
@@ -29,9 +30,10 @@ from torchmetrics import MetricCollection
 from ..core.devices import broadcast_coalesced
 from ..core.errors import ConfigError
 from ..core.module_checks import is_metric
-from ..core.patching import HOOKS, hooks_of, take_hooks
+from ..core.patching import HOOKS, hooks_of
 from ._hidden_writes import HiddenWrites, is_shared
 from ._module_copy import ModuleCopy
+from ._parameter_copies import Flows, copied, follow
 
 
 class Replicas:
@@ -41,15 +43,24 @@ class Replicas:
         root: the module, on `devices[0]`.
         devices: one per replica; they may repeat and mix.
         blocks: the devices of each replica, where the root's tensors are on several.
+        flows: called in a backward pass; see `_parameter_copies.py`.
+        one_by_one: likewise.
 
     Attributes:
         num_copied_parameters: parameters copied since the replicas were made, each counted once per device.
     """
 
     def __init__(
-        self, root: nn.Module, devices: Sequence[torch.device], blocks: Sequence[Sequence[torch.device]] = ()
+        self,
+        root: nn.Module,
+        devices: Sequence[torch.device],
+        blocks: Sequence[Sequence[torch.device]] = (),
+        flows: Flows = lambda: True,
+        one_by_one: bool = False,
     ) -> None:
         self.root = root
+        self._new_parameter = partial(copied, flows=flows)
+        self._flows, self._one_by_one = flows, one_by_one
         self.devices = list(devices)
         self._places = [dict(zip(blocks[0], block, strict=True)) for block in blocks[1:]] or [None] * len(devices[1:])
         self.num_copied_parameters = 0
@@ -165,12 +176,13 @@ class Replicas:
         for (_, name), parameter in zip(self._slots, self._parameters, strict=True):
             num = sum(number >= self._first_hook for hooks in hooks_of(parameter) for number in hooks)
             for copy in copies:  # the root's see the gradients of all replicas
-                taken = take_hooks(copy.counterpart(parameter), self._first_hook)
-                _verify_same(f"parameter {name}", [num, max(num, sum(map(len, taken)))])
+                others = vars(copy.counterpart(parameter)).get("new_hooks", {})
+                _verify_same(f"parameter {name}", [num, max(num, len(others))])
+                others.clear()
 
     def _make(self) -> None:
         self._copies = [
-            ModuleCopy(self.root, self.devices[0], device, places=places)
+            ModuleCopy(self.root, self.devices[0], device, self._new_parameter, places)
             for device, places in zip(self.devices[1:], self._places, strict=True)
         ]
         self._modules = _plain_modules(self.root)
@@ -180,6 +192,7 @@ class Replicas:
         self._hidden_writes.close()
         self._hidden_writes = HiddenWrites(self._parameters)
         self._parameter_copies = [[copy.counterpart(p) for p in self._parameters] for copy in self._copies]
+        self._follow()
         self._versions = [_version(parameter) for parameter in self._parameters]
         self._children = [tuple(module._modules.values()) for module in self._modules]
         self._buffer_slots = [
@@ -197,6 +210,10 @@ class Replicas:
         children = [tuple(module._modules.values()) for module in self._modules]
         return children != self._children or not all(map(is_, parameters, self._parameters))
 
+    def _follow(self) -> None:
+        self._hooked = [i for i, parameter in enumerate(self._parameters) if parameter._backward_hooks]
+        follow(self._parameters, self._parameter_copies, self._flows, self._one_by_one)
+
     def _refresh_parameters(self, in_step: bool = False) -> None:
         versions = [_version(parameter) for parameter in self._parameters]
         marked = self._changed | self._hidden_writes.take()
@@ -205,10 +222,10 @@ class Replicas:
         changed = [i for i, version in enumerate(versions) if version != self._versions[i] or i in marked]
         sources = [self._parameters[i] for i in changed]
         _broadcast(sources, [[copies[i] for i in changed] for copies in self._parameter_copies])
-        for copies in self._parameter_copies:
-            for parameter, replica in zip(self._parameters, copies, strict=True):
-                if parameter.requires_grad != replica.requires_grad:
-                    replica.requires_grad_(parameter.requires_grad)
+        frozen = [not parameter.requires_grad for parameter in self._parameters]
+        hooked = [i for i, parameter in enumerate(self._parameters) if parameter._backward_hooks]
+        if hooked != self._hooked or any([copy.is_leaf for copy in own] != frozen for own in self._parameter_copies):
+            self._follow()
         self.num_copied_parameters += len(sources) * len(self._copies)
         self._versions = versions
         self._changed = set()

@@ -23,7 +23,6 @@ from ..core.internals import dynamo_config
 from ..core.module_checks import is_compiled
 from ..core.side_streams import from_host
 from ._attributes import warning_of_lost_attributes
-from ._backward import Expect, ReplicasBackward
 from .manual import ManualSteps
 from .measurement import Measurement, Reading
 from .replicas import Replicas
@@ -64,7 +63,7 @@ class ReplicaRunner:
         lists: joins what evaluation steps append to lists of the module.
         blocks: the devices of each replica, where the module is cut into stages; `devices` are the first of each.
         stages: cuts each replica across its block.
-        expect: called in a backward pass before the sums of gradients reach the root.
+        one_by_one: see `ReplicaOptions`.
     """
 
     root: nn.Module
@@ -75,10 +74,11 @@ class ReplicaRunner:
     lists: EvaluationLists = field(default_factory=EvaluationLists)
     blocks: Sequence[Sequence[torch.device]] = ()
     stages: CutsReplicas | None = None
-    expect: Expect | None = None
+    one_by_one: bool = False
 
     def __post_init__(self) -> None:
-        self.replicas = Replicas(self.root, self.devices, self.blocks)
+        self.replicas = Replicas(self.root, self.devices, self.blocks, self._flows, self.one_by_one)
+        self._in_step = False
         self._executor = Executor(self.threads)
         self._meets: dict[str, bool] = {}
         """By method, whether parts met in the first step; what meets runs in order."""
@@ -125,10 +125,9 @@ class ReplicaRunner:
         """
         if self.replicas.refresh():
             self._metrics.close()
-            self._backward.close()
             self._attach()
         if self.manual is not None:
-            self.manual.attend([self.replicas[i] for i in range(len(self.replicas))], self.replicas.follow, self.attach)
+            self.manual.attend([self.replicas[i] for i in range(len(self.replicas))], self.replicas.follow)
         used = [i for i, size in enumerate(sizes) if size > 0]
         self.replicas.before_step(used)
         pieces = [self._piece(i, method, arguments[i], sizes, reader) for i in used]
@@ -140,7 +139,11 @@ class ReplicaRunner:
         recording = self.logs.recording(values or Values(), method, loader)
         meeting = Meeting(pieces, [sizes[i] for i in used])
         with watching, recording, self._metrics.counting(), lists, meeting:
-            outputs = self._executor.run(meeting.pieces, self._meets.get(method, True), meeting.state)
+            self._in_step = True
+            try:
+                outputs = self._executor.run(meeting.pieces, self._meets.get(method, True), meeting.state)
+            finally:
+                self._in_step = False
         self.has_met = meeting.has_met
         self._meets.setdefault(method, meeting.has_met)
         self.replicas.after_step()
@@ -148,16 +151,11 @@ class ReplicaRunner:
         self._metrics.merge(used, [sizes[i] for i in used], losses)
         return outputs
 
-    def attach(self, loss: Any) -> Any:
-        """Return the loss of the batch as one whose backward pass is that of all replicas."""
-        return self._backward.attach(loss)
-
     def close(self) -> None:
         """Stop the threads and remove the hooks; the root keeps its state."""
         self._executor.shutdown()
         if self.manual is not None:
             self.manual.close()
-        self._backward.close()
         self._metrics.close()
         self.replicas.close()
 
@@ -165,12 +163,15 @@ class ReplicaRunner:
         """Set up metrics, logs and gradient sums for new replicas."""
         if is_compiled(self.replicas.root):
             allow_recompiling(len(set(self.devices)))
-        self._backward = ReplicasBackward(self.replicas.parameters(), self.expect)
         copy_of = self.replicas.counterpart
         self._metrics = PartMetrics(
             self.root, len(self.devices), self.strategy, lambda: 0, lambda i, metric: copy_of(i, metric) if i else None
         )
         self.logs = LogRecorder(self.replicas.modules(), self.devices[0], self._metrics.original)
+
+    def _flows(self) -> bool:
+        """Whether a backward pass is the batch's: what a step goes backward through itself stays in its replica."""
+        return not self._in_step or (self.manual is not None and self.manual.goes_backward())
 
     def _measured(
         self, measurement: Measurement, pieces: list[Piece], used: list[int], sizes: Sequence[int]

@@ -6,7 +6,7 @@ and draws once, into a temporary tensor, so that the random stream goes on as if
 repeats the operations that one tensor depends on.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 from ..core.errors import ConfigError
 from ..core.rng import generator_state, swapped_generator
 from .refusals import without_values
+from .whole import apply_anew
 
 LARGE = 4096
 """Number of elements from which a tensor is deferred; smaller ones are made at once."""
@@ -44,11 +45,6 @@ class _View:
     @property
     def key(self) -> int:
         return self.storage._cdata
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether it is all that its memory holds."""
-        return self.size.numel() * self.dtype.itemsize == self.storage.nbytes()
 
 
 @dataclass
@@ -80,7 +76,7 @@ class DeferredTensors(TorchDispatchMode):
 
     def __enter__(self) -> "DeferredTensors":
         self._own_apply = nn.Module._apply
-        nn.Module._apply = _apply_anew  # pyright: ignore[reportAttributeAccessIssue]
+        nn.Module._apply = apply_anew  # pyright: ignore[reportAttributeAccessIssue]
         return super().__enter__()
 
     def __exit__(self, *exc: Any) -> None:
@@ -162,31 +158,11 @@ class DeferredTensors(TorchDispatchMode):
         """The operations that the values in a storage depend on, in order."""
         wanted, needed = {key}, list[_Operation]()
         for operation in reversed(self._operations):
-            written = {view.key for view in operation.outputs}
-            if written & wanted:
+            if any(view.key in wanted for view in operation.outputs):
                 needed.append(operation)
-                if _overwrites(operation):
-                    wanted -= written
                 given = tree_flatten((operation.args, operation.kwargs))[0]
-                wanted |= {view.key for view in given if isinstance(view, _View)} - _overwritten(operation)
+                wanted |= {view.key for view in given if isinstance(view, _View)}
         return needed[::-1]
-
-
-def _apply_anew(module: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-    """Convert a module by new parameters, tied ones once: torch can't exchange what a fake tensor is."""
-    changed: dict[int, Any] = {}
-    for part in module.modules() if recurse else [module]:
-        for kind in (part._parameters, part._buffers):
-            for name, tensor in kind.items():
-                if tensor is None:
-                    continue
-                if id(tensor) not in changed:
-                    with torch.no_grad():
-                        new = function(tensor)
-                    is_parameter = isinstance(tensor, nn.Parameter)
-                    changed[id(tensor)] = nn.Parameter(new, tensor.requires_grad) if is_parameter else new
-                kind[name] = changed[id(tensor)]
-    return module
 
 
 def _run(operation: _Operation, memory: dict[int, Tensor]) -> None:
@@ -199,26 +175,7 @@ def _run(operation: _Operation, memory: dict[int, Tensor]) -> None:
 
 
 def _real(view: _View, memory: dict[int, Tensor]) -> Tensor:
-    if view.key not in memory:  # overwritten by what follows
-        memory[view.key] = torch.empty(view.storage.nbytes() // view.dtype.itemsize, dtype=view.dtype)
     return memory[view.key].as_strided(view.size, view.stride, view.offset)
-
-
-_WHOLE = ("uniform_", "normal_", "zero_", "fill_", "copy_", "bernoulli_", "exponential_")
-
-
-def _overwrites(operation: _Operation) -> bool:
-    """Whether nothing remains of what its outputs held before."""
-    if not operation.function._schema.is_mutable:
-        return True
-    name = operation.function._schema.name.rpartition("::")[2]
-    return name in _WHOLE and operation.outputs[0].is_whole
-
-
-def _overwritten(operation: _Operation) -> set[int]:
-    """The storages that an operation is given, but does not read."""
-    in_place = operation.function._schema.is_mutable and _overwrites(operation)
-    return {view.key for view in operation.outputs} if in_place else set()
 
 
 def _view(tensor: Tensor) -> _View:

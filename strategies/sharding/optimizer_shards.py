@@ -8,19 +8,18 @@ Source: Rajbhandari et al., 2020, "ZeRO: Memory Optimizations Toward Training Tr
 arXiv:1910.02054.
 """
 
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, optim
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from ..core.devices import buckets, flattened, unflattened
+from ..core.devices import buckets
 from ..core.errors import ConfigError
 from ..core.optimizer_states import before_update, unwrapped
+from .whole import broadcast_together
 
 ELEMENTWISE: tuple[type[Optimizer], ...] = (
     optim.SGD, optim.Adam, optim.AdamW, optim.Adamax, optim.NAdam, optim.RAdam, optim.RMSprop, optim.Rprop,
@@ -30,8 +29,8 @@ ELEMENTWISE: tuple[type[Optimizer], ...] = (
 
 BUCKET_BYTES = 25 * 2**20
 
-MOST_BUCKETS = 4
-"""Number of buckets that are under way at one time, and so in memory beside the parameters."""
+MOST_BUCKETS = 2
+"""Number of buckets that torch has under way at one time, and so in memory beside the parameters."""
 
 
 def owners(parameters: Sequence[Tensor], num_ranks: int) -> list[int]:
@@ -164,31 +163,9 @@ class OptimizerShards(OwnPart):
         return found
 
     @override
+    @torch.no_grad()
     def _update_others(self) -> None:
-        """Send each rank's parameters to the others, a few buckets at a time."""
-        sent: deque[tuple[Any, Tensor, list[Tensor], int]] = deque()
-        with torch.no_grad():
-            for owner, tensors in self._by_owner():
-                for indices in buckets(tensors, BUCKET_BYTES):
-                    bucket = [tensors[i] for i in indices]
-                    num = sum(tensor.numel() for tensor in bucket)
-                    flat = flattened(bucket) if owner == self._rank else bucket[0].new_empty(num)
-                    sent.append((dist.broadcast(flat, owner, async_op=True), flat, bucket, owner))
-                    if len(sent) == MOST_BUCKETS:
-                        self._receive(*sent.popleft())
-            while sent:
-                self._receive(*sent.popleft())
-
-    def _receive(self, work: Any, flat: Tensor, bucket: list[Tensor], owner: int) -> None:
-        work.wait()
-        if owner != self._rank:
-            parts = unflattened(flat, [tensor.shape for tensor in bucket])
-            for tensor, part in zip(bucket, parts, strict=True):
-                tensor.copy_(part)
-
-    def _by_owner(self) -> Iterator[tuple[int, list[Tensor]]]:
-        """Parameters by owner, device and type, in the same order on every rank."""
-        found: dict[tuple[int, torch.device, torch.dtype], list[Tensor]] = {}
-        for parameter, owner in zip(self._parameters, self._owners, strict=True):
-            found.setdefault((owner, parameter.device, parameter.dtype), []).append(parameter)
-        return ((owner, tensors) for (owner, _, _), tensors in found.items())
+        """Send each rank's parameters to the others."""
+        for rank in sorted({*self._owners}):
+            tensors = [p for p, owner in zip(self._parameters, self._owners, strict=True) if owner == rank]
+            broadcast_together(tensors, BUCKET_BYTES, rank)

@@ -19,7 +19,6 @@ from torch.nn.modules.module import (
 from torch.optim import Optimizer
 
 from ..core.errors import ConfigError
-from .refusals import verify_kept
 from .whole import shard_entry
 
 _DEPTH = 3
@@ -102,7 +101,12 @@ class LateParameters:
         if not self._may_be_there:
             return
         self._may_be_there = False
-        verify_kept([name for name, p in self._module.named_parameters() if id(p) not in self._known])
+        late = [name for name, p in self._module.named_parameters() if id(p) not in self._known]
+        if late:
+            raise ConfigError(
+                f"fsdp: {', '.join(late)} was added, or replaced by another parameter, after the module was cut over "
+                "the ranks. Do so in __init__ or configure_model, or write to it: parameter.data.copy_(values)."
+            )
 
     def close(self) -> None:
         """Look no more."""

@@ -56,36 +56,6 @@ def refuse_unreduced(names: Sequence[str]) -> None:
         )
 
 
-def refuse_sparse(name: str) -> None:
-    """Refuse a sparse gradient, which torch can't cut."""
-    raise ConfigError(
-        f"fsdp: the gradient of {name} is sparse, and can't be cut over the ranks. Set sparse=False where the layer is "
-        "made, or use strategy=ddp."
-    )
-
-
-def verify_callbacks(callbacks: Iterable[Any]) -> None:
-    """Refuse callbacks that replace parameters in the midst of training.
-
-    Raises:
-        ConfigError: there is one.
-    """
-    if any(isinstance(callback, ModelPruning) for callback in callbacks):
-        raise ConfigError(
-            "fsdp: ModelPruning puts other parameters in the place of those that are cut over the ranks. Leave it out, "
-            "or use strategy=ddp."
-        )
-
-
-def verify_kept(replaced: Sequence[str]) -> None:
-    """Refuse parameters that a hook has added to those that are cut over the ranks, or put in their place."""
-    if replaced:
-        raise ConfigError(
-            f"fsdp: {', '.join(replaced)} was added, or replaced by another parameter, after the module was cut over "
-            "the ranks. Do so in __init__ or configure_model, or write to it: parameter.data.copy_(values)."
-        )
-
-
 def refuse_assigned(module: nn.Module, state: Any, prefix: str, metadata: dict[str, Any], *_: Any) -> None:
     """Refuse `load_state_dict(assign=True)`, a hook of the modules that are cut."""
     if metadata.get("assign_to_params_buffers"):
@@ -95,30 +65,17 @@ def refuse_assigned(module: nn.Module, state: Any, prefix: str, metadata: dict[s
         )
 
 
-def verify_batches(weights: Sequence[float] | None, batch_size_is: str) -> None:
-    """Refuse weights of ranks that have batches of their own.
+def verify_run(callbacks: Iterable[Any], optimizers: Iterable[Optimizer]) -> None:
+    """Refuse what replaces parameters in the midst of training, or computes with more of one than its elements.
 
     Raises:
-        ConfigError: they are given.
+        ConfigError: a callback or an optimizer does.
     """
-    if weights is not None and batch_size_is != "global":
+    if any(isinstance(callback, ModelPruning) for callback in callbacks):
         raise ConfigError(
-            "fsdp: weights divide a global batch, but batch_size_is=per_device gives each rank a batch of its own. "
-            "Set batch_size_is=global, or weights=null."
+            "fsdp: ModelPruning puts other parameters in the place of those that are cut over the ranks. Leave it out, "
+            "or use strategy=ddp."
         )
-
-
-def verify_replicas(num_ranks: int, replicas: int) -> None:
-    """Refuse ranks that don't divide into groups which hold the whole module each."""
-    if num_ranks % replicas:
-        raise ConfigError(
-            f"fsdp: {num_ranks} ranks don't divide into replicas={replicas} groups. Give a divisor of the number of "
-            "ranks."
-        )
-
-
-def verify_optimizers(optimizers: Sequence[Optimizer]) -> None:
-    """Refuse torch's optimizers that compute with more of a parameter than its elements, which shards can't do."""
     for optimizer in optimizers:
         if isinstance(optimizer, (LBFGS, Adafactor)):
             raise ConfigError(
@@ -153,14 +110,6 @@ def verify_plain(output: Any) -> None:
     loss = output.get("loss") if isinstance(output, dict) else output
     if isinstance(loss, DTensor):
         raise ConfigError(OUTSIDE)
-
-
-def unused_parameters(names: Iterable[str]) -> str:
-    """Say which parameters took no part in a loss."""
-    return (
-        f"fsdp: parameters took no part in the loss: {', '.join(names)}. "
-        "Set strategy.find_unused_parameters=true, or freeze them with requires_grad_(False)."
-    )
 
 
 def without_values(name: str) -> str:

@@ -15,7 +15,6 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -23,7 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from ..core.errors import ConfigError
 from .refusals import OUTSIDE, needs_whole, verify_data
 from .sharded_module import ShardedModule
-from .whole import own_part, shard_like
+from .whole import norms_of, shard_like
 
 _ELEMENTWISE = frozenset((
     "abs", "add", "addcdiv", "addcmul", "clamp", "clamp_max", "clamp_min", "clip", "clone", "conj", "copy",
@@ -109,7 +108,7 @@ class ShardCalls:
             return func(*args, **kwargs).full_tensor()
         if name == torch._foreach_norm.__name__ and args[1:] in ((), (1,), (2,)) and _cut_alike(given, True):
             self._verify_together()
-            return _norms(args[0], *args[1:])
+            return norms_of(args[0], *args[1:])
         raise ConfigError(needs_whole(name))
 
     def _apart(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -125,16 +124,6 @@ class ShardCalls:
 
 def _cut_as(shard: DTensor, tensor: Tensor) -> Tensor:
     return shard_like(tensor, shard) if tensor.dim() and tensor.shape == shard.shape else tensor
-
-
-@torch.no_grad()
-def _norms(tensors: list[DTensor], norm_type: float = 2) -> list[Tensor]:
-    """The norms of sharded tensors, of which each rank sends its shards' norms alone."""
-    own = torch.stack(torch._foreach_norm([own_part(tensor) for tensor in tensors], norm_type))
-    mesh = tensors[0].device_mesh
-    found = [torch.empty_like(own) for _ in range(mesh.size(mesh.ndim - 1))]
-    dist.all_gather(found, own, group=mesh.get_group(mesh.ndim - 1))
-    return list(torch.linalg.vector_norm(torch.stack(found), norm_type, dim=0).unbind())
 
 
 def _writes(name: str, kwargs: dict[str, Any]) -> bool:

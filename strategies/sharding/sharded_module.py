@@ -1,6 +1,5 @@
 """A module whose parameters are cut over the ranks, and gathered part by part when they are used."""
 
-import sys
 import warnings
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, suppress
@@ -11,19 +10,18 @@ from typing import Any, Literal, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from ..core.devices import buckets, flattened, unflattened
 from ..core.errors import ConfigError
-from ..core.internals import keys_of_fully_shard
 from ..core.options import Count
 from ..core.patching import Replacement, replaced
 from .gathered import Gathered
-from .refusals import refuse_assigned, refuse_copy, refuse_sparse, refuse_unreduced, verify_dtypes
-from .whole import put_together
+from .refusals import refuse_assigned, refuse_copy, refuse_unreduced, verify_dtypes
+from .whole import apply_anew, put_together
 
 _KEY = "evener_shards"
 
@@ -94,7 +92,8 @@ class ShardedModule:
         offload = CPUOffloadPolicy(pin_memory=not on_cpu) if options.cpu_offload else OffloadPolicy()
         root = _Root(module)
         for part in (*parts, root):
-            move(part, device)
+            # torch's FSDP would set `tensor.data`, which it refuses for devices of other makers (PrivateUse1)
+            apply_anew(part, lambda t: t if t.device == device or t.is_meta else t.detach().to(device))
             scalars = {parameter for parameter in part.parameters() if not parameter.dim()}  # torch can't cut them
             again = None if part is root else options.reshard_after_forward  # torch keeps the root's own by itself
             part.register_forward_hook(self._put_back)
@@ -260,7 +259,10 @@ class ShardedModule:
     def _note_use(self, gathered: Any) -> None:
         """Note that a parameter has a gradient, which torch will reduce: a hook of the gathered one."""
         if gathered.grad.layout is not torch.strided:
-            refuse_sparse(gathered.key)
+            raise ConfigError(
+                f"fsdp: the gradient of {gathered.key} is sparse, and can't be cut over the ranks. Set sparse=False "
+                "where the layer is made, or use strategy=ddp."
+            )
         if not self._is_announced:
             refuse_unreduced([gathered.key])
         self._used.add(id(gathered))
@@ -362,47 +364,7 @@ def _forget_sharding(part: nn.Module) -> None:
     """Give a module its own class again, and take away what `fully_shard` has noted on it and its parameters."""
     if isinstance(part, FSDPModule):
         part.__class__ = type(part).__bases__[1]  # `fully_shard` has made a class of both
-    for key in keys_of_fully_shard():
+    for key in (REGISTRY_KEY, STATE_KEY):
         vars(part).pop(key, None)
     for parameter in part.parameters(recurse=False):
         vars(parameter).pop("_fsdp_orig_uid", None)
-
-
-def move(module: nn.Module, device: torch.device) -> None:
-    """Put new parameters and buffers, on a device, in the place of others, tied ones once.
-
-    Torch's FSDP would set `tensor.data`, which it refuses for devices of other makers (PrivateUse1).
-    """
-    moved: dict[int, Any] = {}
-    for part in module.modules():
-        for kind in (part._parameters, part._buffers):
-            for name, tensor in kind.items():
-                if tensor is None or tensor.device == device or tensor.is_meta:
-                    continue
-                if id(tensor) not in moved:
-                    new = tensor.detach().to(device)
-                    is_parameter = isinstance(tensor, nn.Parameter)
-                    moved[id(tensor)] = nn.Parameter(new, tensor.requires_grad) if is_parameter else new
-                kind[name] = moved[id(tensor)]
-
-
-@torch.no_grad()
-def broadcast_states(module: nn.Module, root_device: torch.device) -> None:
-    """Give all ranks rank 0's parameters and buffers, tensor by tensor."""
-    for tensor in (*module.parameters(), *module.buffers()):
-        if tensor.device.type == "meta" or not tensor.numel():
-            continue
-        moved = tensor.detach().to(root_device)
-        dist.broadcast(moved, 0)
-        tensor.copy_(moved)
-
-
-@torch.no_grad()
-def sync_buffers(module: nn.Module) -> None:
-    """Give all ranks rank 0's buffers, in one transfer per dtype, as DistributedDataParallel does."""
-    found = list(module.buffers())
-    for places in buckets(found, sys.maxsize):
-        flat = flattened([found[i] for i in places])
-        dist.broadcast(flat, 0)
-        for i, part in zip(places, unflattened(flat, [found[i].shape for i in places]), strict=True):
-            found[i].copy_(part)

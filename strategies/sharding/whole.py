@@ -110,21 +110,23 @@ def own_part(tensor: Tensor) -> Tensor:
 def total_norm(tensors: Sequence[Tensor], norm_type: float) -> Tensor:
     """The norm of all tensors as one vector, whole where they are sharded; all ranks must call this alike.
 
-    Torch's own can't take the largest value of a shard without elements.
-
     Args:
         norm_type: 2 for the Euclidean norm, `inf` for the largest absolute value.
     """
     sharded = [tensor for tensor in tensors if isinstance(tensor, DTensor)]
     plain = [tensor for tensor in tensors if not isinstance(tensor, DTensor)]
-    if not sharded:
-        return get_total_norm(plain, norm_type)
-    mesh = sharded[0].device_mesh
-    parts = [part for tensor in sharded if (part := tensor.to_local()).numel()]
-    own = get_total_norm(parts, norm_type).to(sharded[0].to_local().device)
-    norms = [torch.zeros_like(own) for _ in range(mesh.size(mesh.ndim - 1))]
-    dist.all_gather(norms, own, group=mesh.get_group(mesh.ndim - 1))  # a maximum over ranks could lose nan
-    return get_total_norm([*norms, *plain], norm_type)
+    return get_total_norm([*(norms_of(sharded, norm_type) if sharded else ()), *plain], norm_type)
+
+
+@torch.no_grad()
+def norms_of(tensors: Sequence[DTensor], norm_type: float = 2) -> list[Tensor]:
+    """The norms of sharded tensors, of which each rank sends its shards' norms; torch's can't take an empty shard."""
+    parts = [part if part.numel() else part.new_zeros(1) for part in (tensor.to_local() for tensor in tensors)]
+    own = torch.stack(torch._foreach_norm(parts, norm_type))
+    mesh = tensors[0].device_mesh
+    found = [torch.empty_like(own) for _ in range(mesh.size(mesh.ndim - 1))]
+    dist.all_gather(found, own, group=mesh.get_group(mesh.ndim - 1))  # a maximum over ranks could lose nan
+    return list(torch.linalg.vector_norm(torch.stack(found), norm_type, dim=0).unbind())
 
 
 def map_tensors(tree: Any, function: Callable[[Tensor], Any]) -> Any:
@@ -137,3 +139,29 @@ def map_tensors(tree: Any, function: Callable[[Tensor], Any]) -> Any:
     if type(tree) in (list, tuple):
         return type(tree)(map_tensors(value, function) for value in tree)
     return tree
+
+
+def apply_anew(module: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+    """Put new parameters and buffers in the place of those that a function changes, tied ones once.
+
+    `nn.Module._apply` sets `tensor.data` instead, which torch refuses where a tensor becomes one of another kind.
+    """
+    changed: dict[int, Any] = {}
+    for part in module.modules() if recurse else [module]:
+        for kind in (part._parameters, part._buffers):
+            for name, tensor in kind.items():
+                if tensor is None:
+                    continue
+                if id(tensor) not in changed:
+                    with torch.no_grad():
+                        new = function(tensor)
+                    is_new = new is not tensor and isinstance(tensor, nn.Parameter)
+                    changed[id(tensor)] = nn.Parameter(new, tensor.requires_grad) if is_new else new
+                kind[name] = changed[id(tensor)]
+    return module
+
+
+@torch.no_grad()
+def broadcast_together(tensors: Sequence[Tensor], bucket_bytes: int, rank: int = 0) -> None:
+    """Give all ranks the values that tensors have on one, in few transfers, as DistributedDataParallel does."""
+    dist._broadcast_coalesced(cast("dist.ProcessGroup", dist.group.WORLD), list(tensors), bucket_bytes, rank)

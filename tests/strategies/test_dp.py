@@ -57,7 +57,7 @@ def test_gradients_of_every_plan_equal_the_whole_batch() -> None:
                 chunks = batch.split(sizes)
                 outputs = layout.run("training_step", [((chunk,), {}) for chunk in chunks], sizes)
                 used = [size for size in sizes if size]
-                layout.attach(chunk_losses(outputs, used, "mean", "dp").combine(CPU)).backward()
+                chunk_losses(outputs, used, "mean", "dp").combine(CPU).backward()
                 for parameter, gradient in zip(module.parameters(), expected, strict=True):
                     assert parameter.grad is not None
                     assert (parameter.grad - gradient).abs().max() <= 1e-10, (num, num_devices, policy)
@@ -433,10 +433,6 @@ class Returns(TokenNet):
         return {**super().training_step(batch, batch_idx), "logits": self(batch[0]), "count": torch.tensor(3)}
 
 
-class Blind(Returns):
-    on_train_batch_end = pl.LightningModule.on_train_batch_end
-
-
 class Reads(Returns):
     def __init__(self) -> None:
         super().__init__()
@@ -446,11 +442,10 @@ class Reads(Returns):
         self.received.append(dict(outputs))
 
 
-def test_larger_outputs_stay_on_their_replica(caplog: pytest.LogCaptureFixture) -> None:
-    """Pain 9: only losses and scalars reach the root."""
+def test_outputs_that_cannot_be_joined_stay_on_their_replica(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
-        fit(Blind().double(), "dp")
-    assert caplog.text.count("output 'logits' stays on its chunk") == 1
+        fit(Reads().double(), "dp")
+    assert caplog.text.count("training_step's output 'count' does not reach callbacks") == 1
 
 
 @pytest.mark.parametrize(("num_devices", "strategy"), [(2, "dp"), (1, ModelParallelStrategy(num_microbatches=3))])
@@ -619,12 +614,15 @@ class Compiled(nn.Module):
         return self.net(x).sum()
 
 
+# the compiler looks at it, and hides the warning, which does not help where warnings are errors
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("way", ["plain", "torch.compile", "module.compile", "closure"])
 def test_a_replica_uses_its_own_parameters_however_it_is_wrapped(way: str) -> None:
     layout = ReplicaRunner(Compiled(way), [CPU] * 2)
     outputs = layout.run("step", [((torch.ones(2, 3),), {})] * 2, [2, 2])
-    torch.stack(outputs).sum().backward()
-    assert [[p.grad is not None for p in own] for own in layout.replicas.parameters()] == [[True, True]] * 2
+    for i, own in enumerate(layout.replicas.parameters()):
+        gradients = torch.autograd.grad(outputs[i], own, allow_unused=True, retain_graph=True)
+        assert [gradient is not None for gradient in gradients] == [True, True]
 
 
 def test_a_layer_that_is_added_while_training_is_replicated() -> None:

@@ -20,7 +20,6 @@ from evener.strategies import (
     ModelParallelStrategy,
     SingleDeviceStrategy,
 )
-from evener.strategies.batch.given_sizes import GivenSizes
 from evener.trainer import Trainer
 
 
@@ -97,36 +96,6 @@ def test_chunks_log_what_one_device_logs(plan: str, num: int, batch_size: int) -
     # A constant was taken for the number of samples of each chunk: ragged batches had other weights.
     devices, strategy = IN_ONE_PROCESS[plan]
     assert_same(fit(strategy(), devices, num, batch_size), fit(SingleDeviceStrategy(), 1, num, batch_size))
-
-
-def test_constants_and_sizes_by_hand() -> None:
-    sizes = GivenSizes()
-    # 2 + 2 samples, given 2 and 2: could be either
-    assert sizes.weigh("constant", "loss", [2, 2], [2, 2]) == ([2, 2], 4)
-    assert sizes.weigh("own", "loss", [2, 2], [2, 2]) == ([2, 2], 4)
-    # 2 + 1 samples: the constant weighs as much as before, in which it stood for two parts
-    assert sizes.weigh("constant", "loss", [2, 1], [2, 2]) == ([2, 1], 4)
-    assert sizes.weigh("own", "loss", [2, 1], [2, 1]) == ([2, 1], 3)
-    # 1 sample
-    assert sizes.weigh("constant", "loss", [1], [2]) == ([1], 4)
-    assert sizes.weigh("own", "loss", [1], [1]) == ([1], 1)
-    # tokens that are equal by chance, after it was seen that they are counted
-    assert sizes.weigh("tokens", "loss", [2, 2], [7, 5]) == ([7, 5], 12)
-    assert sizes.weigh("tokens", "loss", [2, 1], [6, 6]) == ([6, 6], 12)
-    # sizes that are equal in a whole epoch are no constant of the ranks either
-    assert [sizes.weigh("tokens", "loss", [2, 1], given)[1].each for given in ([6, 6], [7, 5])] == [None, None]
-
-
-def test_a_mean_that_depends_on_what_a_batch_size_means_is_told_once() -> None:
-    # One sample per device in all batches, and a last batch of fewer: the mean was one reading's, without a word.
-    sizes = GivenSizes()
-    assert sizes.weigh("constant", "loss", [1, 1, 1, 1], [4, 4, 4, 4]) == ([1, 1, 1, 1], 16)
-    with pytest.warns(UserWarning, match=r"self\.log\('loss', batch_size=4\).*taken for a constant"):
-        assert sizes.weigh("constant", "loss", [1, 1, 1], [4, 4, 4]) == ([1, 1, 1], 16)
-    assert sizes.weigh("constant", "loss", [1, 1], [4, 4]) == ([1, 1], 16)
-    assert sizes.weigh("own", "acc", [1, 1, 1, 1], [1, 1, 1, 1]) == ([1, 1, 1, 1], 4)
-    with pytest.warns(UserWarning, match=r"self\.log\('acc', batch_size=1\).*taken for the size"):
-        assert sizes.weigh("own", "acc", [1, 1, 1], [1, 1, 1]) == ([1, 1, 1], 3)
 
 
 def _fit_ranks(num: int, batch_size: int, plan: str) -> Any:

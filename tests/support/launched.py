@@ -95,6 +95,16 @@ class Raises(Told):
         return super().training_step(batch, batch_idx)
 
 
+class FailsEarly(Told):
+    """Rank 1 fails before training, once, while rank 0 waits for something, and ends in order where it is asked to."""
+
+    def on_fit_start(self) -> None:
+        if not Path(self.once).exists():
+            if self.global_rank == 1:
+                self.misbehave()
+            time.sleep(60)
+
+
 class Diverges(Told):
     """Every loss is nan."""
 

@@ -1,6 +1,6 @@
 """Provide callbacks for every run, and the measurements behind them.
 
-Exports: the callbacks below; batch_layout, flops, peak_memory, step_times.
+Exports: the callbacks below; batch_layout, flops.
 May import: nothing else in the trainer.
 """
 

@@ -16,13 +16,11 @@ COLOURS = ("#0969da", "#cf222e", "#1a7f37", "#9a6700", "#8250df", "#bc4c00", "#0
 NOT_THEIRS = ("balance/", "device/", "lr-", "speed/")
 """How the names of values begin that the module did not log."""
 
-Curve = Sequence[tuple[int, float]]
+Curve = Sequence[tuple[float, float]]
 
 
 class Curves(pl.Callback):
     """Keep the epochs' losses and metrics, and draw them when training ends: losses above, metrics below.
-
-    Needs Pillow, which TensorBoard installs.
 
     Args:
         run_dir: where the picture goes.
@@ -30,7 +28,7 @@ class Curves(pl.Callback):
 
     def __init__(self, run_dir: str) -> None:
         self.path = Path(run_dir) / "curves.png"
-        self.curves: dict[str, list[tuple[int, float]]] = {}
+        self.curves: dict[str, list[tuple[float, float]]] = {}
 
     @override
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -39,9 +37,10 @@ class Curves(pl.Callback):
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._keep(trainer)
-        named = {name: curve for name, curve in self.curves.items() if curve}
-        if named and trainer.is_global_zero and importlib.util.find_spec("PIL") is not None:
-            draw(self.path, named)
+        losses = {name: curve for name, curve in self.curves.items() if curve and "loss" in name.lower()}
+        others = {name: curve for name, curve in self.curves.items() if curve and name not in losses}
+        if panels := [panel for panel in (losses, others) if panel]:
+            draw(self.path, panels, {bounds(panels[0])[2]: f"step {bounds(panels[0])[2]}"})
 
     def _keep(self, trainer: pl.Trainer) -> None:
         step = trainer.global_step
@@ -54,13 +53,17 @@ class Curves(pl.Callback):
                 curve.append((step, value.item()))
 
 
-def draw(path: Path, curves: Mapping[str, Curve]) -> None:
-    """Draw curves, those of losses in a panel of their own."""
+def draw(path: Path, panels: Sequence[Mapping[str, Curve]], ticks: Mapping[float, str]) -> None:
+    """Draw curves, those of a panel on one axis; does nothing without Pillow, which TensorBoard installs.
+
+    Args:
+        panels: from top to bottom.
+        ticks: what is written below the axes, by its place.
+    """
+    if importlib.util.find_spec("PIL") is None:
+        return
     from PIL import Image, ImageDraw, ImageFont
 
-    losses = {name: curve for name, curve in curves.items() if "loss" in name.lower()}
-    others = {name: curve for name, curve in curves.items() if name not in losses}
-    panels = [panel for panel in (losses, others) if panel]
     image = Image.new("RGB", (WIDTH + LEGEND, HEIGHT * len(panels)), "white")
     pen, font = ImageDraw.Draw(image), ImageFont.load_default(13)
     for number, panel in enumerate(panels):
@@ -69,7 +72,8 @@ def draw(path: Path, curves: Mapping[str, Curve]) -> None:
         for value, y in ((high, top + MARGIN), (low, top + HEIGHT - MARGIN)):
             pen.line((MARGIN, y, WIDTH - MARGIN, y), fill=FAINT)
             pen.text((MARGIN - 6, y), f"{value:.3g}", fill=INK, font=font, anchor="rm")
-        pen.text((WIDTH - MARGIN, top + HEIGHT - MARGIN + 8), f"step {last}", fill=INK, font=font, anchor="ra")
+        for at, text in ticks.items():
+            pen.text((place((at, low), low, high, last, top)[0], top + HEIGHT - MARGIN + 8), text, INK, font, "ma")
         for i, (name, curve) in enumerate(sorted(panel.items())):
             colour = COLOURS[i % len(COLOURS)]
             points = [place(point, low, high, last, top) for point in curve if math.isfinite(point[1])]
@@ -80,13 +84,13 @@ def draw(path: Path, curves: Mapping[str, Curve]) -> None:
     image.save(path)
 
 
-def bounds(curves: Mapping[str, Curve]) -> tuple[float, float, int]:
+def bounds(curves: Mapping[str, Curve]) -> tuple[float, float, float]:
     """The smallest and the largest finite value, and the last step."""
     values = [value for curve in curves.values() for _, value in curve if math.isfinite(value)] or [0.0]
     return min(values), max(values), max(step for curve in curves.values() for step, _ in curve)
 
 
-def place(point: tuple[int, float], low: float, high: float, last: int, top: int) -> tuple[float, float]:
+def place(point: tuple[float, float], low: float, high: float, last: float, top: int) -> tuple[float, float]:
     """Where a point is, in pixels: step 0 at the left margin, the last at the right one."""
     step, value = point
     up = (value - low) / (high - low) if high > low else 0.5

@@ -1,7 +1,6 @@
 """Find a learning rate: raise it from step to step, and suggest where the loss falls fastest."""
 
 import csv
-import importlib.util
 import logging
 import math
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing_extensions import override
 
 from ...strategies.core.errors import ConfigError
 from ...strategies.registry import ranks_of
+from .curves import Curve, draw
 
 log = logging.getLogger(__name__)
 
@@ -144,15 +144,21 @@ class LearningRateFinder(pl.Callback):
             log.info("%s: the loss falls fastest at a learning rate of %.3g%s", tried, found, where)
 
     def write(self, path: Path) -> str:
-        """Write the picture if Pillow is installed, and the losses; return what to say of it."""
+        """Write the losses, and the picture if Pillow is installed; return what to say of it."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        with path.with_suffix(".csv").open("w", newline="", encoding="utf-8") as file:
-            writer = csv.writer(file)
-            writer.writerow(("lr", "loss", "smoothed"))
-            writer.writerows(zip(self.rates, self.losses, self.smoothed, strict=True))
-        if importlib.util.find_spec("PIL") is None:
-            return f" ({path.with_suffix('.csv')})"
-        from ._curve_picture import draw_curve
-
-        draw_curve(path, self.rates, self.losses, self.smoothed, self.suggestion)
-        return f" ({path})"
+        with (table := path.with_suffix(".csv")).open("w", newline="", encoding="utf-8") as file:
+            csv.writer(file).writerows(
+                [("lr", "loss", "smoothed"), *zip(self.rates, self.losses, self.smoothed, strict=True)]
+            )
+        finite = [value for value in self.smoothed if math.isfinite(value)] or [0.0]
+        decades = [math.log10(rate / self.rates[0]) for rate in self.rates]
+        clipped = [min(max(loss, min(finite)), max(finite)) for loss in self.losses]
+        curves: dict[str, Curve] = {
+            "loss": list(zip(decades, clipped, strict=True)),
+            "moving average": list(zip(decades, self.smoothed, strict=True)),
+        }
+        if (found := self.suggestion) is not None:
+            at = self.rates.index(found)
+            curves[f"suggested: {found:.3g}"] = [(decades[at], self.smoothed[at])]
+        draw(path, [curves], {at: f"{self.rates[0] * 10**at:.0e}" for at in range(int(decades[-1]) + 1)})
+        return f" ({path if path.exists() else table})"

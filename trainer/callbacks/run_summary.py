@@ -1,6 +1,6 @@
 """Log training speed, and collect the figures of the summary table."""
 
-from dataclasses import asdict
+from collections.abc import Callable
 from typing import Any
 
 import pytorch_lightning as pl
@@ -9,15 +9,15 @@ from pytorch_lightning.trainer.states import TrainerFn
 from typing_extensions import override
 
 from ...strategies.batch.structure import num_samples
+from ...strategies.core.internals import callbacks_of
 from ...strategies.core.module_checks import has_nan
 from ...strategies.registry import process_devices, ranks_of
-from .device_monitor import gather_peak_memory_mib
-from .peak_memory import reset_peaks
+from .device_monitor import gather_peak_memory_mib, reset_peaks
 from .step_times import DDPTimes, StepClock, StepTimes
 
 
 class RunSummary(pl.Callback):
-    """Count training samples and training seconds, without validation.
+    """Count training samples and training seconds, without validation: the one clock of a run, which others read.
 
     At every log point the loggers get means per optimizer step since the last one: `speed/samples_per_s` over all
     processes, and `speed/step_ms`, `speed/compute_ms`, `speed/data_wait_ms` (and, under DDP, `speed/communication_ms`)
@@ -32,14 +32,19 @@ class RunSummary(pl.Callback):
         self.global_batch: int | None = None
         self.peak_memory_mib: list[float] = []
         self.diverged = False
-        self.times: StepTimes | None = None
-        """What was logged at the last log point."""
         self.clock = StepClock()
         """Of the steps; other callbacks may tell it of their phases."""
+        self.figures: dict[type, Callable[[StepTimes], dict[str, float]]] = {}
+        """What other callbacks, by class, make of the means at a log point; it is logged with them."""
         self._own_samples = 0
         self._first_batch = 0
         self._last_step = 0
         self._ddp_times: DDPTimes | None = None
+
+    @classmethod
+    def of(cls, trainer: pl.Trainer) -> "RunSummary | None":
+        """The trainer's; None if it has none."""
+        return next((callback for callback in callbacks_of(trainer) if isinstance(callback, cls)), None)
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -54,16 +59,18 @@ class RunSummary(pl.Callback):
 
     @override
     def on_train_batch_start(self, *args: Any, **kwargs: Any) -> None:
-        self.clock.start_batch()
+        self.clock.enter("forward")
 
     @override
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
+        self.clock.enter(None)
         ranks = ranks_of(trainer.strategy)
         share = None if ranks is None else ranks.contract.shares.current
-        own, total = (int(share.num), int(share.total)) if share else _counts(trainer, batch)
-        self.clock.end_batch(total)
+        # if the strategy does not define the samples of all processes, each is assumed to have as many
+        own, total = (int(share.num), int(share.total)) if share else (num_samples(batch) or 0, None)
+        self.clock.num_samples += own * trainer.world_size if total is None else total
         self._own_samples += own
         self._first_batch = self._first_batch or own
         step = trainer.fit_loop.epoch_loop._batches_that_stepped + 1
@@ -103,17 +110,12 @@ class RunSummary(pl.Callback):
         self._last_step = step
         if times is None:
             return
-        self.times = times
-        values = {f"speed/{name}": value for name, value in asdict(times).items() if name != "phases_ms"}
-        if not wait_s:  # not measured in Lightning's own loop, which runs with a profiler or `dataloader_iter`
-            del values["speed/data_wait_ms"]
+        values = {f"speed/{name}": getattr(times, name) for name in ("samples_per_s", "step_ms", "compute_ms")}
+        if wait_s:  # not measured in Lightning's own loop, which runs with a profiler or `dataloader_iter`
+            values["speed/data_wait_ms"] = times.data_wait_ms
         if self._ddp_times is not None and (exposed := self._ddp_times.exposed_communication_ms()) is not None:
             values["speed/communication_ms"] = exposed
+        for figures in self.figures.values():
+            values |= figures(times)
         for logger in trainer.loggers:
             logger.log_metrics(values, step=step - 1)
-
-
-def _counts(trainer: pl.Trainer, batch: Any) -> tuple[int, int]:
-    """Samples of this process and of all processes, assumed equal on each if the strategy does not define them."""
-    own = num_samples(batch) or 0
-    return own, own * trainer.world_size

@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import pytorch_lightning as pl
 import torch
@@ -14,6 +14,11 @@ from torch.nn.parallel import DistributedDataParallel
 from ...strategies.core.devices import is_accelerator, seconds_between, time_mark
 
 NS_PER_MS = 1e6
+
+PHASES: Sequence[str] = ("forward", "backward", "optimizer")
+
+Mark: TypeAlias = float | torch.Event
+"""A point in time, by the host's clock or on a device."""
 
 SAMPLES_PER_POINT = 10
 """Steps between two log points whose times torch's DDP records."""
@@ -81,82 +86,8 @@ class StepTimes:
     phases_ms: dict[str, float]
 
 
-class Spans:
-    """Adds up the seconds of spans: by the host's clock, or on an accelerator for what is queued in them.
-
-    Nothing waits for an accelerator until they are read.
-
-    Args:
-        mark: marks the present, as `time_mark` does.
-    """
-
-    def __init__(self, mark: Callable[[], float | torch.Event]) -> None:
-        self._mark = mark
-        self._start: float | torch.Event | None = None
-        self._ended: deque[tuple[float | torch.Event, float | torch.Event]] = deque()
-        self._seconds = 0.0
-
-    @property
-    def is_open(self) -> bool:
-        """Whether a span has begun and not ended."""
-        return self._start is not None
-
-    def start(self) -> None:
-        """Begin a span, after what is queued now."""
-        self._start = self._mark()
-
-    def stop(self) -> None:
-        """End it, after what is queued now."""
-        if self._start is not None:
-            self._ended.append((self._start, self._mark()))
-            self._start = None
-        while self._ended and (not isinstance(mark := self._ended[0][1], torch.Event) or mark.query()):
-            self._seconds += seconds_between(*self._ended.popleft())
-
-    def seconds(self) -> float:
-        """The seconds of all spans so far, of one that has not ended, too; waits for the device."""
-        while self._ended:
-            self._seconds += seconds_between(*self._ended.popleft())
-        return self._seconds + (0.0 if self._start is None else seconds_between(self._start, self._mark()))
-
-
-class StepPhases:
-    """Splits the time of training steps between phases that follow each other.
-
-    Args:
-        names: of the phases.
-        now: reads a monotonic clock, in seconds.
-    """
-
-    def __init__(self, names: Sequence[str], now: Callable[[], float] = time.perf_counter) -> None:
-        self._now = now
-        self._spans = {name: Spans(now) for name in names}
-        self._read = dict.fromkeys(names, 0.0)
-        self._current: str | None = None
-
-    def measure_on(self, device: torch.device) -> None:
-        """Measure from now on what a device computes; by the host's clock if it is a CPU."""
-        mark = partial(time_mark, device) if is_accelerator(device) else self._now
-        self._spans = {name: Spans(mark) for name in self._spans}
-        self._read, self._current = dict.fromkeys(self._spans, 0.0), None
-
-    def enter(self, name: str | None) -> None:
-        """Begin a phase, which ends the current one; None only ends it."""
-        if self._current is not None:
-            self._spans[self._current].stop()
-        self._current = name
-        if name is not None:
-            self._spans[name].start()
-
-    def read_ms(self, num_steps: int) -> dict[str, float]:
-        """Milliseconds per step of each phase since the last reading."""
-        seconds = {name: spans.seconds() for name, spans in self._spans.items()}
-        before, self._read = self._read, seconds
-        return {name: (seconds[name] - before[name]) * 1000 / num_steps for name in seconds}
-
-
 class StepClock:
-    """Adds up the seconds of batches, and of the phases of their steps, until they are read.
+    """Adds up the seconds of training, and of the phases of its steps, until they are read.
 
     Args:
         now: reads a monotonic clock, in seconds.
@@ -166,37 +97,49 @@ class StepClock:
     """
 
     def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
-        self._training = Spans(now)
-        self._steps = StepPhases(("forward", "backward", "optimizer"), now)
-        self.measure_on, self.enter = self._steps.measure_on, self._steps.enter
         self.num_samples = 0
-        self._last = (0.0, 0.0, 0)
+        self._now, self._mark = now, now
+        self._since: float | None = None
+        self._trained_s = 0.0
+        self._phases_s = dict.fromkeys(PHASES, 0.0)
+        self._phase: tuple[str, Mark] | None = None
+        self._queued: deque[tuple[str, Mark, Mark]] = deque()
+        self._last = [0.0] * (3 + len(PHASES))
+
+    def measure_on(self, device: torch.device) -> None:
+        """Measure from now on what a device computes, by events; nothing waits for it until they are read."""
+        self._mark = partial(time_mark, device) if is_accelerator(device) else self._now
+        self._phase = None
 
     @property
     def seconds(self) -> float:
         """Seconds of training so far, pauses excluded."""
-        return self._training.seconds()
+        return self._trained_s + (0.0 if self._since is None else self._now() - self._since)
 
     def go(self) -> None:
         """Start, or resume after a pause."""
-        if not self._training.is_open:
-            self._training.start()
+        if self._since is None:
+            self._since = self._now()
 
     def pause(self) -> None:
         """Pause, for anything that is not training."""
-        self._training.stop()
+        self._trained_s, self._since = self.seconds, None
 
-    def start_batch(self) -> None:
-        """Record that a batch has arrived."""
-        self.enter("forward")
+    def enter(self, phase: str | None) -> None:
+        """Begin a phase of a step, after what is queued now; this ends the one before, and None only ends that."""
+        mark = self._mark()
+        if self._phase is not None:
+            self._queued.append((*self._phase, mark))
+        self._phase = None if phase is None else (phase, mark)
+        while self._queued and (not isinstance(end := self._queued[0][2], torch.Event) or end.query()):
+            self._add_oldest()
 
-    def end_batch(self, num_samples: int) -> None:
-        """Record that its step has ended."""
-        self.enter(None)
-        self.num_samples += num_samples
+    def _add_oldest(self) -> None:
+        phase, start, end = self._queued.popleft()
+        self._phases_s[phase] += seconds_between(start, end)
 
-    def read(self, num_steps: int, data_wait_s: float) -> StepTimes | None:
-        """Read the means since the last reading.
+    def read(self, num_steps: int, data_wait_s: float = 0.0) -> StepTimes | None:
+        """Read the means since the last reading, between two steps; waits for the device.
 
         Args:
             num_steps: optimizer steps since then.
@@ -205,11 +148,13 @@ class StepClock:
         Returns:
             The means; None if no time has passed.
         """
-        current = (self.seconds, data_wait_s, self.num_samples)
-        seconds, wait, samples = (new - old for new, old in zip(current, self._last, strict=True))
-        self._last = current
-        phases_ms = self._steps.read_ms(max(1, num_steps))
+        while self._queued:
+            self._add_oldest()
+        now = [self.seconds, data_wait_s, self.num_samples, *self._phases_s.values()]
+        seconds, wait, samples, *phases = (new - old for new, old in zip(now, self._last, strict=True))
+        self._last = now
         if seconds <= 0 or num_steps < 1:
             return None
-        to_ms = 1000 / num_steps
-        return StepTimes(seconds * to_ms, sum(phases_ms.values()), wait * to_ms, samples / seconds, phases_ms)
+        step_ms, wait_ms, *each_ms = (1000 * value / num_steps for value in (seconds, wait, *phases))
+        phases_ms = dict(zip(PHASES, each_ms, strict=True))
+        return StepTimes(step_ms, sum(each_ms), wait_ms, samples / seconds, phases_ms)

@@ -11,10 +11,10 @@ from typing_extensions import override
 
 from ...strategies.batch.structure import num_samples
 from ...strategies.core.devices import device_model
-from ...strategies.core.internals import callbacks_of
 from ...strategies.registry import process_devices
 from .flops import count_flops
 from .run_summary import RunSummary
+from .step_times import StepClock, StepTimes
 
 log = logging.getLogger(__name__)
 
@@ -47,50 +47,44 @@ class Utilization(pl.Callback):
         self.peak_tflops = peak_tflops
         self.flops_per_sample: float | None = None
         self._counted = False
-        self._summary: RunSummary | None = None
-        self._seen: Any = None
+        self._clock: StepClock | None = None
+        self._num_devices = 1
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._summary = next((one for one in callbacks_of(trainer) if isinstance(one, RunSummary)), None)
+        self._num_devices = trainer.world_size * len(process_devices(trainer.strategy))
+        if (summary := RunSummary.of(trainer)) is not None:
+            self._clock, summary.figures[type(self)] = summary.clock, self._figures
 
     @override
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        if self._counted or self._summary is None:
+        if self._counted or self._clock is None:
             return
-        self._counted, clock = True, self._summary.clock
-        clock.enter(None)
-        clock.pause()
+        self._counted = True
+        self._clock.enter(None)
+        self._clock.pause()
         self._count(trainer, pl_module, batch)
-        clock.go()
-        clock.start_batch()
+        self._clock.go()
+        self._clock.enter("forward")
 
     @override
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
-        if self._summary is not None:
-            self._summary.clock.enter("backward")
+        if self._clock is not None:
+            self._clock.enter("backward")
 
     @override
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._summary is not None:
-            self._summary.clock.enter("optimizer")
+        if self._clock is not None:
+            self._clock.enter("optimizer")
 
-    @override
-    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
-        times = None if self._summary is None else self._summary.times
-        if times is None or times is self._seen:
-            return
-        self._seen = times
-        step = trainer.fit_loop.epoch_loop._batches_that_stepped
+    def _figures(self, times: StepTimes) -> dict[str, float]:
         values = {f"speed/{name}_ms": value for name, value in times.phases_ms.items()}
         if self.flops_per_sample and self.peak_tflops:
             tflops = self.flops_per_sample * times.samples_per_s / 1e12
-            num_devices = trainer.world_size * len(process_devices(trainer.strategy))
-            values |= {"speed/tflops": tflops, "speed/utilization": tflops / num_devices / self.peak_tflops}
-        for logger in trainer.loggers:
-            logger.log_metrics(values, step=step)
+            values |= {"speed/tflops": tflops, "speed/utilization": tflops / self._num_devices / self.peak_tflops}
+        return values
 
     def _count(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any) -> None:
         """Count the operations of a training step, and find the peak to compare them with."""

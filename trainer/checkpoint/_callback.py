@@ -5,6 +5,7 @@ import re
 import warnings
 from collections.abc import Iterable
 from contextlib import nullcontext
+from copy import copy
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
@@ -29,6 +30,7 @@ from .snapshots import MemorySnapshots, snapshots_of
 
 log = logging.getLogger(__name__)
 
+_RANKED = ("best_k_models", "best_model_path", "best_model_score", "kth_best_model_path", "kth_value", "best_epoch")
 _NOT_LETTERS = re.compile(r"[^a-z0-9]")
 
 
@@ -131,7 +133,7 @@ class Checkpoint(ModelCheckpoint):
         self._background = background or options.get("async", False)
         self._sharded = sharded
         self._interval = None if interval_s is None else Interval(interval_s)
-        self._scores: dict[str, Tensor] = {}
+        self._ranking: dict[str, Any] = {}
         self._snapshot_every_n_steps = snapshot_every_n_steps
 
     # When to save
@@ -257,7 +259,6 @@ class Checkpoint(ModelCheckpoint):
         """
         self.due = False
         self._last_batch_saved = _num_batches(trainer)
-        self._settle(trainer)
         _flush_logs(trainer)
         candidates = self._monitor_candidates(trainer)
         candidates["epoch"] = torch.tensor(trainer.fit_loop.epoch_progress.current.ready - 1)
@@ -267,7 +268,8 @@ class Checkpoint(ModelCheckpoint):
             self._best_due = False
             self._save_topk_checkpoint(trainer, candidates)
         self._save_last_checkpoint(trainer, candidates)
-        self._settle(trainer)
+        if not self._background:
+            self._settle(trainer)
         if not known and self._is_unknown(trainer):
             raise ConfigError(
                 f"checkpoint: monitor={self.monitor} was not logged. Logged so far: "
@@ -285,6 +287,8 @@ class Checkpoint(ModelCheckpoint):
 
     @override
     def _save_topk_checkpoint(self, trainer: pl.Trainer, monitor_candidates: dict[str, Tensor]) -> None:
+        self._settle(trainer)
+        self._ranking = {name: copy(getattr(self, name)) for name in _RANKED}
         score = monitor_candidates.get(self.monitor) if self.monitor is not None else None
         nan = (score is not None and bool(score.isnan())) or has_nan(trainer.lightning_module)
         if self.save_top_k == 0 or not trainer.strategy.reduce_boolean_decision(nan, all=False):
@@ -303,7 +307,6 @@ class Checkpoint(ModelCheckpoint):
             self.best_epoch = trainer.fit_loop.epoch_progress.current.ready - 1
         with nullcontext() if self._io is None else self._io.saving(trainer):
             super()._save_checkpoint(trainer, filepath)
-        self._scores = {**self._scores, **self.best_k_models}
         self._saved_now = filepath
 
     @override
@@ -320,23 +323,13 @@ class Checkpoint(ModelCheckpoint):
         self._saved_now = ""
 
     def _settle(self, trainer: pl.Trainer) -> None:
-        """Remove files that could not be written from the ranking, and restore those that they should have replaced."""
+        """Go back to the ranking before the last file, if that could not be written: the ones before are all there."""
         if self._io is None or self._on_error == "raise":
             return
-        failed, kept = trainer.strategy.broadcast(self._io.take_failures())
-        if not failed:
-            return
-        ranked = {**self.best_k_models, **{path: self._scores[path] for path in kept if path in self._scores}}
-        self.best_k_models = {path: score for path, score in ranked.items() if path not in failed}
-        if self.monitor is None:
-            self.best_model_path = kept[-1] if kept else ""
-            return
-        best, worst = (min, max) if self.mode == "min" else (max, min)
-        self.best_model_path = best(self.best_k_models, key=lambda path: self.best_k_models[path], default="")
-        self.best_model_score = self.best_k_models.get(self.best_model_path)
-        self.kth_best_model_path = worst(self.best_k_models, key=lambda path: self.best_k_models[path], default="")
-        if self.kth_best_model_path:
-            self.kth_value = self.best_k_models[self.kth_best_model_path]
+        self._io.wait()
+        failed = trainer.strategy.broadcast(self._io.take_failed())
+        if not failed.isdisjoint([self.best_model_path, *self.best_k_models]):
+            vars(self).update(self._ranking)
 
     @override
     def _remove_checkpoint(self, trainer: pl.Trainer, filepath: str) -> None:

@@ -22,7 +22,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import MISSING, fields, is_dataclass
 from datetime import timedelta
-from functools import wraps
+from functools import cached_property, wraps
 from typing import Any, TypeVar, get_args, get_type_hints
 
 from omegaconf import Container, OmegaConf
@@ -90,7 +90,7 @@ def restored(checkpoint: Mapping[str, Any], owner: type, given: Collection[str] 
     found: dict[_Path, tuple[str, Any]] = {}
     with suppress(TypeError, ValueError):  # made by somebody else
         found = {tuple(path): (kind, rest) for path, kind, rest in kinds.pop(key, ())}
-        found = {path: what for path, what in found.items() if not path or path[0] not in given}
+    found = {path: what for path, what in found.items() if not path or path[0] not in given}
     left = {name: value for name, value in checkpoint.items() if name != KINDS} | ({KINDS: kinds} if kinds else {})
     return {**left, key: _restore(left[key], (), found, _Classes(owner))} if key in left else left
 
@@ -124,40 +124,34 @@ class _Classes:
 
     def __init__(self, owner: type) -> None:
         self._owner = owner
-        self._found: dict[str, type] = {}
-        self._is_read = False
 
     def find(self, name: str, kind: str) -> Any:
         """Find a class by its name; one of another module has moved, or was defined in a script."""
-        if not self._is_read:
-            self._is_read = True
-            self._read()
         of_name = [found for known, found in self._found.items() if known.endswith(f".{name.rpartition('.')[2]}")]
         found = self._found.get(name, of_name[0] if len(of_name) == 1 else None)
         if found is None or (kind == "enum") != issubclass(found, enum.Enum):
             raise _Unnamed(f"the signature of {self._owner.__qualname__} names no such class")
         return found
 
-    def _read(self) -> None:
-        for base in self._owner.__mro__:
-            init = vars(base).get("__init__")
-            if not isinstance(init, types.FunctionType):
-                continue
-            for hint in _hints(init):
-                self._add(hint)
-            for parameter in inspect.signature(init).parameters.values():
-                self._add(type(parameter.default))
+    @cached_property
+    def _found(self) -> dict[str, type]:
+        found: dict[str, type] = {}
+        inits = [vars(base).get("__init__") for base in self._owner.__mro__]
+        for init in (init for init in inits if isinstance(init, types.FunctionType)):
+            defaults = (type(parameter.default) for parameter in inspect.signature(init).parameters.values())
+            for hint in (*_hints(init), *defaults):
+                _add(hint, found)
+        return found
 
-    def _add(self, hint: Any) -> None:
-        for inner in get_args(hint):
-            self._add(inner)
-        if not isinstance(hint, type) or not (is_dataclass(hint) or issubclass(hint, enum.Enum)):
-            return
-        if class_name(hint) in self._found:
-            return
-        self._found[class_name(hint)] = hint
+
+def _add(hint: Any, found: dict[str, type]) -> None:
+    for inner in get_args(hint):
+        _add(inner, found)
+    is_one = isinstance(hint, type) and (is_dataclass(hint) or issubclass(hint, enum.Enum))
+    if is_one and class_name(hint) not in found:
+        found[class_name(hint)] = hint
         for other in (*_hints(hint), *type.__subclasses__(hint)):
-            self._add(other)
+            _add(other, found)
 
 
 def _hints(owner: Any) -> Iterator[Any]:
@@ -260,30 +254,14 @@ def _dataclass(value: Any, rest: Any, classes: _Classes) -> Any:
     return made
 
 
-def _path(value: Any, rest: Any, _: _Classes) -> pathlib.PurePath:
-    return _PATHS.get(rest, pathlib.Path)(_expected(value, str))
-
-
-def _timedelta(value: Any, rest: Any, classes: _Classes) -> timedelta:
-    return timedelta(seconds=_expected(value, float))
-
-
-def _frozenset(value: Any, rest: Any, classes: _Classes) -> frozenset[Any]:
-    return frozenset[Any](_expected(value, set))
-
-
-def _namespace(value: Any, rest: Any, classes: _Classes) -> Any:
-    return _SPACES[rest](**value)
-
-
 _RESTORE: dict[str, Callable[[Any, Any, _Classes], Any]] = {
     "config": _config,
     "enum": _enum,
     "dataclass": _dataclass,
-    "path": _path,
-    "timedelta": _timedelta,
-    "frozenset": _frozenset,
-    "namespace": _namespace,
+    "path": lambda value, rest, _: _PATHS.get(rest, pathlib.Path)(_expected(value, str)),
+    "timedelta": lambda value, rest, _: timedelta(seconds=_expected(value, float)),
+    "frozenset": lambda value, rest, _: frozenset[Any](_expected(value, set)),
+    "namespace": lambda value, rest, _: _SPACES[rest](**value),
 }
 
 
@@ -295,11 +273,7 @@ def _load_restored(own: Callable[..., Any]) -> Callable[..., Any]:
         back = restored(checkpoint, cls, given)
         hparams = back.get(cls.CHECKPOINT_HYPER_PARAMS_KEY)
         if isinstance(hparams, Container):  # Lightning gives it what it has resolved
-
-            def whole(_: Any) -> Container:
-                return hparams
-
-            back[cls.CHECKPOINT_HYPER_PARAMS_TYPE] = whole
+            back[cls.CHECKPOINT_HYPER_PARAMS_TYPE] = lambda _: hparams  # pyright: ignore[reportUnknownLambdaType]
         return own(cls, back, strict=strict, **given)
 
     return load

@@ -9,10 +9,10 @@ own, derived from the epoch's seed, the rank and the batch's index.
 """
 
 import copy
-from collections.abc import Iterator, Sequence
-from functools import cache, partial
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from itertools import chain, islice
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from lightning_fabric.utilities.data import sized_len
@@ -28,6 +28,7 @@ from ...strategies.data.torch_loader import next_of
 from ._data_worker import Seeded, start_workers
 from .file_io import CheckpointError
 
+_Read: TypeAlias = Callable[[], Iterator[Any]]
 _POSITION = {"position", "seed", "start", "generators"}
 
 
@@ -41,23 +42,24 @@ def make_resumable(loader: Any, rank: int) -> Any:
     """
     if not isinstance(loader, (Stream, DataLoader)) and not hasattr(loader, "state_dict"):
         loader = _Reread(loader)
-    if isinstance(loader, Stream) and not isinstance(loader, ResumableStream):
+    if isinstance(loader, Stream) and not is_resumable(loader):
         loader.__class__ = _subclass(ResumableStream, type(loader))
         if isinstance(loader, Divided):  # all ranks read the same stream, as one device does: its workers' seeds too
             make_resumable(loader.loader, rank=0)
-    elif isinstance(loader, ResumableLoader):
-        loader.rank = rank
     elif isinstance(loader, DataLoader) and not hasattr(loader, "state_dict"):
         loader.__class__ = _subclass(ResumableLoader, type(loader))
-        loader.rank = rank
-    elif isinstance(loader, DataLoader) and not isinstance(loader, ReadAhead) and sized_len(loader) is None:
+    elif (
+        isinstance(loader, DataLoader) and not isinstance(loader, (Resumable, ReadAhead)) and sized_len(loader) is None
+    ):
         loader.__class__ = _subclass(ReadAhead, type(loader))
+    if isinstance(loader, ResumableLoader):
+        loader.rank = rank
     return loader
 
 
 def is_resumable(loader: Any) -> bool:
     """Whether `make_resumable` has changed this loader."""
-    return isinstance(loader, (ResumableLoader, ResumableStream))
+    return isinstance(loader, Resumable)
 
 
 def verify_states(loaders: Sequence[Any], states: Sequence[Any]) -> None:
@@ -78,23 +80,20 @@ def verify_states(loaders: Sequence[Any], states: Sequence[Any]) -> None:
                 "its samples another way. Resume with that run's strategy and strategy.batch_size_is, or from a "
                 "checkpoint that was saved after an epoch."
             )
-        if isinstance(loader, ResumableLoader):
-            _verify_length(loader, state)
-
-
-def _verify_length(loader: "ResumableLoader", state: dict[str, Any]) -> None:
-    num_batches, before, now = sized_len(loader), state.get("num_samples"), loader.num_samples()
-    if num_batches is not None and state["position"] > num_batches:
-        raise CheckpointError(
-            f"The checkpoint was saved after batch {state['position']} of an epoch, and the training loader has "
-            f"{num_batches}: its dataset or its batch size has changed. Resume with the same data, or from one "
-            "that was saved after an epoch."
-        )
-    if before is not None and now is not None and before != now:
-        rank_zero_warn(
-            f"The checkpoint was saved within an epoch of {before} samples, and the training dataset has {now}: the "
-            "rest of this epoch repeats or omits samples."
-        )
+        if not isinstance(loader, ResumableLoader):
+            continue
+        num_batches, before, now = sized_len(loader), state.get("num_samples"), loader.num_samples()
+        if num_batches is not None and state["position"] > num_batches:
+            raise CheckpointError(
+                f"The checkpoint was saved after batch {state['position']} of an epoch, and the training loader has "
+                f"{num_batches}: its dataset or its batch size has changed. Resume with the same data, or from one "
+                "that was saved after an epoch."
+            )
+        if before is not None and now is not None and before != now:
+            rank_zero_warn(
+                f"The checkpoint was saved within an epoch of {before} samples, and the training dataset has {now}: "
+                "the rest of this epoch repeats or omits samples."
+            )
 
 
 @cache
@@ -142,68 +141,25 @@ class _Reread(Stream):
         return len(self.loader)  # pyright: ignore[reportArgumentType]  # TypeError if it has none
 
 
-class ResumableStream(Stream):
-    """A stream with a position: batches already taken are read again, with the same random numbers."""
+class Resumable:
+    """A loader with a position, made by `make_resumable`."""
 
-    is_idle = False
-    _position = 0
-    _start: dict[str, Any] | None = None
-    _pending: dict[str, Any] | None = None
-
-    def state_dict(self) -> dict[str, Any]:
-        """As that of a `ResumableLoader`, which goes on from here on one device."""
-        start = None if self._start is None else {"random": self._start, "generators": []}
-        seed = getattr(self.loader, "_seed", 0)
-        return {"position": self._position, "seed": seed, "start": start, "generators": []}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Start the next iteration at the saved position."""
-        self._pending = state_dict
-
-    def __iter__(self) -> Iterator[Any]:
-        if self.is_idle:
-            return iter(())
-        resumed, self._pending = self._pending, None
-        batches: Iterator[Any] = super().__iter__()  # pyright: ignore  # the stream's own class, next in the MRO
-        self._position = 0 if resumed is None else resumed["position"]
-        return self._run(batches, resumed)
-
-    def _run(self, batches: Iterator[Any], resumed: dict[str, Any] | None) -> Iterator[Any]:
-        if resumed is None or resumed["start"] is None:
-            self._start = rng.capture()
-        else:
-            self._start = resumed["start"]["random"]
-            with rng.isolated():
-                rng.restore(resumed["start"]["random"])
-                for _ in range(self._position):
-                    next(batches)
-                    if self.passes.latest.shares:
-                        self.passes.latest.shares.popleft()
-        for batch in batches:
-            self._position += 1
-            yield batch
-
-
-class ResumableLoader(DataLoader[Any]):
-    """A DataLoader with a position: `state_dict` and `load_state_dict`. Made by `make_resumable`."""
-
-    rank = 0
+    __slots__ = ()  # so that an object's class can be changed to it
     is_idle = False
     """Whether it is asked for batches that nobody takes; see `ResumingFitLoop.setup_data`."""
     _position = 0
-    _seed = 0
     _start: dict[str, Any] | None = None
     _resumed: dict[str, Any] | None = None
     _pending: dict[str, Any] | None = None
 
     def state_dict(self) -> dict[str, Any]:
-        """The position in the current epoch: batches taken, the random state of its order, and its own generators."""
-        own = {"position": self._position, "seed": self._seed, "start": self._start}
-        return {**own, "generators": self._generator_states(), "num_samples": self.num_samples()}
+        """The position in the current epoch: batches taken, the random state of its order, and its own generators.
 
-    def num_samples(self) -> int | None:
-        """The length of the dataset; None for a stream."""
-        return None if isinstance(self.dataset, IterableDataset) else sized_len(self.dataset)
+        That of a stream is one from which a `ResumableLoader` goes on, on one device.
+        """
+        owner = getattr(self, "loader", self)
+        own = {"position": self._position, "seed": getattr(owner, "_seed", 0), "start": self._start}
+        return {**own, "generators": [generator.get_state() for generator in self._generators()]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Start the next iteration at the saved position."""
@@ -214,21 +170,83 @@ class ResumableLoader(DataLoader[Any]):
         for generator, state in zip(self._generators(), state_dict["generators"], strict=False):
             generator.set_state(state)
 
+    def _generators(self) -> list[Generator]:
+        return []
+
+    def _take_position(self) -> dict[str, Any] | None:
+        resumed, self._pending = self._pending, None
+        self._position = 0 if resumed is None else resumed["position"]
+        self._resumed = None if resumed is None or resumed["start"] is None else resumed  # or its order was not drawn
+        return resumed
+
+    def _begun(
+        self, read: Callable[[], Iterator[Any]], skip: Callable[[Iterator[Any]], Iterator[Any]]
+    ) -> Iterator[Any]:
+        """Begin to read; of an epoch that was begun before what is left, in the same order."""
+        if self._resumed is None:
+            self._start = {
+                "random": rng.capture(),
+                "generators": [generator.get_state() for generator in self._generators()],
+            }
+            return read()
+        start, self._resumed = self._resumed["start"], None
+        self._start = start
+        with rng.isolated():
+            rng.restore(start["random"])
+            self.load_generators(start)
+            return skip(read())
+
+    def _read_again(self, batches: Iterator[Any]) -> Iterator[Any]:
+        for _ in range(self._position):
+            next(batches)
+        return batches
+
+
+class ResumableStream(Stream, Resumable):
+    """A stream with a position: batches already taken are read again, with the same random numbers."""
+
+    def __iter__(self) -> Iterator[Any]:
+        if self.is_idle:
+            return iter(())
+        self._take_position()
+        return self._run(super().__iter__)  # pyright: ignore  # the stream's own class, next in the MRO
+
+    def _run(self, read: _Read) -> Iterator[Any]:
+        for batch in self._begun(read, self._read_again):
+            self._position += 1
+            yield batch
+
+    def _read_again(self, batches: Iterator[Any]) -> Iterator[Any]:
+        batches = super()._read_again(batches)
+        shares = self.passes.latest.shares
+        for _ in range(min(self._position, len(shares))):
+            shares.popleft()
+        return batches
+
+
+class ResumableLoader(DataLoader[Any], Resumable):
+    """A DataLoader with a position."""
+
+    rank = 0
+    _seed = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "num_samples": self.num_samples()}
+
+    def num_samples(self) -> int | None:
+        """The length of the dataset; None for a stream."""
+        return None if isinstance(self.dataset, IterableDataset) else sized_len(self.dataset)
+
     def __iter__(self) -> Any:
         if self.is_idle:
             return iter(())
-        self._resumed, self._pending = self._pending, None
-        self._position = 0 if self._resumed is None else self._resumed["position"]
-        self._seed = self._agreed_seed() if self._resumed is None else self._resumed["seed"]
+        resumed = self._take_position()
+        self._seed = self._agreed_seed() if resumed is None else resumed["seed"]
         if self.persistent_workers and self._iterator is not None:
             self._draw_seed()  # as an iterator that is new does: what follows is the same after a restart
-        if not isinstance(self.dataset, IterableDataset):
-            return self._count(super().__iter__())
-        if self._resumed is None or self._resumed["start"] is None:
-            self._resumed = None
-            self._start = self._capture()
-            return self._count(super().__iter__())
-        return self._count(self._replay(super().__iter__))
+        if isinstance(self.dataset, IterableDataset):
+            return self._count(self._begun(super().__iter__, self._read_again))
+        return self._count(super().__iter__())
 
     @property
     def _index_sampler(self) -> Any:
@@ -244,14 +262,6 @@ class ResumableLoader(DataLoader[Any]):
             state["_position"] += 1
             yield batch
 
-    def _replay(self, start: Any) -> Iterator[Any]:
-        with rng.isolated():
-            self._return_to_start()
-            batches = start()
-            for _ in range(self._position):
-                next(batches)
-        return batches
-
     def begin(self, base: Any) -> Iterator[Any]:
         """Start the sampler and skip the batches already taken.
 
@@ -261,39 +271,22 @@ class ResumableLoader(DataLoader[Any]):
         if isinstance(self.dataset, IterableDataset):
             return enumerate(base) if self.num_workers else iter(base)
         ordered = base if isinstance(base, RankBatches) else in_one_order(base, 0, lambda value: value)
-        numbered = partial(_numbered, base) if self.num_workers else iter
-        if self._resumed is None or self._resumed["start"] is None:  # The order was not drawn yet.
-            self._resumed = None
-            self._start = self._capture()
-            return numbered(iter(ordered))
-        with rng.isolated():
-            self._return_to_start()
-            units = numbered(iter(ordered))
+
+        def skip(units: Iterator[Any]) -> Iterator[Any]:
             # Take one more, so that a sampler which draws its order at the first index has done so.
             head = list(islice(units, self._position, self._position + 1))
             if isinstance(base, RankBatches):
                 for _ in range(self._position):
                     base.passes.latest.shares.popleft()
-        return chain(head, units)
+            return chain(head, units)
 
-    def _return_to_start(self) -> None:
-        assert self._resumed is not None
-        start: dict[str, Any] = self._resumed["start"]
-        self._start, self._resumed = start, None
-        rng.restore(start["random"])
-        self.load_generators(start)
-
-    def _capture(self) -> dict[str, Any]:
-        return {"random": rng.capture(), "generators": self._generator_states()}
+        return self._begun(lambda: _numbered(base, iter(ordered)) if self.num_workers else iter(ordered), skip)
 
     def _generators(self) -> list[Generator]:
         units = getattr(self.batch_sampler, "units", None)  # the sampler that a rank's batches are cut from
         own = (self, self.sampler, self.batch_sampler, getattr(self.batch_sampler, "sampler", None))
         found = (getattr(owner, "generator", None) for owner in (*own, units, getattr(units, "sampler", None)))
         return list({id(generator): generator for generator in found if isinstance(generator, Generator)}.values())
-
-    def _generator_states(self) -> list[torch.Tensor]:
-        return [generator.get_state() for generator in self._generators()]
 
     @override
     def _get_iterator(self) -> Any:

@@ -11,8 +11,8 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 
 from ...strategies.core.internals import callbacks_of
 from ...strategies.registry import ranks_of
+from ._host_memory import HostMemory
 from ._other_ranks import state_for
-from ._snapshot import Snapshot
 from .file_io import CheckpointError
 
 FORMAT = 1
@@ -117,14 +117,14 @@ class EndOfRun:
     @classmethod
     def of(cls, trainer: pl.Trainer, point: ResumePoint) -> "EndOfRun":
         """Copy the present state, between two batches or after an epoch."""
-        copied = replace(point, ranks=Snapshot().take(point.ranks))
+        copied = replace(point, ranks=HostMemory().take(point.ranks))
         if point.point == "after_epoch":
             return cls(copied)
         loops = trainer._checkpoint_connector._get_loops_state_dict()
         entries = {"epoch": trainer.current_epoch, "global_step": trainer.global_step, "loops": loops}
         found = (cb for cb in callbacks_of(trainer) if not isinstance(cb, LightningCheckpoint))
         callbacks = {cb.state_key: cb.state_dict() for cb in found}
-        return cls(copied, copy.deepcopy(entries), Snapshot().take(callbacks))
+        return cls(copied, copy.deepcopy(entries), HostMemory().take(callbacks))
 
     def put_into(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
         """Return a checkpoint, which was read since, with this state in the place of its own."""

@@ -1,31 +1,117 @@
-"""Keep the tensors of a checkpoint in two files of memory, which are written in turns.
+"""Write and read the tensors of checkpoints that are in a file of their own: shards on the disk, snapshots in memory.
 
-    snapshot.ckpt   the state, with tensors replaced by file offsets, and the name of the file that they are in
-    tensors-…-0     ● in use          ○ written next
-    tensors-…-1     ○ written next    ● in use
+    last.ckpt, snapshot.ckpt   the state, with tensors replaced by file offsets, the name of the file and its digests
+    shards-…                   tensor 0: rows of rank 0, rows of rank 1, …; tensor 1: …; a mark per rank, with a digest
+    tensors-…-0, tensors-…-1   in memory: one is in use, the other is written next
 
-The file that the checkpoint names is never written to, so a process that is killed at any time leaves one that is
-whole. Each tensor is copied once, to where it stays, without an archive. Training waits for that alone: the file's
-checksum is computed beside it, before the checkpoint is written that names the file.
+The first is written when the other is complete, and appears whole or not at all; the file that a checkpoint names is
+never written to. So a checkpoint that exists is complete, whichever process is killed when. In memory each tensor is
+copied once, to where it stays: training waits for that alone, and the checksum is computed beside it.
+
+torch.distributed.checkpoint is not used: its reader unpickles its metadata, and objects among the values, without
+restriction, so that loading a file could run any code.
 """
 
+import hashlib
 import os
+import socket
+import struct
 import time
 import zlib
-from collections.abc import Callable, Collection
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...strategies.sharding.placed import ALIGNMENT, PLACE
-from ...strategies.sharding.whole import map_tensors
-from ._shard_files import FILE, SHARDS, tensor_file
-from ._snapshot import copy_tensors, identity, is_strided
+from ...strategies.core.devices import flat_bytes
+from ...strategies.core.files import was_left
+from ...strategies.sharding.placed import Entry, Placed
+from ._host_memory import filled, lay_out, piece, view
 
-_SMALLEST = 1024
-"""Bytes from which a tensor is put into the file; a smaller one stays in the checkpoint."""
+FILE = "evener_tensors"
+"""The key of a checkpoint with the name of the file that has its tensors."""
+SHARDS = "evener_shards"
+"""The key of a checkpoint with the layout of that file, and the digests of all ranks; of one in memory its crc32."""
+WEIGHTS = ("state_dict", "optimizer_states", "current_model_state", "averaging_state")
+"""Entries of which a rank keeps its shards only, or copies to its own."""
+PREFIX = "shards-"
+_MARK = struct.Struct("<32s8s")
+_WRITTEN, _FAILED = b"written.", b"failed.."
+_POLL_S = 0.02
+_BLOCK = 1 << 20
+
+
+def new_name() -> str:
+    """A name that no other file has, and that tells which process of which machine leads its writing."""
+    return f"{PREFIX}{socket.gethostname()}-{os.getpid()}-{time.time_ns()}"
+
+
+class ShardFile:
+    """The file of tensors of a checkpoint, beside it; this rank makes it if it is the first."""
+
+    def __init__(self, path: Path, placed: Placed) -> None:
+        self.path = path
+        self._placed = placed
+
+    @property
+    def layout(self) -> dict[str, Any]:
+        """What a checkpoint must know of the file."""
+        entries = [[e.start, e.num_rows, e.row_bytes, e.num_parts] for e in self._placed.entries]
+        return {"entries": entries, "num_bytes": self._placed.num_bytes}
+
+    def write(self, parts: Iterable[Tensor | None]) -> None:
+        """Write this rank's rows, and its mark when they are on the disk; rank 0 learns of a failure."""
+        writer = self._placed.writer
+        if writer is None:
+            return
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with open(os.open(self.path, os.O_WRONLY | os.O_CREAT, 0o666), "wb", buffering=0) as file:
+            try:
+                file.truncate(self._placed.num_bytes + self._placed.num_writers * _MARK.size)
+                self._mark(file, writer, bytes(_MARK.size))  # takes its space, lest the disk be full for it later
+                digest = hashlib.sha256()
+                for entry, part in zip(self._placed.entries, parts, strict=True):
+                    if part is not None:
+                        _write_rows(file, entry.part(writer if entry.num_parts > 1 else 0)[0], part, digest)
+                os.fsync(file.fileno())
+                self._mark(file, writer, _MARK.pack(digest.digest(), _WRITTEN))
+            except OSError:
+                with suppress(OSError):
+                    self._mark(file, writer, _MARK.pack(bytes(32), _FAILED))
+                raise
+
+    def _mark(self, file: Any, writer: int, mark: bytes) -> None:
+        file.seek(self._placed.num_bytes + writer * _MARK.size)
+        file.write(mark)
+        os.fsync(file.fileno())
+
+    def wait(self, timeout_s: float) -> list[bytes]:
+        """Wait until all ranks have written their rows, and return their digests."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            with open(self.path, "rb") as file:  # opened anew: other machines' writes show then
+                file.seek(self._placed.num_bytes)
+                marks = list(_MARK.iter_unpack(file.read(self._placed.num_writers * _MARK.size)))
+            missing = [rank for rank, (_, mark) in enumerate(marks) if mark != _WRITTEN]
+            if not missing:
+                return [digest for digest, _ in marks]
+            failed = [rank for rank in missing if marks[rank][1] == _FAILED]
+            if failed or time.monotonic() > deadline:
+                why = f"could not be written by rank {failed[0]}" if failed else f"of ranks {missing} did not come"
+                raise OSError(f"the shards {why}")
+            time.sleep(_POLL_S)
+
+
+def _write_rows(file: Any, start: int, part: Tensor, digest: Any) -> None:
+    values: Any = flat_bytes(part.cpu().contiguous()).numpy()
+    data = memoryview(values)
+    digest.update(data)
+    file.seek(start)
+    while data:  # the system may write less than it is given
+        data = data[file.write(data) :]
 
 
 class TensorFiles:
@@ -40,32 +126,10 @@ class TensorFiles:
     def take(self, state: dict[str, Any]) -> dict[str, Any]:
         """Copy a checkpoint's tensors to the file that is not in use; returns it with their places."""
         self._turn = 1 - self._turn
-        found: dict[tuple[Any, ...], tuple[Tensor, int]] = {}
-        kept: dict[tuple[Any, ...], Tensor] = {}
-        end = 0
-
-        def place(tensor: Tensor) -> Any:
-            nonlocal end
-            tensor = tensor.detach()
-            num_bytes = _num_bytes(tensor.dtype, tensor.shape)
-            if not _is_dense(tensor):
-                return tensor.cpu().clone()
-            same = identity(tensor)  # one that occurs several times has one place
-            if num_bytes < _SMALLEST:
-                return kept.setdefault(same, tensor.to("cpu", copy=True))
-            if same not in found:
-                found[same] = tensor, end
-                end += -(-num_bytes // ALIGNMENT) * ALIGNMENT
-            dtype = str(tensor.dtype).removeprefix("torch.")
-            return {PLACE: [found[same][1], dtype, list(tensor.shape), list(tensor.stride())]}
-
-        placed: dict[str, Any] = map_tensors(state, place)
-        self._num_bytes, buffer = end, self._buffer(max(end, 1))
-        copy_tensors(
-            (tensor, _view(buffer, start, tensor.dtype, tensor.shape, tensor.stride()))
-            for tensor, start in found.values()
-        )
-        return {**placed, FILE: self._file().name}
+        laid_out = lay_out(state)
+        self._num_bytes = laid_out.num_bytes
+        laid_out.copy_to(self._buffer(max(self._num_bytes, 1)))
+        return {**laid_out.state, FILE: self._file.name}
 
     def checked(self, placed: dict[str, Any]) -> dict[str, Any]:
         """Add to what `take` has returned the length and the checksum of the file, to be written."""
@@ -79,15 +143,16 @@ class TensorFiles:
             if not path.name.startswith(self._name):
                 path.unlink()
 
+    @property
     def _file(self) -> Path:
         return self._directory / f"{self._name}-{self._turn}"
 
     def _buffer(self, num_bytes: int) -> Tensor:
         held = self._buffers.pop(self._turn, None)
         if held is None or held.numel() < num_bytes:
-            with open(self._file(), "wb") as file:
+            with open(self._file, "wb") as file:
                 os.posix_fallocate(file.fileno(), 0, num_bytes)  # writing to a mapping beyond the memory is fatal
-            held = torch.from_file(str(self._file()), shared=True, size=num_bytes, dtype=torch.uint8)
+            held = torch.from_file(str(self._file), shared=True, size=num_bytes, dtype=torch.uint8)
         self._buffers[self._turn] = held
         return held
 
@@ -97,60 +162,74 @@ def with_tensors(checkpoint: dict[str, Any], directory: Path, mapped: Collection
     if FILE not in checkpoint:
         return checkpoint
     file = tensor_file(checkpoint, directory)
-    buffer = torch.from_file(str(file), shared=False, size=file.stat().st_size, dtype=torch.uint8)
-    found: dict[int, Tensor] = {}
+    memory = torch.from_file(str(file), shared=False, size=file.stat().st_size, dtype=torch.uint8)
 
-    def view(start: int, dtype: str, shape: list[int], stride: list[int]) -> Tensor:
-        return _view(buffer, start, _dtype(dtype), shape, stride)
+    def in_file(*place: Any) -> Tensor:
+        return view(memory, *place)
 
-    def copy(start: int, dtype: str, shape: list[int], stride: list[int]) -> Tensor:
-        if start not in found:
-            own = _piece(buffer, start, _dtype(dtype), shape).clone()  # as bytes: not every type can be copied
-            found[start] = _view(own, 0, _dtype(dtype), shape, stride)
-        return found[start]
+    def copy(start: int, dtype: torch.dtype, shape: list[int], stride: list[int]) -> Tensor:
+        own = piece(memory, start, dtype, shape).clone()  # as bytes: not every type can be copied
+        return view(own, 0, dtype, shape, stride)
 
     entries = {key: value for key, value in checkpoint.items() if key != FILE}
-    return {key: _filled(value, view if mapped is None or key in mapped else copy) for key, value in entries.items()}
+    stay = {key: value for key, value in entries.items() if mapped is None or key in mapped}
+    found = filled(stay, in_file) | filled({key: entries[key] for key in entries.keys() - stay.keys()}, copy)
+    return {key: found[key] for key in entries}
 
 
-def _filled(tree: Any, read: Callable[..., Tensor]) -> Any:
-    if isinstance(tree, dict):
-        if PLACE in tree:
-            return read(*tree[PLACE])
-        return type(tree)((key, _filled(value, read)) for key, value in tree.items())
-    if type(tree) in (list, tuple):
-        return type(tree)(_filled(value, read) for value in tree)
-    return tree
+def tensor_file(checkpoint: dict[str, Any], directory: Path) -> Path:
+    """The file of a checkpoint's tensors.
+
+    Raises:
+        FileNotFoundError: it is not there.
+    """
+    path = directory / Path(checkpoint[FILE]).name
+    if not path.is_file():
+        raise FileNotFoundError(f"{path.name}, which must lie beside it, is missing")
+    return path
 
 
-def _is_dense(tensor: Tensor) -> bool:
-    """Whether the elements fill a stretch of memory, in whatever order."""
-    if not is_strided(tensor):
-        return False
-    span = sum((length - 1) * step for length, step in zip(tensor.shape, tensor.stride(), strict=True)) + 1
-    return span == tensor.numel() and not tensor.is_quantized
+def verify_rows(checkpoint: dict[str, Any], directory: Path, reader: int = 0, num_readers: int = 1) -> None:
+    """Compare the file of a checkpoint's tensors with its digests; each of several readers verifies some.
+
+    Raises:
+        EOFError: the file is too short.
+        ValueError: a digest does not match.
+    """
+    layout, path = checkpoint[SHARDS], tensor_file(checkpoint, directory)
+    if path.stat().st_size < layout["num_bytes"]:
+        raise EOFError(f"{path} is too short")
+    entries = [Entry(*entry) for entry in layout["entries"]]
+    with open(path, "rb") as file:
+        for writer in range(reader, len(layout["digests"]), num_readers):
+            of_writer = [entry.part(writer) for entry in entries if entry.num_parts > 1 or writer == 0]
+            found = (block for start, size in of_writer for block in blocks(file, start, size))
+            if not _matches(found, layout["digests"][writer]):
+                raise ValueError(f"the digest of {path} does not match")
 
 
-def _num_bytes(dtype: torch.dtype, shape: Any) -> int:
-    return torch.Size(shape).numel() * dtype.itemsize
+def _matches(found: Iterable[bytes], expected: bytes | int) -> bool:
+    digest, crc = hashlib.sha256(), 0
+    for block in found:
+        if isinstance(expected, int):
+            crc = zlib.crc32(block, crc)
+        else:
+            digest.update(block)
+    return expected == (crc if isinstance(expected, int) else digest.digest())
 
 
-def _dtype(name: str) -> torch.dtype:
-    found = vars(torch).get(name)  # no attribute that imports a module
-    if not isinstance(found, torch.dtype):
-        raise TypeError(f"{name} is no dtype")
-    return found
+def blocks(file: Any, start: int, left: int) -> Iterator[bytes]:
+    """Read a stretch of a file, given its first byte and its length, in pieces."""
+    file.seek(start)
+    while left and (block := file.read(min(_BLOCK, left))):
+        left -= len(block)
+        yield block
 
 
-def _piece(buffer: Tensor, start: int, dtype: torch.dtype, shape: Any) -> Tensor:
-    end = start + _num_bytes(dtype, shape)
-    if not 0 <= start <= end <= len(buffer):
-        raise EOFError("a tensor ends beyond the file")
-    if start % dtype.itemsize:
-        raise ValueError("a tensor begins within an element")
-    return buffer[start:end]
-
-
-def _view(buffer: Tensor, start: int, dtype: torch.dtype, shape: Any, stride: Any) -> Tensor:
-    flat = _piece(buffer, start, dtype, shape).view(dtype)
-    return flat.as_strided(list(shape), list(stride), flat.storage_offset())
+def remove_leftovers(directory: Path, used: set[str]) -> None:
+    """Remove the files of tensors that killed processes of this machine left without a checkpoint."""
+    for path in directory.glob(f"{PREFIX}*"):
+        host, _, pid = path.name.removeprefix(PREFIX).rpartition("-")[0].rpartition("-")
+        if host == socket.gethostname() and path.name not in used and was_left(pid):
+            with suppress(OSError):
+                path.unlink()

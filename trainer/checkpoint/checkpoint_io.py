@@ -19,9 +19,9 @@ from torch import Tensor
 from typing_extensions import override
 
 from ...strategies.sharding.placed import Placed, ShardIO, Writers
+from ._host_memory import HostMemory
 from ._plain_data import to_plain
-from ._shard_files import FILE, SHARDS, WEIGHTS, ShardFile, new_name
-from ._snapshot import Snapshot
+from ._tensor_files import FILE, SHARDS, WEIGHTS, ShardFile, new_name
 from .file_io import CheckpointError, link, read, releasing, write
 
 logger = logging.getLogger(__name__)
@@ -53,10 +53,9 @@ class VerifiedCheckpointIO(TorchCheckpointIO, ShardIO):
         self.sharded = sharded
         self.on_error = on_error
         self._before = before
-        self._failed: list[str] = []
-        self._kept: list[str] = []
+        self._failed: set[str] = set()
         self._last_failed = False
-        self._snapshot = Snapshot()
+        self._memory = HostMemory()
         self._executor: ThreadPoolExecutor | None = None
         self._pending: list[Future[object]] = []
 
@@ -76,11 +75,11 @@ class VerifiedCheckpointIO(TorchCheckpointIO, ShardIO):
 
     def _copied(self, plain: dict[str, Any]) -> dict[str, Any]:
         """Copy what training changes while a thread writes."""
-        return self._snapshot.take(plain) if self.background else plain
+        return self._memory.take(plain) if self.background else plain
 
     @override
     def save_shards(self, placed: Placed, path: _PATH, writers: Writers) -> None:
-        """Write a checkpoint in shards; see `_shard_files`.
+        """Write a checkpoint in shards; see `_tensor_files`.
 
         Raises:
             CheckpointError: it, or in the background the previous one, could not be written; the path is an address.
@@ -95,7 +94,7 @@ class VerifiedCheckpointIO(TorchCheckpointIO, ShardIO):
         rest = to_plain(placed.state) if writers.is_first else {}
         parts = placed.parts
         if self.background:
-            rest, parts = self._snapshot.take((rest, parts))
+            rest, parts = self._memory.take((rest, parts))
         self._submit(lambda: self._write_shards(file, parts, rest, Path(path), writers))
 
     def _write_shards(
@@ -131,11 +130,10 @@ class VerifiedCheckpointIO(TorchCheckpointIO, ShardIO):
         """Remove a file, unless the save that should have replaced it failed."""
         self._submit(lambda: self._remove(str(path)))
 
-    def take_failures(self) -> tuple[list[str], list[str]]:
-        """Return, and clear, the files that could not be written and the ones kept that they should have replaced."""
-        failures = (self._failed, self._kept)
-        self._failed, self._kept = [], []
-        return failures
+    def take_failed(self) -> set[str]:
+        """Return, and clear, the files that could not be written; those that they should have replaced are kept."""
+        failed, self._failed = self._failed, set()
+        return failed
 
     @override
     def load_checkpoint(
@@ -197,7 +195,7 @@ class VerifiedCheckpointIO(TorchCheckpointIO, ShardIO):
             work()
         except OSError as exc:
             self._last_failed = True
-            self._failed.append(path)
+            self._failed.add(path)
             message = f"The checkpoint {path} could not be written ({exc.strerror or exc}); existing files are intact."
             if self.on_error == "raise":
                 raise CheckpointError(f"{message} Free some space, or set checkpoint.on_error=warn.") from exc
@@ -205,8 +203,8 @@ class VerifiedCheckpointIO(TorchCheckpointIO, ShardIO):
 
     def _remove(self, path: str) -> None:
         if self._last_failed:
-            self._kept.append(path)
-        elif _is_address(path):
+            return
+        if _is_address(path):
             super().remove_checkpoint(path)
         else:
             with releasing(Path(path)):

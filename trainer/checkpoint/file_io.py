@@ -35,9 +35,8 @@ from pytorch_lightning.core import saving
 from ...strategies.core.errors import ConfigError
 from ...strategies.core.files import replacing, was_left
 from ...strategies.sharding.whole import map_tensors
-from ._shard_files import FILE, PREFIX, SHARDS, blocks, verify_rows
-from ._shard_files import remove_leftovers as remove_shards
-from ._tensor_files import with_tensors
+from ._tensor_files import FILE, PREFIX, SHARDS, blocks, verify_rows, with_tensors
+from ._tensor_files import remove_leftovers as remove_shards
 
 logger = logging.getLogger(__name__)
 

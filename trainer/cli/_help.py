@@ -3,16 +3,19 @@
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from ..config.descriptions import Option, all_options, as_given, first_sentence, group_notes, kind_of, leaves, options
+from ...strategies.core.options import as_given
+from ..config.descriptions import all_options, first_sentence, group_notes, leaves, options
 from ..config.group_files import Source
 
 INDENT = 34
 """Characters of the column of names."""
+
+KINDS = {bool: "true or false", int: "int", float: "float", str: "text", list: "list", dict: "mapping"}
 
 
 def show_help(source: Source, overrides: Sequence[str]) -> None:
@@ -42,34 +45,24 @@ def group_lines(source: Source, choices: dict[str, Any]) -> Iterator[str]:
 
 
 def key_lines(source: Source, cfg: DictConfig, choices: dict[str, Any]) -> Iterator[str]:
-    """One entry per key: its value, its type and its meaning."""
+    """One entry per key: its value, its type and its meaning; without Hydra's own and `_target_`."""
     meanings = comments(source, choices)
-    for key, value in values(cfg):
-        kind = kind_of(value)
-        yield from entry(f"  {key}={as_given(value)}", f"{kind and f'({kind}) '}{meanings.get(key, '')}")
+    plain: Any = OmegaConf.to_container(cfg, resolve=False)
+    for key, value in leaves({key: value for key, value in plain.items() if key != "hydra"}):
+        if key.rpartition(".")[2] != "_target_":
+            refers = isinstance(value, str) and ("${" in value or value == "???")
+            kind = "" if refers or value is None else f"({KINDS[type(value)]}) "
+            yield from entry(f"  {key}={as_given(value)}", f"{kind}{meanings.get(key, '')}")
 
 
 def comments(source: Source, choices: dict[str, Any]) -> dict[str, str]:
     """The comment of every key that has one: those of the root, and of the chosen files."""
-    found: dict[str, str] = {}
-
-    def add(named: Iterable[Option], before: str = "") -> None:
-        for option in named:
-            found[before + option.name] = found.get(before + option.name) or option.comment
-
-    for root in (source.config_name, "train"):
-        add(options(source.text(root)))
-    for group, name in choices.items():
-        add(all_options(source, f"{group}/{name}"), f"{group}.")
-    return found
-
-
-def values(cfg: DictConfig) -> Iterator[tuple[str, Any]]:
-    """Every key and its value, interpolations unresolved; without Hydra's own and `_target_`."""
-    plain: Any = OmegaConf.to_container(cfg, resolve=False)
-    for key, value in leaves({key: value for key, value in plain.items() if key != "hydra"}):
-        if key.rpartition(".")[2] != "_target_":
-            yield key, value
+    roots = [option for root in (source.config_name, "train") for option in options(source.text(root))]
+    named = [(option.name, option) for option in roots]
+    named += [
+        (f"{group}.{o.name}", o) for group, name in choices.items() for o in all_options(source, f"{group}/{name}")
+    ]
+    return {name: option.comment for name, option in reversed(named) if option.comment}
 
 
 def entry(name: str, meaning: str) -> list[str]:

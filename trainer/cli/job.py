@@ -107,7 +107,7 @@ def advise(cfg: DictConfig) -> None:
         )
     if cfg.mode == "compare":
         from ..study.compare import compare_strategies
-        from ..study.comparison_table import show_comparison
+        from ..study.comparison import show_comparison
 
         show_comparison(compare_strategies(cfg), cfg.run_dir)
     else:

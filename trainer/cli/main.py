@@ -5,6 +5,7 @@ misspelt key are answered without them.
 """
 
 import argparse
+import atexit
 import gc
 import io
 import logging
@@ -92,6 +93,8 @@ def main(config_dir: str | Path | None = None, config_name: str = "train") -> No
         sys.exit(128 + signal.SIGINT)
     finally:
         gc.enable()
+        if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # a Ctrl-C while Python ends leaves no traceback
+            atexit.register(signal.signal, signal.SIGINT, signal.SIG_DFL)
 
 
 def outlive_reader(stream: Any) -> None:

@@ -5,10 +5,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import yaml
+
 from .group_files import Source
 
-_LINE = re.compile(r"( *)(?:- )?([\w/]+):(?: +([^#]*?))?(?: +# (.*))?$")
-_BASE = re.compile(r"^  - ([a-z]\w*)$", flags=re.MULTILINE)
+_Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 @dataclass(frozen=True)
@@ -32,19 +33,6 @@ def leaves(options: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, 
             yield from leaves(value, f"{before}{key}.")
         else:
             yield f"{before}{key}", value
-
-
-def as_given(value: Any) -> str:
-    """A value as it is written on the command line."""
-    if isinstance(value, list):
-        return f"[{','.join(map(as_given, value))}]"
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def kind_of(value: Any) -> str:
-    """The type of a value in a word; empty if it is null or refers to another option."""
-    words = {bool: "true or false", int: "int", float: "float", str: "text", list: "list", dict: "mapping"}
-    return "" if isinstance(value, str) and ("${" in value or value == "???") else words.get(type(value), "")
 
 
 def summary(text: str) -> str:
@@ -81,52 +69,51 @@ def bases(source: Source, name: str) -> list[str]:
         source: where the configuration comes from.
         name: such as `strategy/ddp`.
     """
-    _, _, rest = source.text(name).partition("defaults:\n")
-    direct = [f"{name.rpartition('/')[0]}/{entry}" for entry in _BASE.findall(rest.partition("\n\n")[0])]
+    listed = (yaml.load(source.text(name), _Loader) or {}).get("defaults", [])
+    named = (entry for entry in listed if isinstance(entry, str) and entry != "_self_")
+    direct = [f"{name.rpartition('/')[0]}/{entry}" for entry in named]
     return [found for base in direct for found in (base, *bases(source, base))]
 
 
 def options(text: str) -> list[Option]:
     """List a file's own options, with the comments above or beside them."""
-    found: list[Option] = []
-    path: list[tuple[int, str]] = []
-    comment: list[str] = []
-    for line in text.splitlines():
-        stripped = line.strip()
-        if stripped.startswith("#"):
-            comment.append(stripped.lstrip("# "))
-            continue
-        match = _LINE.match(line)
-        if match:
-            indent, key, value, beside = len(match[1]), match[2], match[3], match[4]
-            path = [(i, k) for i, k in path if i < indent]
-            if value and key != "_target_":
-                name = ".".join([*(k for _, k in path), key])
-                found.append(Option(name, value.strip(), beside or " ".join(comment)))
-            path.append((indent, key))
-        if not stripped or match:
-            comment = []
+    root: Any = yaml.compose(text, _Loader)
+    found = [] if root is None else _options(root, text, text.splitlines())
     return [option for option in found if not option.name.startswith(("defaults", "help", "hydra"))]
 
 
-def all_options(source: Source, name: str) -> Iterator[Option]:
+def _options(node: Any, text: str, lines: list[str], before: str = "") -> Iterator[Option]:
+    for key, value in node.value:
+        if isinstance(value, yaml.MappingNode) and not value.flow_style:
+            yield from _options(value, text, lines, f"{before}{key.value}.")
+        elif (default := text[value.start_mark.index : value.end_mark.index]) and key.value != "_target_":
+            beside = lines[key.start_mark.line].partition(" # ")[2]
+            yield Option(f"{before}{key.value}", default, beside or _above(lines, key.start_mark.line))
+
+
+def _above(lines: list[str], number: int) -> str:
+    """The comment that ends above a line."""
+    first = number
+    while first and lines[first - 1].strip().startswith("#"):
+        first -= 1
+    return " ".join(line.strip().lstrip("# ") for line in lines[first:number])
+
+
+def all_options(source: Source, name: str) -> list[Option]:
     """List a file's own options, then those that it inherits; each name once.
 
     Args:
         source: where the configuration comes from.
         name: such as `strategy/ddp`.
     """
-    seen: set[str] = set()
+    found: dict[str, Option] = {}
     for file in (name, *bases(source, name)):
         for option in options(source.text(file)):
-            if option.name not in seen:
-                seen.add(option.name)
-                yield option
+            found.setdefault(option.name, option)
+    return list(found.values())
 
 
 def choices_with(source: Source, group: str, option: str) -> list[str]:
     """Names of the files of a group that have an option; sorted."""
-    return [
-        name for name in source.files(group)
-        if any(found.name.partition(".")[0] == option for found in all_options(source, f"{group}/{name}"))
-    ]  # fmt: skip
+    files = {name: all_options(source, f"{group}/{name}") for name in source.files(group)}
+    return [name for name, found in files.items() if any(one.name.partition(".")[0] == option for one in found)]

@@ -167,10 +167,10 @@ def build(cfg: DictConfig) -> Parts:
     module, data = module_and_data(cfg)
     summary = RunSummary()
     callbacks: list[pl.Callback] = [
+        summary,  # first, since others read its clock
         *(instantiate(key, options) for key, options in entries("callbacks", cfg.get("callbacks"))),
         *([instantiate("checkpoint", cfg.checkpoint)] if cfg.get("checkpoint") else []),
         LogEveryEpoch(),
-        summary,
         SlowRank(),
         StartUp(cfg.run_dir),
         Curves(cfg.run_dir),

@@ -40,7 +40,7 @@ def stops_at_once() -> Generator[None]:
         if answer == "first":
             raise Interrupted(signum, begun=False)
 
-    with _handled(stop):
+    with handled(stop):
         yield
 
 
@@ -62,7 +62,7 @@ def graceful_stop(trainer: pl.Trainer) -> Generator[None]:
                 raise Interrupted(signum, begun=trainer.global_step > 0)
             trainer._signal_connector._sigterm_notifier_fn(signum, frame)
 
-    with _handled(stop) as requests:
+    with handled(stop) as requests:
         try:
             yield
         except SIGTERMException as exc:
@@ -70,11 +70,11 @@ def graceful_stop(trainer: pl.Trainer) -> Generator[None]:
 
 
 _heard: StopRequests | None = None
-"""What this process was asked within `_handled`."""
+"""What this process was asked within `handled`."""
 
 
 @contextmanager
-def _handled(stop: Callable[[Answer, int, FrameType | None], None]) -> Generator[StopRequests]:
+def handled(stop: Callable[[Answer, int, FrameType | None], None]) -> Generator[StopRequests]:
     """Handle the signals that ask to stop inside the block; one that is ignored, as nohup does with SIGHUP, stays so.
 
     Yields:

@@ -1,4 +1,4 @@
-"""Run a job in every process: in this one, under torch's elastic agent, or as a worker of an external launcher."""
+"""Run a job in every process: in this one, in workers that it starts, or as a rank of an external launcher."""
 
 from pathlib import Path
 
@@ -12,6 +12,7 @@ from ..job.result import RESULT_FILE, Result
 from ..job.run import Run
 from . import cluster
 from .run_lock import locked
+from .workers import launch_workers
 
 
 def launch(cfg: DictConfig) -> Result:
@@ -56,8 +57,6 @@ def _launch(cfg: DictConfig, started_by: ClusterEnvironment | None) -> Result:
             f"num_nodes={cfg.num_nodes} needs an external launcher to start processes on other machines. "
             f"Run on each machine: torchrun --nnodes={cfg.num_nodes} --nproc-per-node={num_processes} train.py ..."
         )
-    from ._elastic import launch_workers  # torch's agent is slow to import, and most runs have one process
-
     discard_result(cfg)
     with run_log(cfg.run_dir):
         return launch_workers(cfg, plan)

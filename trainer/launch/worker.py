@@ -1,4 +1,4 @@
-"""Run one worker of the elastic agent, forked from the command or as `python -m evener.trainer.launch.worker`."""
+"""Run one worker of a command, forked from it or as `python -m evener.trainer.launch.worker`."""
 
 import faulthandler
 import json
@@ -8,7 +8,6 @@ import signal
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import numpy
 import torch
@@ -25,11 +24,11 @@ from .environment import AGENT, FAILURE_FILE, RUNNING_FILE, STOPPED_FILE
 
 
 def work(cfg: DictConfig, scratch: Path) -> None:
-    """Run one rank; the first that fails leaves its reason for the agent's process, which prints the last attempt's.
+    """Run one rank; the first that fails leaves its reason for the command, which prints the last attempt's.
 
     Args:
         cfg: the resolved configuration.
-        scratch: the directory that the agent's process reads.
+        scratch: the directory that the command reads.
     """
     leave_in_time(cfg.launcher.shutdown_timeout_s)
     attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
@@ -52,7 +51,7 @@ def exit_status(cfg: DictConfig, scratch: Path) -> int:
     running, hosts = scratch / RUNNING_FILE, os.environ["RANK"] == "0"
     with stops_at_once():
         try:
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, ASK_TO_STOP)  # the agent has blocked them while it forked
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, ASK_TO_STOP)  # blocked while it was started
             if hosts:
                 running.touch()
             work(cfg, scratch)
@@ -69,24 +68,26 @@ def exit_status(cfg: DictConfig, scratch: Path) -> int:
 
 
 def begin() -> None:
-    """Print Python's stack on a crash in native code, and end with the agent."""
+    """Print Python's stack on a crash in native code, and end with the command."""
     faulthandler.enable()
     die_with_parent(int(os.environ[AGENT]) if AGENT in os.environ else None)
 
 
-def run_forked(cfg: DictConfig, scratch: Path, handlers: dict[int, Any]) -> None:
+def run_forked(cfg: DictConfig, scratch: Path, variables: dict[str, str]) -> None:
     """Run one rank in a process that was forked from the command, and has all of it imported.
 
     Args:
         cfg: the resolved configuration.
-        scratch: the directory that the agent's process reads.
-        handlers: of signals, to be restored; those of the agent are not for its workers.
+        scratch: the directory that the command reads.
+        variables: the rank's environment.
 
     Raises:
         SystemExit: the rank failed; its status.
     """
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
+    os.environ.update(variables)
+    for signum in ASK_TO_STOP:  # the command passes signals on
+        if signal.getsignal(signum) != signal.SIG_IGN:
+            signal.signal(signum, signal.default_int_handler if signum == signal.SIGINT else signal.SIG_DFL)
     begin()
     logging.getLogger().handlers.clear()  # the command's; a rank opens its own log
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))

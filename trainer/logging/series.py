@@ -18,7 +18,6 @@ from pytorch_lightning.trainer.connectors.logger_connector.result import _Metada
 from torch import Tensor
 from torchmetrics import Metric
 
-from ...strategies.batch.given_sizes import constant_of
 from ...strategies.core.devices import scalar
 from ...strategies.data.sampling import Share
 from ...strategies.sharding.whole import map_tensors
@@ -96,12 +95,11 @@ class Sums:
             more = scale * (share.total / num_ranks) - given
             self.more_value = self.more_value + _times(value, more)
             self.more_weight = self.more_weight + more
-        constant = constant_of(given)
-        if constant is None:  # counted, perhaps on the device, where reading it would wait
+        if not isinstance(given, int):  # counted, perhaps on the device, where reading it would wait
             self.smallest, self.largest = -inf, inf
             return
-        self.smallest, self.largest = min(self.smallest, constant), max(self.largest, constant)
-        weight = constant * (share.num / share.total if scale is None else scale / num_ranks)
+        self.smallest, self.largest = min(self.smallest, given), max(self.largest, given)
+        weight = given * (share.num / share.total if scale is None else scale / num_ranks)
         self.constant_value = self.constant_value + _times(value, weight)
         self.constant_weight = self.constant_weight + weight
 

@@ -77,10 +77,9 @@ class HookPlan:
         self.state: dict[str, Any] = self.module.__dict__
         self.hooks = tuple(hooks)
         self.timed_bar = timed_bar
-        self.resolve()
 
     def resolve(self) -> None:
-        """Resolve all hooks again, to pick up later changes."""
+        """Resolve all hooks, at first and to pick up later changes."""
         trainer = self.trainer
         self.callbacks = list(trainer.callbacks)
         self.precision = trainer.precision_plugin

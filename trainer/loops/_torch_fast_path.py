@@ -48,24 +48,14 @@ class PlainOptimizer:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer: Any = optimizer
-        self._patch = patched = vars(optimizer).get("step")
-        kind = type(optimizer)
+        kind, patched = type(optimizer), vars(optimizer).get("step")
         # torch's learning rate schedulers count calls with a wrapper on the instance
         self._counts = getattr(patched, "_wrapped_by_lr_sched", None) is True
         known = kind in _INNERMOST and inspect.unwrap(kind.step) is _INNERMOST[kind]
-        self._had_pre_hooks = self._has_pre_hooks()
-        self.steps_plainly = known and (patched is None or self._counts) and not self._had_pre_hooks
+        has_hooks = optimizer._optimizer_step_pre_hooks or _global_optimizer_pre_hooks
+        self.steps_plainly = known and (patched is None or self._counts) and not has_hooks
         self._step: Any = getattr(kind.step, "__wrapped__", None)
         self._clears = kind.zero_grad is _ZERO_GRAD and "zero_grad" not in vars(optimizer)
-
-    def was_patched(self) -> bool:
-        """Whether the optimizer's `step` has been replaced since, or has got or lost hooks."""
-        optimizer = self.optimizer
-        hooks = optimizer._optimizer_step_pre_hooks or _global_optimizer_pre_hooks
-        return optimizer.__dict__.get("step") is not self._patch or (not hooks) is self._had_pre_hooks
-
-    def _has_pre_hooks(self) -> bool:
-        return bool(self.optimizer._optimizer_step_pre_hooks or _global_optimizer_pre_hooks)
 
     def step(self) -> None:
         """Update the parameters like `optimizer.step()`; valid only if `steps_plainly`."""
@@ -73,7 +63,8 @@ class PlainOptimizer:
         if (
             optimizer._optimizer_step_post_hooks
             or _global_optimizer_post_hooks
-            or self._has_pre_hooks()
+            or optimizer._optimizer_step_pre_hooks
+            or _global_optimizer_pre_hooks
             or torch.autograd._profiler_enabled()
         ):
             optimizer.step()

@@ -8,7 +8,7 @@ or never also work; most of torch's optimizers call it once at the start and nee
 strategy or precision plugin are called as in Lightning; everything that is not overridden is done here directly.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -49,33 +49,35 @@ class TrainStep:
         self.resolve()
 
     def resolve(self) -> None:
-        """Update the choices after the plan was resolved again."""
-        plan, module, strategy = self.plan, self.plan.module, self.plan.strategy
+        """Resolve the plan and make all choices again."""
+        plan = self.plan
+        plan.resolve()
+        module, strategy, precision, contract = plan.module, plan.strategy, plan.precision, plan.contract
+        self.contract = contract
         self.move = batch_mover(plan)
         self.tells_strategy = overridden(strategy, "on_train_batch_start", STRATEGY)
         self.is_lean = not strategy.handles_gradient_accumulation and len(strategy.optimizers) == 1
-        self.plain_forward = plan.step_is_the_modules("training_step")
-        self.contract = plan.contract
-        self.knows_backward = _knows_backward(plan)
-        self.module_backward = overridden(module, "backward", MODULE)
-        self.hooks_only = _knows_optimizer_step(plan) and not overridden(module, "optimizer_step", MODULE)
-        # with no optimizer, or several, no lean step is taken
-        self.optimizer: Any = PlainOptimizer(strategy.optimizers[0]) if strategy.optimizers else None
-        if self.optimizer is not None and self.contract.changes_update(self.optimizer.optimizer):
-            self.hooks_only = False
-        self.plain_optimizer_step = self.hooks_only and self.optimizer is not None and self.optimizer.steps_plainly
-        self.bring_back = backward_of()
+        self.forward = (module if plan.step_is_the_modules("training_step") else strategy).training_step
         self.takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
-        self.module_zero_grad = overridden(module, "optimizer_zero_grad", MODULE)
-        self.clips_itself = any_overridden(module, ("configure_gradient_clipping", "clip_gradients"), MODULE)
-        self.clips_itself |= any_overridden(plan.precision, ("_clip_gradients", "clip_gradients"), PRECISION)
         self.post_training_step = overridden(strategy, "post_training_step", STRATEGY)
+        self.reads_outputs = plan.reads_outputs()
+        # with no optimizer, or several, no lean step is taken
+        plain: Any = PlainOptimizer(strategy.optimizers[0]) if strategy.optimizers else None
+        self.optimizer, optimizer = plain, None if plain is None else plain.optimizer
+        self.module_zero_grad = overridden(module, "optimizer_zero_grad", MODULE)
+        self.bring_back = module.backward if overridden(module, "backward", MODULE) else backward_of()
+        hooked = {"on_before_backward", "on_after_backward"} & plan.work.keys() or not isinstance(contract, NothingToDo)
+        self.backward: Callable[[Tensor], object] = self._backward if hooked else self.bring_back
+        if not _knows_backward(plan):
+            self.backward = lambda loss: strategy.backward(loss, optimizer)
+        self.hooks_only = _knows_optimizer_step(plan) and not overridden(module, "optimizer_step", MODULE)
+        self.hooks_only = self.hooks_only and optimizer is not None and not contract.changes_update(optimizer)
+        self.plain_optimizer_step = plain is not None and self.hooks_only and plain.steps_plainly
+        self.clips_itself = any_overridden(module, ("configure_gradient_clipping", "clip_gradients"), MODULE)
+        self.clips_itself |= any_overridden(precision, ("_clip_gradients", "clip_gradients"), PRECISION)
+        self.hooked_update = self.clips_itself or "on_before_optimizer_step" in plan.work
         self.blocks_sync = isinstance(strategy, ParallelStrategy)
         self.knows_sync = self.blocks_sync and plan.keeps_contract("block_backward_sync")
-        self.reads_outputs = plan.reads_outputs()
-        self.hooked_backward = self.module_backward or not isinstance(self.contract, NothingToDo)
-        self.hooked_backward |= "on_before_backward" in plan.work or "on_after_backward" in plan.work
-        self.hooked_update = self.clips_itself or "on_before_optimizer_step" in plan.work
 
     def run(self, batch: Batch, batch_idx: int, stepping: bool) -> dict[str, Any]:
         """Run a step on one micro-batch.
@@ -87,7 +89,7 @@ class TrainStep:
             The outputs for `on_train_batch_end`: the detached loss and everything else that `training_step` returned.
             Empty if it returned None.
         """
-        if self.optimizer.optimizer is not self.plan.strategy.optimizers[0] or self.optimizer.was_patched():
+        if self.optimizer.optimizer is not self.plan.strategy.optimizers[0]:
             self.resolve()
         if not stepping:
             return self._accumulate(batch, batch_idx)
@@ -149,12 +151,12 @@ class TrainStep:
         args = (batch, batch_idx) if self.takes_index else (batch,)
         before = state["_current_fx_name"]
         state["_current_fx_name"] = "training_step"
-        output = plan.module.training_step(*args) if self.plain_forward else plan.strategy.training_step(*args)
+        output = self.forward(*args)
         state["_current_fx_name"] = before
         if self.post_training_step:
             plan.strategy.post_training_step()
         if plan.stale():
-            self.resolve_again()
+            self.resolve()
         first = parts == 1 or batch_idx % parts == 0
         if output is None:
             return self._skip(batch_idx, first)
@@ -172,21 +174,11 @@ class TrainStep:
         if first:
             self._zero_grad(batch_idx)
         state["_current_fx_name"] = "backward"
-        if not self.knows_backward:
-            plan.strategy.backward(loss, self.optimizer.optimizer)
-        elif self.hooked_backward:
-            self._backward(loss)
-        else:
-            self.bring_back(loss)
+        self.backward(loss)
         state["_current_fx_name"] = before
         if stepping and exact:
             self.accumulation.divide_gradients()
         return reported
-
-    def resolve_again(self) -> None:
-        """Resolve the plan and all choices again."""
-        self.plan.resolve()
-        self.resolve()
 
     def _skip(self, batch_idx: int, first: bool) -> dict[str, Any]:
         """Finish a step whose `training_step` returned None."""
@@ -232,10 +224,7 @@ class TrainStep:
         if "on_before_backward" in plan.work:
             plan.call("on_before_backward", loss)
         loss = self.contract.scale_loss(loss)
-        if self.module_backward:
-            plan.module.backward(loss)
-        else:
-            self.bring_back(loss)
+        self.bring_back(loss)
         self.contract.finish_backward()
         if "on_after_backward" in plan.work:
             plan.call("on_after_backward")
@@ -257,25 +246,21 @@ class TrainStep:
 
 def _knows_backward(plan: HookPlan) -> bool:
     """Whether the strategy's backward is hooks, the module's backward and the contract's methods."""
-    precision = plan.precision
-    scaled = overridden(precision, "pre_backward", PRECISION) and not _mixes_without_scaler(plan, "pre_backward")
-    own = any_overridden(precision, ("backward", "post_backward"), PRECISION)
-    return plan.keeps_contract("backward", "pre_backward", "post_backward") and not (scaled or own)
+    own = any_overridden(plan.precision, ("backward", "post_backward"), PRECISION) or _scales(plan, "pre_backward")
+    return plan.keeps_contract("backward", "pre_backward", "post_backward") and not own
 
 
 def _knows_optimizer_step(plan: HookPlan) -> bool:
     """Whether the strategy's optimizer step is the optimizer's own, hooks, and the contract's `finish_step`."""
     strategy: Any = plan.strategy
-    averages = getattr(strategy, "_model_averager", None) is not None
-    scaled = overridden(plan.precision, "optimizer_step", PRECISION) and not _mixes_without_scaler(
-        plan, "optimizer_step"
-    )
-    wrapped = any_overridden(plan.precision, ("_wrap_closure", "_after_closure"), PRECISION)
+    own = any_overridden(plan.precision, ("_wrap_closure", "_after_closure"), PRECISION)
+    own = own or _scales(plan, "optimizer_step") or getattr(strategy, "_model_averager", None) is not None
     patched = any(type(optimizer).step is not _OPTIMIZER_STEP for optimizer in strategy._lightning_optimizers)
-    return plan.keeps_contract("optimizer_step") and not (averages or scaled or wrapped or patched)
+    return plan.keeps_contract("optimizer_step") and not (own or patched)
 
 
-def _mixes_without_scaler(plan: HookPlan, name: str) -> bool:
-    """Whether this is Lightning's bfloat16 mixed precision, which has no gradient scaler."""
+def _scales(plan: HookPlan, name: str) -> bool:
+    """Whether the precision plugin has an own method, not that of bfloat16, which has no gradient scaler."""
     precision: Any = plan.precision
-    return not overridden(precision, name, _MIXED) and precision.scaler is None
+    mixes_only = not overridden(precision, name, _MIXED) and precision.scaler is None
+    return overridden(precision, name, PRECISION) and not mixes_only

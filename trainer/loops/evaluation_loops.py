@@ -1,21 +1,123 @@
-"""Extend Lightning's loops of validation, test and prediction as `loops.py` does its training loops."""
+"""Run validation, test and prediction as `loops.py` runs training: without the calls that have no effect."""
 
 from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any, cast
 
 import torch
+from pytorch_lightning.callbacks import BasePredictionWriter
 from pytorch_lightning.loops.evaluation_loop import _EvaluationLoop
+from pytorch_lightning.loops.fetchers import _DataLoaderIterDataFetcher
 from pytorch_lightning.loops.loop import _Loop
 from pytorch_lightning.loops.prediction_loop import _PredictionLoop
+from pytorch_lightning.utilities.exceptions import SIGTERMException
+from pytorch_lightning.utilities.signature_utils import is_param_in_hook_signature
 from typing_extensions import override
 
 from ...strategies.core.types import Batch
-from ...strategies.registry import ranks_of
+from ...strategies.registry import contract_of, ranks_of
 from ..checkpoint.separate_evaluation import SeparateEvaluation
 from ..logging.results import LeanResults
-from ._eval_step import StepPlan, run_step, step_plan
+from ._batch_fetch import OneLoader, batch_mover, fetch_unprofiled, to_cpu
+from ._hook_plan import HookPlan, may_be_lean
 from .explained_errors import only_loaders_end
+
+
+class StepPlan:
+    """The lean steps of a validation, test or prediction loop, resolved once per run.
+
+    Args:
+        loop: Lightning's loop, with its data set up.
+    """
+
+    def __init__(self, loop: Any) -> None:
+        trainer, predicts = loop.trainer, isinstance(loop, _PredictionLoop)
+        stage = "predict" if predicts else "test" if trainer.testing else "validation"
+        self.loop = loop
+        self.connector = trainer._logger_connector
+        self.results: LeanResults | None = None if predicts else loop._results
+        self.step_name = f"{stage}_step"
+        self.start_name, self.end_name = f"on_{stage}_batch_start", f"on_{stage}_batch_end"
+        self.hooks = HookPlan(trainer, (self.start_name, self.end_name), getattr(trainer, "timed_bar", None))
+        fetcher = loop._data_fetcher
+        self.loader = OneLoader(fetcher) if OneLoader.fits(fetcher) else None
+        self.sanity_checks = trainer.sanity_checking
+        self.contract = contract_of(trainer.strategy)
+        self.names_loader = loop._combined_loader._mode == "sequential" and loop.num_dataloaders > 1
+        self.resolve()
+
+    def resolve(self) -> None:
+        """Make the choices that do not change from batch to batch."""
+        hooks = self.hooks
+        hooks.resolve()
+        self.move = batch_mover(hooks)
+        self.plain = hooks.step_is_the_modules(self.step_name)
+        self.writes = any(isinstance(callback, BasePredictionWriter) for callback in hooks.callbacks)
+        step = getattr(hooks.module, self.step_name)
+        self.takes_index = is_param_in_hook_signature(step, "batch_idx", min_args=2)
+
+    def run(self, batch: Batch, batch_idx: int, dataloader_idx: int) -> None:
+        """Run one step, with Lightning's hooks and counters in Lightning's order."""
+        loop, hooks, results, connector = self.loop, self.hooks, self.results, self.connector
+        total, current = loop.batch_progress.total, loop.batch_progress.current
+        if hooks.stale():
+            self.resolve()
+        batch = self.move(batch, dataloader_idx)
+        # of the batch hooks
+        args = (batch, batch_idx, dataloader_idx) if self.names_loader else (batch, batch_idx)
+        if self.contract.stands_in():
+            self._step(args)
+            return
+        total.ready += 1
+        current.ready += 1
+        if results is not None:
+            connector.start_batch(results, batch, dataloader_idx if self.names_loader else None)
+        writes = self.writes and loop._store_data_for_prediction_writer(batch_idx, dataloader_idx)
+        if self.start_name in hooks.work:
+            hooks.call(self.start_name, *args)
+        total.started += 1
+        current.started += 1
+        output = self._step(args)
+        total.processed += 1
+        current.processed += 1
+        if hooks.stale():
+            self.resolve()
+        if self.end_name in hooks.work:
+            hooks.call(self.end_name, output, *args)
+        if results is not None:
+            connector.finish_batch(results)
+        total.completed += 1
+        current.completed += 1
+        if results is not None:
+            self._end_evaluated(results, dataloader_idx)
+            return
+        if output is None:
+            loop._warning_cache.warn("predict returned None if it was on purpose, ignore this warning...")
+        if loop.return_predictions or writes:
+            loop._predictions[dataloader_idx].append(to_cpu(output))
+
+    def _step(self, args: tuple[Any, ...]) -> Any:
+        """Call the module's step, through the strategy if the strategy overrides it."""
+        hooks, state = self.hooks, self.hooks.state
+        if not self.takes_index:
+            args = (args[0], *args[2:])
+        before = state["_current_fx_name"]
+        state["_current_fx_name"] = self.step_name
+        output = getattr(hooks.module if self.plain else hooks.strategy, self.step_name)(*args)
+        state["_current_fx_name"] = before
+        return output
+
+    def _end_evaluated(self, results: LeanResults, dataloader_idx: int) -> None:
+        trainer, loop = self.hooks.trainer, self.loop
+        if not self.sanity_checks:
+            seen = loop._seen_batches_per_dataloader
+            if results.logs_steps:
+                self.connector.update_eval_step_metrics(seen[dataloader_idx])
+            seen[dataloader_idx] += 1
+        # the trainer's own property checks the stage first, which costs several times as much
+        received = trainer._signal_connector.received_sigterm
+        if received and not loop.batch_progress.is_last_batch and trainer.received_sigterm:
+            raise SIGTERMException
 
 
 class PlannedLoop(_Loop):
@@ -35,9 +137,13 @@ class PlannedLoop(_Loop):
             return cast("Any", super()).run()
 
     def reset(self) -> None:
-        """Plan the steps of the next run."""
+        """Plan the steps of the next run, unless Lightning's own must run."""
         cast("Any", super()).reset()
-        self._plan = step_plan(cast("Any", self))
+        fetcher: Any = vars(self)["_data_fetcher"]
+        self._plan = None
+        if may_be_lean(self.trainer):
+            fetch_unprofiled(fetcher)
+            self._plan = None if isinstance(fetcher, _DataLoaderIterDataFetcher) else StepPlan(self)
 
     def run_planned(self, plan: StepPlan, batch: Batch, batch_idx: int, dataloader_idx: int) -> None:
         """Run a step and, of a single loader, all others, without Lightning's loop around each.
@@ -48,7 +154,7 @@ class PlannedLoop(_Loop):
         loop, loader = cast("Any", self), plan.loader
         stops = getattr(self, "is_within_fit", False)  # between two batches, if a signal asks for it
         while True:
-            run_step(loop, plan, batch, batch_idx, dataloader_idx)
+            plan.run(batch, batch_idx, dataloader_idx)
             if stops:
                 loop.after_batch()
             if loader is None or loop.restarting or loader.fetcher.done:

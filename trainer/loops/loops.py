@@ -24,7 +24,6 @@ from ..checkpoint.clean_points import ResumingEpochLoop, ResumingFitLoop
 from ..logging.connector import LeanLoggerConnector
 from ..logging.results import LeanResults
 from ._batch_fetch import OneLoader, fetch_unprofiled
-from ._eval_step import validation_may_be_due
 from ._hook_plan import HookPlan, may_be_lean
 from ._train_step import TrainStep
 from .accumulation import Accumulation, WeighedAutomaticOptimization
@@ -192,7 +191,7 @@ class LeanTrainingEpochLoop(ResumingEpochLoop):
                 self._forget()
                 super().advance(data_fetcher)
                 return
-            step.resolve_again()
+            step.resolve()
         # Lightning's setter visits all child loops
         if self.val_loop._restarting:
             self.val_loop.restarting = False
@@ -287,7 +286,7 @@ class LeanTrainingEpochLoop(ResumingEpochLoop):
     def on_advance_end(self, data_fetcher: _DataFetcher) -> None:
         if self._stop is not None:
             self._agree_to_end(self._stop)
-        if self._step is None or validation_may_be_due(self):
+        if self._step is None or self._validation_may_be_due():
             self._show_everything()
             super().on_advance_end(data_fetcher)
             return
@@ -298,6 +297,21 @@ class LeanTrainingEpochLoop(ResumingEpochLoop):
         fit_loop: Any = self.trainer.fit_loop
         if fit_loop._savers:
             fit_loop.between_batches()
+
+    def _validation_may_be_due(self) -> bool:
+        """Whether Lightning must decide: at the last batch, on a stop, at an interval, after a restart."""
+        trainer: Any = self.trainer
+        if self.batch_progress.is_last_batch or trainer.should_stop or self._skip_next_val:
+            return True
+        every = trainer.val_check_batch
+        if trainer._val_check_time_interval is not None or every is None:
+            return True
+        if every == float("inf"):
+            every = trainer.limit_train_batches
+            return isinstance(every, int) and every > 0 and (self.batch_idx + 1) % every == 0
+        by_epoch = trainer.check_val_every_n_epoch is not None
+        ready = self.batch_progress.current.ready if by_epoch else self.batch_progress.total.ready
+        return ready % every == 0
 
     @override
     def on_iteration_done(self) -> None:

@@ -1,7 +1,6 @@
 """List ways to train the same global batch on the same devices, from cheap to expensive, for `mode=plan`."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from omegaconf import DictConfig, open_dict
 
@@ -19,18 +18,13 @@ MICROBATCHES = 4
 """Micro-batches per stage: more of them fill the stages better and are smaller, but each costs launches."""
 
 
-@dataclass(frozen=True)
-class Choice:
-    """One way to train, before it is tried: its strategy's configuration, and the options that spread the work."""
+def choices(cfg: DictConfig, given: Topology, batch: int) -> list[tuple[Tried, DictConfig]]:
+    """List the ways to train, from cheap to expensive, before they are tried; the configured one is left out.
 
-    tried: Tried
-    spread: tuple[str, ...]
-    strategy: DictConfig
-
-
-def choices(cfg: DictConfig, given: Topology, batch: int) -> list[Choice]:
-    """List the ways to train, from cheap to expensive; the configured one is left out."""
-    found: list[Choice] = []
+    Returns:
+        Each with its strategy's configuration.
+    """
+    found: list[tuple[Tried, DictConfig]] = []
     for options, loader_batch, computing, traffic in _spreads(given, batch, int(cfg.num_nodes)):
         for recompute, more in RECOMPUTE_TIME.items():
             strategy = _strategy(cfg, given.name, options)
@@ -41,8 +35,8 @@ def choices(cfg: DictConfig, given: Topology, batch: int) -> list[Choice]:
             names = {key: key if key == "strategy" else f"strategy.{key}" for key in options}
             shown = tuple(f"{names[key]}={as_given(value)}" for key, value in options.items())
             chosen = shown if options and recompute == "never" else (*shown, f"strategy.recompute={recompute}")
-            found.append(Choice(Tried(chosen, loader_batch, computing * more, traffic), shown, strategy))
-    return sorted(found, key=lambda choice: (round(choice.tried.computing, 3), choice.tried.traffic))
+            found.append((Tried(chosen, loader_batch, computing * more, traffic), strategy))
+    return sorted(found, key=lambda choice: (round(choice[0].computing, 3), choice[0].traffic))
 
 
 Spread = tuple[dict[str, object], int, float, float]

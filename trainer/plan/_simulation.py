@@ -5,6 +5,7 @@ Source: `torch._subclasses.FakeTensorMode` (PyTorch 2.13).
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
+from operator import length_hint
 from typing import Any, TypeVar
 
 import pytorch_lightning as pl
@@ -25,7 +26,6 @@ from ...strategies.pipeline.recompute import RecomputeOption
 from ...strategies.pipeline.stages import Stages
 from ...strategies.sharding.optimizer_shards import owners
 from ..callbacks.flops import silence
-from ._fake_tensors import make_fake, repeated, resized
 from ._memory_tracker import Cross, MemoryTracker
 from ._sharing import Shards, StageMemory, sharded
 
@@ -60,10 +60,19 @@ class SimulatedStages(Stages):
         return [t if self.tracker.stage_of(t) == stage else cross(t, self.tracker, stage) for t in tensors]
 
 
+class Finished(Exception):
+    """Raised to end the run once all questions are answered; the result is `value`."""
+
+    def __init__(self, value: Any) -> None:
+        super().__init__()
+        self.value = value
+
+
 class SimulatedStrategy(SingleDeviceStrategy):
-    """Trains with fake tensors.
+    """Trains with fake tensors, one optimizer step for each question about memory.
 
     Args:
+        ask: creates the questions from the number of samples of the loader's batch.
         num_stages: devices that the module is cut across.
         options: how it is cut; no effect with one stage.
         recompute: parts whose activations are recomputed.
@@ -76,6 +85,7 @@ class SimulatedStrategy(SingleDeviceStrategy):
 
     def __init__(
         self,
+        ask: Callable[[int], Questions[Any]],
         num_stages: int = 1,
         options: StageOptions | None = None,
         on_accelerator: bool = False,
@@ -86,7 +96,9 @@ class SimulatedStrategy(SingleDeviceStrategy):
         super().__init__(recompute=recompute)
         self._shards_of, self._num_owners = shards_of, num_owners
         self._shards: Shards | None = None
-        self.samples = self.loader_samples = 0
+        self._ask, self._samples = ask, 0
+        self._questions: Questions[Any] | None = None
+        self._num_batches = 0
         self.tracker = MemoryTracker(num_stages, block_bytes=512 if on_accelerator else 1)
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._stages = SimulatedStages(self.tracker, options or StageOptions())
@@ -97,9 +109,11 @@ class SimulatedStrategy(SingleDeviceStrategy):
 
     @override
     def process_dataloader(self, dataloader: Any) -> Any:
-        batches = repeated(dataloader)
-        self.loader_samples = num_samples(batches[0]) or 1
-        return batches
+        """The first batch, as many times as the loader has batches, and at least 1000 times."""
+        batch = next(iter(dataloader), None)
+        if batch is None:
+            raise ConfigError("mode=plan: the training loader is empty. Give it at least one batch.")
+        return [batch] * max(length_hint(dataloader), 1000)  # a learning rate schedule may use the length of an epoch
 
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
@@ -135,8 +149,9 @@ class SimulatedStrategy(SingleDeviceStrategy):
     def batch_to_device(self, batch: Batch, device: torch.device | None = None, dataloader_idx: int = 0) -> Batch:
         if self._first is None:
             self._first = apply_to_collection(batch, Tensor, self._fake.from_tensor, allow_frozen=True)
+        self._answer()
         before = list(self.tracker.live)
-        batch = resized(self._first, num_samples(self._first) or 0, self.samples, self._fake)
+        batch = resized(self._first, num_samples(self._first) or 0, self._samples, self._fake)
         apply_to_collection(batch, Tensor, self.tracker.track, self.tracker.home, allow_frozen=True)
         for stage, memory in enumerate(self._memory):
             memory.batch = self.tracker.live[stage] - before[stage]
@@ -172,7 +187,23 @@ class SimulatedStrategy(SingleDeviceStrategy):
     def teardown(self) -> None:
         """Do not move the module: fake tensors can't be moved to the CPU."""
 
-    def take(self) -> list[StageMemory]:
+    def _answer(self) -> None:
+        """Answer the last question, if the batches of an optimizer step have passed, and hear the next one."""
+        assert self.lightning_module is not None
+        each = self.lightning_module.trainer.accumulate_grad_batches
+        try:
+            if self._questions is None:
+                self._questions = self._ask(num_samples(self._first) or 1)
+                self._samples = next(self._questions)
+            elif self._num_batches % each == 0:
+                memory = self._take()
+                if self._num_batches > each:  # before, the optimizer has no state yet
+                    self._samples = self._questions.send(memory)
+        except StopIteration as stop:
+            raise Finished(stop.value) from None
+        self._num_batches += 1
+
+    def _take(self) -> list[StageMemory]:
         """Return the memory of the last optimizer step per stage, and reset the counters."""
         assert self.lightning_module is not None
         gradients = [p.grad for p in self.lightning_module.parameters() if p.grad is not None]
@@ -217,35 +248,24 @@ class SimulatedStrategy(SingleDeviceStrategy):
             yield
 
 
-class Finished(Exception):
-    """Raised to end the run once all questions are answered."""
+def make_fake(module: nn.Module, mode: FakeTensorMode) -> None:
+    """Replace every parameter and buffer with a fake tensor; tied ones stay tied."""
+    fakes: dict[int, Tensor] = {}
+    for part in module.modules():
+        for store in (part._parameters, part._buffers):
+            tensors: dict[str, Any] = store
+            for name, tensor in tensors.items():
+                if tensor is not None:
+                    tensors[name] = fakes.setdefault(id(tensor), mode.from_tensor(tensor))
 
 
-class Interview(pl.Callback):
-    """Answers questions about memory, with one optimizer step each."""
+def resized(batch: Batch, num: int, samples: int, mode: FakeTensorMode) -> Batch:
+    """Create a batch of another size: new fake tensors, with `samples` rows where the batch has `num`."""
 
-    def __init__(self, strategy: SimulatedStrategy, ask: Callable[[int], Questions[Any]]) -> None:
-        self.answer: Any = None
-        self._strategy = strategy
-        self._ask = ask
-        self._questions = ask(0)
-        self._num_batches = 0
+    def resize(tensor: Tensor) -> Tensor:
+        rows = samples if tensor.dim() and tensor.shape[0] == num else None
+        shape = tensor.shape if rows is None else (rows, *tensor.shape[1:])
+        with mode:
+            return torch.empty(shape, dtype=tensor.dtype)
 
-    @override
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._questions = self._ask(self._strategy.loader_samples)
-        self._strategy.samples = next(self._questions)
-
-    @override
-    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
-        self._num_batches += 1
-        if self._num_batches % trainer.accumulate_grad_batches:
-            return
-        memory = self._strategy.take()
-        if self._num_batches == trainer.accumulate_grad_batches:
-            return  # the optimizer has no state yet
-        try:
-            self._strategy.samples = self._questions.send(memory)
-        except StopIteration as stop:
-            self.answer = stop.value
-            raise Finished from stop
+    return apply_to_collection(batch, Tensor, resize, allow_frozen=True)

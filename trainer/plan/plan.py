@@ -8,6 +8,7 @@ from typing import Any
 
 import pytorch_lightning as pl
 from omegaconf import DictConfig
+from pytorch_lightning.callbacks import LambdaCallback
 from pytorch_lightning.strategies import Strategy
 from torch import nn
 from torch._subclasses.fake_tensor import (
@@ -22,7 +23,7 @@ from ...strategies.core.devices import is_accelerator
 from ...strategies.core.patching import LIGHTNING_TELLS, filtered
 from ...strategies.fsdp import FSDPStrategy
 from ...strategies.model_parallel import ModelParallelStrategy
-from ...strategies.ranks.shard_placing import part_names
+from ...strategies.ranks.shard_sync import part_names
 from ...strategies.ranks.strategy import RankStrategy
 from ...strategies.registry import recompute_of
 from ..config.checks import plain
@@ -34,7 +35,7 @@ from ..study.trial import Trial, run_trial
 from ._choices import choices
 from ._search import MemoryPlan, Tried, questions
 from ._sharing import Shards
-from ._simulation import Finished, Interview, Questions, SimulatedStrategy
+from ._simulation import Finished, Questions, SimulatedStrategy
 from ._topology import Topology, count_devices, is_for_accelerator, topology_of
 
 GB = 10**9
@@ -82,12 +83,13 @@ def others(cfg: DictConfig, given: Topology, plan: MemoryPlan, limit: float) -> 
         limit: bytes of a device.
     """
     too_large: set[tuple[str, ...]] = set()
-    for choice in choices(cfg, given, plan.loader_batch):
-        if choice.spread in too_large:
+    for tried, options in choices(cfg, given, plan.loader_batch):
+        spread = tuple(option for option in tried.options if not option.startswith("strategy.recompute="))
+        if spread in too_large:
             continue  # to recompute activations takes nothing off the weights
-        tried, batch = choice.tried, choice.tried.loader_batch
+        batch = tried.loader_batch
         try:
-            strategy: Strategy = instantiate("strategy", choice.strategy)
+            strategy: Strategy = instantiate("strategy", options)
             topology = topology_of(strategy, given.num_devices, int(cfg.num_nodes))
             planned = interview(cfg, strategy, topology, lambda _, t=topology, b=batch: questions(t, b, None))
         except ConfigError as exc:
@@ -97,7 +99,7 @@ def others(cfg: DictConfig, given: Topology, plan: MemoryPlan, limit: float) -> 
         if planned.peak <= limit:
             return
         if max(d.parameters + d.gradients + d.optimizer for d in planned.devices) > limit:
-            too_large.add(choice.spread)
+            too_large.add(spread)
 
 
 def is_measured(cfg: DictConfig) -> bool:
@@ -119,26 +121,11 @@ def measure(cfg: DictConfig, name: str) -> Trial:
         cfg: the resolved configuration.
 
     Returns:
-        The trial; if it is `ok`, its `memory` holds peak bytes by device.
+        The trial; if it is `ok`, its `peak_memory_mib` holds the peaks of the devices, in order.
     """
     folder = Path(cfg.run_dir) / "measured"
     with run_log(cfg.run_dir):
         return run_trial(short_config(cfg, folder), name, cfg.compare.timeout_s)
-
-
-def plan_errors(planned: MemoryPlan, measured: Trial) -> list[float] | None:
-    """Compare a plan with a measurement.
-
-    Args:
-        measured: a trial of the same strategy on the planned devices.
-
-    Returns:
-        Per device planned / measured - 1; None if the measured devices differ from the planned ones.
-    """
-    if len(measured.memory) != len(planned.devices) or not all(measured.memory.values()):
-        return None
-    pairs = zip(planned.devices, measured.memory.values(), strict=True)
-    return [device.peak / size - 1 for device, size in pairs]
 
 
 def interview(cfg: DictConfig, strategy: Strategy, topology: Topology, ask: Ask) -> MemoryPlan:
@@ -153,17 +140,17 @@ def interview(cfg: DictConfig, strategy: Strategy, topology: Topology, ask: Ask)
     options = strategy.stage_options if isinstance(strategy, (ModelParallelStrategy, RankStrategy)) else None
     pl.seed_everything(cfg.seed or 0, workers=True, verbose=False)  # the first batch is the same as in a run
     simulated = SimulatedStrategy(
-        topology.num_stages, options, is_for_accelerator(cfg), recompute_of(strategy),
+        ask, topology.num_stages, options, is_for_accelerator(cfg), recompute_of(strategy),
         shards_of(strategy, topology, cfg), topology.num_owners,
     )  # fmt: skip
     module, data = module_and_data(cfg)
-    talk = Interview(simulated, ask)
     try:
         # messages about a simulated trainer, such as unused GPUs, would mislead
         with filtered(LIGHTNING_TELLS, lambda record: record.levelno >= logging.WARNING):
-            quiet_trainer(cfg, simulated, callbacks=[talk], **one_device(cfg)).fit(module, datamodule=data)
-    except Finished:
-        return talk.answer
+            looks = LambdaCallback(on_train_batch_end=looks_on)  # as those of a run, which get the step's output
+            quiet_trainer(cfg, simulated, callbacks=[looks], **one_device(cfg)).fit(module, datamodule=data)
+    except Finished as answered:
+        return answered.value
     except UNREADABLE as exc:
         raise ConfigError(
             f"mode=plan runs training_step with shapes only, but it reads values ({str(exc).splitlines()[0]}). "
@@ -179,6 +166,10 @@ def shards_of(strategy: Strategy, topology: Topology, cfg: DictConfig) -> Callab
     options, accumulates = strategy.shards, int(cfg.trainer.get("accumulate_grad_batches") or 1) > 1
     keeps, num = not options.reshard_after_forward, topology.num_shards
     return lambda module: Shards.of(module, part_names(module, options.shard), num, keeps, accumulates)
+
+
+def looks_on(*_: object) -> None:
+    """Do nothing at a batch's end."""
 
 
 def one_device(cfg: DictConfig) -> dict[str, Any]:

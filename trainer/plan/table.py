@@ -9,7 +9,7 @@ from pathlib import Path
 from ..job.tables import new_table, show
 from ..study.trial import OK, Trial
 from ._search import MemoryPlan
-from .plan import GB, plan_errors
+from .plan import GB
 
 COLUMNS = ("parameters", "gradients", "optimizer", "batch", "activations", "communication", "peak")
 CELLS = ("samples", *COLUMNS)
@@ -83,16 +83,16 @@ def conclusions(plan: MemoryPlan) -> list[str]:
 
 
 def measured_lines(plan: MemoryPlan, measured: Trial) -> list[str]:
-    """Describe a plan's error relative to the measured peaks."""
+    """Describe a plan's error relative to the measured peaks: planned / measured - 1."""
     if measured.status != OK:
         return [f"The measurement {measured.status}: {measured.reason}"]
-    errors = plan_errors(plan, measured)
-    if errors is None:
-        return [f"The measured devices ({', '.join(measured.memory)}) differ from the planned ones; no error is shown."]
-    pairs = zip(measured.memory.items(), plan.devices, errors, strict=True)
+    sizes = [mib * 2**20 for mib in measured.peak_memory_mib]
+    if len(sizes) != len(plan.devices) or not all(sizes):
+        return [f"{len(plan.devices)} devices were planned, and {len(sizes)} measured; no error is shown."]
     return [
-        f"{name}: planned {size_text(device.peak)}, measured {size_text(size)} (error {error:+.1%})"
-        for (name, size), device, error in pairs
+        f"device {device.device}: planned {size_text(device.peak)}, measured {size_text(size)} "
+        f"(error {device.peak / size - 1:+.1%})"
+        for device, size in zip(plan.devices, sizes, strict=True)
     ]
 
 

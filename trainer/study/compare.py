@@ -14,8 +14,7 @@ from ..config.instantiate import QUIET
 from ..config.nearest import did_you_mean
 from ..job.log_file import run_log
 from ..job.result import write_json
-from .comparison_table import memory
-from .judge import REFERENCE, Comparison, is_too_fast, judge, tolerance_of
+from .comparison import REFERENCE, Comparison, is_too_fast, judge, memory, tolerance_of
 from .probe import WINDOW, Probe
 from .trial import OK, Trial, run_trial
 
@@ -48,7 +47,7 @@ def compare_strategies(cfg: DictConfig) -> Comparison:
                 trials[0], trials[-1] = try_out(cfg, REFERENCE), try_out(cfg, name)
             log.info(progress_line(trials, len(names), time.monotonic() - began_s))
     limit = cfg.get("device_memory_gb")
-    comparison = judge(trials, tolerance_of(str(cfg.precision)), None if limit is None else limit * 1e9, num_devices)
+    comparison = judge(trials, tolerance_of(str(cfg.precision)), limit and limit * 1e9 / 2**20, num_devices)
     write_json(comparison, Path(cfg.run_dir) / "compare.json")
     return comparison
 

@@ -1,10 +1,10 @@
 """Try one strategy: run a few steps of the user's training in a process of its own, `python -m` of this file.
 
-The results are written to the trial's folder.
+The run leaves its result, and what the probe has measured, in the trial's folder.
 """
 
+import json
 import os
-import statistics
 import subprocess
 import sys
 from dataclasses import dataclass, field
@@ -15,10 +15,10 @@ from omegaconf import DictConfig, OmegaConf
 from ...strategies import ConfigError
 from ...strategies.distributed.process_exit import die_with_parent
 from ..config.checks import LaunchPlan, verify_config
-from ..job.result import FAILED, RESULT_FILE, Result
+from ..job.result import FAILED, Result
 from ..launch.environment import AGENT, importable
-from ..launch.launcher import launch
-from .probe import RankRecord, read_records
+from ..launch.launcher import discard_result, launch
+from .probe import PROBE_FILE
 
 CONFIG_FILE, OUTPUT_FILE = "config.yaml", "output.log"
 OK, REFUSED = "ok", "refused"
@@ -35,10 +35,8 @@ class Trial:
         global_batch: samples of the first global batch.
         samples_per_s: samples per second over all processes, in the median window.
         spread: half the range of the middle half of the windows' speeds, relative to the median.
-        memory: peak bytes by device; on the CPU by process.
-        num_batchnorms: BatchNorm layers that normalize chunk by chunk.
-        num_dropouts: dropout layers with a positive rate.
-        draws: whether the training step drew random numbers.
+        peak_memory_mib: peak memory of every device of all processes; on the CPU of the process.
+        excuses: known reasons for which its losses may differ from another strategy's.
     """
 
     strategy: str
@@ -48,66 +46,35 @@ class Trial:
     global_batch: int = 0
     samples_per_s: float = 0.0
     spread: float = 0.0
-    memory: dict[str, int] = field(default_factory=dict[str, int])
+    peak_memory_mib: list[float] = field(default_factory=list[float])
     num_processes: int = 1
-    num_batchnorms: int = 0
-    num_dropouts: int = 0
-    draws: bool = False
+    excuses: list[str] = field(default_factory=list[str])
 
     @property
-    def peak_bytes(self) -> int:
-        """Largest peak of all devices, in bytes."""
-        return max(self.memory.values(), default=0)
+    def peak_mib(self) -> float:
+        """Largest peak of all devices, in MiB."""
+        return max(self.peak_memory_mib, default=0.0)
 
-
-def summarize(strategy: str, records: list[RankRecord]) -> Trial:
-    """Combine the records of a run's processes.
-
-    Args:
-        records: one per rank.
-
-    Returns:
-        The trial; losses are weighted over ranks as the gradients are.
-    """
-    speed, spread = median_rate(records)
-    return Trial(
-        strategy,
-        losses=global_losses(records),
-        global_batch=sum(record.first_batch for record in records),
-        samples_per_s=speed,
-        spread=spread,
-        memory={name: size for record in records for name, size in record.memory.items()},
-        num_processes=len(records),
-        num_batchnorms=records[0].num_batchnorms,
-        num_dropouts=records[0].num_dropouts,
-        draws=any(record.draws for record in records),
-    )
-
-
-def median_rate(records: list[RankRecord]) -> tuple[float, float]:
-    """Samples per second over all ranks in the median window, and their spread; 0 if training was too short."""
-    rates = [
-        sum(samples for samples, _ in window) / max(seconds for _, seconds in window)
-        for window in zip(*(record.windows for record in records), strict=False)
-    ]
-    if len(rates) < 2:
-        return sum(rates), 0.0
-    low, median, high = statistics.quantiles(rates, n=4, method="inclusive")
-    return median, (high - low) / 2 / median
-
-
-def global_losses(records: list[RankRecord]) -> list[float]:
-    """Combine the ranks' losses into those of the global batches: sum(w_r * L_r) / sum(w_r)."""
-    combined: list[float] = []
-    for losses, weights in zip(
-        zip(*(record.losses for record in records), strict=False),
-        zip(*(record.weights for record in records), strict=False),
-        strict=False,
-    ):
-        # a rank without samples has zero weight, whatever its loss is
-        parts = [weight * loss for loss, weight in zip(losses, weights, strict=True) if weight]
-        combined.append(sum(parts) / sum(weights) if parts else 0.0)
-    return combined
+    @classmethod
+    def read(cls, folder: Path, strategy: str, ended: str) -> "Trial":
+        """Read the outcome from a trial's folder; `ended` says how it ended if it has left none."""
+        try:
+            result = Result.read(folder)
+        except FileNotFoundError:
+            return cls(strategy, FAILED, f"{ended}; see {folder / OUTPUT_FILE}")
+        if result.status == FAILED:
+            if result.refused:
+                return cls(strategy, REFUSED, str(result.reason))
+            return cls(strategy, FAILED, f"{result.reason}; see {folder / OUTPUT_FILE}")
+        if result.global_batch is None:
+            return cls(strategy, FAILED, "it ran no training step")
+        return cls(
+            strategy,
+            global_batch=result.global_batch,
+            peak_memory_mib=result.peak_memory_mib,
+            num_processes=result.num_processes,
+            **json.loads((folder / PROBE_FILE).read_text(encoding="utf-8")),
+        )
 
 
 def run_trial(cfg: DictConfig, strategy: str, timeout_s: float) -> Trial:
@@ -140,15 +107,14 @@ def run_trial(cfg: DictConfig, strategy: str, timeout_s: float) -> Trial:
             return Trial(strategy, FAILED, f"it did not finish within compare.timeout_s={timeout_s:g} seconds")
         finally:
             end(process)
-    return read_trial(folder, strategy, f"its process ended with status {process.returncode}")
+    return Trial.read(folder, strategy, f"its process ended with status {process.returncode}")
 
 
 def write_config(cfg: DictConfig) -> Path:
-    """Write a trial's configuration into its folder, without what an earlier trial has left there."""
+    """Write a trial's configuration into its folder, without the result of an earlier trial there."""
     folder = Path(cfg.run_dir)
     folder.mkdir(parents=True, exist_ok=True)
-    for file in (folder / RESULT_FILE, *folder.glob("rank*.json")):
-        file.unlink(missing_ok=True)
+    discard_result(cfg)
     (folder / CONFIG_FILE).write_text(OmegaConf.to_yaml(cfg, resolve=True), encoding="utf-8")
     return folder
 
@@ -162,20 +128,6 @@ def end(process: subprocess.Popen[bytes], patience_s: float = 8.0) -> None:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-
-
-def read_trial(folder: Path, strategy: str, ended: str) -> Trial:
-    """Read the results in a trial's folder; `ended` says how it ended if it has left none."""
-    try:
-        result = Result.read(folder)
-    except FileNotFoundError:
-        return Trial(strategy, FAILED, f"{ended}; see {folder / OUTPUT_FILE}")
-    if result.status == FAILED:
-        if result.refused:
-            return Trial(strategy, REFUSED, str(result.reason))
-        return Trial(strategy, FAILED, f"{result.reason}; see {folder / OUTPUT_FILE}")
-    records = read_records(folder)
-    return summarize(strategy, records) if records else Trial(strategy, FAILED, "it ran no training step")
 
 
 def execute(config_file: Path) -> None:

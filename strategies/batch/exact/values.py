@@ -498,15 +498,21 @@ class Values:
 
     Args:
         programs: by (name of the step, index of the loader).
+        constants: of these steps the names logged with a `batch_size` that does not depend on the samples.
         over_ranks: whether other ranks have parts of the batch.
         rows: of this process's part, by the names of the values.
         logged: its own values.
     """
 
     programs: dict[tuple[str, int], Programs] = field(default_factory=dict[tuple[str, int], Programs])
+    constants: dict[tuple[str, int], set[str] | None] = field(default_factory=dict[tuple[str, int], "set[str] | None"])
     over_ranks: bool = False
     rows: dict[str, list[Tensor]] = field(default_factory=dict[str, list[Tensor]])
     logged: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+
+    def learn(self, step: str, loader: int, programs: Programs, constants: set[str] | None) -> None:
+        """Keep what was found of what a step logs."""
+        self.programs[step, loader], self.constants[step, loader] = programs, constants
 
     def of(self, step: str, loader: int = 0) -> Programs:
         """The programs of a step."""

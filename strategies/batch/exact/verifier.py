@@ -62,6 +62,7 @@ class Verdict:
         told: lines for the log, and whether they are warnings.
         unused: whether some trained parameters take no part in a loss.
         programs: of logged values.
+        constants: the logged values whose `batch_size` is the same whatever the samples are; None if that is not known.
     """
 
     plans: list[Plan] = field(default_factory=lambda: [OF_SAMPLES])
@@ -69,6 +70,7 @@ class Verdict:
     told: list[tuple[str, bool]] = field(default_factory=list["tuple[str, bool]"])
     unused: bool = False
     programs: dict[str, Program] = field(default_factory=dict[str, Program])
+    constants: set[str] | None = None
 
 
 class Views(NamedTuple):
@@ -283,6 +285,9 @@ class Verifier:
         found = {n: program for n, program in found.items() if whole.weight is None or n not in losses}
         unknown = [n for n in unknown if n not in losses]
         verdict.programs |= found
+        pieces = [whole, *(step for cut in cuts for step in cut)]
+        constants = {n for n in whole.logged if len({str(p.logged[n][1]) for p in pieces if n in p.logged}) == 1}
+        verdict.constants = {n for n in constants if isinstance(whole.logged[n][1], int)}
         if unknown:  # or random
             again = self._run(piece, 0, whole.num, seed=2)[0].logged
             unknown = [n for n in unknown if n in again and str(again[n][0]) == str(whole.seen.logged[n][0])]
@@ -823,4 +828,4 @@ def find_evaluated(
         found: Any = verdict if share is None else share(verdict)
         if found.refusal:
             raise ConfigError(found.refusal)
-        values.programs[step, loader] = found.programs
+        values.learn(step, loader, found.programs, found.constants)

@@ -1,5 +1,5 @@
 """Compute metrics of torchmetrics over all ranks, exactly and in the order of one device.
 
-Exports: run, states, steps, sync.
+Exports: states, steps, sync.
 May import: distributed, core.
 """

@@ -8,7 +8,7 @@ once, each part with the batch it belongs to:
     rank 1   batch 0: c d
 """
 
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -26,8 +26,9 @@ from ...core.module_checks import metrics_of
 from ...core.patching import replaced
 from ..objects import gather_objects
 from ..store import RankError
-from .part_numbers import GIVEN, verify_given, verify_whole
+from .part_numbers import GIVEN, PartNumbers, verify_given, verify_whole
 from .states import BEFORE, Mark, Place, Sent, combine, growing, ranges
+from .steps import MetricSteps
 
 
 class MetricSync:
@@ -132,6 +133,44 @@ class MetricSync:
         """Restore what `marks_of` returned when the states were saved."""
         if marks:
             self._marks[id(metric)] = list(marks)
+
+
+class RunMetrics:
+    """Computes the values of metrics over all ranks, from `__init__` until `end`.
+
+    Args:
+        whole: whether a step calls a metric once, with all samples of this rank.
+        part, hook: see `PartNumbers`.
+
+    Attributes:
+        sync: the exchange of metric states between ranks.
+        steps: computes the values that metrics have for one global batch.
+    """
+
+    def __init__(self, whole: bool, part: Callable[[], tuple[float, bool] | None], hook: Callable[[], str]) -> None:
+        self.sync, self.steps = MetricSync(), MetricSteps(whole)
+        self._replaced = ExitStack()
+        kinds = _metric_classes()
+        for methods in (self.sync.methods, self.steps.methods, PartNumbers(part, hook).methods):
+            for kind, name, method in list(methods(kinds)):
+                self._replaced.enter_context(replaced(kind, name, method))
+
+    def end(self) -> None:
+        """Restore the metrics' own methods."""
+        self._replaced.close()
+        self.steps.close()
+
+
+def _metric_classes() -> set[type[Metric]]:
+    """Return all classes of metrics of this process, `Metric` included."""
+    found: set[type[Metric]] = set()
+    left = [Metric]
+    while left:
+        kind = left.pop()
+        if kind not in found:
+            found.add(kind)
+            left += kind.__subclasses__()
+    return found
 
 
 def _widen_deviations(metric: PearsonCorrCoef) -> None:

@@ -213,8 +213,8 @@ def test_scalars_are_joined_to_the_mean_weighted_by_samples() -> None:
 @pytest.mark.parametrize(
     ("chunks", "message"),
     [
-        ([torch.zeros(4, 4), torch.zeros(4, 4)], r"output has \[4, 4\] rows from chunks of \[2, 1\] samples"),
-        ([{"a": rows(1, 2)}, {"b": rows(3)}], "output differs between chunks in its keys"),
+        ([torch.zeros(4, 4), torch.zeros(4, 4)], "output has 4 rows in parts of 2 and 1 samples"),
+        ([{"a": rows(1, 2)}, {"b": rows(3)}], "output differs between parts in its keys"),
     ],
 )
 def test_results_that_cannot_be_joined_are_refused_by_name_where_they_are_used(chunks: list[Any], message: str) -> None:

@@ -8,7 +8,7 @@ import torch
 
 from evener.strategies.core.module_log import ModuleLog, log_nothing, module_log, received, restore_logs
 from evener.strategies.distributed.metrics.sync import MetricSync
-from evener.strategies.distributed.zero_weight_step import zero_weight_step
+from evener.strategies.ranks.step import zero_weight_step
 
 
 class Outer(pl.LightningModule):

@@ -1,4 +1,4 @@
-"""The backward pass of replicas is one node of autograd: whatever goes backward through it has one device's numbers."""
+"""The backward pass of replicas is one of autograd: whatever goes backward through it has one device's numbers."""
 
 import warnings
 from typing import Any
@@ -7,12 +7,12 @@ import pytest
 import pytorch_lightning as pl
 import torch
 from distributed import run_ranks
-from parity import Case, Net, assert_equal, baseline, fit, make_module, run
+from parity import Case, Net, assert_equal, baseline, run
 from pytorch_lightning.plugins import MixedPrecision
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from evener.strategies import BalancedDataParallelStrategy, ConfigError, DataParallelStrategy, DDPStrategy
+from evener.strategies import BalancedDataParallelStrategy, DataParallelStrategy, DDPStrategy
 from evener.strategies import SingleDeviceStrategy as Single
 from evener.trainer import Trainer
 
@@ -95,15 +95,42 @@ def test_a_gradient_scaler_scales_what_goes_backward(module: type[Net]) -> None:
 
 
 class Penalized(Net):
-    """Wants the graph of its gradients."""
+    """Adds the size of its gradients to its loss, by the graph of the gradients."""
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        loss.backward(create_graph=True)
+        gradients = torch.autograd.grad(loss, list(self.parameters()), create_graph=True)
+        (loss + sum(gradient.square().sum() for gradient in gradients)).backward()
 
 
-def test_a_graph_of_the_gradients_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"create_graph=True can't go through replicas.* or use strategy=ddp"):
-        fit(Case(Penalized), make_module(Case(Penalized)), DataParallelStrategy())
+class Attacked(Net):
+    """Goes backward in its step, for the gradient of its input."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, *rest = self.read(batch)
+        x = x.clone().requires_grad_()
+        self.net(x).square().mean().backward()
+        assert x.grad is not None
+        self.zero_grad()
+        return super().training_step((x.detach() + 0.1 * x.grad.sign(), *rest), batch_idx)  # type: ignore[no-any-return]
+
+
+class Frozen(Net):
+    """Freezes a layer for a part of its step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        for parameter in self.net[0].parameters():
+            parameter.requires_grad = False
+        x = self.read(batch)[0]
+        loss = self.net(x).square().mean()
+        self.net[0].requires_grad_()
+        assert all(parameter.requires_grad for parameter in self.parameters())
+        return loss + super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("module", [Penalized, Attacked, Frozen])
+def test_what_a_step_does_with_its_graph_equals_one_device(module: type[Net], strategy: Any) -> None:
+    assert_equal(run(Case(module), strategy(), devices=3), baseline(Case(module)), 1e-10)
 
 
 def _fit_unused(find: bool | None) -> Any:

@@ -171,7 +171,7 @@ def test_what_is_missing_or_damaged_is_named_and_passed_over(tmp_path: Path, sav
 
 def _killed(num_ranks: int, target: Path, victim: int) -> None:
     """Train until one rank dies in the middle of writing its rows after the third step."""
-    from evener.trainer.checkpoint import _shard_files as files
+    from evener.trainer.checkpoint import _tensor_files as files
 
     own, num = files._write_rows, [0]
 

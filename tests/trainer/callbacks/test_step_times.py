@@ -27,9 +27,10 @@ def test_step_times_are_means_per_optimizer_step() -> None:
     clock.go()
     for wait, compute in ((0.5, 1.0), (0.5, 2.0)):
         now.s += wait
-        clock.start_batch()
+        clock.enter("forward")
         now.s += compute
-        clock.end_batch(num_samples=8)
+        clock.enter(None)
+        clock.num_samples += 8
     clock.pause()
     now.s += 1000  # validation
     clock.go()
@@ -112,9 +113,10 @@ def test_what_a_device_computes_is_measured_by_events(monkeypatch: pytest.Monkey
     clock.measure_on(torch.device("cuda", 1))
     clock.go()
     for _ in range(4):
-        clock.start_batch()
+        clock.enter("forward")
         now.s += 2
-        clock.end_batch(num_samples=8)
+        clock.enter(None)
+        clock.num_samples += 8
     assert waits == []
     times = clock.read(num_steps=4, data_wait_s=0.0)
     assert times is not None

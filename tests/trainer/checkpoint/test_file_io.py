@@ -208,7 +208,7 @@ def test_a_full_disk_keeps_the_old_file(background: bool, tmp_path: Path, caplog
     assert os.listdir(tmp_path) == ["old.ckpt"]
     message = "new.ckpt could not be written (File too large); existing files are intact. Training continues"
     assert message in caplog.text
-    assert io.take_failures() == ([str(old), str(new)], [str(old)])
+    assert io.take_failed() == {str(old), str(new)}
 
 
 def test_an_error_stops_training_where_that_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from evener.trainer.checkpoint import _snapshot
+from evener.trainer.checkpoint import _host_memory
 from evener.trainer.checkpoint._tensor_files import TensorFiles
 from evener.trainer.checkpoint.file_io import CheckpointError, read, write
 
@@ -55,12 +55,12 @@ def test_what_is_read_is_what_was_taken(tmp_path: Path) -> None:
 def four_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Four threads copy, each 100 bytes at a time, which divide no tensor evenly."""
     monkeypatch.setattr(os, "cpu_count", lambda: 4)
-    monkeypatch.setattr(_snapshot, "_PIECE", 100)
+    monkeypatch.setattr(_host_memory, "_PIECE", 100)
 
 
 @pytest.mark.usefixtures("four_threads")
 def test_what_several_threads_copied_stays_when_training_goes_on_at_once(tmp_path: Path) -> None:
-    files, on_host = TensorFiles(tmp_path), _snapshot.Snapshot()
+    files, on_host = TensorFiles(tmp_path), _host_memory.HostMemory()
     for number in range(20):
         own = state(number)
         write(files.take(own), path := tmp_path / "snapshot.ckpt")

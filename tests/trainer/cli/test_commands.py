@@ -24,7 +24,7 @@ from omegaconf import DictConfig
 from evener.trainer import compose
 from evener.trainer.cli import tool
 from evener.trainer.study import compare
-from evener.trainer.study.trial import CONFIG_FILE, Trial, execute, read_trial, write_config
+from evener.trainer.study.trial import CONFIG_FILE, Trial, execute, write_config
 
 COMMANDS = commands()
 
@@ -201,7 +201,7 @@ def num_processes(words: list[str], cfg: DictConfig) -> int:
 def in_this_process(cfg: DictConfig, strategy: str, timeout_s: float) -> Trial:
     """As `run_trial`, without a process of its own."""
     execute(write_config(cfg) / CONFIG_FILE)
-    return read_trial(Path(cfg.run_dir), strategy, "")
+    return Trial.read(Path(cfg.run_dir), strategy, "")
 
 
 def train_here(project: str, words: list[str]) -> None:

@@ -16,7 +16,7 @@ import warm_python
 ROOT = Path(__file__).parents[3]
 
 MODULE = """
-import itertools, sys
+import atexit, itertools, os, signal, sys
 import pytorch_lightning as pl
 import torch
 from torch.utils.data import DataLoader, TensorDataset
@@ -32,6 +32,8 @@ class Odd(pl.LightningModule):
         return self.layer(batch[0]).mean()
 
     def misbehave(self):
+        if self.fault == "Ctrl-C":
+            atexit.register(os.kill, os.getpid(), signal.SIGINT)
         if self.fault == "surrogates":
             raise ValueError("no file \\udcff.txt")
         if self.fault == "group":
@@ -83,7 +85,7 @@ GROUP = pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 has n
         ("exit 3", 3, "SystemExit: 3"),
         ("exit 0", 1, "SystemExit: 0"),
         ("exit text", 1, "SystemExit: seen enough"),
-        ("StopIteration", 1, "RuntimeError: misbehave raised StopIteration at odd.py:27, which would end the epoch "
+        ("StopIteration", 1, "RuntimeError: misbehave raised StopIteration at odd.py:29, which would end the epoch "
          "without a word. Give next() a default, or begin the iterator again."),
     ],
 )  # fmt: skip
@@ -123,6 +125,12 @@ def test_a_run_whose_output_nobody_takes_goes_on(ranks: int, to: str, tmp_path: 
     (log,) = tmp_path.rglob("train.log")
     if to != ">&-":
         assert "The output can't be written any more" in log.read_text()
+
+
+def test_a_ctrl_c_while_python_itself_ends_leaves_no_traceback(tmp_path: Path) -> None:
+    done = run(tmp_path, "+module.fault=Ctrl-C")
+    assert "run directory" in done.stdout
+    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize("given", [True, False])

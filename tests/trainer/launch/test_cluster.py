@@ -17,7 +17,6 @@ from evener.strategies import ConfigError, DDPStrategy
 from evener.trainer import compose
 from evener.trainer.cli.main import main
 from evener.trainer.cli.train import prepare
-from evener.trainer.launch import _elastic as agent
 from evener.trainer.launch import cluster
 from evener.trainer.launch import launcher as launch
 
@@ -62,7 +61,7 @@ def test_a_rank_is_recognised(started_by: str) -> None:
 def test_the_command_starts_nothing_in_a_rank(started_by: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[Any] = []
     monkeypatch.setattr(launch.Run, "execute", lambda run: ran.append(run.cfg))
-    monkeypatch.setattr(agent, "launch_workers", lambda *_: pytest.fail("workers were started by a worker"))
+    monkeypatch.setattr(launch, "launch_workers", lambda *_: pytest.fail("workers were started by a worker"))
     cfg = configured(started_by, tmp_path)
     launch.launch(cfg)
     assert ran == [cfg]

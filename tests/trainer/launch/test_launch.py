@@ -15,7 +15,7 @@ from tensorboard.compat.proto import event_pb2
 
 from evener.trainer import Result, compose, train
 from evener.trainer.config.checks import LaunchPlan
-from evener.trainer.launch import _elastic
+from evener.trainer.launch import workers
 
 LOGGED = ("logger=tensorboard", "trainer.log_every_n_steps=1")
 
@@ -160,6 +160,15 @@ def test_a_rank_that_raises_before_a_restart_is_printed_once(tmp_path: Path) -> 
         assert Result.read(log.parent).status == "finished"
 
 
+def test_a_rank_that_ends_in_order_because_another_failed_does_not_prevent_the_restart(tmp_path: Path) -> None:
+    with running(
+        tmp_path, "module._target_=launched.FailsEarly", "++module.fault=raise", f"++module.once={tmp_path}/once",
+        "launcher.max_restarts=1", "trainer.max_epochs=1", "trainer.limit_train_batches=2",
+    ) as run:  # fmt: skip
+        assert run.wait(300) == 0, run.output.read_text()
+        assert run.last_steps() == {0: 1, 1: 1}
+
+
 @pytest.mark.long
 def test_a_killed_rank_is_restarted_from_the_newest_checkpoint(tmp_path: Path) -> None:
     with running(
@@ -204,7 +213,7 @@ def test_forked_workers_import_nothing_that_their_parent_could_have(tmp_path: Pa
 def test_workers_start_python_anew_where_they_can_not_be_forked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_elastic, "can_fork", lambda _: False)
+    monkeypatch.setattr(workers, "can_fork", lambda _: False)
     words = [f"log_dir={tmp_path}", "strategy=ddp", "devices=2", "accelerator=cpu", "test_after_fit=false"]
     result = train(compose([*words, "trainer.max_epochs=1", "trainer.limit_train_batches=2", "logger=none"]))
     assert result.num_steps == 2
@@ -213,4 +222,4 @@ def test_workers_start_python_anew_where_they_can_not_be_forked(
 
 @pytest.mark.parametrize(("devices", "forks"), [(["cpu", "cpu"], True), (["cuda:0", "cpu"], False)])
 def test_what_uses_an_accelerator_is_not_forked(devices: list[str], forks: bool) -> None:
-    assert _elastic.can_fork(LaunchPlan(tuple(map(torch.device, devices)), 2)) == forks
+    assert workers.can_fork(LaunchPlan(tuple(map(torch.device, devices)), 2)) == forks

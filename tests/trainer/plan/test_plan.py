@@ -34,7 +34,7 @@ from evener.trainer.cli.main import main
 from evener.trainer.cli.train import prepare
 from evener.trainer.plan._search import DevicePlan, MemoryPlan, Tried
 from evener.trainer.plan._sharing import StageMemory, in_flight
-from evener.trainer.plan.plan import is_measured, plan_errors, plan_memory
+from evener.trainer.plan.plan import is_measured, plan_memory
 from evener.trainer.plan.table import advice, conclusions, measured_lines, size_text
 from evener.trainer.study.trial import FAILED, Trial
 
@@ -453,17 +453,17 @@ def two_devices() -> MemoryPlan:
 
 
 def test_the_error_is_relative_to_what_was_measured() -> None:
-    measured = Trial("dp", memory={"cuda:0": 1_000_000, "cuda:1": 1_000_000})
-    errors = plan_errors(two_devices(), measured)
-    assert errors == [pytest.approx(0.1), pytest.approx(-0.1)]
+    measured = Trial("dp", peak_memory_mib=[1e6 / 2**20, 1e6 / 2**20])
     assert measured_lines(two_devices(), measured) == [
-        "cuda:0: planned 1.10 MB, measured 1.00 MB (error +10.0%)",
-        "cuda:1: planned 900 kB, measured 1.00 MB (error -10.0%)",
+        "device 0: planned 1.10 MB, measured 1.00 MB (error +10.0%)",
+        "device 1: planned 900 kB, measured 1.00 MB (error -10.0%)",
     ]
 
 
 def test_no_error_where_other_devices_were_measured() -> None:
-    assert plan_errors(two_devices(), Trial("dp", memory={"cuda:0": 5})) is None
+    assert measured_lines(two_devices(), Trial("dp", peak_memory_mib=[5.0])) == [
+        "2 devices were planned, and 1 measured; no error is shown."
+    ]
     assert measured_lines(two_devices(), Trial("dp", FAILED, "out of memory")) == [
         "The measurement failed: out of memory"
     ]

@@ -5,6 +5,7 @@ import json
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -24,9 +25,17 @@ from evener.trainer.cli.main import main
 from evener.trainer.cli.train import prepare
 from evener.trainer.study import compare
 from evener.trainer.study.compare import chosen_strategies, progress_line, trial_config
-from evener.trainer.study.comparison_table import memory, notes, reasons, recommendation, verdict
-from evener.trainer.study.judge import judge, largest_difference, tolerance_of
-from evener.trainer.study.probe import RankRecord, is_synced
+from evener.trainer.study.comparison import (
+    judge,
+    largest_difference,
+    memory,
+    notes,
+    reasons,
+    recommendation,
+    tolerance_of,
+    verdict,
+)
+from evener.trainer.study.probe import DRAWS, Probe, is_synced, median_rate
 from evener.trainer.study.trial import (
     CONFIG_FILE,
     FAILED,
@@ -34,10 +43,7 @@ from evener.trainer.study.trial import (
     REFUSED,
     Trial,
     execute,
-    median_rate,
-    read_trial,
     run_trial,
-    summarize,
     write_config,
 )
 
@@ -109,7 +115,7 @@ def tried(tmp_path: Path, strategy: str, *overrides: str, module: str = "Fair", 
     assert isinstance(trial, DictConfig)
     with contextlib.suppress(Exception):  # which is in its result
         execute(write_config(trial) / CONFIG_FILE)
-    return read_trial(folder, strategy, "it has left nothing")
+    return Trial.read(folder, strategy, "it has left nothing")
 
 
 def test_equal_losses_are_found_equal(tmp_path: Path) -> None:
@@ -149,11 +155,11 @@ def test_batchnorm_and_dropout_are_named(tmp_path: Path) -> None:
 
 def test_random_numbers_without_a_layer_are_noticed(tmp_path: Path) -> None:
     noisy = tried(tmp_path, "single_device", module="Noisy")
-    assert (noisy.draws, noisy.num_dropouts) == (True, 0)
+    assert noisy.excuses == [DRAWS]
     assert judge([Trial("single_device"), noisy], 1e-4).excuses["single_device"] == [
         "the training step draws random numbers, which differ between strategies"
     ]
-    assert not tried(tmp_path, "dp").draws, "a step without dropout"
+    assert tried(tmp_path, "dp").excuses == [], "a step without dropout"
 
 
 def test_a_refusal_is_told_by_its_sentence(tmp_path: Path) -> None:
@@ -199,23 +205,27 @@ def test_the_command_compares_in_processes_of_their_own(
     assert (one["global_batch"], two["global_batch"]) == (32, 32), "the loader's batch, whatever the strategy"
     assert len(two["losses"]) == 6
     assert found["differences"]["ddp"] < 1e-4
-    assert set(two["memory"]) == {"process 0", "process 1"}
-    assert min(two["memory"].values()) > 50e6, "torch alone takes more"
+    assert len(two["peak_memory_mib"]) == 2
+    assert min(two["peak_memory_mib"]) > 50, "torch alone takes more"
     assert found["recommended"] in ("single_device", "ddp")
     shown = capsys.readouterr().out
     for text in ("global batch 32 samples, 6 steps", "equal (to", f"Recommended: strategy={found['recommended']}"):
         assert text in shown
 
 
-def test_losses_of_ranks_are_weighted() -> None:
-    first = RankRecord([1.0, 2.0], [3.0, 4.0], first_batch=3, windows=[(9, 1.0), (9, 3.0), (9, 2.0)])
-    # the second rank had no sample of the second batch, and its loss is not a number
-    second = RankRecord([5.0, float("nan")], [1.0, 0.0], first_batch=1, windows=[(3, 2.0), (3, 1.0), (3, 1.0)])
-    trial = summarize("ddp", [first, second])
-    assert trial.losses == [(3 * 1 + 1 * 5) / 4, 2.0]
-    assert trial.global_batch == 4
-    # 12 samples in 2, 3 and 2 seconds: the slower rank's time counts, and the median stretch
-    assert trial.samples_per_s == 6.0
+def test_losses_of_ranks_are_weighted(tmp_path: Path) -> None:
+    class OtherRank:
+        root_device = torch.device("cpu")
+
+        def reduce(self, sums: Tensor, reduce_op: str) -> Tensor:
+            assert reduce_op == "sum"
+            return sums + torch.tensor([[5.0, 1.0], [0.0, 0.0]])  # it had no sample of the second batch
+
+    probe = Probe(str(tmp_path), warmup_steps=1)
+    probe._losses += [(torch.tensor(1.0), 3.0), (torch.tensor(2.0), 4.0)]
+    trainer: Any = SimpleNamespace(strategy=OtherRank(), is_global_zero=True)
+    probe.on_train_end(trainer, pl.LightningModule())
+    assert json.loads((tmp_path / "probe.json").read_text())["losses"] == [(3 * 1 + 1 * 5) / 4, 2.0]
 
 
 def test_a_loss_that_is_no_number_is_not_equal() -> None:
@@ -224,11 +234,11 @@ def test_a_loss_that_is_no_number_is_not_equal() -> None:
 
 
 def measured(strategy: str, speed: float, size: int, losses: tuple[float, ...] = (2.0, 1.0)) -> Trial:
-    return Trial(strategy, losses=list(losses), samples_per_s=speed, memory={"cuda:0": size, "cuda:1": size // 2})
+    return Trial(strategy, losses=list(losses), samples_per_s=speed, peak_memory_mib=[size, size // 2])
 
 
 def test_the_table_grows_with_an_estimate_of_the_rest() -> None:
-    first = Trial("single_device", samples_per_s=1234.5, memory={"cpu": 100 * 2**20})
+    first = Trial("single_device", samples_per_s=1234.5, peak_memory_mib=[100.0])
     line = progress_line([first, replace(first, strategy="dp")], 5, 20.0)
     assert line.split() == ["2", "of", "5", "dp", "1,234", "samples/s,", "100", "MiB,", "about", "30", "s", "left"]
     assert progress_line([replace(first, status="refused")], 1, 3.0).split() == [
@@ -269,15 +279,14 @@ def test_of_equal_ones_the_simpler_is_recommended() -> None:
 
 def test_what_does_not_fit_is_not_recommended() -> None:
     trials = [measured("single_device", 100, 800), measured("model_parallel", 50, 300)]
-    comparison = judge(trials, 1e-4, device_bytes=500)
+    comparison = judge(trials, 1e-4, device_mib=500)
     assert (comparison.recommended, comparison.reason) == ("model_parallel", "it is the only one that trained")
 
 
 def test_memory_is_shown_by_device() -> None:
-    mib = 2**20
-    assert memory(Trial("dp", memory={"cuda:0": 3000 * mib, "cuda:1": 20 * mib})) == "3,000 / 20"
-    assert memory(Trial("ddp", memory={f"cuda:{i}": 20 * mib for i in range(8)})) == "20"
-    assert memory(Trial("ddp", memory={f"cuda:{i}": (20 + i) * mib for i in range(8)})) == "20 to 27"
+    assert memory(Trial("dp", peak_memory_mib=[3000, 20])) == "3,000 / 20"
+    assert memory(Trial("ddp", peak_memory_mib=[20.2] * 8)) == "20"
+    assert memory(Trial("ddp", peak_memory_mib=[20 + i for i in range(8)])) == "20 to 27"
 
 
 def test_trials_share_the_global_batch_and_begin_alike(tmp_path: Path) -> None:
@@ -363,5 +372,4 @@ def test_what_stays_too_fast_is_not_recommended(monkeypatch: pytest.MonkeyPatch,
 
 
 def test_the_spread_is_half_the_range_of_the_middle_half() -> None:
-    record = RankRecord(windows=[(10, 1.0), (20, 1.0), (30, 1.0), (40, 1.0), (50, 1.0)])
-    assert median_rate([record]) == (30.0, pytest.approx(10 / 30))  # quartiles 20 and 40
+    assert median_rate([10.0, 20.0, 30.0, 40.0, 50.0]) == (30.0, pytest.approx(10 / 30))  # quartiles 20 and 40

@@ -16,7 +16,7 @@ from torchmetrics.wrappers import Running
 
 from evener.strategies import BalancedDDPStrategy, DDPStrategy, SingleDeviceStrategy
 from evener.strategies.core.errors import ConfigError
-from evener.strategies.distributed.metrics.run import RunMetrics
+from evener.strategies.distributed.metrics.sync import RunMetrics
 from evener.strategies.distributed.store import RankError
 
 STRATEGIES: dict[str, Any] = {

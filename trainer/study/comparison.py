@@ -1,7 +1,13 @@
-"""Check whether strategies trained alike, and recommend one."""
+"""Check whether strategies trained alike, recommend one, and print the table of `mode=compare`."""
 
 from dataclasses import dataclass, field
 
+from rich.table import Table
+from rich.text import Text
+
+from ..job import tables
+from ..job.result import short_path
+from .probe import DRAWS
 from .trial import OK, Trial
 
 REFERENCE = "single_device"
@@ -51,7 +57,7 @@ def is_too_fast(trial: Trial, trials: list[Trial], num_devices: int) -> bool:
 
 
 def judge(
-    trials: list[Trial], tolerance: float, device_bytes: float | None = None, num_devices: int = 10**9
+    trials: list[Trial], tolerance: float, device_mib: float | None = None, num_devices: int = 10**9
 ) -> Comparison:
     """Compare losses, which count as equal within the tolerance, and recommend a strategy."""
     trained = [trial for trial in trials if trial.status == OK]
@@ -65,7 +71,7 @@ def judge(
         "can't be, also when measured again: the machine is busy. Try with more compare.steps."
         for t in doubted
     ]
-    recommended, reason = recommend([t for t in sound if t not in doubted], device_bytes)
+    recommended, reason = recommend([t for t in sound if t not in doubted], device_mib)
     name = None if reference is None else reference.strategy
     return Comparison(trials, name, differences, tolerance, excuses, recommended, reason, doubts)
 
@@ -85,35 +91,28 @@ def excuses_of(trial: Trial, reference: Trial) -> list[str]:
     """List known reasons for which a strategy's losses may differ from the reference's (the exceptions of law 1)."""
     if trial is reference:
         return []
-    found: list[str] = []
-    if trial.num_batchnorms:
-        found.append(f"{trial.num_batchnorms} BatchNorm layers normalize chunk by chunk (no sync_batchnorm)")
-    if trial.num_dropouts:
-        found.append(f"{trial.num_dropouts} dropout layers draw different random numbers")
-    elif trial.draws or reference.draws:
-        found.append("the training step draws random numbers, which differ between strategies")
-    return found
+    return [*trial.excuses, *(reason for reason in reference.excuses if reason == DRAWS and DRAWS not in trial.excuses)]
 
 
-def recommend(trials: list[Trial], device_bytes: float | None) -> tuple[str | None, str]:
+def recommend(trials: list[Trial], device_mib: float | None) -> tuple[str | None, str]:
     """Choose among strategies that train alike.
 
     The fastest wins. Among strategies as fast within the noise, the one with the lowest peak memory wins; if that is
     equal too, the earlier one, which is simpler.
 
     Args:
-        device_bytes: memory of a device; strategies that need more are excluded.
+        device_mib: memory of a device in MiB; strategies that need more are excluded.
 
     Returns:
         Name and reason; None and the reason if no strategy can be recommended.
     """
-    fitting = [trial for trial in trials if device_bytes is None or trial.peak_bytes <= device_bytes]
+    fitting = [trial for trial in trials if device_mib is None or trial.peak_mib <= device_mib]
     if not fitting:
         return None, "no strategy trained" + (" within device_memory_gb" if trials else "") + "; see the reasons above"
     fastest = max(fitting, key=lambda trial: trial.samples_per_s)
     equal = [trial for trial in fitting if trial.samples_per_s >= (1 - NOISE) * fastest.samples_per_s]
-    least = min(trial.peak_bytes for trial in equal)
-    best = next(trial for trial in equal if trial.peak_bytes <= (1 + NOISE) * least)
+    least = min(trial.peak_mib for trial in equal)
+    best = next(trial for trial in equal if trial.peak_mib <= (1 + NOISE) * least)
     return best.strategy, explain(best, fitting, equal)
 
 
@@ -131,3 +130,83 @@ def explain(best: Trial, trials: list[Trial], equal: list[Trial]) -> str:
     if best.strategy == REFERENCE:
         return f"more devices are not faster at this batch size: it is {ratio} the next, {second.strategy}"
     return f"it is the fastest of {len(trials)} that train alike, {ratio} {second.strategy}"
+
+
+def show_comparison(comparison: Comparison, run_dir: str) -> None:
+    """Print the table, the strategies that did not train and why, and the recommendation.
+
+    Args:
+        run_dir: directory of the trials.
+    """
+    trained = [trial for trial in comparison.trials if trial.status == OK]
+    lines = [
+        *reasons(comparison),
+        *comparison.doubts,
+        *notes(comparison),
+        recommendation(comparison),
+        f"logs: {short_path(run_dir)}",
+    ]
+    tables.show(draw(comparison, trained) if trained else None, lines)
+
+
+def draw(comparison: Comparison, trained: list[Trial]) -> Table:
+    """Build the table, with one row per strategy that trained."""
+    first = trained[0]
+    title = f"compare: global batch {first.global_batch} samples, {len(first.losses)} steps"
+    headings = ("strategy", "processes", "samples/s", f"× {first.strategy}", "peak MiB", "losses")
+    table = tables.new_table(title, headings, text=("strategy", "losses"))
+    for trial in trained:
+        ratio = f"{trial.samples_per_s / first.samples_per_s:.2f}" if first.samples_per_s else ""
+        name = Text(trial.strategy, style="bold" if trial.strategy == comparison.recommended else "")
+        speed = f"{trial.samples_per_s:,.0f} ± {trial.spread:.0%}"
+        table.add_row(name, str(trial.num_processes), speed, ratio, memory(trial), verdict(comparison, trial))
+    return table
+
+
+def memory(trial: Trial) -> str:
+    """Peak memory per device (per process on the CPU): a list if there are few and they differ, otherwise the range."""
+    sizes = [round(size) for size in trial.peak_memory_mib]
+    if len(set(sizes)) <= 1:
+        return f"{sizes[0]:,}" if sizes else ""
+    if len(sizes) <= 4:
+        return " / ".join(f"{size:,}" for size in sizes)
+    return f"{min(sizes):,} to {max(sizes):,}"
+
+
+def verdict(comparison: Comparison, trial: Trial) -> str:
+    """Whether a strategy's losses equal the reference's."""
+    difference = comparison.differences[trial.strategy]
+    if not trial.losses:
+        return "not checked: training_step returns no loss"
+    if trial.strategy == comparison.reference:
+        return f"{trial.losses[0]:.4g} to {trial.losses[-1]:.4g}"
+    if difference <= comparison.tolerance:
+        return f"equal (to {difference:.0e})"
+    return f"{'differ, see below' if comparison.excuses[trial.strategy] else 'DIFFER'} ({difference:.0e})"
+
+
+def notes(comparison: Comparison) -> list[str]:
+    """Explain differing losses."""
+    found: list[str] = []
+    for name, difference in comparison.differences.items():
+        if difference <= comparison.tolerance:
+            continue
+        excuses = comparison.excuses[name]
+        why = "; ".join(excuses) if excuses else "the cause is unknown, so it is not recommended; please report it"
+        found.append(f"{name}: losses differ by {difference:.1e} (allowed: {comparison.tolerance:.0e}): {why}.")
+    named = {excuse for excuses in comparison.excuses.values() for excuse in excuses}
+    if named and not found:
+        found.append(f"Losses agree here, but may differ in general: {'; '.join(sorted(named))}.")
+    return found
+
+
+def reasons(comparison: Comparison) -> list[str]:
+    """Explain why strategies did not train."""
+    return [f"{t.strategy} {t.status}: {t.reason}" for t in comparison.trials if t.status != OK]
+
+
+def recommendation(comparison: Comparison) -> str:
+    """Format the recommendation."""
+    if comparison.recommended is None:
+        return f"No recommendation: {comparison.reason}."
+    return f"Recommended: strategy={comparison.recommended}, because {comparison.reason}."

@@ -1,0 +1,255 @@
+"""Start the workers of one machine, watch them, start them anew after a failure, and report why a run has failed."""
+
+import json
+import logging
+import math
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext, suppress
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+
+from ...strategies import ConfigError
+from ...strategies.core.files import scratch_directory
+from ...strategies.distributed.process_exit import ASK_TO_STOP, Answer, StopRequests, forking, kill_frozen
+from ...strategies.distributed.store import hosted_store
+from ..config.checks import AUTO, LaunchPlan
+from ..job.failure import Failure, report_killed
+from ..job.result import Result, WorkerError
+from ..job.run import keep_snapshot
+from ..job.signals import Interrupted, handled, loss, tell_stop
+from . import worker
+from .environment import AGENT, FAILURE_FILE, RUNNING_FILE, STOPPED_FILE, environment, importable
+
+logger = logging.getLogger(__name__)
+
+END_S = 30.0
+"""Seconds that the others have to end after a worker has failed."""
+
+
+def launch_workers(cfg: DictConfig, plan: LaunchPlan) -> Result:
+    """Start one worker per process, and wait for the result; without a device that fails for good, if that is allowed.
+
+    Args:
+        plan: of a strategy of several processes.
+
+    Raises:
+        WorkerError: a worker failed, `launcher.max_restarts` times more than allowed, and none can be left out.
+    """
+    while True:
+        num_processes = plan.num_processes
+        assert num_processes is not None
+        try:
+            return _launch(cfg, num_processes, can_fork(plan))
+        except WorkerError as exc:
+            least = cfg.launcher.min_processes
+            if exc.rank is None or least is None or num_processes <= least:
+                raise
+            cfg = without_rank(cfg, exc.rank, plan.devices, len(plan.devices) // num_processes)
+            plan = LaunchPlan.of(cfg)
+            logger.warning(
+                "rank %d failed for good (%s): going on with %d processes, devices=%s.",
+                exc.rank, exc, plan.num_processes, cfg.devices,
+            )  # fmt: skip
+        finally:
+            keep_snapshot(cfg)
+
+
+def without_rank(cfg: DictConfig, rank: int, devices: Sequence[torch.device], each: int) -> DictConfig:
+    """Return the configuration with which the other ranks, of `each` devices, go on from the newest checkpoint."""
+    left = [*devices[: rank * each], *devices[(rank + 1) * each :]]
+    given = len(left) if all(device.type == "cpu" for device in left) else [device.index for device in left]
+    changes = OmegaConf.create({"devices": given, "resume": AUTO})
+    merged = OmegaConf.merge(cfg, changes, {"trainer": {"devices": given}} if "devices" in cfg.trainer else {})
+    assert isinstance(merged, DictConfig)
+    return merged
+
+
+def can_fork(plan: LaunchPlan) -> bool:
+    """Whether workers may be forked from this process, which has imported everything; else they start Python anew.
+
+    A forked process can't use an accelerator that its parent has touched, and macOS's libraries don't survive a fork.
+    """
+    return sys.platform == "linux" and all(device.type == "cpu" for device in plan.devices)
+
+
+def _launch(cfg: DictConfig, num_processes: int, forks: bool) -> Result:
+    """Run the workers, and tell how they ended."""
+    threads = max(1, (os.cpu_count() or 1) // num_processes)
+    variables = {
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)),
+        AGENT: str(os.getpid()),
+        "PYTHONPATH": importable(),
+    }
+    with scratch_directory() as scratch, environment(variables):
+        workers = Workers(cfg, num_processes, scratch, forks)
+        with handled(workers.hear) as workers.requests:
+            failed = workers.run()
+        if workers.requests.signum is not None:
+            raise stopped(workers, cfg, signal.Signals(workers.requests.signum))
+        if failed is not None:
+            raise explain(workers, cfg, failed)
+    return Result.read(cfg.run_dir)
+
+
+class Workers:
+    """The workers of a run: the first signal to this process stops them, and Ctrl-C after it ends them at once.
+
+    Args:
+        cfg: the resolved configuration.
+        scratch: a directory for what they leave.
+        forks: whether they are forked from this process.
+
+    Attributes:
+        processes: one per rank, of the last attempt.
+        requests: what signals have asked for.
+        ended_at_once: whether the workers were ended at once.
+    """
+
+    def __init__(self, cfg: DictConfig, num_processes: int, scratch: Path, forks: bool) -> None:
+        self.num_processes, self.scratch = num_processes, scratch
+        self.processes: list[BaseProcess | subprocess.Popen[bytes]] = []
+        self.requests = StopRequests()
+        self.ended_at_once = False
+        self._cfg, self._forks = cfg, forks
+        self._deadline_s = math.inf
+
+    def run(self) -> int | None:
+        """Run all ranks, and anew after a failure if that is allowed; they meet at a store of this process.
+
+        Returns:
+            The rank that failed first, in the last attempt; None if none did.
+        """
+        failed = None
+        for attempt in range(self._cfg.launcher.max_restarts + 1):
+            (self.scratch / STOPPED_FILE).unlink(missing_ok=True)  # of one that has ended because another failed
+            with hosted_store() as place:
+                try:
+                    self._start(attempt, place)
+                    failed = self.join()
+                finally:
+                    self.end(signal.SIGKILL)
+            # one that a signal to it has stopped has stopped the others
+            if failed is None or self.requests.signum is not None or is_stop(status_of(self.processes[failed])):
+                break
+        return failed
+
+    def _start(self, attempt: int, place: Mapping[str, str]) -> None:
+        ranks = {
+            "WORLD_SIZE": self.num_processes, "LOCAL_WORLD_SIZE": self.num_processes, "GROUP_RANK": 0,
+            "GROUP_WORLD_SIZE": 1, "TORCHELASTIC_RUN_ID": os.getpid(), "TORCHELASTIC_RESTART_COUNT": attempt,
+            "TORCHELASTIC_MAX_RESTARTS": self._cfg.launcher.max_restarts,
+        }  # fmt: skip
+        variables = {**place, **{name: str(value) for name, value in ranks.items()}}
+        self.processes, self._deadline_s = [], math.inf
+        # one that reaches a worker while it is forked would raise in a callback of the fork, and be lost
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, ASK_TO_STOP)
+        try:
+            with forking() if self._forks else nullcontext():
+                for rank in map(str, range(self.num_processes)):
+                    self.processes.append(self._start_one({**variables, "RANK": rank, "LOCAL_RANK": rank}))
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        if self.requests.signum is not None:
+            self.end(self.requests.signum, self._cfg.launcher.shutdown_timeout_s)
+
+    def _start_one(self, variables: dict[str, str]) -> BaseProcess | subprocess.Popen[bytes]:
+        if self._forks:
+            arguments = (self._cfg, self.scratch, variables)
+            process: BaseProcess = multiprocessing.get_context("fork").Process(target=worker.run_forked, args=arguments)
+            process.start()
+            return process
+        config_file = self.scratch / "config.yaml"
+        config_file.write_text(OmegaConf.to_yaml(self._cfg, resolve=True), encoding="utf-8")
+        words = [sys.executable, "-m", worker.__name__, str(config_file)]
+        return subprocess.Popen(words, env={**os.environ, **variables})
+
+    def join(self) -> int | None:
+        """Wait for all workers, and end those that are left after a failure; return the rank that failed first."""
+        failed = None
+        while left := [process for process in self.processes if status_of(process) is None]:
+            if failed is None and self.requests.signum is None and (failed := self._failed()) is not None:
+                self.end(signal.SIGTERM, END_S)
+            if not math.isinf(self._deadline_s):
+                kill_frozen(process.pid for process in left if process.pid is not None)
+            if time.monotonic() > self._deadline_s:
+                self.end(signal.SIGKILL)
+            time.sleep(self._cfg.launcher.monitor_interval_s)
+        return self._failed() if failed is None else failed
+
+    def _failed(self) -> int | None:
+        """A rank that has failed: one that was killed, if any, since others may have failed for that."""
+        statuses = {rank: status for rank, process in enumerate(self.processes) if (status := status_of(process))}
+        return min(statuses, key=lambda rank: statuses[rank] > 0, default=None)
+
+    def hear(self, answer: Answer, signum: int, _: FrameType | None) -> None:
+        """Pass a signal on."""
+        if answer == "at once":
+            self.ended_at_once = True
+            self.end(signal.SIGKILL)
+        elif answer == "first":
+            self.end(signum, self._cfg.launcher.shutdown_timeout_s)
+
+    def end(self, signum: int, within_s: float = math.inf) -> None:
+        """Send a signal to those that are alive, which are killed if they have not ended within some seconds."""
+        self._deadline_s = time.monotonic() + within_s
+        for process in self.processes:
+            if status_of(process) is None and process.pid is not None:
+                with suppress(ProcessLookupError):
+                    os.kill(process.pid, signum)
+
+
+def status_of(process: BaseProcess | subprocess.Popen[Any]) -> int | None:
+    """The exit status of a process, negative for the signal that ended it; None while it lives."""
+    return process.exitcode if isinstance(process, BaseProcess) else process.poll()
+
+
+def is_stop(status: int | None) -> bool:
+    """Whether a process has ended in order because a signal asked it to."""
+    return status in [128 + signum for signum in ASK_TO_STOP]
+
+
+def stopped(workers: Workers, cfg: DictConfig, signum: signal.Signals) -> BaseException:
+    """Tell how a signal to this process has ended the workers: in order, at once, or too late to save."""
+    ended = Interrupted(signum, begun=(workers.scratch / STOPPED_FILE).exists())
+    if workers.ended_at_once and not ended.begun:
+        logger.warning("The run was ended at once by a second Ctrl-C, and %s.", loss(cfg.run_dir))
+    elif (workers.scratch / RUNNING_FILE).exists():  # rank 0 was killed
+        reason = (
+            f"{signum.name} ended this run: a step, a batch of validation or the writing of a checkpoint took longer "
+            f"than launcher.shutdown_timeout_s={cfg.launcher.shutdown_timeout_s:g} s, and {loss(cfg.run_dir)}. Give "
+            "more seconds."
+        )
+        report_killed(cfg, Failure(0, reason), workers.num_processes)
+        return WorkerError(reason)
+    else:
+        tell_stop(ended)
+    return ended
+
+
+def explain(workers: Workers, cfg: DictConfig, rank: int) -> BaseException:
+    """Tell why a rank has failed: a ConfigError, or rank and reason of the first failure that was reported."""
+    process = workers.processes[rank]
+    status = status_of(process) or 0
+    if is_stop(status):
+        return Interrupted(status - 128)
+    told = sorted(workers.scratch.glob(FAILURE_FILE.format("*")), key=lambda file: (len(file.name), file.name))
+    if status < 0 or not told:
+        how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"exited with status {status}"
+        killed = Failure(rank, f"it {how} (process {process.pid})")
+        report_killed(cfg, killed, workers.num_processes)
+        return WorkerError(f"rank {rank} failed: {killed.reason}", rank=rank)
+    first = Failure(**json.loads(told[-1].read_text(encoding="utf-8")))  # of the last attempt
+    if first.refused:
+        return ConfigError(first.reason)
+    return WorkerError(f"rank {first.rank} failed: {first.short}", first.trace, first.rank, status)
