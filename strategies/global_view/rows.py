@@ -16,6 +16,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._mode_utils import no_dispatch
 
 from .exchange import Cut, Exchange
 
@@ -197,6 +198,8 @@ def are_cut(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
 
 def dispatch(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Compute an operation of tensors some of which are cut."""
+    if torch.Tag.inplace_view in op.tags and type(args[0]) is Rows:
+        return _become_view(op, args, kwargs)
     if are_cut(args, kwargs):
         rule = RULES.get(op)
         if rule is not None:
@@ -255,6 +258,19 @@ def _view(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     if isinstance(given, (list, tuple)):
         return [Rows(one, None, one.stride(), copy=copy) for one in given]
     return Rows(given, None, given.stride(), copy=copy)
+
+
+def _become_view(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Make a tensor a view of itself, as `unsqueeze_` does."""
+    rows: Rows = args[0]
+    name, overload = op.name().removeprefix("aten::").partition(".")[::2]
+    packet = getattr(torch.ops.aten, name.removesuffix("_"))
+    plain = getattr(packet, overload or ("int" if name == "transpose_" else "default"))
+    view = dispatch(plain, args, kwargs)
+    rows.local, rows.cut, rows.home, rows.copy, rows.known = view.local, view.cut, view.home, view.copy, None
+    with no_dispatch():
+        op(*args, **kwargs)
+    return rows
 
 
 def note(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:

@@ -153,13 +153,13 @@ def by_rows(rows: str, results: str, counts: Sequence[int] = (), size: int | Non
         if lead is None or lead.cut.dim or lead.cut.outer > 1:
             return NotImplemented
         cut: Cut = lead.cut
+        for i in places:
+            if i < len(args) and isinstance(args[i], Tensor) and args[i].shape[:1] != (cut.length,):
+                return NotImplemented
         given = [
             aligned(one, cut) if i in places else cut.own_length if i in counts else gathered(one)
             for i, one in enumerate(args)
         ]
-        for i in places:
-            if i < len(args) and isinstance(args[i], Tensor) and args[i].shape[:1] != (cut.length,):
-                return NotImplemented
         if size is not None:
             given[size] = cut.own_shape(given[size])
         result = op(*given, **{name: gathered(one) for name, one in kwargs.items()})
@@ -184,7 +184,7 @@ def layer_norm(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 def layer_norm_backward(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Its gradients."""
     gradient, rows, shape, mean, rstd, weight, bias, mask = args
-    if type(rows) is not Rows or rows.cut is None:
+    if type(rows) is not Rows or rows.cut is None or rows.cut.dim >= rows.dim() - len(shape):
         return NotImplemented
     cut = rows.cut
     parts = [aligned(one, cut) for one in (gradient, rows)]
@@ -309,8 +309,6 @@ def _register() -> None:
         "grid_sampler_2d": by_rows("01", "r"),
         "grid_sampler_2d_backward": by_rows("012", "rr"),
         "pixel_shuffle pixel_unshuffle": by_rows("0", "r"),
-        "_cdist_forward": by_rows("01", "r"),
-        "_cdist_backward": by_rows("0124", "r"),
         "im2col col2im": by_rows("0", "r"),
     }
     for names, rule in rules.items():
