@@ -50,6 +50,9 @@ class GradientSync:
         self._without_gradient: list[nn.Parameter] = []
         self._is_new = False
 
+    def begin_streams(self) -> None:
+        """Learn that random numbers are about to be drawn; each rank has its own."""
+
     @property
     def _wrapper(self) -> DistributedDataParallel | None:
         model = self._strategy._model

@@ -79,6 +79,7 @@ class RankStep(StepContract):
         self.reader.values.over_ranks = num_ranks > 1
         self.reader.sum_over_ranks = self._sum_over_ranks if num_ranks > 1 else None
         self.metrics = RunMetrics(not self._strategy.layout.cut_by, self._part, self._hook)
+        self.metrics.sync.is_whole = self._strategy.global_view
 
     def begin_pass(self, evaluation: Any) -> None:
         """Begin a pass over loaders, refusing an evaluation that ranks would not read side by side."""

@@ -51,6 +51,9 @@ PLANS: dict[str, Plan] = {
     "dp_3": Plan(lambda **o: S.DataParallelStrategy(**o), 3),
     "balanced_dp": Plan(lambda **o: S.BalancedDataParallelStrategy(weights=[1, 2], **o), 2),
     "ddp": Plan(lambda **o: S.DDPStrategy(batch_size_is="global", timeout_s=20, **o), 2, 2),
+    "ddp_global_view": Plan(
+        lambda **o: S.DDPStrategy(batch_size_is="global", timeout_s=20, global_view=True, **o), 2, 2
+    ),
     "model_parallel": Plan(lambda **o: S.ModelParallelStrategy(**{"num_microbatches": 2, **o}), 2),
     "ddp_model_parallel": Plan(
         lambda **o: S.DDPModelParallelStrategy(batch_size_is="global", timeout_s=20, **{"num_microbatches": 2, **o}),
