@@ -10,8 +10,8 @@ from .core.errors import ConfigError
 from .core.options import Count, checked
 from .data.loaders import BatchSizeIs
 from .distributed.options import Compression, compression_hook, reducer_options
+from .global_view.view import WholeBatch
 from .pipeline.recompute import RecomputeOption
-from .global_view.view import WholeBatch, WholeLoaders
 from .ranks.arguments import RankArguments
 from .ranks.gradient_sync import GradientSync
 from .ranks.strategy import RankStrategy
@@ -37,8 +37,8 @@ class DDPStrategy(RankStrategy):
         verify: refuse, before the first step, a module that trains otherwise in parts of a batch than on the whole one,
             for which at most eight samples of the dataset are tried. False trains it nevertheless.
         compression: compression of gradients between ranks: `fp16`, `bf16`, `powersgd`, or None.
-        global_view: have steps see the global batch, of which each rank computes some rows, so that any module trains as
-            on one device, BatchNorm and random numbers included; slower. See docs/global_view.md.
+        global_view: have steps see the global batch, of which each rank computes some rows: any module trains as on one
+            device, BatchNorm and random numbers included, but more slowly. See docs/global_view.md.
         **options: options of `RankStrategy` (`timeout_s`, `start_method`, ...) and of
             `torch.nn.parallel.DistributedDataParallel`: `find_unused_parameters`, `static_graph`,
             `gradient_as_bucket_view`, `bucket_cap_mb`, ...
@@ -77,7 +77,6 @@ class DDPStrategy(RankStrategy):
         self.sync = WholeBatch(self) if global_view else GradientSync(self, compression_hook(compression))
         if global_view:
             self._verify_view(compression, recompute, options)
-            self._loaders_of = lambda *args, **kwargs: WholeLoaders(*args, **kwargs, joined=self.num_together)
 
     def _verify_view(self, compression: object, recompute: object, options: Mapping[str, Any]) -> None:
         others = {

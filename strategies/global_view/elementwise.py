@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from .exchange import Cut
-from .rows import RULES, Rows, facts, gathered
+from .rows import RULES, Rows, facts, gathered, register
 
 aten = torch.ops.aten
 
@@ -88,17 +88,6 @@ def drawn(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     return wrap(rows.cut.own(result).clone(), rows.cut, strides)
 
 
-def native_dropout(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """The mask is drawn of all rows."""
-    rows: Rows = args[0]
-    assert rows.cut is not None
-    _, mask = op(torch.ones(rows.shape, dtype=rows.dtype, device=rows.device), *args[1:], **kwargs)
-    own, scale = rows.cut.own(mask).clone(), 1 / (1 - args[1]) if args[1] < 1 else 0.0
-    if args[2] is False:
-        return NotImplemented
-    return wrap((rows.local * own * scale, own), rows.cut)
-
-
 def along(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Tensors of one number of dimensions, along dimensions that are not cut: softmax, sorting, cumulated sums."""
     named = dict(zip((argument.name for argument in op._schema.arguments), args, strict=False)) | kwargs
@@ -107,7 +96,11 @@ def along(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     cut: Cut = lead.cut
     given = next((named[name] for name in ("dim", "dims") if name in named), -1)
     dims = {dim % max(1, lead.dim()) for dim in (given if isinstance(given, (list, tuple)) else [given])}
-    if not dims or cut.dim in dims or any(one.dim() != lead.dim() or one.shape[cut.dim] != cut.length for one in tensors):
+    if (
+        not dims
+        or cut.dim in dims
+        or any(one.dim() != lead.dim() or one.shape[cut.dim] != cut.length for one in tensors)
+    ):
         return NotImplemented
     written = facts(op).written
     if written and type(args[0]) is not Rows:
@@ -121,52 +114,38 @@ def along(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     return wrap(result, cut)
 
 
-def index_select(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Choose along a dimension that is not cut, or rows of a whole tensor by indices that are."""
-    source, dim, index = args
-    dim %= max(1, source.dim())
-    if type(source) is Rows and source.cut is not None:
-        if dim == source.cut.dim:
-            return NotImplemented
-        return wrap(op(source.local, dim, gathered(index)), source.cut)
-    if index.dim() != 1:
-        return NotImplemented
-    return wrap(op(gathered(source), dim, index.local), index.cut.at(dim))
-
-
 def _register() -> None:
     skipped = {aten.equal.default, aten.allclose.default}
     for name in dir(aten):
         packet = getattr(aten, name)
         for overload in packet.overloads() if hasattr(packet, "overloads") else ():
             op = getattr(packet, overload)
-            if torch.Tag.pointwise in op.tags and torch.Tag.nondeterministic_seeded not in op.tags and op not in skipped:
+            if (
+                torch.Tag.pointwise in op.tags
+                and torch.Tag.nondeterministic_seeded not in op.tags
+                and op not in skipped
+            ):
                 RULES.setdefault(op, pointwise)
-    more = """_to_copy copy_ copy fill_.Scalar fill_.Tensor fill.Scalar zero_ masked_fill_.Scalar masked_fill_.Tensor
-        masked_fill.Scalar masked_fill.Tensor where.self lerp_.Scalar lerp_.Tensor elu_backward softplus_backward
-        hardtanh_backward hardswish hardswish_ hardswish_backward hardsigmoid_backward leaky_relu_backward mish_backward
-        softshrink_backward hardshrink_backward log_sigmoid_forward log_sigmoid_backward _conj _neg_view
-        logical_and_ clamp.Tensor clamp_.Tensor isin.Tensor_Scalar bitwise_not bucketize.Tensor
-        special_i0e _prelu_kernel addcmul addcdiv"""
-    for name in more.split():
-        packet, _, overload = name.partition(".")
-        op = getattr(getattr(aten, packet), overload or "default", None)
-        if op is not None:
-            RULES[op] = pointwise
-    del RULES[aten.bucketize.Tensor], RULES[aten.isin.Tensor_Scalar], RULES[aten.log_sigmoid_forward.default]
-    for name in "empty_like zeros_like ones_like full_like".split():
-        RULES[getattr(aten, name).default] = like
-    for name in """rand_like randn_like randint_like.default randint_like.low_dtype bernoulli_.float uniform_ normal_
-        exponential_ geometric_ log_normal_ cauchy_ random_.default random_.from random_.to""".split():
-        packet, _, overload = name.partition(".")
-        RULES[getattr(getattr(aten, packet), overload or "default")] = drawn
-    RULES[aten.native_dropout.default] = native_dropout
-    for name in """_softmax _log_softmax _softmax_backward_data _log_softmax_backward_data cumsum cumprod logcumsumexp
-        cummax cummin sort sort.stable argsort.stable topk gather scatter.src scatter.value scatter_.src scatter_.value
-        scatter_add scatter_add_ flip roll glu glu_backward""".split():
-        packet, _, overload = name.partition(".")
-        RULES[getattr(getattr(aten, packet), overload or "default")] = along
-    RULES[aten.index_select.default] = index_select
+    register(
+        """_to_copy copy_ copy fill_.Scalar fill_.Tensor fill.Scalar zero_ masked_fill_.Scalar masked_fill_.Tensor
+        masked_fill.Scalar masked_fill.Tensor where.self lerp_.Scalar lerp_.Tensor elu_backward
+        softplus_backward hardtanh_backward hardswish hardswish_ hardswish_backward hardsigmoid_backward
+        leaky_relu_backward mish_backward softshrink_backward hardshrink_backward log_sigmoid_backward _conj
+        _neg_view logical_and_ clamp.Tensor clamp_.Tensor bitwise_not special_i0e _prelu_kernel addcmul addcdiv""",
+        pointwise,
+    )
+    register("empty_like zeros_like ones_like full_like", like)
+    register(
+        """rand_like randn_like randint_like.default randint_like.low_dtype bernoulli_.float uniform_ normal_
+        exponential_ geometric_ log_normal_ cauchy_ random_.default random_.from random_.to""",
+        drawn,
+    )
+    register(
+        """_softmax _log_softmax _softmax_backward_data _log_softmax_backward_data cumsum cumprod logcumsumexp
+        cummax cummin sort sort.stable argsort.stable topk gather scatter.src scatter.value scatter_.src
+        scatter_.value scatter_add scatter_add_ flip roll glu glu_backward""",
+        along,
+    )
 
 
 _register()

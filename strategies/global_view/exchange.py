@@ -46,17 +46,8 @@ class Exchange:
             return self.gather(local.view(torch.uint8), cut).view(torch.bool)
         if local.is_complex():
             return torch.view_as_complex(self.gather(torch.view_as_real(local.resolve_conj()), cut))
-        split = local.unflatten(cut.dim, (cut.outer, cut.sizes[self.rank])) if cut.outer > 1 else local
-        at = cut.dim + (cut.outer > 1)
-        rows = gather_unequal(split.movedim(at, 0).contiguous(), cut.sizes, self._group).movedim(0, at)
-        return (rows.flatten(cut.dim, at) if cut.outer > 1 else rows).contiguous()
-
-    def sizes(self, own: int, device: torch.device) -> tuple[int, ...]:
-        """A number of each rank."""
-        told = torch.zeros(self.size, dtype=torch.int64, device=device)
-        told[self.rank] = own
-        all_reduce(told, dist.ReduceOp.SUM, self._group)
-        return tuple(told.tolist())
+        rows = gather_unequal(local.movedim(cut.dim, 0).contiguous(), cut.sizes, self._group)
+        return rows.movedim(0, cut.dim).contiguous()
 
 
 @dataclass(frozen=True)
@@ -67,23 +58,21 @@ class Cut:
         dim: the dimension.
         sizes: of each rank's block.
         exchange: gathers them.
-        outer: how often the blocks of all ranks repeat, as where (T, N) became (T · N) by a view.
     """
 
     dim: int
     sizes: tuple[int, ...]
     exchange: Exchange = field(compare=False)
-    outer: int = 1
 
     @cached_property
     def length(self) -> int:
         """Of the whole dimension."""
-        return self.outer * sum(self.sizes)
+        return sum(self.sizes)
 
     @cached_property
     def own_length(self) -> int:
         """Of this rank's part of it."""
-        return self.outer * self.sizes[self.exchange.rank]
+        return self.sizes[self.exchange.rank]
 
     @cached_property
     def start(self) -> int:
@@ -100,12 +89,8 @@ class Cut:
 
     def at(self, dim: int) -> "Cut":
         """The same of another dimension."""
-        return self if dim == self.dim else Cut(dim, self.sizes, self.exchange, self.outer)
+        return self if dim == self.dim else Cut(dim, self.sizes, self.exchange)
 
     def own(self, whole: Tensor) -> Tensor:
         """This rank's part of the whole."""
-        size = self.sizes[self.exchange.rank]
-        if self.outer == 1:
-            return whole.narrow(self.dim, self.start, size)
-        split = whole.unflatten(self.dim, (self.outer, sum(self.sizes)))
-        return split.narrow(self.dim + 1, self.start, size).flatten(self.dim, self.dim + 1)
+        return whole.narrow(self.dim, self.start, self.own_length)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .elementwise import aligned, wrap
 from .exchange import Cut
-from .rows import RULES, Rows, gathered
+from .rows import Rows, gathered, register
 
 aten = torch.ops.aten
 
@@ -30,18 +30,13 @@ def same(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 def reshaped(shape: Sequence[int], cut: Cut, target: Sequence[int]) -> Cut | None:
     """The cut of a view of another shape: that of the finest dimension of which each rank still has whole elements."""
-    before, inner = prod(shape[: cut.dim]) * cut.outer, prod(shape[cut.dim + 1 :])
-    if not prod(shape):
-        return None
-    found: list[tuple[int, int, Cut]] = []
-    for dim, length in enumerate(target):
-        ahead, behind = prod(target[:dim]), prod(target[dim + 1 :])
-        if before % ahead or length % (outer := before // ahead):
-            continue
-        if all(size * inner % behind == 0 for size in cut.sizes):
-            sizes = tuple(size * inner // behind for size in cut.sizes)
-            found.append((-outer, length // outer, Cut(dim, sizes, cut.exchange, outer)))
-    return max(found, key=lambda one: one[:2])[2] if found else None
+    before, inner = prod(shape[: cut.dim]), prod(shape[cut.dim + 1 :])
+    found: list[Cut] = []
+    for dim in range(len(target)) if prod(shape) else ():
+        behind = prod(target[dim + 1 :])
+        if before == prod(target[:dim]) and all(size * inner % behind == 0 for size in cut.sizes):
+            found.append(Cut(dim, tuple(size * inner // behind for size in cut.sizes), cut.exchange))
+    return max(found, key=lambda one: one.length) if found else None
 
 
 def view(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -123,18 +118,9 @@ def _slice(rows: Rows, dim: int, start: int, end: int, step: int = 1) -> Rows | 
     if dim != cut.dim:
         local = aten.slice.Tensor(rows.local, dim, start, end, step)
         return Rows(local, cut, strides, rows.home)
-    if cut.outer > 1:
+    if (start, end, step) != (0, cut.length, 1):
         return None
-    before, sizes, own = 0, [0] * len(cut.sizes), (0, 0)
-    for rank, size in enumerate(cut.sizes):
-        first = max(start - before, (start - before) % step)  # the first of the chosen in this rank's block
-        last = min(end - before, size)
-        sizes[rank] = max(0, -(-(last - first) // step))
-        if rank == cut.exchange.rank:
-            own = (min(first, size), max(first, last))
-        before += size
-    local = aten.slice.Tensor(rows.local, dim, own[0], own[1], step)
-    return Rows(local, Cut(dim, tuple(sizes), cut.exchange), strides, rows.home)
+    return Rows(rows.local, cut, strides, rows.home)
 
 
 def slice_(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -196,28 +182,11 @@ def stack(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     return aten.cat.default([aten.unsqueeze.default(one, dim) for one in args[0]], dim)
 
 
-def repeat(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Repeat along dimensions that are not cut."""
-    rows, times = args
-    dim = rows.cut.dim + len(times) - rows.dim()
-    if times[dim] != 1:
-        return NotImplemented
-    return wrap(op(rows.local, times), rows.cut.at(dim))
-
-
-def pad(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Pad the last dimensions."""
-    rows = args[0]
-    if rows.cut.dim >= rows.dim() - len(args[1]) // 2:
-        return NotImplemented
-    return wrap(op(rows.local, *args[1:], **kwargs), rows.cut)
-
-
 def index(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Elements of a whole tensor by indices that are cut, of rows at other dimensions, or rows by a mask."""
+    """Elements of a whole tensor by indices that are cut, or of rows at other dimensions."""
     source, indices = args
     if any(one is not None and one.dtype in (torch.bool, torch.uint8) for one in indices):
-        return _masked(op, source, indices)
+        return NotImplemented
     if type(source) is Rows and source.cut is not None:
         places = [i for i, one in enumerate(indices) if one is not None]
         if len(places) != 1 or places[0] == source.cut.dim:
@@ -235,39 +204,20 @@ def index(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     return wrap(op(gathered(source), parts), lead.cut.at(dim))
 
 
-def _masked(op: Any, source: Any, indices: Sequence[Any]) -> Any:
-    """Rows by a mask of rows, whose number is exchanged."""
-    mask = indices[0]
-    if len(indices) > 1 or mask is None or type(source) is not Rows or source.cut is None or source.cut.dim:
-        return NotImplemented
-    if source.cut.outer > 1 or mask.shape[0] != source.cut.length or mask.dtype is not torch.bool:
-        return NotImplemented
-    local = op(source.local, [aligned(mask, source.cut)])
-    return wrap(local, Cut(0, source.cut.exchange.sizes(local.shape[0], local.device), source.cut.exchange))
-
-
-def _register() -> None:
-    rules: dict[str, Any] = {
-        "alias detach lift_fresh": same,
-        "view _unsafe_view reshape _reshape_alias": view,
-        "permute transpose.int t": permute,
-        "unsqueeze": unsqueeze,
-        "squeeze squeeze.dim squeeze.dims": squeeze,
-        "expand": expand,
-        "slice.Tensor": slice_,
-        "select.int": select,
-        "unbind.int": unbind,
-        "split.Tensor split_with_sizes": split,
-        "cat": cat,
-        "stack": stack,
-        "repeat": repeat,
-        "constant_pad_nd": pad,
-        "index.Tensor": index,
-    }
-    for names, rule in rules.items():
-        for name in names.split():
-            packet, _, overload = name.partition(".")
-            RULES[getattr(getattr(aten, packet), overload or "default")] = rule
-
-
-_register()
+_RULES: dict[str, Any] = {
+    "alias detach lift_fresh": same,
+    "view _unsafe_view reshape _reshape_alias": view,
+    "permute transpose.int t": permute,
+    "unsqueeze": unsqueeze,
+    "squeeze squeeze.dim squeeze.dims": squeeze,
+    "expand": expand,
+    "slice.Tensor": slice_,
+    "select.int": select,
+    "unbind.int": unbind,
+    "split.Tensor split_with_sizes": split,
+    "cat": cat,
+    "stack": stack,
+    "index.Tensor": index,
+}
+for names, rule in _RULES.items():
+    register(names, rule)

@@ -1,4 +1,4 @@
-"""Rules by torch's own decompositions: losses that reduce, written as what is computed of each row and a sum."""
+"""Rules by torch's own decompositions: losses and normalisations, written as what is computed of each row and a sum."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,7 +13,9 @@ aten = torch.ops.aten
 _NAMES = """nll_loss_forward nll_loss_backward nll_loss2d_forward nll_loss2d_backward mse_loss mse_loss_backward
     smooth_l1_loss smooth_l1_loss_backward huber_loss huber_loss_backward binary_cross_entropy
     binary_cross_entropy_backward soft_margin_loss soft_margin_loss_backward log_sigmoid_forward
-    count_nonzero.dim_IntList nansum logsumexp addcmul aminmax norm.ScalarOpt_dim
+    native_layer_norm native_layer_norm_backward native_batch_norm native_batch_norm_backward cudnn_batch_norm
+    cudnn_batch_norm_backward native_group_norm native_group_norm_backward std.correction mv dot addmv
+    count_nonzero.dim_IntList nansum aminmax norm.ScalarOpt_dim
     binary_cross_entropy_with_logits nan_to_num"""
 
 

@@ -26,6 +26,13 @@ RULES: dict[Any, Rule] = {}
 """Of an operation: computes it of rows, or returns NotImplemented where all rows must be gathered."""
 
 
+def register(names: str, rule: Rule) -> None:
+    """Register the rule of operations, by their names in `torch.ops.aten`; an overload follows a dot."""
+    for name in names.split():
+        packet, _, overload = name.partition(".")
+        RULES[getattr(getattr(torch.ops.aten, packet), overload or "default")] = rule
+
+
 @dataclass(eq=False)
 class Home:
     """What tensors that share memory have in common: how often it was written to."""
@@ -78,7 +85,7 @@ class Rows(Tensor):
     __torch_function__: ClassVar[Any] = torch._C._disabled_torch_function_impl
 
     @staticmethod
-    def __new__(
+    def __new__(  # noqa: D102  # the class has them
         cls,
         local: Tensor,
         cut: Cut | None,
@@ -118,9 +125,11 @@ class Rows(Tensor):
         return self.whole().detach().__reduce_ex__(protocol)
 
     def tolist(self) -> Any:
+        """All rows, as torch's method gives them."""
         return self.whole().tolist()
 
     def numpy(self, *, force: bool = False) -> Any:
+        """All rows, as torch's method gives them."""
         return self.whole().numpy(force=force)
 
     def __array__(self, dtype: Any = None) -> Any:
@@ -224,7 +233,9 @@ def on_all_rows(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         return result
     same: dict[int, Any] = {}
     for place in known.written:
-        before, after = (args[place], given[place]) if isinstance(place, int) else (kwargs.get(place), options.get(place))
+        before, after = (
+            (args[place], given[place]) if isinstance(place, int) else (kwargs.get(place), options.get(place))
+        )
         for own, whole in zip(before, after, strict=True) if isinstance(before, (list, tuple)) else [(before, after)]:
             if own is None:
                 continue

@@ -16,12 +16,13 @@ from torch._dynamo import OptimizedModule
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
+from ..batch.whole.gathering import SimulatedRanks, simulating
 from ..core.errors import ConfigError
 from ..core.rng import random_state, set_random_state
 from ..core.types import Batch, Unit
-from ..data.loaders import LoaderRole, RankLoaders
+from ..data.loaders import RankLoaders
 from ..data.sampling import Cut as BatchCut
-from ..data.sampling import Deal, num_samples
+from ..data.sampling import Deal
 from ..distributed.objects import broadcast_object
 from ..distributed.same_weights import verify_same_layout
 from ..ranks.gradient_sync import GradientSync
@@ -31,6 +32,19 @@ from .rows import Rows, gathered
 
 if TYPE_CHECKING:
     from ..ranks.strategy import RankStrategy
+
+
+class _Alone(SimulatedRanks):
+    """What a step learns of ranks: it is the only one."""
+
+    size, rank = 1, 0
+
+    @override
+    def gather(self, tensor: Tensor, sync_grads: bool) -> Tensor:
+        return tensor
+
+
+_ALONE = _Alone()
 
 
 class WholeBatch(GradientSync):
@@ -50,13 +64,21 @@ class WholeBatch(GradientSync):
     def wrap(self, wrap: Callable[[], None]) -> None:
         module, name = self._strategy.module, self._strategy.strategy_name
         if any(isinstance(one, OptimizedModule) for one in module.modules()):
-            raise ConfigError(f"{name}: global_view=true and torch.compile: don't compile the module, or set false.")
+            raise ConfigError(
+                f"{name}: global_view=true can't see into a compiled module. Don't compile it, or set "
+                "strategy.global_view=false."
+            )
         verify_same_layout(module, name)
 
     def begin_streams(self) -> None:
         """Have all ranks draw the same random numbers."""
         if dist.is_initialized():
             set_random_state(broadcast_object(random_state(), 0))
+
+    @override
+    def loaders_of(self, *args: Any, **kwargs: Any) -> RankLoaders:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Make what gives this rank the global batch, in which each of the ranks would have one of the loader's."""
+        return WholeLoaders(*args, **kwargs, joined=self._strategy.num_together)
 
     def _taken(self, to_device: Callable[..., Batch], *args: Any, **kwargs: Any) -> Batch:
         """Cut the tensors of a batch that every rank has read."""
@@ -78,7 +100,13 @@ class WholeBatch(GradientSync):
 
     @override
     def train(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return step(*args, **kwargs)
+        with simulating(_ALONE):
+            return step(*args, **kwargs)
+
+    @override
+    def evaluate(self, step: Callable[[], Any]) -> Any:
+        with simulating(_ALONE):
+            return step()
 
     @override
     def accumulating(self, seen: bool) -> AbstractContextManager[Any]:
@@ -94,7 +122,10 @@ class WholeBatch(GradientSync):
     def ending(self) -> AbstractContextManager[Any]:
         exchange, self._exchange = self._exchange, None
         if exchange is not None and exchange.gathers:
-            told = (f"{name} ({num}×, {exchange.num_bytes[name] / 1e6:.3g} MB)" for name, num in exchange.gathers.most_common(8))
+            told = (
+                f"{name} ({num}×, {exchange.num_bytes[name] / 1e6:.3g} MB)"
+                for name, num in exchange.gathers.most_common(8)
+            )
             rank_zero_info(f"global view: computed on all rows, on every rank: {', '.join(told)}")
         return super().ending()
 

@@ -169,7 +169,7 @@ class RankStep(StepContract):
     def runs_alone(self, step: str) -> bool:
         single = isinstance(self._strategy.layout, SingleLayout)
         alone = self._strategy.world_size == 1 and not self._strategy.sync.evaluates_together
-        plain = step != "training_step" and single and alone
+        plain = step != "training_step" and single and alone and not self._strategy.global_view
         return plain and (step == "predict_step" or self.reader.values.knows_none(step))
 
     @override

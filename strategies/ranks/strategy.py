@@ -421,7 +421,7 @@ class RankStrategy(pl_strategies.DDPStrategy):
     def loaders(self) -> RankLoaders:
         """Makes this rank's loaders; created on first use, which may be in `configure_optimizers`."""
         if self._loaders is None:
-            self._loaders = self._loaders_of(
+            self._loaders = self.sync.loaders_of(
                 self._read_as,
                 self.world_size,
                 self.batch_size_is,
@@ -433,8 +433,6 @@ class RankStrategy(pl_strategies.DDPStrategy):
                 in_step=self.sync.evaluates_together,
             )
         return self._loaders
-
-    _loaders_of: Callable[..., RankLoaders] = RankLoaders
 
     @property
     def _read_as(self) -> int:
@@ -495,6 +493,7 @@ class RankStrategy(pl_strategies.DDPStrategy):
     @override
     def on_validation_start(self) -> None:
         self.contract.begin_pass(self.trainer._evaluation_loop)
+        self.sync.begin_streams()
         self.structures.lists.begin(self.module)
         # evaluation bypasses the wrapper, which broadcasts rank 0's buffers in forward, because ranks may have unequal
         # numbers of batches
