@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils._mode_utils import no_dispatch
 
-from .exchange import Cut, Exchange
+from .exchange import Cut
 
 Rule = Callable[[Any, Sequence[Any], dict[str, Any]], Any]
 _COMPOSED = torch._C.DispatchKey.CompositeImplicitAutograd
@@ -290,6 +290,3 @@ def note(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         for one in arg if isinstance(arg, (list, tuple)) else (arg,):
             if type(one) is Rows and one.cut is not None:
                 one.cut.exchange.count(str(op.overloadpacket).removeprefix("aten."), 0 if one.known else one.nbytes)
-
-
-__all__ = ["RULES", "Copy", "Cut", "Exchange", "Home", "Rows", "are_cut", "dispatch", "each", "facts", "gathered"]
