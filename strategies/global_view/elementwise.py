@@ -42,7 +42,7 @@ def pointwise(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     else:
         cut_ones = [one for one in tensors if type(one) is Rows and one.cut is not None]
         lead = max(cut_ones, key=lambda one: (one.dim(), one.numel()))
-    cut: Cut = lead.cut
+    cut: Any = lead.cut
     place = cut.dim - lead.dim()
 
     def part(one: Any) -> Any:

@@ -126,6 +126,7 @@ def _slice(rows: Rows, dim: int, start: int, end: int, step: int = 1) -> Rows | 
 def slice_(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """A range of a dimension."""
     rows: Rows = args[0]
+    dim: Any
     dim, start, end, step = (*args[1:], *(0, None, None, 1)[len(args) - 1 :])
     dim %= rows.dim()
     length = rows.shape[dim]
@@ -195,7 +196,7 @@ def index(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         return wrap(op(source.local, [gathered(one) for one in indices]), source.cut.at(dim))
     if any(one is None for one in indices):
         return NotImplemented
-    lead = max((one for one in indices if type(one) is Rows and one.cut is not None), key=lambda one: one.dim())
+    lead: Any = max((one for one in indices if type(one) is Rows and one.cut is not None), key=lambda one: one.dim())
     place = lead.cut.dim - lead.dim()
     if any(one.dim() + place < 0 or one.shape[place] != lead.cut.length for one in indices):
         return NotImplemented

@@ -12,7 +12,7 @@ like any other, so that gradients need no rules of their own. All ranks call the
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -86,7 +86,7 @@ class Rows(Tensor):
 
     @staticmethod
     def __new__(  # noqa: D102  # the class has them
-        cls,
+        cls: "type[Rows]",
         local: Tensor,
         cut: Cut | None,
         strides: Sequence[int] | None = None,
@@ -103,6 +103,10 @@ class Rows(Tensor):
         own.local, own.cut, own.home, own.copy = local, cut, home or Home(), copy
         own.known = None if known is None else (known, own.home.writes)
         return own
+
+    if TYPE_CHECKING:
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 
     @classmethod
     def __torch_dispatch__(cls, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -233,6 +237,8 @@ def on_all_rows(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         return result
     same: dict[int, Any] = {}
     for place in known.written:
+        before: Any
+        after: Any
         before, after = (
             (args[place], given[place]) if isinstance(place, int) else (kwargs.get(place), options.get(place))
         )

@@ -132,11 +132,12 @@ def by_rows(rows: str, results: str, size: int | None = None) -> Callable[..., A
         given = [aligned(one, cut) if i in places else gathered(one) for i, one in enumerate(args)]
         if size is not None:
             given[size] = cut.own_shape(given[size])
-        result = op(*given, **{name: gathered(one) for name, one in kwargs.items()})
+        result: Any = op(*given, **{name: gathered(one) for name, one in kwargs.items()})
         kinds = results if isinstance(result, (list, tuple)) else results[0]
+        parts: Sequence[Any] = result if len(kinds) > 1 else [result]
         found = [
             None if one is None else wrap(one, cut) if kind == "r" else cut.exchange.sum(one) if kind == "s" else one
-            for one, kind in zip(result if len(kinds) > 1 else [result], kinds, strict=True)
+            for one, kind in zip(parts, kinds, strict=True)
         ]
         return tuple(found) if len(kinds) > 1 else found[0]
 

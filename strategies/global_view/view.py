@@ -26,7 +26,7 @@ from ..data.sampling import Deal
 from ..distributed.objects import broadcast_object
 from ..distributed.same_weights import verify_same_layout
 from ..ranks.gradient_sync import GradientSync
-from . import elementwise, layout, losses, sums  # which register their rules  # noqa: F401
+from . import elementwise, layout, losses, sums
 from .exchange import Cut, Exchange
 from .rows import Rows, gathered
 
@@ -34,10 +34,19 @@ if TYPE_CHECKING:
     from ..ranks.strategy import RankStrategy
 
 
+RULES_IN = (elementwise, layout, losses, sums)
+"""The files that register rules when they are imported."""
+
+
 class _Alone(SimulatedRanks):
     """What a step learns of ranks: it is the only one."""
 
-    size, rank = 1, 0
+    size = 1
+
+    @property
+    @override
+    def rank(self) -> int:
+        return 0
 
     @override
     def gather(self, tensor: Tensor, sync_grads: bool) -> Tensor:
@@ -156,3 +165,16 @@ class WholeLoaders(RankLoaders):
     @override
     def _cut(self, loader: DataLoader[Any], cut: BatchCut, joins: bool) -> DataLoader[Any]:
         return super()._cut(loader, Join(self.joined) if isinstance(cut, Deal) else cut, joins)
+
+    @override
+    def _stream(self, loader: Any, role: LoaderRole) -> Any:
+        if self.batch_size_is == "per_device":
+            raise ConfigError(
+                "ddp: global_view=true joins the batches of a loader by their indices, and this one has none. Set "
+                "batch_size_is=global, where the loader's batch is the global one."
+            )
+        return super()._stream(loader, role)
+
+    @override
+    def _keyed(self, loader: DataLoader[Any], role: LoaderRole) -> Any:
+        return self._stream(loader, role)

@@ -131,3 +131,19 @@ def _references(batch: int) -> dict[str, dict[str, Tensor]]:
 def test_options_that_it_has_no_use_for_are_refused_by_name(option: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=f"global_view=true.*{option}"):
         DDPStrategy(global_view=True, **{option: value})
+
+
+def test_a_stream_of_batches_per_device_is_refused_with_the_remedy() -> None:
+    run_ranks(_stream, 2)
+
+
+def _stream() -> None:
+    warnings.simplefilter("ignore")
+    torch.set_default_dtype(torch.float64)
+    batches = [(torch.randn(4, FEATURES), torch.zeros(4, dtype=torch.int64))] * 2
+    trainer = Trainer(
+        strategy=DDPStrategy(global_view=True, timeout_s=60), devices=2, accelerator="cpu", max_epochs=1, logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    with pytest.raises(ConfigError, match="batch_size_is=global"):
+        trainer.fit(Everything("mean"), batches)
