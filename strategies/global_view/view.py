@@ -20,7 +20,7 @@ from ..batch.whole.gathering import SimulatedRanks, simulating
 from ..core.errors import ConfigError
 from ..core.rng import random_state, set_random_state
 from ..core.types import Batch, Unit
-from ..data.loaders import RankLoaders
+from ..data.loaders import LoaderRole, RankLoaders
 from ..data.sampling import Cut as BatchCut
 from ..data.sampling import Deal
 from ..distributed.objects import broadcast_object
