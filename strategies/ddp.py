@@ -10,9 +10,9 @@ from .core.errors import ConfigError
 from .core.options import Count, checked
 from .data.loaders import BatchSizeIs
 from .distributed.options import Compression, compression_hook, reducer_options
-from .global_view.view import WholeBatch
 from .pipeline.recompute import RecomputeOption
 from .ranks.arguments import RankArguments
+from .ranks.global_view.view import WholeBatch
 from .ranks.gradient_sync import GradientSync
 from .ranks.strategy import RankStrategy
 

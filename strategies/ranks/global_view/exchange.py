@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..distributed.reduction import all_reduce, gather_unequal
+from ...distributed.reduction import all_reduce, gather_unequal
 
 
 class Exchange:

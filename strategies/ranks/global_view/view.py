@@ -16,22 +16,22 @@ from torch._dynamo import OptimizedModule
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from ..batch.whole.gathering import SimulatedRanks, simulating
-from ..core.errors import ConfigError
-from ..core.rng import random_state, set_random_state
-from ..core.types import Batch, Unit
-from ..data.loaders import LoaderRole, RankLoaders
-from ..data.sampling import Cut as BatchCut
-from ..data.sampling import Deal
-from ..distributed.objects import broadcast_object
-from ..distributed.same_weights import verify_same_layout
-from ..ranks.gradient_sync import GradientSync
+from ...batch.whole.gathering import SimulatedRanks, simulating
+from ...core.errors import ConfigError
+from ...core.rng import random_state, set_random_state
+from ...core.types import Batch, Unit
+from ...data.loaders import LoaderRole, RankLoaders
+from ...data.sampling import Cut as BatchCut
+from ...data.sampling import Deal
+from ...distributed.objects import broadcast_object
+from ...distributed.same_weights import verify_same_layout
+from ..gradient_sync import GradientSync
 from . import elementwise, layout, losses, sums
 from .exchange import Cut, Exchange
 from .rows import Rows, gathered
 
 if TYPE_CHECKING:
-    from ..ranks.strategy import RankStrategy
+    from ..strategy import RankStrategy
 
 
 RULES_IN = (elementwise, layout, losses, sums)
