@@ -91,6 +91,9 @@ class RankStrategy(pl_strategies.DDPStrategy):
     balance: RankBalance | None = None
     """What divides global batches in shares that are not even."""
 
+    global_view = False
+    """Whether steps of all ranks see the whole batch, as the only rank would."""
+
     @checked
     def __init__(
         self,
@@ -161,6 +164,11 @@ class RankStrategy(pl_strategies.DDPStrategy):
     def world_size(self) -> int:
         if (ranks := simulated_ranks()) is not None:
             return ranks.size
+        return self.num_together if not self.global_view else 1
+
+    @property
+    def num_together(self) -> int:
+        """Processes that train together, whatever their steps see."""
         return super().world_size if self._num_ranks is None else self._num_ranks  # mostly read from os.environ
 
     @property
@@ -198,6 +206,7 @@ class RankStrategy(pl_strategies.DDPStrategy):
     def setup_environment(self) -> None:
         super().setup_environment()
         give_same_weights(self.module, self.root_device)
+        self.sync.begin_streams()
         self._begin_loaders()  # a module's `setup` may ask for its loaders, as `estimated_stepping_batches` does
 
     def _begin_loaders(self) -> None:
@@ -216,7 +225,7 @@ class RankStrategy(pl_strategies.DDPStrategy):
 
     @override
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
-        return reduce_tensor(tensor, group, reduce_op)
+        return tensor if self.global_view else reduce_tensor(tensor, group, reduce_op)
 
     @override
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
@@ -240,7 +249,7 @@ class RankStrategy(pl_strategies.DDPStrategy):
         """
         if (ranks := simulated_ranks()) is not None:
             return ranks.gather(tensor, sync_grads)
-        if not dist.is_initialized():
+        if not dist.is_initialized() or self.global_view:
             return tensor
         over_ranks = partial(self._gathered, group=group, sync_grads=sync_grads)
         return gathered(tensor, sync_grads, self.strategy_name, over_ranks)
@@ -366,7 +375,7 @@ class RankStrategy(pl_strategies.DDPStrategy):
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         super().setup_optimizers(trainer)
-        if self.world_size > 1:
+        if self.num_together > 1:
             self.contract.agreement.begin(self.optimizers)
         if self.shard_optimizer and self.world_size > 1:
             rank, num = self.global_rank, self.world_size
@@ -395,8 +404,8 @@ class RankStrategy(pl_strategies.DDPStrategy):
     def loaders(self) -> RankLoaders:
         """Makes this rank's loaders; created on first use, which may be in `configure_optimizers`."""
         if self._loaders is None:
-            self._loaders = RankLoaders(
-                self.global_rank,
+            self._loaders = self.sync.loaders_of(
+                self._read_as,
                 self.world_size,
                 self.batch_size_is,
                 self.broadcast,
@@ -407,6 +416,11 @@ class RankStrategy(pl_strategies.DDPStrategy):
                 in_step=self.sync.evaluates_together,
             )
         return self._loaders
+
+    @property
+    def _read_as(self) -> int:
+        """The rank whose batches and random numbers are this one's."""
+        return 0 if self.global_view else self.global_rank
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
@@ -429,7 +443,8 @@ class RankStrategy(pl_strategies.DDPStrategy):
         self.layout.weights_changed()
         self.loaders.tell(self.trainer.fit_loop._combined_loader)
         if not self.trainer.fit_loop.restarting:  # a resumed run restores its saved streams
-            seed_rank(self.global_rank, self.process_devices)
+            seed_rank(self._read_as, self.process_devices)
+        self.sync.begin_streams()
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -461,6 +476,7 @@ class RankStrategy(pl_strategies.DDPStrategy):
     @override
     def on_validation_start(self) -> None:
         self.contract.begin_pass(self.trainer._evaluation_loop)
+        self.sync.begin_streams()
         self.structures.lists.begin(self.module)
         # evaluation bypasses the wrapper, which broadcasts rank 0's buffers in forward, because ranks may have unequal
         # numbers of batches
@@ -477,7 +493,7 @@ class RankStrategy(pl_strategies.DDPStrategy):
 
     @override
     def on_predict_end(self) -> None:
-        if self.trainer.predict_loop.return_predictions:
+        if self.trainer.predict_loop.return_predictions and not self.global_view:
             merge_predictions(self.trainer.predict_loop, self.global_rank, partial(gather_objects, only_first=True))
 
     @override

@@ -378,8 +378,15 @@ class Verifier:
         by = "is not a number" if difference == float("inf") else f"differs from one device's by {difference:.1%}"
         return (
             f"{self._name}: computed in {kind}s of {sizes} samples, the gradient of {name} {by}{reason}. Compute what "
-            f"compares samples in evener.over_batch(fn)(...){pad or ','} or set {self._option} to train nevertheless."
+            f"compares samples in evener.over_batch(fn)(...){pad or ','}{self._view} or set {self._option} to train "
+            "nevertheless."
         )
+
+    @property
+    def _view(self) -> str:
+        """What trains the module as it is, under ranks that can show it the whole batch."""
+        option = "strategy.global_view=true" if "strategy." in self._option else "DDPStrategy(global_view=True)"
+        return f" set {option}, which is exact but slower," if self._name == "ddp" and self._of_ranks else ""
 
     def _compare_written(self, whole: _Step, parts: Sequence[_Step], piece: _Piece, verdict: Verdict) -> None:
         """Refuse what a step computes of its samples and leaves in the module, if later steps compute with it."""

@@ -38,6 +38,8 @@ class MetricSync:
         self._marks: dict[int, list[Mark]] = {}
         self.watched: list[Metric] = []
         """The metrics whose states grow; without any, nothing happens at a batch."""
+        self.is_whole = False
+        """Whether every rank's metrics have seen the samples of all."""
         self._num_passes = 0
         self._windows: dict[int, Running] = {}
         self._counted: dict[int, Mapping[str, Any]] = {}
@@ -95,6 +97,8 @@ class MetricSync:
             RankError: ranks combine different metrics.
             ConfigError: the states can't be combined exactly.
         """
+        if self.is_whole:
+            return
         window = self._windows.get(id(metric))
         own = self._own(metric, window)
         for part in (value for pieces in own.states.values() for _, value in pieces):
