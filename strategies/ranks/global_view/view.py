@@ -41,19 +41,12 @@ RULES_IN = (elementwise, layout, losses, sums)
 class _Alone(SimulatedRanks):
     """What a step learns of ranks: it is the only one."""
 
-    size = 1
-
-    @property
-    @override
-    def rank(self) -> int:
-        return 0
-
     @override
     def gather(self, tensor: Tensor, sync_grads: bool) -> Tensor:
         return tensor
 
 
-_ALONE = _Alone()
+_ALONE = _Alone(1)
 
 
 class WholeBatch(GradientSync):
