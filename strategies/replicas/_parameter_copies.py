@@ -115,7 +115,9 @@ def follow(
 
 def _follow(parameters: Sequence[Tensor], copies: Sequence[Sequence[Tensor]], flows: Flows) -> None:
     root, given = parameters[0].device, [copy for own in copies for copy in own]
-    with torch.inference_mode(False), torch.enable_grad():
+    # values stay, and graphs of this step may have saved them
+    as_they_were = torch.autograd._unsafe_preserve_version_counter(tuple(given))
+    with torch.inference_mode(False), torch.enable_grad(), as_they_were:
         if has_streams(root):
             parameters = _Arrival.apply(*parameters)
         made = _Copies.apply(flows, root, len(parameters), *parameters, *given)

@@ -13,7 +13,7 @@ from pytorch_lightning.loggers import TensorBoardLogger
 from typing_extensions import override
 
 from ...strategies.core.devices import device_name
-from ...strategies.core.text_table import draw_table
+from ...strategies.core.errors import draw_table
 from ...strategies.registry import layout_of, name_of, process_devices
 from .batch_layout import batch_line, global_sizes
 
