@@ -127,9 +127,11 @@ def explain(best: Trial, trials: list[Trial], equal: list[Trial]) -> str:
         return f"it is as fast as {', '.join(t.strategy for t in rivals)} (within {NOISE:.0%}), and {merit}"
     second = max(others, key=lambda trial: trial.samples_per_s)
     ratio = f"{best.samples_per_s / second.samples_per_s:.2f} times as fast as" if second.samples_per_s else "ahead of"
+    overlap = best.samples_per_s * (1 - best.spread) < second.samples_per_s * (1 + second.spread)
+    doubt = "; their spreads (±) overlap, so measure again with more compare.steps" if overlap else ""
     if best.strategy == REFERENCE:
-        return f"more devices are not faster at this batch size: it is {ratio} the next, {second.strategy}"
-    return f"it is the fastest of {len(trials)} that train alike, {ratio} {second.strategy}"
+        return f"more devices are not faster at this batch size: it is {ratio} the next, {second.strategy}{doubt}"
+    return f"it is the fastest of {len(trials)} that train alike, {ratio} {second.strategy}{doubt}"
 
 
 def show_comparison(comparison: Comparison, run_dir: str) -> None:

@@ -265,6 +265,16 @@ def test_one_device_is_recommended_where_more_do_not_pay() -> None:
     )
 
 
+def test_a_lead_within_the_spreads_is_told() -> None:
+    # a busy machine: fsdp was recommended at 1.41 times single_device, whose windows differed by more than that
+    noisy = [replace(measured("single_device", 100, 8), spread=0.5), measured("ddp", 140, 6)]
+    assert judge(noisy, 1e-4).reason.endswith(
+        "1.40 times as fast as single_device; their spreads (±) overlap, so measure again with more compare.steps"
+    )
+    clear = [replace(trial, spread=0.1) for trial in noisy]
+    assert judge(clear, 1e-4).reason.endswith("1.40 times as fast as single_device")
+
+
 def test_of_equally_fast_ones_the_leaner_is_recommended() -> None:
     comparison = judge([measured("single_device", 10, 800), measured("dp", 100, 600), measured("ddp", 97, 300)], 1e-4)
     assert comparison.recommended == "ddp"
