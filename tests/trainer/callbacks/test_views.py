@@ -14,6 +14,7 @@ import pytest
 import pytorch_lightning as pl
 import torch
 from omegaconf import OmegaConf
+from pytorch_lightning.callbacks import RichProgressBar
 from seen import SHORT, events
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.custom_scalar import layout_pb2
@@ -22,6 +23,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from evener.strategies import DataParallelStrategy, DDPStrategy
 from evener.strategies.batch.policies import FirstChunk
+from evener.strategies.core.patching import LIGHTNING_TELLS
 from evener.trainer import Result, Trainer, compose, train
 from evener.trainer.callbacks import EpochLines, GradientNorm, ModuleSummary
 from evener.trainer.callbacks.batch_layout import batch_line, cut_line
@@ -210,6 +212,27 @@ def test_without_a_terminal_an_epoch_is_one_line(digits: Result) -> None:
     (value,) = re.findall(r"val/loss ([\d.]+)", lines[1])
     assert float(value) == pytest.approx(digits.metrics["val/loss"], rel=1e-3)
     assert lines[0].startswith("epoch 0/1 · step 6 · ")  # counted as in the names of checkpoints
+
+
+def test_a_bar_has_ended_when_lightning_says_why_training_does() -> None:
+    # its last line stood below, as if training went on
+    bar = RichProgressBar(console_kwargs={"force_terminal": True, "file": io.StringIO()})
+    drawn: list[bool] = []
+
+    class Look(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if "`Trainer.fit` stopped" in record.getMessage():
+                drawn.append(bar.progress is not None and bar.progress.live.is_started)
+
+    trainer = pl.Trainer(
+        accelerator="cpu", max_epochs=1, logger=False, callbacks=[bar, EpochLines()],
+        enable_model_summary=False, enable_checkpointing=False,
+    )  # fmt: skip
+    tells = logging.getLogger(LIGHTNING_TELLS[0])
+    tells.addHandler(look := Look())
+    trainer.fit(Line())
+    tells.removeHandler(look)
+    assert drawn == [False]
 
 
 @pytest.mark.parametrize("own", [[], ["+callbacks.bar._target_=pytorch_lightning.callbacks.TQDMProgressBar"]])
