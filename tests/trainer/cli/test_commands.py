@@ -40,7 +40,7 @@ CANNOT_RUN = {
     "pip install": "named only",
     "pip install -c path/to/evener/constraints.txt torch path/to/evener": "needs a network",
     'pip install "evener[optuna]"': "needs a network",
-    "python train.py hparams_search=optuna": "needs optuna; tests/trainer/job/test_hparams_search.py runs it",
+    "python train.py hparams_search=optuna": "needs optuna; tests/trainer/study/test_search.py runs it",
     'eval "$(python train.py -sc install=bash)"': "changes the shell; tests/trainer/cli/test_start.py completes words",
     'eval "$(evener train -sc install=bash)"': "as above",
     "python -m torch.distributed.launch": "named only; torchrun is its successor",
