@@ -13,7 +13,14 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
 
-from evener.strategies import ConfigError, DDPStrategy, SingleDeviceStrategy
+from evener.strategies import (
+    BalancedDDPModelParallelStrategy,
+    BalancedDDPStrategy,
+    ConfigError,
+    DDPModelParallelStrategy,
+    DDPStrategy,
+    SingleDeviceStrategy,
+)
 from evener.trainer import Trainer
 
 EXACT = 1e-10
@@ -126,24 +133,48 @@ def _references(batch: int) -> dict[str, dict[str, Tensor]]:
 
 @pytest.mark.parametrize(
     ("option", "value"),
-    [("shard_optimizer", True), ("compression", "fp16"), ("recompute", "always"), ("sync_batchnorm", True)],
-)
+    [
+        ("shard_optimizer", True), ("compression", "fp16"), ("recompute", "always"), ("sync_batchnorm", True),
+        ("devices_per_process", 2),
+    ],
+)  # fmt: skip
 def test_options_that_it_has_no_use_for_are_refused_by_name(option: str, value: Any) -> None:
-    with pytest.raises(ConfigError, match=f"global_view=true.*{option}"):
+    with pytest.raises(ConfigError, match=rf"^ddp: global_view=true .*\. Leave out {option}\.$"):
         DDPStrategy(global_view=True, **{option: value})
 
 
-def test_a_stream_of_batches_per_device_is_refused_with_the_remedy() -> None:
-    run_ranks(_stream, 2)
+@pytest.mark.parametrize("other", [BalancedDDPStrategy, DDPModelParallelStrategy, BalancedDDPModelParallelStrategy])
+def test_strategies_that_compute_otherwise_refuse_it(other: type[DDPStrategy]) -> None:
+    # those of stages told to leave out `devices_per_process`, which nobody had given
+    with pytest.raises(ConfigError, match=rf"^{other.strategy_name}: global_view=true .* Leave out global_view\.$"):
+        other(global_view=True)
 
 
-def _stream() -> None:
+REFUSED = {
+    "compiled": "^ddp: global_view=true can't see into a compiled module. .* strategy.global_view=false",
+    "stream": "^ddp: global_view=true joins .* by their indices, and this one has none. Set batch_size_is=global",
+    "whole batches": "^ddp: global_view=true joins .* by their indices, and this one has none. Set batch_size_is=global",
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_it_cant_see_or_join_is_refused_with_the_remedy(what: str) -> None:
+    assert run_ranks(_refused, 2, what) == [0, 0]
+
+
+def _refused(what: str) -> int:
     warnings.simplefilter("ignore")
     torch.set_default_dtype(torch.float64)
-    batches = [(torch.randn(4, FEATURES), torch.zeros(4, dtype=torch.int64))] * 2
+    module, data = Everything("mean"), TensorDataset(torch.randn(8, FEATURES), torch.zeros(8, dtype=torch.int64))
+    if what == "compiled":
+        module.net: Any = torch.compile(module.net)
+    given: Any = list(DataLoader(data, 4)) if what == "stream" else DataLoader(data, 4)
+    if what == "whole batches":
+        given = DataLoader([data[:4], data[4:]], batch_size=None)
     trainer = Trainer(
         strategy=DDPStrategy(global_view=True, timeout_s=60), devices=2, accelerator="cpu", max_epochs=1, logger=False,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
-    with pytest.raises(ConfigError, match="batch_size_is=global"):
-        trainer.fit(Everything("mean"), batches)
+    with pytest.raises(ConfigError, match=REFUSED[what]):
+        trainer.fit(module, given)
+    return trainer.global_step
