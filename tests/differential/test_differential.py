@@ -23,8 +23,8 @@ from .observe import observe_on_late_devices
 from .pool import Pool
 from .settled import settled
 
-FAST = {"single_device": 10, "dp": 12, "balanced_dp": 6, "model_parallel": 8, "ddp": 6, "balanced_ddp": 4,
-        "ddp_model_parallel": 2}  # fmt: skip
+FAST = {"single_device": 10, "dp": 12, "balanced_dp": 6, "model_parallel": 8, "ddp": 6, "ddp_global_view": 6,
+        "balanced_ddp": 4, "ddp_model_parallel": 2}  # fmt: skip
 """Cases per strategy in every run of the tests."""
 NUM_CASES = int(os.environ.get("DIFFERENTIAL_CASES", "250"))
 SEED = int(os.environ.get("DIFFERENTIAL_SEED", "0"))

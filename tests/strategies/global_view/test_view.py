@@ -150,10 +150,11 @@ def test_strategies_that_compute_otherwise_refuse_it(other: type[DDPStrategy]) -
         other(global_view=True)
 
 
+NO_INDICES = "^ddp: global_view=true joins .* by their indices, and this one has none. Set batch_size_is=global"
 REFUSED = {
     "compiled": "^ddp: global_view=true can't see into a compiled module. .* strategy.global_view=false",
-    "stream": "^ddp: global_view=true joins .* by their indices, and this one has none. Set batch_size_is=global",
-    "whole batches": "^ddp: global_view=true joins .* by their indices, and this one has none. Set batch_size_is=global",
+    "stream": NO_INDICES,
+    "whole batches": NO_INDICES,
 }
 
 
@@ -170,7 +171,8 @@ def _refused(what: str) -> int:
         module.net: Any = torch.compile(module.net)
     given: Any = list(DataLoader(data, 4)) if what == "stream" else DataLoader(data, 4)
     if what == "whole batches":
-        given = DataLoader([data[:4], data[4:]], batch_size=None)
+        batches: Any = [data[:4], data[4:]]
+        given = DataLoader(batches, batch_size=None)
     trainer = Trainer(
         strategy=DDPStrategy(global_view=True, timeout_s=60), devices=2, accelerator="cpu", max_epochs=1, logger=False,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
