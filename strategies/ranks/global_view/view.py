@@ -13,6 +13,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from pytorch_lightning.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch._dynamo import OptimizedModule
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
@@ -87,14 +88,16 @@ class WholeBatch(GradientSync):
         batch = to_device(*args, **kwargs)
         if self._exchange is None:
             self._exchange = Exchange(dist.get_rank(), dist.get_world_size())
-        return apply_to_collection(batch, Tensor, self._rows)
+        # a packed sequence has rows of time, and kernels read its lengths
+        return apply_to_collection(batch, (Tensor, PackedSequence), self._rows)
 
-    def _rows(self, whole: Tensor) -> Tensor:
+    def _rows(self, whole: Any) -> Any:
         exchange = self._exchange
         assert exchange is not None
-        is_plain = type(whole) is Tensor and whole.layout is torch.strided and not whole.requires_grad
+        if type(whole) is not Tensor or whole.layout is not torch.strided or whole.requires_grad:
+            return whole
         num, size = exchange.size, whole.shape[0] if whole.dim() else 0
-        if not is_plain or size < num or 0 in whole.shape or 0 in whole.stride():
+        if size < num or 0 in whole.shape or 0 in whole.stride():
             return whole
         sizes = tuple(size // num + (rank < size % num) for rank in range(num))
         cut = Cut(0, sizes, exchange)

@@ -1,7 +1,9 @@
 """`strategy.global_view=true`: ddp trains any module as one device does, random numbers and BatchNorm included."""
 
 import os
+import time
 import warnings
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -179,4 +181,33 @@ def _refused(what: str) -> int:
     )  # fmt: skip
     with pytest.raises(ConfigError, match=REFUSED[what]):
         trainer.fit(module, given)
+    return trainer.global_step
+
+
+class Late(pl.Callback):
+    """Begins later on rank 1, whose clock then is another than rank 0's."""
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        time.sleep(0.4 * trainer.global_rank)
+
+    def on_train_batch_start(self, *args: Any) -> None:
+        time.sleep(0.01)
+
+
+def test_ranks_end_at_the_same_step_when_time_is_up() -> None:
+    # each was the only one of its run, and went by its own clock
+    first, second = run_ranks(_steps_in_time, 2)
+    assert 0 < first == second
+
+
+def _steps_in_time() -> int:
+    warnings.simplefilter("ignore")
+    torch.set_default_dtype(torch.float64)
+    data = TensorDataset(torch.randn(8, FEATURES), torch.zeros(8, dtype=torch.int64))
+    trainer = Trainer(
+        strategy=DDPStrategy(global_view=True, timeout_s=8), devices=2, accelerator="cpu", max_epochs=-1, logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, callbacks=[Late()],
+        max_time=timedelta(seconds=1),
+    )  # fmt: skip
+    trainer.fit(Everything("mean"), DataLoader(data, 4))
     return trainer.global_step
