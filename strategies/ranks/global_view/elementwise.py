@@ -43,7 +43,7 @@ def pointwise(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     written = args[0] if facts(op).written else None
     if written is not None:
         lead: Any = written
-        if type(lead) is not Rows or lead.cut is None:
+        if facts(op).written != (0,) or type(lead) is not Rows or lead.cut is None:
             return NotImplemented
     else:
         cut_ones = [one for one in tensors if type(one) is Rows and one.cut is not None]
