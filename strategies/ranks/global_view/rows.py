@@ -281,7 +281,6 @@ def _become_view(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     packet = getattr(torch.ops.aten, name.removesuffix("_"))
     plain = getattr(packet, overload or ("int" if name == "transpose_" else "default"))
     view = dispatch(plain, args, kwargs)
-    view = view if type(view) is Rows else Rows(view, None)  # of `resize_`
     rows.local, rows.cut, rows.home, rows.copy, rows.known = view.local, view.cut, view.home, view.copy, None
     with no_dispatch():
         op(*args, **kwargs)
