@@ -31,12 +31,9 @@ class Interval:
     def is_over(self, trainer: pl.Trainer) -> bool:
         """Count a batch; if the interval is over, restart it. All ranks get the same answer."""
         self._num_batches += 1
-        together = processes_of(trainer.strategy) > 1
-        if together and self._num_batches < self._ask_at:
+        if processes_of(trainer.strategy) > 1 and self._num_batches < self._ask_at:
             return False
-        elapsed_s = time.monotonic() - self._since
-        if together:
-            elapsed_s = trainer.strategy.broadcast(elapsed_s)
+        elapsed_s = trainer.strategy.broadcast(time.monotonic() - self._since)
         if elapsed_s >= self.seconds:
             self.start()
             return True
