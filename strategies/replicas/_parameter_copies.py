@@ -140,13 +140,24 @@ class _Copies(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
         sums: dict[int, Tensor] = {}
-        if ctx.flows():
+        if _is_asked_for(ctx) or ctx.flows():
             # the engine has had the stream of the first accelerator among the copies' wait for all gradients
             ready = work_so_far(ctx.device)
             for start in range(0, len(grad_outputs), ctx.num):
                 own = enumerate(grad_outputs[start : start + ctx.num])
                 _add(sums, {i: gradient for i, gradient in own if gradient is not None}, ctx.root, ready)
         return None, None, None, *map(sums.get, range(ctx.num)), *(None for _ in grad_outputs)
+
+
+def _is_asked_for(node: Any) -> bool:
+    """Whether the pass is one of `torch.autograd.grad`, in which nothing is added to a parameter's gradient."""
+    children = [child for child, _ in node.next_functions if child is not None]
+    if children[0].next_functions:
+        return _is_asked_for(children[0])
+    try:
+        return not any(map(torch._C._will_engine_execute_node, children))  # pyright: ignore[reportAttributeAccessIssue]
+    except RuntimeError:  # torch refuses to tell of a leaf that is asked for
+        return True
 
 
 class _Arrival(torch.autograd.Function):

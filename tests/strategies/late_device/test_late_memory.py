@@ -146,6 +146,7 @@ PLANNED = {
     "balanced_dp": (["strategy=balanced_dp", "devices=2", "strategy.weights=[1,2]"], 0.05),
     "model_parallel": (["strategy=model_parallel", "devices=2"], 0.01),
     "1f1b": (["strategy=model_parallel", "devices=2", "strategy.num_microbatches=4"], 0.1),
+    "gpipe": (["strategy=model_parallel", "devices=2", "strategy.num_microbatches=4", "strategy.schedule=gpipe"], 0.1),
 }
 
 
