@@ -153,6 +153,17 @@ def test_strategies_that_compute_otherwise_refuse_it(other: type[DDPStrategy]) -
         other(global_view=True)
 
 
+def test_what_ddp_refuses_names_it_as_the_remedy() -> None:
+    for told in run_ranks(_told_of_dice, 2):
+        assert "set DDPStrategy(global_view=True), which is exact but slower, or set" in told
+
+
+def _told_of_dice() -> str:
+    with pytest.raises(ConfigError) as told:
+        _fit(DDPStrategy(batch_size_is="global", timeout_s=60), 2, "dice", 8)
+    return str(told.value)
+
+
 NO_INDICES = "^ddp: global_view=true joins .* by their indices, and this one has none. Set batch_size_is=global"
 REFUSED = {
     "stream": NO_INDICES,
