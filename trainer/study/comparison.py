@@ -13,6 +13,9 @@ from .trial import OK, Trial
 REFERENCE = "single_device"
 """The strategy that the others are compared with."""
 
+VARIANTS = {"ddp_global_view": "ddp strategy.global_view=true"}
+"""Further rows, with the strategy and the options that each tries."""
+
 TOLERANCES = {"64": 1e-8, "32": 1e-4, "16": 3e-2}
 """Largest allowed relative difference of losses, by bits of the precision; optimizer steps amplify rounding."""
 
@@ -89,7 +92,7 @@ def largest_difference(trial: Trial, reference: Trial) -> float:
 
 def excuses_of(trial: Trial, reference: Trial) -> list[str]:
     """List known reasons for which a strategy's losses may differ from the reference's (the exceptions of law 1)."""
-    if trial is reference:
+    if trial is reference or trial.strategy in VARIANTS:  # the global view has none
         return []
     return [*trial.excuses, *(reason for reason in reference.excuses if reason == DRAWS and DRAWS not in trial.excuses)]
 
@@ -211,4 +214,5 @@ def recommendation(comparison: Comparison) -> str:
     """Format the recommendation."""
     if comparison.recommended is None:
         return f"No recommendation: {comparison.reason}."
-    return f"Recommended: strategy={comparison.recommended}, because {comparison.reason}."
+    chosen = VARIANTS.get(comparison.recommended, comparison.recommended)
+    return f"Recommended: strategy={chosen}, because {comparison.reason}."

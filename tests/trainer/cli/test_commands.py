@@ -297,6 +297,7 @@ def test_other_commands_are_known(command: str, capsys: pytest.CaptureFixture[st
 SHORT_BENCHMARKS = {
     "communication.py": ["--devices", "2"],
     "data_parallel.py": ["--rounds", "2", "--layers", "10"],
+    "global_view.py": ["--rounds", "1", "--steps", "10"],
     "many_ranks.py": ["--ranks", "4", "--processes", "2", "--seconds", "1"],
     "pipeline.py": ["--rounds", "1", "--steps", "2", "--batch", "64", "--microbatches", "1,4"],
     "reduction.py": ["--rounds", "1", "--steps", "5", "--microbatches", "2"],
