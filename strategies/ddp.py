@@ -73,7 +73,6 @@ class DDPStrategy(RankStrategy):
         super().__init__(batch_size_is, batch_dims, recompute, verify=verify, **options)
         self.devices_per_process = devices_per_process
         self.shard_optimizer = shard_optimizer
-        self.global_view = global_view
         self.sync = WholeBatch(self) if global_view else GradientSync(self, compression_hook(compression))
         if global_view:
             self._verify_view(compression, recompute, options)

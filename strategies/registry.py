@@ -74,7 +74,7 @@ def ranks_of(strategy: Strategy) -> RankStrategy | None:
 
 
 def processes_of(strategy: Strategy) -> int:
-    """Count the processes that train together; a step under `global_view` sees one."""
+    """Count the processes that train together, whatever a run sees of them."""
     return strategy.num_together if isinstance(strategy, RankStrategy) else getattr(strategy, "world_size", 1)
 
 

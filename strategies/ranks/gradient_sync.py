@@ -3,6 +3,7 @@
 gradient sync   every rank holds              where
 GradientSync    the whole module              here
 ShardSync       a shard of every parameter    strategies/ranks/shard_sync.py
+WholeBatch      the whole module and batch    strategies/ranks/global_view
 """
 
 from collections.abc import Callable, Sequence
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ..batch.whole.gathering import SimulatedRanks
 from ..core.errors import ConfigError
 from ..core.loop_contract import StepContract
 from ..data.loaders import RankLoaders
@@ -35,8 +37,14 @@ class GradientSync:
     evaluates_together = False
     """Whether a rank without samples runs evaluation steps, too, because the others' need it."""
 
+    changes_evaluation = False
+    """Whether there is something to do around a step of evaluation."""
+
     changes_update = False
     """Whether there is something to do around an optimizer's step."""
+
+    seen_ranks: SimulatedRanks | None = None
+    """The ranks that a run sees, where they are not those that train together."""
 
     def __init__(self, strategy: "RankStrategy", hook: Callable[[], tuple[Any, Any]] | None = None) -> None:
         self._strategy = strategy

@@ -46,7 +46,7 @@ class ShardSync(GradientSync):
         find_unused: whether parameters may take no part in the loss.
     """
 
-    evaluates_together = True  # each rank's forward needs the shards of all
+    evaluates_together = changes_evaluation = True  # each rank's forward needs the shards of all
     changes_update = True
 
     def __init__(self, strategy: "RankStrategy", options: ShardOptions, find_unused: bool) -> None:

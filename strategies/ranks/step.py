@@ -78,7 +78,7 @@ class RankStep(StepContract):
         mean = self._strategy.group.mean
         self.reader.sum_over_ranks = (lambda values: mean(values) * num_ranks) if num_ranks > 1 else None
         self.metrics = RunMetrics(not self._strategy.layout.cut_by, self._part, self._hook)
-        self.metrics.sync.is_whole = self._strategy.global_view
+        self.metrics.sync.is_whole = num_ranks == 1
 
     def begin_pass(self, evaluation: Any) -> None:
         """Begin a pass over loaders, refusing an evaluation that ranks would not read side by side."""
@@ -167,8 +167,8 @@ class RankStep(StepContract):
     @override
     def runs_alone(self, step: str) -> bool:
         single = isinstance(self._strategy.layout, SingleLayout)
-        alone = self._strategy.world_size == 1 and not self._strategy.sync.evaluates_together
-        plain = step != "training_step" and single and alone and not self._strategy.global_view
+        alone = self._strategy.world_size == 1 and not self._strategy.sync.changes_evaluation
+        plain = step != "training_step" and single and alone
         return plain and (step == "predict_step" or self.reader.values.knows_none(step))
 
     @override

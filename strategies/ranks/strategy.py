@@ -91,9 +91,6 @@ class RankStrategy(pl_strategies.DDPStrategy):
     balance: RankBalance | None = None
     """What divides global batches in shares that are not even."""
 
-    global_view = False
-    """Whether steps of all ranks see the whole batch, as the only rank would."""
-
     @checked
     def __init__(
         self,
@@ -162,13 +159,12 @@ class RankStrategy(pl_strategies.DDPStrategy):
     @property
     @override
     def world_size(self) -> int:
-        if (ranks := simulated_ranks()) is not None:
-            return ranks.size
-        return self.num_together if not self.global_view else 1
+        ranks = simulated_ranks() or self.sync.seen_ranks
+        return self.num_together if ranks is None else ranks.size
 
     @property
     def num_together(self) -> int:
-        """Processes that train together, whatever their steps see."""
+        """Processes that train together, whatever a run sees of them."""
         return super().world_size if self._num_ranks is None else self._num_ranks  # mostly read from os.environ
 
     @property
@@ -225,7 +221,7 @@ class RankStrategy(pl_strategies.DDPStrategy):
 
     @override
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
-        return tensor if self.global_view else reduce_tensor(tensor, group, reduce_op)
+        return tensor if self.world_size == 1 else reduce_tensor(tensor, group, reduce_op)
 
     @override
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
@@ -247,9 +243,9 @@ class RankStrategy(pl_strategies.DDPStrategy):
         Raises:
             ConfigError: the shapes differ otherwise, or ranks without samples don't run the step of an evaluation.
         """
-        if (ranks := simulated_ranks()) is not None:
+        if (ranks := simulated_ranks() or self.sync.seen_ranks) is not None:
             return ranks.gather(tensor, sync_grads)
-        if not dist.is_initialized() or self.global_view:
+        if not dist.is_initialized():
             return tensor
         over_ranks = partial(self._gathered, group=group, sync_grads=sync_grads)
         return gathered(tensor, sync_grads, self.strategy_name, over_ranks)
@@ -420,7 +416,7 @@ class RankStrategy(pl_strategies.DDPStrategy):
     @property
     def _read_as(self) -> int:
         """The rank whose batches and random numbers are this one's."""
-        return 0 if self.global_view else self.global_rank
+        return 0 if self.world_size == 1 else self.global_rank
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
@@ -493,7 +489,7 @@ class RankStrategy(pl_strategies.DDPStrategy):
 
     @override
     def on_predict_end(self) -> None:
-        if self.trainer.predict_loop.return_predictions and not self.global_view:
+        if self.trainer.predict_loop.return_predictions and self.world_size > 1:
             merge_predictions(self.trainer.predict_loop, self.global_rank, partial(gather_objects, only_first=True))
 
     @override

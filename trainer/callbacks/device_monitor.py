@@ -76,7 +76,7 @@ def gather(strategy: Strategy, values: list[float]) -> list[float]:
     assert strategy.lightning_module is not None
     trainer, device = strategy.lightning_module.trainer, strategy.root_device
     places = torch.zeros(trainer.world_size, len(values), dtype=precise_dtype(device), device=device)
-    # under `global_view` each rank is the only one of its run
+    # a rank that sees no others has a number of its own all the same
     places[trainer.global_rank if trainer.world_size > 1 else 0] = torch.tensor(values, dtype=places.dtype)
     gathered: torch.Tensor = strategy.reduce(places, reduce_op="sum")
     return gathered.flatten().tolist()

@@ -56,6 +56,9 @@ class WholeBatch(GradientSync):
         strategy: whose steps these are. It answers as the only rank of its run.
     """
 
+    changes_evaluation = True
+    seen_ranks = _ALONE
+
     def __init__(self, strategy: "RankStrategy") -> None:
         super().__init__(strategy)
         self._exchange: Exchange | None = None
@@ -101,10 +104,7 @@ class WholeBatch(GradientSync):
         with simulating(_ALONE), torch.compiler.set_stance("force_eager"):  # a compiler can't see into rows
             return step(*args, **kwargs)
 
-    @override
-    def evaluate(self, step: Callable[[], Any]) -> Any:
-        with simulating(_ALONE), torch.compiler.set_stance("force_eager"):
-            return step()
+    evaluate = train
 
     @override
     def accumulating(self, seen: bool) -> AbstractContextManager[Any]:
