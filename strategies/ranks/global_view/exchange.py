@@ -1,50 +1,62 @@
 """Which part of a dimension each rank holds, and what ranks exchange to know all of it, or sums over it."""
 
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate
-from typing import Any
+from time import perf_counter
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ...distributed.reduction import all_reduce, gather_unequal
 
 
+@dataclass
+class Gathered:
+    """What it took to compute an operation of all rows: how often, bytes that were gathered, and time."""
+
+    times: int = 0
+    num_bytes: int = 0
+    seconds: float = 0.0
+
+
 class Exchange:
-    """Exchanges tensors between ranks.
+    """Exchanges tensors between all ranks.
 
     Args:
         rank: this one's.
-        group: the process group; None for that of all ranks.
+        size: how many there are.
     """
 
-    def __init__(self, rank: int, size: int, group: Any = None) -> None:
-        self.rank, self.size, self._group = rank, size, group
-        self.gathers: Counter[str] = Counter()
-        """How often all rows were gathered, by operation."""
-        self.num_bytes: Counter[str] = Counter()
-        """Bytes that were gathered, by operation."""
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+        self.gathered: dict[str, Gathered] = {}
+        """By operations that had to be computed of all rows."""
+        self._num_gathered = 0
 
-    def count(self, name: str, num_bytes: int) -> None:
-        """Count a tensor that was gathered for an operation."""
-        self.gathers[name] += 1
-        self.num_bytes[name] += num_bytes
+    @contextmanager
+    def counting(self, name: str) -> Generator[None]:
+        """Count what the block does for an operation of all rows."""
+        begin, before = perf_counter(), self._num_gathered
+        yield
+        counts = self.gathered.setdefault(name, Gathered())
+        counts.times += 1
+        counts.num_bytes += self._num_gathered - before
+        counts.seconds += perf_counter() - begin
 
     def sum(self, local: Tensor) -> Tensor:
         """Sum a tensor, whose memory nobody else uses, over the ranks."""
         total = local.contiguous()
-        all_reduce(torch.view_as_real(total) if total.is_complex() else total, dist.ReduceOp.SUM, self._group)
+        all_reduce(torch.view_as_real(total) if total.is_complex() else total)
         return total
 
     def gather(self, local: Tensor, cut: "Cut") -> Tensor:
         """Gather what all ranks hold of a dimension."""
         rows = local.resolve_conj().resolve_neg().movedim(cut.dim, 0).contiguous()
         # as bytes, since gloo lacks some types
-        found = gather_unequal(rows.unsqueeze(-1).view(torch.uint8), cut.sizes, self._group)
+        found = gather_unequal(rows.unsqueeze(-1).view(torch.uint8), cut.sizes)
+        self._num_gathered += found.nbytes
         return found.view(rows.dtype).squeeze(-1).movedim(0, cut.dim).contiguous()
 
 
@@ -72,11 +84,6 @@ class Cut:
         """Of this rank's part of it."""
         return self.sizes[self.exchange.rank]
 
-    @cached_property
-    def start(self) -> int:
-        """Where this rank's block begins."""
-        return [0, *accumulate(self.sizes)][self.exchange.rank]
-
     def whole_shape(self, shape: Sequence[int]) -> list[int]:
         """Shape of the whole, of which a rank holds a part of `shape`."""
         return [*shape[: self.dim], self.length, *shape[self.dim + 1 :]]
@@ -91,4 +98,4 @@ class Cut:
 
     def own(self, whole: Tensor) -> Tensor:
         """This rank's part of the whole."""
-        return whole.narrow(self.dim, self.start, self.own_length)
+        return whole.narrow(self.dim, sum(self.sizes[: self.exchange.rank]), self.own_length)

@@ -1,6 +1,7 @@
 """Rules of views, and of joining and choosing."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from math import prod
 from typing import Any
 
@@ -9,23 +10,9 @@ from torch import Tensor
 
 from .elementwise import aligned, wrap
 from .exchange import Cut
-from .rows import Rows, gathered, register
+from .rows import Rows, Rule, flat, gathered, is_cut
 
 aten = torch.ops.aten
-
-
-def _viewed(rows: Rows, local: Tensor, cut: Cut, strides: Sequence[int] | None = None) -> Rows:
-    shares = local._is_view() or local.data_ptr() == rows.local.data_ptr()
-    return Rows(local, cut, strides, rows.home if shares else None)
-
-
-def same(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """The same elements."""
-    rows: Rows = args[0]
-    assert rows.cut is not None
-    found = Rows(op(rows.local), rows.cut, rows.stride(), rows.home)
-    found.known = rows.known
-    return found
 
 
 def reshaped(shape: Sequence[int], cut: Cut, target: Sequence[int]) -> Cut | None:
@@ -43,138 +30,68 @@ def view(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Another shape."""
     rows: Rows = args[0]
     assert rows.cut is not None
-    target = list(args[1])
-    if -1 in target:
-        target[target.index(-1)] = rows.numel() // max(1, -prod(target))
+    target = op(torch.empty(rows.shape, device="meta"), *args[1:]).shape
     cut = reshaped(rows.shape, rows.cut, target)
     if cut is None:
         return NotImplemented
-    return _viewed(rows, rows.local.reshape(cut.own_shape(target)), cut)
+    local = rows.local.reshape(cut.own_shape(target))
+    shares = local._is_view() or local.data_ptr() == rows.local.data_ptr()
+    return Rows(local, cut, home=rows.home if shares else None)
 
 
-def permute(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Another order of dimensions."""
-    rows: Rows = args[0]
-    assert rows.cut is not None
-    places = _places(op, rows.dim(), args[1:])
-    strides = [rows.stride(i) for i in places]
-    return Rows(op(rows.local, *args[1:]), rows.cut.at(places.index(rows.cut.dim)), strides, rows.home)
+@lru_cache(4096)
+def _places(op: Any, rows: tuple[Any, ...], strides: tuple[int, ...], cut_dim: int, args: tuple[Any, ...]) -> Any:
+    """Where views have the cut dimension, which torch tells by its stride, and shapes and strides of all rows' views.
+
+    Returns:
+        A list of tuples (dimension, shape, strides), or None if a view has a part of the cut dimension at most.
+    """
+    mark = [int(dim == cut_dim) for dim in range(len(rows))]
+    whole, marked = (flat([op(torch.empty_strided(rows, one, device="meta"), *args)]) for one in (strides, mark))
+    found = list[Any]()
+    for view, mark in zip(whole, marked, strict=True):
+        dims = [dim for dim in range(view.dim()) if mark.stride(dim) == 1 and view.shape[dim] == rows[cut_dim]]
+        if not dims:
+            return None
+        found.append((dims[0], view.shape, view.stride()))
+    return found
 
 
-def _places(op: Any, num: int, args: Sequence[Any]) -> list[int]:
-    places = list(range(num))
-    if op is aten.permute.default:
-        return [dim % num for dim in args[0]]
-    first, second = args if args else (0, num - 1)
-    if num:
-        places[first % num], places[second % num] = places[second % num], places[first % num]
-    return places
-
-
-def unsqueeze(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """One dimension more."""
-    rows, dim = args
-    dim %= rows.dim() + 1
-    strides = list(rows.stride())
-    strides.insert(dim, rows.shape[dim] * strides[dim] if dim < rows.dim() else 1)
-    return Rows(op(rows.local, dim), rows.cut.at(rows.cut.dim + (dim <= rows.cut.dim)), strides, rows.home)
+def viewed(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Views in which the cut dimension is whole, and where it is."""
+    rows, *others = args
+    given = tuple(tuple(one) if isinstance(one, list) else one for one in others)
+    places = _places(op, rows.shape, rows.stride(), rows.cut.dim, given)
+    if places is None:
+        return NotImplemented
+    own = (rows.cut.at(places[0][0]).own_shape(places[0][1]),) if op is aten.expand.default else given
+    parts = op(rows.local, *own, **kwargs)
+    wholes = [None] * len(places) if rows.known is None else flat([op(rows.known, *given, **kwargs)])
+    each = zip(flat([parts]), places, wholes, strict=True)
+    found = [Rows(part, rows.cut.at(dim), strides, rows.home, whole) for part, (dim, _, strides), whole in each]
+    return found if isinstance(parts, (list, tuple)) else found[0]
 
 
 def squeeze(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Without dimensions of one element."""
-    rows: Rows = args[0]
-    assert rows.cut is not None
-    dims = args[1] if len(args) > 1 else range(rows.dim())
-    given = {dim % max(1, rows.dim()) for dim in (dims if isinstance(dims, (list, tuple, range)) else [dims])}
-    gone = {dim for dim in given if rows.shape[dim] == 1}
-    if rows.cut.dim in gone:
-        return NotImplemented
-    strides = [stride for dim, stride in enumerate(rows.stride()) if dim not in gone]
-    shape = [size for dim, size in enumerate(rows.local.shape) if dim not in gone]
-    local = rows.local.squeeze(tuple(gone)) if gone else rows.local.view(shape)
-    return Rows(local, rows.cut.at(rows.cut.dim - sum(dim < rows.cut.dim for dim in gone)), strides, rows.home)
+    """Without dimensions that have one element; a rank's part of the cut one may have one, too."""
+    rows, dims = args[0], args[1] if len(args) > 1 else range(args[0].dim())
+    given = (dim % rows.dim() for dim in (dims if isinstance(dims, Sequence) else [dims]))
+    return viewed(aten.squeeze.dims, (rows, [dim for dim in given if rows.shape[dim] == 1]), kwargs)
 
 
-def expand(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Repeat dimensions of one element."""
-    rows, sizes = args[:2]
-    dim = rows.cut.dim + len(sizes) - rows.dim()
-    if sizes[dim] not in (-1, rows.cut.length):
-        return NotImplemented
-    cut = rows.cut.at(dim)
-    sizes = [rows.shape[i - len(sizes) + rows.dim()] if size == -1 else size for i, size in enumerate(sizes)]
-    strides = [0] * (len(sizes) - rows.dim()) + list(rows.stride())
-    shape = [1] * (len(sizes) - rows.dim()) + list(rows.shape)
-    strides = [stride if one == size else 0 for stride, one, size in zip(strides, shape, sizes, strict=True)]
-    return Rows(op(rows.local, cut.own_shape(sizes), **kwargs), cut, strides, rows.home)
-
-
-def _slice(rows: Rows, dim: int, start: int, end: int, step: int = 1) -> Rows | None:
-    """Elements from `start` to `end` of a dimension."""
-    cut = rows.cut
-    assert cut is not None
-    strides = list(rows.stride())
-    strides[dim] *= step
-    if dim != cut.dim:
-        local = aten.slice.Tensor(rows.local, dim, start, end, step)
-        return Rows(local, cut, strides, rows.home)
-    if (start, end, step) != (0, cut.length, 1):
-        return None
-    return Rows(rows.local, cut, strides, rows.home)
-
-
-def slice_(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """A range of a dimension."""
-    rows: Rows = args[0]
-    dim: Any
-    dim, start, end, step = (*args[1:], *(0, None, None, 1)[len(args) - 1 :])
-    dim %= rows.dim()
-    length = rows.shape[dim]
-    start, end, step = slice(start, end, step).indices(length)
-    return NotImplemented if (found := _slice(rows, dim, start, max(start, end), step)) is None else found
-
-
-def select(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """One element of a dimension that is not cut."""
-    rows, dim, index = args
-    dim %= rows.dim()
-    if dim == rows.cut.dim:
-        return NotImplemented
-    strides = [*rows.stride()[:dim], *rows.stride()[dim + 1 :]]
-    return Rows(op(rows.local, dim, index), rows.cut.at(rows.cut.dim - (dim < rows.cut.dim)), strides, rows.home)
-
-
-def unbind(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """All elements of a dimension that is not cut."""
-    rows, dim = args[0], (args[1] if len(args) > 1 else 0) % args[0].dim()
-    if dim == rows.cut.dim:
-        return NotImplemented
-    cut, strides = rows.cut.at(rows.cut.dim - (dim < rows.cut.dim)), [*rows.stride()[:dim], *rows.stride()[dim + 1 :]]
-    return [Rows(local, cut, strides, rows.home) for local in op(rows.local, dim)]
-
-
-def split(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Ranges of a dimension, one after the other."""
-    rows, sizes = args[:2]
-    dim = (args[2] if len(args) > 2 else 0) % rows.dim()
-    length = rows.shape[dim]
-    if not isinstance(sizes, (list, tuple)):
-        sizes = [min(sizes, length - start) for start in range(0, length, sizes)] if sizes else [0]
-    start, found = 0, list[Any]()
-    for size in sizes:
-        found.append(_slice(rows, dim, start, start + size))
-        start += size
-    return NotImplemented if None in found else found
+def split_with_sizes(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Ranges of a dimension; a single one is longer than a rank's part."""
+    return viewed(op, args, kwargs) if len(args[1]) > 1 else NotImplemented
 
 
 def cat(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Join along a dimension that is not cut."""
     tensors = [one for one in args[0] if one.dim() != 1 or one.numel()]
     dim = (args[1] if len(args) > 1 else kwargs.get("dim", 0)) % max(1, tensors[0].dim())
-    lead = next((one for one in tensors if type(one) is Rows and one.cut is not None), None)
-    if lead is None or lead.cut is None or dim == lead.cut.dim:
+    lead = next(filter(is_cut, tensors), None)
+    if lead is None or dim == lead.cut.dim:
         return NotImplemented
-    return wrap(op([aligned(one, lead.cut) for one in tensors], dim), lead.cut)
+    return wrap(op([aligned(one, lead.cut, lead.cut.dim - lead.dim()) for one in tensors], dim), lead.cut)
 
 
 def stack(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -186,39 +103,31 @@ def stack(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 def index(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Elements of a whole tensor by indices that are cut, or of rows at other dimensions."""
     source, indices = args
-    if any(one is not None and one.dtype in (torch.bool, torch.uint8) for one in indices):
+    given = [(i, one) for i, one in enumerate(indices) if one is not None]
+    if any(one.dtype in (torch.bool, torch.uint8) for _, one in given):
         return NotImplemented
-    if type(source) is Rows and source.cut is not None:
-        places = [i for i, one in enumerate(indices) if one is not None]
-        if len(places) != 1 or places[0] == source.cut.dim:
+    if is_cut(source):
+        place, first = given[0]
+        if len(given) != 1 or place == source.cut.dim:
             return NotImplemented
-        dim = source.cut.dim + (indices[places[0]].dim() - 1 if places[0] < source.cut.dim else 0)
+        dim = source.cut.dim + (first.dim() - 1 if place < source.cut.dim else 0)
         return wrap(op(source.local, [gathered(one) for one in indices]), source.cut.at(dim))
-    if any(one is None for one in indices):
+    lead: Any = max((one for _, one in given if is_cut(one)), key=Tensor.dim)
+    cut, place = lead.cut, lead.cut.dim - lead.dim()
+    others = (one.dim() + place < 0 or one.shape[place] != cut.length for _, one in given)
+    if len(given) < len(indices) or any(others):
         return NotImplemented
-    lead: Any = max((one for one in indices if type(one) is Rows and one.cut is not None), key=lambda one: one.dim())
-    place = lead.cut.dim - lead.dim()
-    if any(one.dim() + place < 0 or one.shape[place] != lead.cut.length for one in indices):
-        return NotImplemented
-    parts = [aligned(one, lead.cut.at(one.dim() + place)) for one in indices]
     dim = max(one.dim() for one in indices) + place
-    return wrap(op(gathered(source), parts), lead.cut.at(dim))
+    return wrap(op(gathered(source), [aligned(one, cut, place) for one in indices]), cut.at(dim))
 
 
-_RULES: dict[str, Any] = {
-    "alias detach lift_fresh": same,
+RULES: Mapping[str, Rule] = {
     "view _unsafe_view reshape _reshape_alias": view,
-    "permute transpose.int t": permute,
-    "unsqueeze": unsqueeze,
+    """alias detach lift_fresh permute transpose.int t unsqueeze expand slice.Tensor select.int unbind.int
+    split.Tensor""": viewed,
     "squeeze squeeze.dim squeeze.dims": squeeze,
-    "expand": expand,
-    "slice.Tensor": slice_,
-    "select.int": select,
-    "unbind.int": unbind,
-    "split.Tensor split_with_sizes": split,
+    "split_with_sizes": split_with_sizes,
     "cat": cat,
     "stack": stack,
     "index.Tensor": index,
 }
-for names, rule in _RULES.items():
-    register(names, rule)

@@ -9,28 +9,32 @@ a view of rows  a copy of all rows, of which it is one  `Rows` with a `Copy`
 like any other, so that gradients need no rules of their own. All ranks call the same operations in the same order.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from itertools import chain
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.utils._mode_utils import no_dispatch
 
-from .exchange import Cut
+from .exchange import Cut, Exchange
 
 Rule = Callable[[Any, Sequence[Any], dict[str, Any]], Any]
-_COMPOSED = torch._C.DispatchKey.CompositeImplicitAutograd
-RULES: dict[Any, Rule] = {}
-"""Of an operation: computes it of rows, or returns NotImplemented where all rows must be gathered."""
+_RULES: dict[Any, Rule] = {}
 
 
-def register(names: str, rule: Rule) -> None:
-    """Register the rule of operations, by their names in `torch.ops.aten`; an overload follows a dot."""
-    for name in names.split():
-        packet, _, overload = name.partition(".")
-        RULES[getattr(getattr(torch.ops.aten, packet), overload or "default")] = rule
+def register(rules: Mapping[str, Rule]) -> None:
+    """Register rules, which compute an operation of rows or return NotImplemented where all rows must be gathered.
+
+    Args:
+        rules: by names of operations in `torch.ops.aten`; an overload follows a dot.
+    """
+    for names, rule in rules.items():
+        for name in names.split():
+            packet, _, overload = name.partition(".")
+            _RULES[getattr(getattr(torch.ops.aten, packet), overload or "default")] = rule
 
 
 @dataclass(eq=False)
@@ -60,10 +64,15 @@ class Copy:
 
     def write_back(self) -> None:
         """Write the copy, of which a view was written to, to the rows."""
-        assert self._base.cut is not None
-        self._base.local.copy_(self._base.cut.own(self.whole))
-        self._base.home.writes += 1
+        self._base.write(self.whole)
         self._seen = self._base.home.writes
+
+
+def _of_whole(name: str) -> Any:
+    def method(rows: "Rows", *args: Any, **kwargs: Any) -> Any:
+        return getattr(rows.whole(), name)(*args, **kwargs)
+
+    return method
 
 
 class Rows(Tensor):
@@ -80,8 +89,8 @@ class Rows(Tensor):
     local: Tensor
     cut: Cut | None
     home: Home
-    known: tuple[Tensor, int] | None
     copy: Copy | None
+    _known: tuple[Tensor | None, int]
     __torch_function__: ClassVar[Any] = torch._C._disabled_torch_function_impl
 
     @staticmethod
@@ -98,56 +107,57 @@ class Rows(Tensor):
         given: Any = {"strides": strides, "dtype": local.dtype, "device": local.device, "layout": local.layout}
         own: Any = torch.Tensor._make_wrapper_subclass(cls, shape, **given)
         own.local, own.cut, own.home, own.copy = local, cut, home or Home(), copy
-        own.known = None if known is None else (known, own.home.writes)
+        own._known = known, own.home.writes
         return own
 
-    if TYPE_CHECKING:
-
-        def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 
     @classmethod
     def __torch_dispatch__(cls, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return dispatch(op, args, kwargs or {})
 
+    @property
+    def known(self) -> Tensor | None:
+        """All rows, where they are known without an exchange."""
+        whole, writes = self._known
+        return whole if writes == self.home.writes else None
+
     def whole(self) -> Tensor:
-        """All rows, in autograd's graph, as a tensor of torch's own class."""
-        return _Whole.apply(self)  # pyright: ignore[reportReturnType]  # untyped
+        """A copy of all rows, of torch's own class, which is a leaf of autograd's graph."""
+        return gathered(self.detach()).clone().requires_grad_(self.requires_grad)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
-        return repr(self.whole())
+    def write(self, whole: Tensor) -> None:
+        """Write this rank's part of all rows."""
+        if self.cut is not None:
+            self.local.copy_(self.cut.own(whole))
+            self.home.writes += 1
+        elif self.copy is not None:
+            self.copy.write_back()
 
-    def __format__(self, spec: str) -> str:
-        return format(self.whole(), spec)
+    __repr__, __format__, __array__ = map(_of_whole, ("__repr__", "__format__", "__array__"))
+    tolist, numpy = map(_of_whole, ("tolist", "numpy"))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        return self.whole().detach().clone()
+        return self.whole().detach()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.whole().detach().__reduce_ex__(protocol)
 
-    def tolist(self) -> Any:
-        """All rows, as torch's method gives them."""
-        return self.whole().tolist()
 
-    def numpy(self, *, force: bool = False) -> Any:
-        """All rows, as torch's method gives them."""
-        return self.whole().numpy(force=force)
+def rows_of(whole: Any, exchange: Exchange) -> Any:
+    """Rows of a tensor that every rank has, if it has enough of them; another value is returned."""
+    if type(whole) is not Tensor or whole.layout is not torch.strided or whole.requires_grad:
+        return whole
+    num, size = exchange.size, whole.shape[0] if whole.dim() else 0
+    if size < max(2, num) or 0 in whole.shape or 0 in whole.stride():
+        return whole
+    cut = Cut(0, tuple(size // num + (rank < size % num) for rank in range(num)), exchange)
+    return Rows(cut.own(whole), cut, whole.stride(), known=whole)
 
-    def __array__(self, dtype: Any = None) -> Any:
-        return self.whole().__array__(dtype)
 
-
-class _Whole(torch.autograd.Function):
-    """All rows; a gradient of all rows is already the whole batch's."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Rows) -> Tensor:
-        found = gathered(rows)
-        return found if rows.cut is not None and rows.known is None else found.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return gradients[0]
+def is_cut(value: Any) -> bool:
+    """Whether a value is a tensor of which each rank holds a part."""
+    return type(value) is Rows and value.cut is not None
 
 
 def gathered(value: Any) -> Any:
@@ -158,117 +168,69 @@ def gathered(value: Any) -> Any:
         if value.copy is not None:
             value.copy.refresh()
         return value.local
-    if value.known is not None and value.known[1] == value.home.writes:
-        return value.known[0]
-    return value.cut.exchange.gather(value.local, value.cut)
-
-
-class Facts(NamedTuple):
-    """What the schema of an operation says.
-
-    Args:
-        written: places of arguments that it writes to, by number or, of keywords only, by name.
-        views: whether it returns views of its first argument.
-        composed: whether torch composes it of others.
-    """
-
-    written: tuple[int | str, ...]
-    views: bool
-    composed: bool
+    return value.cut.exchange.gather(value.local, value.cut) if value.known is None else value.known
 
 
 @cache
-def facts(op: Any) -> Facts:
-    """Read the schema of an operation."""
-    written = [
+def written(op: Any) -> tuple[int | str, ...]:
+    """Places of arguments that an operation writes to, by number or, of keywords only, by name."""
+    return tuple(
         argument.name if argument.kwarg_only else i
         for i, argument in enumerate(op._schema.arguments)
         if argument.alias_info is not None and argument.alias_info.is_write
-    ]
-    returned = [value.alias_info for value in op._schema.returns]
-    views = not written and any(info is not None for info in returned)
-    return Facts(tuple(written), views, op.has_kernel_for_dispatch_key(_COMPOSED))
+    )
 
 
-def each(function: Callable[[Any], Any], args: Sequence[Any]) -> list[Any]:
+def flat(args: Iterable[Any]) -> Iterator[Any]:
+    """Arguments, and the elements of those that are lists."""
+    return chain.from_iterable(arg if isinstance(arg, (list, tuple)) else (arg,) for arg in args)
+
+
+def each(function: Callable[[Any], Any], args: Iterable[Any]) -> list[Any]:
     """Apply a function to arguments, and to the elements of those that are lists."""
     return [[function(one) for one in arg] if isinstance(arg, (list, tuple)) else function(arg) for arg in args]
-
-
-def are_cut(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Whether any argument is cut."""
-    for arg in (*args, *kwargs.values()):
-        if type(arg) is Rows:
-            if arg.cut is not None:
-                return True
-        elif isinstance(arg, (list, tuple)) and any(type(one) is Rows and one.cut is not None for one in arg):
-            return True
-    return False
 
 
 def dispatch(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Compute an operation of tensors some of which are cut."""
     if torch.Tag.inplace_view in op.tags and type(args[0]) is Rows:
         return _become_view(op, args, kwargs)
-    if are_cut(args, kwargs):
-        rule = RULES.get(op)
-        if rule is not None:
-            found = rule(op, args, kwargs)
-        else:
-            found = op.decompose(*args, **kwargs) if facts(op).composed else NotImplemented
-        if found is not NotImplemented:
-            return found
-    return on_all_rows(op, args, kwargs)
+    lead = next(filter(is_cut, flat((*args, *kwargs.values()))), None)
+    if lead is None:
+        return on_all_rows(op, args, kwargs)
+    found = _RULES[op](op, args, kwargs) if op in _RULES else op.decompose(*args, **kwargs)
+    if found is not NotImplemented:
+        return found
+    with lead.cut.exchange.counting(str(op.overloadpacket).removeprefix("aten.")):
+        return on_all_rows(op, args, kwargs)
 
 
 def on_all_rows(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Compute an operation of all rows, on every rank."""
-    known = facts(op)
-    if known.views:
+    if not written(op) and any(value.alias_info for value in op._schema.returns):
         return _view(op, args, kwargs)
     given = each(gathered, args)
-    options = dict(zip(kwargs, each(gathered, list(kwargs.values())), strict=True))
-    note(op, args, kwargs)
+    options = dict(zip(kwargs, each(gathered, kwargs.values()), strict=True))
     result = op(*given, **options)
-    if not known.written:
-        return result
     same: dict[int, Any] = {}
-    for place in known.written:
-        before: Any
-        after: Any
-        before, after = (
-            (args[place], given[place]) if isinstance(place, int) else (kwargs.get(place), options.get(place))
-        )
-        for own, whole in zip(before, after, strict=True) if isinstance(before, (list, tuple)) else [(before, after)]:
-            if own is None:
-                continue
+    for place in written(op):
+        pair = (args[place], given[place]) if isinstance(place, int) else (kwargs.get(place), options.get(place))
+        for own, whole in zip(*(flat([one]) for one in pair), strict=True):
             same[id(whole)] = own
             if type(own) is Rows:
-                _write(own, whole)
+                own.write(whole)
     if isinstance(result, (list, tuple)):
         return type(result)(same.get(id(one), one) for one in result)
     return same.get(id(result), result)
 
 
-def _write(own: Rows, whole: Tensor) -> None:
-    if own.cut is not None:
-        own.local.copy_(own.cut.own(whole))
-        own.home.writes += 1
-    elif own.copy is not None:
-        own.copy.write_back()
-
-
 def _view(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Take views of all rows."""
     base: Rows = args[0]
-    copy = base.copy
-    if base.cut is not None:
-        note(op, args, kwargs)
-        copy = Copy(base)
+    copy = base.copy if base.cut is None else Copy(base)
     assert copy is not None
     copy.refresh()
-    whole = copy.whole if base.cut is not None else base.local
-    given = op(whole, *each(gathered, args[1:]), **kwargs)
+    given = op(copy.whole if base.cut is not None else base.local, *each(gathered, args[1:]), **kwargs)
     if isinstance(given, (list, tuple)):
         return [Rows(one, None, one.stride(), copy=copy) for one in given]
     return Rows(given, None, given.stride(), copy=copy)
@@ -277,19 +239,9 @@ def _view(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 def _become_view(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Make a tensor a view of itself, as `unsqueeze_` does."""
     rows: Rows = args[0]
-    name, overload = op.name().removeprefix("aten::").partition(".")[::2]
-    packet = getattr(torch.ops.aten, name.removesuffix("_"))
-    plain = getattr(packet, overload or ("int" if name == "transpose_" else "default"))
-    view = dispatch(plain, args, kwargs)
-    rows.local, rows.cut, rows.home, rows.copy, rows.known = view.local, view.cut, view.home, view.copy, None
+    plain = getattr(torch.ops.aten, op.overloadpacket.__name__.removesuffix("_"))
+    overload = op._overloadname if op._overloadname in plain.overloads() else plain.overloads()[0]
+    vars(rows).update(vars(dispatch(getattr(plain, overload), args, kwargs)))
     with no_dispatch():
         op(*args, **kwargs)
     return rows
-
-
-def note(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-    """Count an operation for which rows are gathered."""
-    for arg in (*args, *kwargs.values()):
-        for one in arg if isinstance(arg, (list, tuple)) else (arg,):
-            if type(one) is Rows and one.cut is not None:
-                one.cut.exchange.count(str(op.overloadpacket).removeprefix("aten."), 0 if one.known else one.nbytes)

@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,16 +25,16 @@ from ...data.sampling import Deal
 from ...distributed.objects import broadcast_object
 from ...distributed.same_weights import verify_same_layout
 from ..gradient_sync import GradientSync
-from . import elementwise, layout, losses, sums
-from .exchange import Cut, Exchange
-from .rows import Rows, gathered
+from . import elementwise, layout, sums
+from .exchange import Exchange
+from .rows import Rows, gathered, register, rows_of
 
 if TYPE_CHECKING:
     from ..strategy import RankStrategy
 
 
-RULES_IN = (elementwise, layout, losses, sums)
-"""The files that register rules when they are imported."""
+for _rules in (elementwise.RULES, layout.RULES, sums.RULES):
+    register(_rules)
 
 
 class _Alone(SimulatedRanks):
@@ -62,6 +61,7 @@ class WholeBatch(GradientSync):
     def __init__(self, strategy: "RankStrategy") -> None:
         super().__init__(strategy)
         self._exchange: Exchange | None = None
+        self._num_steps = 0
         # an attribute, which loops call where they would move a batch themselves
         vars(strategy)["batch_to_device"] = partial(self._taken, strategy.batch_to_device)
 
@@ -81,26 +81,14 @@ class WholeBatch(GradientSync):
 
     def _taken(self, to_device: Callable[..., Batch], *args: Any, **kwargs: Any) -> Batch:
         """Cut the tensors of a batch that every rank has read."""
-        batch = to_device(*args, **kwargs)
-        if self._exchange is None:
-            self._exchange = Exchange(dist.get_rank(), dist.get_world_size())
+        batch, exchange = to_device(*args, **kwargs), self._exchange or Exchange(dist.get_rank(), dist.get_world_size())
+        self._exchange = exchange
         # a packed sequence has rows of time, and kernels read its lengths
-        return apply_to_collection(batch, (Tensor, PackedSequence), self._rows)
-
-    def _rows(self, whole: Any) -> Any:
-        exchange = self._exchange
-        assert exchange is not None
-        if type(whole) is not Tensor or whole.layout is not torch.strided or whole.requires_grad:
-            return whole
-        num, size = exchange.size, whole.shape[0] if whole.dim() else 0
-        if size < num or 0 in whole.shape or 0 in whole.stride():
-            return whole
-        sizes = tuple(size // num + (rank < size % num) for rank in range(num))
-        cut = Cut(0, sizes, exchange)
-        return Rows(cut.own(whole), cut, whole.stride(), known=whole)
+        return apply_to_collection(batch, (Tensor, PackedSequence), rows_of, exchange)
 
     @override
     def train(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._num_steps += 1
         with simulating(_ALONE), torch.compiler.set_stance("force_eager"):  # a compiler can't see into rows
             return step(*args, **kwargs)
 
@@ -118,30 +106,32 @@ class WholeBatch(GradientSync):
 
     @override
     def ending(self) -> AbstractContextManager[Any]:
-        exchange, self._exchange = self._exchange, None
-        if exchange is not None and exchange.gathers:
-            told = (
-                f"{name} ({num}×, {exchange.num_bytes[name] / 1e6:.3g} MB)"
-                for name, num in exchange.gathers.most_common(8)
+        exchange, num_steps = self._exchange, max(1, self._num_steps)
+        self._exchange, self._num_steps = None, 0
+        if exchange is not None and exchange.gathered:
+            slowest = sorted(exchange.gathered.items(), key=lambda one: -one[1].seconds)[:8]
+            told = ", ".join(
+                f"{name} ({one.times}×, {one.num_bytes / 1e6:.3g} MB, {one.seconds / num_steps * 1e3:.3g} ms/step)"
+                for name, one in slowest
             )
-            rank_zero_info(f"global view: computed on all rows, on every rank: {', '.join(told)}")
+            rank_zero_info(f"global view: computed on all rows, on every rank: {told}")
         return super().ending()
 
 
 @dataclass(frozen=True)
-class Join:
-    """Joins `num` batches of a loader, each meant for one rank, to the global batch that all ranks read."""
+class Join(Deal):
+    """Joins `num` units, each meant for one rank, to the global batch that all ranks read."""
 
-    num: int
+    num: int = 1
 
+    @override
     def parts(self, units: Iterator[Unit], num_ranks: int) -> Iterator[list[Unit]]:
-        """See `sampling.Cut.parts`."""
-        while group := list(islice(units, self.num)):
+        for group in super().parts(units, self.num):
             yield [[index for unit in group for index in unit]]
 
+    @override
     def count(self, num_units: int, num_ranks: int) -> int:
-        """See `sampling.Cut.count`."""
-        return -(-num_units // self.num)
+        return super().count(num_units, self.num)
 
 
 @dataclass
@@ -153,7 +143,7 @@ class WholeLoaders(RankLoaders):
 
     @override
     def _cut(self, loader: DataLoader[Any], cut: BatchCut, joins: bool) -> DataLoader[Any]:
-        return super()._cut(loader, Join(self.joined) if isinstance(cut, Deal) else cut, joins)
+        return super()._cut(loader, Join(spread=False, num=self.joined) if isinstance(cut, Deal) else cut, joins)
 
     @override
     def _stream(self, loader: Any, role: LoaderRole) -> Any:

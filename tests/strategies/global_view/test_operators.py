@@ -19,13 +19,15 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map
 
 from evener.strategies.ranks.global_view import view  # noqa: F401  # registers the rules
-from evener.strategies.ranks.global_view.exchange import Cut, Exchange
-from evener.strategies.ranks.global_view.rows import Rows, gathered
+from evener.strategies.ranks.global_view.exchange import Exchange
+from evener.strategies.ranks.global_view.rows import Rows, gathered, rows_of
 
-SOME = ["add", "mean", "var", "cov", "roll", "sort", "cumsum", "matmul", "index_select", "masked_select", "short",
+SOME = ["add", "mean", "var", "corrcoef", "roll", "sort", "cumsum", "matmul", "index_select", "masked_select", "short",
+        "squeeze", "split_with_sizes", "split", "bernoulli", "nn.functional.embedding",
         "nn.functional.cross_entropy", "nn.functional.conv2d", "nn.functional.batch_norm", "nn.functional.dropout",
         "nn.functional.linear_cross_entropy", "nn.functional.ctc_loss", "scatter_add", "view", "unfold"]  # fmt: skip
-"""Operators of every run; `roll` and `linear_cross_entropy` (`torch.mul(rows, y, out=z)`) were wrong in silence."""
+"""Operators of every run; `roll` and `linear_cross_entropy` (`torch.mul(rows, y, out=z)`) were wrong in silence, and
+`corrcoef` squeezes a tensor of which a rank may have one row."""
 
 UNDEFINED = ("empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided")
 """Whose elements are anything."""
@@ -46,7 +48,7 @@ def differing(names: Sequence[str], num: int, size: int) -> tuple[list[str], int
         if (names and op.name not in names) or torch.float64 not in op.dtypes or op.name in UNDEFINED:
             continue
         for i, sample in enumerate(_samples(op, num)):
-            if not any(type(_cut(one.detach(), exchange)) is Rows for one in _tensors(sample)):
+            if not any(type(rows_of(one.detach(), exchange)) is Rows for one in _tensors(sample)):
                 continue
             try:
                 expected = _computed(op, sample, None)
@@ -74,18 +76,6 @@ def _tensors(sample: Any) -> list[Tensor]:
     return [one for one in tree_flatten((sample.input, sample.args, sample.kwargs))[0] if isinstance(one, Tensor)]
 
 
-def _cut(whole: Tensor, exchange: Exchange) -> Tensor:
-    """Rows of a tensor that has enough of them."""
-    num = exchange.size
-    if whole.layout is not torch.strided or not whole.dim() or 0 in (*whole.shape, *whole.stride()):
-        return whole
-    if whole.shape[0] < num:
-        return whole
-    sizes = tuple(whole.shape[0] // num + (rank < whole.shape[0] % num) for rank in range(num))
-    cut = Cut(0, sizes, exchange)
-    return Rows(cut.own(whole), cut, whole.stride(), known=whole)
-
-
 def _computed(op: Any, sample: Any, exchange: Exchange | None) -> list[Any]:
     """What an operator returns, and the gradients of numbers that its inputs are multiplied by."""
     torch.manual_seed(5)
@@ -97,7 +87,7 @@ def _computed(op: Any, sample: Any, exchange: Exchange | None) -> list[Any]:
         if not isinstance(one, Tensor):
             return one
         value = one.detach().clone()
-        value = value if exchange is None else _cut(value, exchange)
+        value = value if exchange is None else rows_of(value, exchange)
         if one.requires_grad and one.is_floating_point():
             factors.append(torch.ones((), dtype=one.dtype, requires_grad=True))
             return value * factors[-1]

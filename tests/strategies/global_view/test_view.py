@@ -1,6 +1,8 @@
 """`strategy.global_view=true`: ddp trains any module as one device does, random numbers and BatchNorm included."""
 
+import logging
 import os
+import re
 import time
 import warnings
 from datetime import timedelta
@@ -162,6 +164,21 @@ def _told_of_dice() -> str:
     with pytest.raises(ConfigError) as told:
         _fit(DDPStrategy(batch_size_is="global", timeout_s=60), 2, "dice", 8)
     return str(told.value)
+
+
+def test_the_log_tells_what_was_computed_on_all_rows_and_what_that_took() -> None:
+    first, other = run_ranks(_told_at_the_end, 2)
+    assert not other
+    assert re.fullmatch(r"global view: .*\bindex \(\d+×, \S+ MB, \S+ ms/step\).*", first[-1])
+
+
+def _told_at_the_end() -> list[str]:
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())
+    logging.getLogger("pytorch_lightning.utilities.rank_zero").addHandler(handler)
+    _fit(DDPStrategy(batch_size_is="global", global_view=True, timeout_s=60), 2, "masked", 8)
+    return told
 
 
 NO_INDICES = "^ddp: global_view=true joins .* by their indices, and this one has none. Set batch_size_is=global"
