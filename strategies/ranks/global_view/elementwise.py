@@ -119,6 +119,11 @@ def variance(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     return found if op is aten.var.correction else (found, mean if keepdim else mean.squeeze(tuple(dims)))
 
 
+def made(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """A tensor of another shape, which all ranks make alike."""
+    return op(args[0].local, *args[1:], **kwargs)
+
+
 def drawn(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Random numbers of the shape of rows: all are drawn, as one device does, and this rank's are kept."""
     rows: Rows = args[0]
@@ -152,6 +157,7 @@ RULES: Mapping[str, Rule] = {
     sort sort.stable argsort.stable topk gather scatter.src scatter.value scatter_.src scatter_.value scatter_add
     scatter_add_ flip roll glu glu_backward amax amin any.dim any.dims all.dim all.dims max.dim min.dim argmax argmin
     logsumexp""": along,
+    "new_empty new_full new_ones new_zeros": made,
     "sum sum.dim_IntList mean mean.dim": summed,
     "var.correction var_mean.correction": variance,
     """rand_like randn_like randint_like.default randint_like.low_dtype bernoulli_.float uniform_ normal_ exponential_

@@ -33,8 +33,7 @@ if TYPE_CHECKING:
     from ..strategy import RankStrategy
 
 
-for _rules in (elementwise.RULES, layout.RULES, sums.RULES):
-    register(_rules)
+register({**elementwise.RULES, **layout.RULES, **sums.RULES})
 
 
 class _Alone(SimulatedRanks):
