@@ -2,6 +2,7 @@
 
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Annotated, Any
 
 import pytorch_lightning as pl
@@ -15,6 +16,7 @@ from .core.options import Advice, Count, Positive, checked
 from .data.loaders import BatchSizeIs
 from .distributed.scripts.launcher import StartMethod
 from .pipeline.recompute import RecomputeOption
+from .ranks.global_view.view import WholeBatchOfShards
 from .ranks.shard_sync import ShardSync
 from .ranks.strategy import RankStrategy
 from .sharding.placed import ShardIO, Writers, place_shards
@@ -93,6 +95,8 @@ class FSDPStrategy(RankStrategy):
         )  # fmt: skip
         self.shards = ShardOptions(shard, reshard_after_forward, cpu_offload, replicas)
         self.sync = ShardSync(self, self.shards, find_unused_parameters)
+        if recompute == "never" and not sync_batchnorm and weights is None:
+            self.whole_sync = partial(WholeBatchOfShards, self, self.shards, find_unused_parameters)
         if weights is not None:
             self.balance = RankBalance(self.strategy_name, weights, hysteresis=0.0)
 
@@ -147,7 +151,7 @@ class FSDPStrategy(RankStrategy):
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         if (io := self._shard_io) is None:
             return super().load_checkpoint(checkpoint_path, weights_only)
-        checkpoint = io.load_shards(checkpoint_path, self.global_rank, self.world_size)
+        checkpoint = io.load_shards(checkpoint_path, self.global_rank, self.num_together)
         if self.balance is not None:
             self.balance.kept.load(checkpoint)
         return checkpoint

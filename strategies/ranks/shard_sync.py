@@ -20,7 +20,7 @@ from ..core.errors import ConfigError
 from ..core.internals import callbacks_of
 from ..core.module_checks import verify_unscripted
 from ..core.patching import Replacement, replaced
-from ..distributed.reduction import all_reduce
+from ..distributed.reduction import all_reduce, reduce_tensor
 from ..distributed.same_weights import broadcast_weights
 from ..pipeline.module_parts import find_parts
 from ..sharding.deferred import DeferredTensors
@@ -120,7 +120,7 @@ class ShardSync(GradientSync):
         parts = part_names(module, options.shard)
         waiting = {name: tensor for name, tensor in _tensors(module) if tensor.is_meta}
         broadcast_weights(module, device)
-        num, replicas = self._strategy.world_size, options.replicas
+        num, replicas = self._strategy.num_together, options.replicas
         if num % replicas:
             raise ConfigError(
                 f"fsdp: {num} ranks don't divide into replicas={replicas} groups. Give a divisor of the number of "
@@ -232,7 +232,7 @@ class ShardSync(GradientSync):
         strategy = self._strategy
         for name, parameter in module.named_parameters():
             if name in gradients:
-                mean = strategy.reduce(gradients[name].to(strategy.root_device, copy=True), reduce_op="mean")
+                mean = reduce_tensor(gradients[name].to(strategy.root_device, copy=True), reduce_op="mean")
                 parameter.grad = shard_like(mean, parameter)
 
     @override

@@ -52,7 +52,7 @@ class RankStep(StepContract):
 
     def __init__(self, strategy: "RankStrategy", verify: bool) -> None:
         self._strategy = strategy
-        self._verifies, self._is_verified = verify, True
+        self._verifies, self._is_verified, self._was_early = verify, True, False
         self.reader = LossReader(strategy.strategy_name)
         self.agreement = Agreement(strategy.strategy_name)
         self.shares = RankShares(1, strategy.strategy_name)
@@ -71,6 +71,7 @@ class RankStep(StepContract):
         self._trainer, self._module = trainer, trainer.lightning_module
         name, num_ranks = self._strategy.strategy_name, self._strategy.world_size
         self.shares = RankShares(num_ranks, name)
+        self._was_early = False
         self._is_verified = num_ranks == 1 and not (self._strategy.layout.cut_by or weighs_in_loop(trainer))
         self._strategy.layout.reader = self.reader = LossReader(name)
         self.reader.at_once = bool(self._strategy.layout.cut_by) and self._strategy.layout.goes_backward_early
@@ -209,14 +210,19 @@ class RankStep(StepContract):
             shares.weighed_losses.append(WeighedLoss([part.own_loss.detach()], weight, value))
         return reader.valued([output])[0]
 
-    def verify_early(self) -> None:
-        """Find out by what losses divide before the module is cut over the ranks."""
-        if not self._is_verified:
+    def verify_early(self, again: bool = False) -> None:
+        """Find out by what losses divide before the module is cut over the ranks, or wrapped.
+
+        Args:
+            again: whether a module that can't be compared yet is tried again in the first step.
+        """
+        if not (self._is_verified or self._was_early):
+            self._was_early = True
             self._trainer.fit_loop.setup_data()
             takes_index = is_param_in_hook_signature(self._module.training_step, "batch_idx", min_args=2)
-            self._verify((None, 0) if takes_index else (None,), {})
+            self._verify((None, 0) if takes_index else (None,), {}, again)
 
-    def _verify(self, args: Sequence[Any], options: dict[str, Any]) -> None:
+    def _verify(self, args: Sequence[Any], options: dict[str, Any], again: bool = False) -> None:
         """Find out before the first step by what losses divide, on rank 0 for all."""
         strategy, metrics = self._strategy, self.metrics
         assert metrics is not None
@@ -224,7 +230,10 @@ class RankStep(StepContract):
         views = Views(strategy.world_size > 1, bool(strategy.layout.cut_by))
         is_first = strategy.global_rank == 0
         with metrics.steps.unrecorded() if is_first else nullcontext():
-            found = verified(strategy, views, self._verifies, args, options, broadcast_object, is_first)
+            found = verified(strategy, views, self._verifies, args, options, broadcast_object, is_first, again=again)
+        if found.failed and again:
+            self._is_verified = False
+            return
         self.reader.take(found.plans)
         self.reader.values.learn("training_step", 0, found.programs, found.constants)
         cut, is_weighed = strategy.layout.cut_by, not all(plan.is_of_samples for plan in found.plans)

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from pytorch_lightning.plugins.layer_sync import TorchSyncBatchNorm
 from pytorch_lightning.strategies.strategy import TBroadcast
 from pytorch_lightning.trainer.states import TrainerFn
+from pytorch_lightning.utilities.rank_zero import rank_zero_info
 from pytorch_lightning.utilities.types import STEP_OUTPUT
 from torch import Tensor
 from torch.optim import Optimizer
@@ -21,6 +22,7 @@ from ..balance.controller import BalanceController
 from ..balance.ranks import RankBalance
 from ..batch.batch_dims import BatchDims, verify_batch_dims
 from ..batch.evaluation_lists import EvaluationLists
+from ..batch.exact.verifier import PartsDiffer
 from ..batch.layout import Layout, SingleLayout, drop_layout, evaluation_step
 from ..batch.policies import Even, Policy
 from ..batch.run_structures import RunStructures
@@ -32,7 +34,7 @@ from ..core.module_checks import hooked, verify_shapes, verify_takes_batches, ve
 from ..core.module_log import lightning_modules, module_log, restore_logs
 from ..core.optimizer_states import load_states, state_to_parameters
 from ..core.options import Positive, checked
-from ..core.rng import seed_rank
+from ..core.rng import random_state, seed_rank, set_random_state
 from ..core.types import Batch
 from ..data.loaders import BatchSizeIs, LoaderRole, RankLoaders, merge_predictions
 from ..distributed.environment import kubeflow, num_processes
@@ -87,6 +89,9 @@ class RankStrategy(pl_strategies.DDPStrategy):
 
     devices_per_process = 1
     shard_optimizer = False
+
+    whole_sync: Callable[[], GradientSync] | None = None
+    """Makes what computes whole batches on all ranks together; None if the strategy can't, or is not to."""
 
     balance: RankBalance | None = None
     """What divides global batches in shares that are not even."""
@@ -315,13 +320,33 @@ class RankStrategy(pl_strategies.DDPStrategy):
         verify_shapes(trainer.lightning_module)
         self.contract.begin_run(trainer)
         if self.sync.evaluates_together and trainer.state.fn == TrainerFn.FITTING:
-            self.contract.verify_early()
+            self._choose_sync()
         self._place(trainer)
         for optimizer in self.optimizers:
             state_to_parameters(optimizer)
         for module in lightning_modules(self.module):
             module_log(module)
         self.layout.begin(trainer, self.structures)
+
+    def _choose_sync(self) -> None:
+        """Have steps see whole batches, where the module trains otherwise in parts of them; before it is wrapped."""
+        before = random_state()
+        try:
+            self.contract.verify_early(again=not self.sync.evaluates_together)
+        except PartsDiffer as exc:
+            if self.whole_sync is None:
+                raise
+            rank_zero_info(
+                f"{str(exc).partition('. ')[0]}. So steps see the global batch (strategy.global_view), which is exact "
+                "but slower; evener.over_batch(fn) is faster."
+            )
+            set_random_state(before)  # loaders are made once more
+            self.trainer.fit_loop._combined_loader = None  # of one rank's samples
+            self.contract.end()
+            self.sync = self.whole_sync()
+            self._begin_loaders()
+            self.sync.begin_streams()
+            self.contract.begin_run(self.trainer)
 
     def _place(self, trainer: pl.Trainer) -> None:
         """Put the module on this process's devices, and make the optimizers."""
@@ -366,6 +391,8 @@ class RankStrategy(pl_strategies.DDPStrategy):
 
     @override
     def configure_ddp(self) -> None:
+        if self.whole_sync is not None and self.sync.seen_ranks is None:
+            self._choose_sync()
         self.sync.wrap(super().configure_ddp)
 
     @override

@@ -64,6 +64,7 @@ class Verdict:
         told: lines for the log, and whether they are warnings.
         unused: whether some trained parameters take no part in a loss.
         programs: of logged values.
+        failed: whether nothing could be compared.
         constants: the logged values whose `batch_size` is the same whatever the samples are; None if that is not known.
     """
 
@@ -73,6 +74,7 @@ class Verdict:
     unused: bool = False
     programs: dict[str, Program] = field(default_factory=dict[str, Program])
     constants: set[str] | None = None
+    failed: bool = False
 
 
 class Views(NamedTuple):
@@ -84,6 +86,10 @@ class Views(NamedTuple):
 
 _Piece: TypeAlias = Callable[[int, int], Batch]
 """Makes a batch of the samples from i to j."""
+
+
+class PartsDiffer(ConfigError):
+    """Training in parts of a batch is not training on the whole one."""
 
 
 class _Cannot(Exception):  # told, and no error
@@ -183,6 +189,7 @@ class Verifier:
         return True
 
     def _tell_failure(self, exc: Exception, verdict: Verdict) -> None:
+        verdict.failed = True
         why, compared = str(exc), "training" if self._trains else f"what {self._step} logs"
         if not isinstance(exc, _Cannot):
             told = _said(exc)
@@ -706,6 +713,7 @@ class _OneRank(TorchDispatchMode):
 def verified(
     strategy: Any, views: Views, verifies: bool, args: Sequence[Any], options: dict[str, Any],
     share: Callable[[Any], Any] = lambda found: found, is_first: bool = True, structure: BatchStructure | None = None,
+    again: bool = False,
 ) -> Verdict:  # fmt: skip
     """Find by what the losses of a strategy's module divide, before its first step.
 
@@ -717,15 +725,19 @@ def verified(
         share: gives all ranks what the first has found.
         is_first: whether this is the first rank.
         structure: cuts batches; None for the strategy's.
+        again: whether a module that can't be compared yet will be tried again.
 
     Raises:
-        ConfigError: the module trains otherwise; the message says what differs.
+        PartsDiffer: the module trains otherwise; the message says what differs.
     """
     verdict: Verdict | None = None
     if is_first:
         verifier = Verifier(strategy, structure or strategy.structures.of_batch(strategy.lightning_module.trainer))
         verdict = verifier.verify(args[0], views, args[1:], options)
-    found = _told(share(verdict), is_first, verifies)
+    found: Verdict = share(verdict)
+    if found.failed and again:
+        return found
+    found = _told(found, is_first, verifies)
     given = getattr(getattr(getattr(strategy, "layout", None), "options", None), "loss_reduction", "mean")
     if given == "sum" and any(term.kind == "mean" for plan in found.plans for term in plan.terms):
         raise ConfigError(
@@ -740,7 +752,7 @@ def _told(found: Verdict, is_first: bool, verifies: bool = True) -> Verdict:
     for line, warns in found.told if is_first and verifies else ():
         (rank_zero_warn if warns else rank_zero_info)(line)
     if found.refusal and verifies:
-        raise ConfigError(found.refusal)
+        raise PartsDiffer(found.refusal)
     return found
 
 

@@ -1,7 +1,7 @@
 """Give every rank the whole batch, of which it computes some rows: what a step sees is one device's."""
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -25,6 +25,7 @@ from ...data.sampling import Deal
 from ...distributed.objects import broadcast_object
 from ...distributed.same_weights import verify_same_layout
 from ..gradient_sync import GradientSync
+from ..shard_sync import ShardSync
 from . import elementwise, layout, sums
 from .exchange import Exchange
 from .rows import Rows, gathered, register, rows_of
@@ -47,7 +48,7 @@ class _Alone(SimulatedRanks):
 _ALONE = _Alone(1)
 
 
-class WholeBatch(GradientSync):
+class _Whole(GradientSync):
     """Computes steps of the whole batch on all ranks together, so that each has its gradients without an average.
 
     Args:
@@ -57,17 +58,14 @@ class WholeBatch(GradientSync):
     changes_evaluation = True
     seen_ranks = _ALONE
 
-    def __init__(self, strategy: "RankStrategy") -> None:
-        super().__init__(strategy)
+    def __init__(self, strategy: "RankStrategy", *args: Any) -> None:
+        super().__init__(strategy, *args)
         self._exchange: Exchange | None = None
         self._num_steps = 0
         # an attribute, which loops call where they would move a batch themselves
         vars(strategy)["batch_to_device"] = partial(self._taken, strategy.batch_to_device)
 
     @override
-    def wrap(self, wrap: Callable[[], None]) -> None:
-        verify_same_layout(self._strategy.module, self._strategy.strategy_name)
-
     def begin_streams(self) -> None:
         """Have all ranks draw the same random numbers."""
         if dist.is_initialized():
@@ -89,19 +87,20 @@ class WholeBatch(GradientSync):
     def train(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._num_steps += 1
         with simulating(_ALONE), torch.compiler.set_stance("force_eager"):  # a compiler can't see into rows
-            return step(*args, **kwargs)
-
-    evaluate = train
+            return super().train(step, *args, **kwargs)
 
     @override
-    def accumulating(self, seen: bool) -> AbstractContextManager[Any]:
-        return nullcontext()
+    def evaluate(self, step: Callable[[], Any]) -> Any:
+        self._num_steps += 1
+        with simulating(_ALONE), torch.compiler.set_stance("force_eager"):
+            return super().evaluate(step)
 
     @override
     def finish_backward(self) -> None:
         for parameter in self._strategy.module.parameters():
             if type(parameter.grad) is Rows:
                 parameter.grad = gathered(parameter.grad.detach()).clone()
+        super().finish_backward()
 
     @override
     def ending(self) -> AbstractContextManager[Any]:
@@ -115,6 +114,18 @@ class WholeBatch(GradientSync):
             )
             rank_zero_info(f"global view: computed on all rows, on every rank: {told}")
         return super().ending()
+
+
+class WholeBatch(_Whole):
+    """Computes steps of the whole batch where each rank holds the whole module, which is not wrapped."""
+
+    @override
+    def wrap(self, wrap: Callable[[], None]) -> None:
+        verify_same_layout(self._strategy.module, self._strategy.strategy_name)
+
+
+class WholeBatchOfShards(_Whole, ShardSync):
+    """Computes steps of the whole batch where each rank holds shards. An average of equal gradients is each of them."""
 
 
 @dataclass(frozen=True)

@@ -63,6 +63,10 @@ LOSSES: dict[str, Any] = {
 }
 
 
+MIXED = ["root", "dice", "pairs"]
+"""Those whose parts differ, whatever the numbers are."""
+
+
 class Everything(pl.LightningModule):
     """A module with dropout and BatchNorm, and a loss of a name."""
 
@@ -122,6 +126,18 @@ def _train_all(size_is: Any, batch: int) -> dict[str, dict[str, Tensor]]:
     }
 
 
+def _train_mixed(size_is: Any, batch: int) -> tuple[dict[str, dict[str, Tensor]], list[str]]:
+    told = list[str]()
+    handler = logging.Handler(logging.INFO)
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("pytorch_lightning.utilities.rank_zero").addHandler(handler)
+    found = {
+        form: _fit(DDPStrategy(batch_size_is=size_is, timeout_s=60), int(os.environ["WORLD_SIZE"]), form, batch)
+        for form in MIXED
+    }
+    return found, [line for line in told if "global_view" in line]
+
+
 @pytest.mark.parametrize(("ranks", "size_is", "batch"), [(2, "global", 8), (3, "global", 8), (2, "per_device", 4)])
 def test_every_form_trains_as_one_device_does(ranks: int, size_is: str, batch: int) -> None:
     expected = run_ranks(_references, 1, 8)[0]
@@ -130,6 +146,21 @@ def test_every_form_trains_as_one_device_does(ranks: int, size_is: str, batch: i
             assert found[form].keys() == values.keys()
             for key, value in values.items():
                 torch.testing.assert_close(found[form][key], value, rtol=EXACT, atol=EXACT, msg=f"{form}: {key}")
+
+
+@pytest.mark.parametrize(("size_is", "batch"), [("global", 8), ("per_device", 4)])
+def test_a_module_that_parts_would_train_otherwise_is_trained_so_without_a_word_of_config(
+    size_is: str, batch: int
+) -> None:
+    expected = run_ranks(_references, 1, 8)[0]
+    for rank, (found, told) in enumerate(run_ranks(_train_mixed, 2, size_is, batch)):
+        for form in MIXED:
+            for key, value in expected[form].items():
+                torch.testing.assert_close(found[form][key], value, rtol=EXACT, atol=EXACT, msg=f"{form}: {key}")
+        assert len(told) == (len(MIXED) if rank == 0 else 0)
+        for line in told:
+            assert re.match(r"ddp: computed in ranks of \d and \d samples, the gradient of .* differs .*%", line)
+            assert line.endswith("which is exact but slower; evener.over_batch(fn) is faster.")
 
 
 def _references(batch: int) -> dict[str, dict[str, Tensor]]:
@@ -162,7 +193,7 @@ def test_what_ddp_refuses_names_it_as_the_remedy() -> None:
 
 def _told_of_dice() -> str:
     with pytest.raises(ConfigError) as told:
-        _fit(DDPStrategy(batch_size_is="global", timeout_s=60), 2, "dice", 8)
+        _fit(DDPStrategy(batch_size_is="global", global_view=False, timeout_s=60), 2, "dice", 8)
     return str(told.value)
 
 
