@@ -1,8 +1,7 @@
 """Train with one process per device, averaging gradients by torch's DistributedDataParallel, weighted by samples."""
 
-from collections.abc import Mapping
 from functools import partial
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 from typing_extensions import Unpack
 
@@ -15,7 +14,7 @@ from .pipeline.recompute import RecomputeOption
 from .ranks.arguments import RankArguments
 from .ranks.global_view.view import WholeBatch
 from .ranks.gradient_sync import GradientSync
-from .ranks.strategy import RankStrategy
+from .ranks.strategy import GlobalView, RankStrategy
 
 
 class DDPStrategy(RankStrategy):
@@ -40,7 +39,7 @@ class DDPStrategy(RankStrategy):
         compression: compression of gradients between ranks: `fp16`, `bf16`, `powersgd`, or None.
         global_view: have steps see the global batch, of which each rank computes some rows: any module trains as on one
             device, BatchNorm and random numbers included, but more slowly. `auto` does so for a module that trains
-            otherwise in parts of a batch, which False refuses. See docs/global_view.md.
+            otherwise in parts of a batch; False refuses that. See docs/global_view.md.
         **options: options of `RankStrategy` (`timeout_s`, `start_method`, ...) and of
             `torch.nn.parallel.DistributedDataParallel`: `find_unused_parameters`, `static_graph`,
             `gradient_as_bucket_view`, `bucket_cap_mb`, ...
@@ -64,7 +63,7 @@ class DDPStrategy(RankStrategy):
         recompute: RecomputeOption = "never",
         verify: bool = True,
         compression: Compression | None = None,
-        global_view: bool | Literal["auto"] = "auto",
+        global_view: GlobalView = "auto",
         **options: Unpack[RankArguments],
     ) -> None:
         if devices_per_process > 1 and self.stage_options is None and options.get("static_graph"):
@@ -76,25 +75,12 @@ class DDPStrategy(RankStrategy):
         self.devices_per_process = devices_per_process
         self.shard_optimizer = shard_optimizer
         self.sync = GradientSync(self, compression_hook(compression))
-        given = self._not_in_view(compression, recompute, options)
-        if global_view is True and given:
-            raise ConfigError(
-                f"{self.strategy_name}: global_view=true computes the whole batch as strategy=ddp with one device per "
-                f"process does. Leave out {', '.join(given)}."
-            )
-        if global_view is True:
-            self.sync = WholeBatch(self)
-        elif global_view == "auto" and not given:
-            self.whole_sync = partial(WholeBatch, self)
-
-    def _not_in_view(self, compression: object, recompute: object, options: Mapping[str, Any]) -> list[str]:
-        """The options that the global view does not take."""
         others = {
-            "devices_per_process": self.devices_per_process > 1,
-            "shard_optimizer": self.shard_optimizer,
+            "devices_per_process": devices_per_process > 1,
+            "shard_optimizer": shard_optimizer,
             "compression": compression is not None,
             "recompute": recompute != "never",
             "sync_batchnorm": bool(options.get("sync_batchnorm")),
         }
-        given = [name for name, is_given in others.items() if is_given]
-        return given if self.strategy_name == "ddp" else ["global_view"]
+        allowed = self.strategy_name == "ddp"
+        self._allow_view(global_view, partial(WholeBatch, self), others if allowed else {"global_view": True})

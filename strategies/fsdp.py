@@ -18,7 +18,7 @@ from .distributed.scripts.launcher import StartMethod
 from .pipeline.recompute import RecomputeOption
 from .ranks.global_view.view import WholeBatchOfShards
 from .ranks.shard_sync import ShardSync
-from .ranks.strategy import RankStrategy
+from .ranks.strategy import GlobalView, RankStrategy
 from .sharding.placed import ShardIO, Writers, place_shards
 from .sharding.sharded_module import Shard, ShardOptions
 from .sharding.whole import gather_tree, holds_shards, shard_entry, shard_like
@@ -57,6 +57,7 @@ class FSDPStrategy(RankStrategy):
         recompute: as in `DDPStrategy`.
         verify: as in `DDPStrategy`; before the module is cut, so that a module made on the meta device is not verified.
         gather_lists_mb: as in `RankStrategy`.
+        global_view: as in `DDPStrategy`.
 
     Raises:
         ConfigError: an option has an invalid value.
@@ -83,6 +84,7 @@ class FSDPStrategy(RankStrategy):
         start_method: StartMethod | None = None,
         verify: bool = True,
         gather_lists_mb: Positive = 1024.0,
+        global_view: GlobalView = "auto",
     ) -> None:
         if weights is not None and batch_size_is != "global":
             raise ConfigError(
@@ -95,8 +97,8 @@ class FSDPStrategy(RankStrategy):
         )  # fmt: skip
         self.shards = ShardOptions(shard, reshard_after_forward, cpu_offload, replicas)
         self.sync = ShardSync(self, self.shards, find_unused_parameters)
-        if recompute == "never" and not sync_batchnorm and weights is None:
-            self.whole_sync = partial(WholeBatchOfShards, self, self.shards, find_unused_parameters)
+        others = {"recompute": recompute != "never", "sync_batchnorm": sync_batchnorm, "weights": weights is not None}
+        self._allow_view(global_view, partial(WholeBatchOfShards, self, self.shards, find_unused_parameters), others)
         if weights is not None:
             self.balance = RankBalance(self.strategy_name, weights, hysteresis=0.0)
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from functools import cached_property, partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, TypeAlias
 
 import pytorch_lightning as pl
 import pytorch_lightning.strategies as pl_strategies
@@ -54,6 +54,9 @@ from ..sharding.optimizer_shards import CutStates, OptimizerShards
 from .deciders import Deciders
 from .gradient_sync import GradientSync
 from .step import RankStep, recompute_weights
+
+GlobalView: TypeAlias = bool | Literal["auto"]
+"""Whether steps see whole batches; `auto`: where a module trains otherwise in parts of them."""
 
 
 class RankStrategy(pl_strategies.DDPStrategy):
@@ -132,6 +135,25 @@ class RankStrategy(pl_strategies.DDPStrategy):
         self._deciders = Deciders(self.contract.agree)
         self._loaders: RankLoaders | None = None
         self._cut_states = CutStates()
+
+    def _allow_view(self, view: GlobalView, whole: Callable[[], GradientSync], others: Mapping[str, bool]) -> None:
+        """Have steps see whole batches, or allow it where a module needs it.
+
+        Args:
+            view: what was asked for.
+            whole: makes what computes them.
+            others: options that it does not take, and whether they were given.
+        """
+        given = [name for name, is_given in others.items() if is_given]
+        if view is True and given:
+            raise ConfigError(
+                f"{self.strategy_name}: global_view=true computes the whole batch as strategy=ddp or strategy=fsdp "
+                f"with one device per process does. Leave out {', '.join(given)}."
+            )
+        if view is True:
+            self.sync = whole()
+        elif view == "auto" and not given:
+            self.whole_sync = whole
 
     @classmethod
     def count_processes(cls, num_devices: int, **options: Any) -> int:

@@ -396,8 +396,8 @@ class Verifier:
     @property
     def _view(self) -> str:
         """What trains the module as it is, under ranks that can show it the whole batch."""
-        option = "strategy.global_view=true" if "strategy." in self._option else "DDPStrategy(global_view=True)"
-        return f" set {option}, which is exact but slower," if self._name == "ddp" and self._of_ranks else ""
+        option = self._option.replace("verify=false", "global_view=true").replace("verify=False", "global_view=True")
+        return f" set {option}, which is exact but slower," if self._name in ("ddp", "fsdp") and self._of_ranks else ""
 
     def _compare_written(self, whole: _Step, parts: Sequence[_Step], piece: _Piece, verdict: Verdict) -> None:
         """Refuse what a step computes of its samples and leaves in the module, if later steps compute with it."""

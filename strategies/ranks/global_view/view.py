@@ -1,7 +1,7 @@
 """Give every rank the whole batch, of which it computes some rows: what a step sees is one device's."""
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -103,7 +103,8 @@ class _Whole(GradientSync):
         super().finish_backward()
 
     @override
-    def ending(self) -> AbstractContextManager[Any]:
+    @contextmanager
+    def ending(self) -> Generator[None]:
         exchange, num_steps = self._exchange, max(1, self._num_steps)
         self._exchange, self._num_steps = None, 0
         if exchange is not None and exchange.gathered:
@@ -113,7 +114,8 @@ class _Whole(GradientSync):
                 for name, one in slowest
             )
             rank_zero_info(f"global view: computed on all rows, on every rank: {told}")
-        return super().ending()
+        with super().ending():
+            yield
 
 
 class WholeBatch(_Whole):

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F  # as modules write it
 from distributed import run_ranks
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
 
@@ -23,12 +24,17 @@ from evener.strategies import (
     ConfigError,
     DDPModelParallelStrategy,
     DDPStrategy,
+    FSDPStrategy,
     SingleDeviceStrategy,
 )
 from evener.trainer import Trainer
 
 EXACT = 1e-10
 FEATURES, CLASSES = 5, 3
+
+
+def whole(value: Tensor) -> Tensor:
+    return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def _dice(z: Tensor, y: Tensor) -> Tensor:
@@ -111,55 +117,60 @@ def _fit(strategy: Any, devices: int, form: str, batch: int) -> dict[str, Tensor
     )  # fmt: skip
     trainer.fit(module, *loaders)
     numbers = {key: value.double() for key, value in trainer.callback_metrics.items()}
-    return {key: value.clone() for key, value in module.state_dict().items()} | numbers
+    return {key: whole(value).clone() for key, value in module.state_dict().items()} | numbers
 
 
-def _train_all(size_is: Any, batch: int) -> dict[str, dict[str, Tensor]]:
-    return {
-        form: _fit(
-            DDPStrategy(batch_size_is=size_is, global_view=True, timeout_s=60),
-            int(os.environ["WORLD_SIZE"]),
-            form,
-            batch,
-        )
-        for form in LOSSES
-    }
+def _train_all(strategy: Any, size_is: Any, batch: int) -> dict[str, dict[str, Tensor]]:
+    num = int(os.environ["WORLD_SIZE"])
+    made = (strategy(batch_size_is=size_is, global_view=True, timeout_s=60) for _ in LOSSES)
+    return {form: _fit(one, num, form, batch) for form, one in zip(LOSSES, made, strict=True)}
 
 
-def _train_mixed(size_is: Any, batch: int) -> tuple[dict[str, dict[str, Tensor]], list[str]]:
+def _train_mixed(strategy: Any, size_is: Any, batch: int) -> tuple[dict[str, dict[str, Tensor]], list[str]]:
     told = list[str]()
     handler = logging.Handler(logging.INFO)
     handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("pytorch_lightning.utilities.rank_zero").addHandler(handler)
     found = {
-        form: _fit(DDPStrategy(batch_size_is=size_is, timeout_s=60), int(os.environ["WORLD_SIZE"]), form, batch)
+        form: _fit(strategy(batch_size_is=size_is, timeout_s=60), int(os.environ["WORLD_SIZE"]), form, batch)
         for form in MIXED
     }
     return found, [line for line in told if "global_view" in line]
 
 
-@pytest.mark.parametrize(("ranks", "size_is", "batch"), [(2, "global", 8), (3, "global", 8), (2, "per_device", 4)])
-def test_every_form_trains_as_one_device_does(ranks: int, size_is: str, batch: int) -> None:
+@pytest.mark.parametrize(
+    ("strategy", "ranks", "size_is", "batch"),
+    [
+        (DDPStrategy, 2, "global", 8),
+        (DDPStrategy, 3, "global", 8),
+        (DDPStrategy, 2, "per_device", 4),
+        (FSDPStrategy, 2, "global", 8),
+    ],
+)
+def test_every_form_trains_as_one_device_does(strategy: type, ranks: int, size_is: str, batch: int) -> None:
     expected = run_ranks(_references, 1, 8)[0]
-    for found in run_ranks(_train_all, ranks, size_is, batch):
+    for found in run_ranks(_train_all, ranks, strategy, size_is, batch):
         for form, values in expected.items():
             assert found[form].keys() == values.keys()
             for key, value in values.items():
                 torch.testing.assert_close(found[form][key], value, rtol=EXACT, atol=EXACT, msg=f"{form}: {key}")
 
 
-@pytest.mark.parametrize(("size_is", "batch"), [("global", 8), ("per_device", 4)])
+@pytest.mark.parametrize(
+    ("strategy", "size_is", "batch"),
+    [(DDPStrategy, "global", 8), (DDPStrategy, "per_device", 4), (FSDPStrategy, "per_device", 4)],
+)
 def test_a_module_that_parts_would_train_otherwise_is_trained_so_without_a_word_of_config(
-    size_is: str, batch: int
+    strategy: type, size_is: str, batch: int
 ) -> None:
     expected = run_ranks(_references, 1, 8)[0]
-    for rank, (found, told) in enumerate(run_ranks(_train_mixed, 2, size_is, batch)):
+    for rank, (found, told) in enumerate(run_ranks(_train_mixed, 2, strategy, size_is, batch)):
         for form in MIXED:
             for key, value in expected[form].items():
                 torch.testing.assert_close(found[form][key], value, rtol=EXACT, atol=EXACT, msg=f"{form}: {key}")
         assert len(told) == (len(MIXED) if rank == 0 else 0)
         for line in told:
-            assert re.match(r"ddp: computed in ranks of \d and \d samples, the gradient of .* differs .*%", line)
+            assert re.match(r"(ddp|fsdp): computed in ranks of \d and \d samples, the gradient of .* differs .*%", line)
             assert line.endswith("which is exact but slower; evener.over_batch(fn) is faster.")
 
 
