@@ -15,7 +15,7 @@ SHORT = {
     "dp": ["LitDigits", "OneCycle", "GraphClassifier", "MoCo"],
     "ddp": ["LitDigits", "Quantiles", "BestMetric", "TimeFirst", "DINO", "GatherInStep", "VQGAN"],
     "ddp_global_view": ["CLIP", "SkippedSpikes"],
-    "fsdp": ["LabelSmoothing", "Pix2Pix"],
+    "fsdp": ["LabelSmoothing", "Pix2Pix", "CLIP", "SkippedSpikes"],
     "model_parallel": ["Housing", "MoCo"],
 }
 """Cases of every run of the tests, by strategy."""
@@ -43,7 +43,7 @@ def test_a_module_trains_as_on_one_device(strategy: str, name: str, judge: Judge
     [
         ("dp", "Detection", "pad to a fixed length"),
         ("dp", "VQGAN", r"evener\.over_batch\(fn\)"),  # with gradients of the joined graph, of torch.autograd.grad
-        ("fsdp", "CLIP", r"evener\.over_batch\(fn\)"),
+        ("dp", "CLIP", r"evener\.over_batch\(fn\)"),
         ("model_parallel", "SkippedSpikes", "keeps running of its part's samples"),
         ("model_parallel", "DQN", "writes to target_net.* set num_microbatches=1"),
     ],
@@ -132,7 +132,7 @@ def test_a_reference_that_shows_nothing_is_unsound(what: str) -> None:
 
 LEAST = {
     "dp": (76, 98), "dp_3": (73, 97), "balanced_dp": (73, 97), "ddp": (97, 98), "ddp_global_view": (100, 100),
-    "ddp_global_view_3": (100, 100), "model_parallel": (75, 97), "fsdp": (70, 97), "ddp_model_parallel": (70, 95),
+    "ddp_global_view_3": (100, 100), "model_parallel": (75, 97), "fsdp": (90, 97), "ddp_model_parallel": (70, 95),
 }  # fmt: skip
 """Percentages of the corpus that are equal, or documented exceptions, at least: untouched, and with the remedies."""
 
