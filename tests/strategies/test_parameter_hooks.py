@@ -215,7 +215,7 @@ REFUSED = {"clamp", "norm", "size"}
 
 def _told(strategy: str, name: str) -> tuple[int, str]:
     """The steps that were taken, and the refusal or the warning."""
-    made = {"ddp": DDPStrategy, "fsdp": FSDPStrategy}[strategy](batch_size_is="global", timeout_s=20)
+    made = {"ddp": DDPStrategy, "fsdp": FSDPStrategy}[strategy](batch_size_is="global", timeout_s=20, global_view=False)
     module = Regression()
     module.net[0].weight.register_hook(HOOKS[name])
     trainer = quiet_trainer(made, 2, limit_val_batches=0, max_steps=2)
