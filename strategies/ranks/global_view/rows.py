@@ -187,16 +187,17 @@ def each(function: Callable[[Any], Any], args: Iterable[Any]) -> list[Any]:
 
 def dispatch(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Compute an operation of tensors some of which are cut."""
-    if torch.Tag.inplace_view in op.tags and type(args[0]) is Rows:
+    rule = _RULES.get(op)
+    if rule is None and torch.Tag.inplace_view in op.tags and type(args[0]) is Rows:
         return _become_view(op, args, kwargs)
     lead = next(filter(is_cut, flat((*args, *kwargs.values()))), None)
     if lead is None:
         return on_all_rows(op, args, kwargs)
     found: Any = NotImplemented
-    if op not in _RULES:
+    if rule is None:
         found = op.decompose(*args, **kwargs)
     elif not written(op) or getattr(args[0], "known", None) is None:
-        found = _RULES[op](op, args, kwargs)
+        found = rule(op, args, kwargs)
     if found is not NotImplemented:
         return found
     with lead.cut.exchange.counting(str(op.overloadpacket).removeprefix("aten.")):
